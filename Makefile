@@ -1,0 +1,37 @@
+# The environment, the checks and the benchmarks of Flash. `make env PYTHON=/path/to/python3.12` chooses the Python.
+
+PYTHON ?= python3
+BIN := .venv/bin
+BENCH_ARGS ?=
+
+.PHONY: env test lint bench docs clean
+
+# Returns at once when .venv is current.
+env:
+	@$(PYTHON) scripts/install.py
+
+test: env
+	$(BIN)/python -m pytest
+	@$(MAKE) --no-print-directory lint
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# Every benchmark; `make bench BENCH_ARGS=--quick` for the short form.
+bench: env
+	@mkdir -p benchmarks/results
+	@set -e; for file in $$(grep -l '__main__' benchmarks/*.py); do \
+		name=$$(basename $$file .py); \
+		$(BIN)/python -m benchmarks.$$name $(BENCH_ARGS) --json benchmarks/results/$$name.json; \
+	done
+
+# docs/configuration.md, from the docstrings of flash/config.py.
+docs: env
+	$(BIN)/python scripts/config_docs.py
+
+# Everything that can be made again, but no runs: those are in outputs/.
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist ./*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,174 @@
+"""The form all benchmarks share: `python -m benchmarks.<name> [--quick] [--json FILE]`.
+
+A benchmark is a function from Args to rows. `main` parses the arguments, prints what the benchmark ran on and the rows
+as a table, and writes the rows as JSON. The direction of a metric follows from its name: times, errors and sizes are
+better when lower, everything else when higher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+LOWER_IS_BETTER = ("_ms", "_s", "_s_per_step", "seconds", "_error", "_bytes", "_mib", "_gib")
+"""Endings of metrics of which less is better, unless they are rates (`…_per_s`)."""
+COMMAND_TIMEOUT_S = 10
+"""Longest wait for git and nvidia-smi, which only describe the machine."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One measured figure."""
+
+    case: str
+    metric: str
+    """`speedup` is baseline ÷ ours, `efficiency` a share of a limit; other names end in their unit."""
+    unit: str
+    ours: float
+    reference: float | None = None
+    """The figure of a paper, of a peer or of the bound."""
+    goal: float | None = None
+
+    @property
+    def higher_is_better(self) -> bool:
+        """The direction of the metric, by its name."""
+        return self.metric.endswith("_per_s") or not self.metric.endswith(LOWER_IS_BETTER)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the goal is reached; None without a goal. A figure that is not a number reaches none."""
+        if self.goal is None:
+            return None
+        return self.ours >= self.goal if self.higher_is_better else self.ours <= self.goal
+
+
+class Args(msgspec.Struct, frozen=True):
+    """What the command line asks of a benchmark."""
+
+    quick: bool
+    """Answer within a minute or two."""
+
+
+def main(name: str, description: str, run: Callable[[Args], list[Row]], argv: Sequence[str] | None = None) -> list[Row]:
+    """Run a benchmark from the command line (`argv` None) and report it; returns the rows."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="a smaller version, within a minute or two")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
+    args = parser.parse_args(argv)
+    if args.json is not None and not args.json.parent.is_dir():
+        parser.error(f"--json: the folder {args.json.parent} does not exist")
+    print(f"{name}: {description.strip()}\n")
+    for title, text in machine():
+        print(f"  {title:<8} {text}")
+    print(flush=True)
+    rows = run(Args(quick=args.quick))
+    print_table(rows)
+    if args.json is not None:
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
+        print(f"\nwritten to {args.json}")
+    return rows
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """The rows in aligned columns; the last column says whether the goal was met, and which direction counts."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("case", "metric", "unit"):
+        table.add_column(title, no_wrap=True)
+    for title in ("ours", "reference", "goal"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for row in rows:
+        goal = "-" if row.goal is None else f"{'>=' if row.higher_is_better else '<='} {_figure(row.goal)}"
+        verdict = {None: Text(""), True: Text("met", "green"), False: Text("missed", "red")}[row.met]
+        cells = (row.case, row.metric, row.unit, _figure(row.ours), _figure(row.reference), goal)
+        table.add_row(*(Text(cell) for cell in cells), verdict)
+    console = Console()
+    # A log file has no width: nothing may be cut there.
+    console.print(table, width=None if console.is_terminal else 200, crop=False)
+
+
+def machine() -> list[tuple[str, str]]:
+    """What the benchmark runs on, as (title, text) lines."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    lines = [
+        ("cpu", f"{_cpu_model()}, {cores} of {os.cpu_count()} cores usable"),
+        ("memory", _memory()),
+        ("system", f"{_system()}, Python {platform.python_version()}"),
+        ("software", ", ".join(f"{name} {_version(name)}" for name in ("torch", "vllm"))),
+    ]
+    if commit := _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"):
+        changed = _output("git", "-C", str(Path(__file__).parent), "status", "--porcelain")
+        lines.append(("commit", f"{commit} with local changes" if changed else commit))
+    gpus = _output("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader").splitlines()
+    lines.append(("gpus", "; ".join(gpus) or "none"))
+    return lines
+
+
+def _figure(value: float | None) -> str:
+    """Four significant digits, without an exponent where that stays readable."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e12 else f"{value:.4g}"
+
+
+def _cpu_model() -> str:
+    return _field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
+
+
+def _memory() -> str:
+    total = _field(Path("/proc/meminfo"), "MemTotal")
+    return f"{int(total.split()[0]) / 2**20:.1f} GiB" if total else "unknown"
+
+
+def _system() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except OSError:
+        return platform.platform()
+
+
+def _field(file: Path, key: str) -> str | None:
+    """The value of a `key : value` line, or None."""
+    if not file.exists():
+        return None
+    for line in file.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return None
+
+
+def _version(package: str) -> str:
+    """The installed version, also of the CPU build, which has a name of its own."""
+    for name in (package, f"{package}-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "not installed"
+
+
+def _output(*command: str) -> str:
+    """What a command prints, or nothing where it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True)
+    except (subprocess.SubprocessError, OSError):
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,224 @@
+"""What a well-typed configuration can still get wrong: combinations, import paths, folders, hardware.
+
+Each rule looks at one matter and yields its problems; no rule needs another. The configuration is resolved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from flash.config import Config
+from flash.decode import Problem
+from flash.errors import ConfigError
+from flash.imports import examine_options, load_object, load_objective
+
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+"""`name` or `owner/name`: anything else is a path."""
+
+ENVIRONMENT_METHODS = ("reset", "step", "close")
+
+
+def check(config: Config) -> list[Problem]:
+    """Every problem of a resolved configuration."""
+    return [problem for rule in RULES for problem in rule(config)]
+
+
+def batch_rule(config: Config) -> Iterator[Problem]:
+    """Whole groups make a batch, and whole groups make a minibatch that every rank has a part of."""
+    train, group_size = config.train, config.rollout.group_size
+    if train.batch_size % group_size:
+        message = f"expected a multiple of rollout.group_size = {group_size}, got {train.batch_size}"
+        yield Problem("train.batch_size", message)
+        return
+    if config.groups_per_batch % train.minibatches:
+        message = f"expected a divisor of the {config.groups_per_batch} groups of a batch, got {train.minibatches}"
+        yield Problem("train.minibatches", message)
+    elif train.batch_size // train.minibatches < config.trainer_world_size:
+        message = (
+            f"{train.batch_size} samples in {train.minibatches} minibatches leave some of the "
+            f"{config.trainer_world_size} trainer ranks without a sample"
+        )
+        yield Problem("train.batch_size", message)
+
+
+def optimizer_rule(config: Config) -> Iterator[Problem]:
+    """AdamW's moments decay."""
+    if max(config.train.betas) >= 1:
+        yield Problem("train.betas", f"expected numbers below 1, got {list(config.train.betas)}")
+
+
+def algorithm_rule(config: Config) -> Iterator[Problem]:
+    """The objective exists, its options fit, and it can do what the run asks of it."""
+    algorithm, train = config.algorithm, config.train
+    if config.rollout.group_size == 1:
+        message = f"expected at least 2: algorithm.advantage = {algorithm.advantage!r} compares the samples of a prompt"
+        yield Problem("rollout.group_size", message)
+    try:
+        objective = load_objective(algorithm.objective)
+    except ConfigError as error:
+        yield Problem("algorithm.objective", str(error))
+        return
+    yield from examine_options(objective, algorithm.options, "algorithm.options")[1]
+    if train.async_ratio > 0 and not objective.corrects_staleness and not train.allow_uncorrected:
+        message = (
+            f"{train.async_ratio:g} trains on samples of older versions, which `{algorithm.objective}` does not "
+            "correct for: use an objective that does, or async_ratio = 0, or set train.allow_uncorrected = true"
+        )
+        yield Problem("train.async_ratio", message)
+
+
+def environment_rule(config: Config) -> Iterator[Problem]:
+    """The environment exists, has the interface, and takes its options."""
+    try:
+        env = load_object(config.env.path)
+    except ConfigError as error:
+        yield Problem("env.path", str(error))
+        return
+    missing = [name for name in ENVIRONMENT_METHODS if not callable(getattr(env, name, None))]
+    if not isinstance(env, type) or missing:
+        message = f"`{config.env.path}` is not an environment: expected a class with reset, step and close"
+        yield Problem("env.path", message)
+        return
+    kwargs, problems = examine_options(cast("type[object]", env), config.env.options, "env.options")
+    yield from problems or _own_check(env, kwargs)
+
+
+def _own_check(env: type[object], kwargs: dict[str, Any]) -> Iterator[Problem]:
+    """What the class itself says of its options, where it has a classmethod `check`."""
+    own_check: Callable[..., object] | None = getattr(env, "check", None)
+    if own_check is None:
+        return
+    try:
+        own_check(**kwargs)
+    except Exception as error:  # the class is the user's: whatever it raises here is its verdict
+        verdict = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        yield Problem("env.options", f"{env.__name__} refuses them: {verdict}")
+
+
+def model_rule(config: Config) -> Iterator[Problem]:
+    """A local model folder is one, or is to be made. A hub id is taken on trust."""
+    path = Path(config.model.path)
+    hub_id = HUB_ID.fullmatch(config.model.path) and (path.parent == Path() or not path.parent.exists())
+    if hub_id and not path.exists():
+        return
+    if path.is_file():
+        yield Problem("model.path", f"expected a folder, got the file {path}")
+    elif (path / "config.json").is_file():
+        yield from _model_folder(config, path / "config.json")
+    elif config.tiny_model is None:
+        what = "has no config.json" if path.is_dir() else "does not exist"
+        message = (
+            f"the folder {path} {what}: expected a Hugging Face model, a hub id, or a [tiny_model] table to make one"
+        )
+        yield Problem("model.path", message)
+
+
+def _model_folder(config: Config, file: Path) -> Iterator[Problem]:
+    try:
+        described = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        yield Problem("model.path", f"{file} cannot be read: {error}")
+        return
+    limit = described.get("max_position_embeddings") if isinstance(described, dict) else None
+    if isinstance(limit, int) and config.model.max_length > limit:
+        message = f"expected at most {limit}, the positions of {config.model.path}, got {config.model.max_length}"
+        yield Problem("model.max_length", message)
+
+
+def length_rule(config: Config) -> Iterator[Problem]:
+    """Prompts have room, and a full-length sequence fits into a forward pass."""
+    longest = config.model.max_length
+    for key, value, limit in (
+        ("rollout.max_new_tokens", config.rollout.max_new_tokens, longest - 1),
+        ("weights.canary_tokens", config.weights.canary_tokens, longest),
+    ):
+        if value > limit:
+            yield Problem(key, f"expected at most {limit} (model.max_length = {longest}), got {value}")
+    if config.train.max_tokens_per_microbatch < longest:
+        message = f"expected at least model.max_length = {longest}, got {config.train.max_tokens_per_microbatch}"
+        yield Problem("train.max_tokens_per_microbatch", message)
+
+
+def eval_rule(config: Config) -> Iterator[Problem]:
+    """Several answers to a problem differ."""
+    if config.eval.samples > 1 and config.eval.temperature == 0:
+        message = f"{config.eval.samples} greedy answers are all the same: set eval.temperature above 0"
+        yield Problem("eval.samples", message)
+
+
+def placement_rule(config: Config) -> Iterator[Problem]:
+    """Trainers and engines have the devices they need."""
+    cluster, engine, gpus = config.cluster, config.engine, config.gpus_per_node
+    if cluster.trainer_nodes > cluster.nodes:
+        message = f"expected at most cluster.nodes = {cluster.nodes}, got {cluster.trainer_nodes}"
+        yield Problem("cluster.trainer_nodes", message)
+    if gpus == 0:
+        return
+    if cluster.trainer_ranks > gpus:
+        message = f"expected at most the {gpus} GPUs of a node, got {cluster.trainer_ranks}"
+        yield Problem("cluster.trainer_ranks", message)
+    elif engine.share_gpus:
+        if engine.count * engine.tensor_parallel > gpus:
+            message = (
+                f"{engine.count} engines on {engine.tensor_parallel} GPUs each need more than the {gpus} of a node"
+            )
+            yield Problem("engine.count", message)
+    elif not any(config.engines_on(node) for node in range(cluster.nodes)):
+        message = (
+            f"no node has {engine.tensor_parallel} GPUs left for an engine: each has {gpus}, and trainers take "
+            f"{cluster.trainer_ranks}; lower this or engine.tensor_parallel, or set engine.share_gpus = true"
+        )
+        yield Problem("cluster.trainer_ranks", message)
+
+
+def weights_rule(config: Config) -> Iterator[Problem]:
+    """The transfer backend can work where the engines are."""
+    backend, key = config.weights_backend, "weights.backend"
+    if backend == "tcp":
+        return
+    if config.gpus_per_node == 0:
+        yield Problem(key, f"{backend} needs GPUs and cluster.gpus_per_node is 0: expected tcp or auto")
+    elif backend == "ipc" and not config.engine.share_gpus:
+        yield Problem(key, "ipc needs engine.share_gpus = true: expected nccl, tcp or auto")
+    elif backend == "ipc" and config.cluster.nodes > 1:
+        yield Problem(key, f"ipc ends at the machine and cluster.nodes is {config.cluster.nodes}: expected tcp")
+    elif backend == "nccl" and config.engine.share_gpus:
+        yield Problem(key, "nccl cannot join two processes on one GPU (engine.share_gpus): expected ipc, tcp or auto")
+
+
+def cpu_rule(config: Config) -> Iterator[Problem]:
+    """Named cores exist."""
+    cores = os.cpu_count() or 1
+    for key, cpus in (
+        ("cluster.node_cpus", config.cluster.node_cpus),
+        ("cluster.trainer_cpus", config.cluster.trainer_cpus),
+    ):
+        if cpus is not None and (not cpus or max(cpus) >= cores):
+            message = f"expected one or more of this machine's cores 0 to {cores - 1}, got {cpus}"
+            yield Problem(key, message)
+
+
+def resume_rule(config: Config) -> Iterator[Problem]:
+    """There is a run to continue."""
+    if config.run.resume and not config.run_dir.is_dir():
+        yield Problem("run.resume", f"there is no run to continue: the folder {config.run_dir} does not exist")
+
+
+RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
+    batch_rule,
+    optimizer_rule,
+    algorithm_rule,
+    environment_rule,
+    model_rule,
+    length_rule,
+    eval_rule,
+    placement_rule,
+    weights_rule,
+    cpu_rule,
+    resume_rule,
+)

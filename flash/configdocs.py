@@ -1,0 +1,77 @@
+"""The configuration's reference, made from the docstrings under the fields of `flash.config`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+
+import msgspec
+
+from flash.config import Config, Section
+from flash.configfile import section_in
+from flash.decode import describe, show
+
+INTRODUCTION = """\
+# Configuration
+
+<!-- Made by scripts/config_docs.py from flash/config.py: change it there and run `make docs`. -->
+
+A run is described by TOML files and overrides: `flash train base.toml mine.toml train.async_ratio=0`. Files merge left
+to right, tables deep; overrides come last, and their value is TOML or else text. `flash train … --dry-run` resolves
+and checks everything without starting anything; the resolved configuration is written to the run directory.
+
+Numbers may be written as integers; nothing else is converted. Unknown keys, wrong types and combinations that cannot
+work are refused, all of them at once.
+"""
+
+
+def markdown() -> str:
+    """The whole reference, one table per section."""
+    return "\n".join([INTRODUCTION, *_sections()])
+
+
+def _sections() -> Iterator[str]:
+    summaries = {field.name: field.type for field in msgspec.structs.fields(Config)}
+    for name, annotation in summaries.items():
+        section = section_in(annotation)
+        assert section is not None, "the tree is two levels deep"
+        yield f"## `[{name}]`\n"
+        yield f"{inspect.getdoc(section)}\n"
+        if section is not annotation:
+            yield "Optional: without this table nothing of it happens.\n"
+        yield "| key | value | default | meaning |\n| --- | --- | --- | --- |"
+        yield from _rows(section)
+        yield ""
+
+
+def _rows(section: type[Section]) -> Iterator[str]:
+    meanings = field_docs(section)
+    for field in msgspec.structs.fields(section):
+        if field.required:
+            default = "required"
+        elif field.default is None:
+            default = "none"
+        elif field.default is msgspec.NODEFAULT:
+            default = "empty"
+        else:
+            default = f"`{show(field.default)}`"
+        cells = (f"`{field.name}`", describe(field.type), default, meanings[field.name])
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def field_docs(section: type[Section]) -> dict[str, str]:
+    """The docstring under each field of a section, on one line."""
+    (tree,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(tree, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for statement, following in zip(tree.body, tree.body[1:], strict=False):
+        match statement, following:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                docs[name] = " ".join(text.split())
+            case _:
+                pass
+    return docs

@@ -1,0 +1,220 @@
+"""From TOML files and dotted overrides to a checked `Config`, and back.
+
+Files merge left to right, tables deep; overrides come last. Everything wrong with the input is found before anything
+starts and named in one `ConfigError`: each key's path, its file, what was expected. Needs no torch or vllm.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_args
+
+import msgspec
+import tomli_w
+
+from flash.config import Config, Section
+from flash.configcheck import check
+from flash.decode import Problem, convert, describe, mismatch, nearest, refuse, suggest
+from flash.errors import ConfigError
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
+"""One folder per GPU, kept by NVIDIA's kernel driver."""
+
+NVIDIA_SMI_TIMEOUT = 30.0
+"""Seconds; the tool takes a few where the driver has to wake up."""
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+def load(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
+    """Read, merge, decode, resolve and cross-check a configuration.
+
+    Args:
+        paths: TOML files; a later one wins.
+        overrides: `dotted.key=value`; the value is TOML, or else taken as text.
+
+    Raises:
+        ConfigError: names every problem found.
+    """
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for path in paths:
+        _merge(merged, _read(path), str(path), origins)
+    for override in overrides:
+        _merge(merged, _parse_override(override), "override", origins)
+    decoder = _Decoder()
+    config = decoder.table(Config, merged, "")
+    if decoder.problems or config is None:
+        raise refuse(decoder.problems, origins)
+    config = _resolve(config)
+    problems = check(config)
+    if problems:
+        raise refuse(problems, origins)
+    return config
+
+
+def dump(config: Config) -> str:
+    """The configuration as TOML that `load` reads back to an equal one.
+
+    None is left out: TOML has no word for it, and it is the default of every key that may be None.
+    """
+    return tomli_w.dumps(_without_none(msgspec.to_builtins(config)))
+
+
+def _without_none(table: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(cast("dict[str, Any]", value)) if isinstance(value, dict) else value
+        for key, value in table.items()
+        if value is not None
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        beside = [str(other) for other in path.parent.glob("*.toml")]
+        raise ConfigError(f"there is no configuration file {path}{suggest(str(path), beside)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"override `{text}`: expected `section.key=value`")
+    table: dict[str, Any] = {parts[-1]: _parse_value(value.strip())}
+    for part in reversed(parts[:-1]):
+        table = {part: table}
+    return table
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def _merge(
+    into: dict[str, Any], table: Mapping[str, Any], source: str, origins: dict[str, str], prefix: str = ""
+) -> None:
+    """Lay one source's table over what is merged so far, and note in `origins` which source wrote each key last."""
+    for key, value in table.items():
+        path = prefix + key
+        existing = into.get(key)
+        if isinstance(value, dict):
+            if not isinstance(existing, dict):
+                into[key] = {}
+            _merge(into[key], cast("dict[str, Any]", value), source, origins, path + ".")
+        else:
+            into[key] = value
+        origins[path] = source
+
+
+class _Decoder:
+    """Walks the tree of sections and gathers what is wrong on the way."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def table(self, section: type[AnySection], table: Mapping[str, Any], prefix: str) -> AnySection | None:
+        """The section, or None when it has problems."""
+        before = len(self.problems)
+        fields = {field.name: field for field in msgspec.structs.fields(section)}
+        self.problems += [
+            Problem(prefix + key, "no such key" + _suggest_key(prefix, key, fields))
+            for key in table
+            if key not in fields
+        ]
+        values: dict[str, Any] = {}
+        for name, field in fields.items():
+            inner = section_in(field.type)
+            if inner is not None and (name in table or field.required):
+                values[name] = self._inner(inner, table.get(name, {}), prefix + name)
+            elif name in table:
+                values[name] = self._value(field.type, table[name], prefix + name)
+            elif field.required:
+                self.problems.append(Problem(prefix + name, f"is missing; expected {describe(field.type)}"))
+        return section(**values) if len(self.problems) == before else None
+
+    def _inner(self, section: type[Section], value: Any, key: str) -> Section | None:
+        if isinstance(value, dict):
+            return self.table(section, cast("dict[str, Any]", value), f"{key}.")
+        self.problems.append(mismatch(key, section, value))
+        return None
+
+    def _value(self, annotation: Any, value: Any, key: str) -> Any:
+        try:
+            return convert(value, annotation)
+        except msgspec.ValidationError:
+            self.problems.append(mismatch(key, annotation, value))
+            return None
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """The section that a field holds, optional or not."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
+
+
+def _suggest_key(prefix: str, key: str, siblings: Iterable[str]) -> str:
+    """The nearest key of the same table, or else the key of nearly that name in another one."""
+    here = suggest(key, siblings, prefix)
+    if here:
+        return here
+    elsewhere = {path.rpartition(".")[2]: path for path in key_paths()}
+    near = nearest(key, elsewhere)
+    return f"; did you mean `{elsewhere[near]}`?" if near else ""
+
+
+def key_paths(section: type[Section] = Config, prefix: str = "") -> Iterator[str]:
+    """Every key's dotted path."""
+    for field in msgspec.structs.fields(section):
+        inner = section_in(field.type)
+        if inner is None:
+            yield prefix + field.name
+        else:
+            yield from key_paths(inner, f"{prefix}{field.name}.")
+
+
+def _resolve(config: Config) -> Config:
+    if config.cluster.gpus_per_node != "auto":
+        return config
+    cluster = msgspec.structs.replace(config.cluster, gpus_per_node=count_gpus())
+    return msgspec.structs.replace(config, cluster=cluster)
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs that CUDA would show to a process of this machine, found without CUDA."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        count = 0
+        for name in visible.split(","):
+            if not name.strip() or name.strip().startswith("-"):  # CUDA ignores what follows an invalid entry
+                break
+            count += 1
+        return count
+    if NVIDIA_DRIVER.is_dir():
+        return sum(1 for _ in NVIDIA_DRIVER.iterdir())
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    try:
+        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False, timeout=NVIDIA_SMI_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"`nvidia-smi -L` did not answer within {NVIDIA_SMI_TIMEOUT:g} s; set cluster.gpus_per_node"
+        ) from None
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0

@@ -1,0 +1,417 @@
+"""The Hub: the only stateful place of a run. It wires tasks, buffer, batching and evaluation, and speaks the protocol.
+
+Lifecycle: trainers publish the first version → first evaluation → leases and batches until the last step or an
+interrupt → trainer ranks say goodbye → last evaluation → nodes are told that there is no more work.
+The hub owns no task: its methods run in the tasks of whoever calls them, and `run` watches deadlines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import anyio
+import msgspec
+
+import flash.errors
+from flash.config import Config
+from flash.errors import ContractError, DeadlineError, FlashError, PeerLostError
+from flash.hub import protocol as p
+from flash.hub.batching import deal
+from flash.hub.buffer import AgeContract, BufferState, SampleBuffer
+from flash.hub.evaluation import EvalRound
+from flash.hub.tasks import TaskSource
+from flash.observe.observer import Observer
+from flash.observe.stats import mean_interval, pass_at_k
+from flash.types import Activity, Failure, Lease, Published, Shard, Trajectory
+
+
+class HubState(msgspec.Struct):
+    """What a checkpoint keeps of the hub."""
+
+    version: int
+    buffer: BufferState
+
+
+class RunEnd(msgspec.Struct, frozen=True):
+    """How the run ended."""
+
+    reason: Literal["finished", "interrupted"]
+    version: int
+    ledger: dict[str, int]
+
+
+class Hub:
+    """Serves nodes and trainer ranks. `now` gives Unix seconds on the loop's clock."""
+
+    def __init__(
+        self, config: Config, observer: Observer, *, now: Callable[[], float], state: bytes | None = None
+    ) -> None:
+        restored = msgspec.msgpack.decode(state, type=HubState) if state is not None else None
+        self._config = config
+        self._observer = observer
+        self._now = now
+        self._contract = AgeContract(
+            config.train.async_ratio, config.train.batch_size, config.rollout.group_size, config.run.steps
+        )
+        self.buffer = SampleBuffer(
+            self._contract,
+            TaskSource(config.run.seed, config.rollout.group_size),
+            retries=config.rollout.retries,
+            breaker=config.rollout.breaker,
+            state=restored.buffer if restored else None,
+        )
+        self._version = restored.version if restored else 0
+        self._first_version = self._version
+        self._published: Published | None = None
+        self._engines: dict[int, dict[int, p.EngineStatus]] = {}
+        self._leases_of_node: dict[int, set[int]] = {}
+        self._shards: list[Shard] = []
+        self._fetched: set[int] = set()
+        self._round: EvalRound | None = None
+        self._rounds: list[int] = []
+        self._round_began = 0.0
+        self._eval_leases = 0
+        self._gone: set[int] = set()
+        self._stopping: Literal["finished", "interrupted"] | None = None
+        self._done = False
+        self._error: FlashError | None = None
+        self._changed = anyio.Event()
+        self._progress = 0
+        self._begun = False
+        self._last_commit = now()
+        self._last_generated = self.buffer.ledger.generated_tokens
+        self._canary_error = 0.0
+
+    @staticmethod
+    def version_of(state: bytes) -> int:
+        """The policy version a stored state belongs to."""
+        return msgspec.msgpack.decode(state, type=HubState).version
+
+    # -- waiting -----------------------------------------------------------------------------------------------------
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait, under the caller's deadline, until a change makes the condition true or the run has failed."""
+        while not condition():
+            if self._error is not None:
+                raise self._error
+            await self._changed.wait()
+
+    def fail(self, error: FlashError) -> None:
+        """End the run with this error; the first one wins."""
+        self._error = self._error or error
+        self._notify()
+
+    def interrupt(self) -> None:
+        """Stop after the running step, leaving a checkpoint."""
+        self._stopping = self._stopping or "interrupted"
+        self._notify()
+
+    async def run(self) -> RunEnd:
+        """Watch the run from the first version to the last goodbye.
+
+        Waits for progress of the trainers, under deadlines.step while they hold a batch and deadlines.batch while they
+        wait for one. Raises the error that ended the run.
+        """
+        deadlines = self._config.deadlines
+        world = self._config.trainer_world_size
+        while len(self._gone) < world:
+            seen, training = self._progress, bool(self._shards)
+            seconds = deadlines.step if training else deadlines.batch
+            if self._stopping == "interrupted":
+                seconds = deadlines.shutdown
+            elif self._published is None:
+                seconds = deadlines.rendezvous
+            with anyio.move_on_after(seconds) as scope:
+                stopping = self._stopping
+                await self._until(
+                    lambda seen=seen, stopping=stopping: (
+                        self._progress != seen or self._stopping != stopping or len(self._gone) == world
+                    )
+                )
+            if scope.cancelled_caught:
+                raise self._stalled(training, seconds)
+        if self._stopping != "interrupted":
+            with anyio.move_on_after(deadlines.step) as scope:
+                await self._until(self._evaluated)
+            if scope.cancelled_caught:
+                raise DeadlineError("the last evaluation", deadlines.step, "the engines and eval.problems")
+        self._done = True
+        self._notify()
+        self.buffer.check()
+        return RunEnd(self._stopping or "finished", self._version, self.buffer.ledger.totals(self.buffer.in_flight))
+
+    async def all_nodes_left(self) -> None:
+        """Wait, under the caller's deadline, until every node has taken note of the end and closed its connection."""
+        await self._until(lambda: not self._engines)
+
+    def _stalled(self, training: bool, seconds: float) -> DeadlineError:
+        if training:
+            return DeadlineError(f"the trainer ranks to finish step {self._version}", seconds, "the trainer ranks")
+        where = f"{self.buffer.ready_groups} of {self._contract.groups_per_batch} groups are complete"
+        return DeadlineError(f"a batch for step {self._version} ({where})", seconds, "engines and environments")
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def handle(self, request: p.Request) -> p.Reply:
+        """Answer one request of the protocol."""
+        match request:
+            case p.LeaseRequest():
+                return await self._lease(request)
+            case p.Results():
+                return self._results(request)
+            case p.VersionRequest():
+                return await self._next_version(request)
+            case p.EngineReport():
+                return self._engine_report(request)
+            case p.BatchRequest():
+                return await self._batch(request)
+            case p.Commit():
+                return self._commit(request)
+            case p.PublishRequest():
+                return await self._publish(request.published)
+            case p.SnapshotRequest():
+                state = HubState(self._version, self.buffer.snapshot())
+                return p.Snapshot(msgspec.msgpack.encode(state))
+            case p.Goodbye():
+                self._gone.add(request.rank)
+                self._observer.activities(request.activities)
+            case p.Interrupt():
+                self._observer.note(request.reason)
+                self.interrupt()
+            case p.Fatal():
+                kind = getattr(flash.errors, request.error, FlashError)
+                self.fail(_rebuilt(kind, request.message))
+        self._notify()
+        return p.Ack()
+
+    def peer_lost(self, name: str) -> None:
+        """A connection ended. A node's leases go back; a trainer rank that did not say goodbye ends the run."""
+        kind, _, number = name.partition("-")
+        if kind == "trainer" and int(number) not in self._gone:
+            self.fail(PeerLostError(f"trainer rank {number} is gone; its own output says why"))
+        if kind == "node":
+            self._engines.pop(int(number), None)
+            for lease_id in self._leases_of_node.pop(int(number), set()):
+                self._revoke(lease_id)
+        self._notify()
+
+    def _revoke(self, lease_id: int) -> None:
+        if self._round is not None and self._round.owns(lease_id):
+            self._round.revoke(lease_id)
+        else:
+            self.buffer.revoke(lease_id)
+
+    # -- rollout nodes -----------------------------------------------------------------------------------------------
+
+    async def _lease(self, request: p.LeaseRequest) -> p.Leases:
+        """Hand out tasks. Waits for room under the age contract, at most one long poll."""
+        leases: list[Lease] = []
+
+        def granted() -> bool:
+            leases.extend(self._grant(request.node, request.capacity))
+            return bool(leases) or self._done
+
+        with anyio.move_on_after(p.LONG_POLL_S):
+            await self._until(granted)
+        self._leases_of_node.setdefault(request.node, set()).update(lease.lease_id for lease in leases)
+        return p.Leases(leases, done=self._done)
+
+    def _grant(self, node: int, capacity: int) -> list[Lease]:
+        engines = self._engines.get(node, {}).values()
+        version = max((engine.version for engine in engines), default=-1)
+        leases: list[Lease] = []
+        while len(leases) < capacity and (lease := self._next_lease(version)) is not None:
+            leases.append(lease)
+        return leases
+
+    def _next_lease(self, engine_version: int) -> Lease | None:
+        if self._round is not None and (lease := self._round.lease(engine_version)) is not None:
+            return lease
+        measuring_start = self._round is not None and self._round.version == 0
+        if engine_version < 0 or self._stopping is not None or measuring_start:
+            return None
+        lease = self.buffer.lease(engine_version)
+        if lease is not None and not self._begun:
+            self._begun, self._last_commit = True, self._now()
+        return lease
+
+    def _results(self, request: p.Results) -> p.Ack:
+        for result in request.results:
+            self._leases_of_node.get(request.node, set()).discard(result.lease_id)
+            self._take(result.lease_id, result.outcome)
+        self._notify()
+        return p.Ack()
+
+    def _take(self, lease_id: int, outcome: Trajectory | Failure) -> None:
+        if self._round is not None and self._round.owns(lease_id):
+            self._round.finish(lease_id, outcome)
+            if self._round.done:
+                self._end_round(self._round)
+            return
+        try:
+            self.buffer.finish(lease_id, outcome)
+        except FlashError as error:
+            self.fail(error)
+
+    async def _next_version(self, request: p.VersionRequest) -> p.VersionReply:
+        def newer() -> bool:
+            return self._done or (self._published is not None and self._published.version > request.after)
+
+        with anyio.move_on_after(p.LONG_POLL_S):
+            await self._until(newer)
+        published = self._published
+        if published is not None and published.version <= request.after:
+            published = None
+        return p.VersionReply(published, done=self._done)
+
+    def _engine_report(self, request: p.EngineReport) -> p.Ack:
+        self._engines[request.node] = {engine.index: engine for engine in request.engines}
+        self._canary_error = max([self._canary_error, *(engine.canary_error for engine in request.engines)])
+        self._observer.activities(request.activities)
+        self._notify()
+        return p.Ack()
+
+    # -- trainer ranks -----------------------------------------------------------------------------------------------
+
+    async def _publish(self, published: Published) -> p.Ack:
+        """Announce a version once every engine has left the ones before the newest: engines are at most one behind."""
+        newest = self._published.version if self._published is not None else -1
+        await self._until(lambda: all(v >= newest for v in self._engine_versions()))
+        self._published = published
+        self._progress += 1
+        self._schedule_eval(published.version)
+        self._notify()
+        return p.Ack()
+
+    def _engine_versions(self) -> list[int]:
+        return [engine.version for engines in self._engines.values() for engine in engines.values()]
+
+    async def _batch(self, request: p.BatchRequest) -> p.BatchReply:
+        """Give a rank its shard. Waits for enough complete groups; all ranks of a step get the same answer."""
+        if request.step != self._version:
+            raise ContractError(f"rank {request.rank} asks for step {request.step}; the run is at {self._version}")
+        self._observer.activities(request.activities)
+        await self._until(self._form_batch)
+        if not self._shards:
+            return p.BatchReply(None, finished=self._stopping == "finished")
+        self._fetched.add(request.rank)
+        return p.BatchReply(self._shards[request.rank])
+
+    def _form_batch(self) -> bool:
+        if self._shards:
+            return True
+        if self._version >= self._config.run.steps:
+            self._stopping = self._stopping or "finished"
+        if self._stopping is not None:
+            return True
+        groups = self.buffer.take(self._version)
+        if groups is None:
+            return False
+        min_version = self._contract.min_token_version(self._version)
+        self._shards = deal(groups, self._version, min_version, self._config.trainer_world_size)
+        self._observer.trajectories(self._version, [t for group in groups for t in group.trajectories()])
+        self._progress += 1
+        self._notify()
+        return True
+
+    def _commit(self, request: p.Commit) -> p.Ack:
+        if request.step != self._version or len(self._fetched) != self._config.trainer_world_size:
+            raise ContractError(f"step {request.step} was committed while the run is at {self._version}")
+        samples = len(self._shards[0].rewards)
+        self._shards, self._fetched = [], set()
+        self.buffer.commit(self._version)
+        self._version += 1
+        self._progress += 1
+        self._observer.step(self._row(request.metrics, samples))
+        self._notify()
+        return p.Ack()
+
+    def _row(self, metrics: dict[str, float], samples: int) -> dict[str, float]:
+        """The metrics of the step just committed. Waiting and rates count from the first lease: before, nothing ran."""
+        now, ledger = self._now(), self.buffer.ledger
+        elapsed = max(now - self._last_commit, 1e-9)
+        generated = ledger.generated_tokens - self._last_generated
+        self._last_commit, self._last_generated = now, ledger.generated_tokens
+        engines = [engine for node in self._engines.values() for engine in node.values()]
+        lifetime = sum(engine.lifetime_s for engine in engines)
+        wait = max(0.0, min(metrics.get("trainer_wait_s", 0.0), elapsed - metrics.get("trainer_step_s", 0.0)))
+        return metrics | {
+            "step": self._version - 1,
+            "version": self._version,
+            "time": now,
+            "samples": samples,
+            "trainer_wait_s": wait,
+            "trainer_wait_share": wait / elapsed,
+            "interval_s": elapsed,
+            "tokens_per_second": generated / elapsed,
+            "generated_tokens": ledger.generated_tokens,
+            "engine_idle_share": sum(e.idle_s for e in engines) / lifetime if lifetime else math.nan,
+            "canary_max": self._canary_error,
+            "queue_ready_groups": self.buffer.ready_groups,
+            "in_flight": self.buffer.in_flight,
+            "stale_tokens": sum(ledger.discarded_tokens.values()),
+            "given_up": sum(ledger.given_up.values()),
+        }
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def _schedule_eval(self, version: int) -> None:
+        """First version of a new run, every `eval.every` versions, and the last one."""
+        every = self._config.eval.every
+        first = version == 0
+        last = version == self._config.run.steps
+        regular = every > 0 and version > self._first_version and version % every == 0
+        if first or last or regular:
+            self._rounds.append(version)
+        self._next_round()
+
+    def _next_round(self) -> None:
+        if self._round is None and self._rounds:
+            config = self._config.eval
+            version = self._rounds.pop(0)
+            retries = self._config.rollout.retries
+            self._round_began = self._now()
+            self._round = EvalRound(version, config.problems, config.samples, retries, self._eval_leases)
+            self._eval_leases += config.problems * config.samples * (retries + 1)
+
+    def _end_round(self, finished: EvalRound) -> None:
+        rewards = list(finished.rewards.values())
+        problems = [problem for problem, answers in finished.rewards.items() for _ in answers]
+        interval = mean_interval([reward for answers in rewards for reward in answers], problems)
+        k = self._config.eval.samples
+        passes = [pass_at_k(len(r), sum(reward >= 1 for reward in r), k) for r in rewards if len(r) == k]
+        row = {
+            "step": finished.version,
+            "time": self._now(),
+            "version_min": min(finished.versions, default=finished.version),
+            "version_max": max(finished.versions, default=finished.version),
+            "mean_reward": interval.mean,
+            "low": interval.low,
+            "high": interval.high,
+            "k": k,
+            "pass_at_k": sum(passes) / len(passes) if passes else math.nan,
+            "problems": len(rewards),
+            "samples": sum(len(r) for r in rewards),
+            "missing": finished.missing,
+        }
+        self._observer.evaluation(row)
+        self._observer.activities([Activity("evaluation", "evaluate", self._round_began, self._now())])
+        self._round = None
+        self._next_round()
+
+    def _evaluated(self) -> bool:
+        return self._round is None and not self._rounds
+
+
+def _rebuilt(kind: type[FlashError], message: str) -> FlashError:
+    """An error of a peer, of its own class where that can be built from a message alone."""
+    if issubclass(kind, DeadlineError):
+        error = FlashError(message)
+        return error
+    return kind(message)

@@ -1,0 +1,79 @@
+"""Where every task and every generated token went.
+
+Conservation: `issued = trained + filtered + given_up + in_flight` and
+`generated = trained_tokens + discarded + buffered_tokens` hold after every booking; `check` compares them with what the
+buffer holds, counted independently.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from flash.errors import ContractError
+from flash.types import Outcome
+
+
+class Ledger(msgspec.Struct):
+    """Counters of one run, over all its lives: they are part of the checkpoint."""
+
+    issued: int = 0
+    """Tasks handed out for the first time."""
+    trained: int = 0
+    """Tasks whose trajectory took part in a committed step."""
+    filtered: int = 0
+    """Tasks whose finished trajectory was filtered out."""
+    given_up: dict[Outcome, int] = {}
+    """Tasks that left for a failure, by its type."""
+    retried: dict[Outcome, int] = {}
+    """Attempts that failed and were tried again, by type; their task is still in flight."""
+    generated_tokens: int = 0
+    """Action tokens that reached the hub, or were lost with a reported failure."""
+    trained_tokens: int = 0
+    """Action tokens that entered a loss."""
+    discarded_tokens: dict[Outcome, int] = {}
+    """Action tokens that will never enter a loss, by reason."""
+
+    def give_up(self, outcome: Outcome, count: int = 1) -> None:
+        """Book tasks that leave untrained."""
+        self.given_up[outcome] = self.given_up.get(outcome, 0) + count
+
+    def retry(self, outcome: Outcome) -> None:
+        """Book a failed attempt that will be repeated."""
+        self.retried[outcome] = self.retried.get(outcome, 0) + 1
+
+    def discard(self, outcome: Outcome, tokens: int) -> None:
+        """Book generated tokens that will not be trained."""
+        if tokens:
+            self.discarded_tokens[outcome] = self.discarded_tokens.get(outcome, 0) + tokens
+
+    def check(self, in_flight: int, buffered_tokens: int) -> None:
+        """Compare with the buffer's own counts.
+
+        Raises:
+            ContractError: a task or a token is unaccounted for.
+        """
+        booked = self.trained + self.filtered + sum(self.given_up.values()) + in_flight
+        if booked != self.issued:
+            raise ContractError(f"tasks are not conserved: issued {self.issued}, accounted for {booked}: {self}")
+        tokens = self.trained_tokens + sum(self.discarded_tokens.values()) + buffered_tokens
+        if tokens != self.generated_tokens:
+            raise ContractError(
+                f"tokens are not conserved: generated {self.generated_tokens}, accounted for {tokens}: {self}"
+            )
+
+    def totals(self, in_flight: int) -> dict[str, int]:
+        """The ledger as flat numbers, for summaries."""
+        flat = {
+            "issued": self.issued,
+            "trained": self.trained,
+            "filtered": self.filtered,
+            "given_up": sum(self.given_up.values()),
+            "in_flight": in_flight,
+            "generated_tokens": self.generated_tokens,
+            "trained_tokens": self.trained_tokens,
+            "discarded_tokens": sum(self.discarded_tokens.values()),
+        }
+        flat |= {f"given_up_{outcome}": count for outcome, count in sorted(self.given_up.items())}
+        flat |= {f"retried_{outcome}": count for outcome, count in sorted(self.retried.items())}
+        flat |= {f"discarded_tokens_{outcome}": count for outcome, count in sorted(self.discarded_tokens.items())}
+        return flat

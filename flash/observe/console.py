@@ -1,0 +1,268 @@
+"""The terminal: a live progress line, one line per step, a closing table.
+
+On a terminal rich draws the live line below the printed ones. Anywhere else the same lines are written
+plainly, without control characters. Texts from outside (an environment's error, a model's path) are stripped
+of control characters in both cases. The console only writes: it owns no clock, and estimates the time left
+from the rows' `wall_s`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TextIO
+
+from flash.config import Config
+from flash.observe.rundir import RunDirectory
+from flash.observe.summary import Summary, number
+
+Row = Mapping[str, Any]
+
+HEADER_EVERY = 20
+"""Step lines between two headers."""
+RECENT_STEPS = 10
+"""Steps whose pace predicts the time left."""
+BLANK = "-"
+"""Stands for a number that the row does not have."""
+
+
+class Column(NamedTuple):
+    """One number of the step line."""
+
+    title: str
+    width: int
+    cell: Callable[[Row], str]
+
+
+class Console:
+    """What a person sees of a run; see the module's docstring.
+
+    `finish` prints the closing table. `close` gives the terminal back; it may be called more than once.
+    """
+
+    def __init__(self, config: Config, stream: TextIO | None = None) -> None:
+        self._config = config
+        terminal: TextIO = sys.stdout if stream is None else stream
+        self._stream: TextIO | None = terminal
+        self._live = _Live(config.run.steps, terminal) if terminal.isatty() else None
+        self._stages: set[str] = set()
+        self._accuracy: float | None = None
+        """Of an evaluation that no step line has shown yet."""
+        self._lines = 0
+        self._walls: deque[float] = deque(maxlen=RECENT_STEPS + 1)
+
+    def note(self, text: str) -> None:
+        """Print a line for the person at the terminal."""
+        self._print(text, "default")
+
+    def stage(self, text: str) -> None:
+        """Say what the run is doing now. Without a terminal each stage is printed the first time only."""
+        if self._live is not None:
+            self._live.update(stage=_clean(text))
+        elif text not in self._stages:
+            self._stages.add(text)
+            self._print(f"[{text}]", "dim")
+
+    def step(self, row: Row) -> None:
+        """Print one step."""
+        if self._lines % HEADER_EVERY == 0:
+            self._print(" ".join(column.title.rjust(column.width) for column in COLUMNS), "bold")
+        self._lines += 1
+        shown = {**row, "accuracy": self._accuracy}
+        self._accuracy = None
+        self._print(" ".join(column.cell(shown).rjust(column.width) for column in COLUMNS), "default")
+        if (wall := number(row, "wall_s")) is not None:
+            self._walls.append(wall)
+        if self._live is not None:
+            done = int(number(row, "step") or 0) + 1
+            self._live.update(
+                completed=done,
+                reward=_fixed(row, "reward_mean", 3),
+                rate=_short(number(row, "tokens_per_second")),
+                left=self._time_left(self._config.run.steps - done),
+            )
+
+    def evaluation(self, row: Row) -> None:
+        """Print one held-out evaluation; its accuracy also stands in the next step line."""
+        self._accuracy = number(row, "mean_reward")
+        parts = [f"evaluation at step {_whole(row, 'step')}: accuracy {_fixed(row, 'mean_reward', 3)}"]
+        if number(row, "low") is not None and number(row, "high") is not None:
+            parts.append(f"95% interval {_fixed(row, 'low', 3)} to {_fixed(row, 'high', 3)}")
+        if number(row, "pass_at_k") is not None and (number(row, "k") or 1) > 1:
+            parts.append(f"pass@{_whole(row, 'k')} {_fixed(row, 'pass_at_k', 3)}")
+        if number(row, "problems") is not None:
+            parts.append(f"{_whole(row, 'problems')} problems")
+        if number(row, "version_min") is not None and number(row, "version_max") is not None:
+            first, last = _whole(row, "version_min"), _whole(row, "version_max")
+            parts.append(f"version {first}" if first == last else f"versions {first} to {last}")
+        self._print(", ".join(parts), "green")
+        if self._live is not None:
+            self._live.update(accuracy=_fixed(row, "mean_reward", 3))
+
+    def finish(self, summary: Summary) -> None:
+        """Print the closing table."""
+        self.close()
+        rows = closing_table(self._config, summary)
+        width = max(len(title) for title, _ in rows)
+        self._print("", "default")
+        for title, text in rows:
+            self._print(f"{title.ljust(width)}  {text}", "bold" if title == "accuracy" else "default")
+
+    def close(self) -> None:
+        """Take the live line away."""
+        if self._live is not None:
+            self._live.stop()
+
+    def _time_left(self, steps: int) -> str:
+        if len(self._walls) < 2:
+            return BLANK
+        pace = (self._walls[-1] - self._walls[0]) / (len(self._walls) - 1)
+        return _clock(pace * max(0, steps))
+
+    def _print(self, text: str, style: str) -> None:
+        text = _clean(text)
+        if self._live is not None:
+            self._live.print(text, style)
+        elif self._stream is not None:
+            encoding = self._stream.encoding or "utf-8"
+            try:
+                self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+                self._stream.flush()
+            except OSError:
+                self._stream = None  # a run outlives the terminal or pipe it was started from
+
+
+class _Live:
+    """The progress line of rich, and printing above it."""
+
+    def __init__(self, steps: int, stream: TextIO) -> None:
+        from rich.console import Console as RichConsole
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+        self._console = RichConsole(file=stream, highlight=False)
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("step {task.completed}/{task.total}", markup=False),
+            BarColumn(bar_width=16),
+            TextColumn("{task.fields[stage]}", style="cyan", markup=False),
+            TextColumn(
+                "reward {task.fields[reward]}  accuracy {task.fields[accuracy]}  "
+                "{task.fields[rate]} tok/s  {task.fields[left]} left",
+                markup=False,
+            ),
+            console=self._console,
+            refresh_per_second=4,
+            transient=True,
+        )
+        self._task = self._progress.add_task(
+            "", total=steps, stage="starting", reward=BLANK, accuracy=BLANK, rate=BLANK, left=BLANK
+        )
+        self._progress.start()
+
+    def update(self, **fields: Any) -> None:
+        self._progress.update(self._task, **fields)
+
+    def print(self, text: str, style: str) -> None:
+        from rich.text import Text
+
+        self._console.print(Text(text, style=style), soft_wrap=True)
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+
+def closing_table(config: Config, summary: Summary) -> list[tuple[str, str]]:
+    """What the run came to, as (title, text) lines."""
+    directory = RunDirectory(config.run_dir)
+    plots = sorted(directory.plots.glob("*.png"))
+    ledger = ", ".join(f"{key} {value}" for key, value in summary.ledger.items() if value)
+    rows = [
+        ("model", f"{summary.model}, {summary.objective}, seed {summary.seed}"),
+        ("accuracy", f"{_plain(summary.initial_accuracy, '.3f')} -> {_plain(summary.final_accuracy, '.3f')}"),
+        ("steps", f"{summary.steps} ({summary.samples} samples)"),
+        ("time", f"{_clock(summary.wall_seconds)} ({_short(summary.tokens_per_second)} tokens/s)"),
+        (
+            "async ratio",
+            f"{summary.async_ratio:g} (oldest trained token: {_plain(summary.max_age, 'g')} versions)",
+        ),
+        ("trainer", f"waited {_plain(summary.trainer_wait_share, '.1%')} of the time"),
+        ("engines", f"idle {_plain(summary.engine_idle_share, '.1%')} of the time"),
+        ("canary", f"largest log-prob difference {_plain(summary.canary_max, '.1e')}"),
+        ("restarts", str(summary.restarts)),
+        ("ledger", ledger or BLANK),
+        ("directory", str(directory.path)),
+    ]
+    return rows + [("plot", str(plot)) for plot in plots]
+
+
+def _clean(text: str) -> str:
+    """One printable line: an escape sequence in a foreign text must not reach the terminal."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def _plain(value: float | None, form: str) -> str:
+    return BLANK if value is None else format(value, form)
+
+
+def _fixed(row: Row, key: str, digits: int) -> str:
+    """The number under `key`; `nan` and `inf` are shown as such, because a person must see them."""
+    value = row.get(key)
+    return f"{value:.{digits}f}" if isinstance(value, (int, float)) else BLANK
+
+
+def _whole(row: Row, key: str) -> str:
+    return _plain(number(row, key), ".0f")
+
+
+def _tiny(row: Row, key: str) -> str:
+    return _plain(number(row, key), ".1e")
+
+
+def _percent(row: Row, key: str) -> str:
+    share = number(row, key)
+    return BLANK if share is None else f"{100 * share:.1f}"
+
+
+def _short(value: float | None) -> str:
+    """Three digits and a unit, such as 9.81k."""
+    if value is None:
+        return BLANK
+    for unit, scale in (("", 1.0), ("k", 1e3), ("M", 1e6), ("G", 1e9)):
+        if abs(value) < 999.5 * scale or unit == "G":
+            scaled = value / scale
+            digits = 0 if abs(scaled) >= 99.95 or not unit else 1 if abs(scaled) >= 9.995 else 2
+            return f"{scaled:.{digits}f}{unit}"
+    raise AssertionError("the last unit takes all")
+
+
+def _clock(seconds: float) -> str:
+    """`m:ss`, or `h:mm:ss`."""
+    if not math.isfinite(seconds):
+        return BLANK
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def _age(row: Row) -> str:
+    return f"{_fixed(row, 'age_mean', 1)}/{_whole(row, 'age_max')}"
+
+
+COLUMNS = (
+    Column("step", 5, lambda row: _whole(row, "step")),
+    Column("reward", 6, lambda row: _fixed(row, "reward_mean", 3)),
+    Column("acc", 5, lambda row: _fixed(row, "accuracy", 3)),
+    Column("loss", 7, lambda row: _fixed(row, "loss", 4)),
+    Column("entropy", 7, lambda row: _fixed(row, "entropy", 3)),
+    Column("ratio", 5, lambda row: _fixed(row, "ratio_mean", 3)),
+    Column("clip%", 5, lambda row: _percent(row, "clip_fraction")),
+    Column("kl", 8, lambda row: _tiny(row, "mismatch_kl")),
+    Column("grad", 6, lambda row: _fixed(row, "grad_norm", 3)),
+    Column("age/max", 7, _age),
+    Column("tok/s", 6, lambda row: _short(number(row, "tokens_per_second"))),
+    Column("wait%", 5, lambda row: _percent(row, "trainer_wait_share")),
+    Column("lr", 7, lambda row: _tiny(row, "learning_rate")),
+)
+"""The numbers people look for. `accuracy` is put into the row by the console; shares are shown in percent."""

@@ -1,0 +1,267 @@
+"""The run directory: what a run leaves on disk, and the only door to it.
+
+    config.toml                       the resolved configuration
+    metrics.jsonl                     one object per step
+    evals.jsonl                       one object per held-out evaluation
+    spans.jsonl                       one `Activity` per line: who was busy with what
+    trajectories/step-000012.jsonl    a few readable samples of each step
+    ledger.json, summary.json         totals
+    checkpoints/, plots/              written by their own rooms
+    earlier/001/                      rows of steps that a later life did again, or of a run it replaced
+
+Invariants: a line is appended whole and reaches the operating system before the call returns; a line torn by
+a crash is never read as a row; whole files are replaced atomically; rows leave a file only after they lie in
+`earlier/`.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from flash.errors import RunDirectoryError
+from flash.observe.summary import Summary
+from flash.types import Activity, Outcome, Trajectory, VersionRun
+
+Row = Mapping[str, Any]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+T = TypeVar("T")
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One trained sample as a person reads it."""
+
+    step: int
+    task_id: int
+    group_id: int
+    sample_index: int
+    seed: int
+    outcome: Outcome
+    reward: float
+    prompt: str
+    completion: str
+    tokens: list[str]
+    """Text of each token, prompt and response."""
+    versions: list[VersionRun]
+    """Policy version of the action tokens, run-length."""
+    ages: dict[int, int]
+    """Action tokens by age: how many versions the trainer was ahead when it trained them."""
+
+
+def readable(trajectory: Trajectory, step: int, tokens: Sequence[str]) -> Sample:
+    """Describe a trajectory that was trained at `step`; `tokens` is the text of each of its T tokens."""
+    assert len(tokens) == trajectory.length, "one text per token"
+    ages: dict[int, int] = {}
+    for run in trajectory.versions:
+        age = step - run.version
+        ages[age] = ages.get(age, 0) + run.count
+    task = trajectory.task
+    return Sample(
+        step=step,
+        task_id=task.task_id,
+        group_id=task.group_id,
+        sample_index=task.sample_index,
+        seed=task.seed,
+        outcome=Outcome(trajectory.outcome),
+        reward=trajectory.reward,
+        prompt=trajectory.prompt_text,
+        completion=trajectory.completion_text,
+        tokens=list(tokens),
+        versions=trajectory.versions,
+        ages=dict(sorted(ages.items())),
+    )
+
+
+class RunDirectory:
+    """Paths, readers and writers of one run directory.
+
+    The constructor touches nothing: use it to read. `RunDirectory.open` prepares the folder for a run that
+    writes. All writers raise RunDirectoryError when the disk is full or the folder cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.metrics = path / "metrics.jsonl"
+        self.evals = path / "evals.jsonl"
+        self.spans = path / "spans.jsonl"
+        self.ledger = path / "ledger.json"
+        self.summary = path / "summary.json"
+        self.trajectories = path / "trajectories"
+        self.checkpoints = path / "checkpoints"
+        self.plots = path / "plots"
+        self.earlier = path / "earlier"
+
+    @classmethod
+    def open(cls, path: Path, config_text: str, resume_at: int | None = None) -> RunDirectory:
+        """Create the folders, write the resolved configuration and clear the way for the rows to come.
+
+        `resume_at` is the version a resumed run continues from: what an earlier life recorded beyond it is
+        set aside, because those steps will be done again. None starts a new run: everything recorded earlier
+        is set aside. Checkpoints are not touched.
+        """
+        directory = cls(path)
+        with _writing(path):
+            for folder in (path, directory.trajectories, directory.checkpoints, directory.plots):
+                folder.mkdir(parents=True, exist_ok=True)
+            directory._set_aside(resume_at)
+        write_atomically(directory.config, config_text.encode())
+        return directory
+
+    def append_metrics(self, row: Row) -> None:
+        """Record one step."""
+        _append(self.metrics, [row])
+
+    def append_evaluation(self, row: Row) -> None:
+        """Record one held-out evaluation."""
+        _append(self.evals, [row])
+
+    def append_spans(self, spans: Iterable[Activity]) -> None:
+        """Record bars of the timeline."""
+        _append(self.spans, spans)
+
+    def write_trajectories(self, step: int, samples: Iterable[Sample]) -> Path:
+        """Write the readable samples of one step; a step done again replaces its file."""
+        file = self.trajectories / f"step-{step:06d}.jsonl"
+        write_atomically(file, _lines(samples))
+        return file
+
+    def write_ledger(self, totals: Row) -> None:
+        """Replace the ledger's totals."""
+        write_atomically(self.ledger, _pretty(totals))
+
+    def write_summary(self, summary: Summary) -> None:
+        """Replace the summary."""
+        write_atomically(self.summary, _pretty(summary))
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All steps, in the order they were recorded."""
+        return _read(self.metrics, dict[str, Any])
+
+    def read_evaluations(self) -> list[dict[str, Any]]:
+        """All evaluations, in the order they were recorded."""
+        return _read(self.evals, dict[str, Any])
+
+    def read_spans(self) -> list[Activity]:
+        """All bars of the timeline, in the order they were recorded."""
+        return _read(self.spans, Activity)
+
+    def _set_aside(self, resume_at: int | None) -> None:
+        """Move what the coming life will do again to `earlier/`, and drop torn lines.
+
+        A step belongs to the past if it was trained before version `resume_at`, an evaluation if it saw no
+        newer weights than that. Spans are facts about time and stay on a resume.
+        """
+        used = [int(entry.name) for entry in self.earlier.glob("[0-9]*")]
+        aside = self.earlier / f"{max(used, default=0) + 1:03d}"
+
+        def past_step(row: Row) -> bool:
+            return resume_at is not None and row.get("step", 0) < resume_at
+
+        def past_evaluation(row: Row) -> bool:
+            return resume_at is not None and row.get("version_max", row.get("step", 0)) <= resume_at
+
+        _split(self.metrics, aside, dict[str, Any], past_step)
+        _split(self.evals, aside, dict[str, Any], past_evaluation)
+        _split(self.spans, aside, Activity, lambda _: resume_at is not None)
+        for file in sorted(self.trajectories.glob("step-*.jsonl")):
+            if resume_at is None or int(file.stem.removeprefix("step-")) >= resume_at:
+                _move(file, aside / self.trajectories.name)
+        if resume_at is None:
+            for file in (self.ledger, self.summary, *sorted(self.plots.glob("*.png"))):
+                if file.exists():
+                    _move(file, aside)
+
+
+def set_aside(path: Path) -> Path | None:
+    """Make room for a new run under this name: an earlier run's directory moves to `<name>.1`, `<name>.2`, …"""
+    if not path.exists():
+        return None
+    number = next(n for n in itertools.count(1) if not path.with_name(f"{path.name}.{n}").exists())
+    return path.rename(path.with_name(f"{path.name}.{number}"))
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file as a whole: readers see the old content or the new one, also after a crash."""
+    aside = path.with_name(path.name + ".tmp")
+    with _writing(path):
+        try:
+            with aside.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def _writing(path: Path) -> Generator[None]:
+    """Turn the operating system's refusal into an error that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        advice = "check that run.output_dir names a folder you may write to"
+        if error.errno in _FULL:
+            advice = "free space on that disk, then continue with run.resume=true"
+        raise RunDirectoryError(f"cannot write {path}: {error.strerror or error}; {advice}") from error
+
+
+def _lines(rows: Iterable[Any]) -> bytes:
+    return b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+
+
+def _pretty(value: Any) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+
+
+def _append(path: Path, rows: Iterable[Any]) -> None:
+    """Append whole lines with one write, so that a killed process tears at most the last one."""
+    data = _lines(rows)
+    with _writing(path), path.open("ab") as file:
+        file.write(data)
+
+
+def _whole_lines(path: Path, kind: type[T]) -> Iterator[tuple[bytes, T]]:
+    """The lines that hold a row of this kind, each with its row; a crash may have torn others."""
+    if not path.exists():
+        return
+    decoder = msgspec.json.Decoder(kind)
+    for line in path.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            try:
+                yield line, decoder.decode(line)
+            except msgspec.DecodeError:
+                continue
+
+
+def _read(path: Path, kind: type[T]) -> list[T]:
+    return [row for _, row in _whole_lines(path, kind)]
+
+
+def _split(path: Path, aside: Path, kind: type[T], stays: Callable[[T], bool]) -> None:
+    """Keep the rows that stay; move the others under `aside` first, so that a crash in between loses none."""
+    kept: list[bytes] = []
+    cut: list[bytes] = []
+    for line, row in _whole_lines(path, kind):
+        (kept if stays(row) else cut).append(line)
+    if cut:
+        aside.mkdir(parents=True, exist_ok=True)
+        write_atomically(aside / path.name, b"".join(cut))
+    if path.exists() and path.stat().st_size != sum(map(len, kept)):
+        write_atomically(path, b"".join(kept))
+
+
+def _move(file: Path, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    file.replace(folder / file.name)

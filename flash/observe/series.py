@@ -1,0 +1,225 @@
+"""What the plots show, as plain numbers: computed from recorded rows, drawn by `flash.observe.plots`.
+
+Legend: S steps, E evaluations, B bins of time, K ages. Times are seconds since the first thing recorded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flash.observe.summary import by_step, number
+from flash.types import Activity
+
+Row = Mapping[str, Any]
+Floats = npt.NDArray[np.float64]
+
+ACTIVITIES = ("wait", "generate", "train", "evaluate", "publish", "swap", "checkpoint")
+"""Known activities; where two overlap in one lane, it was really doing the later one of this list."""
+IDLE = ("wait",)
+"""Activities that do not count as work."""
+ZOOM_STEPS = 8
+"""Steps in the close-up of the timeline."""
+MAX_AGES = 8
+"""Ages shown one by one; older ones share the last place."""
+
+_AGE_KEY = re.compile(r"age_(\d+)")
+
+
+class RewardSeries(NamedTuple):
+    """Reward of the trained samples and accuracy on held-out problems. Unknown values are NaN."""
+
+    steps: Floats
+    """[S]"""
+    times: Floats
+    """[S]"""
+    rewards: Floats
+    """[S]"""
+    eval_steps: Floats
+    """[E]"""
+    eval_times: Floats
+    """[E]"""
+    accuracy: Floats
+    """[E]"""
+    low: Floats
+    """[E]"""
+    high: Floats
+    """[E]"""
+
+
+class AgeSeries(NamedTuple):
+    """How old the trained tokens were."""
+
+    steps: Floats
+    """[S]"""
+    shares: Floats
+    """[S, K]: share of the step's trained tokens by age; rows sum to 1."""
+    total: Floats
+    """[K]: share of all trained tokens by age; sums to 1."""
+    labels: list[str]
+    """[K]: `0`, `1`, …, and `8+` where older ages were put together."""
+
+
+class Lane(NamedTuple):
+    """One row of the timeline."""
+
+    name: str
+    spans: list[Activity]
+    busy: float
+    """Share of the shown time spent on anything but waiting."""
+
+
+class Timeline(NamedTuple):
+    """Who was busy when."""
+
+    lanes: list[Lane]
+    start: float
+    """Unix seconds."""
+    stop: float
+    zoom: tuple[float, float]
+    """Unix seconds of the close-up."""
+    zoom_steps: tuple[int, int] | None
+    """First and last step of the close-up; None when no step was recorded."""
+
+
+def reward_series(metrics: Sequence[Row], evaluations: Sequence[Row]) -> RewardSeries:
+    """Prepare reward and accuracy over steps and time."""
+    steps, evals = by_step(metrics), by_step(evaluations)
+    origin = min((at for row in (*steps, *evals) if (at := number(row, "time")) is not None), default=0.0)
+
+    def times(rows: Sequence[Row]) -> Floats:
+        known = [number(row, "wall_s") for row in rows]
+        return np.array(
+            [row.get("time", np.nan) - origin if wall is None else wall for row, wall in zip(rows, known, strict=True)],
+            dtype=np.float64,
+        )
+
+    return RewardSeries(
+        steps=_column(steps, "step"),
+        times=times(steps),
+        rewards=_column(steps, "reward_mean"),
+        eval_steps=_column(evals, "step"),
+        eval_times=times(evals),
+        accuracy=_column(evals, "mean_reward"),
+        low=_column(evals, "low"),
+        high=_column(evals, "high"),
+    )
+
+
+def age_series(metrics: Sequence[Row]) -> AgeSeries | None:
+    """Prepare the age histogram; None when no row has one. Steps weigh as much as the tokens they trained."""
+    rows = [row for row in by_step(metrics) if any(amount for _, amount in _ages(row))]
+    if not rows:
+        return None
+    oldest = max(age for row in rows for age, amount in _ages(row) if amount)
+    places = min(oldest, MAX_AGES) + 1
+    counts = np.zeros((len(rows), places))
+    for place, row in enumerate(rows):
+        for age, amount in _ages(row):
+            counts[place, min(age, places - 1)] += amount
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    weights = np.array([number(row, "trained_tokens") or 0.0 for row in rows])
+    if not weights.any():
+        weights = counts.sum(axis=1)
+    labels = [str(age) for age in range(places)]
+    if oldest > MAX_AGES:
+        labels[-1] += "+"
+    return AgeSeries(_column(rows, "step"), shares, weights @ shares / weights.sum(), labels)
+
+
+def timeline(spans: Sequence[Activity], metrics: Sequence[Row]) -> Timeline | None:
+    """Prepare the timeline; None without spans."""
+    spans = [span for span in spans if span.stop > span.start]
+    if not spans:
+        return None
+    start, stop = min(span.start for span in spans), max(span.stop for span in spans)
+    lanes: dict[str, list[Activity]] = {}
+    for span in spans:
+        lanes.setdefault(span.lane, []).append(span)
+    edges = np.array([start, stop])
+    prepared: list[Lane] = []
+    for name in sorted(lanes, key=_lane_order):
+        shares = lane_shares(lanes[name], edges)
+        busy = sum(float(share[0]) for activity, share in shares.items() if activity not in IDLE)
+        prepared.append(Lane(name, lanes[name], busy))
+    zoom, steps = _zoom(by_step(metrics), start, stop)
+    return Timeline(prepared, start, stop, zoom, steps)
+
+
+def drawing_order(names: Iterable[str]) -> list[str]:
+    """Each name once, in the order of ACTIVITIES, unknown ones last."""
+    return sorted(set(names), key=_priority)
+
+
+def lane_shares(spans: Sequence[Activity], edges: Floats) -> dict[str, Floats]:
+    """Share of each bin [B] that a lane spent on each activity, for B + 1 edges.
+
+    No instant counts twice: where activities overlap, time belongs to the one that is later in ACTIVITIES.
+    Law: the shares of a bin sum to at most 1.
+    """
+    width = np.diff(edges)
+    taken: list[Activity] = []
+    shares: dict[str, Floats] = {}
+    covered = np.zeros(len(width))
+    for name in reversed(drawing_order(span.name for span in spans)):
+        taken.extend(span for span in spans if span.name == name)
+        union = np.diff(_covered_until(taken, edges)) / width
+        shares[name] = np.clip(union - covered, 0.0, 1.0)
+        covered = union
+    return shares
+
+
+def _covered_until(spans: Sequence[Activity], times: Floats) -> Floats:
+    """Seconds before each time that lie inside at least one span."""
+    starts: list[float] = []
+    stops: list[float] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if stops and span.start <= stops[-1]:
+            stops[-1] = max(stops[-1], span.stop)
+        else:
+            starts.append(span.start)
+            stops.append(span.stop)
+    knots = np.array([knot for pair in zip(starts, stops, strict=True) for knot in pair])
+    lengths = np.array(stops) - np.array(starts)
+    before = np.concatenate([[0.0], np.cumsum(lengths)])
+    return np.interp(times, knots, np.repeat(before, 2)[1:-1])
+
+
+def _priority(name: str) -> tuple[int, str]:
+    return (ACTIVITIES.index(name) if name in ACTIVITIES else len(ACTIVITIES), name)
+
+
+def _lane_order(name: str) -> tuple[int, list[tuple[int, str]]]:
+    """Engines first, then trainers, then the rest; numbers in names count as numbers."""
+    kinds = ("engine", "trainer")
+    kind = next((place for place, word in enumerate(kinds) if word in name), len(kinds))
+    return kind, [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _zoom(steps: Sequence[Row], start: float, stop: float) -> tuple[tuple[float, float], tuple[int, int] | None]:
+    """The window of ZOOM_STEPS steps in the middle of the run, or of half of a shorter run.
+
+    A row's time is when its step ended, so the window reaches from the end of the step before the first one.
+    """
+    ended = [row for row in steps if (at := number(row, "time")) is not None and start <= at <= stop + 1]
+    if len(ended) < 2:
+        middle, quarter = (start + stop) / 2, (stop - start) / 4
+        return (middle - quarter, middle + quarter), None
+    count = min(ZOOM_STEPS, max(1, len(ended) // 2))
+    first = (len(ended) - count) // 2
+    last = first + count - 1
+    begin = float(ended[first - 1]["time"]) if first else start
+    return (begin, float(ended[last]["time"])), (int(ended[first]["step"]), int(ended[last]["step"]))
+
+
+def _ages(row: Row) -> list[tuple[int, float]]:
+    return [(int(match[1]), number(row, key) or 0.0) for key in row if (match := _AGE_KEY.fullmatch(key)) is not None]
+
+
+def _column(rows: Sequence[Row], key: str) -> Floats:
+    values = [number(row, key) for row in rows]
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)

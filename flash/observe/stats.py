@@ -1,0 +1,86 @@
+"""Confidence intervals and pass@k of evaluations. Pure functions.
+
+Legend: n samples, G problems (clusters), p the mean of 0/1 values, z and t the 97.5 % quantiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_Z = 1.959963984540054
+_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
+"""Student's t, 97.5 % quantile, for 1 to 9 degrees of freedom; above, a series is exact enough."""
+
+
+class Interval(NamedTuple):
+    """A mean and its 95 % confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean_interval(values: Sequence[float], problems: Sequence[int] | None = None) -> Interval:
+    """The mean of `values` with its 95 % confidence interval.
+
+    `problems[i]` names the problem that sample i answers; answers to one problem are not independent, so the
+    interval is that of a cluster sample. None: each value has its own problem. 0/1 values get Wilson's score
+    interval (Wilson 1927), on the effective sample size under clustering (Korn & Graubard 1998); others get
+    Student's t over problems. No value gives NaN throughout; one problem with values other than 0 and 1 gives
+    an infinite interval.
+    """
+    n = len(values)
+    if n == 0:
+        return Interval(math.nan, math.nan, math.nan)
+    problems = range(n) if problems is None else problems
+    assert len(problems) == n, "one problem per value"
+    mean = math.fsum(values) / n
+    residuals: dict[int, float] = {}
+    for problem, value in zip(problems, values, strict=True):
+        residuals[problem] = residuals.get(problem, 0.0) + value - mean
+    clusters = len(residuals)
+    variance = math.inf
+    if clusters > 1:
+        squares = math.fsum(residual * residual for residual in residuals.values())
+        variance = squares / (n * n) * clusters / (clusters - 1)
+    if all(value in (0, 1) for value in values):
+        return _wilson(mean, _effective_size(mean, variance, n, clusters))
+    half = _t_quantile(clusters - 1) * math.sqrt(variance) if clusters > 1 else math.inf
+    return Interval(mean, mean - half, mean + half)
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased P(at least one of k answers is right), from c right ones among n (Chen et al. 2021, eq. 1)."""
+    assert 0 <= c <= n, "more right answers than answers"
+    assert 1 <= k <= n, "k answers cannot be drawn from fewer"
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def _effective_size(p: float, variance: float, n: int, clusters: int) -> float:
+    """Independent samples that would give this variance; between G and n.
+
+    When all values agree the variance is 0 and says nothing: each problem then counts once.
+    """
+    if clusters == n:
+        return n
+    if p in (0, 1):
+        return clusters
+    return max(clusters, min(n, p * (1 - p) / variance)) if variance > 0 else n
+
+
+def _wilson(p: float, n: float) -> Interval:
+    centre = (p + _Z * _Z / (2 * n)) / (1 + _Z * _Z / n)
+    half = _Z / (1 + _Z * _Z / n) * math.sqrt(p * (1 - p) / n + _Z * _Z / (4 * n * n))
+    return Interval(p, max(0.0, centre - half), min(1.0, centre + half))
+
+
+def _t_quantile(degrees: int) -> float:
+    """Student's t, 97.5 % quantile; above the table, Abramowitz & Stegun 26.7.5 with an error below 1e-3."""
+    if degrees <= len(_T):
+        return _T[degrees - 1]
+    first = (_Z**3 + _Z) / 4
+    second = (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / 96
+    third = (3 * _Z**7 + 19 * _Z**5 + 17 * _Z**3 - 15 * _Z) / 384
+    return _Z + first / degrees + second / degrees**2 + third / degrees**3

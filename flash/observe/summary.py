@@ -1,0 +1,115 @@
+"""What a run comes down to: computed from the rows it recorded, so that any reader can compute it again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from flash.config import Config
+
+Row = Mapping[str, Any]
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `summary.json`. None stands for what was never measured."""
+
+    initial_accuracy: float | None
+    """Mean reward of the first held-out evaluation."""
+    final_accuracy: float | None
+    """Mean reward of the last held-out evaluation."""
+    steps: int
+    samples: int
+    """Samples trained."""
+    wall_seconds: float
+    tokens_per_second: float | None
+    """Generated tokens per second of the time in which steps were made."""
+    async_ratio: float
+    trainer_wait_share: float | None
+    """Share of the trainer's time spent waiting for batches."""
+    engine_idle_share: float | None
+    """Share of their time the engines had no request, from their first weights to the last step."""
+    max_age: float | None
+    """Age of the oldest token that was trained, in versions."""
+    ledger: dict[str, Any]
+    restarts: int
+    seed: int
+    model: str
+    objective: str
+    canary_max: float | None
+    """Largest difference between an engine's log-probs and the trainer's after a swap."""
+
+
+def summarise(
+    config: Config,
+    metrics: Sequence[Row],
+    evaluations: Sequence[Row],
+    *,
+    ledger: Mapping[str, Any],
+    restarts: int,
+    canary_max: float | None,
+) -> Summary:
+    """Sum up a run from its rows; missing keys count as not measured."""
+    accuracies = [row["mean_reward"] for row in by_step(evaluations) if number(row, "mean_reward") is not None]
+    return Summary(
+        initial_accuracy=accuracies[0] if accuracies else None,
+        final_accuracy=accuracies[-1] if accuracies else None,
+        steps=1 + int(max((number(row, "step") or 0 for row in metrics), default=-1)),
+        samples=int(sum(number(row, "samples") or 0 for row in metrics)),
+        wall_seconds=max((number(row, "wall_s") or 0.0 for row in (*metrics, *evaluations)), default=0.0),
+        tokens_per_second=_throughput(metrics),
+        async_ratio=config.train.async_ratio,
+        trainer_wait_share=_wait_share(metrics),
+        engine_idle_share=_last(metrics, "engine_idle_share"),
+        max_age=max((age for row in metrics if (age := number(row, "age_max")) is not None), default=None),
+        ledger=dict(ledger),
+        restarts=restarts,
+        seed=config.run.seed,
+        model=config.model.path,
+        objective=config.algorithm.objective,
+        canary_max=canary_max,
+    )
+
+
+def number(row: Row, key: str) -> float | None:
+    """The finite number under `key`, or None."""
+    value = row.get(key)
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def by_step(rows: Sequence[Row]) -> list[Row]:
+    """Rows in the order of their steps; of a step that was recorded twice, the later record."""
+    latest = {row["step"]: row for row in rows if number(row, "step") is not None}
+    return [latest[step] for step in sorted(latest)]
+
+
+def _step_seconds(row: Row) -> float:
+    """Wall time one step stands for: recorded, or from its token count and rate; 0 when unknown."""
+    if (seconds := number(row, "interval_s")) is not None:
+        return seconds
+    tokens, rate = number(row, "tokens"), number(row, "tokens_per_second")
+    return tokens / rate if tokens is not None and rate else 0.0
+
+
+def _throughput(metrics: Sequence[Row]) -> float | None:
+    """The rows' rates, weighted by time: start-up, restarts and the last evaluation do not dilute it."""
+    known = [(rate, _step_seconds(row)) for row in metrics if (rate := number(row, "tokens_per_second")) is not None]
+    seconds = sum(step for _, step in known)
+    return sum(rate * step for rate, step in known) / seconds if seconds else None
+
+
+def _wait_share(metrics: Sequence[Row]) -> float | None:
+    known = [
+        (wait, work)
+        for row in metrics
+        if (wait := number(row, "trainer_wait_s")) is not None and (work := number(row, "trainer_step_s")) is not None
+    ]
+    total = sum(wait + work for wait, work in known)
+    return sum(wait for wait, _ in known) / total if total else None
+
+
+def _last(metrics: Sequence[Row], key: str) -> float | None:
+    known = [value for row in metrics if (value := number(row, key)) is not None]
+    return known[-1] if known else None

@@ -1,0 +1,391 @@
+"""A vLLM engine in the node loop: stream, abort, pause → swap → resume, canary.
+
+vLLM's engine core is a child process, its workers are grandchildren; this object owns them. They leave with `close`,
+with this process, or take the engine's requests with them when they die on their own.
+
+vLLM stamps each token with the version label that was set at the end of the last weight update. The label only changes
+while no step is running, so the stamps are exact.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import multiprocessing
+import os
+import re
+import signal
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+import anyio
+import anyio.to_thread
+
+from flash.config import Config
+from flash.errors import DeadlineError, EngineDeadError, EngineError, FlashError, WeightsError
+from flash.rollout.engine import Progress, SamplingSettings
+from flash.rollout.vllm_start import configure, engine_environment
+from flash.types import Completion, Published, VersionRun
+from flash.weights.canary import check_canary
+from flash.weights.update import UpdateInfo, decode_update, place_engine
+
+FIRST_VERSION = -1
+"""The version of an engine that loaded none: it serves whatever the model folder holds."""
+CANARY_PRIORITY = -1
+"""Goes before every sample (0), so that the canary never waits for a running sequence to end."""
+CORE_PROCESS = "EngineCore"
+"""vLLM's name for the process it starts first."""
+
+_running_cores: set[int] = set()
+"""Process ids of this process's started engine cores: the others are still starting."""
+_WORKER_ERROR = re.compile(r"Worker failed with error '(.*)', please check the stack trace", re.DOTALL)
+
+
+class VLLMEngine:
+    """One AsyncLLM behind the `Engine` protocol.
+
+    Args:
+        config: the run.
+        index: this engine's number among all engines of the run.
+        gpus: the GPUs it uses, counted among those visible to this process; empty on the CPU.
+    """
+
+    def __init__(self, config: Config, index: int, gpus: Sequence[int] = ()) -> None:
+        self._config = config
+        self._index = index
+        self._gpus = list(gpus)
+        self._llm: Any = None
+        self._version = FIRST_VERSION
+        self._joined: dict[str, Any] | None = None
+        self._request_ids = itertools.count()
+        self._params: dict[SamplingSettings, Any] = {}
+        self._closing = False
+        self._core: Any = None
+        self._core_fd = -1
+        self._death: EngineDeadError | None = None
+        self._died = anyio.Event()
+        self._swap_scope: anyio.CancelScope | None = None
+
+    @property
+    def version(self) -> int:
+        """The policy version loaded and verified; −1 before the first `load`."""
+        return self._version
+
+    async def start(self) -> None:
+        """Load the model and be ready to generate.
+
+        vLLM's constructor blocks until the model is loaded, so it runs in a thread; it binds nothing to an event loop
+        and installs no signal handler, and what belongs to the loop starts with the first call made here.
+
+        Raises:
+            DeadlineError: not ready within deadlines.engine_start.
+            EngineError: vLLM refused its configuration or its process ended; the reason is in its log.
+        """
+        seconds = self._config.deadlines.engine_start
+        try:
+            with anyio.fail_after(seconds):
+                await anyio.to_thread.run_sync(self._construct, abandon_on_cancel=True)
+                self._watch()
+                # The first call starts vLLM's reading task, without which an engine's death goes unnoticed.
+                await self._llm.get_supported_tasks()
+                await self._llm.update_weight_version(str(FIRST_VERSION))
+        except TimeoutError as error:
+            await self._give_up()
+            raise DeadlineError(f"engine {self._index} to start", seconds, "vLLM's log above") from error
+        except Exception as error:  # vLLM's start fails with anything, from ValueError to pydantic's errors
+            await self._give_up()
+            raise EngineError(f"engine {self._index} did not start: {error}; see vLLM's log above") from error
+        except BaseException:
+            await self._give_up()
+            raise
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: SamplingSettings
+    ) -> AsyncGenerator[Progress | Completion, None]:
+        """Stream one response: any number of `Progress`, then one `Completion` that holds all of it.
+
+        The response ends at the model's end-of-text token, at `max_new_tokens`, or at the end of the context. Its
+        deadline is the caller's, who owns the request; closing or cancelling the iterator aborts it in the engine.
+
+        Raises:
+            EngineDeadError: the engine is gone.
+            EngineError: the engine refuses the request.
+        """
+        self._check_prompt(prompt)
+        llm = self._llm
+        request_id = f"{self._index}.{next(self._request_ids)}"
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        finished = False
+        try:
+            queue = await llm.add_request(
+                request_id, {"type": "token", "prompt_token_ids": list(prompt)}, self._sampling_params(sampling)
+            )
+            while True:
+                output = queue.get_nowait() or await queue.get()
+                piece = output.outputs[0]
+                token_ids += piece.token_ids
+                logprobs += piece.logprobs.logprobs
+                if output.finished:
+                    break
+                yield Progress(token_ids=piece.token_ids, logprobs=piece.logprobs.logprobs)
+            finished = True
+        except Exception as error:  # vLLM's errors have no common base: all of them become ours here
+            raise self._typed(error) from error
+        finally:
+            if not finished:
+                await self._abort(request_id)
+        yield Completion(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            versions=_version_runs(piece.weight_versions),
+            finish=self._finish(piece.finish_reason),
+        )
+
+    async def load(self, published: Published) -> float:
+        """Swap to a published version with sequences in flight; return the largest canary difference.
+
+        The engine pauses between two steps and forgets its KV cache; sequences in flight keep their tokens, and are
+        recomputed under the new weights. After an error the engine's weights are undefined, and it stays paused if it
+        was: only `close` is of use then.
+
+        Raises:
+            WeightsError: a tensor fails its checksum (named), or the canary differs by more than the tolerance.
+            EngineDeadError: the engine died on the way.
+            DeadlineError: it took longer than deadlines.swap.
+        """
+        self._check_alive()
+        seconds = self._config.deadlines.swap
+        version = published.version
+        observed: list[float] = []
+        with anyio.CancelScope(deadline=anyio.current_time() + seconds) as scope:
+            self._swap_scope = scope
+            try:
+                info = decode_update(published.update_info)
+                observed = await self._swap(info, version, published.canary.token_ids)
+            except Exception as error:  # whatever went wrong in vLLM's worker arrives as a bare Exception
+                raise self._swap_error(error, version) from error
+            finally:
+                self._swap_scope = None
+        if scope.cancelled_caught:
+            self._check_alive()
+            raise DeadlineError(
+                f"engine {self._index} to load version {version}", seconds, "vLLM's log and the trainer's rank 0"
+            )
+        gap = check_canary(
+            published.canary,
+            observed,
+            tolerance=self._config.canary_tolerance,
+            engine=self._index,
+            version=version,
+        )
+        self._version = version
+        return gap
+
+    async def wait_dead(self) -> EngineDeadError:
+        """Return, with the reason, when the engine dies on its own. Never returns while it lives."""
+        await self._died.wait()
+        assert self._death is not None
+        return self._death
+
+    async def close(self) -> None:
+        """End the engine and its processes. Requests in flight fail; closing twice does nothing."""
+        self._closing = True
+        self._unwatch()
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
+
+            # vLLM would do both on its own later, and log the end of its reading task as a failure.
+            llm.output_processor.propagate_error(CoreDeadError())
+            if llm.output_handler is not None:
+                llm.output_handler.cancel()
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._shut_down, llm)
+            # AsyncLLM shuts down once more when it is collected, which fails if that is at the interpreter's end.
+            del llm
+            gc.collect()
+
+    def _shut_down(self, llm: Any) -> None:
+        """End all processes; blocks. Half of the time for an orderly end, which frees shared memory; then by force."""
+        llm.shutdown(timeout=self._config.deadlines.shutdown / 2)
+        if self._core is None:
+            return
+        _kill_group(self._core.pid)
+        self._core.join(self._config.deadlines.shutdown / 2)
+        _running_cores.discard(self._core.pid)
+
+    def _construct(self) -> None:
+        """Build the AsyncLLM; blocks until the model is loaded. Runs in a thread."""
+        with engine_environment(self._config):
+            make_llm = configure(self._config, self._index, self._gpus)
+            if not self._closing:
+                self._llm = make_llm()
+        if self._closing and self._llm is not None:
+            # The one who waited has left: nobody else knows of these processes.
+            self._llm.shutdown(timeout=0)
+
+    def _watch(self) -> None:
+        """Notice the engine core's death, through a file descriptor that becomes readable then."""
+        (self._core,) = self._llm.engine_core.resources.engine_manager.processes
+        _running_cores.add(self._core.pid)
+        self._core_fd = os.pidfd_open(self._core.pid)
+        asyncio.get_running_loop().add_reader(self._core_fd, self._on_death)
+
+    def _unwatch(self) -> None:
+        if self._core_fd >= 0:
+            asyncio.get_running_loop().remove_reader(self._core_fd)
+            os.close(self._core_fd)
+            self._core_fd = -1
+
+    def _on_death(self) -> None:
+        self._unwatch()
+        self._death = EngineDeadError(
+            f"engine {self._index}: its process {self._core.pid} ended on its own; see vLLM's log above"
+        )
+        self._died.set()
+        if self._swap_scope is not None:
+            # vLLM never completes the calls that a dead engine was to answer.
+            self._swap_scope.cancel()
+
+    async def _give_up(self) -> None:
+        """Leave no process of a start that did not succeed."""
+        self._closing = True
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._end_starting)
+        await self.close()
+
+    def _end_starting(self) -> None:
+        """End the engine cores of this process that are still starting; blocks.
+
+        Ours is not known to us yet, so that other engines' go with it: a failed start ends the run anyway.
+        """
+        for core in multiprocessing.active_children():
+            if core.name.startswith(CORE_PROCESS) and core.pid not in _running_cores:
+                core.kill()
+                _kill_group(core.pid)
+                core.join(self._config.deadlines.shutdown)
+
+    async def _swap(self, info: UpdateInfo, version: int, canary: Sequence[int]) -> list[float]:
+        """Pause, load, resume; returns the engine's log-probs of the canary."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+        llm = self._llm
+        # Below AsyncLLM.pause_generation, which sleeps 20 ms after the pause for the order of its callers' events.
+        await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+        if info.init is not None and info.init != self._joined:
+            placed = place_engine(info.init, self._index, self._config.engine.tensor_parallel)
+            await llm.init_weight_transfer_engine(WeightTransferInitRequest(placed))
+            self._joined = info.init
+        await llm.start_weight_update()
+        await llm.update_weights(WeightTransferUpdateRequest(info.update))
+        await llm.finish_weight_update(str(version))
+        # Asked before the resume, so that it runs in the first step.
+        queue = await llm.add_request(
+            f"{self._index}.canary.{version}",
+            {"type": "token", "prompt_token_ids": list(canary)},
+            self._canary_params(),
+            priority=CANARY_PRIORITY,
+        )
+        await llm.resume_generation()
+        output = await queue.get()
+        positions = output.prompt_logprobs
+        return [positions[at][token].logprob for at, token in enumerate(canary) if at > 0]
+
+    def _sampling_params(self, sampling: SamplingSettings) -> Any:
+        params = self._params.get(sampling)
+        if params is None:
+            from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+            params = self._params[sampling] = SamplingParams(
+                temperature=sampling.temperature,
+                max_tokens=sampling.max_new_tokens,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+                # vLLM copies it per request, and only ever adds the model's end-of-text tokens to it.
+                skip_clone=True,
+            )
+        return params
+
+    def _canary_params(self) -> Any:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        return SamplingParams(
+            temperature=1.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    async def _abort(self, request_id: str) -> None:
+        """Free a request's place in the engine, also when the one who asked was cancelled."""
+        if self._llm is None or self._death is not None:
+            return
+        # An engine that cannot be told any more has nothing left to abort.
+        with anyio.CancelScope(shield=True), suppress(Exception):
+            await self._llm.abort(request_id)
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise self._death
+        if self._llm is None:
+            raise EngineDeadError(f"engine {self._index} is closed, or was not started")
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        self._check_alive()
+        longest = self._config.model.max_length
+        if not 0 < len(prompt) < longest:
+            raise EngineError(
+                f"a prompt of {len(prompt)} tokens does not fit: it needs at least 1 token and has to leave room for "
+                f"1 more in the context of {longest} (model.max_length)"
+            )
+
+    def _finish(self, reason: str | None) -> Literal["stop", "length"]:
+        if reason == "stop":
+            return "stop"
+        if reason == "length":
+            return "length"
+        self._check_alive()
+        raise EngineError(f"engine {self._index} ended a request early: {reason}")
+
+    def _typed(self, error: Exception) -> FlashError:
+        """Our name for an error of vLLM's."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
+
+        if isinstance(error, FlashError):
+            return error
+        if isinstance(error, CoreDeadError):
+            return self._death or EngineDeadError(f"engine {self._index} is gone; see vLLM's log above")
+        if isinstance(error, VLLMClientError | ValueError):
+            return EngineError(f"engine {self._index} refused a request: {error}")
+        return EngineError(f"engine {self._index} failed a request: {type(error).__name__}: {error}")
+
+    def _swap_error(self, error: Exception, version: int) -> FlashError:
+        typed = self._typed(error)
+        if isinstance(typed, EngineDeadError):
+            return typed
+        found = _WORKER_ERROR.search(str(error))
+        reason = found.group(1) if found else f"{type(error).__name__}: {error}"
+        return WeightsError(f"engine {self._index} could not load version {version}: {reason}")
+
+
+def _version_runs(spans: Sequence[Any] | None) -> list[VersionRun]:
+    """vLLM's stamps as run-length pairs."""
+    return [
+        VersionRun(version=int(span.version), count=span.end - span.start)
+        for span in spans or ()
+        if span.end > span.start
+    ]
+
+
+def _kill_group(core_pid: int | None) -> None:
+    """End what is left of an engine: workers share the process group that their core opened."""
+    if core_pid is not None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(core_pid, signal.SIGKILL)

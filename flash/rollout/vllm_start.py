@@ -1,0 +1,159 @@
+"""How vLLM is started: its arguments, and the environment variables of its processes.
+
+vLLM's children inherit this process's environment at the moment they are spawned, so it is changed for that long and
+then put back exactly as it was. All engines of a process share one environment, which lets them start at the same time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flash.config import Config
+from flash.weights.plugin import NODE_PID
+from flash.weights.update import TCP_BACKEND
+
+LAUNCHER_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"})
+"""torchrun's variables that describe this process. An engine that saw them would take itself for a rank of the trainer:
+its seeded sampling fails, and tensor parallel workers wait for peers that do not exist."""
+LAUNCHER_PREFIXES = ("GROUP_", "MASTER_", "ROLE_", "TORCHELASTIC_")
+"""The rest of torchrun's variables, by prefix."""
+
+_configuring = threading.Lock()
+"""vLLM's imports and its configuration pass through process-wide state."""
+_lock = threading.Lock()
+_users = 0
+_saved: dict[str, str] = {}
+
+
+def configure(config: Config, index: int, gpus: Sequence[int]) -> Callable[[], Any]:
+    """Check the arguments of engine `index`; what is returned builds its AsyncLLM.
+
+    To be called inside `engine_environment`, both of them.
+    """
+    with _configuring, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        checked = AsyncEngineArgs(**engine_args(config, index, gpus)).create_engine_config()
+    return partial(AsyncLLM.from_vllm_config, checked, disable_log_stats=True)
+
+
+def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, Any]:
+    """vLLM's arguments for engine `index`."""
+    args: dict[str, Any] = {
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "max_model_len": config.model.max_length,
+        "trust_remote_code": config.model.trust_remote_code,
+        "seed": config.run.seed + index,
+        "tensor_parallel_size": config.engine.tensor_parallel,
+        "max_num_seqs": config.engine.max_sequences,
+        "enforce_eager": config.engine.enforce_eager,
+        "stream_interval": config.engine.stream_interval,
+        "enable_prefix_caching": True,
+        # Of the temperature-scaled distribution, which is the one that is sampled from.
+        "logprobs_mode": "processed_logprobs",
+        # Lets the canary go before waiting samples.
+        "scheduling_policy": "priority",
+        "weight_transfer_config": {
+            "backend": TCP_BACKEND if config.weights_backend == "tcp" else config.weights_backend
+        },
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if config.gpus_per_node == 0:
+        return args | {"kv_cache_memory_bytes": int(config.engine.kv_cache_gib * 2**30)}
+    return args | {"gpu_memory_utilization": config.engine.memory_fraction, "device_ids": list(gpus)}
+
+
+def engine_variables(
+    config: Config, inherited: Mapping[str, str], cpus: Sequence[int], node_pid: int
+) -> dict[str, str]:
+    """The whole environment of an engine.
+
+    Args:
+        config: the run.
+        inherited: this process's environment.
+        cpus: CPU cores that this process may use; its children stay on them.
+        node_pid: the process whose end ends the engine.
+    """
+    variables = {
+        name: value
+        for name, value in inherited.items()
+        if name not in LAUNCHER_NAMES and not name.startswith(LAUNCHER_PREFIXES)
+    }
+    # Would override the KV cache size that the engine is given.
+    variables.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    # Permits pickles from the network: only for the backend whose handles cannot travel otherwise.
+    variables.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)
+    if config.weights_backend == "ipc":
+        variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    if Path(config.model.path).is_dir():
+        variables["HF_HUB_OFFLINE"] = "1"
+    variables |= {
+        NODE_PID: str(node_pid),
+        "DO_NOT_TRACK": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # vLLM, torch and their imports warn about themselves at each start, which would bury the run's own lines.
+        "VLLM_LOGGING_LEVEL": inherited.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "TORCH_CPP_LOG_LEVEL": inherited.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        "PYTHONWARNINGS": inherited.get("PYTHONWARNINGS", "ignore"),
+        # A fork would inherit the node loop's threads and sockets.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.deadlines.engine_start)),
+    }
+    if config.gpus_per_node == 0:
+        variables |= _cpu_binding(config.engine.count, config.engine.tensor_parallel, sorted(cpus))
+    return variables
+
+
+def _cpu_binding(engines: int, tensor_parallel: int, cpus: Sequence[int]) -> dict[str, str]:
+    """Where the model's threads run on a CPU engine.
+
+    A single engine's workers are pinned, each to its share of the cores, and one core is left to the scheduler and the
+    node loop. Several engines only get a number of threads, because they share these variables.
+    """
+    workers = engines * tensor_parallel
+    free = cpus[:-1] if len(cpus) > workers else cpus
+    threads = max(1, len(free) // workers)
+    if engines > 1:
+        return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+    shares = [free[rank * threads : (rank + 1) * threads] or free[:1] for rank in range(workers)]
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares),
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+
+@contextmanager
+def engine_environment(config: Config) -> Generator[None]:
+    """Give this process the engines' environment while at least one of them is being started."""
+    global _users
+    with _lock:
+        if _users == 0:
+            _saved.clear()
+            _saved.update(os.environ)
+            _replace(engine_variables(config, _saved, sorted(os.sched_getaffinity(0)), os.getpid()))
+        _users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                _replace(_saved)
+
+
+def _replace(variables: Mapping[str, str]) -> None:
+    """Make os.environ equal `variables`, without a moment in which it is empty."""
+    os.environ.update(variables)
+    for name in set(os.environ) - set(variables):
+        del os.environ[name]

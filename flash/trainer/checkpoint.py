@@ -1,0 +1,344 @@
+"""Checkpoints that are whole or absent, and the Hugging Face export.
+
+A checkpoint is written to a `.tmp-` sibling: model and optimizer by torch.distributed.checkpoint (they load on any
+number of ranks), random states per rank, the hub's state, and last a manifest with the size and CRC of every file. Only
+then is the folder renamed. Whatever happens before the rename, the previous checkpoint is the newest complete one.
+
+`save` and `load` are collectives: a failure on one rank is raised on all. The trainer ranks share the run directory.
+Finding a checkpoint and reading the hub's state need no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from flash.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from flash.trainer.step import Trainer
+
+T = TypeVar("T")
+
+MANIFEST = "manifest.json"
+HUB_STATE = "hub.bin"
+STATE = "state"
+"""Folder of the sharded model and optimizer."""
+TMP = ".tmp-"
+READ_SIZE = 1 << 20
+"""Bytes read at a time for a CRC."""
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """One file of a checkpoint; `path` is relative to its folder."""
+
+    path: str
+    size: int
+    crc32: int
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What a complete checkpoint holds."""
+
+    version: int
+    """The policy version of its weights."""
+    skipped_steps: int
+    files: list[FileEntry]
+
+
+def newest_complete(run_dir: Path) -> Path | None:
+    """The checkpoint with the highest version whose files are all there in their full size."""
+    found = complete_checkpoints(run_dir)
+    return found[0] if found else None
+
+
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """All complete checkpoints, newest first. Damaged and half-written ones are passed over."""
+    folders = sorted((run_dir / "checkpoints").glob("step-*"), key=lambda folder: folder.name, reverse=True)
+    return [folder for folder in folders if _is_complete(folder)]
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of one checkpoint.
+
+    Raises:
+        CheckpointError: it is missing or unreadable.
+    """
+    try:
+        return msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{path} is no complete checkpoint: {error}") from error
+
+
+def read_hub_state(path: Path) -> bytes:
+    """The hub's state of one checkpoint, checked against the manifest.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    _verify(path, [entry for entry in read_manifest(path).files if entry.path == HUB_STATE])
+    return (path / HUB_STATE).read_bytes()
+
+
+def save(run_dir: Path, trainer: Trainer, hub_state: bytes, *, keep: int) -> Path:
+    """Write `checkpoints/step-…` for the trainer's version, then prune to the `keep` newest. Called by all ranks.
+
+    `hub_state` counts on rank 0. An earlier checkpoint of the same version is replaced.
+
+    Raises:
+        CheckpointError: on every rank, when any rank could not write. The previous checkpoint is untouched.
+    """
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    folder = run_dir / "checkpoints" / f"step-{trainer.version:06d}"
+    aside = folder.with_name(TMP + folder.name)
+    try:
+        _together(lambda: _prepare(aside, aside.parent.glob(TMP + "*")) if rank == 0 else None, aside)
+        _together(lambda: _write_rng(aside, rank), aside)
+        _write_state(aside / STATE, trainer)
+        mine = _together(lambda: _seal(aside, rank, hub_state), aside)
+        files = [entry for entries in mine for entry in entries]
+        manifest = Manifest(trainer.version, trainer.skipped_steps, sorted(files, key=lambda entry: entry.path))
+        _together(lambda: _commit(aside, folder, manifest) if rank == 0 else None, aside)
+    except CheckpointError as error:
+        if rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(f"cannot write {folder}: {error}; {_space(folder.parent, trainer)}") from error
+    if rank == 0:
+        _prune(run_dir, keep)
+    return folder
+
+
+def load(path: Path, trainer: Trainer) -> bytes:
+    """Put a checkpoint into the trainer, on any number of ranks, and return the hub's state. Called by all ranks.
+
+    Raises:
+        CheckpointError: on every rank, when a file is damaged or the model is another one.
+    """
+    import torch.distributed as dist
+    import torch.distributed.checkpoint.state_dict_loader as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    manifest = _together(lambda: read_manifest(path), path)[rank]
+    _together(lambda: _verify(path, manifest.files[rank::world]), path)
+    state = _state(trainer)
+    try:
+        dcp.load(state, checkpoint_id=path / STATE)
+    except CheckpointException as error:
+        raise CheckpointError(f"cannot load {path}: {_reason(error)}") from error
+    set_state_dict(
+        trainer.model, trainer.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    _together(lambda: _read_rng(path, rank), path)
+    trainer.version = manifest.version
+    trainer.skipped_steps = manifest.skipped_steps
+    return _together(lambda: read_hub_state(path) if rank == 0 else b"", path)[0]
+
+
+def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    """Write a Hugging Face folder (config, safetensors, tokenizer), whole or not at all. Called by all ranks.
+
+    Raises:
+        CheckpointError: on every rank, when rank 0 could not write. An earlier export is untouched.
+    """
+    import torch.distributed as dist
+
+    from flash.trainer.model import named_full_tensors
+
+    rank = dist.get_rank()
+    # Every rank takes part in the gathering; only rank 0 keeps the tensors, on the CPU.
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in named_full_tensors(model) if rank == 0}
+    aside = folder.with_name(TMP + folder.name)
+
+    def write() -> None:
+        from safetensors.torch import save_file
+
+        _prepare(aside)
+        model.config.save_pretrained(aside)
+        model.generation_config.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+        for file in _files(aside):
+            _sync(file)
+        _replace(aside, folder)
+
+    try:
+        _together(lambda: write() if rank == 0 else None, folder)
+    except CheckpointError as error:
+        if rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(f"cannot export the model to {folder}: {error}") from error
+
+
+def _write_state(folder: Path, trainer: Trainer) -> None:
+    """Model and optimizer, each rank its own shards, forced to the disk."""
+    import torch.distributed.checkpoint.state_dict_saver as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        dcp.save(_state(trainer), checkpoint_id=folder)
+    except CheckpointException as error:
+        # Gathered from all ranks by torch, and no subclass of Exception.
+        raise CheckpointError(_reason(error)) from error
+
+
+def _state(trainer: Trainer) -> dict[str, Any]:
+    """Model and optimizer by parameter name, as sharded tensors that share memory with the trainer's."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    fresh = not trainer.optimizer.state
+    model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
+    if fresh:
+        # torch fills an empty optimizer by taking a step with zero gradients, and counts it.
+        for moments in trainer.optimizer.state.values():
+            moments["step"].zero_()
+    return {"model": model, "optimizer": optimizer}
+
+
+def _reason(error: Any) -> str:
+    """The failures of each rank, without their tracebacks."""
+    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
+
+
+def _write_rng(folder: Path, rank: int) -> None:
+    import torch
+
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    torch.save(state, folder / f"rng-{rank:05d}.pt")
+
+
+def _read_rng(folder: Path, rank: int) -> None:
+    """A rank that did not exist when the checkpoint was written keeps its own seed."""
+    import torch
+
+    file = folder / f"rng-{rank:05d}.pt"
+    if not file.exists():
+        return
+    state = torch.load(file, weights_only=True)
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _together(work: Callable[[], T], about: Path) -> list[T]:
+    """Do something on each rank and get the results of all; a failure on one is raised on all.
+
+    The ranks would otherwise wait in the next collective for the one that failed.
+    """
+    import torch.distributed as dist
+
+    result: T | None = None
+    fault = ""
+    try:
+        result = work()
+    except Exception as error:  # supervised boundary: whatever happened is passed on to every rank
+        fault = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+    outcomes: list[tuple[str, Any]] = [("", None)] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (fault, result))
+    faults = [told for told, _ in outcomes if told]
+    if faults:
+        raise CheckpointError(f"{about}: {'; '.join(faults)}")
+    return [value for _, value in outcomes]
+
+
+def _prepare(aside: Path, leftovers: Iterable[Path] = ()) -> None:
+    """An empty folder to write into. Leftovers of writes that were killed go first: they may be what fills the disk."""
+    for folder in {*leftovers, aside}:
+        if folder.exists():
+            shutil.rmtree(folder)
+    aside.mkdir(parents=True)
+
+
+def _seal(aside: Path, rank: int, hub_state: bytes) -> list[FileEntry]:
+    """Force this rank's files to the disk and describe them."""
+    mine = [aside / f"rng-{rank:05d}.pt", *(aside / STATE).glob(f"__{rank}_*")]
+    if rank == 0:
+        (aside / HUB_STATE).write_bytes(hub_state)
+        mine += [aside / HUB_STATE, aside / STATE / ".metadata"]
+    for file in mine:
+        _sync(file)
+    return [FileEntry(str(file.relative_to(aside)), file.stat().st_size, _crc32(file)) for file in mine]
+
+
+def _commit(aside: Path, folder: Path, manifest: Manifest) -> None:
+    """The manifest, then the name that makes the checkpoint count."""
+    (aside / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    for path in (aside / MANIFEST, aside / STATE, aside):
+        _sync(path)
+    _replace(aside, folder)
+
+
+def _replace(aside: Path, folder: Path) -> None:
+    """Rename, with an earlier folder of that name moved out of the way first."""
+    old = folder.with_name(f"{TMP}old-{folder.name}")
+    if folder.exists():
+        folder.rename(old)
+    aside.rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _prune(run_dir: Path, keep: int) -> None:
+    kept = set(complete_checkpoints(run_dir)[:keep])
+    for folder in (run_dir / "checkpoints").glob("step-*"):
+        if folder not in kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        files = read_manifest(folder).files
+        return all((folder / entry.path).stat().st_size == entry.size for entry in files)
+    except (OSError, CheckpointError):
+        return False
+
+
+def _verify(folder: Path, entries: Iterable[FileEntry]) -> None:
+    for entry in entries:
+        try:
+            found = _crc32(folder / entry.path)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot read {entry.path}: {error}") from error
+        if found != entry.crc32:
+            raise CheckpointError(f"{folder / entry.path} is damaged: CRC {found:08x}, written as {entry.crc32:08x}")
+
+
+def _crc32(file: Path) -> int:
+    crc = 0
+    with file.open("rb") as stream:
+        while block := stream.read(READ_SIZE):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def _sync(path: Path) -> None:
+    """Force a file or a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _space(folder: Path, trainer: Trainer) -> str:
+    """What a checkpoint needs (float32 weights and two moments) and what the disk has."""
+    needed = sum(parameter.numel() for parameter in trainer.model.parameters()) * 4 * 3
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return f"it needs about {needed:,} bytes, {shutil.disk_usage(existing).free:,} are free there"

@@ -1,0 +1,123 @@
+"""What a trainer rank does from start to goodbye.
+
+publish the version it starts with → ask the hub for a shard → train → commit → publish → … → the hub says stop →
+checkpoint, and at the end of the run the Hugging Face export. Every rank makes the same calls in the same order,
+because gathering weights, training and checkpoints are collectives; only rank 0 speaks for the group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from flash.config import Config
+from flash.errors import ContractError
+from flash.hub import protocol as p
+from flash.trainer import checkpoint
+from flash.trainer.model import canary_logprobs, named_full_tensors
+from flash.trainer.step import Trainer
+from flash.transport.blocking import BlockingClient
+from flash.types import Activity, Canary, Published, Shard
+from flash.weights.canary import canary_tokens
+from flash.weights.publisher import WeightPublisher
+
+
+class TrainerLoop:
+    """One trainer rank."""
+
+    def __init__(
+        self,
+        config: Config,
+        rank: int,
+        trainer: Trainer,
+        publisher: WeightPublisher,
+        hub: BlockingClient[p.Reply],
+        tokenizer: Any,
+    ) -> None:
+        self._config = config
+        self._rank = rank
+        self._trainer = trainer
+        self._publisher = publisher
+        self._hub = hub
+        self._tokenizer = tokenizer
+        self._activities: list[Activity] = []
+        self._saved_version = -1
+        vocabulary = int(trainer.model.config.vocab_size)
+        # The engine answers the canary with one token, which needs its place in the context.
+        length = min(config.weights.canary_tokens, config.model.max_length - 1)
+        self._canary = canary_tokens(vocabulary, length, config.run.seed)
+
+    def run(self) -> None:
+        """Train until the hub says stop.
+
+        Consumes shards. Waits for the hub, under deadlines.batch. Produces versions, commits and checkpoints.
+        """
+        self._publish()
+        while (shard := self._next_shard()) is not None:
+            with self._doing("train") as seconds:
+                metrics = self._trainer.train_step(shard)
+            self._commit(shard, metrics, seconds[0])
+            self._publish()
+            if self._trainer.version % self._config.checkpoint.every == 0:
+                self._checkpoint()
+        self._leave()
+
+    def _next_shard(self) -> Shard | None:
+        request = p.BatchRequest(self._rank, self._trainer.version, self._activities)
+        self._activities = []
+        with self._doing("wait") as seconds:
+            reply = self._hub.call(request, timeout=self._config.deadlines.batch)
+        if not isinstance(reply, p.BatchReply):
+            raise ContractError(f"the hub answered a BatchRequest with {type(reply).__name__}")
+        self._finished = reply.finished
+        self._waited = seconds[0]
+        return reply.shard
+
+    def _commit(self, shard: Shard, metrics: dict[str, float], trained: float) -> None:
+        if self._rank == 0:
+            times = {"trainer_wait_s": self._waited, "trainer_step_s": trained}
+            self._call(p.Commit(shard.step, metrics | times))
+
+    def _publish(self) -> None:
+        """Gather the weights, announce them as a version, with the canary the engines will be held to."""
+        trainer, version = self._trainer, self._trainer.version
+        with self._doing("publish"):
+            canary = Canary(self._canary, canary_logprobs(trainer.model, self._canary))
+
+            def announce(update_info: bytes) -> None:
+                published = Published(version, self._config.weights_backend, update_info, canary)
+                self._call(p.PublishRequest(published), self._config.deadlines.swap)
+
+            self._publisher.publish(version, named_full_tensors(trainer.model), announce)
+
+    def _checkpoint(self) -> None:
+        with self._doing("checkpoint"):
+            state = b""
+            if self._rank == 0:
+                reply = self._call(p.SnapshotRequest())
+                if not isinstance(reply, p.Snapshot):
+                    raise ContractError(f"the hub answered a SnapshotRequest with {type(reply).__name__}")
+                state = reply.state
+            checkpoint.save(self._config.run_dir, self._trainer, state, keep=self._config.checkpoint.keep)
+        self._saved_version = self._trainer.version
+
+    def _leave(self) -> None:
+        if self._saved_version != self._trainer.version:
+            self._checkpoint()
+        if self._finished and self._config.checkpoint.export:
+            checkpoint.export_hf(self._trainer.model, self._tokenizer, self._config.run_dir / "model")
+        self._call(p.Goodbye(self._rank, self._activities))
+
+    def _call(self, request: p.Request, timeout: float | None = None) -> p.Reply:
+        return self._hub.call(request, timeout=timeout or self._config.deadlines.request)
+
+    @contextmanager
+    def _doing(self, name: str) -> Generator[list[float]]:
+        """Draw a bar on the timeline; the list holds its seconds afterwards."""
+        seconds = [0.0]
+        start, begun = time.time(), time.perf_counter()
+        yield seconds
+        seconds[0] = time.perf_counter() - begun
+        self._activities.append(Activity(f"trainer {self._rank}", name, start, start + seconds[0]))

@@ -1,0 +1,252 @@
+"""The policy as the trainer holds it: a Hugging Face causal LM, sharded by FSDP2, run on packed sequences.
+
+Master weights are float32; the forward pass runs in the configured dtype. Sequences of a micro-batch lie one after the
+other in one row; attention spreads them over the rows of a padded batch, so that none sees another. Padding comes after
+the tokens and attention is causal, so no mask is needed, and fast kernels apply.
+
+Everything that touches parameters is a collective: all ranks call it together.
+Shape legend: P = packed tokens, T = predicted tokens, S = sequences, L = longest sequence, V = vocabulary, H = heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+
+from flash.config import ModelConfig
+from flash.errors import ConfigError
+
+PACKED_ATTENTION = "packed_sdpa"
+"""Our name in transformers' attention interface. Not in its mask interface, so no dense mask is built."""
+
+CHUNK = 1024
+"""Rows of the logits that are widened to float32 at a time: bounds the memory of a softmax over a large vocabulary."""
+
+
+class PackedLayout(NamedTuple):
+    """Where the tokens of a packed row go in a padded batch."""
+
+    slot_P: Tensor
+    """int64: sequence · L + position."""
+    sequences: int
+    """S."""
+    longest: int
+    """L."""
+
+
+class TokenLogprobs(NamedTuple):
+    """What the policy says of the action tokens of a micro-batch."""
+
+    logp_T: Tensor
+    """Log-prob at the sampling temperature, with gradient."""
+    entropy_T: Tensor
+    """Entropy of the whole distribution in nats, no gradient."""
+
+
+def load_model(config: ModelConfig) -> PreTrainedModel:
+    """The model on the CPU, in float32, ready for `shard_model`.
+
+    Raises:
+        ConfigError: the folder or hub id holds no causal language model that can be loaded.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            config.path,
+            dtype=torch.float32,
+            local_files_only=Path(config.path).is_dir(),
+            trust_remote_code=config.trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path: cannot load a causal language model from {config.path!r}: {error}") from error
+    return model
+
+
+def trainer_mesh(device: Literal["cpu", "cuda"]) -> DeviceMesh:
+    """One dimension over all ranks of the default process group."""
+    return init_device_mesh(device, (dist.get_world_size(),))
+
+
+def shard_model(model: PreTrainedModel, mesh: DeviceMesh, dtype: Literal["float32", "bfloat16"]) -> PreTrainedModel:
+    """Shard in place: each decoder layer, then the rest. Also selects packed attention and turns dropout off.
+
+    Raises:
+        ConfigError: the model's attention cannot be replaced, so packed sequences would see each other.
+    """
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ConfigError(
+            f"model.path: {type(model).__name__} does not use transformers' attention interface; "
+            "packed training needs it, choose another model"
+        )
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    model.set_attn_implementation(PACKED_ATTENTION)
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = half if dtype == "bfloat16" else MixedPrecisionPolicy()
+    # On one rank there is nothing to free between forward and backward; resharding would only copy.
+    reshard = mesh.size() > 1
+    layer_types = set(model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
+    for module in list(model.modules()):
+        if type(module).__name__ in layer_types:
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    # Dropout stays off: the trained log-probs are those of the policy that acts.
+    return model.eval()
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    packed_layout: PackedLayout | None = None,
+    **other: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sequence of a packed row: query [1, H, P, D] to output [1, P, H, D]."""
+    assert packed_layout is not None, "call the model through token_logprobs"
+    assert attention_mask is None, "packed sequences need no mask"
+    if other.get("softcap") is not None or other.get("s_aux") is not None:
+        raise ConfigError(f"model.path: {type(module).__name__} uses capped or sink attention, which is not supported")
+    longest = packed_layout.longest
+    band = None
+    if sliding_window is not None and longest > sliding_window:
+        distance = torch.arange(longest, device=query.device)
+        distance = distance[:, None] - distance[None, :]
+        band = (distance >= 0) & (distance < sliding_window)
+    output = scaled_dot_product_attention(
+        _spread(query, packed_layout),
+        _spread(key, packed_layout),
+        _spread(value, packed_layout),
+        attn_mask=band,
+        is_causal=band is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    output_SLHD = output.transpose(1, 2).reshape(-1, *output.shape[1:2], output.shape[3])
+    return output_SLHD[packed_layout.slot_P].unsqueeze(0), None
+
+
+def _spread(packed: Tensor, layout: PackedLayout) -> Tensor:
+    """[1, H, P, D] to a zero-padded [S, H, L, D]."""
+    _, heads, _, width = packed.shape
+    rows = packed.new_zeros(layout.sequences * layout.longest, heads, width)
+    rows = rows.index_copy(0, layout.slot_P, packed[0].transpose(0, 1))
+    return rows.view(layout.sequences, layout.longest, heads, width).transpose(1, 2)
+
+
+def token_logprobs(
+    model: PreTrainedModel,
+    *,
+    input_P: Tensor,
+    position_P: Tensor,
+    offset_S: Tensor,
+    keep_T: Tensor,
+    target_T: Tensor,
+    longest: int,
+    temperature: float,
+) -> TokenLogprobs:
+    """Log-prob and entropy of each target under softmax(logits / temperature), in float32.
+
+    The fields are those of `flash.trainer.packing.MicroBatch`, on the model's device. Only the positions in `keep_T` go
+    through the output layer.
+    """
+    sequences = len(offset_S) - 1
+    sequence_P = torch.repeat_interleave(
+        torch.arange(sequences, device=input_P.device), offset_S.diff(), output_size=len(input_P)
+    )
+    layout = PackedLayout(slot_P=sequence_P * longest + position_P, sequences=sequences, longest=longest)
+    output = model(
+        input_ids=input_P.unsqueeze(0),
+        position_ids=position_P.unsqueeze(0),
+        use_cache=False,
+        logits_to_keep=keep_T,
+        packed_layout=layout,
+    )
+    logp_T, entropy_T = _SelectedLogprob.apply(output.logits[0], target_T, temperature)  # pyright: ignore[reportGeneralTypeIssues]
+    return TokenLogprobs(logp_T, entropy_T)
+
+
+class _SelectedLogprob(torch.autograd.Function):
+    """log softmax(logits / temperature)[target], and the entropy, without keeping a float32 [T, V].
+
+    The backward pass makes the softmax again, chunk by chunk: d logp / d logits = (1[target] − softmax) / temperature.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, target_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        wide = torch.promote_types(logits_TV.dtype, torch.float32)
+        logp_T = logits_TV.new_empty(len(target_T), dtype=wide)
+        norm_T, entropy_T = torch.empty_like(logp_T), torch.empty_like(logp_T)
+        for start in range(0, len(target_T), CHUNK):
+            rows = slice(start, start + CHUNK)
+            scaled_CV = logits_TV[rows].to(wide) / temperature
+            norm_T[rows] = scaled_CV.logsumexp(-1)
+            logp_T[rows] = scaled_CV.gather(-1, target_T[rows, None])[:, 0] - norm_T[rows]
+            share_CV = (scaled_CV - norm_T[rows, None]).exp()
+            entropy_T[rows] = norm_T[rows] - (share_CV * scaled_CV).sum(-1)
+        ctx.save_for_backward(logits_TV, target_T, norm_T)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy_T)
+        return logp_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: Tensor, _: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        logits_TV, target_T, norm_T = ctx.saved_tensors
+        grad_TV = torch.empty_like(logits_TV)
+        for start in range(0, len(target_T), CHUNK):
+            rows = slice(start, start + CHUNK)
+            share_CV = (logits_TV[rows].to(norm_T.dtype) / ctx.temperature - norm_T[rows, None]).exp()
+            share_CV.scatter_add_(-1, target_T[rows, None], -torch.ones_like(norm_T[rows, None]))
+            grad_TV[rows] = share_CV * (-grad_T[rows, None] / ctx.temperature)
+        return grad_TV, None, None
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop gathered parameters after a forward pass that no backward pass follows.
+
+    They would stay gathered, and the next forward pass would not see an update of the sharded ones.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def named_full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face name and full float32 tensor of each parameter, on every rank, one at a time.
+
+    A tied output layer is the input embedding and is not repeated.
+    """
+    for name, parameter in model.named_parameters():
+        value = parameter.detach()
+        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@torch.no_grad()
+def canary_logprobs(model: PreTrainedModel, token_ids: Sequence[int]) -> list[float]:
+    """Log-prob of token i + 1 given tokens 0…i, at temperature 1. Every rank calls it and gets the same answer."""
+    count = len(token_ids)
+    input_P = torch.tensor(token_ids, dtype=torch.int64, device=model.device)
+    position_P = torch.arange(count, device=model.device)
+    result = token_logprobs(
+        model,
+        input_P=input_P,
+        position_P=position_P,
+        offset_S=torch.tensor([0, count], device=model.device),
+        keep_T=position_P[:-1],
+        target_T=input_P[1:],
+        longest=count,
+        temperature=1.0,
+    )
+    reshard(model)
+    return result.logp_T.tolist()

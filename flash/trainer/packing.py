@@ -1,0 +1,152 @@
+"""Trajectories to packed micro-batches, in numpy.
+
+A micro-batch holds whole sequences one after the other, without padding. Only positions that predict an action token
+get a logit. Conservation: every trained token of the samples given to `pack` is in exactly one micro-batch.
+
+Shape legend: P = packed tokens, T = action tokens, S = sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flash.errors import ContractError
+from flash.types import Shard, ShardSample
+
+Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+
+MAX_PADDED_SHARE = 2
+"""Attention pads sequences to the longest of their micro-batch; the padded size stays below this many token budgets."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass of one rank."""
+
+    input_P: Int64Array
+    """Token ids."""
+    position_P: Int64Array
+    """Position of each token in its own sequence: restarts at 0."""
+    offset_S: Int64Array
+    """[S + 1] cumulative sequence lengths, from 0 to P."""
+    keep_T: Int64Array
+    """Index into P of the token before each action token: where that action token is predicted."""
+    target_T: Int64Array
+    """The action tokens."""
+    behaviour_T: Float32Array
+    """Log-prob under the policy that sampled."""
+    advantage_T: Float32Array
+    mask_T: BoolArray
+    """False for action tokens that are too old to be trained."""
+    version_T: Int64Array
+    """Policy version that sampled each action token."""
+    sequence_T: Int64Array
+    """Which of the S sequences each action token belongs to."""
+
+    @property
+    def sequences(self) -> int:
+        """S."""
+        return len(self.offset_S) - 1
+
+
+DUMMY = MicroBatch(
+    input_P=np.zeros(2, dtype=np.int64),
+    position_P=np.arange(2, dtype=np.int64),
+    offset_S=np.array([0, 2], dtype=np.int64),
+    keep_T=np.zeros(1, dtype=np.int64),
+    target_T=np.zeros(1, dtype=np.int64),
+    behaviour_T=np.zeros(1, dtype=np.float32),
+    advantage_T=np.zeros(1, dtype=np.float32),
+    mask_T=np.zeros(1, dtype=np.bool_),
+    version_T=np.zeros(1, dtype=np.int64),
+    sequence_T=np.zeros(1, dtype=np.int64),
+)
+"""A masked token: adds exactly nothing, and lets a rank without work join the collectives of the others."""
+
+
+def split_minibatches(shard: Shard, minibatches: int) -> list[list[ShardSample]]:
+    """This rank's samples of each minibatch. All ranks cut the batch at the same groups; a group is never divided."""
+    groups = list(dict.fromkeys(entry.group_id for entry in shard.rewards))
+    place = {group: index * minibatches // len(groups) for index, group in enumerate(groups)}
+    parts: list[list[ShardSample]] = [[] for _ in range(minibatches)]
+    for sample in shard.samples:
+        parts[place[shard.rewards[sample.index].group_id]].append(sample)
+    return parts
+
+
+def pack(
+    samples: Sequence[ShardSample], advantage_B: FloatArray, *, min_version: int, max_tokens: int
+) -> list[MicroBatch]:
+    """Micro-batches of at most `max_tokens` packed tokens, longest sequences first.
+
+    Neighbours in length share a micro-batch, so that attention pads little. `advantage_B` is looked up by the sample's
+    index. A sample without a token to train is left out: it would cost a forward pass and change nothing.
+
+    Raises:
+        ContractError: a sample is longer than the budget, or is not a well-formed trajectory.
+    """
+    trained = [sample for sample in samples if sample.trajectory.trained_tokens(min_version) > 0]
+    trained.sort(key=lambda sample: (-sample.trajectory.length, sample.index))
+    batches: list[list[ShardSample]] = []
+    tokens, longest = 0, 0
+    for sample in trained:
+        length = sample.trajectory.length
+        if length > max_tokens:
+            raise ContractError(
+                f"sample {sample.index} has {length} tokens, more than train.max_tokens_per_microbatch = {max_tokens}; "
+                "raise it to at least model.max_length"
+            )
+        padded = longest * (len(batches[-1]) + 1) if batches else 0
+        if not batches or tokens + length > max_tokens or padded > MAX_PADDED_SHARE * max_tokens:
+            batches.append([])
+            tokens, longest = 0, length
+        batches[-1].append(sample)
+        tokens += length
+    return [_concatenate(batch, advantage_B, min_version) for batch in batches]
+
+
+def _concatenate(samples: Sequence[ShardSample], advantage_B: FloatArray, min_version: int) -> MicroBatch:
+    """One micro-batch of these samples, in this order."""
+    actions = [_action_positions(sample) for sample in samples]
+    lengths = np.array([sample.trajectory.length for sample in samples], dtype=np.int64)
+    counts = np.array([len(positions) for positions in actions], dtype=np.int64)
+    offset_S = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+    input_P = np.concatenate([sample.trajectory.tokens() for sample in samples]).astype(np.int64)
+    action_T = np.concatenate(actions) + np.repeat(offset_S[:-1], counts)
+    version_T = np.concatenate([sample.trajectory.action_versions() for sample in samples]).astype(np.int64)
+    advantage_S = advantage_B[[sample.index for sample in samples]].astype(np.float32)
+    return MicroBatch(
+        input_P=input_P,
+        position_P=np.arange(len(input_P)) - np.repeat(offset_S[:-1], lengths),
+        offset_S=offset_S,
+        keep_T=action_T - 1,
+        target_T=input_P[action_T],
+        behaviour_T=np.concatenate([sample.trajectory.behaviour() for sample in samples]).astype(np.float32),
+        advantage_T=np.repeat(advantage_S, counts),
+        mask_T=version_T >= min_version,
+        version_T=version_T,
+        sequence_T=np.repeat(np.arange(len(samples)), counts),
+    )
+
+
+def _action_positions(sample: ShardSample) -> Int64Array:
+    """int64: where in the sample its action tokens are; log-probs and versions must fit them."""
+    trajectory = sample.trajectory
+    positions = np.flatnonzero(trajectory.action_mask())
+    counts = (len(positions), trajectory.action_count, len(trajectory.action_versions()))
+    if len(set(counts)) != 1:
+        raise ContractError(
+            "sample {} has {} action tokens, {} log-probs and {} versions; expected equal counts".format(
+                sample.index, *counts
+            )
+        )
+    if positions[0] == 0:
+        raise ContractError(f"sample {sample.index} starts with an action token; expected a prompt before it")
+    return positions

@@ -1,0 +1,215 @@
+"""The calling end: `connect` gives a `Client` whose calls share one connection.
+
+Law of a call: it ends exactly once, by its reply, the handler's typed error, its deadline, the loss of the connection,
+or its own cancellation; in the last two cases of interest lost the server is told, so that the handler ends as well.
+A call that did not end by its reply may or may not have been carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Generic, TypeVar
+
+import anyio
+import msgspec
+from anyio.abc import SocketStream
+
+from flash import errors
+from flash.errors import DeadlineError, FlashError, PeerLostError, TransportError
+from flash.transport.auth import check_token, prove_to_server
+from flash.transport.connection import Connection, tune
+from flash.transport.frames import Frame, Kind, Refusal
+
+ReplyT = TypeVar("ReplyT")
+
+_REFUSALS = msgspec.msgpack.Decoder(Refusal)
+_ERRORS = {
+    name: value for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, FlashError)
+}
+
+
+@asynccontextmanager
+async def connect(
+    host: str,
+    port: int,
+    token: bytes,
+    name: str,
+    reply_type: type[ReplyT],
+    deadline: float,
+    *,
+    server: str = "hub",
+) -> AsyncGenerator[Client[ReplyT]]:
+    """Connect, prove the token both ways, and call until the block ends.
+
+    Args:
+        host: where the server listens.
+        port: where the server listens.
+        token: the run's token.
+        name: what this process is called in the server's messages.
+        reply_type: the struct, or tagged union of structs, that the server answers with.
+        deadline: seconds until the connection must stand.
+        server: what the server is called in error messages.
+
+    Raises:
+        PeerLostError: nobody listens there.
+        TransportError: the server does not prove the token, or refuses us.
+        DeadlineError: it took too long.
+    """
+    check_token(token)
+    where = f"{server} at {host}:{port}"
+    body_error: Exception | None = None
+    async with await _open(host, port, token, name, deadline, where) as stream:
+        client = Client(Connection(stream, where), where, reply_type)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(client.run)
+            try:
+                yield client
+            except Exception as error:
+                # Raised again below: the task group would wrap the caller's own error in a group.
+                body_error = error
+            finally:
+                client.close()
+                tasks.cancel_scope.cancel()
+    if body_error is not None:
+        raise body_error
+
+
+async def _open(host: str, port: int, token: bytes, name: str, deadline: float, where: str) -> SocketStream:
+    """A stream on which both ends have proven the token."""
+    try:
+        with anyio.fail_after(deadline):
+            stream = await anyio.connect_tcp(host, port)
+            try:
+                tune(stream)
+                await prove_to_server(stream, token, name)
+            except BaseException:
+                await anyio.aclose_forcefully(stream)
+                raise
+            return stream
+    except TimeoutError:
+        raise DeadlineError(f"{where} to accept us", deadline, f"whether {host}:{port} can be reached") from None
+    except OSError as error:
+        raise PeerLostError(
+            f"cannot connect to {where}: {error.__cause__ or error}; is it running, and may this machine reach it?"
+        ) from error
+    except TransportError as error:
+        raise TransportError(f"no connection to {where}: {error}") from error
+
+
+class _Call:
+    """One call that waits for its frame."""
+
+    __slots__ = ("done", "frame")
+
+    def __init__(self) -> None:
+        self.done = anyio.Event()
+        self.frame: Frame | None = None
+
+
+class Client(Generic[ReplyT]):
+    """Calls over one connection; made by `connect`. Any number may be in flight."""
+
+    def __init__(self, connection: Connection, where: str, reply_type: type[ReplyT]) -> None:
+        self._connection = connection
+        self._where = where
+        self._decoder = msgspec.msgpack.Decoder(reply_type)
+        self._ids = count(1)
+        self._calls: dict[int, _Call] = {}
+        self._loss: TransportError | None = None
+
+    async def call(self, request: msgspec.Struct, timeout: float) -> ReplyT:
+        """Send a request and wait for its reply.
+
+        Raises:
+            DeadlineError: no reply within `timeout` seconds.
+            PeerLostError: the connection ended, before or during the call.
+            FlashError: the handler raised it, of the same class.
+            TransportError: the handler raised a class that `flash.errors` does not know, or the reply cannot be read.
+        """
+        number = next(self._ids)
+        call = _Call()
+        with anyio.move_on_after(timeout):
+            if self._connection.full:
+                await self._connection.room()
+            self._check()
+            self._connection.post(Kind.REQUEST, number, request)
+            self._calls[number] = call
+            try:
+                await call.done.wait()
+            finally:
+                if self._calls.pop(number, None) is not None:
+                    self._connection.post(Kind.CANCEL, number)
+        # The reply counts even when the deadline came in the same turn of the loop.
+        if call.frame is not None:
+            return self._open_reply(call.frame, request)
+        self._check()
+        raise DeadlineError(
+            f"the reply to {type(request).__name__} from {self._where}", timeout, "the log of that process"
+        )
+
+    async def run(self) -> None:
+        """Hand each reply to its call.
+
+        Consumes frames. Waits for the next ones. Unblocked by the server. Produces ended calls. Returns when the
+        connection ends, which ends all calls.
+        """
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._connection.write)
+            try:
+                while True:
+                    for frame in await self._connection.receive():
+                        self._settle(frame)
+            except TransportError as error:
+                self._lose(error)
+                await self._connection.close()
+            tasks.cancel_scope.cancel()
+
+    def close(self) -> None:
+        """End all calls."""
+        self._lose(PeerLostError(f"the connection to {self._where} was closed on this side"))
+
+    def _settle(self, frame: Frame) -> None:
+        if frame.kind is not Kind.REPLY and frame.kind is not Kind.ERROR:
+            raise TransportError(f"{self._where} may not send {frame.kind.name}")
+        # A reply that crosses our cancel finds no call.
+        if (call := self._calls.pop(frame.call, None)) is not None:
+            call.frame = frame
+            call.done.set()
+
+    def _lose(self, error: TransportError) -> None:
+        if self._loss is None:
+            self._loss = error
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.done.set()
+
+    def _check(self) -> None:
+        """Raise the loss of the connection, a new error for each caller."""
+        if self._loss is not None:
+            raise type(self._loss)(str(self._loss)) from self._loss
+
+    def _open_reply(self, frame: Frame, request: msgspec.Struct) -> ReplyT:
+        try:
+            if frame.kind is Kind.REPLY:
+                return self._decoder.decode(frame.body)
+            refusal = _REFUSALS.decode(frame.body)
+        except msgspec.DecodeError as error:
+            raise TransportError(
+                f"the reply to {type(request).__name__} from {self._where} cannot be read: {error}; "
+                "do both ends run the same code?"
+            ) from error
+        raise _rebuild(refusal, self._where)
+
+
+def _rebuild(refusal: Refusal, where: str) -> FlashError:
+    """The handler's error, of its own class where `flash.errors` knows it."""
+    kind = _ERRORS.get(refusal.error)
+    if kind is None:
+        return TransportError(f"{where} failed with {refusal.error}: {refusal.message}")
+    # Past __init__, whose arguments differ between the classes and are part of the message already.
+    error = kind.__new__(kind)
+    error.args = (refusal.message,)
+    error.add_note(f"raised by {where}")
+    return error

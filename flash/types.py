@@ -1,0 +1,226 @@
+"""What crosses a boundary: frozen structs, encoded by msgspec, arrays as raw bytes.
+
+A `Task` asks for one sample. A node holds a `Lease` on it while its episode lives, and answers with a `Trajectory` or
+a `Failure`. The hub deals trained groups to trainer ranks as a `Shard`. A trainer announces new weights as
+`Published`.
+
+Token arrays are little-endian bytes: int32 ids, float32 log-probs. Versions are run-length pairs over the action
+tokens.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+Split = Literal["train", "eval"]
+
+
+class Outcome(StrEnum):
+    """How a sample ended. Everything but `ok` and `truncated` is a failure and carries no reward."""
+
+    OK = "ok"
+    TRUNCATED = "truncated"
+    ENV_ERROR = "env_error"
+    ENV_TIMEOUT = "env_timeout"
+    REWARD_ERROR = "reward_error"
+    ENGINE_ERROR = "engine_error"
+    STALE = "stale"
+    CANCELLED = "cancelled"
+    FILTERED = "filtered"
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One chat message of a prompt."""
+
+    role: str
+    content: str
+
+
+Observation = str | list[Message]
+"""What an environment shows: plain text, or chat messages that go through the model's chat template."""
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One sample to make: member `sample_index` of group `group_id`, whose environment is reset with `seed`."""
+
+    task_id: int
+    """Unique in a run. For training: group_id · group_size + sample_index."""
+    group_id: int
+    sample_index: int
+    seed: int
+    """The environment's seed; equal for all members of a group, so that they share the prompt."""
+    split: Split = "train"
+    attempt: int = 0
+    """How many times this task was tried before."""
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """The right and the duty to run one task."""
+
+    lease_id: int
+    task: Task
+    min_version: int
+    """The task may only run on an engine whose weights are at least this version (the age contract's admission)."""
+
+
+class VersionRun(msgspec.Struct, frozen=True, array_like=True):
+    """`count` consecutive action tokens sampled by policy version `version`."""
+
+    version: int
+    count: int
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Positions [start, stop) of `Trajectory.token_ids`."""
+
+    start: int
+    stop: int
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """What the engine sampled for one prompt. `len(logprobs) == len(token_ids) == sum of version counts`."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Behaviour log-prob of each token, of the distribution it was sampled from (temperature applied)."""
+    versions: list[VersionRun]
+    finish: Literal["stop", "length"]
+    """`stop`: the model ended its answer. `length`: the token limit did."""
+
+
+class Trajectory(msgspec.Struct, frozen=True, tag=True):
+    """One finished sample: exactly what was sampled, and what it earned."""
+
+    task: Task
+    outcome: Outcome
+    """OK or TRUNCATED."""
+    reward: float
+    token_ids: bytes
+    """int32 [T]: prompt and response, as the engine saw and sampled them."""
+    action_spans: list[Span]
+    """Which positions the policy sampled. Everything else is masked out of the loss."""
+    logprobs: bytes
+    """float32 [A]: behaviour log-prob per action token, in the order of the spans."""
+    versions: list[VersionRun]
+    """Policy version per action token, run-length."""
+    prompt_text: str
+    completion_text: str
+    generate_s: float
+    """Seconds of the node's clock between the request and its last token."""
+
+    def tokens(self) -> Int32Array:
+        """int32 [T]."""
+        return np.frombuffer(self.token_ids, dtype="<i4")
+
+    def behaviour(self) -> Float32Array:
+        """float32 [A]."""
+        return np.frombuffer(self.logprobs, dtype="<f4")
+
+    @property
+    def length(self) -> int:
+        """T, prompt and response."""
+        return len(self.token_ids) // 4
+
+    @property
+    def action_count(self) -> int:
+        """A."""
+        return len(self.logprobs) // 4
+
+    def action_mask(self) -> BoolArray:
+        """bool [T]: True where the policy sampled."""
+        mask = np.zeros(self.length, dtype=np.bool_)
+        for span in self.action_spans:
+            mask[span.start : span.stop] = True
+        return mask
+
+    def action_versions(self) -> Int32Array:
+        """int32 [A]: the policy version of each action token."""
+        return np.repeat(
+            np.array([run.version for run in self.versions], dtype=np.int32),
+            [run.count for run in self.versions],
+        )
+
+    def trained_tokens(self, min_version: int) -> int:
+        """How many action tokens are recent enough to be trained."""
+        return sum(run.count for run in self.versions if run.version >= min_version)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version among the action tokens."""
+        return min(run.version for run in self.versions)
+
+
+class Failure(msgspec.Struct, frozen=True, tag=True):
+    """One lease that ended without a trajectory. Never a reward of 0."""
+
+    task: Task
+    outcome: Outcome
+    message: str
+    tokens: int
+    """Generated tokens lost with it."""
+
+
+class GroupReward(msgspec.Struct, frozen=True, array_like=True):
+    """The identity and reward of one sample of a batch, known to every trainer rank."""
+
+    group_id: int
+    reward: float
+
+
+class ShardSample(msgspec.Struct, frozen=True):
+    """One trajectory dealt to a rank; `index` is its place in `Shard.rewards`."""
+
+    index: int
+    trajectory: Trajectory
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """One trainer rank's part of a batch, and what it must know of the whole batch."""
+
+    step: int
+    """The policy version the trainer holds; training on this batch makes version step + 1."""
+    min_version: int
+    """Action tokens sampled by an older version are left out of the loss (they are booked as stale)."""
+    samples: list[ShardSample]
+    rewards: list[GroupReward]
+    """All samples of the batch, over all ranks."""
+    total_tokens: int
+    """Trained action tokens over all ranks: the denominator of token means."""
+    total_sequences: int
+    """Samples with at least one trained token over all ranks: the denominator of sequence means."""
+
+
+class Canary(msgspec.Struct, frozen=True):
+    """A fixed prompt and the trainer's log-probs for it under one version."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Log-prob of token i+1 given tokens 0…i at temperature 1: one fewer than `token_ids`."""
+
+
+class Published(msgspec.Struct, frozen=True):
+    """An immutable weight version that engines are to load."""
+
+    version: int
+    backend: Literal["tcp", "nccl", "ipc"]
+    update_info: bytes
+    """msgpack of what the backend's receiver needs to get the tensors of this version."""
+    canary: Canary
+
+
+class Activity(msgspec.Struct, frozen=True, array_like=True):
+    """Who was busy with what: one bar of the run's timeline. Times are Unix seconds."""
+
+    lane: str
+    name: str
+    start: float
+    stop: float

@@ -1,0 +1,53 @@
+"""vLLM's entry point into Flash: runs once in each of vLLM's processes (`vllm.general_plugins`).
+
+It registers the tcp weight receiver, and ties the life of an engine's processes to their node loop: they leave the
+launcher's process group, so that an interrupt reaches the node loop alone and it closes its engines in order, and they
+end by themselves when the node loop is gone, however it went.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+
+from flash.weights.update import TCP_BACKEND
+
+NODE_PID = "FLASH_NODE_PID"
+"""Environment variable that holds the process id of the node loop that owns the engine."""
+
+_registered = threading.Event()
+
+
+def register() -> None:
+    """Called by vLLM in each process, possibly several times."""
+    if _registered.is_set():
+        return
+    _registered.set()
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    WeightTransferEngineFactory.register_engine(TCP_BACKEND, "flash.weights.tcp_engine", "TcpWeightEngine")
+    node_pid = os.environ.get(NODE_PID)
+    if node_pid is not None and int(node_pid) != os.getpid():
+        follow(int(node_pid))
+
+
+def follow(node_pid: int) -> None:
+    """Make this process end when process `node_pid` ends."""
+    if os.getppid() == node_pid:
+        os.setpgid(0, 0)
+    try:
+        descriptor = os.pidfd_open(node_pid)
+    except ProcessLookupError:
+        os._exit(1)
+    threading.Thread(target=_exit_after, args=(descriptor,), name="flash-follow-node", daemon=True).start()
+
+
+def _exit_after(descriptor: int) -> None:
+    """Wait for the end of the process behind a pidfd, then end this one.
+
+    Waits without a deadline, as it lasts as long as the process that owns this one.
+    """
+    select.select([descriptor], [], [])
+    # Not sys.exit: the main thread may be inside a collective that will never return.
+    os._exit(1)

@@ -1,0 +1,75 @@
+"""Trainer side of publishing a policy version.
+
+Invariant: once announced, a version's tensors never change, although the trainer goes on updating its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+import torch
+
+from flash.config import Config
+
+
+class WeightPublisher(Protocol):
+    """Gives versions to the engines. Lives on every trainer rank, because gathering full tensors is a collective."""
+
+    def publish(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        announce: Callable[[bytes], None],
+    ) -> None:
+        """Offer `version` to the engines.
+
+        Called by all ranks with the same names in the same order: to iterate over `tensors`, full and unsharded,
+        is a collective. Rank 0 calls `announce(update_info)` as soon as engines may start to load, and not later than
+        it needs them to.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release ports, threads and device memory."""
+        ...
+
+
+def make_publisher(config: Config, rank: int, host: str) -> WeightPublisher:
+    """The publisher of `config.weights_backend`.
+
+    Args:
+        config: the run.
+        rank: this process among the trainer ranks.
+        host: address of this machine that all engines can reach.
+    """
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    timeout_s = config.deadlines.swap
+    if config.weights_backend == "tcp":
+        from flash.weights.tcp import TcpPublisher
+
+        return TcpPublisher(rank, host, dtype, timeout_s)
+    if config.weights_backend == "ipc":
+        from flash.weights.vllm_backends import IpcPublisher, TorchIpcExporter
+
+        return IpcPublisher(rank, dtype, TorchIpcExporter())
+    from flash.weights.vllm_backends import NcclLink, NcclPublisher
+
+    engines = sum(config.engines_on(node) for node in range(config.cluster.nodes))
+    workers = engines * config.engine.tensor_parallel
+    return NcclPublisher(rank, host, dtype, timeout_s, workers, NcclLink())
+
+
+def stage(
+    tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, device: str | None = "cpu"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Contiguous private copies in the engines' dtype; `device` None leaves each tensor where it is."""
+    for name, tensor in tensors:
+        target = dtype if tensor.is_floating_point() else tensor.dtype
+        copy = tensor.detach().to(device=device or tensor.device, dtype=target, copy=True)
+        yield name, copy.contiguous()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` → `bfloat16`, as the receivers expect it."""
+    return str(dtype).removeprefix("torch.")

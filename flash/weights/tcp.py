@@ -1,0 +1,310 @@
+"""The tcp backend: the trainer serves immutable host copies of a version, engine workers pull them.
+
+Wire, all integers big-endian. Both sides prove that they know the token before anything else is said:
+
+    worker → trainer   magic, nonce w
+    trainer → worker   nonce t, HMAC(token, "trainer" w t)
+    worker → trainer   HMAC(token, "worker" t w), version
+    trainer → worker   reply: an error, or the manifest
+    trainer → worker   the tensors' bytes, in the manifest's order
+
+The announcement carries the manifest's digest, and the manifest each tensor's crc32: what is loaded is what was
+published.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import secrets
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from flash.errors import DeadlineError, TransportError, WeightsError
+from flash.weights.publisher import dtype_name, stage
+from flash.weights.update import UpdateInfo, encode_update
+
+MAGIC = b"FLASHW01"
+"""Opens every connection; the digits are the protocol's version."""
+NONCE_BYTES = 32
+"""Length of the random challenges."""
+CHUNK_BYTES = 4 << 20
+"""Bytes per send and receive: each chunk has its own deadline, so that a slow link is not mistaken for a dead one."""
+VERSIONS_KEPT = 2
+"""Versions a publisher holds: the newest, and the one that engines may still be pulling."""
+MAX_MANIFEST_BYTES = 256 << 20
+"""Longest reply a worker accepts."""
+
+_log = logging.getLogger(__name__)
+
+
+class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
+    """One line of the manifest."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    nbytes: int
+    crc32: int
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """The trainer's answer to a worker that proved the token."""
+
+    error: str | None = None
+    manifest: bytes = b""
+
+
+@dataclass
+class TcpSource:
+    """Where a worker finds a version: what the announcement holds."""
+
+    host: str
+    port: int
+    token: str
+    """Hexadecimal."""
+    version: int
+    digest: str
+    """SHA-256 of the manifest, hexadecimal."""
+    timeout_s: float
+    """Longest silence of the other side, in seconds."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """One version, as it is served. Never changed after it was made."""
+
+    manifest: bytes
+    payloads: list[memoryview]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the manifest."""
+        return hashlib.sha256(self.manifest).hexdigest()
+
+
+def make_image(tensors: Iterable[tuple[str, torch.Tensor]]) -> Image:
+    """Turn staged host tensors, which it takes over, into an image."""
+    lines: list[TensorMeta] = []
+    payloads: list[memoryview] = []
+    for name, tensor in tensors:
+        payload = _bytes(tensor)
+        lines.append(TensorMeta(name, dtype_name(tensor.dtype), list(tensor.shape), len(payload), zlib.crc32(payload)))
+        payloads.append(payload)
+    return Image(msgspec.msgpack.encode(lines), payloads)
+
+
+class TcpPublisher:
+    """Trainer side. Rank 0 stages and serves; the other ranks only take part in the gather.
+
+    Threads: one accepts, one per connected worker sends. They end with `close`.
+    """
+
+    def __init__(self, rank: int, host: str, dtype: torch.dtype, timeout_s: float) -> None:
+        self._dtype = dtype
+        self._server = WeightServer(host, timeout_s) if rank == 0 else None
+
+    def publish(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        announce: Callable[[bytes], None],
+    ) -> None:
+        """Hold `version` ready for the engines. Returns as soon as they may pull."""
+        if self._server is None:
+            for _ in tensors:
+                pass
+            return
+        source = self._server.hold(version, make_image(stage(tensors, self._dtype)))
+        announce(encode_update(UpdateInfo(update=vars(source))))
+
+    def close(self) -> None:
+        """Stop serving."""
+        if self._server is not None:
+            self._server.close()
+
+
+class WeightServer:
+    """Serves the newest `VERSIONS_KEPT` images to workers that prove the token."""
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        self._listener = socket.create_server((host, 0), family=family)
+        self._host = host
+        self._timeout_s = timeout_s
+        self._token = secrets.token_bytes(NONCE_BYTES)
+        self._lock = threading.Lock()
+        self._images: dict[int, Image] = {}
+        self._thread = threading.Thread(target=self._accept, name="flash-weights", daemon=True)
+        self._thread.start()
+
+    def hold(self, version: int, image: Image) -> TcpSource:
+        """Serve `image` as `version`, and forget all but the newest versions."""
+        with self._lock:
+            self._images[version] = image
+            for old in sorted(self._images)[:-VERSIONS_KEPT]:
+                del self._images[old]
+        return TcpSource(
+            host=self._host,
+            port=self._listener.getsockname()[1],
+            token=self._token.hex(),
+            version=version,
+            digest=image.digest,
+            timeout_s=self._timeout_s,
+        )
+
+    def close(self) -> None:
+        """Accept no one any more; connections that are open end on their own."""
+        # close() alone does not wake a thread that is blocked in accept().
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(timeout=self._timeout_s)
+
+    def _accept(self) -> None:
+        """Consumes connections. Waits for workers for as long as the server lives. Unblocked by `close`."""
+        while True:
+            try:
+                connection, peer = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection, peer), daemon=True).start()
+
+    def _serve(self, connection: socket.socket, peer: object) -> None:
+        with connection:
+            connection.settimeout(self._timeout_s)
+            try:
+                self._answer(connection)
+            except (OSError, TransportError) as error:
+                # One worker's broken connection is its own error to report; the others go on.
+                _log.warning("a pull of weights from %s ended early: %s", peer, error)
+
+    def _answer(self, connection: socket.socket) -> None:
+        opening = receive(connection, len(MAGIC) + NONCE_BYTES)
+        if opening[: len(MAGIC)] != MAGIC:
+            raise TransportError("the peer does not speak this protocol")
+        theirs = opening[len(MAGIC) :]
+        ours = secrets.token_bytes(NONCE_BYTES)
+        connection.sendall(ours + proof(self._token, b"trainer", theirs, ours))
+        closing = receive(connection, hashlib.sha256().digest_size + 8)
+        if not hmac.compare_digest(closing[:-8], proof(self._token, b"worker", ours, theirs)):
+            raise TransportError("the peer does not know the token")
+        (version,) = struct.unpack("!q", closing[-8:])
+        with self._lock:
+            image = self._images.get(version)
+            held = sorted(self._images)
+        if image is None:
+            _send_reply(connection, Reply(error=f"version {version} is not held any more; held are {held}"))
+            return
+        _send_reply(connection, Reply(manifest=image.manifest))
+        for payload in image.payloads:
+            for start in range(0, len(payload), CHUNK_BYTES):
+                connection.sendall(payload[start : start + CHUNK_BYTES])
+
+
+def pull(source: TcpSource) -> Iterator[tuple[str, torch.Tensor]]:
+    """Fetch a version, tensor by tensor; each is verified before it is given out.
+
+    Raises:
+        WeightsError: the trainer does not hold the version, or a manifest or tensor is not what was published.
+        TransportError: the trainer does not prove the token, or hangs up.
+        DeadlineError: the trainer falls silent.
+    """
+    address = f"{source.host}:{source.port}"
+    try:
+        with socket.create_connection((source.host, source.port), timeout=source.timeout_s) as connection:
+            for line in _open(connection, source):
+                yield line.name, _receive_tensor(connection, line, source.version)
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"weights version {source.version} from {address}", source.timeout_s, "the trainer's rank 0"
+        ) from error
+    except OSError as error:
+        raise TransportError(
+            f"weights version {source.version} cannot be pulled from {address}: {error}; "
+            "is the trainer's rank 0 alive, and its address reachable from this node?"
+        ) from error
+
+
+def proof(token: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
+    """What only a holder of the token can answer to a challenge; the role keeps answers from being reflected."""
+    return hmac.digest(token, role + first + second, "sha256")
+
+
+def receive(connection: socket.socket, count: int) -> bytes:
+    """Exactly `count` bytes.
+
+    Raises:
+        TransportError: the peer hung up before.
+    """
+    data = bytearray(count)
+    _receive_into(connection, memoryview(data))
+    return bytes(data)
+
+
+def _open(connection: socket.socket, source: TcpSource) -> list[TensorMeta]:
+    """Prove the token both ways, ask for the version, and return its verified manifest."""
+    token = bytes.fromhex(source.token)
+    ours = secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(MAGIC + ours)
+    challenge = receive(connection, NONCE_BYTES + hashlib.sha256().digest_size)
+    theirs = challenge[:NONCE_BYTES]
+    if not hmac.compare_digest(challenge[NONCE_BYTES:], proof(token, b"trainer", ours, theirs)):
+        raise TransportError(f"{source.host}:{source.port} does not know the token: it is not this run's trainer")
+    connection.sendall(proof(token, b"worker", theirs, ours) + struct.pack("!q", source.version))
+    (length,) = struct.unpack("!I", receive(connection, 4))
+    if length > MAX_MANIFEST_BYTES:
+        raise TransportError(f"{source.host}:{source.port} sends a manifest of {length} bytes")
+    reply = msgspec.msgpack.decode(receive(connection, length), type=Reply)
+    if reply.error is not None:
+        raise WeightsError(f"the trainer serves no weights: {reply.error}")
+    digest = hashlib.sha256(reply.manifest).hexdigest()
+    if digest != source.digest:
+        raise WeightsError(
+            f"the manifest of version {source.version} has digest {digest}, but {source.digest} was announced"
+        )
+    return msgspec.msgpack.decode(reply.manifest, type=list[TensorMeta])
+
+
+def _receive_tensor(connection: socket.socket, line: TensorMeta, version: int) -> torch.Tensor:
+    # A buffer of its own for each tensor: the layerwise reload keeps tensors until their layer is complete.
+    flat = torch.empty(line.nbytes, dtype=torch.uint8)
+    crc32 = _receive_into(connection, _bytes(flat))
+    if crc32 != line.crc32:
+        raise WeightsError(
+            f"tensor {line.name} of version {version} is damaged: its crc32 is {crc32:08x}, "
+            f"{line.crc32:08x} was published"
+        )
+    return flat.view(getattr(torch, line.dtype)).view(line.shape)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous host tensor."""
+    flat = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)  # pyright: ignore[reportArgumentType]
+
+
+def _receive_into(connection: socket.socket, view: memoryview) -> int:
+    """Fill `view`; returns its crc32."""
+    crc32, filled = 0, 0
+    while filled < len(view):
+        got = connection.recv_into(view[filled : filled + CHUNK_BYTES])
+        if got == 0:
+            raise TransportError(f"the peer hung up after {filled} of {len(view)} bytes")
+        crc32 = zlib.crc32(view[filled : filled + got], crc32)
+        filled += got
+    return crc32
+
+
+def _send_reply(connection: socket.socket, reply: Reply) -> None:
+    body = msgspec.msgpack.encode(reply)
+    connection.sendall(struct.pack("!I", len(body)) + body)

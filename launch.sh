@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=flash
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:TERM@120
+#SBATCH --output=slurm-%j.out
+#
+# Trains a configuration:
+#
+#     ./launch.sh [CONFIG] [OVERRIDE…]              here; without CONFIG, examples/quickstart.toml
+#     sbatch --nodes=4 --gpus-per-node=8 launch.sh CONFIG [OVERRIDE…]
+#
+# Makes the environment first where it is missing or out of date. Under sbatch every node of the job runs `flash train`
+# once, and a job that is preempted or reaches its time limit is stopped in order, requeued, and continues.
+set -euo pipefail
+
+# The folder of this script. Slurm runs a copy of it from a spool folder, but knows where it was submitted from.
+find_root() {
+    local here command
+    here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+    if [[ ! -f $here/scripts/install.py && -n ${SLURM_JOB_ID-} ]]; then
+        command=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
+        here=$(dirname "$command")
+        [[ -f $here/scripts/install.py ]] || here=${SLURM_SUBMIT_DIR-}
+    fi
+    if [[ ! -f $here/scripts/install.py ]]; then
+        echo "error: cannot find the folder of launch.sh; submit the job from there" >&2
+        return 1
+    fi
+    echo "$here"
+}
+
+# One `flash train` per node of the job, meeting at the first one.
+run_on_slurm() {
+    local head preempted="" srun_pid status=0
+    read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    export FLASH_RDZV_ENDPOINT=$head:$((10000 + SLURM_JOB_ID % 20000))
+    export FLASH_NNODES=$SLURM_JOB_NUM_NODES
+    # srun does not take this from sbatch by itself.
+    if [[ -n ${SLURM_CPUS_PER_TASK-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
+
+    # shellcheck disable=SC2016  # the node's own shell expands SLURM_NODEID
+    srun --nodes="$FLASH_NNODES" --ntasks="$FLASH_NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
+        bash -c 'FLASH_NODE_RANK=$SLURM_NODEID exec "$@"' bash "$@" &
+    srun_pid=$!
+    trap 'preempted=1; kill -TERM "$srun_pid" 2>/dev/null || true' TERM
+    wait "$srun_pid" || status=$?
+    if [[ -z $preempted ]]; then return "$status"; fi
+
+    # Each signal cuts a wait short, while the ranks are still writing their checkpoint.
+    while kill -0 "$srun_pid" 2>/dev/null; do wait "$srun_pid" || true; done
+    # A job that was cancelled, or that Slurm requeues by itself, is not running any more.
+    if scontrol show job "$SLURM_JOB_ID" | grep -q 'JobState=RUNNING'; then
+        echo "requeueing job $SLURM_JOB_ID"
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+}
+
+root=$(find_root)
+case "${1-}" in
+    "" | -* | *=*) config=$root/examples/quickstart.toml ;;
+    *) config=$1 && shift ;;
+esac
+
+make --silent --no-print-directory -C "$root" env
+train=("$root/.venv/bin/flash" train "$config")
+
+# 4294967290 is the step that salloc gives to an interactive shell; any other step is one task of an srun.
+if [[ -n ${SLURM_JOB_ID-} && ${SLURM_STEP_ID:-4294967290} == 4294967290 ]]; then
+    run_on_slurm "${train[@]}" "cluster.nodes=$SLURM_JOB_NUM_NODES" "$@"
+else
+    exec "${train[@]}" "$@"
+fi

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from algorithms.aggregation import Aggregation, token_weights
+
+MODES: list[Aggregation] = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
+LENGTHS = [3, 1, 7, 4, 2]
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Losses, mask and sequence of each token; the last sequence is masked altogether."""
+    generator = torch.Generator().manual_seed(0)
+    loss_T = torch.randn(sum(LENGTHS), generator=generator, dtype=torch.float64)
+    mask_T = torch.rand(sum(LENGTHS), generator=generator) < 0.7
+    mask_T[0] = mask_T[3] = mask_T[4] = mask_T[11] = True
+    mask_T[-LENGTHS[-1] :] = False
+    sequence_T = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    return loss_T, mask_T, sequence_T
+
+
+def naive(mode: Aggregation, loss: list[float], mask: list[bool], sequence: list[int]) -> float:
+    kept = [[x for x, m, s in zip(loss, mask, sequence, strict=True) if m and s == at] for at in range(len(LENGTHS))]
+    kept = [one for one in kept if one]
+    if mode == "token_mean":
+        return sum(map(sum, kept)) / sum(map(len, kept))
+    return sum(sum(one) / (len(one) if mode == "seq_mean_token_mean" else 1) for one in kept) / len(kept)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=str)
+def test_the_weighted_sum_equals_a_loop_over_sequences(mode: Aggregation, dtype: torch.dtype, tolerance: float) -> None:
+    loss_T, mask_T, sequence_T = batch()
+    totals = {"total_tokens": int(mask_T.sum()), "total_sequences": len(set(sequence_T[mask_T].tolist()))}
+    weight_T = token_weights(mode, mask_T, sequence_T, len(LENGTHS), **totals)
+    found = (weight_T * loss_T.to(dtype)).sum().item()
+    assert found == pytest.approx(naive(mode, loss_T.tolist(), mask_T.tolist(), sequence_T.tolist()), abs=tolerance)
+    assert (weight_T[~mask_T] == 0).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_any_split_into_micro_batches_gives_the_same_weights(mode: Aggregation) -> None:
+    _, mask_T, sequence_T = batch()
+    totals = {"total_tokens": int(mask_T.sum()), "total_sequences": len(set(sequence_T[mask_T].tolist()))}
+    whole = token_weights(mode, mask_T, sequence_T, len(LENGTHS), **totals)
+    for first in range(1, len(LENGTHS)):
+        cut = int(np.cumsum(LENGTHS)[first - 1])
+        left = token_weights(mode, mask_T[:cut], sequence_T[:cut], first, **totals)
+        right = token_weights(mode, mask_T[cut:], sequence_T[cut:] - first, len(LENGTHS) - first, **totals)
+        torch.testing.assert_close(torch.cat([left, right]), whole, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_without_trained_tokens_weighs_nothing(mode: Aggregation) -> None:
+    mask_T = torch.zeros(3, dtype=torch.bool)
+    weight_T = token_weights(mode, mask_T, torch.tensor([0, 0, 1]), 2, total_tokens=0, total_sequences=0)
+    assert (weight_T == 0).all()

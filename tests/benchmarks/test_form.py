@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.form import Args, Row, machine, main
+
+ROWS = [
+    Row("16 tokens", "efficiency", "share", 0.951, None, 0.95),
+    Row("swap", "pause_ms", "ms", 31.0, 29.0, 30.0),
+    Row("swap", "tokens_per_s", "tokens/s", 9841.2),
+]
+
+
+def test_the_json_is_a_list_of_rows_with_exactly_the_six_keys(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    main("demo", "Measures nothing.", lambda _: ROWS, ["--json", str(file)])
+    written = json.loads(file.read_text())
+    assert written[0] == {
+        "case": "16 tokens",
+        "metric": "efficiency",
+        "unit": "share",
+        "ours": 0.951,
+        "reference": None,
+        "goal": 0.95,
+    }
+    assert [list(row) for row in written] == [list(written[0])] * 3
+
+
+def test_the_table_shows_figures_goals_and_whether_they_are_met(capsys: pytest.CaptureFixture[str]) -> None:
+    main("demo", "Measures nothing.", lambda _: ROWS, [])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3].split() == ["16", "tokens", "efficiency", "share", "0.951", "-", ">=", "0.95", "met"]
+    assert lines[-2].split() == ["swap", "pause_ms", "ms", "31", "29", "<=", "30", "missed"]
+    assert lines[-1].split() == ["swap", "tokens_per_s", "tokens/s", "9,841", "-", "-"]
+
+
+@pytest.mark.parametrize(("argv", "quick"), [(["--quick"], True), ([], False)])
+def test_quick_reaches_the_benchmark(argv: list[str], quick: bool) -> None:
+    seen: list[Args] = []
+
+    def run(args: Args) -> list[Row]:
+        seen.append(args)
+        return []
+
+    assert main("demo", "Measures nothing.", run, argv) == []
+    assert seen == [Args(quick=quick)]
+
+
+@pytest.mark.parametrize(
+    ("metric", "higher"),
+    [
+        ("speedup", True),
+        ("efficiency", True),
+        ("tokens_per_s", True),
+        ("tokens_per_second", True),
+        ("final_accuracy", True),
+        ("pause_ms", False),
+        ("start_s", False),
+        ("trainer_step_s_per_step", False),
+        ("seconds", False),
+        ("gradient_error", False),
+        ("memory_gib", False),
+    ],
+)
+def test_the_direction_of_a_metric_follows_from_its_name(metric: str, higher: bool) -> None:
+    assert Row("case", metric, "", 2.0, None, 1.0).met is higher
+    assert Row("case", metric, "", 0.5, None, 1.0).met is not higher
+    assert Row("case", metric, "", 1.0, None, 1.0).met is True
+    assert Row("case", metric, "", math.nan, None, 1.0).met is False
+    assert Row("case", metric, "", 1.0).met is None
+
+
+def test_a_folder_that_does_not_exist_is_refused_before_the_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main("demo", "Measures nothing.", lambda _: pytest.fail("ran"), ["--json", "missing/rows.json"])
+    assert "the folder missing does not exist" in capsys.readouterr().err
+
+
+def test_what_it_ran_on_names_processor_memory_software_and_gpus() -> None:
+    lines = dict(machine())
+    assert {"cpu", "memory", "system", "software", "gpus"} <= set(lines)
+    assert "cores usable" in lines["cpu"]
+    assert "torch" in lines["software"]
+    assert "Python 3." in lines["system"]

@@ -1,0 +1,159 @@
+import json
+
+import anyio
+import pytest
+
+from envs import dataset
+from envs.base import HELD_OUT, Checked, Environment
+from envs.dataset import DatasetEnv
+from flash.errors import ConfigError, EnvError, RewardError
+from flash.types import Message
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """100 rows, each prompt twice."""
+    return write(tmp_path / "rows.jsonl", [{"prompt": f"q{i % 50}", "answer": f"a{i}"} for i in range(100)])
+
+
+def env_of(path, **options):
+    return DatasetEnv(path, **{"template": "plain", **options})
+
+
+async def prompts(path, seeds, **options):
+    return [(await env_of(path, **options).reset(seed))[0] for seed in seeds]
+
+
+def test_it_is_an_environment_that_checks_its_options(rows):
+    assert isinstance(env_of(rows), Environment)
+    assert isinstance(DatasetEnv, Checked)
+    DatasetEnv.check(rows)
+
+
+@pytest.mark.anyio
+async def test_the_same_seed_shows_the_same_row(rows):
+    for seed in (0, 3, 1234, HELD_OUT, HELD_OUT + 3):
+        assert await prompts(rows, [seed]) == await prompts(rows, [seed])
+
+
+@pytest.mark.anyio
+async def test_each_epoch_shows_each_training_row_once_in_another_order(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": f"q{i}", "answer": "a"} for i in range(40)])
+    held_out = write(tmp_path / "held.jsonl", [{"prompt": "h", "answer": "a"}])
+    first = await prompts(path, range(40), held_out_path=held_out)
+    second = await prompts(path, range(40, 80), held_out_path=held_out)
+    assert sorted(first) == sorted(second) == sorted(f"q{i}" for i in range(40))
+    assert first != second
+    assert first != sorted(first)
+
+
+@pytest.mark.anyio
+async def test_training_and_held_out_prompts_never_meet(rows):
+    train = await prompts(rows, range(500), held_out_fraction=0.2)
+    held_out = await prompts(rows, range(HELD_OUT, HELD_OUT + 100), held_out_fraction=0.2)
+    assert not set(train) & set(held_out)
+    assert len(set(held_out)) == 10
+    assert len(set(train)) == 40
+
+
+@pytest.mark.anyio
+async def test_a_prompt_of_the_held_out_file_is_not_trained_on(rows, tmp_path):
+    held_out = write(tmp_path / "held.jsonl", [{"prompt": "q7", "answer": "a"}])
+    assert "q7" not in await prompts(rows, range(500), held_out_path=held_out)
+    assert await prompts(rows, [HELD_OUT, HELD_OUT + 1], held_out_path=held_out) == ["q7", "q7"]
+
+
+@pytest.mark.anyio
+async def test_a_data_set_that_is_held_out_whole_is_refused(rows):
+    with pytest.raises(ConfigError, match="leaves 0 rows to train on"):
+        await prompts(rows, [0], held_out_path=rows)
+
+
+@pytest.mark.anyio
+async def test_episodes_that_start_together_read_the_files_once(rows, monkeypatch):
+    reads = []
+    original = dataset.read_columns
+
+    def counted(path, columns):
+        reads.append(path)
+        return original(path, columns)
+
+    monkeypatch.setattr(dataset, "read_columns", counted)
+    async with anyio.create_task_group() as tasks:
+        for seed in range(20):
+            tasks.start_soon(env_of(rows).reset, seed)
+    assert reads == [rows]
+
+
+@pytest.mark.anyio
+async def test_a_prompt_goes_through_the_chat_template_or_stays_plain(rows):
+    text = (await prompts(rows, [5]))[0]
+    chat = DatasetEnv(rows, system_prompt="Think.")
+    assert (await chat.reset(5))[0] == [Message("system", "Think."), Message("user", text)]
+    plain = env_of(rows, system_prompt="Think. ")
+    assert (await plain.reset(5))[0] == f"Think. {text}"
+
+
+@pytest.mark.anyio
+async def test_a_prompt_may_be_a_chat(tmp_path):
+    chat = [{"role": "user", "content": "hello"}]
+    path = write(tmp_path / "rows.jsonl", [{"prompt": chat, "answer": 1}])
+    held_out = write(tmp_path / "held.jsonl", [{"prompt": "h", "answer": 1}])
+    assert (await DatasetEnv(path, held_out_path=held_out).reset(0))[0] == [Message("user", "hello")]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("row", [{"prompt": 3, "answer": "a"}, {"prompt": "p", "answer": None}])
+async def test_a_row_of_a_wrong_kind_is_named(tmp_path, row):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "q", "answer": "a"}, row])
+    with pytest.raises(ConfigError, match=r"row 1: the (prompt|answer) must be"):
+        await prompts(path, [0])
+
+
+@pytest.mark.anyio
+async def test_the_answer_is_scored_by_the_verifier(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": f"q{i}", "answer": 42} for i in range(9)])
+    env = env_of(path)
+    await env.reset(0)
+    assert await env.step(" 42\n") == ("", 1.0, True, False, {})
+    assert await env.step("43") == ("", 0.0, True, False, {})
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("name", "timeout", "message"), [("raises", 60, "LookupError"), ("hangs", 0.2, "no answer within")]
+)
+async def test_a_failing_verifier_is_a_reward_error(rows, name, timeout, message):
+    env = env_of(rows, verifier=f"tests.envs.verifiers:{name}", timeout=timeout)
+    await env.reset(0)
+    with pytest.raises(RewardError, match=message):
+        await env.step("x")
+
+
+@pytest.mark.anyio
+async def test_a_step_before_reset_is_an_environment_error(rows):
+    with pytest.raises(EnvError, match="before reset"):
+        await env_of(rows).step("x")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "nowhere/rows.jsonl"}, "no data set at nowhere"),
+        ({"answer_column": "answers"}, "did you mean 'answer'"),
+        ({"held_out_path": "nowhere.jsonl"}, "no data set at nowhere"),
+        ({"held_out_fraction": 0.0}, "held_out_fraction must lie"),
+        ({"held_out_fraction": 1.0}, "held_out_fraction must lie"),
+        ({"verifier": "flash.rewards.exact:nothing"}, "no verifier"),
+        ({"template": "xml"}, "chat or plain"),
+        ({"timeout": 0}, "timeout must be"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_starts(rows, options, message):
+    with pytest.raises(ConfigError, match=message):
+        DatasetEnv.check(**{"path": rows, **options})

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flash.config import Config, EnvConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
+from flash.observe.rundir import RunDirectory
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(
+        run=RunConfig(name="sample", output_dir=str(tmp_path), steps=30, seed=7),
+        model=ModelConfig(path="models/tiny"),
+        env=EnvConfig(path="envs.arithmetic:Arithmetic"),
+        train=TrainConfig(async_ratio=1.0),
+        eval=EvalConfig(samples=4),
+    )
+
+
+@pytest.fixture
+def directory(config: Config) -> RunDirectory:
+    """The directory of a new run."""
+    return RunDirectory.open(config.run_dir, "[run]\nname = 'sample'\n")

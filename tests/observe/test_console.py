@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+from flash.config import Config
+from flash.observe.console import HEADER_EVERY, Console
+from flash.observe.summary import summarise
+from tests.observe.sample_rows import eval_row, metrics_row
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Gone(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_plain_output_has_no_control_characters_and_shows_the_numbers(config: Config) -> None:
+    stream = io.StringIO()
+    console = Console(config, stream)
+    console.note("an environment said \x1b[31mred\x1b[0m\r\n[bold]and more[/bold]")
+    console.stage("starting engines")
+    console.evaluation(eval_row(0, 0.312))
+    console.step(metrics_row(0))
+    console.close()
+    text = stream.getvalue()
+    assert all(character.isprintable() or character == "\n" for character in text)
+    assert "[bold]and more[/bold]" in text
+    header, row = text.splitlines()[-2:]
+    cells = dict(zip(header.split(), row.split(), strict=True))
+    assert cells == {
+        "step": "0",
+        "reward": "0.250",
+        "acc": "0.312",
+        "loss": "-0.0123",
+        "entropy": "1.234",
+        "ratio": "1.002",
+        "clip%": "3.4",
+        "kl": "1.5e-06",
+        "grad": "0.456",
+        "age/max": "0.8/1",
+        "tok/s": "9.81k",
+        "wait%": "25.0",
+        "lr": "2.0e-05",
+    }
+
+
+def test_columns_stay_aligned_and_the_header_returns(config: Config) -> None:
+    stream = io.StringIO()
+    console = Console(config, stream)
+    for step in range(2 * HEADER_EVERY + 1):
+        console.step(metrics_row(step))
+    lines = stream.getvalue().splitlines()
+    headers = [place for place, line in enumerate(lines) if line.split()[0] == "step"]
+    assert headers == [0, HEADER_EVERY + 1, 2 * (HEADER_EVERY + 1)]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_an_accuracy_stands_only_in_the_step_line_that_follows_it(config: Config) -> None:
+    stream = io.StringIO()
+    console = Console(config, stream)
+    console.evaluation(eval_row(0, 0.777))
+    console.step(metrics_row(0))
+    console.step(metrics_row(1))
+    first, second = stream.getvalue().splitlines()[-2:]
+    assert (first.split()[2], second.split()[2]) == ("0.777", "-")
+
+
+def test_missing_numbers_leave_a_dash_and_nan_is_shown(config: Config) -> None:
+    stream = io.StringIO()
+    console = Console(config, stream)
+    console.step({"step": 3.0, "loss": math.nan})
+    cells = stream.getvalue().splitlines()[-1].split()
+    assert cells[:5] == ["3", "-", "-", "nan", "-"]
+    assert set(cells[4:]) == {"-", "-/-"}
+
+
+def test_an_evaluation_line_names_interval_problems_and_versions(config: Config) -> None:
+    stream = io.StringIO()
+    console = Console(config, stream)
+    console.evaluation(eval_row(10, 0.85, version_max=11))
+    console.evaluation(eval_row(20, 0.9, k=1))
+    mixed, single = stream.getvalue().splitlines()
+    assert "accuracy 0.850, 95% interval 0.800 to 0.890, pass@4 0.950, 128 problems, versions 10 to 11" in mixed
+    assert "pass@" not in single
+    assert single.endswith("version 20")
+
+
+def test_a_stage_is_printed_once_where_nothing_can_be_redrawn(config: Config) -> None:
+    stream = io.StringIO()
+    console = Console(config, stream)
+    for stage in ("waiting", "training", "waiting", "training"):
+        console.stage(stage)
+    assert stream.getvalue().splitlines() == ["[waiting]", "[training]"]
+
+
+def test_the_closing_table_says_what_came_of_the_run_and_where_it_lies(config: Config) -> None:
+    plots = config.run_dir / "plots"
+    plots.mkdir(parents=True)
+    (plots / "reward.png").write_bytes(b"")
+    evaluations = [eval_row(0, 0.312), eval_row(30, 0.906)]
+    metrics = [metrics_row(step) for step in range(30)]
+    ledger = {"issued": 1920, "given_up": 0}
+    stream = io.StringIO()
+    Console(config, stream).finish(
+        summarise(config, metrics, evaluations, ledger=ledger, restarts=2, canary_max=5.1e-7)
+    )
+    text = stream.getvalue()
+    for expected in ("0.312 -> 0.906", "30 (1920 samples)", "1:10 (9.81k tokens/s)", "25.0%", "4.0%", "5.1e-07"):
+        assert expected in text
+    assert "issued 1920" in text
+    assert "given_up" not in text
+    assert str(config.run_dir) in text
+    assert str(Path(plots, "reward.png")) in text
+
+
+def test_a_terminal_gets_a_live_line_with_progress_and_time_left(config: Config) -> None:
+    stream = Terminal()
+    console = Console(config, stream)
+    console.stage("training")
+    for step in range(10):
+        console.step(metrics_row(step))
+    console.evaluation(eval_row(10, 0.654))
+    console.close()
+    console.close()
+    text = stream.getvalue()
+    assert "\x1b[" in text
+    assert "0.340" in text
+    assert "step 10/30" in text
+    assert "0:40 left" in text
+
+
+def test_a_run_outlives_the_pipe_it_prints_to(config: Config) -> None:
+    console = Console(config, Gone())
+    console.note("first")
+    console.step(metrics_row(0))
+
+
+def test_a_narrow_encoding_does_not_stop_the_run(config: Config) -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    Console(config, stream).note("ratio α = 1")
+    assert raw.getvalue() == b"ratio ? = 1\n"

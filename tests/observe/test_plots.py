@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flash.observe.plots import COLOURS, draw_ages, draw_rewards, draw_timeline, write_plots
+from flash.observe.rundir import RunDirectory
+from flash.observe.series import ACTIVITIES, age_series, lane_shares, reward_series, timeline
+from flash.types import Activity
+from tests.observe.sample_rows import STARTED, eval_row, metrics_row, spans
+
+
+def test_all_three_plots_are_written_at_readme_width(directory: RunDirectory) -> None:
+    directory.append_spans(spans(30))
+    for step in range(30):
+        directory.append_metrics(metrics_row(step))
+    directory.append_evaluation(eval_row(0, 0.3))
+    directory.append_evaluation(eval_row(30, 0.9))
+    paths = write_plots(directory.path)
+    assert [path.name for path in paths] == ["reward.png", "ages.png", "timeline.png"]
+    for path in paths:
+        data = path.read_bytes()
+        assert data.startswith(b"\x89PNG")
+        width, height = struct.unpack(">II", data[16:24])
+        assert width == 1600
+        assert height > 300
+
+
+def test_an_empty_run_gives_no_plot(tmp_path: Path) -> None:
+    assert write_plots(tmp_path) == []
+
+
+def test_a_run_that_ended_after_its_first_evaluation_is_plotted(directory: RunDirectory) -> None:
+    directory.append_evaluation(eval_row(0, 0.3, low=None, high=None))
+    assert [path.name for path in write_plots(directory.path)] == ["reward.png"]
+
+
+def test_the_reward_series_holds_the_recorded_numbers_in_order() -> None:
+    series = reward_series(
+        [metrics_row(1), metrics_row(0, reward_mean=None), metrics_row(1, reward_mean=0.5)],
+        [eval_row(2, 0.9), eval_row(0, 0.3)],
+    )
+    assert series.steps.tolist() == [0, 1]
+    assert np.isnan(series.rewards[0])
+    assert series.rewards[1] == 0.5
+    assert series.times.tolist() == [12.0, 14.0]
+    assert series.eval_steps.tolist() == [0, 2]
+    assert series.accuracy.tolist() == [0.3, 0.9]
+    assert (series.low[1], series.high[1]) == pytest.approx((0.85, 0.94))
+
+
+def test_without_wall_time_the_unix_time_since_the_first_row_stands_in() -> None:
+    rows = [metrics_row(step) for step in range(3)]
+    for row in rows:
+        del row["wall_s"]
+    assert reward_series(rows, []).times.tolist() == [0.0, 2.0, 4.0]
+
+
+def test_the_drawn_curves_are_the_series() -> None:
+    series = reward_series([metrics_row(step) for step in range(5)], [eval_row(0, 0.3), eval_row(5, 0.9)])
+    left, right = draw_rewards(series).axes
+    reward, accuracy = left.get_lines()
+    assert np.array_equal(reward.get_ydata(), series.rewards)
+    assert np.array_equal(accuracy.get_xdata(), [0, 5])
+    assert np.array_equal(right.get_lines()[1].get_ydata(), [0.3, 0.9])
+
+
+def test_ages_weigh_as_much_as_the_tokens_they_are_of() -> None:
+    rows = [
+        metrics_row(0, age_0=100, age_1=0, trained_tokens=100),
+        metrics_row(1, age_0=100, age_1=200, trained_tokens=300),
+    ]
+    series = age_series(rows)
+    assert series is not None
+    assert series.shares.tolist() == [[1.0, 0.0], pytest.approx([1 / 3, 2 / 3])]
+    assert series.total.tolist() == pytest.approx([0.5, 0.5])
+    assert series.labels == ["0", "1"]
+    heights = [patch.get_height() for patch in draw_ages(series).axes[0].patches]
+    assert heights == pytest.approx([50.0, 50.0])
+
+
+def test_ages_given_as_shares_or_as_counts_make_the_same_histogram() -> None:
+    counts = [metrics_row(0, age_0=30, age_1=10, trained_tokens=40), metrics_row(1, age_0=20, age_1=60)]
+    shares = [metrics_row(0, age_0=0.75, age_1=0.25, trained_tokens=40), metrics_row(1, age_0=0.25, age_1=0.75)]
+    one, two = age_series(counts), age_series(shares)
+    assert one is not None
+    assert two is not None
+    assert one.total.tolist() == pytest.approx(two.total.tolist())
+
+
+def test_very_old_tokens_share_the_last_bar() -> None:
+    series = age_series([metrics_row(0, age_0=50, age_1=0, age_12=25, age_20=25)])
+    assert series is not None
+    assert series.labels[-1] == "8+"
+    assert series.total[-1] == pytest.approx(0.5)
+
+
+def test_rows_without_ages_have_no_histogram() -> None:
+    assert age_series([{"step": 0, "age_mean": 1.0, "age_max": 2}]) is None
+
+
+def test_the_timeline_zooms_into_eight_steps_in_the_middle() -> None:
+    prepared = timeline(spans(40), [metrics_row(step) for step in range(40)])
+    assert prepared is not None
+    assert prepared.zoom_steps == (16, 23)
+    assert prepared.zoom == (STARTED + 32.0, STARTED + 48.0)
+    assert [lane.name for lane in prepared.lanes] == ["engine 0", "trainer 0"]
+    assert [lane.busy for lane in prepared.lanes] == pytest.approx([1.0, 0.75])
+
+
+def test_engines_come_before_trainers_and_ten_comes_after_nine() -> None:
+    names = ["trainer 10", "evaluation", "engine 10", "trainer 9", "engine 9"]
+    prepared = timeline([Activity(name, "train", 0.0, 1.0) for name in names], [])
+    assert prepared is not None
+    assert [lane.name for lane in prepared.lanes] == ["engine 9", "engine 10", "trainer 9", "trainer 10", "evaluation"]
+    assert prepared.zoom == (0.25, 0.75)
+
+
+def test_a_swap_during_generation_is_not_counted_twice() -> None:
+    bars = [Activity("e", "generate", 0.0, 4.0), Activity("e", "generate", 3.0, 5.0), Activity("e", "swap", 1.0, 2.0)]
+    shares = lane_shares(bars, np.array([0.0, 2.0, 4.0, 8.0]))
+    assert shares["swap"].tolist() == [0.5, 0.0, 0.0]
+    assert shares["generate"].tolist() == [0.5, 1.0, 0.25]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([*ACTIVITIES, "other"]), st.integers(0, 50), st.integers(1, 20)),
+        min_size=1,
+        max_size=25,
+    )
+)
+def test_shares_of_time_sum_to_the_time_in_which_anything_happened(bars: list[tuple[str, int, int]]) -> None:
+    lane = [Activity("lane", name, float(start), float(start + length)) for name, start, length in bars]
+    edges = np.linspace(0.0, 70.0, 11)
+    shares = lane_shares(lane, edges)
+    busy = [any(span.start <= second < span.stop for span in lane) for second in range(70)]
+    assert sum(shares.values()).tolist() == pytest.approx([sum(busy[at : at + 7]) / 7 for at in range(0, 70, 7)])
+
+
+@pytest.mark.parametrize("steps", [2, 600])
+def test_single_bars_are_drawn_for_short_runs_and_shares_for_long_ones(steps: int) -> None:
+    prepared = timeline(spans(steps), [metrics_row(step) for step in range(steps)])
+    assert prepared is not None
+    whole, close = draw_timeline(prepared).axes
+    assert len(close.collections) == 4
+    assert len(whole.patches) == (1 if steps == 2 else 5)
+    assert {label.get_text() for label in whole.get_yticklabels()} == {"engine 0", "trainer 0"}
+
+
+def test_every_known_activity_has_its_own_colour() -> None:
+    assert set(COLOURS) == set(ACTIVITIES)
+    assert len(set(COLOURS.values())) == len(COLOURS)

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flash.config import Config
+from flash.errors import RunDirectoryError
+from flash.observe.rundir import RunDirectory, readable, write_atomically
+from flash.observe.summary import summarise
+from flash.types import Outcome, Span, Task, Trajectory, VersionRun
+from tests.observe.sample_rows import eval_row, metrics_row, spans
+
+
+def trajectory(versions: list[VersionRun], prompt: int = 2) -> Trajectory:
+    actions = sum(run.count for run in versions)
+    return Trajectory(
+        task=Task(task_id=17, group_id=2, sample_index=1, seed=99),
+        outcome=Outcome.OK,
+        reward=0.5,
+        token_ids=np.arange(prompt + actions, dtype="<i4").tobytes(),
+        action_spans=[Span(prompt, prompt + actions)],
+        logprobs=np.zeros(actions, dtype="<f4").tobytes(),
+        versions=versions,
+        prompt_text="1+1=",
+        completion_text="2",
+        generate_s=0.1,
+    )
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_come_back_as_they_were_written(directory: RunDirectory) -> None:
+    directory.append_metrics(metrics_row(0))
+    directory.append_metrics(metrics_row(1))
+    directory.append_evaluation(eval_row(0, 0.3))
+    directory.append_spans(spans(2))
+    directory.append_spans(spans(1))
+    assert directory.read_metrics() == [metrics_row(0), metrics_row(1)]
+    assert directory.read_evaluations() == [eval_row(0, 0.3)]
+    assert directory.read_spans() == spans(2) + spans(1)
+
+
+def test_a_row_is_on_disk_when_the_call_returns(directory: RunDirectory) -> None:
+    directory.append_metrics(metrics_row(0))
+    assert json.loads(directory.metrics.read_text()) == metrics_row(0)
+
+
+def test_the_resolved_configuration_is_written(directory: RunDirectory) -> None:
+    assert directory.config.read_text() == "[run]\nname = 'sample'\n"
+
+
+def test_resuming_rolls_the_rows_back_to_the_checkpoint_and_keeps_them_aside(directory: RunDirectory) -> None:
+    for step in range(6):
+        directory.append_metrics(metrics_row(step))
+        directory.write_trajectories(step, [readable(trajectory([VersionRun(step, 1)]), step, ["1", "+", "2"])])
+    for step in (0, 4, 6):
+        directory.append_evaluation(eval_row(step, 0.5))
+    directory.append_spans(spans(6))
+
+    resumed = RunDirectory.open(directory.path, "x = 1\n", resume_at=4)
+
+    assert [row["step"] for row in resumed.read_metrics()] == [0, 1, 2, 3]
+    assert [row["step"] for row in resumed.read_evaluations()] == [0, 4]
+    assert resumed.read_spans() == spans(6)
+    assert [file.name for file in sorted(resumed.trajectories.iterdir())] == [f"step-00000{n}.jsonl" for n in range(4)]
+    aside = resumed.earlier / "001"
+    assert [row["step"] for row in lines(aside / "metrics.jsonl")] == [4, 5]
+    assert [row["step"] for row in lines(aside / "evals.jsonl")] == [6]
+    assert len(list((aside / "trajectories").iterdir())) == 2
+
+
+def test_an_evaluation_that_saw_newer_weights_than_the_checkpoint_is_rolled_back(directory: RunDirectory) -> None:
+    directory.append_evaluation(eval_row(4, 0.5, version_max=5))
+    assert RunDirectory.open(directory.path, "", resume_at=4).read_evaluations() == []
+
+
+def test_each_life_sets_its_rows_aside_in_its_own_folder(directory: RunDirectory) -> None:
+    for life in range(3):
+        for step in range(life, 4):
+            directory.append_metrics(metrics_row(step, life=life))
+        directory = RunDirectory.open(directory.path, "", resume_at=life + 1)
+    assert [row["step"] for row in directory.read_metrics()] == [0, 1, 2]
+    assert [[row["life"] for row in lines(file)] for file in sorted(directory.earlier.glob("*/metrics.jsonl"))] == [
+        [0, 0, 0],
+        [1, 1],
+        [2],
+    ]
+
+
+def test_a_resume_with_nothing_to_undo_sets_nothing_aside(directory: RunDirectory) -> None:
+    directory.append_metrics(metrics_row(0))
+    resumed = RunDirectory.open(directory.path, "", resume_at=1)
+    assert resumed.read_metrics() == [metrics_row(0)]
+    assert not resumed.earlier.exists()
+
+
+def test_a_new_run_in_an_old_directory_starts_empty_and_loses_nothing(directory: RunDirectory) -> None:
+    directory.append_metrics(metrics_row(0))
+    directory.append_evaluation(eval_row(0, 0.3))
+    directory.append_spans(spans(1))
+    directory.write_ledger({"issued": 3})
+    (directory.checkpoints / "version-1").mkdir()
+
+    fresh = RunDirectory.open(directory.path, "")
+
+    assert fresh.read_metrics() == fresh.read_evaluations() == fresh.read_spans() == []
+    assert not fresh.ledger.exists()
+    aside = RunDirectory(fresh.earlier / "001")
+    assert aside.read_metrics() == [metrics_row(0)]
+    assert aside.read_spans() == spans(1)
+    assert json.loads(aside.ledger.read_text()) == {"issued": 3}
+    assert (fresh.checkpoints / "version-1").exists()
+
+
+def test_a_line_torn_by_a_crash_is_never_read_and_never_joins_the_next_one(directory: RunDirectory) -> None:
+    directory.append_metrics(metrics_row(0))
+    with directory.metrics.open("a") as file:
+        file.write('{"step": 1, "rew')
+    assert directory.read_metrics() == [metrics_row(0)]
+
+    resumed = RunDirectory.open(directory.path, "", resume_at=1)
+    resumed.append_metrics(metrics_row(1))
+    assert resumed.read_metrics() == [metrics_row(0), metrics_row(1)]
+
+
+def test_a_full_disk_is_one_clear_error_for_a_row(directory: RunDirectory) -> None:
+    directory.metrics.symlink_to("/dev/full")
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl: No space left on device; free space"):
+        directory.append_metrics(metrics_row(0))
+
+
+def test_a_full_disk_leaves_the_previous_file_whole(directory: RunDirectory) -> None:
+    directory.write_ledger({"issued": 1})
+    Path(f"{directory.ledger}.tmp").symlink_to("/dev/full")
+    with pytest.raises(RunDirectoryError, match=r"ledger\.json: No space left on device; free space"):
+        directory.write_ledger({"issued": 2})
+    assert json.loads(directory.ledger.read_text()) == {"issued": 1}
+    assert not Path(f"{directory.ledger}.tmp").is_symlink()
+
+
+def test_a_folder_that_cannot_be_made_names_the_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match=r"run\.output_dir"):
+        RunDirectory.open(tmp_path / "file" / "run", "")
+
+
+def test_an_atomic_write_replaces_the_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    target = tmp_path / "value.json"
+    write_atomically(target, b"old")
+    write_atomically(target, b"new")
+    assert target.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_readable_sample_shows_texts_versions_and_ages(directory: RunDirectory) -> None:
+    sample = readable(trajectory([VersionRun(10, 3), VersionRun(12, 1)]), 12, ["1", "+", "a", "b", "c", "d"])
+    file = directory.write_trajectories(12, [sample])
+    assert file.name == "step-000012.jsonl"
+    [row] = lines(file)
+    assert row == {
+        "step": 12,
+        "task_id": 17,
+        "group_id": 2,
+        "sample_index": 1,
+        "seed": 99,
+        "outcome": "ok",
+        "reward": 0.5,
+        "prompt": "1+1=",
+        "completion": "2",
+        "tokens": ["1", "+", "a", "b", "c", "d"],
+        "versions": [[10, 3], [12, 1]],
+        "ages": {"0": 1, "2": 3},
+    }
+
+
+def test_the_summary_is_written_with_its_documented_keys(directory: RunDirectory, config: Config) -> None:
+    summary = summarise(config, [metrics_row(0)], [], ledger={"issued": 64}, restarts=0, canary_max=None)
+    directory.write_summary(summary)
+    written = json.loads(directory.summary.read_text())
+    assert written["ledger"] == {"issued": 64}
+    assert set(written) >= {
+        "initial_accuracy",
+        "final_accuracy",
+        "steps",
+        "samples",
+        "wall_seconds",
+        "tokens_per_second",
+        "async_ratio",
+        "trainer_wait_share",
+        "engine_idle_share",
+        "max_age",
+        "ledger",
+    }

@@ -1,0 +1,403 @@
+"""Hub, node, scheduler, proxy and episode together, on the virtual clock, around fakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from envs.base import wrap
+from flash.config import Config
+from flash.errors import BreakerError, FlashError, PeerLostError
+from flash.hub import protocol as p
+from flash.hub.hub import Hub, RunEnd
+from flash.observe.observer import MemoryObserver
+from flash.rollout.fake_engine import FakeEngine
+from flash.rollout.node import RolloutNode
+from flash.simulate.clock import run_virtual
+from flash.types import Canary, Outcome, Published, Shard
+
+
+class CharTokenizer:
+    def render(self, observation: Any) -> list[int]:
+        return [ord(c) for c in observation]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(t) for t in token_ids)
+
+
+class Echo:
+    """Pays 1 for the answer `yes`; seeds decide how long it takes."""
+
+    def __init__(self, step_seconds: Callable[[int], float] = lambda seed: 0.0) -> None:
+        self._seconds = step_seconds
+
+    async def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        self._seed = seed
+        return f"say {seed}", {}
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        await anyio.sleep(self._seconds(self._seed))
+        return "", float(action == "yes"), True, False, {}
+
+    async def close(self) -> None:
+        return None
+
+
+def make_config(**changes: Any) -> Config:
+    base: dict[str, Any] = {
+        "run": {"name": "test", "steps": 4},
+        "model": {"path": "fake", "max_length": 64},
+        "env": {"path": "fake:Fake"},
+        "rollout": {"group_size": 2, "max_concurrent": 64, "max_new_tokens": 16, "retries": 1, "breaker": 8},
+        "train": {"batch_size": 8, "async_ratio": 1.0},
+        "eval": {"every": 2, "problems": 3, "samples": 2},
+        "cluster": {"gpus_per_node": 0},
+        "deadlines": {"env_step": 5.0, "env_reset": 5.0, "generate": 50.0, "batch": 100.0, "step": 100.0},
+    }
+    for section, values in changes.items():
+        base[section] = base[section] | values
+    return msgspec.convert(base, Config)
+
+
+class Direct:
+    """A connection to a hub in the same process."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
+    async def call(self, request: Any, *, timeout: float) -> Any:
+        with anyio.fail_after(timeout):
+            return await self._hub.handle(request)
+
+
+class FakeTrainer:
+    """Publishes, trains for a set time, commits: what a trainer rank does, without a model."""
+
+    def __init__(self, hub: Hub, seconds: float, version: int = 0) -> None:
+        self._hub = Direct(hub)
+        self._seconds = seconds
+        self.version = version
+        self.shards: list[Shard] = []
+        self.snapshots: dict[int, bytes] = {}
+        self.stepped = anyio.Event()
+        self.finished = False
+
+    async def run(self) -> None:
+        await self._publish()
+        while True:
+            reply = await self._hub.call(p.BatchRequest(0, self.version, []), timeout=1000)
+            self.finished = reply.finished
+            if reply.shard is None:
+                break
+            self.shards.append(reply.shard)
+            await anyio.sleep(self._seconds)
+            await self._hub.call(p.Commit(self.version, {}), timeout=60)
+            self.version += 1
+            await self._publish()
+            self.snapshots[self.version] = (await self._hub.call(p.SnapshotRequest(), timeout=60)).state
+            self.stepped.set()
+        await self._hub.call(p.Goodbye(0, []), timeout=60)
+
+    async def reached(self, version: int) -> None:
+        """Wait until this version's snapshot is taken."""
+        while version not in self.snapshots:
+            self.stepped = anyio.Event()
+            await self.stepped.wait()
+
+    async def _publish(self) -> None:
+        published = Published(self.version, "tcp", b"", Canary([1, 2], [-1.0]))
+        await self._hub.call(p.PublishRequest(published), timeout=60)
+
+
+class World:
+    """One run on the virtual clock."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        env: Callable[[], Any] = Echo,
+        engines: Sequence[FakeEngine] | None = None,
+        train_seconds: float = 1.0,
+        answer: str = "yes",
+        state: bytes | None = None,
+        version: int = 0,
+    ) -> None:
+        self.config = config
+        self.observer = MemoryObserver()
+        self.engines = engines or [FakeEngine(lambda prompt: [ord(c) for c in answer], 0.1)]
+        self._env, self._train_seconds = env, train_seconds
+        self._state, self._version = state, version
+
+    def build(self) -> Hub:
+        now = anyio.current_time
+        self.hub = Hub(self.config, self.observer, now=now, state=self._state)
+        self.trainer = FakeTrainer(self.hub, self._train_seconds, self._version)
+        self.node = RolloutNode(
+            0,
+            self.config,
+            self.engines,
+            0,
+            CharTokenizer(),
+            lambda: wrap(self._env()),
+            Direct(self.hub),
+            now=now,
+        )
+        return self.hub
+
+    async def run(self) -> RunEnd:
+        self.build()
+        self.begun = anyio.current_time()
+        async with anyio.create_task_group() as group:
+            group.start_soon(self.node.run)
+            group.start_soon(self.trainer.run)
+            end = await self.hub.run()
+        self.took = anyio.current_time() - self.begun
+        return end
+
+
+def run(world: World) -> RunEnd:
+    return run_virtual(world.run)
+
+
+def ages(world: World) -> list[int]:
+    return [
+        shard.step - version
+        for shard in world.trainer.shards
+        for sample in shard.samples
+        for version in sample.trajectory.action_versions().tolist()
+        if version >= shard.min_version
+    ]
+
+
+def test_a_run_trains_all_its_steps_and_the_ledger_balances() -> None:
+    world = World(make_config())
+    end = run(world)
+    assert (end.reason, end.version) == ("finished", 4)
+    assert end.ledger["trained"] == 32
+    assert end.ledger["in_flight"] == 0
+    assert [row["step"] for row in world.observer.steps] == [0, 1, 2, 3]
+    assert world.trainer.finished
+
+
+def test_evaluations_happen_at_the_start_in_between_and_at_the_end() -> None:
+    world = World(make_config())
+    run(world)
+    assert [row["step"] for row in world.observer.evaluations] == [0, 2, 4]
+    for row in world.observer.evaluations:
+        assert (row["mean_reward"], row["problems"], row["samples"], row["pass_at_k"]) == (1.0, 3, 6, 1.0)
+
+
+def test_the_first_evaluation_sees_only_the_untrained_policy() -> None:
+    world = World(make_config())
+    run(world)
+    first = world.observer.evaluations[0]
+    assert (first["version_min"], first["version_max"]) == (0, 0)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 2.0])
+def test_law_3_no_trained_token_is_older_than_the_async_ratio(alpha: float) -> None:
+    world = World(make_config(train={"async_ratio": alpha}, run={"steps": 6}), env=lambda: Echo(lambda s: s % 7 / 2))
+    run(world)
+    assert max(ages(world)) <= alpha
+
+
+def test_a_ratio_of_zero_is_synchronous_training() -> None:
+    world = World(make_config(train={"async_ratio": 0.0}))
+    run(world)
+    assert set(ages(world)) == {0}
+
+
+def test_generation_and_training_overlap_only_with_a_positive_ratio() -> None:
+    slow = {"eval": {"every": 0}, "run": {"steps": 10}}
+    sync = World(make_config(train={"async_ratio": 0.0}, **slow), train_seconds=0.3)
+    overlapped = World(make_config(train={"async_ratio": 1.0}, **slow), train_seconds=0.3)
+    run(sync)
+    run(overlapped)
+    assert sync.took / overlapped.took > 1.5
+
+
+def test_law_5_an_environment_error_is_typed_retried_and_never_a_reward() -> None:
+    class Flaky(Echo):
+        calls = 0
+
+        async def step(self, action: str) -> Any:
+            Flaky.calls += 1
+            if Flaky.calls % 5 == 0:
+                raise OSError("disk on fire")
+            return await super().step(action)
+
+    world = World(make_config(), env=Flaky)
+    end = run(world)
+    assert end.ledger["retried_env_error"] > 0
+    assert {reward.reward for shard in world.trainer.shards for reward in shard.rewards} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (("", float("nan"), True, False, {}), "reward"),
+        (("", "1", True, False, {}), "reward"),
+        (("", 1.0, True), "step"),
+        (("", 1.0, False, False, {}), "goes on after its first step"),
+    ],
+)
+def test_an_environment_that_breaks_its_interface_stops_the_run_with_its_reason(result: Any, text: str) -> None:
+    class Broken(Echo):
+        async def step(self, action: str) -> Any:
+            return result
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(World(make_config(eval={"problems": 1, "samples": 1}), env=Broken))
+    assert text in str(caught.value.subgroup(BreakerError).exceptions[0])
+
+
+def test_an_environment_that_hangs_is_given_up_after_its_deadline() -> None:
+    class Hanging(Echo):
+        async def step(self, action: str) -> Any:
+            if self._seed == 1:
+                await anyio.sleep_forever()
+            return await super().step(action)
+
+    world = World(make_config(), env=Hanging)
+    end = run(world)
+    assert end.ledger[f"given_up_{Outcome.ENV_TIMEOUT}"] == 2
+    assert end.ledger["issued"] == end.ledger["trained"] + end.ledger["given_up"]
+
+
+def test_a_prompt_without_room_for_an_answer_is_an_error_that_names_the_limit() -> None:
+    class Long(Echo):
+        async def reset(self, seed: int) -> Any:
+            return "x" * 64, {}
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(World(make_config(), env=Long))
+    assert "model.max_length is 64" in str(caught.value.subgroup(BreakerError).exceptions[0])
+
+
+def test_an_answer_cut_at_the_limit_is_truncated() -> None:
+    world = World(make_config(), answer="n" * 40)
+    run(world)
+    assert {s.trajectory.outcome for shard in world.trainer.shards for s in shard.samples} == {Outcome.TRUNCATED}
+    assert {s.trajectory.action_count for shard in world.trainer.shards for s in shard.samples} == {16}
+
+
+def test_a_swap_in_flight_stamps_later_tokens_with_the_new_version() -> None:
+    config = make_config(train={"async_ratio": 2.0}, run={"steps": 8})
+    world = World(config, answer="yes and more", train_seconds=0.1)
+    run(world)
+    mixed = [s.trajectory.versions for shard in world.trainer.shards for s in shard.samples]
+    assert any(len(runs) > 1 for runs in mixed)
+    assert all([r.version for r in runs] == sorted(r.version for r in runs) for runs in mixed)
+
+
+def test_a_dead_engine_ends_the_node_with_its_reason() -> None:
+    world = World(make_config())
+
+    async def killed() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(world.run)
+            await anyio.sleep(2)
+            world.engines[0].kill()
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run_virtual(killed)
+    assert caught.value.subgroup(FlashError) is not None
+
+
+def test_an_interrupt_stops_after_the_running_step_and_leaves_the_rest_untrained() -> None:
+    world = World(make_config(run={"steps": 100}))
+
+    async def interrupted() -> RunEnd:
+        ends: list[RunEnd] = []
+
+        async def go() -> None:
+            world.build()
+            async with anyio.create_task_group() as group:
+                group.start_soon(world.node.run)
+                group.start_soon(world.trainer.run)
+                ends.append(await world.hub.run())
+                group.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(go)
+            await anyio.sleep(10)
+            world.hub.interrupt()
+        return ends[0]
+
+    end = run_virtual(interrupted)
+    assert end.reason == "interrupted"
+    assert 0 < end.version < 100
+    assert not world.trainer.finished
+
+
+def test_law_2_the_ledger_balances_across_a_restart() -> None:
+    first = World(make_config(run={"steps": 6}))
+
+    async def crash_after_two_steps() -> None:
+        first.build()
+        async with anyio.create_task_group() as group:
+            group.start_soon(first.node.run)
+            group.start_soon(first.trainer.run)
+            await first.trainer.reached(2)
+            group.cancel_scope.cancel()
+
+    run_virtual(crash_after_two_steps)
+    second = World(make_config(run={"steps": 6}), state=first.trainer.snapshots[2], version=2)
+    end = run(second)
+    assert end.version == 6
+    assert end.ledger["trained"] == 48
+    assert end.ledger["issued"] == end.ledger["trained"] + end.ledger["given_up"]
+    assert [row["step"] for row in second.observer.steps] == [2, 3, 4, 5]
+
+
+def test_a_lost_trainer_rank_ends_the_run() -> None:
+    world = World(make_config())
+
+    async def lose() -> None:
+        world.build()
+        world.hub.peer_lost("trainer-0")
+        await world.hub.run()
+
+    with pytest.raises(PeerLostError, match="trainer rank 0"):
+        run_virtual(lose)
+
+
+def test_the_leases_of_a_lost_node_go_to_another() -> None:
+    world = World(make_config(), env=lambda: Echo(lambda seed: 4.0))
+
+    async def lose() -> RunEnd:
+        hub = world.build()
+        ends: list[RunEnd] = []
+
+        async def go() -> None:
+            ends.append(await hub.run())
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(world.trainer.run)
+            group.start_soon(go)
+            async with anyio.create_task_group() as doomed:
+                doomed.start_soon(world.node.run)
+                await anyio.sleep(8)
+                doomed.cancel_scope.cancel()
+            hub.peer_lost("node-0")
+            other = RolloutNode(
+                1,
+                world.config,
+                [FakeEngine(lambda prompt: [ord(c) for c in "yes"], 0.1)],
+                1,
+                CharTokenizer(),
+                lambda: wrap(Echo()),
+                Direct(hub),
+                now=anyio.current_time,
+            )
+            await other.run()
+        return ends[0]
+
+    end = run_virtual(lose)
+    assert end.ledger["trained"] == 32
+    assert end.ledger["retried_cancelled"] > 0

@@ -1,0 +1,109 @@
+"""What an engine's processes are started with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from flash.config import Config
+from flash.rollout.vllm_start import engine_args, engine_environment, engine_variables
+
+TORCHRUN = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "3",
+    "LOCAL_WORLD_SIZE": "3",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+    "GROUP_RANK": "0",
+    "ROLE_NAME": "default",
+    "TORCHELASTIC_RUN_ID": "x",
+}
+
+
+def make_config(path: str = "org/model", gpus: int = 0, backend: str = "auto", **engine: Any) -> Config:
+    tree = {
+        "run": {"name": "test", "seed": 5},
+        "model": {"path": path},
+        "env": {"path": "module:Class"},
+        "engine": engine,
+        "weights": {"backend": backend},
+        "cluster": {"gpus_per_node": gpus},
+    }
+    return msgspec.convert(tree, Config)
+
+
+def variables(config: Config, inherited: dict[str, str] | None = None, cpus: list[int] | None = None) -> dict[str, str]:
+    return engine_variables(config, inherited or {}, cpus or [0, 1], 77)
+
+
+def test_an_engine_does_not_see_the_launchers_variables() -> None:
+    assert not TORCHRUN.keys() & variables(make_config(), TORCHRUN | {"PATH": "/bin"}).keys()
+
+
+def test_an_engine_keeps_every_other_variable() -> None:
+    assert (
+        variables(make_config(), {"PATH": "/bin", "RANKING": "1"}).items() >= {"PATH": "/bin", "RANKING": "1"}.items()
+    )
+
+
+def test_an_engine_knows_the_process_that_it_follows() -> None:
+    assert variables(make_config())["FLASH_NODE_PID"] == "77"
+
+
+def test_a_local_model_is_never_looked_for_on_a_hub(tmp_path: Path) -> None:
+    assert variables(make_config(str(tmp_path)))["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in variables(make_config())
+
+
+@pytest.mark.parametrize(("backend", "allowed"), [("ipc", True), ("tcp", False), ("nccl", False)])
+def test_pickles_are_accepted_for_the_ipc_backend_only(backend: str, allowed: bool) -> None:
+    found = variables(make_config(gpus=1, backend=backend), {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"})
+    assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in found) is allowed
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "cpus", "binding"),
+    [(1, [0], "0"), (1, [3, 4], "3"), (1, [2, 3, 4, 5], "2,3,4"), (2, [0, 1, 2, 3, 4], "0,1|2,3"), (2, [6], "6|6")],
+)
+def test_a_single_engines_workers_stay_on_this_process_cores(
+    tensor_parallel: int, cpus: list[int], binding: str
+) -> None:
+    config = make_config(tensor_parallel=tensor_parallel)
+    assert variables(config, cpus=cpus)["VLLM_CPU_OMP_THREADS_BIND"] == binding
+
+
+def test_several_engines_are_not_pinned_to_the_same_core() -> None:
+    found = variables(make_config(count=2), cpus=[0, 1, 2, 3, 4])
+    assert (found["VLLM_CPU_OMP_THREADS_BIND"], found["OMP_NUM_THREADS"]) == ("nobind", "2")
+
+
+def test_this_process_gets_its_environment_back_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    with engine_environment(make_config()):
+        with engine_environment(make_config()):
+            os.environ["LD_PRELOAD_OF_VLLM"] = "1"
+        assert "RANK" not in os.environ, "the first engine is still starting when the second one is done"
+    assert dict(os.environ) == before
+
+
+def test_engines_sample_from_different_seeds() -> None:
+    config = make_config()
+    assert [engine_args(config, index, [])["seed"] for index in (0, 1)] == [5, 6]
+
+
+def test_an_engine_on_gpus_gets_its_own() -> None:
+    assert engine_args(make_config(gpus=4), 1, [2, 3])["device_ids"] == [2, 3]
+
+
+def test_importing_the_engine_needs_neither_torch_nor_vllm() -> None:
+    code = "import sys, flash.rollout.vllm_engine; assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,63 @@
+"""Every example resolves, on any machine."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from flash import configcheck
+from flash.configfile import dump, load
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.toml"))
+
+
+@pytest.fixture
+def overrides(tmp_path, monkeypatch):
+    """A folder without outputs, and what stands in for the data that an example wants."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    rows = [{"problem": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(20)]
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return lambda example: [f"env.options.path={data}"] if "envs.dataset" in example.read_text() else []
+
+
+def test_there_is_an_example_for_each_reference_setting():
+    names = {example.stem for example in EXAMPLES}
+    assert names == {"quickstart", "one_gpu", "one_node_8gpu", "slurm_multinode"}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
+def test_an_example_resolves_and_survives_being_written_down(example, overrides, tmp_path):
+    config = load([example], overrides(example))
+    (tmp_path / "resolved.toml").write_text(dump(config))
+    assert load([tmp_path / "resolved.toml"]) == config
+    assert configcheck.check(config) == []
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
+def test_an_example_says_what_it_wants_and_whether_it_was_run(example):
+    head = example.read_text().partition("[run]")[0]
+    assert "# Wants: " in head
+    assert "# Run with: " in head or "Not run: " in head
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "trainers", "engines"),
+    [
+        ("quickstart", "tcp", [1], [1]),
+        ("one_gpu", "ipc", [1], [1]),
+        ("one_node_8gpu", "nccl", [4], [4]),
+        ("slurm_multinode", "nccl", [8, 0, 0, 0], [0, 8, 8, 8]),
+    ],
+)
+def test_an_example_places_its_processes_as_it_says(name, backend, trainers, engines, overrides):
+    example = next(example for example in EXAMPLES if example.stem == name)
+    config = load([example], overrides(example))
+    nodes = range(config.cluster.nodes)
+    assert config.weights_backend == backend
+    assert [config.trainer_ranks_on(node) for node in nodes] == trainers
+    assert [config.engines_on(node) for node in nodes] == engines

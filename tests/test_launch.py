@@ -1,0 +1,173 @@
+"""launch.sh, with stand-ins for the environment, for srun and for scontrol."""
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.integration
+
+FLASH = """#!/bin/sh
+echo "flash $* rdzv=${FLASH_RDZV_ENDPOINT-} nnodes=${FLASH_NNODES-} rank=${FLASH_NODE_RANK-} cwd=$PWD"
+exit ${FLASH_EXIT-0}
+"""
+
+MAKEFILE = """
+env:
+	@echo made >> made.log
+"""
+
+SRUN = """#!/bin/sh
+echo "srun cpus=${SRUN_CPUS_PER_TASK-}"
+while [ "${1#--}" != "$1" ]; do shift; done
+if [ -n "${HANG-}" ]; then
+    trap 'echo stopping; sleep 0.3; echo stopped; exit 143' TERM
+    echo started > "$HANG"
+    while :; do sleep 0.05; done
+fi
+for node in 0 1; do SLURM_STEP_ID=0 SLURM_NODEID=$node "$@" || exit $?; done
+"""
+
+SCONTROL = """#!/bin/sh
+case "$1 $2" in
+    "show hostnames") printf 'node7\\nnode8\\n' ;;
+    "show job") printf 'JobId=%s\\n   JobState=%s Reason=None\\n   Command=%s a.toml\\n' "$3" "$STATE" "$COMMAND" ;;
+    *) echo "scontrol $*" ;;
+esac
+"""
+
+
+def executable(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A project folder whose environment is a script that prints how it was called."""
+    root = tmp_path / "project"
+    executable(root / ".venv" / "bin" / "flash", FLASH)
+    executable(tmp_path / "bin" / "srun", SRUN)
+    executable(tmp_path / "bin" / "scontrol", SCONTROL)
+    executable(root / "launch.sh", (ROOT / "launch.sh").read_text())
+    (root / "scripts").mkdir()
+    (root / "scripts" / "install.py").touch()
+    (root / "Makefile").write_text(MAKEFILE)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "FLASH_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return root
+
+
+@pytest.fixture
+def job(project, monkeypatch):
+    """The variables of a batch script on the first of two nodes, run from Slurm's copy of the script."""
+    spooled = project.parent / "spool" / "slurm_script"
+    spooled.parent.mkdir()
+    shutil.copy(project / "launch.sh", spooled)
+    for name, value in {
+        "SLURM_JOB_ID": "20042",
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_NODEID": "0",
+        "STATE": "RUNNING",
+        "COMMAND": str(project / "launch.sh"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    return spooled
+
+
+def launch(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([script, *arguments], capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "passed"),
+    [
+        ([], "train {root}/examples/quickstart.toml"),
+        (["mine.toml", "train.async_ratio=0"], "train mine.toml train.async_ratio=0"),
+        (["train.async_ratio=0"], "train {root}/examples/quickstart.toml train.async_ratio=0"),
+        (["--dry-run"], "train {root}/examples/quickstart.toml --dry-run"),
+        (["mine.toml", "run.output_dir=a b"], "train mine.toml run.output_dir=a b"),
+    ],
+)
+def test_a_plain_start_makes_the_environment_and_trains_the_configuration(project, arguments, passed):
+    done = launch(project / "launch.sh", *arguments)
+    assert done.stdout == f"flash {passed.format(root=project)} rdzv= nnodes= rank= cwd={project.parent}\n"
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (project / "made.log").read_text() == "made\n"
+
+
+def test_the_exit_code_of_the_run_is_that_of_the_script(project, monkeypatch):
+    monkeypatch.setenv("FLASH_EXIT", "7")
+    assert launch(project / "launch.sh").returncode == 7
+
+
+def test_a_failing_environment_stops_the_script(project):
+    (project / "Makefile").write_text("env:\n\t@false\n")
+    done = launch(project / "launch.sh")
+    assert done.returncode != 0
+    assert done.stdout == ""
+
+
+def test_a_batch_script_runs_once_per_node_with_the_rendezvous(job, project, monkeypatch):
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "12")
+    done = launch(job, "mine.toml", "run.steps=3")
+    assert (done.returncode, done.stderr) == (0, "")
+    start = "flash train mine.toml cluster.nodes=2 run.steps=3 rdzv=node7:10042 nnodes=2"
+    assert done.stdout.splitlines() == [
+        "srun cpus=12",
+        f"{start} rank=0 cwd={project.parent}",
+        f"{start} rank=1 cwd={project.parent}",
+    ]
+
+
+def test_a_batch_script_that_fails_is_not_requeued(job, monkeypatch):
+    monkeypatch.setenv("FLASH_EXIT", "3")
+    done = launch(job, "mine.toml")
+    assert done.returncode == 3
+    assert "requeue" not in done.stdout
+
+
+def test_the_submission_folder_serves_where_slurm_does_not_tell_the_script(job, project, monkeypatch):
+    monkeypatch.setenv("COMMAND", "(null)")
+    monkeypatch.setenv("SLURM_SUBMIT_DIR", str(project))
+    assert "rank=1" in launch(job, "mine.toml").stdout
+
+
+def test_a_job_submitted_from_elsewhere_says_so(job, project, monkeypatch):
+    monkeypatch.setenv("COMMAND", "(null)")
+    monkeypatch.setenv("SLURM_SUBMIT_DIR", str(project.parent))
+    done = launch(job, "mine.toml")
+    assert done.returncode == 1
+    assert done.stderr == "error: cannot find the folder of launch.sh; submit the job from there\n"
+
+
+def test_inside_a_step_the_script_runs_on_its_node_only(job, project, monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert launch(project / "launch.sh", "mine.toml").stdout.startswith("flash train mine.toml rdzv= ")
+
+
+@pytest.mark.parametrize(("state", "requeued"), [("RUNNING", True), ("CANCELLED", False)])
+def test_a_preempted_job_waits_for_its_ranks_and_is_requeued_unless_it_was_cancelled(
+    job, tmp_path, monkeypatch, state, requeued
+):
+    started = tmp_path / "started"
+    os.mkfifo(started)
+    monkeypatch.setenv("HANG", str(started))
+    monkeypatch.setenv("STATE", state)
+    with subprocess.Popen([job, "mine.toml"], stdout=subprocess.PIPE, text=True) as process:
+        assert started.read_text() == "started\n"
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    assert output.splitlines()[1:] == ["stopping", "stopped"] + (
+        ["requeueing job 20042", "scontrol requeue 20042"] if requeued else []
+    )
+    assert process.returncode == 0

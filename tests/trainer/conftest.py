@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.trainer.trainer_cases import write_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def process_group() -> Iterator[None]:
+    """One rank; FSDP needs a group even then."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tied") / "model", tied=True)
+
+
+@pytest.fixture(scope="session")
+def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("untied") / "model", tied=False)
+
+
+@pytest.fixture(params=["tied", "untied"])
+def model(request: pytest.FixtureRequest, tied_model: Path, untied_model: Path) -> Path:
+    return tied_model if request.param == "tied" else untied_model

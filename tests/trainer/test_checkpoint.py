@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from flash.errors import CheckpointError
+from flash.trainer import checkpoint
+from flash.trainer.step import Trainer
+from tests.trainer.trainer_cases import make_config, random_shard, weights_of
+
+HUB = b"the hub's state"
+
+
+def trained(model: Path, steps: int) -> Trainer:
+    trainer = Trainer(make_config(model))
+    train(trainer, steps)
+    return trainer
+
+
+def train(trainer: Trainer, steps: int) -> None:
+    for _ in range(steps):
+        trainer.train_step(msgspec.structs.replace(fresh_shard(trainer.version), step=trainer.version))
+
+
+def fresh_shard(version: int):
+    """A batch whose tokens all come from this version."""
+    shard = random_shard(version)
+    samples = [
+        msgspec.structs.replace(
+            one,
+            trajectory=msgspec.structs.replace(
+                one.trajectory,
+                versions=[msgspec.structs.replace(run, version=version) for run in one.trajectory.versions],
+            ),
+        )
+        for one in shard.samples
+    ]
+    return msgspec.structs.replace(shard, samples=samples)
+
+
+def same_weights(one: Trainer, other: Trainer) -> bool:
+    theirs = weights_of(other)
+    return all(torch.equal(value, theirs[name]) for name, value in weights_of(one).items())
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_loaded_checkpoint_is_bit_equal_and_continues_identically(model: Path, tmp_path: Path, steps: int) -> None:
+    original = trained(model, steps)
+    path = checkpoint.save(tmp_path, original, HUB, keep=2)
+    random_state = torch.get_rng_state()
+    torch.manual_seed(99)
+    # It has trained on something else: all of that must go.
+    restored = trained(model, 1)
+    assert checkpoint.load(path, restored) == HUB
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert restored.version == steps
+    assert same_weights(original, restored)
+    for ours, theirs in zip(original.model.parameters(), restored.model.parameters(), strict=True):
+        mine, yours = original.optimizer.state[ours], restored.optimizer.state[theirs]
+        assert int(mine["step"]) == int(yours["step"]) == steps
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(mine[name].full_tensor(), yours[name].full_tensor())
+    train(original, 2)
+    train(restored, 2)
+    assert same_weights(original, restored)
+
+
+def test_saving_before_the_first_step_does_not_change_the_run(tied_model: Path, tmp_path: Path) -> None:
+    saved, untouched = trained(tied_model, 0), trained(tied_model, 0)
+    checkpoint.save(tmp_path, saved, HUB, keep=1)
+    train(saved, 2)
+    train(untouched, 2)
+    assert same_weights(saved, untouched)
+
+
+def test_the_newest_complete_checkpoint_is_found_and_older_ones_are_pruned(tied_model: Path, tmp_path: Path) -> None:
+    assert checkpoint.newest_complete(tmp_path) is None
+    trainer = trained(tied_model, 0)
+    for _ in range(3):
+        train(trainer, 1)
+        path = checkpoint.save(tmp_path, trainer, HUB, keep=2)
+        assert checkpoint.newest_complete(tmp_path) == path
+    assert names(tmp_path) == ["step-000002", "step-000003"]
+    checkpoint.save(tmp_path, trainer, b"again", keep=2)
+    assert names(tmp_path) == ["step-000002", "step-000003"]
+    assert checkpoint.read_hub_state(path) == b"again"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "unfinished"])
+def test_a_damaged_or_unfinished_checkpoint_is_passed_over(tied_model: Path, tmp_path: Path, damage: str) -> None:
+    trainer = trained(tied_model, 1)
+    good = checkpoint.save(tmp_path, trainer, HUB, keep=3)
+    train(trainer, 1)
+    bad = checkpoint.save(tmp_path, trainer, HUB, keep=3)
+    assert checkpoint.newest_complete(tmp_path) == bad
+    shard = next((bad / checkpoint.STATE).glob("__0_*"))
+    if damage == "truncated":
+        os.truncate(shard, shard.stat().st_size - 1)
+    elif damage == "missing":
+        shard.unlink()
+    else:
+        (bad / checkpoint.MANIFEST).unlink()
+    (tmp_path / "checkpoints" / ".tmp-step-000009").mkdir()
+    assert checkpoint.newest_complete(tmp_path) == good
+
+
+def test_a_flipped_bit_is_refused_by_name(tied_model: Path, tmp_path: Path) -> None:
+    trainer = trained(tied_model, 1)
+    path = checkpoint.save(tmp_path, trainer, HUB, keep=1)
+    (path / checkpoint.HUB_STATE).write_bytes(b"the hub's stata")
+    with pytest.raises(CheckpointError, match=r"hub\.bin is damaged"):
+        checkpoint.read_hub_state(path)
+    (path / checkpoint.HUB_STATE).write_bytes(HUB)
+    shard = next((path / checkpoint.STATE).glob("__0_*"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged"):
+        checkpoint.load(path, trainer)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tied_model: Path, untied_model: Path, tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, trained(tied_model, 1), HUB, keep=1)
+    with pytest.raises(CheckpointError, match="cannot load"):
+        checkpoint.load(path, trained(untied_model, 0))
+
+
+def test_at_every_sync_of_a_write_the_previous_checkpoint_is_the_newest(
+    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a crash at any of these points would leave behind."""
+    trainer = trained(tied_model, 1)
+    previous = checkpoint.save(tmp_path, trainer, HUB, keep=2)
+    train(trainer, 1)
+    seen: list[Path | None] = []
+    sync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        sync(descriptor)
+        seen.append(checkpoint.newest_complete(tmp_path))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    newest = checkpoint.save(tmp_path, trainer, HUB, keep=2)
+    assert set(seen[:-1]) == {previous}
+    assert len(seen) > 5
+    assert seen[-1] == newest
+
+
+def test_a_write_that_fails_is_one_clear_error_and_leaves_the_previous_checkpoint(
+    untied_model: Path, tmp_path: Path
+) -> None:
+    trainer = trained(untied_model, 1)
+    previous = checkpoint.save(tmp_path, trainer, HUB, keep=2)
+    before = {path: path.read_bytes() for path in previous.rglob("*") if path.is_file()}
+    train(trainer, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A file may not grow beyond this: writes fail in the middle, as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"step-000002.*needs about [\d,]+ bytes, [\d,]+ are free"):
+            checkpoint.save(tmp_path, trainer, HUB, keep=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == ["step-000001"]
+    assert checkpoint.newest_complete(tmp_path) == previous
+    assert {path: path.read_bytes() for path in previous.rglob("*") if path.is_file()} == before
+    assert checkpoint.save(tmp_path, trainer, HUB, keep=1).name == "step-000002"
+
+
+def test_an_export_loads_as_an_ordinary_hugging_face_folder(model: Path, tmp_path: Path) -> None:
+    trainer = trained(model, 1)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
+    folder = tmp_path / "model"
+    for _ in range(2):
+        checkpoint.export_hf(trainer.model, tokenizer, folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    expected = weights_of(trainer)
+    for name, value in loaded.named_parameters():
+        assert torch.equal(value, expected.pop(name))
+    assert not expected
+    assert AutoTokenizer.from_pretrained(folder, local_files_only=True).convert_tokens_to_ids("b") == 1
+
+
+def test_an_export_that_cannot_be_written_is_a_checkpoint_error(tied_model: Path, tmp_path: Path) -> None:
+    trainer = trained(tied_model, 0)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match="cannot export"):
+        checkpoint.export_hf(trainer.model, PreTrainedTokenizerFast, tmp_path / "file" / "model")
+
+
+@pytest.mark.integration
+def test_the_hub_state_is_read_without_torch(tied_model: Path, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, trained(tied_model, 0), HUB, keep=1)
+    code = (
+        "import sys, pathlib\n"
+        "from flash.trainer.checkpoint import newest_complete, read_hub_state\n"
+        "assert read_hub_state(newest_complete(pathlib.Path(sys.argv[1]))) == sys.argv[2].encode()\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path), HUB.decode()], check=True, timeout=60)
+
+
+@pytest.mark.integration
+def test_kill_9_during_a_write_leaves_the_previous_checkpoint_usable(tied_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.trainer.killed_writer", str(tied_model), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "writing\n"
+        writer.send_signal(signal.SIGKILL)
+        assert writer.wait(timeout=30) == -signal.SIGKILL
+    assert names(tmp_path) == [".tmp-step-000002", "step-000001"]
+    previous = checkpoint.newest_complete(tmp_path)
+    assert previous is not None
+    assert previous.name == "step-000001"
+    trainer = trained(tied_model, 0)
+    assert checkpoint.load(previous, trainer) == HUB
+    assert same_weights(trainer, trained(tied_model, 1))
+    train(trainer, 1)
+    checkpoint.save(tmp_path, trainer, HUB, keep=2)
+    assert names(tmp_path) == ["step-000001", "step-000002"]

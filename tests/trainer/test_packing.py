@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash.errors import ContractError
+from flash.trainer.packing import MAX_PADDED_SHARE, MicroBatch, pack, split_minibatches
+from flash.types import Span, VersionRun
+from tests.trainer.trainer_cases import make_shard, make_trajectory, part_of, random_shard
+
+
+def trained_triples(micro_batches: list[MicroBatch]) -> list[tuple[int, float, float]]:
+    return sorted(
+        (int(target), float(logp), float(advantage))
+        for micro in micro_batches
+        for target, logp, advantage in zip(
+            micro.target_T[micro.mask_T],
+            micro.behaviour_T[micro.mask_T],
+            micro.advantage_T[micro.mask_T],
+            strict=True,
+        )
+    )
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(46, 300))
+@settings(deadline=None)
+def test_every_trained_token_is_in_exactly_one_micro_batch_under_the_budget(counts: list[int], budget: int) -> None:
+    rng = np.random.default_rng(0)
+    trajectories = [
+        make_trajectory(0, i, [VersionRun(0, n // 2), VersionRun(1, n - n // 2)], rng, reward=0.0)
+        for i, n in enumerate(counts)
+    ]
+    shard = make_shard(trajectories, step=1, min_version=1)
+    advantage_B = np.arange(len(counts), dtype=np.float64)
+    packed = pack(shard.samples, advantage_B, min_version=1, max_tokens=budget)
+
+    expected = []
+    for index, one in enumerate(trajectories):
+        positions = np.flatnonzero(one.action_mask())
+        for place, version in enumerate(one.action_versions()):
+            if version >= 1:
+                expected.append((int(one.tokens()[positions[place]]), float(one.behaviour()[place]), float(index)))
+    assert trained_triples(packed) == sorted(expected)
+    for micro in packed:
+        lengths = np.diff(micro.offset_S)
+        assert micro.offset_S[-1] == len(micro.input_P) <= budget
+        assert len(lengths) == 1 or lengths.max() * len(lengths) <= MAX_PADDED_SHARE * budget
+        assert (np.diff(micro.sequence_T) >= 0).all()
+
+
+def test_positions_restart_and_each_kept_position_precedes_its_target() -> None:
+    shard = random_shard()
+    for micro in pack(shard.samples, np.zeros(13), min_version=0, max_tokens=64):
+        for start, stop in zip(micro.offset_S[:-1], micro.offset_S[1:], strict=True):
+            assert micro.position_P[start:stop].tolist() == list(range(stop - start))
+        assert (micro.input_P[micro.keep_T + 1] == micro.target_T).all()
+        starts, stops = micro.offset_S[micro.sequence_T], micro.offset_S[micro.sequence_T + 1]
+        assert ((starts <= micro.keep_T) & (micro.keep_T + 1 < stops)).all()
+
+
+def test_tokens_older_than_min_version_are_masked_and_a_sample_of_only_those_is_left_out() -> None:
+    rng = np.random.default_rng(0)
+    mixed = make_trajectory(0, 0, [VersionRun(1, 3), VersionRun(2, 4)], rng, reward=1.0)
+    old = make_trajectory(0, 1, [VersionRun(1, 5)], rng, reward=0.0)
+    shard = make_shard([mixed, old], step=3, min_version=2)
+    (micro,) = pack(shard.samples, np.ones(2), min_version=2, max_tokens=64)
+    assert micro.sequences == 1
+    assert micro.mask_T.tolist() == [False] * 3 + [True] * 4
+
+
+def test_one_long_sequence_does_not_pad_many_short_ones() -> None:
+    rng = np.random.default_rng(0)
+    long = make_trajectory(0, 0, [VersionRun(0, 200)], rng, reward=0.0)
+    short = [make_trajectory(0, i, [VersionRun(0, 1)], rng, reward=0.0) for i in range(1, 100)]
+    packed = pack(make_shard([long, *short]).samples, np.zeros(100), min_version=0, max_tokens=1000)
+    for micro in packed:
+        assert micro.sequences * np.diff(micro.offset_S).max() <= MAX_PADDED_SHARE * 1000
+
+
+def test_a_sample_over_the_budget_is_refused_by_name() -> None:
+    shard = random_shard()
+    with pytest.raises(ContractError, match=r"sample \d+ has \d+ tokens.*max_tokens_per_microbatch = 8"):
+        pack(shard.samples, np.zeros(13), min_version=0, max_tokens=8)
+
+
+def test_a_trajectory_whose_counts_differ_is_refused() -> None:
+    sample = random_shard().samples[0]
+    trajectory = msgspec.structs.replace(sample.trajectory, logprobs=b"\0" * 4)
+    broken = msgspec.structs.replace(sample, trajectory=trajectory)
+    with pytest.raises(ContractError, match="1 log-probs"):
+        pack([broken], np.zeros(1), min_version=0, max_tokens=64)
+
+
+def test_an_action_token_without_a_prompt_is_refused() -> None:
+    sample = random_shard().samples[0]
+    trajectory = msgspec.structs.replace(
+        sample.trajectory,
+        action_spans=[Span(0, 1)],
+        logprobs=b"\0" * 4,
+        versions=[VersionRun(0, 1)],
+    )
+    broken = msgspec.structs.replace(sample, trajectory=trajectory)
+    with pytest.raises(ContractError, match="starts with an action token"):
+        pack([broken], np.zeros(1), min_version=0, max_tokens=64)
+
+
+def test_minibatches_keep_groups_whole_on_all_ranks() -> None:
+    shard = random_shard()
+    ranks = [part_of(shard, list(range(rank, 13, 2))) for rank in (0, 1)]
+    places: dict[int, set[int]] = {}
+    for rank in ranks:
+        parts = split_minibatches(rank, 2)
+        assert sum(map(len, parts)) == len(rank.samples)
+        for place, part in enumerate(parts):
+            for sample in part:
+                places.setdefault(sample.trajectory.task.group_id, set()).add(place)
+    assert places == {0: {0}, 1: {0}, 2: {1}, 3: {1}}

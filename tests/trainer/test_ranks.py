@@ -1,0 +1,84 @@
+"""Two gloo ranks against one. The two run once, in two_ranks.py; each test looks at one matter of their results."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flash.trainer import checkpoint
+from flash.trainer.model import canary_logprobs
+from flash.trainer.step import Trainer
+from tests.trainer.trainer_cases import gradient_of, random_shard, relative_error, weights_of
+from tests.trainer.two_ranks import CANARY, CASES, case_config
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def ranks(
+    request: pytest.FixtureRequest, tied_model: Path, untied_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    model = tied_model if request.param == "tied" else untied_model
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "tests.trainer.two_ranks", str(model), str(folder)]
+    processes = [subprocess.Popen([*command, str(rank)], cwd=Path(__file__).parents[2]) for rank in (0, 1)]
+    try:
+        assert [process.wait(timeout=100) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    results = [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in (0, 1)]
+    return {"model": model, "folder": folder, "results": results}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_give_the_gradient_of_one(ranks: dict[str, Any], name: str) -> None:
+    trainer = Trainer(case_config(ranks["model"], CASES[name]))
+    metrics = trainer.train_step(random_shard())
+    first, second = (results[name] for results in ranks["results"])
+    assert relative_error(first["gradient"], gradient_of(trainer)) < 1e-5
+    assert first["metrics"] == second["metrics"]
+    assert first["metrics"] == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+    assert all(torch.equal(first["weights"][key], second["weights"][key]) for key in first["weights"])
+
+
+def test_both_ranks_compute_the_canary_of_one(ranks: dict[str, Any]) -> None:
+    name = list(CASES)[-1]
+    trainer = Trainer(case_config(ranks["model"], CASES[name]))
+    trainer.train_step(random_shard())
+    first, second = (results["canary"] for results in ranks["results"])
+    assert first == second == pytest.approx(canary_logprobs(trainer.model, CANARY), abs=1e-4)
+
+
+def test_a_batch_that_one_rank_refuses_stops_both(ranks: dict[str, Any]) -> None:
+    first, second = (results["refused"] for results in ranks["results"])
+    assert "trainer ranks [1] refused" in first
+    assert "0 log-probs" in second
+
+
+def test_both_ranks_load_what_they_saved(ranks: dict[str, Any]) -> None:
+    for results in ranks["results"]:
+        assert results["hub state"] == b"hub"
+        assert all(torch.equal(value, results["saved"][name]) for name, value in results["restored"].items())
+
+
+def test_one_rank_loads_a_checkpoint_of_two(ranks: dict[str, Any]) -> None:
+    trainer = Trainer(case_config(ranks["model"], {}))
+    path = checkpoint.newest_complete(ranks["folder"])
+    assert path is not None
+    assert checkpoint.load(path, trainer) == b"hub"
+    saved = ranks["results"][0]["saved"]
+    assert all(torch.equal(value, saved[name]) for name, value in weights_of(trainer).items())
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_both_and_leaves_nothing(ranks: dict[str, Any]) -> None:
+    for results in ranks["results"]:
+        assert "rank 1" in results["failed save"]
+        assert "bytes" in results["failed save"]
+    assert [path.name for path in (ranks["folder"] / "checkpoints").iterdir()] == ["step-000001"]

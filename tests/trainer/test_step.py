@@ -1,0 +1,366 @@
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from flash.config import TrainConfig
+from flash.errors import ConfigError, ContractError
+from flash.trainer.step import Trainer, learning_rate
+from flash.types import Shard, Trajectory, VersionRun
+from tests.trainer.trainer_cases import (
+    gradient_of,
+    make_config,
+    make_shard,
+    make_trajectory,
+    random_shard,
+    reference_model,
+    relative_error,
+    unpacked_logprobs,
+    weights_of,
+)
+
+OBJECTIVES = ["grpo", "decoupled_ppo"]
+AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
+
+
+def naive_advantages(shard: Shard) -> list[float]:
+    result = []
+    for entry in shard.rewards:
+        members = [other.reward for other in shard.rewards if other.group_id == entry.group_id]
+        mean = sum(members) / len(members)
+        std = math.sqrt(sum((reward - mean) ** 2 for reward in members) / len(members))
+        result.append((entry.reward - mean) / std if std > 0 else 0.0)
+    return result
+
+
+def naive_loss(model: Any, shard: Shard, objective: str, aggregation: str, temperature: float = 1.0) -> torch.Tensor:
+    """The batch's loss by loops over samples and tokens, in float64, for one update per batch."""
+    sequences = []
+    for sample, advantage in zip(shard.samples, naive_advantages(shard), strict=True):
+        trajectory = sample.trajectory
+        logp = unpacked_logprobs(model, trajectory, temperature)
+        losses = []
+        for place, (behaviour, version) in enumerate(
+            zip(trajectory.behaviour().tolist(), trajectory.action_versions().tolist(), strict=True)
+        ):
+            if version < shard.min_version:
+                continue
+            if objective == "grpo":
+                ratio, weight = (logp[place] - behaviour).exp(), 1.0
+            else:
+                ratio = (logp[place] - logp[place].detach()).exp()
+                weight = math.exp(logp[place].item() - behaviour)
+                weight = weight if weight <= 5.0 else 0.0
+            clipped = ratio.clamp(0.8, 1.2)
+            losses.append(-weight * torch.minimum(ratio * advantage, clipped * advantage))
+        if losses:
+            sequences.append(torch.stack(losses))
+    if aggregation == "token_mean":
+        return torch.cat(sequences).sum() / shard.total_tokens
+    if aggregation == "seq_mean_token_mean":
+        return sum(one.mean() for one in sequences) / shard.total_sequences
+    return sum(one.sum() for one in sequences) / shard.total_sequences
+
+
+def stale_shard(garbage: float) -> Shard:
+    """Version 3 holds the weights, tokens of version 1 are masked and carry garbage."""
+    rng = np.random.default_rng(5)
+
+    def spoil(one: Trajectory) -> Trajectory:
+        behaviour = one.behaviour().copy()
+        behaviour[one.action_versions() < 2] = garbage
+        return msgspec.structs.replace(one, logprobs=behaviour.tobytes())
+
+    runs = [[VersionRun(1, 4), VersionRun(2, 3), VersionRun(3, 2)], [VersionRun(1, 6)], [VersionRun(3, 5)]]
+    trajectories = [
+        spoil(make_trajectory(group, member, run, rng, reward=float(member * group)))
+        for group in (1, 2)
+        for member, run in enumerate(runs)
+    ]
+    return make_shard(trajectories, step=3, min_version=2)
+
+
+def trainer_at(version: int, model: Path, **tables: dict[str, Any]) -> Trainer:
+    trainer = Trainer(make_config(model, **tables))
+    trainer.version = version
+    return trainer
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_gradient_equals_a_naive_unpacked_float64_loop(model: Path, objective: str, aggregation: str) -> None:
+    shard = random_shard()
+    algorithm = {"objective": objective, "aggregation": aggregation}
+    trainer = Trainer(make_config(model, algorithm=algorithm, rollout={"temperature": 0.8}))
+    metrics = trainer.train_step(shard)
+    reference = reference_model(model)
+    loss = naive_loss(reference, shard, objective, aggregation, temperature=0.8)
+    loss.backward()
+    expected = {name: value.grad for name, value in reference.named_parameters()}
+    assert relative_error(gradient_of(trainer), expected) < 1e-5
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=2e-5)
+    norm = math.sqrt(sum(float(value.square().sum()) for value in expected.values()))
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_on_policy_the_gradient_is_reinforce_with_the_advantage(untied_model: Path, objective: str) -> None:
+    reference = reference_model(untied_model)
+    trajectories = []
+    for sample in random_shard().samples:
+        with torch.no_grad():
+            logp = unpacked_logprobs(reference, sample.trajectory)
+        behaviour = logp.numpy().astype("<f4").tobytes()
+        trajectories.append(msgspec.structs.replace(sample.trajectory, logprobs=behaviour))
+    shard = make_shard(trajectories)
+    trainer = Trainer(make_config(untied_model, algorithm={"objective": objective}))
+    metrics = trainer.train_step(shard)
+    loss = -sum(
+        advantage * unpacked_logprobs(reference, sample.trajectory).sum()
+        for sample, advantage in zip(shard.samples, naive_advantages(shard), strict=True)
+    )
+    (loss / shard.total_tokens).backward()
+    expected = {name: value.grad for name, value in reference.named_parameters()}
+    assert relative_error(gradient_of(trainer), expected) < 1e-5
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["clip_fraction"] == 0.0
+    assert metrics["mismatch_max"] < 1e-5
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_gradient_is_the_same_for_any_budget_and_any_order(untied_model: Path, aggregation: str) -> None:
+    shard = random_shard()
+    gradients = []
+    for budget, seed in ((1000, None), (26, None), (64, 1), (100, 2)):
+        samples = list(shard.samples)
+        if seed is not None:
+            random.Random(seed).shuffle(samples)
+        config = make_config(
+            untied_model,
+            train={"learning_rate": 1e-3, "max_grad_norm": 1e9, "max_tokens_per_microbatch": budget},
+            algorithm={"aggregation": aggregation},
+        )
+        trainer = Trainer(config)
+        trainer.train_step(msgspec.structs.replace(shard, samples=samples))
+        gradients.append(gradient_of(trainer))
+    for gradient in gradients[1:]:
+        assert relative_error(gradient, gradients[0]) < 1e-5
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("garbage", [math.nan, 1e30, -1e30, math.inf])
+def test_garbage_in_masked_slots_changes_neither_metrics_nor_gradient(
+    tied_model: Path, objective: str, aggregation: str, garbage: float
+) -> None:
+    results = []
+    for value in (0.0, garbage):
+        trainer = trainer_at(3, tied_model, algorithm={"objective": objective, "aggregation": aggregation})
+        results.append((trainer.train_step(stale_shard(value)), gradient_of(trainer)))
+    (clean_metrics, clean), (metrics, gradient) = results
+    assert metrics == clean_metrics
+    assert all(torch.equal(gradient[name], clean[name]) for name in clean)
+
+
+def test_masked_tokens_count_in_neither_numerator_nor_denominator(tied_model: Path) -> None:
+    shard = stale_shard(0.0)
+    trainer = trainer_at(3, tied_model)
+    trainer.train_step(shard)
+    reference = reference_model(tied_model)
+    naive_loss(reference, shard, "decoupled_ppo", "token_mean").backward()
+    expected = {name: value.grad for name, value in reference.named_parameters()}
+    assert relative_error(gradient_of(trainer), expected) < 1e-5
+
+
+def test_metrics_equal_a_naive_count(tied_model: Path) -> None:
+    shard = stale_shard(0.0)
+    metrics = trainer_at(3, tied_model, algorithm={"objective": "grpo"}).train_step(shard)
+    reference = reference_model(tied_model)
+    gaps, ratios, ages, clipped = [], [], [], 0
+    for sample, advantage in zip(shard.samples, naive_advantages(shard), strict=True):
+        with torch.no_grad():
+            logp = unpacked_logprobs(reference, sample.trajectory).tolist()
+        behaviour = sample.trajectory.behaviour().tolist()
+        for now, then, version in zip(logp, behaviour, sample.trajectory.action_versions().tolist(), strict=True):
+            if version >= 2:
+                ratios.append(math.exp(now - then))
+                ages.append(3 - version)
+                clipped += (advantage > 0 and ratios[-1] > 1.2) or (advantage < 0 and ratios[-1] < 0.8)
+            if version == 3:
+                gaps.append(now - then)
+    count = len(ratios)
+    rewards = [entry.reward for entry in shard.rewards]
+    assert metrics["trained_tokens"] == count == shard.total_tokens
+    assert metrics["tokens"] == sum(sample.trajectory.length for sample in shard.samples)
+    assert metrics["ratio_mean"] == pytest.approx(sum(ratios) / count, rel=1e-5)
+    assert metrics["ratio_min"] == pytest.approx(min(ratios), rel=1e-5)
+    assert metrics["ratio_max"] == pytest.approx(max(ratios), rel=1e-5)
+    assert metrics["clip_fraction"] == pytest.approx(clipped / count)
+    assert metrics["mismatch_kl"] == pytest.approx(-sum(gaps) / len(gaps), rel=1e-5)
+    k3 = sum(math.exp(gap) - 1 - gap for gap in gaps) / len(gaps)
+    assert metrics["mismatch_k3"] == pytest.approx(k3, rel=1e-5)
+    assert metrics["mismatch_max"] == pytest.approx(max(map(abs, gaps)), rel=1e-5)
+    assert metrics["age_mean"] == pytest.approx(sum(ages) / count)
+    assert metrics["age_max"] == 1.0
+    assert metrics["age_0"] == pytest.approx(ages.count(0) / count)
+    assert metrics["age_1"] == pytest.approx(ages.count(1) / count)
+    assert metrics["reward_mean"] == pytest.approx(np.mean(rewards))
+    assert metrics["reward_std"] == pytest.approx(np.std(rewards))
+    assert metrics["advantage_abs_mean"] == pytest.approx(np.mean(np.abs(naive_advantages(shard))))
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_minibatches_are_separate_updates_and_the_ratio_leaves_one_only_after_the_first(tied_model: Path) -> None:
+    shard = random_shard()
+    train = {"learning_rate": 0.02, "max_grad_norm": 1e9, "max_tokens_per_microbatch": 64}
+    single = Trainer(make_config(tied_model, train=train)).train_step(shard)
+    trainer = Trainer(make_config(tied_model, train=train | {"minibatches": 2}))
+    metrics = trainer.train_step(shard)
+    assert single["ratio_min"] == single["ratio_max"] == 1.0
+    assert metrics["ratio_max"] > 1.0 > metrics["ratio_min"]
+    assert trainer.version == 1
+    assert all(int(state["step"]) == 2 for state in trainer.optimizer.state.values())
+
+
+def test_a_minibatch_has_the_gradient_of_a_batch_of_its_own(tied_model: Path) -> None:
+    shard = random_shard()
+    first = make_shard([s.trajectory for s in shard.samples if s.trajectory.task.group_id in (0, 1)])
+    second = make_shard([s.trajectory for s in shard.samples if s.trajectory.task.group_id in (2, 3)])
+    frozen = {"learning_rate": 1e-30, "betas": [0.0, 0.95], "max_grad_norm": 1e9, "max_tokens_per_microbatch": 64}
+    halves = []
+    for part in (first, second):
+        trainer = Trainer(make_config(tied_model, train=frozen))
+        trainer.train_step(part)
+        halves.append(gradient_of(trainer))
+    both = Trainer(make_config(tied_model, train=frozen | {"minibatches": 2}))
+    both.train_step(shard)
+    # With β1 = 0 the first moment is the gradient of the last update.
+    assert relative_error(gradient_of(both), halves[1]) < 1e-5
+    assert relative_error(halves[0], halves[1]) > 0.1
+
+
+def test_gradients_are_clipped_to_the_configured_norm(tied_model: Path) -> None:
+    free = Trainer(make_config(tied_model))
+    metrics = free.train_step(random_shard())
+    limit = metrics["grad_norm"] / 3
+    train = {"learning_rate": 1e-3, "max_grad_norm": limit, "max_tokens_per_microbatch": 64}
+    clipped = Trainer(make_config(tied_model, train=train))
+    assert clipped.train_step(random_shard())["grad_norm"] == pytest.approx(metrics["grad_norm"])
+    expected = {name: value / 3 for name, value in gradient_of(free).items()}
+    assert relative_error(gradient_of(clipped), expected) < 1e-5
+
+
+def with_first_behaviour(shard: Shard, value: float) -> Shard:
+    sample = shard.samples[0]
+    behaviour = sample.trajectory.behaviour().copy()
+    behaviour[0] = value
+    spoilt = msgspec.structs.replace(
+        sample, trajectory=msgspec.structs.replace(sample.trajectory, logprobs=behaviour.tobytes())
+    )
+    return msgspec.structs.replace(shard, samples=[spoilt, *shard.samples[1:]])
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(tied_model: Path) -> None:
+    trainer = Trainer(make_config(tied_model))
+    before = weights_of(trainer)
+    with pytest.raises(ContractError, match="gradient norm is nan"):
+        trainer.train_step(with_first_behaviour(random_shard(), math.nan))
+    assert trainer.version == 0
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
+
+
+def test_a_gradient_that_is_not_finite_can_be_skipped_and_is_counted(tied_model: Path) -> None:
+    train = {"on_nonfinite": "skip", "max_tokens_per_microbatch": 64}
+    trainer = Trainer(make_config(tied_model, train=train))
+    before = weights_of(trainer)
+    metrics = trainer.train_step(with_first_behaviour(random_shard(), math.nan))
+    assert metrics["skipped_steps"] == 1.0
+    assert trainer.version == 1
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
+    shard = msgspec.structs.replace(random_shard(1), step=1)
+    assert trainer.train_step(shard)["skipped_steps"] == 1.0
+    assert any(not torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
+
+
+def test_a_batch_without_a_token_to_train_leaves_the_weights_alone(tied_model: Path) -> None:
+    rng = np.random.default_rng(0)
+    old = [make_trajectory(0, i, [VersionRun(1, 4)], rng, reward=float(i)) for i in range(2)]
+    trainer = trainer_at(3, tied_model)
+    before = weights_of(trainer)
+    metrics = trainer.train_step(make_shard(old, step=3, min_version=2))
+    assert metrics["trained_tokens"] == 0.0
+    assert metrics["skipped_steps"] == 1.0
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
+
+
+def test_age_contract_a_token_older_than_the_ratio_stops_the_run(tied_model: Path) -> None:
+    rng = np.random.default_rng(0)
+    old = [make_trajectory(0, i, [VersionRun(1, 4)], rng, reward=float(i)) for i in range(2)]
+    for alpha, allowed in ((1.0, False), (1.9, False), (2.0, True)):
+        trainer = trainer_at(3, tied_model, train={"async_ratio": alpha, "max_tokens_per_microbatch": 64})
+        shard = make_shard(old, step=3, min_version=0)
+        if allowed:
+            assert trainer.train_step(shard)["age_max"] == 2.0
+        else:
+            with pytest.raises(ContractError, match="ages run from 2 to 2"):
+                trainer.train_step(shard)
+            assert trainer.version == 3
+
+
+def test_age_contract_a_token_from_the_future_stops_the_run(tied_model: Path) -> None:
+    rng = np.random.default_rng(0)
+    early = [make_trajectory(0, 0, [VersionRun(4, 4)], rng, reward=1.0)]
+    with pytest.raises(ContractError, match="ages run from -1"):
+        trainer_at(3, tied_model).train_step(make_shard(early, step=3, min_version=2))
+
+
+def test_a_batch_for_another_version_stops_the_run(tied_model: Path) -> None:
+    with pytest.raises(ContractError, match=r"batch for version 0 .* holds version 3"):
+        trainer_at(3, tied_model).train_step(random_shard())
+
+
+def test_counts_that_differ_from_what_the_hub_dealt_stop_the_run(tied_model: Path) -> None:
+    shard = random_shard()
+    for wrong in (
+        msgspec.structs.replace(shard, total_tokens=shard.total_tokens + 1),
+        msgspec.structs.replace(shard, total_sequences=shard.total_sequences - 1),
+    ):
+        with pytest.raises(ContractError, match="the hub dealt"):
+            Trainer(make_config(tied_model)).train_step(wrong)
+
+
+def test_a_reward_that_is_not_a_number_stops_the_run(tied_model: Path) -> None:
+    shard = random_shard()
+    rewards = [msgspec.structs.replace(shard.rewards[0], reward=math.nan), *shard.rewards[1:]]
+    with pytest.raises(ContractError, match="reward 0"):
+        Trainer(make_config(tied_model)).train_step(msgspec.structs.replace(shard, rewards=rewards))
+
+
+def test_an_unknown_objective_or_option_is_a_config_error(tied_model: Path) -> None:
+    for algorithm in ({"objective": "grop"}, {"objective": "grpo", "options": {"clip": 0.1}}):
+        with pytest.raises(ConfigError):
+            Trainer(make_config(tied_model, algorithm=algorithm))
+
+
+def test_the_learning_rate_warms_up_and_decays_to_its_end_at_the_last_step() -> None:
+    train = TrainConfig(learning_rate=1.0, warmup_steps=2, decay="linear", final_learning_rate=0.2)
+    assert [learning_rate(train, 7, step) for step in range(7)] == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
+    cosine = TrainConfig(learning_rate=1.0, decay="cosine")
+    assert [learning_rate(cosine, 3, step) for step in range(4)] == pytest.approx([1.0, 0.5, 0.0, 0.0], abs=1e-12)
+    assert learning_rate(TrainConfig(learning_rate=0.3), 5, 4) == 0.3
+
+
+def test_the_step_uses_the_learning_rate_of_its_version(tied_model: Path) -> None:
+    train = {"learning_rate": 1e-3, "warmup_steps": 4, "max_grad_norm": 1e9, "max_tokens_per_microbatch": 64}
+    trainer = Trainer(make_config(tied_model, train=train))
+    before = weights_of(trainer)
+    assert trainer.train_step(random_shard())["learning_rate"] == pytest.approx(2.5e-4)
+    moved = max(float((value - before[name]).abs().max()) for name, value in weights_of(trainer).items())
+    assert moved == pytest.approx(2.5e-4, rel=1e-2)

@@ -1,0 +1,136 @@
+"""Tiny models, batches and reference gradients for the trainer's tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from flash.config import Config
+from flash.trainer.step import Trainer
+from flash.types import GroupReward, Outcome, Shard, ShardSample, Span, Task, Trajectory, VersionRun
+
+VOCABULARY = 40
+
+
+def write_model(folder: Path, *, tied: bool, **options: Any) -> Path:
+    """A random Qwen3 of two layers as a Hugging Face folder."""
+    torch.manual_seed(7)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        # Larger than usual, so that the distribution is far from uniform and every error shows.
+        "initializer_range": 0.3,
+        "tie_word_embeddings": tied,
+    }
+    Qwen3ForCausalLM(Qwen3Config(**sizes | options)).save_pretrained(folder)
+    return folder
+
+
+def reference_model(folder: Path) -> PreTrainedModel:
+    """The same model through plain Hugging Face eager attention, in float64."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+
+
+def make_config(model: Path, **tables: dict[str, Any]) -> Config:
+    """A configuration in float32 on the CPU, with a gradient that is never clipped."""
+    defaults: dict[str, dict[str, Any]] = {
+        "run": {"name": "test", "output_dir": str(model.parent), "steps": 10},
+        "model": {"path": str(model), "dtype": "float32", "max_length": 64},
+        "env": {"path": "envs.arithmetic:Arithmetic"},
+        "train": {"learning_rate": 1e-3, "max_grad_norm": 1e9, "max_tokens_per_microbatch": 64},
+        "cluster": {"gpus_per_node": 0},
+    }
+    merged = {name: defaults.get(name, {}) | tables.get(name, {}) for name in defaults | tables}
+    return msgspec.convert(merged, Config)
+
+
+def make_trajectory(
+    group: int, member: int, versions: list[VersionRun], rng: np.random.Generator, *, reward: float, prompt: int = 4
+) -> Trajectory:
+    """Random tokens: a prompt, and actions in two spans with one token of the environment between."""
+    actions = sum(run.count for run in versions)
+    first = (actions + 1) // 2
+    spans = [Span(prompt, prompt + first)]
+    if actions > first:
+        spans.append(Span(prompt + first + 1, prompt + actions + 1))
+    length = spans[-1].stop
+    return Trajectory(
+        task=Task(group * 100 + member, group, member, seed=group),
+        outcome=Outcome.OK,
+        reward=reward,
+        token_ids=rng.integers(0, VOCABULARY, length).astype("<i4").tobytes(),
+        action_spans=spans,
+        logprobs=(-2.0 + 0.7 * rng.standard_normal(actions)).astype("<f4").tobytes(),
+        versions=versions,
+        prompt_text="",
+        completion_text="",
+        generate_s=0.0,
+    )
+
+
+def make_shard(trajectories: list[Trajectory], *, step: int = 0, min_version: int = 0) -> Shard:
+    """The whole batch as one rank's shard."""
+    trained = [one.trained_tokens(min_version) for one in trajectories]
+    return Shard(
+        step=step,
+        min_version=min_version,
+        samples=[ShardSample(index, one) for index, one in enumerate(trajectories)],
+        rewards=[GroupReward(one.task.group_id, one.reward) for one in trajectories],
+        total_tokens=sum(trained),
+        total_sequences=sum(count > 0 for count in trained),
+    )
+
+
+def random_shard(seed: int = 0) -> Shard:
+    """Step 0, three ragged groups, one of a single member, lengths from 5 to 25."""
+    rng = np.random.default_rng(seed)
+    trajectories = [
+        make_trajectory(group, member, [VersionRun(0, int(rng.integers(1, 20)))], rng, reward=float(rng.normal()))
+        for group, size in enumerate((4, 3, 1, 5))
+        for member in range(size)
+    ]
+    return make_shard(trajectories)
+
+
+def part_of(shard: Shard, indices: list[int]) -> Shard:
+    """The shard of a rank that was dealt these samples."""
+    return msgspec.structs.replace(shard, samples=[shard.samples[index] for index in indices])
+
+
+def gradient_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The gradient of the only step taken so far: Adam's first moment is (1 − β1) times it."""
+    share = 1 - trainer.optimizer.param_groups[0]["betas"][0]
+    return {
+        name: trainer.optimizer.state[parameter]["exp_avg"].full_tensor() / share
+        for name, parameter in trainer.model.named_parameters()
+    }
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: value.detach().full_tensor().clone() for name, value in trainer.model.named_parameters()}
+
+
+def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference over norm of the expected, all parameters together."""
+    assert found.keys() == expected.keys()
+    difference = sum(float((found[name].double() - expected[name].double()).square().sum()) for name in expected)
+    return (difference / sum(float(value.double().square().sum()) for value in expected.values())) ** 0.5
+
+
+def unpacked_logprobs(model: PreTrainedModel, trajectory: Trajectory, temperature: float = 1.0) -> torch.Tensor:
+    """Log-prob of each action token from a forward pass over this sequence alone."""
+    tokens = torch.tensor(trajectory.tokens().tolist())
+    logits = model(input_ids=tokens[None]).logits[0] / temperature
+    positions = np.flatnonzero(trajectory.action_mask())
+    return torch.stack([logits[at - 1].log_softmax(-1)[tokens[at]] for at in positions])

@@ -1,0 +1,99 @@
+"""One of two gloo ranks: trains, saves and fails as the tests of test_ranks.py ask. Rank 0 writes what it saw."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from flash.errors import CheckpointError, ContractError
+from flash.trainer import checkpoint
+from flash.trainer.model import canary_logprobs
+from flash.trainer.step import Trainer
+from tests.trainer.trainer_cases import gradient_of, make_config, part_of, random_shard, weights_of
+
+CANARY = [3, 1, 4, 1, 5]
+SPLITS = {
+    "even": ([0, 2, 4, 6, 8, 10, 12], [1, 3, 5, 7, 9, 11]),
+    "uneven": ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [12]),
+    "all on one": (list(range(13)), []),
+}
+CASES: dict[str, dict[str, Any]] = {
+    **{f"{split}, {mode}": {"split": split, "algorithm": {"aggregation": mode}} for split in SPLITS
+       for mode in ("token_mean", "seq_mean_token_mean")},
+    "minibatches": {"split": "uneven", "train": {"minibatches": 2}},
+}  # fmt: skip
+
+
+def case_config(model: Path, case: dict[str, Any]) -> Any:
+    train = {"learning_rate": 1e-3, "max_grad_norm": 1e9, "max_tokens_per_microbatch": 40}
+    return make_config(model, train=train | case.get("train", {}), algorithm=case.get("algorithm", {}))
+
+
+def gradients(model: Path, rank: int) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name, case in CASES.items():
+        trainer = Trainer(case_config(model, case))
+        metrics = trainer.train_step(part_of(random_shard(), SPLITS[case["split"]][rank]))
+        results[name] = {"metrics": metrics, "gradient": gradient_of(trainer), "weights": weights_of(trainer)}
+    results["canary"] = canary_logprobs(trainer.model, CANARY)
+    return results
+
+
+def refused(trainer: Trainer, rank: int) -> str:
+    """Only rank 1's part is wrong."""
+    shard = part_of(random_shard(), SPLITS["even"][rank])
+    if rank == 1:
+        spoilt = msgspec.structs.replace(shard.samples[0].trajectory, logprobs=b"")
+        shard = msgspec.structs.replace(
+            shard, samples=[msgspec.structs.replace(shard.samples[0], trajectory=spoilt), *shard.samples[1:]]
+        )
+    try:
+        trainer.train_step(shard)
+    except ContractError as error:
+        return str(error)
+    return ""
+
+
+def failed_save(trainer: Trainer, run_dir: Path, rank: int) -> str:
+    """Only rank 1 cannot write."""
+    trainer.version += 1
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        checkpoint.save(run_dir, trainer, b"hub", keep=2)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return ""
+
+
+def main(model: Path, folder: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    results = gradients(model, rank)
+    trainer = Trainer(case_config(model, {}))
+    results["refused"] = refused(trainer, rank)
+    trainer.train_step(part_of(random_shard(), SPLITS["uneven"][rank]))
+    checkpoint.save(folder, trainer, b"hub" if rank == 0 else b"", keep=2)
+    results["saved"] = weights_of(trainer)
+    restored = Trainer(case_config(model, {}))
+    results["hub state"] = checkpoint.load(folder / "checkpoints" / "step-000001", restored)
+    results["restored"] = weights_of(restored)
+    results["failed save"] = failed_save(trainer, folder, rank)
+    torch.save(results, folder / f"results-{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from flash.errors import (
+    ConfigError,
+    ContractError,
+    DeadlineError,
+    EngineDeadError,
+    EngineError,
+    FlashError,
+    TransportError,
+)
+from flash.transport import Client, Peer, connect
+
+pytestmark = pytest.mark.anyio
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    left: int
+    right: int
+
+
+class Wait(msgspec.Struct, frozen=True, tag=True):
+    key: int
+
+
+class Echo(msgspec.Struct, frozen=True, tag=True):
+    data: bytes
+
+
+class Sum(msgspec.Struct, frozen=True, tag=True):
+    value: int
+
+
+class Data(msgspec.Struct, frozen=True, tag=True):
+    data: bytes
+
+
+Request = Add | Wait | Echo
+Reply = Sum | Data
+
+
+class Service:
+    """Answers sums and echoes at once; a `Wait` when its key is released. Remembers how waits ended."""
+
+    def __init__(self) -> None:
+        self.started: dict[int, anyio.Event] = {}
+        self.released: dict[int, anyio.Event] = {}
+        self.cancelled: dict[int, anyio.Event] = {}
+        self.error: BaseException | None = None
+
+    def expect(self, *keys: int) -> None:
+        for key in keys:
+            self.started[key], self.released[key], self.cancelled[key] = anyio.Event(), anyio.Event(), anyio.Event()
+
+    async def handle(self, peer: Peer, request: Request) -> Reply:
+        match request:
+            case Add():
+                if self.error is not None:
+                    raise self.error
+                return Sum(request.left + request.right)
+            case Echo():
+                return Data(request.data)
+            case Wait():
+                self.started[request.key].set()
+                try:
+                    await self.released[request.key].wait()
+                except anyio.get_cancelled_exc_class():
+                    self.cancelled[request.key].set()
+                    raise
+                return Sum(request.key)
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service()
+
+
+@pytest.fixture
+async def client(serving, token: bytes, service: Service):
+    async with (
+        serving(Request, service.handle) as port,
+        connect("127.0.0.1", port, token, "me", Reply, 5) as client,  # pyright: ignore[reportArgumentType]
+    ):
+        yield client
+
+
+async def test_a_reply_comes_back(client: Client[Any]):
+    assert await client.call(Add(2, 3), 5) == Sum(5)
+
+
+async def test_replies_may_overtake_each_other(client: Client[Any], service: Service):
+    service.expect(*range(10))
+    order: list[int] = []
+    answered = [anyio.Event() for _ in range(10)]
+
+    async def wait(key: int) -> None:
+        order.append((await client.call(Wait(key), 5)).value)
+        answered[key].set()
+
+    async with anyio.create_task_group() as tasks:
+        for key in range(10):
+            tasks.start_soon(wait, key)
+        for key in range(10):
+            await service.started[key].wait()
+        for key in reversed(range(10)):
+            service.released[key].set()
+            await answered[key].wait()
+    assert order == list(reversed(range(10)))
+
+
+async def test_thousands_of_calls_at_once_each_get_their_own_reply(client: Client[Any]):
+    replies: dict[int, int] = {}
+
+    async def add(number: int) -> None:
+        replies[number] = (await client.call(Add(number, 1), 30)).value
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(3000):
+            tasks.start_soon(add, number)
+    assert replies == {number: number + 1 for number in range(3000)}
+
+
+async def test_a_frame_of_100_megabytes_goes_there_and_back(client: Client[Any]):
+    data = bytes(range(256)) * (100_000_000 // 256)
+    assert (await client.call(Echo(data), 60)).data == data
+
+
+async def test_small_calls_pass_while_large_ones_are_under_way(client: Client[Any]):
+    data = bytes(8_000_000)
+    async with anyio.create_task_group() as tasks:
+        for _ in range(4):
+            tasks.start_soon(client.call, Echo(data), 60)
+        for number in range(20):
+            assert await client.call(Add(number, 0), 60) == Sum(number)
+
+
+@pytest.mark.parametrize("kind", [ConfigError, ContractError, EngineError, EngineDeadError, TransportError])
+async def test_a_typed_error_of_the_handler_is_raised_in_the_caller(
+    client: Client[Any], service: Service, kind: type[FlashError]
+):
+    service.error = kind("the reason")
+    with pytest.raises(kind) as caught:
+        await client.call(Add(1, 1), 5)
+    assert type(caught.value) is kind
+    assert str(caught.value) == "the reason"
+    assert "hub at 127.0.0.1" in caught.value.__notes__[0]
+    service.error = None
+    assert await client.call(Add(1, 1), 5) == Sum(2)
+
+
+async def test_an_error_with_arguments_of_its_own_keeps_its_message(client: Client[Any], service: Service):
+    service.error = DeadlineError("an engine", 7, "its log")
+    with pytest.raises(DeadlineError, match="waited 7 s") as caught:
+        await client.call(Add(1, 1), 5)
+    assert str(caught.value) == "waited 7 s for an engine; look at its log"
+
+
+async def test_an_error_class_of_someone_else_arrives_as_a_transport_error(client: Client[Any], service: Service):
+    class HouseError(FlashError):
+        pass
+
+    service.error = HouseError("the reason")
+    with pytest.raises(TransportError, match="HouseError: the reason"):
+        await client.call(Add(1, 1), 5)
+
+
+async def test_a_bug_in_a_handler_ends_the_server(serving, token: bytes, service: Service):
+    service.error = ZeroDivisionError("a bug")
+    with pytest.RaisesGroup(ZeroDivisionError, flatten_subgroups=True):
+        async with (
+            serving(Request, service.handle) as port,
+            connect("127.0.0.1", port, token, "me", Reply, 5) as client,
+        ):
+            await client.call(Add(1, 1), 5)
+
+
+async def test_a_request_the_server_cannot_read_is_answered_with_an_error(client: Client[Any]):
+    class Unknown(msgspec.Struct, frozen=True, tag=True):
+        pass
+
+    with pytest.raises(TransportError, match=r"the request cannot be read: .*Unknown.* same code"):
+        await client.call(Unknown(), 5)
+    assert await client.call(Add(1, 1), 5) == Sum(2)
+
+
+async def test_a_reply_the_client_cannot_read_fails_its_call_only(serving, token: bytes, service: Service):
+    async with (
+        serving(Request, service.handle) as port,
+        connect("127.0.0.1", port, token, "me", Sum, 5) as client,
+    ):
+        with pytest.raises(TransportError, match=r"the reply to Echo from hub at .* cannot be read"):
+            await client.call(Echo(b""), 5)
+        assert await client.call(Add(1, 1), 5) == Sum(2)
+
+
+async def test_a_late_reply_is_a_deadline_error_and_the_handler_is_cancelled(client: Client[Any], service: Service):
+    service.expect(1)
+    with pytest.raises(DeadlineError, match=r"waited 0\.05 s for the reply to Wait from hub at 127\.0\.0\.1:"):
+        await client.call(Wait(1), 0.05)
+    await service.cancelled[1].wait()
+    assert await client.call(Add(1, 1), 5) == Sum(2)
+
+
+async def test_cancelling_a_call_cancels_its_handler_and_no_other(client: Client[Any], service: Service):
+    service.expect(1, 2)
+    async with anyio.create_task_group() as kept, anyio.create_task_group() as dropped:
+        kept.start_soon(client.call, Wait(1), 5)
+        dropped.start_soon(client.call, Wait(2), 5)
+        await service.started[1].wait()
+        await service.started[2].wait()
+        dropped.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            await service.cancelled[2].wait()
+        service.released[1].set()
+    assert not service.cancelled[1].is_set()
+
+
+async def test_a_call_cancelled_before_its_first_await_leaves_the_connection_whole(
+    client: Client[Any], service: Service
+):
+    service.expect(1)
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await client.call(Wait(1), 5)
+    assert scope.cancelled_caught
+    assert await client.call(Add(1, 1), 5) == Sum(2)
+
+
+async def test_a_reply_that_crosses_its_cancellation_is_dropped(client: Client[Any], service: Service):
+    service.expect(1)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(client.call, Wait(1), 5)
+        await service.started[1].wait()
+        # Both in one turn of the loop: the handler ends on its own before the cancellation can reach it.
+        service.released[1].set()
+        tasks.cancel_scope.cancel()
+    assert await client.call(Add(1, 1), 5) == Sum(2)
+    assert not service.cancelled[1].is_set()
+
+
+async def test_an_error_of_the_block_passes_through_unwrapped(serving, token: bytes, service: Service):
+    async with serving(Request, service.handle) as port:
+        with pytest.raises(KeyError, match="mine"):
+            async with connect("127.0.0.1", port, token, "me", Reply, 5):
+                raise KeyError("mine")
+
+
+async def test_a_request_that_cannot_be_encoded_fails_alone(client: Client[Any]):
+    with pytest.raises(TypeError):
+        await client.call(Echo(object()), 5)  # pyright: ignore[reportArgumentType]
+    assert await client.call(Add(1, 1), 5) == Sum(2)

@@ -1,0 +1,51 @@
+"""Processes that follow their node loop: real ones, killed for real."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PARENT = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid())], stdout=subprocess.PIPE, text=True)
+print(child.pid, child.stdout.readline(), flush=True)
+child.wait()
+"""
+CHILD = """
+import os, sys, threading
+from flash.weights.plugin import follow
+follow(int(sys.argv[1]))
+print(os.getpgid(0), flush=True)
+threading.Event().wait()
+"""
+
+
+def ended(descriptor: int) -> bool:
+    return bool(select.select([descriptor], [], [], 20)[0])
+
+
+@pytest.mark.integration
+def test_a_killed_node_loop_takes_its_followers_with_it() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        follower, group = map(int, parent.stdout.readline().split())
+        descriptor = os.pidfd_open(follower)
+        parent.send_signal(signal.SIGKILL)
+        parent.wait(20)
+    assert ended(descriptor)
+    assert group == follower, "a follower leads its own process group, out of reach of the launcher's signals"
+    os.close(descriptor)
+
+
+@pytest.mark.integration
+def test_a_process_whose_node_loop_is_already_gone_ends_at_once() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(20)
+    follower = subprocess.run([sys.executable, "-c", CHILD, str(gone.pid)], timeout=20, check=False)
+    assert follower.returncode == 1

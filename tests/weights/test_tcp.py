@@ -1,0 +1,134 @@
+"""The tcp backend without an engine: what was published is what is pulled, or an error says why not."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import struct
+import zlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from flash.errors import DeadlineError, TransportError, WeightsError
+from flash.weights.tcp import CHUNK_BYTES, MAGIC, NONCE_BYTES, TcpPublisher, TcpSource, WeightServer, make_image, pull
+from flash.weights.update import decode_update
+
+Tensors = list[tuple[str, torch.Tensor]]
+
+
+@pytest.fixture
+def publisher() -> Iterator[TcpPublisher]:
+    publisher = TcpPublisher(0, "127.0.0.1", torch.bfloat16, 5.0)
+    yield publisher
+    publisher.close()
+
+
+@pytest.fixture
+def server() -> Iterator[WeightServer]:
+    server = WeightServer("127.0.0.1", 5.0)
+    yield server
+    server.close()
+
+
+def publish(publisher: TcpPublisher, version: int, tensors: Tensors) -> TcpSource:
+    announced: list[bytes] = []
+    publisher.publish(version, iter(tensors), announced.append)
+    (info,) = announced
+    return TcpSource(**decode_update(info).update)
+
+
+def some_tensors() -> Tensors:
+    return [
+        ("matrix", torch.randn(7, 5)),
+        ("transposed", torch.randn(3, 4).t()),
+        ("scalar", torch.tensor(2.5)),
+        ("empty", torch.empty(0, 3)),
+        ("counts", torch.arange(6)),
+        ("large", torch.randn(CHUNK_BYTES // 2 + 11)),
+    ]
+
+
+def test_every_tensor_arrives_as_it_was_in_the_engines_dtype(publisher: TcpPublisher) -> None:
+    tensors = some_tensors()
+    pulled = dict(pull(publish(publisher, 1, tensors)))
+    assert list(pulled) == [name for name, _ in tensors]
+    for name, tensor in tensors:
+        expected = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        assert pulled[name].dtype == expected.dtype
+        assert torch.equal(pulled[name], expected)
+
+
+def test_a_published_version_is_immutable(publisher: TcpPublisher) -> None:
+    weight = torch.ones(8, dtype=torch.bfloat16)
+    source = publish(publisher, 1, [("weight", weight)])
+    weight.zero_()
+    assert torch.equal(dict(pull(source))["weight"], torch.ones(8, dtype=torch.bfloat16))
+
+
+def test_only_the_newest_two_versions_are_held(publisher: TcpPublisher) -> None:
+    sources = [publish(publisher, version, [("weight", torch.full((4,), float(version)))]) for version in range(3)]
+    with pytest.raises(WeightsError, match=r"version 0 is not held any more; held are \[1, 2\]"):
+        list(pull(sources[0]))
+    assert [dict(pull(source))["weight"][0].item() for source in sources[1:]] == [1.0, 2.0]
+
+
+def test_a_damaged_tensor_is_named_with_both_checksums(server: WeightServer) -> None:
+    image = make_image([("good", torch.ones(4)), ("bad", torch.ones(4))])
+    published = image.payloads[1].tobytes()
+    image.payloads[1][5] ^= 0xFF
+    received = []
+    with pytest.raises(WeightsError, match="tensor bad of version 4 is damaged") as caught:
+        received += pull(server.hold(4, image))
+    assert f"{zlib.crc32(published):08x} was published" in str(caught.value)
+
+
+def test_a_manifest_other_than_the_announced_one_is_refused(server: WeightServer) -> None:
+    source = server.hold(1, make_image([("weight", torch.ones(4))]))
+    server.hold(1, make_image([("weight", torch.zeros(4))]))
+    with pytest.raises(WeightsError, match="manifest of version 1"):
+        list(pull(source))
+
+
+def test_a_worker_refuses_a_trainer_without_the_token(server: WeightServer) -> None:
+    source = server.hold(1, make_image([("weight", torch.ones(4))]))
+    source.token = bytes(NONCE_BYTES).hex()
+    with pytest.raises(TransportError, match="does not know the token"):
+        list(pull(source))
+
+
+def test_a_trainer_tells_a_worker_without_the_token_nothing(server: WeightServer) -> None:
+    source = server.hold(1, make_image([("weight", torch.ones(4))]))
+    with socket.create_connection((source.host, source.port), timeout=5) as connection:
+        connection.sendall(MAGIC + bytes(NONCE_BYTES))
+        challenge = b""
+        while len(challenge) < NONCE_BYTES + hashlib.sha256().digest_size:
+            challenge += connection.recv(4096)
+        # The trainer's own proof, sent back: the roles in the proofs must keep it from passing.
+        connection.sendall(challenge[NONCE_BYTES:] + struct.pack("!q", 1))
+        assert connection.recv(4096) == b""
+
+
+def test_a_silent_trainer_is_a_deadline_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        source = TcpSource("127.0.0.1", silent.getsockname()[1], "00", 1, "", 0.2)
+        with pytest.raises(DeadlineError, match="weights version 1"):
+            list(pull(source))
+
+
+def test_a_closed_publisher_cannot_be_reached(publisher: TcpPublisher) -> None:
+    source = publish(publisher, 1, [("weight", torch.ones(2))])
+    publisher.close()
+    with pytest.raises(TransportError, match="cannot be pulled"):
+        list(pull(source))
+
+
+def test_the_other_ranks_take_part_in_the_gather_and_announce_nothing() -> None:
+    gathered = iter(some_tensors())
+    announced: list[bytes] = []
+    other = TcpPublisher(1, "127.0.0.1", torch.bfloat16, 5.0)
+    other.publish(1, gathered, announced.append)
+    other.close()
+    assert next(gathered, None) is None
+    assert announced == []
