@@ -62,9 +62,9 @@ class TinyModelConfig(Section, frozen=True):
     """Hidden size."""
     tied: bool = True
     """Whether input and output embeddings share one tensor."""
-    warm_start_steps: NonNegative = 300
-    """Supervised steps on the environment's own solved examples."""
-    batch_size: Positive = 256
+    warm_start_steps: NonNegative = 800
+    """Most supervised steps on the environment's solved examples; fewer, when the model is as good as RL needs it."""
+    batch_size: Positive = 64
     """Examples per supervised step."""
     learning_rate: PositiveFloat = 2e-3
     """Peak learning rate of the warm start."""

@@ -47,10 +47,7 @@ async def _node_loop(place: Place, config: Config) -> int:
             await _first_node(place, config, meeting, now)
         else:
             address = await anyio.to_thread.run_sync(meeting.hub)
-            async with anyio.create_task_group() as group:
-                group.start_soon(_forward_signals, config, address, place.node)
-                await _roll_out(place.node, config, address, now)
-                group.cancel_scope.cancel()
+            await _other_node(place.node, config, address, now)
     except BaseExceptionGroup as group:
         raise _first_error(group) from None
     return 0
@@ -130,6 +127,27 @@ async def _run_hub(hub: Hub, config: Config, address: HubAddress, now: Callable[
     raise AssertionError("cancelled from outside, and not told")
 
 
+async def _other_node(node: int, config: Config, address: HubAddress, now: Callable[[], float]) -> None:
+    """Roll out for a hub on another node, and tell it of an error that ends the run."""
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(_forward_signals, config, address, node)
+            await _roll_out(node, config, address, now)
+            group.cancel_scope.cancel()
+    except BaseExceptionGroup as errors:
+        error = _first_error(errors)
+        if isinstance(error, FlashError) and error.fatal:
+            await _tell(config, address, node, p.Fatal(type(error).__name__, f"node {node}: {error}"))
+        raise error from None
+
+
+async def _tell(config: Config, address: HubAddress, node: int, message: p.Fatal | p.Interrupt) -> None:
+    """Send one message on a connection of its own."""
+    name, deadline = f"messenger-{node}", config.deadlines.connect
+    async with connect(address.host, address.port, address.token, name, p.REPLY, deadline) as hub:
+        await hub.call(message, timeout=config.deadlines.request)
+
+
 async def _interrupt_on_signal(hub: Hub) -> None:
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async for _ in signals:
@@ -139,11 +157,8 @@ async def _interrupt_on_signal(hub: Hub) -> None:
 async def _forward_signals(config: Config, address: HubAddress, node: int) -> None:
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async for received in signals:
-            async with connect(
-                address.host, address.port, address.token, f"signal-{node}", p.REPLY, config.deadlines.connect
-            ) as hub:
-                reason = f"node {node} received {signal.Signals(received).name}"
-                await hub.call(p.Interrupt(reason), timeout=config.deadlines.request)
+            reason = f"node {node} received {signal.Signals(received).name}"
+            await _tell(config, address, node, p.Interrupt(reason))
 
 
 async def _roll_out(node: int, config: Config, address: HubAddress, now: Callable[[], float]) -> None:

@@ -410,3 +410,10 @@ def test_loading_imports_neither_torch_nor_vllm():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_law_6_staleness_without_a_correction_is_refused_unless_the_config_insists():
+    objective = "algorithm.objective=my_module_for_config:Uncorrected"
+    assert "allow_uncorrected" in complaint(objective, "train.async_ratio=1")
+    assert resolve(objective, "train.async_ratio=0").train.async_ratio == 0
+    assert resolve(objective, "train.async_ratio=1", "train.allow_uncorrected=true").train.async_ratio == 1

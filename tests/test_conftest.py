@@ -43,7 +43,7 @@ BLOCKING = """
 
 
 @pytest.mark.may_block
-def test_a_test_that_blocks_its_event_loop_fails(pytester: pytest.Pytester):
+def test_law_9_a_test_that_blocks_its_event_loop_fails(pytester: pytest.Pytester):
     pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
     pytester.makepyfile(BLOCKING)
     result = pytester.runpytest("-v")

@@ -6,7 +6,7 @@ engine steps, loads, resumes; sequences go on and their later tokens carry the n
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -42,7 +42,9 @@ class Engine(Protocol):
         """Load the model and be ready to generate. Bounded by deadlines.engine_start."""
         ...
 
-    def generate(self, prompt: Sequence[int], sampling: SamplingSettings) -> AsyncIterator[Progress | Completion]:
+    def generate(
+        self, prompt: Sequence[int], sampling: SamplingSettings
+    ) -> AsyncGenerator[Progress | Completion, None]:
         """Stream one response: any number of `Progress`, then one `Completion` that holds all of it.
 
         Closing or cancelling the iterator aborts the request in the engine.

@@ -6,7 +6,7 @@ version of later tokens only, a killed engine fails every request.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import anyio
 import anyio.lowlevel
@@ -40,7 +40,9 @@ class FakeEngine:
     async def start(self) -> None:
         await anyio.lowlevel.checkpoint()
 
-    async def generate(self, prompt: Sequence[int], sampling: SamplingSettings) -> AsyncIterator[Progress | Completion]:
+    async def generate(
+        self, prompt: Sequence[int], sampling: SamplingSettings
+    ) -> AsyncGenerator[Progress | Completion, None]:
         answer = self._answer(prompt)
         tokens = answer[: sampling.max_new_tokens]
         versions: list[VersionRun] = []

@@ -7,6 +7,7 @@ keeps the books of who was busy: an engine is idle while it has no running reque
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 
 import anyio
 
@@ -67,11 +68,11 @@ class LLMProxy:
         self._begin(slot)
         try:
             with anyio.fail_after(timeout):
-                stream = slot.engine.generate(prompt, sampling)
-                async for piece in stream:
-                    if isinstance(piece, Completion):
-                        return piece
-                    progress(len(piece.token_ids))
+                async with aclosing(slot.engine.generate(prompt, sampling)) as pieces:
+                    async for piece in pieces:
+                        if isinstance(piece, Completion):
+                            return piece
+                        progress(len(piece.token_ids))
         except EngineDeadError:
             slot.alive = False
             raise

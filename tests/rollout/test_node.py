@@ -174,7 +174,7 @@ def ages(world: World) -> list[int]:
     ]
 
 
-def test_a_run_trains_all_its_steps_and_the_ledger_balances() -> None:
+def test_law_8_a_run_on_the_virtual_clock_trains_all_its_steps_and_the_ledger_balances() -> None:
     world = World(make_config())
     end = run(world)
     assert (end.reason, end.version) == ("finished", 4)

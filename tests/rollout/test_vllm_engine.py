@@ -249,7 +249,7 @@ def test_tokens_after_a_swap_are_sampled_from_the_new_weights_and_the_old_prefix
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_behaviour_logprobs_are_of_the_distribution_sampled_from(served: Served, temperature: float) -> None:
+def test_law_4_behaviour_logprobs_are_of_the_distribution_sampled_from(served: Served, temperature: float) -> None:
     served.load(served.publish())
     prompt = [5, 6, 7, 8]
     completion = served.generate(prompt, 40, temperature)
@@ -313,7 +313,7 @@ def test_an_abandoned_request_is_freed_in_the_engine(served: Served, how: str) -
     assert served.call(abandon)
 
 
-def test_weights_that_compute_something_else_fail_the_canary(served: Served) -> None:
+def test_law_7_weights_that_compute_something_else_fail_the_canary(served: Served) -> None:
     served.load(served.publish())
     before = served.engine.version
     with pytest.raises(WeightsError, match=rf"engine 0, version {before + 1}: the canary's log-prob at position"):
@@ -326,7 +326,7 @@ def test_tokens_before_the_first_load_carry_no_version(doomed: Served) -> None:
     assert doomed.generate([5, 6, 7], 5).versions == [VersionRun(-1, 5)]
 
 
-def test_a_corrupted_tensor_is_named(doomed: Served) -> None:
+def test_law_7_a_corrupted_tensor_is_named(doomed: Served) -> None:
     published = doomed.publish()
     image = doomed.publisher._server._images[published.version]
     names = [name for name, _ in doomed.model.named_parameters()]

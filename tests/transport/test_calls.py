@@ -199,7 +199,7 @@ async def test_a_reply_the_client_cannot_read_fails_its_call_only(serving, token
         assert await client.call(Add(1, 1), 5) == Sum(2)
 
 
-async def test_a_late_reply_is_a_deadline_error_and_the_handler_is_cancelled(client: Client[Any], service: Service):
+async def test_law_1_a_late_reply_is_a_deadline_error_and_cancels_its_handler(client: Client[Any], service: Service):
     service.expect(1)
     with pytest.raises(DeadlineError, match=r"waited 0\.05 s for the reply to Wait from hub at 127\.0\.0\.1:"):
         await client.call(Wait(1), 0.05)
