@@ -41,7 +41,7 @@ def train(name: str, overrides: list[str]) -> dict[str, Any]:
 
 def compare(args: Args) -> list[Row]:
     """All runs and the rows they give."""
-    size = [f"run.steps={8 if args.quick else 40}"]
+    size = [f"run.steps={8 if args.quick else 30}"]
     runs = {
         "sync, one core each": train("bench-sync", [*size, *PINNED, "train.async_ratio=0"]),
         "async, one core each": train("bench-async", [*size, *PINNED, "train.async_ratio=1"]),

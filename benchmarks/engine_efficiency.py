@@ -3,7 +3,8 @@
 One engine serves the same requests three ways, in turns, in one process: through the whole rollout path (hub over TCP,
 leases, environment, trajectories pushed back), through a bare `AsyncLLM` given all requests at once, and, in a second
 engine, through vLLM's offline `LLM.generate`. Answers have a fixed length: the model has no end-of-text token.
-`efficiency` is our tokens per second over the other's; the median of the rounds.
+`efficiency` is our tokens per second over the other's; the median of the rounds. It can exceed 1: our engine asks vLLM
+for its flat form of log-probs, the bare one uses the form that `AsyncLLM` gives by default.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ async def through_flash(config: Config, engine: VLLMEngine, version: int, tokeni
             assert isinstance(reply, p.BatchReply)
             assert reply.shard is not None
             assert len(reply.shard.samples) == config.train.batch_size
-        group.cancel_scope.cancel()
+            group.cancel_scope.cancel()
     return seconds
 
 
@@ -176,6 +177,8 @@ async def measure(
         bare: list[float] = []
         for index in range(rounds + 1):
             bare.append(await through_engine(engine._llm, prompts, tokens))  # the object inside, on purpose
+            # The label of the tokens that follow; without it they would count as older than the round.
+            await engine._llm.update_weight_version(str(FIRST_VERSION + index))
             ours.append(await through_flash(config, engine, FIRST_VERSION + index, tokenizer))
         return ours[1:], bare[1:]
     finally:

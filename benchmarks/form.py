@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -97,9 +98,9 @@ def print_table(rows: Sequence[Row]) -> None:
         verdict = {None: Text(""), True: Text("met", "green"), False: Text("missed", "red")}[row.met]
         cells = (row.case, row.metric, row.unit, _figure(row.ours), _figure(row.reference), goal)
         table.add_row(*(Text(cell) for cell in cells), verdict)
-    console = Console()
     # A log file has no width: nothing may be cut there.
-    console.print(table, width=None if console.is_terminal else 200, crop=False)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(table, crop=False)
 
 
 def machine() -> list[tuple[str, str]]:

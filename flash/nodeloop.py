@@ -23,7 +23,6 @@ from flash.hub import protocol as p
 from flash.hub.hub import Hub, RunEnd
 from flash.imports import check_options, load_object
 from flash.observe.recorder import Recorder
-from flash.observe.rundir import set_aside
 from flash.rollout.node import RolloutNode
 from flash.rollout.tokenizer import HfTokenizer
 from flash.rollout.vllm_engine import VLLMEngine
@@ -79,11 +78,11 @@ def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 async def _first_node(place: Place, config: Config, meeting: Meeting, now: Callable[[], float]) -> None:
     resume = config.run.resume or place.life > 0
-    if not resume:
-        set_aside(config.run_dir)
     checkpoint = newest_complete(config.run_dir) if resume else None
     state = read_hub_state(checkpoint) if checkpoint is not None else None
-    version = Hub.version_of(state) if state is not None else None
+    version = None
+    if resume:
+        version = Hub.version_of(state) if state is not None else 0
     tokenizer = await anyio.to_thread.run_sync(HfTokenizer, config.model)
     with Recorder(config, tokenizer, now=now, resume_at=version, restarts=place.life) as recorder:
         hub = Hub(config, recorder, now=now, state=state)

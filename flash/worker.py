@@ -134,6 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.fatal and place.node == 0:
             marker.write(error)
         return _complain(error)
+    except KeyboardInterrupt:
+        return 130
     except Exception:  # the process's outermost boundary: show the bug, end with a code torchrun understands
         traceback.print_exc()
         return 1

@@ -6,10 +6,12 @@ of the infrastructure is tried again within the budget; one that still fails is 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from flash.hub.buffer import RETRIED
 from flash.hub.tasks import held_out_tasks
+from flash.observe.stats import mean_interval, pass_at_k
 from flash.types import Failure, Lease, Outcome, Task, Trajectory
 
 LEASE_BASE = 1 << 40
@@ -21,6 +23,7 @@ class EvalRound:
 
     def __init__(self, version: int, problems: int, samples: int, retries: int, first_lease: int) -> None:
         self.version = version
+        self._samples = samples
         self._retries = retries
         self._next_lease = LEASE_BASE + first_lease
         self._queue: deque[Task] = deque(held_out_tasks(problems, samples))
@@ -68,3 +71,24 @@ class EvalRound:
     def done(self) -> bool:
         """No task is queued or leased."""
         return not self._queue and not self._leases
+
+    def row(self) -> dict[str, float]:
+        """Mean reward with its 95 % confidence interval, and pass@k for k = samples per problem."""
+        groups = self.rewards.values()
+        flat = [reward for answers in groups for reward in answers]
+        interval = mean_interval(flat, [problem for problem, answers in self.rewards.items() for _ in answers])
+        whole = [answers for answers in groups if len(answers) == self._samples]
+        passes = [pass_at_k(len(answers), sum(r >= 1 for r in answers), self._samples) for answers in whole]
+        return {
+            "step": self.version,
+            "version_min": min(self.versions, default=self.version),
+            "version_max": max(self.versions, default=self.version),
+            "mean_reward": interval.mean,
+            "low": interval.low,
+            "high": interval.high,
+            "k": self._samples,
+            "pass_at_k": sum(passes) / len(passes) if passes else math.nan,
+            "problems": len(self.rewards),
+            "samples": len(flat),
+            "missing": self.missing,
+        }

@@ -23,7 +23,6 @@ from flash.hub.buffer import AgeContract, BufferState, SampleBuffer
 from flash.hub.evaluation import EvalRound
 from flash.hub.tasks import TaskSource
 from flash.observe.observer import Observer
-from flash.observe.stats import mean_interval, pass_at_k
 from flash.types import Activity, Failure, Lease, Published, Shard, Trajectory
 
 
@@ -232,6 +231,7 @@ class Hub:
 
     def _next_lease(self, engine_version: int) -> Lease | None:
         if self._round is not None and (lease := self._round.lease(engine_version)) is not None:
+            self._round_began = self._round_began or self._now()
             return lease
         measuring_start = self._round is not None and self._round.version == 0
         if engine_version < 0 or self._stopping is not None or measuring_start:
@@ -376,32 +376,14 @@ class Hub:
             config = self._config.eval
             version = self._rounds.pop(0)
             retries = self._config.rollout.retries
-            self._round_began = self._now()
+            self._round_began = 0.0
             self._round = EvalRound(version, config.problems, config.samples, retries, self._eval_leases)
             self._eval_leases += config.problems * config.samples * (retries + 1)
 
     def _end_round(self, finished: EvalRound) -> None:
-        rewards = list(finished.rewards.values())
-        problems = [problem for problem, answers in finished.rewards.items() for _ in answers]
-        interval = mean_interval([reward for answers in rewards for reward in answers], problems)
-        k = self._config.eval.samples
-        passes = [pass_at_k(len(r), sum(reward >= 1 for reward in r), k) for r in rewards if len(r) == k]
-        row = {
-            "step": finished.version,
-            "time": self._now(),
-            "version_min": min(finished.versions, default=finished.version),
-            "version_max": max(finished.versions, default=finished.version),
-            "mean_reward": interval.mean,
-            "low": interval.low,
-            "high": interval.high,
-            "k": k,
-            "pass_at_k": sum(passes) / len(passes) if passes else math.nan,
-            "problems": len(rewards),
-            "samples": sum(len(r) for r in rewards),
-            "missing": finished.missing,
-        }
-        self._observer.evaluation(row)
-        self._observer.activities([Activity("evaluation", "evaluate", self._round_began, self._now())])
+        now = self._now()
+        self._observer.evaluation(finished.row() | {"time": now})
+        self._observer.activities([Activity("evaluation", "evaluate", self._round_began, now)])
         self._round = None
         self._next_round()
 

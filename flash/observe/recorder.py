@@ -91,8 +91,8 @@ class Recorder:
         self._console.note(text)
 
     def finish(self, ledger: Mapping[str, int], *, interrupted: bool) -> None:
-        """Write summary, ledger and plots, and print the closing table."""
-        self._console.stage("writing plots")
+        """Write summary and ledger and print the closing table; an interrupted run has no time for plots."""
+        self._console.stage("writing the summary")
         self.directory.write_ledger(ledger)
         summary = summarise(
             self._config,
@@ -103,9 +103,8 @@ class Recorder:
             canary_max=self._canary,
         )
         self.directory.write_summary(summary)
-        if interrupted:
-            return
-        from flash.observe.plots import write_plots
+        if not interrupted:
+            from flash.observe.plots import write_plots
 
-        write_plots(self.directory.path)
+            write_plots(self.directory.path)
         self._console.finish(summary)

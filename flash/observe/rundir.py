@@ -7,7 +7,7 @@
     trajectories/step-000012.jsonl    a few readable samples of each step
     ledger.json, summary.json         totals
     checkpoints/, plots/              written by their own rooms
-    earlier/001/                      rows of steps that a later life did again, or of a run it replaced
+    earlier/001/                      rows of steps that a later life did again
 
 Invariants: a line is appended whole and reaches the operating system before the call returns; a line torn by
 a crash is never read as a row; whole files are replaced atomically; rows leave a file only after they lie in
@@ -105,15 +105,18 @@ class RunDirectory:
     def open(cls, path: Path, config_text: str, resume_at: int | None = None) -> RunDirectory:
         """Create the folders, write the resolved configuration and clear the way for the rows to come.
 
-        `resume_at` is the version a resumed run continues from: what an earlier life recorded beyond it is
-        set aside, because those steps will be done again. None starts a new run: everything recorded earlier
-        is set aside. Checkpoints are not touched.
+        `resume_at` is the version a resumed run continues from: what an earlier life recorded beyond it moves to
+        `earlier/`, because those steps will be done again. None starts a new run: the directory of an earlier run of
+        this name moves as a whole to `<name>.1`, `<name>.2`, …
         """
         directory = cls(path)
         with _writing(path):
+            if resume_at is None:
+                _set_aside(path)
             for folder in (path, directory.trajectories, directory.checkpoints, directory.plots):
                 folder.mkdir(parents=True, exist_ok=True)
-            directory._set_aside(resume_at)
+            if resume_at is not None:
+                directory._roll_back(resume_at)
         write_atomically(directory.config, config_text.encode())
         return directory
 
@@ -155,39 +158,26 @@ class RunDirectory:
         """All bars of the timeline, in the order they were recorded."""
         return _read(self.spans, Activity)
 
-    def _set_aside(self, resume_at: int | None) -> None:
+    def _roll_back(self, resume_at: int) -> None:
         """Move what the coming life will do again to `earlier/`, and drop torn lines.
 
         A step belongs to the past if it was trained before version `resume_at`, an evaluation if it saw no
-        newer weights than that. Spans are facts about time and stay on a resume.
+        newer weights than that. Spans are facts about time and stay.
         """
         used = [int(entry.name) for entry in self.earlier.glob("[0-9]*")]
         aside = self.earlier / f"{max(used, default=0) + 1:03d}"
-
-        def past_step(row: Row) -> bool:
-            return resume_at is not None and row.get("step", 0) < resume_at
-
-        def past_evaluation(row: Row) -> bool:
-            return resume_at is not None and row.get("version_max", row.get("step", 0)) <= resume_at
-
-        _split(self.metrics, aside, dict[str, Any], past_step)
-        _split(self.evals, aside, dict[str, Any], past_evaluation)
-        _split(self.spans, aside, Activity, lambda _: resume_at is not None)
+        _split(self.metrics, aside, dict[str, Any], lambda row: row.get("step", 0) < resume_at)
+        _split(self.evals, aside, dict[str, Any], lambda row: row.get("version_max", row.get("step", 0)) <= resume_at)
+        _split(self.spans, aside, Activity, lambda _: True)
         for file in sorted(self.trajectories.glob("step-*.jsonl")):
-            if resume_at is None or int(file.stem.removeprefix("step-")) >= resume_at:
+            if int(file.stem.removeprefix("step-")) >= resume_at:
                 _move(file, aside / self.trajectories.name)
-        if resume_at is None:
-            for file in (self.ledger, self.summary, *sorted(self.plots.glob("*.png"))):
-                if file.exists():
-                    _move(file, aside)
 
 
-def set_aside(path: Path) -> Path | None:
-    """Make room for a new run under this name: an earlier run's directory moves to `<name>.1`, `<name>.2`, …"""
-    if not path.exists():
-        return None
-    number = next(n for n in itertools.count(1) if not path.with_name(f"{path.name}.{n}").exists())
-    return path.rename(path.with_name(f"{path.name}.{number}"))
+def _set_aside(path: Path) -> None:
+    if path.exists():
+        number = next(n for n in itertools.count(1) if not path.with_name(f"{path.name}.{n}").exists())
+        path.rename(path.with_name(f"{path.name}.{number}"))
 
 
 def write_atomically(path: Path, data: bytes) -> None:

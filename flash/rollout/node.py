@@ -6,6 +6,7 @@ turns leases into results until the hub has no more → engines close. An engine
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -70,6 +71,8 @@ class RolloutNode:
         """Serve until the hub has no more work."""
         try:
             await start_engines(self._engines, self._config.deadlines.engine_start)
+            # What vLLM and torch have loaded stays for good: a full collection over it stops the loop for 0.3 s.
+            gc.freeze()
             async with anyio.create_task_group() as group:
                 for i, engine in enumerate(self._engines):
                     group.start_soon(self._follow, i)
@@ -78,6 +81,7 @@ class RolloutNode:
                 group.cancel_scope.cancel()
             await self._report()
         finally:
+            gc.unfreeze()
             with anyio.CancelScope(shield=True), anyio.move_on_after(self._config.deadlines.shutdown):
                 for engine in self._engines:
                     await engine.close()

@@ -110,11 +110,12 @@ def test_a_new_run_in_an_old_directory_starts_empty_and_loses_nothing(directory:
 
     assert fresh.read_metrics() == fresh.read_evaluations() == fresh.read_spans() == []
     assert not fresh.ledger.exists()
-    aside = RunDirectory(fresh.earlier / "001")
+    assert not (fresh.checkpoints / "version-1").exists()
+    aside = RunDirectory(directory.path.with_name(f"{directory.path.name}.1"))
     assert aside.read_metrics() == [metrics_row(0)]
     assert aside.read_spans() == spans(1)
     assert json.loads(aside.ledger.read_text()) == {"issued": 3}
-    assert (fresh.checkpoints / "version-1").exists()
+    assert (aside.checkpoints / "version-1").exists()
 
 
 def test_a_line_torn_by_a_crash_is_never_read_and_never_joins_the_next_one(directory: RunDirectory) -> None:
