@@ -10,7 +10,7 @@ import secrets
 import signal
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -86,10 +86,14 @@ async def _first_node(place: Place, config: Config, meeting: Meeting, now: Calla
     tokenizer = await anyio.to_thread.run_sync(HfTokenizer, config.model)
     with Recorder(config, tokenizer, now=now, resume_at=version, restarts=place.life) as recorder:
         hub = Hub(config, recorder, now=now, state=state)
-        async with _serving(hub, config, meeting, checkpoint) as address:
-            end = await _run_hub(hub, config, address, now)
-        finish = partial(recorder.finish, end.ledger, interrupted=end.reason == "interrupted")
-        await anyio.to_thread.run_sync(finish)
+        async with anyio.create_task_group() as signals:
+            # Outermost: torchrun's SIGTERM must not cut the orderly end of a run that has failed, nor hide its error.
+            signals.start_soon(_interrupt_on_signal, hub)
+            async with _serving(hub, config, meeting, checkpoint) as address:
+                end = await _run_hub(hub, config, address, now)
+            finish = partial(recorder.finish, end.ledger, interrupted=end.reason == "interrupted")
+            await anyio.to_thread.run_sync(finish)
+            signals.cancel_scope.cancel()
 
 
 @asynccontextmanager
@@ -115,7 +119,6 @@ async def _serving(hub: Hub, config: Config, meeting: Meeting, checkpoint: Path 
 
 async def _run_hub(hub: Hub, config: Config, address: HubAddress, now: Callable[[], float]) -> RunEnd:
     async with anyio.create_task_group() as group:
-        group.start_soon(_interrupt_on_signal, hub)
         group.start_soon(_roll_out, 0, config, address, now)
         end = await hub.run()
         if end.reason == "finished":
@@ -136,7 +139,8 @@ async def _other_node(node: int, config: Config, address: HubAddress, now: Calla
     except BaseExceptionGroup as errors:
         error = _first_error(errors)
         if isinstance(error, FlashError) and error.fatal:
-            await _tell(config, address, node, p.Fatal(type(error).__name__, f"node {node}: {error}"))
+            with suppress(TransportError):  # what the hub answers is the end of the connection
+                await _tell(config, address, node, p.Fatal(type(error).__name__, f"node {node}: {error}"))
         raise error from None
 
 

@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -210,10 +211,9 @@ def _run_trainer(place: Place, config: Config) -> int:
         except Exception as error:  # supervised boundary: the hub ends the run and shows the error once
             if not isinstance(error, FlashError):
                 traceback.print_exc()
-            hub.call(
-                p.Fatal(type(error).__name__, f"trainer rank {rank}: {error}"),
-                timeout=config.deadlines.request,
-            )
+            with suppress(TransportError):  # what the hub answers is the end of the connection
+                fatal = p.Fatal(type(error).__name__, f"trainer rank {rank}: {error}")
+                hub.call(fatal, timeout=config.deadlines.request)
             return 1
     return 0
 

@@ -206,9 +206,11 @@ class SampleBuffer:
             )
 
     def _return(self, group: Group) -> None:
-        """A group leaves without reaching a batch; its place goes to a new one."""
+        """A group leaves without reaching a batch: the groups issued after it move up, the last place is free again."""
         del self._groups[group.group_id]
         self._returned += 1
+        for later in self._groups.values():
+            later.slot -= later.slot > group.slot
 
     def _member(self, task: Task) -> Member:
         return self._groups[task.group_id].members[task.sample_index]

@@ -28,7 +28,7 @@ class Group(msgspec.Struct):
 
     group_id: int
     slot: int
-    """Its place among the groups issued and not returned, when it was issued: what admission counts."""
+    """Its place, from 0, among the groups issued and not returned: what admission counts."""
     members: list[Member]
 
     @property

@@ -186,6 +186,7 @@ class Hub:
             case p.Fatal():
                 kind = getattr(flash.errors, request.error, FlashError)
                 self.fail(_rebuilt(kind, request.message))
+                await anyio.sleep_forever()  # a peer that left now would have torchrun end us before we say why
         self._notify()
         return p.Ack()
 

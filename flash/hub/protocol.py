@@ -132,7 +132,7 @@ class Interrupt(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
-    """A peer met an error that ends the run. → `Ack`"""
+    """A peer met an error that ends the run. Never answered: the hub shows the error and closes the connection."""
 
     error: str
     """Name of the error's class in `flash.errors`."""

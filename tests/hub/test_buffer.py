@@ -121,6 +121,15 @@ def test_a_wholly_stale_group_is_given_up_and_its_place_goes_to_a_fresh_one() ->
     buffer.check()
 
 
+def test_groups_move_up_when_an_earlier_one_is_lost_so_that_the_rest_of_a_group_is_never_stuck() -> None:
+    buffer = make_buffer(alpha=0.25, retries=0)
+    for lease in lease_all(buffer, 0):
+        buffer.finish(lease.lease_id, Failure(lease.task, Outcome.ENV_ERROR, "x", 0))
+    rest = buffer.lease(0)
+    assert rest is not None
+    assert (rest.task.group_id, rest.task.sample_index) == (2, 1)
+
+
 def test_an_infrastructure_failure_is_retried_within_its_budget_and_then_given_up_without_a_reward() -> None:
     buffer = make_buffer(alpha=0, retries=1)
     first = buffer.lease(0)
@@ -280,4 +289,4 @@ class Conservation(RuleBasedStateMachine):
 
 
 TestConservation = Conservation.TestCase
-TestConservation.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestConservation.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
