@@ -7,6 +7,8 @@ takes no time. A synchronous test reaches the virtual clock through `flash.simul
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -18,7 +20,8 @@ from hypothesis import settings
 from flash.simulate.clock import VirtualLoop
 
 BLOCKED_SECONDS = 0.5
-"""CPU time of one callback from which the loop counts as blocked. CPU, not wall time: a busy machine blocks nothing."""
+"""CPU time of one callback from which the loop counts as blocked. CPU, not wall time: a busy machine blocks nothing.
+Without garbage collection: its cost is that of every module the test session has imported, not of the callback."""
 
 # Examples are not timed: how long one takes says more about the machine than about the code.
 settings.register_profile("flash", deadline=None)
@@ -52,22 +55,36 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     return result
 
 
+class _Collecting(threading.local):
+    """CPU seconds that each thread has spent in garbage collection."""
+
+    seconds: float = 0.0
+
+
 @contextmanager
 def blocking_callbacks() -> Generator[list[str]]:
     """Gather the callbacks, of any event loop, that take too long."""
     found: list[str] = []
     run = asyncio.Handle._run
+    collecting = _Collecting()
+
+    def time_collection(phase: str, _: dict[str, int]) -> None:
+        collecting.seconds += time.thread_time() if phase == "stop" else -time.thread_time()
 
     def timed_run(handle: asyncio.Handle) -> None:
         owner = getattr(handle._callback, "__self__", handle)
-        start = time.thread_time()
+        start = time.thread_time() - collecting.seconds
         try:
             run(handle)
         finally:
-            seconds = time.thread_time() - start
+            seconds = time.thread_time() - collecting.seconds - start
             if seconds > BLOCKED_SECONDS:
                 found.append(f"{owner!r} ({seconds:.2f} s)")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(asyncio.Handle, "_run", timed_run)
-        yield found
+    gc.callbacks.append(time_collection)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(asyncio.Handle, "_run", timed_run)
+            yield found
+    finally:
+        gc.callbacks.remove(time_collection)
