@@ -32,6 +32,7 @@ from flash.errors import EngineDeadError
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
 from flash.observe.observer import MemoryObserver
+from flash.rollout.engine import Pressure
 from flash.rollout.node import RolloutNode
 from flash.rollout.tokenizer import HfTokenizer
 from flash.rollout.vllm_engine import VLLMEngine
@@ -52,10 +53,14 @@ class Resident:
         self.version = version
         self.generate = engine.generate
 
+    @property
+    def pressure(self) -> Pressure:
+        return self._engine.pressure
+
     async def start(self) -> None:
         await anyio.lowlevel.checkpoint()
 
-    async def load(self, published: Published) -> float:
+    async def load(self, published: Published, *, keep_cache: bool) -> float:
         return 0.0
 
     async def wait_dead(self) -> EngineDeadError:
@@ -88,7 +93,7 @@ def config_for(model: Path, tokens: int, requests: int) -> Config:
             "run": {"name": "bench-engine", "steps": 1},
             "model": {"path": str(model), "dtype": "float32", "max_length": tokens + 16},
             "env": {"path": "envs.arithmetic:Arithmetic"},
-            "rollout": {"group_size": 8, "max_concurrent": requests, "max_new_tokens": tokens},
+            "rollout": {"group_size": 8, "max_new_tokens": tokens},
             "train": {"batch_size": requests, "async_ratio": 0.0},
             "engine": {"max_sequences": 256, "enforce_eager": True},
             "eval": {"every": 0},
@@ -107,7 +112,7 @@ async def through_flash(config: Config, engine: VLLMEngine, version: int, tokeni
     async def handler(peer: object, request: p.Request) -> p.Reply:
         return await hub.handle(request)
 
-    def make_env() -> Environment:
+    def make_env(kind: str) -> Environment:
         return wrap(Arithmetic())
 
     async with anyio.create_task_group() as group:

@@ -6,9 +6,10 @@ is `reset`, `step`, `close`; `close` is called exactly once, also after an error
 `reset(seed)` with the same seed shows the same problem. Seeds of training problems lie below `HELD_OUT` and count up
 from one group to the next; seeds of held-out problems lie at or above it. An environment keeps the two sets disjoint.
 
-Blocking environments with the same three methods are taken as they are: `wrap` runs them in a worker thread. Two more
-things an environment may offer: `check`, which refuses wrong options before a run starts (`Checked`), and solved
-examples for a supervised warm start (`WarmStart`).
+Blocking environments with the same three methods are taken as they are: `wrap` runs them in a worker thread. Three more
+things an environment may offer: `check`, which refuses wrong options before a run starts (`Checked`), solved examples
+for a supervised warm start (`WarmStart`), and, where it stands for several environments, the kind of a problem
+(`Kinds`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class SolvedExample(msgspec.Struct, frozen=True):
 
     prompt: str
     answer: str
+    later: tuple[SolvedExample, ...] = ()
+    """The turns that follow: what the environment shows after the answer, and the right answer to that."""
 
 
 @runtime_checkable
@@ -91,12 +94,22 @@ class WarmStart(Protocol):
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
         """`count` training problems with right answers, the same for the same seed. Never a held-out problem.
 
-        The prompt is exactly the text that `reset` shows, the answer exactly what `step` rewards.
+        The prompt is exactly the text that `reset` shows, the answer exactly what `step` rewards; so turn by turn.
         """
         ...
 
     def alphabet(self) -> str:
         """Every character that occurs in a prompt or an answer, each once: the tiny model's vocabulary."""
+        ...
+
+
+@runtime_checkable
+class Kinds(Protocol):
+    """An environment class that stands for several kinds of environments, so that each may fail on its own."""
+
+    @classmethod
+    def kind_of(cls, seed: int, **options: Any) -> str:
+        """The kind of the problem of this seed: the same in every process, for the same options."""
         ...
 
 

@@ -9,18 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
-Positive = Annotated[int, Meta(gt=0)]
-NonNegative = Annotated[int, Meta(ge=0)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-NonNegativeFloat = Annotated[float, Meta(ge=0)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One table of the configuration."""
+from flash.section import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from flash.simulate.settings import SimulateConfig
 
 
 class RunConfig(Section, frozen=True):
@@ -77,7 +69,7 @@ class EnvConfig(Section, frozen=True):
 
     path: str
     """`module:Class`; the class takes `options` as keyword arguments."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's class, checked against its signature."""
 
 
@@ -86,16 +78,43 @@ class RolloutConfig(Section, frozen=True):
 
     group_size: Positive = 8
     """Samples per prompt."""
-    max_concurrent: Positive = 256
-    """Episodes alive at once on a node."""
+    max_concurrent: Positive | Literal["auto"] = "auto"
+    """Most episodes alive at once on a node; `auto`: as many as keep its engines full."""
     max_new_tokens: Positive = 1024
-    """Longest response, in tokens."""
+    """Longest response, in tokens; in an episode of many turns, the longest of each."""
+    max_turns: Positive = 64
+    """Responses after which an episode is truncated."""
+    swap: Literal["recompute", "keep", "abort", "drain"] = "recompute"
+    """What new weights do to running sequences. `recompute`: they go on, with their KV cache made again; `keep`: they
+    go on with the old one; `abort`: they are sent again with their tokens so far; `drain`: the swap waits for them."""
+    on_expire: Literal["mask", "requeue", "wait"] = "mask"
+    """What happens to a sample whose tokens get too old. `mask`: those tokens leave the loss; `requeue`: it is
+    cancelled and started again; `wait`: the next step waits for it."""
+    fifo_window: Annotated[float, Meta(ge=1)] | None = None
+    """A step chooses among the first `fifo_window` batches of groups in order of issue: 1 is strict order, which waits
+    for stragglers and favours no length. None: any complete group."""
+    extra_groups: NonNegative = 0
+    """Groups kept in flight beyond what the steps need; those that outgrow the age window are cancelled."""
+    extra_per_group: NonNegative = 0
+    """Samples started beyond `group_size`; the first `group_size` to finish win, the others are cancelled at once."""
+    drop_equal_rewards: bool = False
+    """Filter out groups whose rewards are all equal, and start others instead: they have no advantage to learn from."""
+    accuracy_bounds: tuple[float, float] | None = None
+    """Filter out groups whose mean reward lies outside of [low, high], and start others instead."""
+    queue_scheduling: bool = True
+    """Every sample is a task of its own. Off: samples start in batches, the next when the last one is home."""
+    replicate_prompts: bool = True
+    """The samples of a prompt are placed one by one. Off: they go to one engine and come home together."""
+    env_async: bool = True
+    """Every environment steps on its own. Off: a node's environments step together, when all responses are there."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer computes its log-probs at the same one."""
     retries: NonNegative = 2
     """How often a sample that failed for a reason of the infrastructure is tried again."""
     breaker: Positive = 64
     """Samples given up in a row, with none finished between, that stop the run."""
+    quarantine: Positive = 16
+    """Samples of one kind of environment given up in a row that stop the issue of this kind (see envs.mixture)."""
 
 
 class EngineConfig(Section, frozen=True):
@@ -157,7 +176,7 @@ class AlgorithmConfig(Section, frozen=True):
 
     objective: str = "decoupled_ppo"
     """A name from docs/algorithms.md, or `module:Class`."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = field(default_factory=dict)
     """The objective's own options, checked against its fields."""
     advantage: Literal["group"] = "group"
     """How rewards become advantages."""
@@ -238,6 +257,8 @@ class DeadlinesConfig(Section, frozen=True):
     """An environment resets."""
     env_step: PositiveFloat = 120
     """An environment steps, its reward included."""
+    episode: PositiveFloat = 7200
+    """One episode, from its environment's start to its reward."""
     swap: PositiveFloat = 300
     """An engine loads a version and passes the canary."""
     batch: PositiveFloat = 3600
@@ -266,6 +287,7 @@ class Config(Section, frozen=True):
     checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
+    simulate: SimulateConfig | None = None
 
     @property
     def run_dir(self) -> Path:

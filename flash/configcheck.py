@@ -12,20 +12,27 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+
 from flash.config import Config
 from flash.decode import Problem
 from flash.errors import ConfigError
 from flash.imports import examine_options, load_object, load_objective
+from flash.simulate.settings import SimulateConfig
+from flash.simulate.spread import parse_spread
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 """`name` or `owner/name`: anything else is a path."""
 
 ENVIRONMENT_METHODS = ("reset", "step", "close")
 
+SPREADS = tuple(field.name for field in msgspec.structs.fields(SimulateConfig) if field.type is str)
+"""Keys of `[simulate]` that hold distributions."""
 
-def check(config: Config) -> list[Problem]:
-    """Every problem of a resolved configuration."""
-    return [problem for rule in RULES for problem in rule(config)]
+
+def check(config: Config, *, simulated: bool = False) -> list[Problem]:
+    """Every problem of a resolved configuration; `simulated`: those that matter where nothing real is started."""
+    return [problem for rule in (SIMULATION_RULES if simulated else RULES) for problem in rule(config)]
 
 
 def batch_rule(config: Config) -> Iterator[Problem]:
@@ -130,15 +137,20 @@ def _model_folder(config: Config, file: Path) -> Iterator[Problem]:
         yield Problem("model.max_length", message)
 
 
+def response_rule(config: Config) -> Iterator[Problem]:
+    """A prompt has room beside the longest response."""
+    limit = config.model.max_length - 1
+    if config.rollout.max_new_tokens > limit:
+        message = f"expected at most {limit} (model.max_length = {limit + 1}), got {config.rollout.max_new_tokens}"
+        yield Problem("rollout.max_new_tokens", message)
+
+
 def length_rule(config: Config) -> Iterator[Problem]:
-    """Prompts have room, and a full-length sequence fits into a forward pass."""
+    """The canary is no longer than a sequence, and a full-length one fits into a forward pass."""
     longest = config.model.max_length
-    for key, value, limit in (
-        ("rollout.max_new_tokens", config.rollout.max_new_tokens, longest - 1),
-        ("weights.canary_tokens", config.weights.canary_tokens, longest),
-    ):
-        if value > limit:
-            yield Problem(key, f"expected at most {limit} (model.max_length = {longest}), got {value}")
+    if config.weights.canary_tokens > longest:
+        message = f"expected at most {longest} (model.max_length = {longest}), got {config.weights.canary_tokens}"
+        yield Problem("weights.canary_tokens", message)
     if config.train.max_tokens_per_microbatch < longest:
         message = f"expected at least model.max_length = {longest}, got {config.train.max_tokens_per_microbatch}"
         yield Problem("train.max_tokens_per_microbatch", message)
@@ -209,16 +221,68 @@ def resume_rule(config: Config) -> Iterator[Problem]:
         yield Problem("run.resume", f"there is no run to continue: the folder {config.run_dir} does not exist")
 
 
-RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
+def rollout_rule(config: Config) -> Iterator[Problem]:
+    """The rules of rollout go together."""
+    rollout = config.rollout
+    if rollout.accuracy_bounds is not None and rollout.accuracy_bounds[0] > rollout.accuracy_bounds[1]:
+        yield Problem("rollout.accuracy_bounds", f"expected [low, high], got {list(rollout.accuracy_bounds)}")
+    members = rollout.group_size + rollout.extra_per_group
+    if not rollout.replicate_prompts and rollout.max_concurrent != "auto" and rollout.max_concurrent < members:
+        message = (
+            f"expected at least the {members} samples of a group, which start together with "
+            f"rollout.replicate_prompts = false, got {rollout.max_concurrent}"
+        )
+        yield Problem("rollout.max_concurrent", message)
+    if rollout.drop_equal_rewards and members == 1:
+        yield Problem("rollout.drop_equal_rewards", "groups of one sample have equal rewards: all would be dropped")
+
+
+def simulate_rule(config: Config) -> Iterator[Problem]:
+    """The simulated GPUs can be dealt to engines and trainers, and the distributions are ones."""
+    simulate = config.simulate
+    if simulate is None:
+        return
+    gpus, serving, width = simulate.gpus, simulate.rollout_gpus, simulate.gpus_per_engine
+    if serving >= gpus:
+        message = f"expected fewer than simulate.gpus = {gpus}, so that some GPUs train, got {serving}"
+        yield Problem("simulate.rollout_gpus", message)
+    if serving % width:
+        message = f"expected a multiple of simulate.gpus_per_engine = {width}, got {serving}"
+        yield Problem("simulate.rollout_gpus", message)
+    elif serving // width < simulate.nodes:
+        message = f"expected at most one per engine: {serving // width}, got {simulate.nodes}"
+        yield Problem("simulate.nodes", message)
+    for key in SPREADS:
+        try:
+            parse_spread(getattr(simulate, key))
+        except ConfigError as error:
+            yield Problem(f"simulate.{key}", str(error))
+
+
+def simulated_rule(config: Config) -> Iterator[Problem]:
+    """There is something to simulate."""
+    if config.simulate is None:
+        yield Problem("simulate", "is missing: a [simulate] table says what stands in for hardware and workload")
+
+
+Rule = Callable[[Config], Iterator[Problem]]
+
+RULES: tuple[Rule, ...] = (
     batch_rule,
+    rollout_rule,
     optimizer_rule,
     algorithm_rule,
     environment_rule,
     model_rule,
+    response_rule,
     length_rule,
     eval_rule,
     placement_rule,
     weights_rule,
     cpu_rule,
     resume_rule,
+    simulate_rule,
 )
+
+SIMULATION_RULES: tuple[Rule, ...] = (batch_rule, rollout_rule, response_rule, simulate_rule, simulated_rule)
+"""No model, device or environment is looked at: a simulation needs none."""

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from flash.config import Config, Section
+from flash.config import Config
 from flash.configfile import section_in
 from flash.decode import describe, show
+from flash.section import Section
 
 INTRODUCTION = """\
 # Configuration

@@ -17,10 +17,11 @@ from typing import Any, TypeVar, cast, get_args
 import msgspec
 import tomli_w
 
-from flash.config import Config, Section
+from flash.config import Config
 from flash.configcheck import check
 from flash.decode import Problem, convert, describe, mismatch, nearest, refuse, suggest
 from flash.errors import ConfigError
+from flash.section import Section
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
 """One folder per GPU, kept by NVIDIA's kernel driver."""
@@ -31,12 +32,13 @@ NVIDIA_SMI_TIMEOUT = 30.0
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-def load(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
+def load(paths: Sequence[Path], overrides: Sequence[str] = (), *, simulated: bool = False) -> Config:
     """Read, merge, decode, resolve and cross-check a configuration.
 
     Args:
         paths: TOML files; a later one wins.
         overrides: `dotted.key=value`; the value is TOML, or else taken as text.
+        simulated: check what a simulation needs, and neither model, environment nor devices.
 
     Raises:
         ConfigError: names every problem found.
@@ -52,7 +54,7 @@ def load(paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
     if decoder.problems or config is None:
         raise refuse(decoder.problems, origins)
     config = _resolve(config)
-    problems = check(config)
+    problems = check(config, simulated=simulated)
     if problems:
         raise refuse(problems, origins)
     return config

@@ -13,10 +13,11 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import anyio
 
-from envs.base import Environment, wrap
+from envs.base import Environment, Kinds, wrap
 from flash.config import Config
 from flash.errors import FlashError, TransportError
 from flash.hub import protocol as p
@@ -85,7 +86,7 @@ async def _first_node(place: Place, config: Config, meeting: Meeting, now: Calla
         version = Hub.version_of(state) if state is not None else 0
     tokenizer = await anyio.to_thread.run_sync(HfTokenizer, config.model)
     with Recorder(config, tokenizer, now=now, resume_at=version, restarts=place.life) as recorder:
-        hub = Hub(config, recorder, now=now, state=state)
+        hub = Hub(config, recorder, now=now, state=state, kind_of=kind_of(config))
         async with anyio.create_task_group() as signals:
             # Outermost: torchrun's SIGTERM must not cut the orderly end of a run that has failed, nor hide its error.
             signals.start_soon(_interrupt_on_signal, hub)
@@ -178,8 +179,17 @@ async def _roll_out(node: int, config: Config, address: HubAddress, now: Callabl
         await RolloutNode(node, config, engines, first, tokenizer, make_env(config), hub, now=now).run()
 
 
-def make_env(config: Config) -> Callable[[], Environment]:
-    """A factory of the configured environment; its options are checked once."""
-    kind = load_object(config.env.path)
-    options = check_options(kind, config.env.options, "env.options")
-    return lambda: wrap(kind(**options))
+def make_env(config: Config) -> Callable[[str], Environment]:
+    """A factory of the configured environment; its options are checked once. It finds a task's kind by its seed."""
+    env = load_object(config.env.path)
+    options = check_options(env, config.env.options, "env.options")
+    return lambda kind: wrap(env(**options))
+
+
+def kind_of(config: Config) -> Callable[[int], str]:
+    """The kind of the problem of a seed, for environments that have several; one unnamed kind for the others."""
+    env: Any = load_object(config.env.path)
+    if not isinstance(env, Kinds):
+        return lambda seed: ""
+    options = check_options(cast("type[object]", env), config.env.options, "env.options")
+    return lambda seed: env.kind_of(seed, **options)

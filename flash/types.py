@@ -53,7 +53,7 @@ class Task(msgspec.Struct, frozen=True):
     """One sample to make: member `sample_index` of group `group_id`, whose environment is reset with `seed`."""
 
     task_id: int
-    """Unique in a run. For training: group_id · group_size + sample_index."""
+    """Unique in a run and split: group_id · members of a group + sample_index."""
     group_id: int
     sample_index: int
     seed: int
@@ -61,6 +61,8 @@ class Task(msgspec.Struct, frozen=True):
     split: Split = "train"
     attempt: int = 0
     """How many times this task was tried before."""
+    kind: str = ""
+    """The kind of environment, where the run mixes several (see envs.mixture)."""
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -69,7 +71,7 @@ class Lease(msgspec.Struct, frozen=True):
     lease_id: int
     task: Task
     min_version: int
-    """The task may only run on an engine whose weights are at least this version (the age contract's admission)."""
+    """The task may only run on engines whose weights are at least this version, so that no token of it is older."""
 
 
 class VersionRun(msgspec.Struct, frozen=True, array_like=True):
@@ -97,6 +99,22 @@ class Completion(msgspec.Struct, frozen=True):
     """`stop`: the model ended its answer. `length`: the token limit did."""
 
 
+class Turn(msgspec.Struct, frozen=True, array_like=True):
+    """One response and what the environment made of it."""
+
+    observation: str
+    """What was shown before the response, as text."""
+    action: str
+    """The response, as text."""
+    reward: float
+    start: float
+    """Unix seconds at which the response was asked for."""
+    generate_s: float
+    """Seconds from there to its last token."""
+    env_s: float
+    """Seconds of the environment's step after it."""
+
+
 class Trajectory(msgspec.Struct, frozen=True, tag=True):
     """One finished sample: exactly what was sampled, and what it earned."""
 
@@ -104,18 +122,17 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True):
     outcome: Outcome
     """OK or TRUNCATED."""
     reward: float
+    """The sum of the turns' rewards."""
     token_ids: bytes
-    """int32 [T]: prompt and response, as the engine saw and sampled them."""
+    """int32 [T]: observations and responses, as the engine saw and sampled them. Later turns only append."""
     action_spans: list[Span]
-    """Which positions the policy sampled. Everything else is masked out of the loss."""
+    """Which positions the policy sampled, one span per turn. Everything else is masked out of the loss."""
     logprobs: bytes
     """float32 [A]: behaviour log-prob per action token, in the order of the spans."""
     versions: list[VersionRun]
     """Policy version per action token, run-length."""
-    prompt_text: str
-    completion_text: str
-    generate_s: float
-    """Seconds of the node's clock between the request and its last token."""
+    turns: list[Turn]
+    """What happened, turn by turn; at least one."""
 
     def tokens(self) -> Int32Array:
         """int32 [T]."""

@@ -1,13 +1,13 @@
-"""SampleBuffer: admission and the age contract, as a pure state machine.
+"""SampleBuffer: every training task between its issue and the commit of its step, as a pure state machine.
 
-The age contract (α = async ratio, B = samples per step, G = groups per step): every token trained by the step that
-makes version n+1 was sampled by a version ≥ n − α. It is kept in three places:
-
-- admission: the k-th sample counted from the start (samples of returned groups not counted) is handed out only to an
-  engine whose version v satisfies k ≤ (v + 1 + α)·B, and never beyond the last step's need;
-- choice: a batch takes the complete groups with the oldest tokens first, and never waits for a straggler while G others
-  are complete; a group without any recent token leaves as stale and gives its place back;
-- consumption: tokens that are too old all the same are left out of the loss, and counted.
+- *Admission* follows the age contract (`flash.hub.contract`): a sample is handed out only to a node with an engine
+  whose version leaves it room, and whose tokens the next step could still train.
+- *Redundancy*: the first members of a group to finish win, the others are withdrawn at once; so are groups that miss
+  their window, as far as `extra_groups` stand in for them.
+- *Choice* is made by `flash.hub.choice`, filtering by `flash.hub.groups.GroupFilter`; what leaves without reaching a
+  batch gives its place back.
+- *Consumption*: tokens that are too old all the same are left out of the loss, and counted; or their sample is started
+  again (`on_expire`).
 
 Conservation: every issued task is queued, leased, done, in training or booked in the ledger; `in_flight` counts them
 here, independently of the ledger.
@@ -15,88 +15,87 @@ here, independently of the ledger.
 
 from __future__ import annotations
 
-import math
-from collections import deque
+from bisect import insort
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
-from flash.errors import BreakerError, ContractError
-from flash.hub.groups import Group, Member
+from flash.errors import ContractError
+from flash.hub.breaker import Breaker
+from flash.hub.choice import choose
+from flash.hub.contract import AgeContract
+from flash.hub.groups import Group, GroupFilter, Member
 from flash.hub.ledger import Ledger
-from flash.hub.tasks import TaskSource
+from flash.hub.tasks import Cursor, TaskSource
 from flash.types import Failure, Lease, Outcome, Task, Trajectory
 
 RETRIED = frozenset({Outcome.ENV_ERROR, Outcome.ENV_TIMEOUT, Outcome.REWARD_ERROR, Outcome.ENGINE_ERROR})
 """Failures of the infrastructure: tried again within the budget. A cancelled task is always tried again."""
+FILTER_BREAKER = 20
+"""Batches' worth of groups filtered out in a row, none kept between, that stop a run which filters everything."""
 
 
-class AgeContract(msgspec.Struct, frozen=True):
-    """The numbers admission and consumption follow."""
+class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What the configuration says about samples, beside the age contract."""
 
-    async_ratio: float
-    batch_size: int
-    group_size: int
-    steps: int
-
-    def min_engine_version(self, sample: int) -> int:
-        """The oldest engine version that may start the `sample`-th sample (from 1)."""
-        # The tolerance keeps (v + 1 + α)·B = k true when α·B is a whole number that floats cannot hold.
-        return max(0, math.ceil(sample / self.batch_size - 1 - self.async_ratio - 1e-9))
-
-    def min_token_version(self, trainer_version: int) -> int:
-        """The oldest version whose tokens the next step may train."""
-        return math.ceil(trainer_version - self.async_ratio - 1e-9)
-
-    @property
-    def groups_per_batch(self) -> int:
-        """G."""
-        return self.batch_size // self.group_size
-
-    @property
-    def last_slot(self) -> int:
-        """Groups the whole run needs."""
-        return self.steps * self.groups_per_batch
+    retries: int = 2
+    breaker: int = 64
+    quarantine: int = 16
+    on_expire: Literal["mask", "requeue", "wait"] = "mask"
+    fifo_window: float | None = None
+    extra_per_group: int = 0
+    waves: bool = False
+    """Groups start in batches, the next batch when the last one is home."""
+    filter: GroupFilter = GroupFilter()
 
 
 class BufferState(msgspec.Struct):
     """What a checkpoint keeps of the buffer."""
 
-    next_group: int
+    cursor: Cursor
     returned: int
     groups: list[Group]
     ledger: Ledger
 
 
 class SampleBuffer:
-    """Every training task between its issue and the commit of its step."""
+    """See the module's docstring. `withdrawn` and `notes` fill up for the owner, who empties them."""
 
     def __init__(
         self,
         contract: AgeContract,
         source: TaskSource,
+        rules: BufferRules,
         *,
-        retries: int,
-        breaker: int,
+        step: int = 0,
         state: BufferState | None = None,
     ) -> None:
         self._contract = contract
         self._source = source
-        self._retries = retries
-        self._breaker = breaker
-        self._failed_in_a_row = 0
-        self._next_lease = 0
+        self._members = contract.group_size + rules.extra_per_group
+        self._rules = rules
         self._leases: dict[int, Task] = {}
-        self._queue: deque[Task] = deque()
+        self._next_lease = 0
+        self._reasons: dict[int, Outcome] = {}
+        self._queue: list[tuple[int, int]] = []
         self._groups: dict[int, Group] = {}
+        self._ready: dict[int, Group] = {}
         self._training: dict[int, Group] = {}
         self._returned = 0
+        self._next_step = step
+        self._wave_left = 0
+        self._breaker = Breaker(rules.breaker, rules.quarantine, FILTER_BREAKER * contract.groups_per_batch)
         self.ledger = Ledger()
+        self.withdrawn: list[int] = []
+        """Leases that have become pointless: to be cancelled on their nodes."""
+        self.notes: list[str] = []
+        """What people should know."""
         if state is not None:
             self._restore(state)
 
     def _restore(self, state: BufferState) -> None:
         """Continue from a checkpoint: leases of the former life are void, their tasks queue again in order."""
-        self._source.next_group = state.next_group
         self._returned = state.returned
         self.ledger = state.ledger
         for group in state.groups:
@@ -105,137 +104,278 @@ class SampleBuffer:
                 if member.state == "leased":
                     member.state = "queued"
                 if member.state == "queued":
-                    self._queue.append(member.task)
+                    insort(self._queue, (group.group_id, member.task.sample_index))
+            if group.complete:
+                self._ready[group.group_id] = group
 
     def snapshot(self) -> BufferState:
         """The state between two steps; call it while no batch is in training."""
         assert not self._training, "a batch in training belongs to no consistent state"
-        groups = list(self._groups.values())
-        return BufferState(self._source.next_group, self._returned, groups, self.ledger)
+        return BufferState(self._source.cursor, self._returned, list(self._groups.values()), self.ledger)
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
-    def lease(self, engine_version: int) -> Lease | None:
-        """Hand out the next task that an engine of this version may run, or None."""
-        if not self._queue and self._room_for_group(engine_version):
-            self._issue_group()
-        if not self._queue:
+    def lease(self, versions: Sequence[int], node: int = 0, *, alone: bool = True) -> Lease | None:
+        """Hand out the next task that a node may run, or None.
+
+        Args:
+            versions: what the node's engines run.
+            node: its number; a task goes to another node than those it failed on, unless this one is `alone`.
+            alone: whether no other node could take it.
+
+        Raises:
+            BreakerError: every kind of environment is quarantined.
+        """
+        newest = max(versions, default=-1)
+        for place, (group_id, index) in enumerate(self._queue):
+            group = self._groups[group_id]
+            if self._needed_version(group.slot, index) > newest:
+                return None
+            if alone or node not in group.members[index].avoid:
+                return self._hand_out(place, versions)
+        if not self._room_for_group(newest):
             return None
-        task = self._queue[0]
-        needed = self._needed_version(task)
-        if needed > engine_version:
-            return None
-        self._queue.popleft()
-        self._member(task).state = "leased"
-        lease = Lease(self._next_lease, task, needed)
+        self._issue_group()
+        return self._hand_out(len(self._queue) - self._members, versions)
+
+    def lease_rest(self, lease: Lease, versions: Sequence[int]) -> list[Lease]:
+        """The queued members of the same group, which go to the same node."""
+        group = self._groups[lease.task.group_id]
+        places = [(group.group_id, i) for i, member in enumerate(group.members) if member.state == "queued"]
+        return [self._hand_out(self._queue.index(place), versions) for place in places]
+
+    def _hand_out(self, place: int, versions: Sequence[int]) -> Lease:
+        """The lease on a queued task. No token will be older than the slowest engine that admission allows."""
+        group_id, index = self._queue.pop(place)
+        group = self._groups[group_id]
+        member = group.members[index]
+        needed = self._needed_version(group.slot, index)
+        floor = min(version for version in versions if version >= needed)
+        lease = Lease(self._next_lease, member.task, floor)
         self._next_lease += 1
-        self._leases[lease.lease_id] = task
+        self._leases[lease.lease_id] = member.task
+        member.state, member.lease_id, member.floor = "leased", lease.lease_id, floor
         return lease
 
-    def _needed_version(self, task: Task) -> int:
-        slot = self._groups[task.group_id].slot
-        return self._contract.min_engine_version(slot * self._contract.group_size + task.sample_index + 1)
+    def _needed_version(self, slot: int, index: int) -> int:
+        """What admission asks for; and the first token must not be too old for the next step."""
+        fresh = self._contract.min_token_version(self._next_step)
+        if self._rules.on_expire == "wait":
+            # Groups start as a whole: a step that waits for a begun group must not hold back the rest of the group.
+            index = self._contract.group_size - 1
+        return max(self._contract.min_engine_version(slot, index), fresh)
 
-    def _room_for_group(self, engine_version: int) -> bool:
-        slot = self._source.next_group - self._returned
-        first = self._contract.min_engine_version(slot * self._contract.group_size + 1)
-        return slot < self._contract.last_slot and first <= engine_version
+    def _room_for_group(self, newest: int) -> bool:
+        slot = self._source.cursor.next_group - self._returned
+        if slot >= self._contract.last_slot or self._needed_version(slot, 0) > newest:
+            return False
+        if not self._rules.waves:
+            return True
+        if not self._leases and not self._queue:
+            self._wave_left = self._contract.groups_per_batch + self._contract.extra_groups
+        return self._wave_left > 0
 
     def _issue_group(self) -> None:
-        slot = self._source.next_group - self._returned
+        slot = self._source.cursor.next_group - self._returned
         tasks = self._source.issue_group()
-        group = Group(tasks[0].group_id, slot, [Member(task) for task in tasks])
+        self._wave_left -= 1
+        group = Group(tasks[0].group_id, slot, self._contract.group_size, [Member(task) for task in tasks])
         self._groups[group.group_id] = group
-        self._queue.extend(tasks)
+        self._queue += [(group.group_id, task.sample_index) for task in tasks]
         self.ledger.issued += len(tasks)
 
     # -- results -----------------------------------------------------------------------------------------------------
 
-    def finish(self, lease_id: int, result: Trajectory | Failure) -> None:
-        """Take what a lease brought home. An unknown lease (revoked, or of a former life) only books its tokens.
+    def finish(self, lease_id: int, result: Trajectory | Failure, node: int = 0) -> None:
+        """Take what a lease brought home. An unknown lease (withdrawn, or of a former life) only books its tokens.
 
         Raises:
-            BreakerError: too many tasks in a row were given up.
+            BreakerError: too many tasks in a row were given up, or too many groups filtered out.
         """
         task = self._leases.pop(lease_id, None)
         tokens = result.tokens if isinstance(result, Failure) else result.action_count
         self.ledger.generated_tokens += tokens
         if task is None:
-            self.ledger.discard(Outcome.CANCELLED, tokens)
-        elif isinstance(result, Failure):
+            self.ledger.discard(self._reasons.pop(lease_id, Outcome.CANCELLED), tokens)
+            return
+        group, member = self._find(task)
+        if isinstance(result, Failure):
             self.ledger.discard(result.outcome, tokens)
-            self._fail(task, result)
+            self._fail(group, member, result, node)
         else:
-            member = self._member(task)
             member.state, member.trajectory = "done", result
-            self._failed_in_a_row = 0
+            self._breaker.finished(task)
+        self._settle(group)
 
     def revoke(self, lease_id: int) -> None:
-        """A lease's node is gone: its task queues again, at the front."""
-        task = self._leases.pop(lease_id)
+        """A lease's node is gone: its task queues again."""
+        task = self._leases.pop(lease_id, None)
+        if task is None:
+            self._reasons.pop(lease_id, None)
+            return
+        _, member = self._find(task)
         self.ledger.retry(Outcome.CANCELLED)
-        self._requeue(task)
+        self._requeue(member)
 
-    def _fail(self, task: Task, failure: Failure) -> None:
+    def _fail(self, group: Group, member: Member, failure: Failure, node: int) -> None:
+        task = member.task
         if failure.outcome is Outcome.CANCELLED:
             self.ledger.retry(failure.outcome)
-            self._requeue(task)
-        elif failure.outcome in RETRIED and task.attempt < self._retries:
+            self._requeue(member)
+        elif failure.outcome in RETRIED and task.attempt < self._rules.retries:
             self.ledger.retry(failure.outcome)
-            self._requeue(msgspec.structs.replace(task, attempt=task.attempt + 1))
+            member.task = msgspec.structs.replace(task, attempt=task.attempt + 1)
+            member.avoid.append(node)
+            self._requeue(member)
         else:
-            self._lose(task, failure)
+            self._drop(member, "lost", failure.outcome)
+            if self._breaker.given_up(task, failure):
+                self._quarantine(task.kind, failure)
 
-    def _requeue(self, task: Task) -> None:
-        member = self._member(task)
-        member.task, member.state = task, "queued"
-        self._queue.appendleft(task)
+    def _quarantine(self, kind: str, failure: Failure) -> None:
+        """Give up what is on its way of a kind that keeps failing; finished members stay."""
+        self._source.quarantine(kind)
+        for group in list(self._groups.values()):
+            if group.members[0].task.kind != kind:
+                continue
+            for member in group.members:
+                if member.state in ("queued", "leased"):
+                    self._drop(member, "lost", failure.outcome)
+            self._settle(group)
+        self.notes.append(
+            f"environments of kind {kind!r} are in quarantine: {self._rules.quarantine} of their samples in a row were "
+            f"given up; the last one ({failure.outcome}): {failure.message}"
+        )
 
-    def _lose(self, task: Task, failure: Failure) -> None:
-        self._member(task).state = "lost"
-        self.ledger.give_up(failure.outcome)
-        group = self._groups[task.group_id]
+    def _requeue(self, member: Member) -> None:
+        """Back to its place in the order of issue."""
+        member.state = "queued"
+        insort(self._queue, (member.task.group_id, member.task.sample_index))
+
+    def _drop(self, member: Member, state: Literal["lost", "beaten"], outcome: Outcome) -> None:
+        """A member leaves for good: on its way, its lease is withdrawn; done, its tokens are booked as waste."""
+        if member.state == "queued":
+            self._unqueue(member)
+        elif member.state == "leased" and self._leases.pop(member.lease_id, None) is not None:
+            self._withdraw(member.lease_id, outcome)
+        if member.trajectory is not None:
+            self.ledger.discard(outcome, member.trajectory.action_count)
+            member.trajectory = None
+        member.state = state
+        self.ledger.give_up(outcome)
+
+    def _unqueue(self, member: Member) -> None:
+        place = (member.task.group_id, member.task.sample_index)
+        if place in self._queue:
+            self._queue.remove(place)
+
+    def _withdraw(self, lease_id: int, reason: Outcome) -> None:
+        self._reasons[lease_id] = reason
+        self.withdrawn.append(lease_id)
+
+    def _settle(self, group: Group) -> None:
+        """A member has come home or left: the group may be complete, filtered out, or empty."""
+        if group.group_id not in self._groups or group.group_id in self._ready:
+            return
         if group.alive == 0:
             self._return(group)
-        self._failed_in_a_row += 1
-        if self._failed_in_a_row >= self._breaker:
-            raise BreakerError(
-                f"{self._failed_in_a_row} samples in a row were given up and none finished between; "
-                f"the last one ({failure.outcome}): {failure.message}. Fix the cause, or raise rollout.breaker "
-                "or rollout.retries."
-            )
+        elif group.complete:
+            for member in group.members:
+                if member.state in ("queued", "leased"):
+                    self._drop(member, "beaten", Outcome.CANCELLED)
+            self._admit_or_filter(group)
+
+    def _admit_or_filter(self, group: Group) -> None:
+        if self._rules.filter.keeps(group):
+            self._ready[group.group_id] = group
+            self._breaker.kept()
+            return
+        self.ledger.filtered += group.alive
+        for trajectory in group.trajectories():
+            self.ledger.discard(Outcome.FILTERED, trajectory.action_count)
+        self._return(group)
+        self._breaker.filtered()
 
     def _return(self, group: Group) -> None:
-        """A group leaves without reaching a batch: the groups issued after it move up, the last place is free again."""
+        """A group leaves without reaching a batch: those issued after it move up, the last place is free again."""
         del self._groups[group.group_id]
+        self._ready.pop(group.group_id, None)
         self._returned += 1
         for later in self._groups.values():
             later.slot -= later.slot > group.slot
 
-    def _member(self, task: Task) -> Member:
-        return self._groups[task.group_id].members[task.sample_index]
+    def _find(self, task: Task) -> tuple[Group, Member]:
+        group = self._groups[task.group_id]
+        return group, group.members[task.sample_index]
 
     # -- consumption -------------------------------------------------------------------------------------------------
 
     def take(self, version: int) -> list[Group] | None:
-        """The groups of the step that trains version `version`, or None while too few are complete."""
-        min_version = self._contract.min_token_version(version)
-        ready = [group for group in self._groups.values() if group.complete]
-        for group in [group for group in ready if group.trained_tokens(min_version) == 0]:
-            self._expire(group)
-            ready.remove(group)
-        if len(ready) < self._contract.groups_per_batch:
+        """The groups of the step that trains version `version`, or None while there are too few."""
+        self._age(version)
+        chosen = choose(
+            self._contract,
+            version,
+            self._groups.values(),
+            self._ready.values(),
+            fifo_window=self._rules.fifo_window,
+            wait=self._rules.on_expire == "wait",
+        )
+        if chosen is None:
             return None
-        ready.sort(key=lambda group: (group.oldest_version, group.group_id))
-        chosen = ready[: self._contract.groups_per_batch]
         for group in chosen:
             self._training[group.group_id] = self._groups.pop(group.group_id)
+            del self._ready[group.group_id]
+        self._age(version + 1)
         return chosen
 
+    def _age(self, step: int) -> None:
+        """From now on `step` is the next one: deal with what no step can train any more as it is."""
+        if step <= self._next_step:
+            return
+        self._next_step = step
+        oldest = self._contract.min_token_version(step)
+        self._cancel_losers(oldest)
+        for group in list(self._groups.values()):
+            if self._rules.on_expire == "requeue":
+                self._start_again(group, oldest)
+            if group.group_id in self._ready and group.trained_tokens(oldest) == 0:
+                self._expire(group)
+
+    def _cancel_losers(self, oldest: int) -> None:
+        """Redundant groups make up for those that missed their window."""
+        outgrown = [
+            group
+            for group in self._groups.values()
+            if group.group_id not in self._ready
+            and any(member.state == "leased" and member.floor < oldest for member in group.members)
+        ]
+        for group in outgrown[: self._contract.extra_groups]:
+            for member in group.members:
+                if member.state in ("queued", "leased", "done"):
+                    self._drop(member, "beaten", Outcome.CANCELLED)
+            self._return(group)
+
+    def _start_again(self, group: Group, oldest: int) -> None:
+        """Members with a token that is too old lose all of it and queue again, in their place."""
+        for member in group.members:
+            if member.state == "leased" and member.floor < oldest:
+                if self._leases.pop(member.lease_id, None) is None:
+                    continue
+                self._withdraw(member.lease_id, Outcome.STALE)
+            elif member.trajectory is not None and member.trajectory.oldest_version < oldest:
+                self.ledger.discard(Outcome.STALE, member.trajectory.action_count)
+                member.trajectory = None
+            else:
+                continue
+            self.ledger.retry(Outcome.STALE)
+            self._requeue(member)
+            self._ready.pop(group.group_id, None)
+
     def _expire(self, group: Group) -> None:
-        for trajectory in group.trajectories():
-            self.ledger.give_up(Outcome.STALE)
-            self.ledger.discard(Outcome.STALE, trajectory.action_count)
+        for member in group.members:
+            if member.state == "done":
+                self._drop(member, "lost", Outcome.STALE)
         self._return(group)
 
     def commit(self, version: int) -> None:
@@ -259,6 +399,14 @@ class SampleBuffer:
         self._training.clear()
         self.check()
 
+    def close(self) -> None:
+        """The last step is committed: what redundancy left over is withdrawn and booked."""
+        for group in list(self._groups.values()):
+            for member in group.members:
+                if member.state in ("queued", "leased", "done"):
+                    self._drop(member, "beaten", Outcome.CANCELLED)
+            self._return(group)
+
     # -- counts ------------------------------------------------------------------------------------------------------
 
     @property
@@ -276,7 +424,7 @@ class SampleBuffer:
     @property
     def ready_groups(self) -> int:
         """Complete groups that wait for a step."""
-        return sum(group.complete for group in self._groups.values())
+        return len(self._ready)
 
     @property
     def leased(self) -> int:

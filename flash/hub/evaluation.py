@@ -1,4 +1,4 @@
-"""Held-out evaluation rounds, as a pure state machine.
+"""Held-out evaluation: when a round is due, and the rounds themselves, as pure state machines.
 
 A round asks the same held-out tasks of an engine that runs at least its version. A sample that fails for a reason
 of the infrastructure is tried again within the budget; one that still fails is reported as missing, never scored as 0.
@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Sequence
 
+import msgspec
+
+from flash.config import EvalConfig
 from flash.hub.buffer import RETRIED
 from flash.hub.tasks import held_out_tasks
 from flash.observe.stats import mean_interval, pass_at_k
@@ -21,12 +25,12 @@ LEASE_BASE = 1 << 40
 class EvalRound:
     """One evaluation of one version."""
 
-    def __init__(self, version: int, problems: int, samples: int, retries: int, first_lease: int) -> None:
+    def __init__(self, version: int, tasks: Sequence[Task], samples: int, retries: int, first_lease: int) -> None:
         self.version = version
         self._samples = samples
         self._retries = retries
         self._next_lease = LEASE_BASE + first_lease
-        self._queue: deque[Task] = deque(held_out_tasks(problems, samples))
+        self._queue: deque[Task] = deque(tasks)
         self._leases: dict[int, Task] = {}
         self.rewards: dict[int, list[float]] = {}
         """Rewards per problem."""
@@ -35,9 +39,9 @@ class EvalRound:
         self.versions: set[int] = set()
         """Versions that sampled at least one token."""
 
-    def lease(self, engine_version: int) -> Lease | None:
-        """The next task, for an engine that runs at least the round's version."""
-        if not self._queue or engine_version < self.version:
+    def lease(self, versions: Sequence[int]) -> Lease | None:
+        """The next task, for a node whose engines run these versions: one must run at least the round's."""
+        if not self._queue or max(versions, default=-1) < self.version:
             return None
         lease = Lease(self._next_lease, self._queue.popleft(), self.version)
         self._next_lease += 1
@@ -57,9 +61,7 @@ class EvalRound:
         elif result.outcome is Outcome.CANCELLED:
             self._queue.appendleft(task)
         elif result.outcome in RETRIED and task.attempt < self._retries:
-            self._queue.append(
-                Task(task.task_id, task.group_id, task.sample_index, task.seed, "eval", task.attempt + 1)
-            )
+            self._queue.append(msgspec.structs.replace(task, attempt=task.attempt + 1))
         else:
             self.missing += 1
 
@@ -92,3 +94,78 @@ class EvalRound:
             "samples": len(flat),
             "missing": self.missing,
         }
+
+
+class Evaluations:
+    """The rounds of a run, one at a time: at the first version of a new run, every `every` versions, at the last one.
+
+    Args:
+        config: how to evaluate.
+        retries: attempts of a sample that failed for a reason of the infrastructure.
+        first_version: the version this life of the run begins with.
+        steps: the last version.
+        kind_of: the kind of a problem.
+    """
+
+    def __init__(
+        self, config: EvalConfig, retries: int, first_version: int, steps: int, kind_of: Callable[[int], str]
+    ) -> None:
+        self._config = config
+        self._retries = retries
+        self._first_version = first_version
+        self._steps = steps
+        self._kind_of = kind_of
+        self._due: list[int] = []
+        self._round: EvalRound | None = None
+        self._leases = 0
+
+    def published(self, version: int) -> None:
+        """A version is there to be evaluated."""
+        every = self._config.every
+        first = version == 0
+        last = version == self._steps
+        regular = every > 0 and version > self._first_version and version % every == 0
+        if first or last or regular:
+            self._due.append(version)
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._round is None and self._due:
+            problems, samples = self._config.problems, self._config.samples
+            tasks = held_out_tasks(problems, samples, self._kind_of)
+            self._round = EvalRound(self._due.pop(0), tasks, samples, self._retries, self._leases)
+            self._leases += len(tasks) * (self._retries + 1)
+
+    @property
+    def measuring_start(self) -> bool:
+        """Whether the untrained policy is being measured: nothing else runs then."""
+        return self._round is not None and self._round.version == 0
+
+    @property
+    def done(self) -> bool:
+        """No round runs or is due."""
+        return self._round is None and not self._due
+
+    def lease(self, versions: Sequence[int]) -> Lease | None:
+        """A task of the running round, or None."""
+        return self._round.lease(versions) if self._round is not None else None
+
+    def owns(self, lease_id: int) -> bool:
+        """Whether a lease belongs to the running round."""
+        return self._round is not None and self._round.owns(lease_id)
+
+    def finish(self, lease_id: int, result: Trajectory | Failure) -> dict[str, float] | None:
+        """Take a result; the row of the round, when it was its last one."""
+        finished = self._round
+        assert finished is not None, "the caller has asked who owns the lease"
+        finished.finish(lease_id, result)
+        if not finished.done:
+            return None
+        self._round = None
+        self._begin()
+        return finished.row()
+
+    def revoke(self, lease_id: int) -> None:
+        """A lease's node is gone."""
+        assert self._round is not None, "the caller has asked who owns the lease"
+        self._round.revoke(lease_id)

@@ -1,7 +1,8 @@
-"""Group assembly: the members of one prompt, from issue to the last one home.
+"""Group assembly: the members of one prompt, from issue to the last one home; and which groups are worth training.
 
-A member is queued, leased, done or lost. A group is complete when no member is queued or leased, and ready when it is
-complete and at least one member is done. Lost members leave the group smaller; group identity stays explicit.
+A member is queued, leased, done, lost (given up for a failure) or beaten (a redundant one that came too late). A group
+is complete when enough members are done, or when none is on its way. Group identity stays explicit: lost members leave
+the group smaller.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import msgspec
 
 from flash.types import Task, Trajectory
 
-MemberState = Literal["queued", "leased", "done", "lost"]
+MemberState = Literal["queued", "leased", "done", "lost", "beaten"]
 
 
 class Member(msgspec.Struct):
@@ -20,6 +21,12 @@ class Member(msgspec.Struct):
 
     task: Task
     state: MemberState = "queued"
+    lease_id: int = -1
+    """While leased."""
+    floor: int = 0
+    """While leased: none of its tokens is older than this version."""
+    avoid: list[int] = []
+    """Nodes on which it failed."""
     trajectory: Trajectory | None = None
 
 
@@ -29,27 +36,59 @@ class Group(msgspec.Struct):
     group_id: int
     slot: int
     """Its place, from 0, among the groups issued and not returned: what admission counts."""
+    wanted: int
+    """Finished members that make it complete; further members are redundant."""
     members: list[Member]
 
     @property
     def complete(self) -> bool:
-        """No member is still on its way."""
-        return all(member.state in ("done", "lost") for member in self.members)
+        """Enough members are done, or no other is on its way."""
+        done = self.count("done")
+        return done >= self.wanted or (done > 0 and self.pending == 0)
+
+    def count(self, state: MemberState) -> int:
+        """Members in a state."""
+        return sum(member.state == state for member in self.members)
+
+    @property
+    def pending(self) -> int:
+        """Members on their way."""
+        return self.count("queued") + self.count("leased")
+
+    @property
+    def alive(self) -> int:
+        """Members that may still be trained."""
+        return self.pending + self.count("done")
 
     def trajectories(self) -> list[Trajectory]:
         """What its finished members brought home."""
         return [member.trajectory for member in self.members if member.trajectory is not None]
 
     @property
-    def alive(self) -> int:
-        """Members that are not lost."""
-        return sum(member.state != "lost" for member in self.members)
-
-    @property
-    def oldest_version(self) -> int:
-        """The oldest policy version among its tokens."""
-        return min(trajectory.oldest_version for trajectory in self.trajectories())
+    def oldest_version(self) -> int | None:
+        """No token of it, sampled or being sampled, is older than this version. None: nothing was begun."""
+        done = [trajectory.oldest_version for trajectory in self.trajectories()]
+        leased = [member.floor for member in self.members if member.state == "leased"]
+        return min([*done, *leased], default=None)
 
     def trained_tokens(self, min_version: int) -> int:
         """Action tokens of its members sampled by `min_version` or newer."""
         return sum(trajectory.trained_tokens(min_version) for trajectory in self.trajectories())
+
+
+class GroupFilter(msgspec.Struct, frozen=True):
+    """Dynamic filtering (DAPO, arXiv 2503.14476, section 3.2): which complete groups are worth a place in a batch."""
+
+    drop_equal_rewards: bool = False
+    accuracy_bounds: tuple[float, float] | None = None
+    """Least and most mean reward, both allowed."""
+
+    def keeps(self, group: Group) -> bool:
+        """Whether a complete group is trained."""
+        rewards = [trajectory.reward for trajectory in group.trajectories()]
+        if self.drop_equal_rewards and max(rewards) == min(rewards):
+            return False
+        if self.accuracy_bounds is None:
+            return True
+        low, high = self.accuracy_bounds
+        return low <= sum(rewards) / len(rewards) <= high

@@ -7,7 +7,6 @@ The hub owns no task: its methods run in the tasks of whoever calls them, and `r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -15,12 +14,15 @@ import anyio
 import msgspec
 
 import flash.errors
-from flash.config import Config
+from flash.config import Config, RolloutConfig
 from flash.errors import ContractError, DeadlineError, FlashError, PeerLostError
 from flash.hub import protocol as p
 from flash.hub.batching import deal
-from flash.hub.buffer import AgeContract, BufferState, SampleBuffer
-from flash.hub.evaluation import EvalRound
+from flash.hub.buffer import BufferRules, BufferState, SampleBuffer
+from flash.hub.contract import AgeContract
+from flash.hub.evaluation import Evaluations
+from flash.hub.groups import GroupFilter
+from flash.hub.metrics import StepMetrics
 from flash.hub.tasks import TaskSource
 from flash.observe.observer import Observer
 from flash.types import Activity, Failure, Lease, Published, Shard, Trajectory
@@ -41,47 +43,70 @@ class RunEnd(msgspec.Struct, frozen=True):
     ledger: dict[str, int]
 
 
+def buffer_rules(rollout: RolloutConfig) -> BufferRules:
+    """The part of the configuration that the buffer uses."""
+    return BufferRules(
+        retries=rollout.retries,
+        breaker=rollout.breaker,
+        quarantine=rollout.quarantine,
+        on_expire=rollout.on_expire,
+        fifo_window=rollout.fifo_window,
+        extra_per_group=rollout.extra_per_group,
+        waves=not rollout.queue_scheduling,
+        filter=GroupFilter(rollout.drop_equal_rewards, rollout.accuracy_bounds),
+    )
+
+
 class Hub:
     """Serves nodes and trainer ranks. `now` gives Unix seconds on the loop's clock."""
 
     def __init__(
-        self, config: Config, observer: Observer, *, now: Callable[[], float], state: bytes | None = None
+        self,
+        config: Config,
+        observer: Observer,
+        *,
+        now: Callable[[], float],
+        state: bytes | None = None,
+        kind_of: Callable[[int], str] = lambda seed: "",
     ) -> None:
         restored = msgspec.msgpack.decode(state, type=HubState) if state is not None else None
         self._config = config
         self._observer = observer
         self._now = now
+        self._version = restored.version if restored else 0
+        rollout = config.rollout
         self._contract = AgeContract(
-            config.train.async_ratio, config.train.batch_size, config.rollout.group_size, config.run.steps
+            config.train.async_ratio,
+            config.train.batch_size,
+            rollout.group_size,
+            config.run.steps,
+            rollout.extra_groups,
         )
+        cursor = restored.buffer.cursor if restored else None
+        members = rollout.group_size + rollout.extra_per_group
         self.buffer = SampleBuffer(
             self._contract,
-            TaskSource(config.run.seed, config.rollout.group_size),
-            retries=config.rollout.retries,
-            breaker=config.rollout.breaker,
+            TaskSource(config.run.seed, members, kind_of, cursor),
+            buffer_rules(rollout),
+            step=self._version,
             state=restored.buffer if restored else None,
         )
-        self._version = restored.version if restored else 0
-        self._first_version = self._version
+        self._evaluations = Evaluations(config.eval, rollout.retries, self._version, config.run.steps, kind_of)
         self._published: Published | None = None
         self._engines: dict[int, dict[int, p.EngineStatus]] = {}
         self._leases_of_node: dict[int, set[int]] = {}
+        self._node_of_lease: dict[int, int] = {}
+        self._cancels: dict[int, list[int]] = {}
         self._shards: list[Shard] = []
         self._fetched: set[int] = set()
-        self._round: EvalRound | None = None
-        self._rounds: list[int] = []
-        self._round_began = 0.0
-        self._eval_leases = 0
+        self._evaluating_since: float | None = None
         self._gone: set[int] = set()
         self._stopping: Literal["finished", "interrupted"] | None = None
         self._done = False
         self._error: FlashError | None = None
         self._changed = anyio.Event()
         self._progress = 0
-        self._begun = False
-        self._last_commit = now()
-        self._last_generated = self.buffer.ledger.generated_tokens
-        self._canary_error = 0.0
+        self._metrics = StepMetrics(self.buffer.ledger.generated_tokens)
 
     @staticmethod
     def version_of(state: bytes) -> int:
@@ -137,7 +162,7 @@ class Hub:
                 raise self._stalled(training, seconds)
         if self._stopping != "interrupted":
             with anyio.move_on_after(deadlines.step) as scope:
-                await self._until(self._evaluated)
+                await self._until(lambda: self._evaluations.done)
             if scope.cancelled_caught:
                 raise DeadlineError("the last evaluation", deadlines.step, "the engines and eval.problems")
         self._done = True
@@ -164,6 +189,8 @@ class Hub:
                 return await self._lease(request)
             case p.Results():
                 return self._results(request)
+            case p.CancelRequest():
+                return await self._next_cancels(request)
             case p.VersionRequest():
                 return await self._next_version(request)
             case p.EngineReport():
@@ -197,15 +224,12 @@ class Hub:
             self.fail(PeerLostError(f"trainer rank {number} is gone; its own output says why"))
         if kind == "node":
             self._engines.pop(int(number), None)
+            self._cancels.pop(int(number), None)
             for lease_id in self._leases_of_node.pop(int(number), set()):
-                self._revoke(lease_id)
+                del self._node_of_lease[lease_id]
+                owner = self._evaluations if self._evaluations.owns(lease_id) else self.buffer
+                owner.revoke(lease_id)
         self._notify()
-
-    def _revoke(self, lease_id: int) -> None:
-        if self._round is not None and self._round.owns(lease_id):
-            self._round.revoke(lease_id)
-        else:
-            self.buffer.revoke(lease_id)
 
     # -- rollout nodes -----------------------------------------------------------------------------------------------
 
@@ -219,46 +243,74 @@ class Hub:
 
         with anyio.move_on_after(p.LONG_POLL_S):
             await self._until(granted)
-        self._leases_of_node.setdefault(request.node, set()).update(lease.lease_id for lease in leases)
         return p.Leases(leases, done=self._done)
 
     def _grant(self, node: int, capacity: int) -> list[Lease]:
-        engines = self._engines.get(node, {}).values()
-        version = max((engine.version for engine in engines), default=-1)
+        versions = [engine.version for engine in self._engines.get(node, {}).values()]
         leases: list[Lease] = []
-        while len(leases) < capacity and (lease := self._next_lease(version)) is not None:
-            leases.append(lease)
+        while len(leases) < capacity and (granted := self._next_leases(node, versions)):
+            leases += granted
+        for lease in leases:
+            self._leases_of_node.setdefault(node, set()).add(lease.lease_id)
+            self._node_of_lease[lease.lease_id] = node
         return leases
 
-    def _next_lease(self, engine_version: int) -> Lease | None:
-        if self._round is not None and (lease := self._round.lease(engine_version)) is not None:
-            self._round_began = self._round_began or self._now()
-            return lease
-        measuring_start = self._round is not None and self._round.version == 0
-        if engine_version < 0 or self._stopping is not None or measuring_start:
-            return None
-        lease = self.buffer.lease(engine_version)
-        if lease is not None and not self._begun:
-            self._begun, self._last_commit = True, self._now()
-        return lease
+    def _next_leases(self, node: int, versions: list[int]) -> list[Lease]:
+        """The next task for a node, or the next whole group."""
+        if (lease := self._evaluations.lease(versions)) is not None:
+            self._evaluating_since = self._now() if self._evaluating_since is None else self._evaluating_since
+            return [lease]
+        if max(versions, default=-1) < 0 or self._stopping is not None or self._evaluations.measuring_start:
+            return []
+        try:
+            lease = self.buffer.lease(versions, node, alone=len(self._engines) < 2)
+        except FlashError as error:
+            self.fail(error)
+            return []
+        if lease is None:
+            return []
+        self._metrics.began(self._now())
+        if self._config.rollout.replicate_prompts:
+            return [lease]
+        return [lease, *self.buffer.lease_rest(lease, versions)]
 
     def _results(self, request: p.Results) -> p.Ack:
         for result in request.results:
             self._leases_of_node.get(request.node, set()).discard(result.lease_id)
-            self._take(result.lease_id, result.outcome)
+            self._node_of_lease.pop(result.lease_id, None)
+            self._take(request.node, result.lease_id, result.outcome)
+        self._spread_word()
         self._notify()
         return p.Ack()
 
-    def _take(self, lease_id: int, outcome: Trajectory | Failure) -> None:
-        if self._round is not None and self._round.owns(lease_id):
-            self._round.finish(lease_id, outcome)
-            if self._round.done:
-                self._end_round(self._round)
+    def _take(self, node: int, lease_id: int, outcome: Trajectory | Failure) -> None:
+        if self._evaluations.owns(lease_id):
+            if (row := self._evaluations.finish(lease_id, outcome)) is not None:
+                now = self._now()
+                self._observer.evaluation(row | {"time": now})
+                if self._evaluating_since is not None:
+                    self._observer.activities([Activity("evaluation", "evaluate", self._evaluating_since, now)])
+                self._evaluating_since = None
             return
         try:
-            self.buffer.finish(lease_id, outcome)
+            self.buffer.finish(lease_id, outcome, node)
         except FlashError as error:
             self.fail(error)
+
+    def _spread_word(self) -> None:
+        """Sort what the buffer has withdrawn by node, for their cancel requests, and pass its notes on."""
+        for lease_id in self.buffer.withdrawn:
+            if (node := self._node_of_lease.get(lease_id)) is not None:
+                self._cancels.setdefault(node, []).append(lease_id)
+        self.buffer.withdrawn.clear()
+        for note in self.buffer.notes:
+            self._observer.note(note)
+        self.buffer.notes.clear()
+
+    async def _next_cancels(self, request: p.CancelRequest) -> p.Cancels:
+        with anyio.move_on_after(p.LONG_POLL_S):
+            await self._until(lambda: self._done or bool(self._cancels.get(request.node)))
+        return p.Cancels(self._cancels.pop(request.node, []), done=self._done)
 
     async def _next_version(self, request: p.VersionRequest) -> p.VersionReply:
         def newer() -> bool:
@@ -273,7 +325,7 @@ class Hub:
 
     def _engine_report(self, request: p.EngineReport) -> p.Ack:
         self._engines[request.node] = {engine.index: engine for engine in request.engines}
-        self._canary_error = max([self._canary_error, *(engine.canary_error for engine in request.engines)])
+        self._metrics.canaries(request.engines)
         self._observer.activities(request.activities)
         self._notify()
         return p.Ack()
@@ -286,7 +338,7 @@ class Hub:
         await self._until(lambda: all(v >= newest for v in self._engine_versions()))
         self._published = published
         self._progress += 1
-        self._schedule_eval(published.version)
+        self._evaluations.published(published.version)
         self._notify()
         return p.Ack()
 
@@ -307,13 +359,16 @@ class Hub:
     def _form_batch(self) -> bool:
         if self._shards:
             return True
-        if self._version >= self._config.run.steps:
-            self._stopping = self._stopping or "finished"
+        if self._version >= self._config.run.steps and self._stopping is None:
+            self._stopping = "finished"
+            self.buffer.close()
+            self._spread_word()
         if self._stopping is not None:
             return True
         groups = self.buffer.take(self._version)
         if groups is None:
             return False
+        self._spread_word()
         min_version = self._contract.min_token_version(self._version)
         self._shards = deal(groups, self._version, min_version, self._config.trainer_world_size)
         self._observer.trajectories(self._version, [t for group in groups for t in group.trajectories()])
@@ -329,67 +384,12 @@ class Hub:
         self.buffer.commit(self._version)
         self._version += 1
         self._progress += 1
-        self._observer.step(self._row(request.metrics, samples))
+        engines = [engine for node in self._engines.values() for engine in node.values()]
+        self._observer.step(
+            self._metrics.row(self._version, samples, request.metrics, self.buffer, engines, self._now())
+        )
         self._notify()
         return p.Ack()
-
-    def _row(self, metrics: dict[str, float], samples: int) -> dict[str, float]:
-        """The metrics of the step just committed. Waiting and rates count from the first lease: before, nothing ran."""
-        now, ledger = self._now(), self.buffer.ledger
-        elapsed = max(now - self._last_commit, 1e-9)
-        generated = ledger.generated_tokens - self._last_generated
-        self._last_commit, self._last_generated = now, ledger.generated_tokens
-        engines = [engine for node in self._engines.values() for engine in node.values()]
-        lifetime = sum(engine.lifetime_s for engine in engines)
-        wait = max(0.0, min(metrics.get("trainer_wait_s", 0.0), elapsed - metrics.get("trainer_step_s", 0.0)))
-        return metrics | {
-            "step": self._version - 1,
-            "version": self._version,
-            "time": now,
-            "samples": samples,
-            "trainer_wait_s": wait,
-            "trainer_wait_share": wait / elapsed,
-            "interval_s": elapsed,
-            "tokens_per_second": generated / elapsed,
-            "generated_tokens": ledger.generated_tokens,
-            "engine_idle_share": sum(e.idle_s for e in engines) / lifetime if lifetime else math.nan,
-            "canary_max": self._canary_error,
-            "queue_ready_groups": self.buffer.ready_groups,
-            "in_flight": self.buffer.in_flight,
-            "stale_tokens": sum(ledger.discarded_tokens.values()),
-            "given_up": sum(ledger.given_up.values()),
-        }
-
-    # -- evaluation --------------------------------------------------------------------------------------------------
-
-    def _schedule_eval(self, version: int) -> None:
-        """First version of a new run, every `eval.every` versions, and the last one."""
-        every = self._config.eval.every
-        first = version == 0
-        last = version == self._config.run.steps
-        regular = every > 0 and version > self._first_version and version % every == 0
-        if first or last or regular:
-            self._rounds.append(version)
-        self._next_round()
-
-    def _next_round(self) -> None:
-        if self._round is None and self._rounds:
-            config = self._config.eval
-            version = self._rounds.pop(0)
-            retries = self._config.rollout.retries
-            self._round_began = 0.0
-            self._round = EvalRound(version, config.problems, config.samples, retries, self._eval_leases)
-            self._eval_leases += config.problems * config.samples * (retries + 1)
-
-    def _end_round(self, finished: EvalRound) -> None:
-        now = self._now()
-        self._observer.evaluation(finished.row() | {"time": now})
-        self._observer.activities([Activity("evaluation", "evaluate", self._round_began, now)])
-        self._round = None
-        self._next_round()
-
-    def _evaluated(self) -> bool:
-        return self._round is None and not self._rounds
 
 
 def _rebuilt(kind: type[FlashError], message: str) -> FlashError:

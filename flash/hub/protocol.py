@@ -1,8 +1,9 @@
 """The messages between the hub and its peers.
 
-Rollout nodes send `LeaseRequest`, `Results`, `VersionRequest` and `EngineReport`; trainer ranks send `BatchRequest`,
-and rank 0 also `PublishRequest`, `Commit` and `SnapshotRequest`. Any peer may send `Goodbye`, `Interrupt` or `Fatal`.
-Requests that wait (leases, versions) are answered, possibly empty, within `LONG_POLL_S`.
+Rollout nodes send `LeaseRequest`, `Results`, `CancelRequest`, `VersionRequest` and `EngineReport`; trainer ranks send
+`BatchRequest`, and rank 0 also `PublishRequest`, `Commit` and `SnapshotRequest`. Any peer may send `Goodbye`,
+`Interrupt` or `Fatal`.
+Requests that wait (leases, cancels, versions) are answered, possibly empty, within `LONG_POLL_S`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,20 @@ class Results(msgspec.Struct, frozen=True, tag=True):
 
     node: int
     results: list[Result]
+
+
+class CancelRequest(msgspec.Struct, frozen=True, tag=True):
+    """A node asks which of its leases have become pointless. → `Cancels`"""
+
+    node: int
+
+
+class Cancels(msgspec.Struct, frozen=True, tag=True):
+    """Leases to cancel at once; their tasks are booked, and only the tokens are still to be reported, as a `Failure`
+    with the outcome `cancelled`. Empty when the long poll ended. `done`: there will be no more."""
+
+    lease_ids: list[int]
+    done: bool
 
 
 class VersionRequest(msgspec.Struct, frozen=True, tag=True):
@@ -146,6 +161,7 @@ class Ack(msgspec.Struct, frozen=True, tag=True):
 Request = (
     LeaseRequest
     | Results
+    | CancelRequest
     | VersionRequest
     | EngineReport
     | BatchRequest
@@ -156,6 +172,6 @@ Request = (
     | Interrupt
     | Fatal
 )
-Reply = Leases | VersionReply | BatchReply | Snapshot | Ack
+Reply = Leases | Cancels | VersionReply | BatchReply | Snapshot | Ack
 REPLY: Any = Reply
 """`Reply` as a value that a decoder takes: the type checkers have no name for the type of a union."""

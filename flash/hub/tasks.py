@@ -1,40 +1,88 @@
 """TaskSource: which prompt comes next.
 
-Training problems are numbered by group; the environment's seed of group g is `run seed · 2^20 + g`, below `HELD_OUT`,
-so that an environment over a data set can walk it without replacement. Every group is issued once; a restart
-continues at the stored cursor.
+Training problems are numbered in the order of issue; the environment's seed of problem p is `run seed · 2^20 + p`,
+below `HELD_OUT`, so that an environment over a data set can walk it without replacement. Every problem is issued once,
+to one group; a restart continues at the stored cursor. Problems of a quarantined kind are skipped.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import msgspec
+
 from envs.base import HELD_OUT
+from flash.errors import BreakerError
 from flash.types import Task
 
 SEED_STRIDE = 1 << 20
-"""Groups per run seed before two seeds share problems."""
+"""Problems per run seed before two seeds share some."""
+SEARCH = 10_000
+"""Problems looked at for one whose kind is not quarantined."""
+
+
+class Cursor(msgspec.Struct):
+    """What a checkpoint keeps of the source."""
+
+    next_group: int = 0
+    next_problem: int = 0
+    quarantined: list[str] = []
 
 
 class TaskSource:
-    """The cursor over the training problems."""
+    """The cursor over the training problems.
 
-    def __init__(self, run_seed: int, group_size: int, next_group: int = 0) -> None:
+    Args:
+        run_seed: the run's seed.
+        members: tasks per group, redundant ones included.
+        kind_of: the kind of the problem with this seed; one kind for all by default.
+        cursor: where a former life stopped.
+    """
+
+    def __init__(
+        self,
+        run_seed: int,
+        members: int,
+        kind_of: Callable[[int], str] = lambda seed: "",
+        cursor: Cursor | None = None,
+    ) -> None:
         self._run_seed = run_seed
-        self._group_size = group_size
-        self.next_group = next_group
+        self._members = members
+        self._kind_of = kind_of
+        self.cursor = cursor or Cursor()
 
     def issue_group(self) -> list[Task]:
-        """The tasks of the next group; they share the seed and so the prompt."""
-        group_id = self.next_group
-        self.next_group += 1
-        seed = (self._run_seed * SEED_STRIDE + group_id) % HELD_OUT
-        first = group_id * self._group_size
-        return [Task(first + i, group_id, i, seed) for i in range(self._group_size)]
+        """The tasks of the next group; they share the seed and so the prompt.
+
+        Raises:
+            BreakerError: every kind of environment is quarantined.
+        """
+        for _ in range(SEARCH):
+            seed = (self._run_seed * SEED_STRIDE + self.cursor.next_problem) % HELD_OUT
+            kind = self._kind_of(seed)
+            self.cursor.next_problem += 1
+            if kind not in self.cursor.quarantined:
+                break
+        else:
+            raise BreakerError(
+                f"every kind of environment keeps failing ({', '.join(sorted(self.cursor.quarantined))}): nothing is "
+                "left to train on. The notes above say why each was given up"
+            )
+        group_id = self.cursor.next_group
+        self.cursor.next_group += 1
+        first = group_id * self._members
+        return [Task(first + i, group_id, i, seed, kind=kind) for i in range(self._members)]
+
+    def quarantine(self, kind: str) -> None:
+        """Issue no more problems of this kind."""
+        if kind not in self.cursor.quarantined:
+            self.cursor.quarantined.append(kind)
 
 
-def held_out_tasks(problems: int, samples: int) -> list[Task]:
+def held_out_tasks(problems: int, samples: int, kind_of: Callable[[int], str] = lambda seed: "") -> list[Task]:
     """The tasks of one evaluation: always the same problems, each with `samples` members."""
     return [
-        Task(problem * samples + sample, problem, sample, HELD_OUT + problem, split="eval")
-        for problem in range(problems)
+        Task(problem * samples + sample, problem, sample, seed, split="eval", kind=kind_of(seed))
+        for problem, seed in enumerate(range(HELD_OUT, HELD_OUT + problems))
         for sample in range(samples)
     ]

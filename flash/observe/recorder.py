@@ -13,7 +13,7 @@ from typing import Protocol
 from flash import configfile
 from flash.config import Config
 from flash.observe.console import Console
-from flash.observe.rundir import RunDirectory, readable
+from flash.observe.rundir import RunDirectory, readable, sample_times
 from flash.observe.summary import summarise
 from flash.types import Activity, Trajectory
 
@@ -80,7 +80,8 @@ class Recorder:
         self.directory.append_spans(rows)
 
     def trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Record a few of the samples a step trains on."""
+        """Record the samples a step trains on: all of them in numbers, a few of them readably."""
+        self.directory.append_samples(sample_times(t, step) for t in trajectories)
         chosen = trajectories[: self._config.run.log_samples]
         if chosen:
             samples = [readable(t, step, self._tokenizer.token_texts(t.tokens().tolist())) for t in chosen]

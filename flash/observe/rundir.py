@@ -4,6 +4,7 @@
     metrics.jsonl                     one object per step
     evals.jsonl                       one object per held-out evaluation
     spans.jsonl                       one `Activity` per line: who was busy with what
+    samples.jsonl                     one `SampleTimes` per trained sample: lengths, times, versions
     trajectories/step-000012.jsonl    a few readable samples of each step
     ledger.json, summary.json         totals
     checkpoints/, plots/              written by their own rooms
@@ -25,16 +26,27 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from flash.errors import RunDirectoryError
 from flash.observe.summary import Summary
-from flash.types import Activity, Outcome, Trajectory, VersionRun
+from flash.types import Activity, Outcome, Span, Trajectory, VersionRun
 
 Row = Mapping[str, Any]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 T = TypeVar("T")
+
+
+class SampleTurn(msgspec.Struct, frozen=True):
+    """One turn of a sample as a person reads it."""
+
+    observation: str
+    action: str
+    reward: float
+    generate_s: float
+    env_s: float
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -47,14 +59,56 @@ class Sample(msgspec.Struct, frozen=True):
     seed: int
     outcome: Outcome
     reward: float
-    prompt: str
-    completion: str
+    turns: list[SampleTurn]
     tokens: list[str]
-    """Text of each token, prompt and response."""
+    """Text of each token, observations and responses."""
+    action_spans: list[Span]
+    """Which of the tokens the policy sampled: one [start, stop) per turn."""
     versions: list[VersionRun]
     """Policy version of the action tokens, run-length."""
     ages: dict[int, int]
     """Action tokens by age: how many versions the trainer was ahead when it trained them."""
+
+
+class TurnTimes(msgspec.Struct, frozen=True, array_like=True):
+    """One response of a trained sample, without its text."""
+
+    observation_tokens: int
+    """Tokens shown before the response: in the first turn the prompt."""
+    tokens: int
+    """Tokens of the response."""
+    start: float
+    """Unix seconds at which the response was asked for."""
+    generate_s: float
+    """Seconds from there to its last token."""
+    env_s: float
+    """Seconds of the environment's step after it."""
+    oldest_version: int
+    """The oldest policy version among the response's tokens; −1 for an empty one."""
+
+
+class SampleTimes(msgspec.Struct, frozen=True):
+    """One trained sample in numbers: what calibration fits to and analysis counts."""
+
+    step: int
+    """The step that trained it."""
+    group_id: int
+    reward: float
+    turns: list[TurnTimes]
+
+
+def sample_times(trajectory: Trajectory, step: int) -> SampleTimes:
+    """Describe a trajectory that was trained at `step`."""
+    counts = [span.stop - span.start for span in trajectory.action_spans]
+    begins = [begin for begin, count in zip(itertools.accumulate(counts, initial=0), counts, strict=False) if count]
+    oldest = iter(np.minimum.reduceat(trajectory.action_versions(), begins).tolist() if begins else ())
+    turns: list[TurnTimes] = []
+    end = 0
+    for span, count, turn in zip(trajectory.action_spans, counts, trajectory.turns, strict=True):
+        version = next(oldest) if count else -1
+        turns.append(TurnTimes(span.start - end, count, turn.start, turn.generate_s, turn.env_s, version))
+        end = span.stop
+    return SampleTimes(step, trajectory.task.group_id, trajectory.reward, turns)
 
 
 def readable(trajectory: Trajectory, step: int, tokens: Sequence[str]) -> Sample:
@@ -73,9 +127,9 @@ def readable(trajectory: Trajectory, step: int, tokens: Sequence[str]) -> Sample
         seed=task.seed,
         outcome=Outcome(trajectory.outcome),
         reward=trajectory.reward,
-        prompt=trajectory.prompt_text,
-        completion=trajectory.completion_text,
+        turns=[SampleTurn(t.observation, t.action, t.reward, t.generate_s, t.env_s) for t in trajectory.turns],
         tokens=list(tokens),
+        action_spans=trajectory.action_spans,
         versions=trajectory.versions,
         ages=dict(sorted(ages.items())),
     )
@@ -94,6 +148,7 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.evals = path / "evals.jsonl"
         self.spans = path / "spans.jsonl"
+        self.samples = path / "samples.jsonl"
         self.ledger = path / "ledger.json"
         self.summary = path / "summary.json"
         self.trajectories = path / "trajectories"
@@ -132,6 +187,10 @@ class RunDirectory:
         """Record bars of the timeline."""
         _append(self.spans, spans)
 
+    def append_samples(self, samples: Iterable[SampleTimes]) -> None:
+        """Record the samples of one step."""
+        _append(self.samples, samples)
+
     def write_trajectories(self, step: int, samples: Iterable[Sample]) -> Path:
         """Write the readable samples of one step; a step done again replaces its file."""
         file = self.trajectories / f"step-{step:06d}.jsonl"
@@ -158,17 +217,22 @@ class RunDirectory:
         """All bars of the timeline, in the order they were recorded."""
         return _read(self.spans, Activity)
 
+    def read_samples(self) -> list[SampleTimes]:
+        """All trained samples, in the order they were recorded."""
+        return _read(self.samples, SampleTimes)
+
     def _roll_back(self, resume_at: int) -> None:
         """Move what the coming life will do again to `earlier/`, and drop torn lines.
 
-        A step belongs to the past if it was trained before version `resume_at`, an evaluation if it saw no
-        newer weights than that. Spans are facts about time and stay.
+        A step and its samples belong to the past if it was trained before version `resume_at`, an evaluation if it
+        saw no newer weights than that. Spans are facts about time and stay.
         """
         used = [int(entry.name) for entry in self.earlier.glob("[0-9]*")]
         aside = self.earlier / f"{max(used, default=0) + 1:03d}"
         _split(self.metrics, aside, dict[str, Any], lambda row: row.get("step", 0) < resume_at)
         _split(self.evals, aside, dict[str, Any], lambda row: row.get("version_max", row.get("step", 0)) <= resume_at)
         _split(self.spans, aside, Activity, lambda _: True)
+        _split(self.samples, aside, SampleTimes, lambda sample: sample.step < resume_at)
         for file in sorted(self.trajectories.glob("step-*.jsonl")):
             if int(file.stem.removeprefix("step-")) >= resume_at:
                 _move(file, aside / self.trajectories.name)

@@ -167,13 +167,13 @@ def lane_shares(spans: Sequence[Activity], edges: Floats) -> dict[str, Floats]:
     covered = np.zeros(len(width))
     for name in reversed(drawing_order(span.name for span in spans)):
         taken.extend(span for span in spans if span.name == name)
-        union = np.diff(_covered_until(taken, edges)) / width
+        union = np.diff(covered_until(taken, edges)) / width
         shares[name] = np.clip(union - covered, 0.0, 1.0)
         covered = union
     return shares
 
 
-def _covered_until(spans: Sequence[Activity], times: Floats) -> Floats:
+def covered_until(spans: Sequence[Activity], times: Floats) -> Floats:
     """Seconds before each time that lie inside at least one span."""
     starts: list[float] = []
     stops: list[float] = []

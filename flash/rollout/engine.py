@@ -1,4 +1,4 @@
-"""What the rollout side needs of an inference engine, in six methods.
+"""What the rollout side needs of an inference engine, in five methods and two properties.
 
 An engine serves many `generate` calls at once. `load` swaps weights under sequences in flight: it pauses between two
 engine steps, loads, resumes; sequences go on and their later tokens carry the new version.
@@ -6,13 +6,13 @@ engine steps, loads, resumes; sequences go on and their later tokens carry the n
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 import msgspec
 
 from flash.errors import EngineDeadError
-from flash.types import Completion, Published
+from flash.types import Completion, Published, VersionRun
 
 
 class SamplingSettings(msgspec.Struct, frozen=True):
@@ -23,11 +23,39 @@ class SamplingSettings(msgspec.Struct, frozen=True):
     """0 is greedy."""
 
 
+class Request(msgspec.Struct, frozen=True):
+    """One response asked of an engine."""
+
+    prompt: list[int]
+    """Token ids."""
+    sampling: SamplingSettings
+    key: int
+    """Names the response: equal whenever the same one is asked for again. A simulated engine derives its length from
+    it; one that samples need not look at it."""
+    done: int = 0
+    """The last tokens of the prompt that are the response's own, sampled before its request moved to this engine."""
+
+
 class Progress(msgspec.Struct, frozen=True):
     """A piece of a response that is still being generated."""
 
     token_ids: list[int]
     logprobs: list[float]
+    versions: list[VersionRun]
+    """Policy version of each token of this piece, run-length."""
+
+
+class Pressure(msgspec.Struct, frozen=True):
+    """How full an engine is."""
+
+    running: int
+    """Sequences it decodes."""
+    waiting: int
+    """Requests that it has accepted and not begun."""
+    kv_used: float
+    """Share of its KV cache that is taken, from 0 to 1."""
+    preemptions: int
+    """Sequences it put back for want of KV cache, since its start."""
 
 
 class Engine(Protocol):
@@ -42,17 +70,23 @@ class Engine(Protocol):
         """Load the model and be ready to generate. Bounded by deadlines.engine_start."""
         ...
 
-    def generate(
-        self, prompt: Sequence[int], sampling: SamplingSettings
-    ) -> AsyncGenerator[Progress | Completion, None]:
+    @property
+    def pressure(self) -> Pressure:
+        """How full it is, as far as it has told."""
+        ...
+
+    def generate(self, request: Request) -> AsyncGenerator[Progress | Completion, None]:
         """Stream one response: any number of `Progress`, then one `Completion` that holds all of it.
 
-        Closing or cancelling the iterator aborts the request in the engine.
+        `sampling.max_new_tokens` counts new tokens, without `request.done`; `Completion` holds the new ones. Closing
+        or cancelling the iterator aborts the request in the engine.
         """
         ...
 
-    async def load(self, published: Published) -> float:
+    async def load(self, published: Published, *, keep_cache: bool) -> float:
         """Swap to a published version with sequences in flight; return the largest canary difference.
+
+        Their KV cache is made again under the new weights, or kept from the old ones.
 
         Raises:
             WeightsError: a tensor fails its checksum (named), or the canary differs by more than the tolerance.

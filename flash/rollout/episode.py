@@ -1,11 +1,13 @@
-"""Episode: one environment's life, from reset to reward.
+"""Episode: one environment's life, from reset to the last reward.
 
-reset → render the prompt's tokens once → generate → step → trajectory. Whatever goes wrong becomes a typed `Failure`;
-only cancellation passes through. The environment is closed exactly once.
+reset → render the observation once → generate → step → render what follows, once → generate → … → trajectory.
+Tokens are only ever appended: observations as they were rendered, responses exactly as they were sampled. Whatever
+goes wrong becomes a typed `Failure`; only cancellation passes through. The environment is closed exactly once.
 """
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
@@ -14,20 +16,30 @@ import anyio
 import msgspec
 import numpy as np
 
-from envs.base import Environment, check_reset_result, check_step_result
+from envs.base import Environment, StepResult, check_reset_result, check_step_result
 from flash.errors import DeadlineError, EngineError, EnvError, RewardError
-from flash.rollout.engine import SamplingSettings
-from flash.rollout.proxy import LLMProxy
-from flash.types import Completion, Failure, Lease, Observation, Outcome, Span, Trajectory
+from flash.rollout.engine import Request, SamplingSettings
+from flash.rollout.phases import Phases
+from flash.types import Completion, Failure, Lease, Observation, Outcome, Span, Task, Trajectory, Turn, VersionRun
 
 _T = TypeVar("_T")
+
+KEYS_PER_TASK = 4096
+"""Turns of a task whose responses have a key of their own."""
 
 
 class Tokenizer(Protocol):
     """Text to tokens and back."""
 
     def render(self, observation: Observation) -> list[int]:
-        """Prompt tokens of an observation; messages go through the chat template."""
+        """Tokens of the first observation; messages go through the chat template. Raises EnvError."""
+        ...
+
+    def follow(self, observation: Observation, stopped: bool) -> list[int]:
+        """Tokens of a later observation, to be appended to a response. Raises EnvError.
+
+        `stopped`: the response ends with the end-of-turn token, because the model ended it.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -35,106 +47,180 @@ class Tokenizer(Protocol):
         ...
 
 
-class EpisodeSettings(msgspec.Struct, frozen=True):
+class Responder(Protocol):
+    """Where responses come from; `LLMProxy` is one."""
+
+    async def generate(
+        self,
+        request: Request,
+        *,
+        min_version: int,
+        affinity: tuple[int, int],
+        progress: Callable[[int], None],
+        timeout: float,
+    ) -> Completion:
+        """Sample one response. Raises EngineError, DeadlineError."""
+        ...
+
+
+class EpisodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What all episodes of a run share."""
 
     train: SamplingSettings
     eval: SamplingSettings
     max_length: int
-    """Longest prompt plus response, in tokens."""
+    """Longest sequence of observations and responses, in tokens."""
+    max_turns: int
+    """Responses after which an episode is truncated."""
     reset_s: float
     step_s: float
     close_s: float
     generate_s: float
+    episode_s: float
     """Deadlines, in seconds."""
 
 
-class _Progress:
-    """Tokens sampled so far, so that a failure can say what was lost."""
+class EpisodeProgress:
+    """How far an episode got. Owned by the caller, who can read it also when the episode is cancelled."""
 
     def __init__(self) -> None:
         self.tokens = 0
+        """Action tokens sampled so far, over all turns."""
 
-    def add(self, count: int) -> None:
-        self.tokens += count
+    def asks(self) -> None:
+        """A response is asked for. An owner that wants to know overrides this."""
+
+
+def response_key(task: Task, turn: int) -> int:
+    """Names the response of a turn (from 0), the same in each attempt at the task."""
+    return (task.task_id * KEYS_PER_TASK + turn) * 2 + (task.split == "eval")
 
 
 class Episode:
-    """Runs one lease."""
+    """Runs leases, any number at once.
+
+    Args:
+        make_env: makes the environment of a task's kind.
+        tokenizer: the model's.
+        proxy: generates.
+        settings: limits and deadlines.
+        phases: when environments may step, and when episodes may generate.
+        now: Unix seconds on the loop's clock.
+    """
 
     def __init__(
         self,
-        make_env: Callable[[], Environment],
+        make_env: Callable[[str], Environment],
         tokenizer: Tokenizer,
-        proxy: LLMProxy,
+        proxy: Responder,
         settings: EpisodeSettings,
+        phases: Phases,
+        *,
+        now: Callable[[], float],
     ) -> None:
         self._make_env = make_env
         self._tokenizer = tokenizer
         self._proxy = proxy
         self._settings = settings
+        self._phases = phases
+        self._now = now
 
-    async def run(self, lease: Lease) -> Trajectory | Failure:
+    async def run(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
         """Live through the episode; never raises except for cancellation and programmer errors."""
-        progress = _Progress()
+        life = _Life(lease, progress)
         try:
-            return await self._live(lease, progress)
+            with anyio.move_on_after(self._settings.episode_s):
+                return await self._live(life)
+            return life.too_long(self._settings.episode_s)
         except RewardError as error:
-            return Failure(lease.task, Outcome.REWARD_ERROR, str(error), progress.tokens)
-        except EnvError as error:
-            return Failure(lease.task, Outcome.ENV_ERROR, str(error), progress.tokens)
-        except (EngineError, DeadlineError) as error:
-            return Failure(lease.task, Outcome.ENGINE_ERROR, str(error), progress.tokens)
+            return life.failed(Outcome.REWARD_ERROR, str(error))
         except _EnvTimeout as error:
-            return Failure(lease.task, Outcome.ENV_TIMEOUT, str(error), progress.tokens)
+            return life.failed(Outcome.ENV_TIMEOUT, str(error))
+        except EnvError as error:
+            return life.failed(Outcome.ENV_ERROR, str(error))
+        except (EngineError, DeadlineError) as error:
+            return life.failed(Outcome.ENGINE_ERROR, str(error))
 
-    async def _live(self, lease: Lease, progress: _Progress) -> Trajectory:
-        env = await self._supervised("start", 0, self._settings.reset_s, self._made)
+    async def _live(self, life: _Life) -> Trajectory:
+        kind, seed = life.task.kind, life.task.seed
+        env = await self._call(f"start (seed {seed})", self._settings.reset_s, "env_reset", self._made(kind))
+        self._phases.enter(life.lease)
         try:
-            seed = lease.task.seed
-            shown = await self._supervised("reset", seed, self._settings.reset_s, lambda: env.reset(seed))
-            observation, _ = check_reset_result(shown)
-            prompt = self._render(observation)
-            started = anyio.current_time()
-            completion = await self._generate(lease, prompt, progress)
-            generate_s = anyio.current_time() - started
-            answer = self._tokenizer.decode(completion.token_ids)
-            result = await self._supervised("step", seed, self._settings.step_s, lambda: env.step(answer))
-            _, reward, terminated, truncated, _ = check_step_result(result)
-            if not (terminated or truncated):
-                raise EnvError(
-                    "the environment goes on after its first step; episodes of one step are supported: return "
-                    "terminated=True or truncated=True"
-                )
-        finally:
-            await self._close(env)
-        return _trajectory(lease, observation, prompt, completion, answer, float(reward), generate_s)
+            try:
+                trajectory = await self._play(env, life)
+            finally:
+                # Before closing, which may take its time: other episodes need not wait for it.
+                self._phases.leave(life.lease)
+        except BaseException:
+            await self._close(env, life)  # what goes wrong here must not hide what went wrong before
+            raise
+        problem = await self._close(env, life)
+        if problem is not None:
+            raise problem
+        return trajectory
 
-    async def _made(self) -> Environment:
-        return self._make_env()
+    async def _play(self, env: Environment, life: _Life) -> Trajectory:
+        """Turn by turn, until the environment ends the episode or a limit does."""
+        said, settings = life.transcript, self._settings
+        observation = await self._reset(env, life)
+        chat = not isinstance(observation, str)
+        said.show(self._prompt(observation))
+        while True:
+            completion, start = await self._respond(life)
+            said.say(completion)
+            generate_s = self._now() - start
+            action = self._tokenizer.decode(completion.token_ids)
+            (following, reward, terminated, truncated, _), env_s = await self._step(env, life, action)
+            said.turns.append(Turn(_text(observation), action, reward, start, generate_s, env_s))
+            cut = completion.finish == "length"
+            if terminated or truncated:
+                return said.trajectory(life.task, Outcome.TRUNCATED if truncated or cut else Outcome.OK)
+            if len(said.turns) == settings.max_turns:
+                return said.trajectory(life.task, Outcome.TRUNCATED)
+            tokens = self._following(following, stopped=not cut, chat=chat)
+            if len(said.tokens) + len(tokens) >= settings.max_length:
+                return said.trajectory(life.task, Outcome.TRUNCATED)
+            said.show(tokens)
+            observation = following
 
-    async def _generate(self, lease: Lease, prompt: list[int], progress: _Progress) -> Completion:
-        sampling = self._settings.eval if lease.task.split == "eval" else self._settings.train
-        room = self._settings.max_length - len(prompt)
-        if room < 1:
-            raise EnvError(
-                f"the prompt has {len(prompt)} tokens and leaves no room for an answer: model.max_length is "
-                f"{self._settings.max_length}; raise it, or filter long problems out of the data"
-            )
-        limited = msgspec.structs.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
-        completion = await self._proxy.generate(
-            prompt, limited, lease.min_version, progress.add, self._settings.generate_s
+    # -- the environment ---------------------------------------------------------------------------------------------
+
+    def _made(self, kind: str) -> Callable[[], Awaitable[Environment]]:
+        async def made() -> Environment:
+            return self._make_env(kind)
+
+        return made
+
+    async def _reset(self, env: Environment, life: _Life) -> Observation:
+        seed = life.task.seed
+        what = f"reset (seed {seed})"
+        life.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
+        shown = await self._call(what, self._settings.reset_s, "env_reset", lambda: env.reset(seed))
+        return check_reset_result(shown)[0]
+
+    async def _step(self, env: Environment, life: _Life, action: str) -> tuple[StepResult, float]:
+        """The environment's checked result, and the seconds it took."""
+        life.waits_for(
+            Outcome.ENGINE_ERROR, "the responses of other episodes", "rollout.env_async and replicate_prompts"
         )
-        progress.tokens = len(completion.token_ids)
-        return completion
+        await self._phases.generated(life.lease)
+        what = f"step {life.turn()} (seed {life.task.seed})"
+        life.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
+        start = self._now()
+        result = await self._call(what, self._settings.step_s, "env_step", lambda: env.step(action))
+        return check_step_result(result), self._now() - start
 
-    def _render(self, observation: Observation) -> list[int]:
-        prompt = self._tokenizer.render(observation)
-        if not prompt:
-            raise EnvError(f"the observation {observation!r} gives an empty prompt")
-        return prompt
+    async def _close(self, env: Environment, life: _Life) -> EnvError | None:
+        """Close also while being cancelled, within the deadline. Returns what went wrong."""
+        what = f"close (seed {life.task.seed})"
+        with anyio.CancelScope(shield=True):
+            try:
+                await self._call(what, self._settings.close_s, "shutdown", env.close)
+            except EnvError as problem:
+                return problem
+        return None
 
-    async def _supervised(self, what: str, seed: int, timeout: float, call: Callable[[], Awaitable[_T]]) -> _T:
+    async def _call(self, what: str, timeout: float, key: str, call: Callable[[], Awaitable[_T]]) -> _T:
         """One call into the user's environment: its exceptions and its silence become typed."""
         with anyio.move_on_after(timeout):
             try:
@@ -142,50 +228,161 @@ class Episode:
             except EnvError:
                 raise
             except Exception as error:  # the supervised boundary to code that is not ours
-                raise EnvError(f"environment {what} (seed {seed}) raised {_where(error)}") from error
-        raise _EnvTimeout(f"environment {what} (seed {seed}) took longer than {timeout:g} s")
+                raise EnvError(f"environment {what} raised {_where(error)}") from error
+            except anyio.get_cancelled_exc_class() as error:
+                if anyio.current_effective_deadline() == -math.inf:
+                    raise
+                # Something inside the environment was cancelled, not this episode. Passed on it would end the
+                # episode without a result, and its lease would never come home.
+                raise EnvError(f"environment {what} was cancelled from within{_place(error)}") from error
+        advice = f"look at the environment's class, or raise deadlines.{key}"
+        raise _EnvTimeout(f"environment {what} took longer than {timeout:g} s; {advice}")
 
-    async def _close(self, env: Environment) -> None:
-        """Close also while being cancelled, but never for longer than the deadline."""
-        with anyio.move_on_after(self._settings.close_s, shield=True):
-            await self._supervised("close", 0, self._settings.close_s, env.close)
+    # -- the policy --------------------------------------------------------------------------------------------------
+
+    async def _respond(self, life: _Life) -> tuple[Completion, float]:
+        """The next response, and when it was asked for."""
+        life.waits_for(Outcome.ENV_TIMEOUT, "the environments of other episodes", "rollout.env_async")
+        await self._phases.stepped(life.lease)
+        task, settings, said = life.task, self._settings, life.transcript
+        sampling = settings.eval if task.split == "eval" else settings.train
+        room = settings.max_length - len(said.tokens)
+        request = Request(
+            prompt=list(said.tokens),
+            sampling=SamplingSettings(min(sampling.max_new_tokens, room), sampling.temperature),
+            key=response_key(task, len(said.turns)),
+        )
+        life.waits_for(Outcome.ENGINE_ERROR, f"response {life.turn()} (seed {task.seed})", "the engines")
+        start = self._now()
+        life.progress.asks()
+        completion = await self._proxy.generate(
+            request,
+            min_version=life.lease.min_version,
+            affinity=(task.group_id, task.task_id),
+            progress=life.sampled,
+            timeout=settings.generate_s,
+        )
+        if not completion.token_ids:
+            raise EngineError(f"an engine ended response {life.turn()} (seed {task.seed}) without a token")
+        life.progress.tokens = len(said.logprobs) + len(completion.token_ids)
+        return completion, start
+
+    def _prompt(self, observation: Observation) -> list[int]:
+        """Tokens of the first observation."""
+        tokens = self._tokenizer.render(observation)
+        if not tokens:
+            raise EnvError(f"the observation {observation!r} gives an empty prompt")
+        if len(tokens) >= self._settings.max_length:
+            raise EnvError(
+                f"the prompt has {len(tokens)} tokens and leaves no room for an answer: model.max_length is "
+                f"{self._settings.max_length}; raise it, or filter long problems out of the data"
+            )
+        return tokens
+
+    def _following(self, observation: Observation, *, stopped: bool, chat: bool) -> list[int]:
+        """Tokens of a later observation."""
+        if isinstance(observation, str) == chat:
+            forms = ("chat messages", "text") if chat else ("text", "chat messages")
+            raise EnvError(
+                "an environment shows either text or chat messages throughout an episode: reset() returned "
+                f"{forms[0]}, a later step() {forms[1]}"
+            )
+        return self._tokenizer.follow(observation, stopped)
 
 
-class _EnvTimeout(Exception):
+class _EnvTimeout(EnvError):
     """An environment call outlived its deadline."""
 
 
-def _where(error: Exception) -> str:
+class _Life:
+    """One lease as it is lived: what was said so far, and what is waited for now."""
+
+    def __init__(self, lease: Lease, progress: EpisodeProgress) -> None:
+        self.lease = lease
+        self.task = lease.task
+        self.progress = progress
+        self.transcript = _Transcript()
+        self._waits = (Outcome.ENV_TIMEOUT, "", "")
+
+    def turn(self) -> int:
+        """The turn under way, counted from 1 as people do."""
+        return len(self.transcript.turns) + 1
+
+    def sampled(self, count: int) -> None:
+        """New tokens of the response under way."""
+        self.progress.tokens += count
+
+    def waits_for(self, late: Outcome, what: str, look_at: str) -> None:
+        """Note what comes next, and what its lateness would be called."""
+        self._waits = (late, what, look_at)
+
+    def too_long(self, seconds: float) -> Failure:
+        """The episode's deadline came first."""
+        late, what, look_at = self._waits
+        return self.failed(
+            late,
+            f"the episode took longer than {seconds:g} s; it was waiting for {what}; look at {look_at}, or raise "
+            "deadlines.episode",
+        )
+
+    def failed(self, outcome: Outcome, message: str) -> Failure:
+        """The episode without a trajectory."""
+        return Failure(self.task, outcome, message, self.progress.tokens)
+
+
+class _Transcript:
+    """What was shown and said. It only grows."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.turns: list[Turn] = []
+        self._spans: list[Span] = []
+        self._versions: list[VersionRun] = []
+
+    def show(self, tokens: Sequence[int]) -> None:
+        """Append what the environment shows."""
+        self.tokens += tokens
+
+    def say(self, completion: Completion) -> None:
+        """Append what the policy sampled."""
+        start = len(self.tokens)
+        self.tokens += completion.token_ids
+        self.logprobs += completion.logprobs
+        self._spans.append(Span(start, len(self.tokens)))
+        for run in completion.versions:
+            if self._versions and self._versions[-1].version == run.version:
+                run = VersionRun(run.version, self._versions.pop().count + run.count)
+            self._versions.append(run)
+
+    def trajectory(self, task: Task, outcome: Outcome) -> Trajectory:
+        """All of it, framed."""
+        count = sum(span.stop - span.start for span in self._spans)
+        versions = sum(run.count for run in self._versions)
+        assert count == len(self.logprobs) == versions, "one log-prob and one version per action token"
+        return Trajectory(
+            task=task,
+            outcome=outcome,
+            reward=math.fsum(turn.reward for turn in self.turns),
+            token_ids=np.array(self.tokens, dtype="<i4").tobytes(),
+            action_spans=self._spans,
+            logprobs=np.array(self.logprobs, dtype="<f4").tobytes(),
+            versions=self._versions,
+            turns=self.turns,
+        )
+
+
+def _where(error: BaseException) -> str:
     """`ValueError: text (file.py:12)`: enough to find the line in the user's environment."""
+    return f"{type(error).__name__}: {error}{_place(error)}"
+
+
+def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def _text(observation: Observation) -> str:
     if isinstance(observation, str):
         return observation
     return "\n".join(f"{message.role}: {message.content}" for message in observation)
-
-
-def _trajectory(
-    lease: Lease,
-    observation: Observation,
-    prompt: list[int],
-    completion: Completion,
-    answer: str,
-    reward: float,
-    generate_s: float,
-) -> Trajectory:
-    return Trajectory(
-        task=lease.task,
-        outcome=Outcome.OK if completion.finish == "stop" else Outcome.TRUNCATED,
-        reward=reward,
-        token_ids=np.array([*prompt, *completion.token_ids], dtype="<i4").tobytes(),
-        action_spans=[Span(len(prompt), len(prompt) + len(completion.token_ids))],
-        logprobs=np.array(completion.logprobs, dtype="<f4").tobytes(),
-        versions=completion.versions,
-        prompt_text=_text(observation),
-        completion_text=answer,
-        generate_s=generate_s,
-    )

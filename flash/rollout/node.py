@@ -1,7 +1,8 @@
 """The rollout side of one node: engines, proxy, episodes and scheduler in one task group.
 
 Lifecycle: engines start → each loads the newest published version whenever it is behind, on its own → the scheduler
-turns leases into results until the hub has no more → engines close. An engine that dies ends the node with its error.
+turns leases into results until the hub has no more → engines close. An engine that dies leaves its requests to the
+others; the death of the last one ends the node with its error.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import anyio
 
 from envs.base import Environment
 from flash.config import Config
-from flash.errors import ContractError
+from flash.errors import ContractError, EngineDeadError
 from flash.hub import protocol as p
 from flash.rollout.engine import Engine, SamplingSettings
 from flash.rollout.episode import Episode, EpisodeSettings, Tokenizer
-from flash.rollout.proxy import LLMProxy, start_engines
-from flash.rollout.scheduler import Scheduler
+from flash.rollout.phases import phases
+from flash.rollout.proxy import LLMProxy, ProxySettings, start_engines
+from flash.rollout.scheduler import MOST_EPISODES, Scheduler
 from flash.types import Lease
 
 
@@ -38,15 +40,39 @@ def episode_settings(config: Config) -> EpisodeSettings:
         train=SamplingSettings(limit, config.rollout.temperature),
         eval=SamplingSettings(limit, config.eval.temperature),
         max_length=config.model.max_length,
+        max_turns=config.rollout.max_turns,
         reset_s=config.deadlines.env_reset,
         step_s=config.deadlines.env_step,
         close_s=config.deadlines.shutdown,
         generate_s=config.deadlines.generate,
+        episode_s=config.deadlines.episode,
+    )
+
+
+def proxy_settings(config: Config) -> ProxySettings:
+    """The part of the configuration that the proxy uses."""
+    return ProxySettings(
+        max_sequences=config.engine.max_sequences,
+        swap=config.rollout.swap,
+        bind_groups=not config.rollout.replicate_prompts,
+        swap_s=config.deadlines.swap,
+        drain_s=config.deadlines.generate,
     )
 
 
 class RolloutNode:
-    """Runs the engines and episodes of one node."""
+    """Runs the engines and episodes of one node.
+
+    Args:
+        node: its number in the run.
+        config: the run.
+        engines: its engines, not started.
+        first_engine: the first engine's number in the run.
+        tokenizer: the model's.
+        make_env: makes the environment of a kind.
+        hub: the connection to the hub.
+        now: Unix seconds on the loop's clock.
+    """
 
     def __init__(
         self,
@@ -55,7 +81,7 @@ class RolloutNode:
         engines: Sequence[Engine],
         first_engine: int,
         tokenizer: Tokenizer,
-        make_env: Callable[[], Environment],
+        make_env: Callable[[str], Environment],
         hub: HubCaller,
         *,
         now: Callable[[], float],
@@ -64,8 +90,18 @@ class RolloutNode:
         self._config = config
         self._engines = engines
         self._hub = hub
-        self._proxy = LLMProxy(engines, first_engine, now=now)
-        self._episode = Episode(make_env, tokenizer, self._proxy, episode_settings(config))
+        # The scheduler asks the proxy for room, the proxy wakes the scheduler: one of them has to look it up later.
+        self._proxy = LLMProxy(
+            engines, first_engine, proxy_settings(config), on_room=lambda: self._scheduler.wake(), now=now
+        )
+        episode = Episode(make_env, tokenizer, self._proxy, episode_settings(config), phases(config), now=now)
+        most = config.rollout.max_concurrent
+        self._scheduler = Scheduler(
+            self,
+            episode.run,
+            room=self._proxy.capacity if most == "auto" else None,
+            max_concurrent=MOST_EPISODES if most == "auto" else most,
+        )
 
     async def run(self) -> None:
         """Serve until the hub has no more work."""
@@ -74,10 +110,10 @@ class RolloutNode:
             # What vLLM and torch have loaded stays for good: a full collection over it stops the loop for 0.3 s.
             gc.freeze()
             async with anyio.create_task_group() as group:
-                for i, engine in enumerate(self._engines):
-                    group.start_soon(self._follow, i)
-                    group.start_soon(self._watch, engine)
-                await Scheduler(self, self._episode.run, self._config.rollout.max_concurrent).run()
+                for index in range(len(self._engines)):
+                    group.start_soon(self._serve, index)
+                group.start_soon(self._heed)
+                await self._scheduler.run()
                 group.cancel_scope.cancel()
             await self._report()
         finally:
@@ -85,6 +121,34 @@ class RolloutNode:
             with anyio.CancelScope(shield=True), anyio.move_on_after(self._config.deadlines.shutdown):
                 for engine in self._engines:
                     await engine.close()
+
+    async def _serve(self, index: int) -> None:
+        """One engine's life: it follows the published versions until it dies.
+
+        Produces a report of those that are left, or the error that ends the node when there are none.
+        """
+        error = await self._dead(index)
+        self._proxy.fail(index, error)
+        if not self._proxy.alive:
+            raise error
+        await self._report()
+
+    async def _dead(self, index: int) -> EngineDeadError:
+        """Keep an engine on the newest version until it dies, whoever notices first."""
+        errors: list[EngineDeadError] = []
+        async with anyio.create_task_group() as group:
+
+            async def follow() -> None:
+                try:
+                    await self._follow(index)
+                except EngineDeadError as error:
+                    errors.append(error)
+                    group.cancel_scope.cancel()
+
+            group.start_soon(follow)
+            errors.append(await self._engines[index].wait_dead())
+            group.cancel_scope.cancel()
+        return errors[0]
 
     async def _follow(self, index: int) -> None:
         """Keep one engine on the newest version.
@@ -102,8 +166,18 @@ class RolloutNode:
                 await self._proxy.load(index, reply.published)
                 await self._report()
 
-    async def _watch(self, engine: Engine) -> None:
-        raise await engine.wait_dead()
+    async def _heed(self) -> None:
+        """End what has become pointless.
+
+        Consumes the hub's cancels. Waits for the next ones. Produces cancelled episodes, whose tokens are reported.
+        """
+        while True:
+            reply = await self._call(p.CancelRequest(self._node))
+            if not isinstance(reply, p.Cancels):
+                raise ContractError(f"the hub answered a CancelRequest with {type(reply).__name__}")
+            self._scheduler.cancel(reply.lease_ids)
+            if reply.done:
+                return
 
     async def _report(self) -> None:
         engines, activities = self._proxy.report()

@@ -25,7 +25,8 @@ import anyio.to_thread
 
 from flash.config import Config
 from flash.errors import DeadlineError, EngineDeadError, EngineError, FlashError, WeightsError
-from flash.rollout.engine import Progress, SamplingSettings
+from flash.rollout.engine import Pressure, Progress, Request, SamplingSettings
+from flash.rollout.vllm_pressure import PressureGauge
 from flash.rollout.vllm_start import configure, engine_environment
 from flash.types import Completion, Published, VersionRun
 from flash.weights.canary import check_canary
@@ -67,11 +68,17 @@ class VLLMEngine:
         self._death: EngineDeadError | None = None
         self._died = anyio.Event()
         self._swap_scope: anyio.CancelScope | None = None
+        self._gauge = PressureGauge()
 
     @property
     def version(self) -> int:
         """The policy version loaded and verified; −1 before the first `load`."""
         return self._version
+
+    @property
+    def pressure(self) -> Pressure:
+        """As of the engine's last step."""
+        return self._gauge.pressure
 
     async def start(self) -> None:
         """Load the model and be ready to generate.
@@ -101,9 +108,7 @@ class VLLMEngine:
             await self._give_up()
             raise
 
-    async def generate(
-        self, prompt: Sequence[int], sampling: SamplingSettings
-    ) -> AsyncGenerator[Progress | Completion, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[Progress | Completion, None]:
         """Stream one response: any number of `Progress`, then one `Completion` that holds all of it.
 
         The response ends at the model's end-of-text token, at `max_new_tokens`, or at the end of the context. Its
@@ -113,43 +118,47 @@ class VLLMEngine:
             EngineDeadError: the engine is gone.
             EngineError: the engine refuses the request.
         """
-        self._check_prompt(prompt)
+        self._check_prompt(request.prompt)
         llm = self._llm
         request_id = f"{self._index}.{next(self._request_ids)}"
         token_ids: list[int] = []
         logprobs: list[float] = []
         finished = False
         try:
-            queue = await llm.add_request(
-                request_id, {"type": "token", "prompt_token_ids": list(prompt)}, self._sampling_params(sampling)
-            )
+            # The salt keeps the prefixes of older weights apart, where a swap kept them.
+            prompt = {"type": "token", "prompt_token_ids": request.prompt, "cache_salt": str(self._version)}
+            queue = await llm.add_request(request_id, prompt, self._sampling_params(request.sampling))
+            state = llm.output_processor.request_states.get(queue.request_id)
             while True:
                 output = queue.get_nowait() or await queue.get()
                 piece = output.outputs[0]
+                start = len(token_ids)
                 token_ids += piece.token_ids
                 logprobs += piece.logprobs.logprobs
                 if output.finished:
                     break
-                yield Progress(token_ids=piece.token_ids, logprobs=piece.logprobs.logprobs)
+                versions = _version_runs(state.weight_version_starts, start, len(token_ids))
+                yield Progress(piece.token_ids, piece.logprobs.logprobs, versions)
             finished = True
         except Exception as error:  # vLLM's errors have no common base: all of them become ours here
             raise self._typed(error) from error
         finally:
             if not finished:
                 await self._abort(request_id)
+        spans = [(span.version, span.start) for span in piece.weight_versions or ()]
         yield Completion(
             token_ids=token_ids,
             logprobs=logprobs,
-            versions=_version_runs(piece.weight_versions),
+            versions=_version_runs(spans, 0, len(token_ids)),
             finish=self._finish(piece.finish_reason),
         )
 
-    async def load(self, published: Published) -> float:
+    async def load(self, published: Published, *, keep_cache: bool) -> float:
         """Swap to a published version with sequences in flight; return the largest canary difference.
 
-        The engine pauses between two steps and forgets its KV cache; sequences in flight keep their tokens, and are
-        recomputed under the new weights. After an error the engine's weights are undefined, and it stays paused if it
-        was: only `close` is of use then.
+        The engine pauses between two steps; sequences in flight keep their tokens. Their KV cache is forgotten and
+        made again under the new weights, or kept; new requests never share the cache of older weights. After an error
+        the engine's weights are undefined, and it stays paused if it was: only `close` is of use then.
 
         Raises:
             WeightsError: a tensor fails its checksum (named), or the canary differs by more than the tolerance.
@@ -164,7 +173,7 @@ class VLLMEngine:
             self._swap_scope = scope
             try:
                 info = decode_update(published.update_info)
-                observed = await self._swap(info, version, published.canary.token_ids)
+                observed = await self._swap(info, version, published.canary.token_ids, keep_cache=keep_cache)
             except Exception as error:  # whatever went wrong in vLLM's worker arrives as a bare Exception
                 raise self._swap_error(error, version) from error
             finally:
@@ -220,7 +229,7 @@ class VLLMEngine:
     def _construct(self) -> None:
         """Build the AsyncLLM; blocks until the model is loaded. Runs in a thread."""
         with engine_environment(self._config):
-            make_llm = configure(self._config, self._index, self._gpus)
+            make_llm = configure(self._config, self._index, self._gpus, self._gauge)
             if not self._closing:
                 self._llm = make_llm()
         if self._closing and self._llm is not None:
@@ -268,13 +277,15 @@ class VLLMEngine:
                 _kill_group(core.pid)
                 core.join(self._config.deadlines.shutdown)
 
-    async def _swap(self, info: UpdateInfo, version: int, canary: Sequence[int]) -> list[float]:
+    async def _swap(self, info: UpdateInfo, version: int, canary: Sequence[int], *, keep_cache: bool) -> list[float]:
         """Pause, load, resume; returns the engine's log-probs of the canary."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
         llm = self._llm
         # Below AsyncLLM.pause_generation, which sleeps 20 ms after the pause for the order of its callers' events.
-        await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+        await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=not keep_cache)
+        if not keep_cache:
+            self._gauge.all_put_back()
         if info.init is not None and info.init != self._joined:
             placed = place_engine(info.init, self._index, self._config.engine.tensor_parallel)
             await llm.init_weight_transfer_engine(WeightTransferInitRequest(placed))
@@ -375,12 +386,13 @@ class VLLMEngine:
         return WeightsError(f"engine {self._index} could not load version {version}: {reason}")
 
 
-def _version_runs(spans: Sequence[Any] | None) -> list[VersionRun]:
-    """vLLM's stamps as run-length pairs."""
+def _version_runs(starts: Sequence[tuple[str, int]], first: int, stop: int) -> list[VersionRun]:
+    """Versions of the tokens [first, stop), from vLLM's labels and the tokens at which they begin."""
+    ends = [start for _, start in starts[1:]] + [stop]
     return [
-        VersionRun(version=int(span.version), count=span.end - span.start)
-        for span in spans or ()
-        if span.end > span.start
+        VersionRun(version=int(label), count=min(end, stop) - max(start, first))
+        for (label, start), end in zip(starts, ends, strict=True)
+        if min(end, stop) > max(start, first)
     ]
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flash.config import Config
+from flash.rollout.vllm_pressure import PressureGauge, stat_logger
 from flash.weights.plugin import NODE_PID
 from flash.weights.update import TCP_BACKEND
 
@@ -32,8 +33,8 @@ _users = 0
 _saved: dict[str, str] = {}
 
 
-def configure(config: Config, index: int, gpus: Sequence[int]) -> Callable[[], Any]:
-    """Check the arguments of engine `index`; what is returned builds its AsyncLLM.
+def configure(config: Config, index: int, gpus: Sequence[int], gauge: PressureGauge) -> Callable[[], Any]:
+    """Check the arguments of engine `index`; what is returned builds its AsyncLLM, which shows its load on the gauge.
 
     To be called inside `engine_environment`, both of them.
     """
@@ -43,7 +44,15 @@ def configure(config: Config, index: int, gpus: Sequence[int]) -> Callable[[], A
         from vllm.v1.engine.async_llm import AsyncLLM
 
         checked = AsyncEngineArgs(**engine_args(config, index, gpus)).create_engine_config()
-    return partial(AsyncLLM.from_vllm_config, checked, disable_log_stats=True)
+    return partial(_build, partial(AsyncLLM.from_vllm_config, checked, disable_log_stats=True), gauge)
+
+
+def _build(make_llm: Callable[..., Any], gauge: PressureGauge) -> Any:
+    llm = make_llm(stat_loggers=[stat_logger(gauge)])
+    # The engine's process counts now, which is all we need: without this, this process would add up latencies of
+    # every token, too. To be set before vLLM's reading task begins, which is with the first call from a loop.
+    llm.log_stats = llm.output_processor.log_stats = False
+    return llm
 
 
 def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, Any]:

@@ -1,56 +1,25 @@
-"""The sample buffer: conservation (law 2), the age contract (law 3) and the absence of deadlock."""
+"""The sample buffer: admission, the ways a sample can end, redundancy, filtering, waves, expiry."""
 
 from __future__ import annotations
 
-import math
-
 import msgspec
-import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flash.errors import BreakerError, ContractError
 from flash.hub.batching import deal
-from flash.hub.buffer import AgeContract, BufferState, SampleBuffer
-from flash.hub.tasks import TaskSource
-from flash.types import Failure, Outcome, Span, Task, Trajectory, VersionRun
+from flash.hub.buffer import BufferState
+from flash.hub.groups import GroupFilter
+from flash.types import Failure, Lease, Outcome, VersionRun
+from tests.hub.cases import finish_all, lease_all, make_buffer, trajectory
 
 
-def trajectory(task: Task, version: int, tokens: int = 3, reward: float = 1.0) -> Trajectory:
-    return Trajectory(
-        task=task,
-        outcome=Outcome.OK,
-        reward=reward,
-        token_ids=np.arange(tokens + 2, dtype="<i4").tobytes(),
-        action_spans=[Span(2, tokens + 2)],
-        logprobs=np.zeros(tokens, dtype="<f4").tobytes(),
-        versions=[VersionRun(version, tokens)],
-        prompt_text="p",
-        completion_text="c",
-        generate_s=0.0,
-    )
+def fail(lease: Lease, outcome: Outcome = Outcome.ENV_ERROR, tokens: int = 0) -> Failure:
+    return Failure(lease.task, outcome, "boom", tokens)
 
 
-def make_buffer(
-    alpha: float = 1.0,
-    batch: int = 4,
-    group: int = 2,
-    steps: int = 10,
-    retries: int = 1,
-    breaker: int = 1000,
-    state: BufferState | None = None,
-) -> SampleBuffer:
-    contract = AgeContract(alpha, batch, group, steps)
-    return SampleBuffer(contract, TaskSource(0, group), retries=retries, breaker=breaker, state=state)
-
-
-def lease_all(buffer: SampleBuffer, version: int) -> list:
-    leases = []
-    while (lease := buffer.lease(version)) is not None:
-        leases.append(lease)
-    return leases
+# -- admission -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("alpha", "expected"), [(0.0, 4), (0.5, 6), (1.0, 8), (2.0, 12)])
@@ -64,30 +33,117 @@ def test_admission_never_exceeds_what_the_last_step_needs() -> None:
 
 def test_a_lease_goes_only_to_an_engine_whose_version_leaves_it_room() -> None:
     buffer = make_buffer(alpha=0)
-    for lease in lease_all(buffer, 0):
-        buffer.finish(lease.lease_id, trajectory(lease.task, 0))
+    finish_all(buffer, lease_all(buffer, 0), 0)
     assert buffer.take(0) is not None
     buffer.commit(0)
-    assert buffer.lease(0) is None
-    lease = buffer.lease(1)
+    assert buffer.lease([0]) is None
+    lease = buffer.lease([1])
     assert lease is not None
     assert lease.min_version == 1
 
 
+def test_the_floor_of_a_lease_is_the_slowest_engine_of_the_node_that_admission_allows() -> None:
+    buffer = make_buffer(alpha=1)
+    finish_all(buffer, lease_all(buffer, 0), 0)
+    buffer.take(0)
+    buffer.commit(0)
+    lease = buffer.lease([0, 2, 3])
+    assert lease is not None
+    assert lease.min_version == 2
+
+
+def test_no_sample_starts_on_an_engine_whose_tokens_the_next_step_could_not_train() -> None:
+    buffer = make_buffer(alpha=1, batch=2, retries=5)
+    leases = lease_all(buffer, 0)
+    finish_all(buffer, leases[:2], 0)
+    buffer.take(0)
+    buffer.commit(0)
+    finish_all(buffer, lease_all(buffer, 1), 1)
+    buffer.take(1)  # from here on the next step is 2, which trains versions 1 and 2
+    buffer.finish(leases[2].lease_id, fail(leases[2]))
+    assert buffer.lease([0]) is None
+    again = buffer.lease([0, 1])
+    assert again is not None
+    assert (again.task.task_id, again.min_version) == (leases[2].task.task_id, 1)
+
+
+def test_a_failed_task_goes_to_another_node_as_long_as_there_is_one() -> None:
+    buffer = make_buffer(alpha=0)
+    first = buffer.lease([0], node=0, alone=False)
+    assert first is not None
+    buffer.finish(first.lease_id, fail(first), node=0)
+    other = buffer.lease([0], node=0, alone=False)
+    assert other is not None
+    assert other.task.task_id != first.task.task_id
+    elsewhere = buffer.lease([0], node=1, alone=False)
+    assert elsewhere is not None
+    assert elsewhere.task.task_id == first.task.task_id
+
+
+def test_a_task_that_failed_everywhere_waits_for_no_node_when_only_one_is_left() -> None:
+    buffer = make_buffer(alpha=0)
+    first = buffer.lease([0], node=0, alone=False)
+    assert first is not None
+    buffer.finish(first.lease_id, fail(first), node=0)
+    again = buffer.lease([0], node=0, alone=True)
+    assert again is not None
+    assert again.task.task_id == first.task.task_id
+
+
+def test_an_avoided_task_at_the_head_of_the_queue_keeps_no_node_from_new_work() -> None:
+    buffer = make_buffer(alpha=0, batch=4, group=1)
+    first = buffer.lease([0], node=0, alone=False)
+    assert first is not None
+    buffer.finish(first.lease_id, fail(first), node=0)
+    assert [lease.task.group_id for lease in iter(lambda: buffer.lease([0], 0, alone=False), None)] == [1, 2, 3]
+
+
+def test_the_rest_of_a_group_can_be_leased_with_its_first_member() -> None:
+    buffer = make_buffer(alpha=0, batch=8, group=4)
+    first = buffer.lease([0])
+    assert first is not None
+    rest = buffer.lease_rest(first, [0])
+    assert [lease.task.task_id for lease in rest] == [1, 2, 3]
+    following = buffer.lease([0])
+    assert following is not None
+    assert following.task.group_id == 1
+
+
+def test_without_queue_scheduling_a_batch_starts_only_when_the_last_one_is_home() -> None:
+    buffer = make_buffer(alpha=2, waves=True)
+    wave = lease_all(buffer, 0)
+    assert len(wave) == 4
+    finish_all(buffer, wave[:3], 0)
+    assert buffer.lease([0]) is None
+    finish_all(buffer, wave[3:], 0)
+    assert len(lease_all(buffer, 0)) == 4
+
+
+# -- choice ----------------------------------------------------------------------------------------------------------
+
+
 def test_a_batch_never_waits_for_a_straggler_while_enough_groups_are_complete() -> None:
     buffer = make_buffer(alpha=1)
-    leases = lease_all(buffer, 0)
-    for lease in leases[1:]:
-        buffer.finish(lease.lease_id, trajectory(lease.task, 0))
+    finish_all(buffer, lease_all(buffer, 0)[1:], 0)
     chosen = buffer.take(0)
     assert chosen is not None
     assert [group.group_id for group in chosen] == [1, 2]
 
 
+def test_with_a_window_of_one_batch_groups_are_trained_in_the_order_of_issue() -> None:
+    buffer = make_buffer(alpha=1, fifo_window=1)
+    leases = lease_all(buffer, 0)
+    finish_all(buffer, leases[1:], 0)
+    assert buffer.take(0) is None
+    finish_all(buffer, leases[:1], 0)
+    chosen = buffer.take(0)
+    assert chosen is not None
+    assert [group.group_id for group in chosen] == [0, 1]
+
+
 def test_the_groups_with_the_oldest_tokens_are_trained_first() -> None:
     buffer = make_buffer(alpha=2)
-    leases = lease_all(buffer, 0)
-    for lease in leases:
+    for lease in lease_all(buffer, 0):
         version = 0 if lease.task.group_id in (3, 4) else 1
         buffer.finish(lease.lease_id, trajectory(lease.task, version))
     chosen = buffer.take(1)
@@ -95,13 +151,14 @@ def test_the_groups_with_the_oldest_tokens_are_trained_first() -> None:
     assert [group.group_id for group in chosen] == [3, 4]
 
 
-def test_tokens_older_than_the_contract_are_left_out_and_booked_as_stale() -> None:
-    buffer = make_buffer(alpha=0, batch=2)
-    for lease in lease_all(buffer, 0):
-        mixed = msgspec.structs.replace(
-            trajectory(lease.task, 1, tokens=5), versions=[VersionRun(0, 2), VersionRun(1, 3)]
-        )
-        buffer.finish(lease.lease_id, mixed)
+# -- expiry ----------------------------------------------------------------------------------------------------------
+
+
+def test_mask_tokens_older_than_the_contract_are_left_out_and_booked_as_stale() -> None:
+    buffer = make_buffer(alpha=0, batch=2, step=1)
+    for lease in lease_all(buffer, 1)[:2]:
+        mixed = [VersionRun(0, 2), VersionRun(1, 3)]
+        buffer.finish(lease.lease_id, trajectory(lease.task, 1, 5, versions=mixed))
     chosen = buffer.take(1)
     assert chosen is not None
     shard = deal(chosen, 1, 1, ranks=1)[0]
@@ -111,38 +168,95 @@ def test_tokens_older_than_the_contract_are_left_out_and_booked_as_stale() -> No
     assert buffer.ledger.discarded_tokens == {Outcome.STALE: 4}
 
 
-def test_a_wholly_stale_group_is_given_up_and_its_place_goes_to_a_fresh_one() -> None:
+def test_mask_a_wholly_stale_group_is_given_up_and_its_place_goes_to_a_fresh_one() -> None:
     buffer = make_buffer(alpha=0, batch=2, steps=1)
-    for lease in lease_all(buffer, 0):
-        buffer.finish(lease.lease_id, trajectory(lease.task, 0))
+    finish_all(buffer, lease_all(buffer, 0), 0)
     assert buffer.take(3) is None
     assert buffer.ledger.given_up == {Outcome.STALE: 2}
     assert len(lease_all(buffer, 3)) == 2
     buffer.check()
 
 
+def test_requeue_what_outgrows_the_window_is_withdrawn_and_starts_again_in_its_place() -> None:
+    buffer = make_buffer(alpha=1, batch=4, group=2, on_expire="requeue", steps=20)
+    old = lease_all(buffer, 0)
+    finish_all(buffer, old[:5], 0)  # groups 0 and 1, and the first member of group 2
+    buffer.take(0)
+    buffer.commit(0)
+    finish_all(buffer, lease_all(buffer, 1), 1)
+    chosen = buffer.take(1)  # step 2 will train no token of version 0: group 2 and 3 have outgrown the window
+    assert chosen is not None
+    assert [group.group_id for group in chosen] == [4, 5]
+    assert buffer.withdrawn == [lease.lease_id for lease in old[5:]]
+    assert buffer.ledger.retried == {Outcome.STALE: 4}
+    assert buffer.ledger.discarded_tokens == {Outcome.STALE: 3}
+    buffer.finish(old[5].lease_id, fail(old[5], Outcome.CANCELLED, tokens=7))
+    assert buffer.ledger.discarded_tokens == {Outcome.STALE: 10}
+    again = lease_all(buffer, 1)
+    assert [lease.task.task_id for lease in again[:4]] == [4, 5, 6, 7]
+    assert {lease.min_version for lease in again} == {1}
+    buffer.commit(1)
+
+
+def test_mask_lets_the_same_samples_go_on() -> None:
+    buffer = make_buffer(alpha=1, batch=4, group=2, on_expire="mask", steps=20)
+    finish_all(buffer, lease_all(buffer, 0)[:5], 0)
+    buffer.take(0)
+    buffer.commit(0)
+    finish_all(buffer, lease_all(buffer, 1), 1)
+    assert buffer.take(1) is not None
+    assert buffer.withdrawn == []
+
+
+def test_wait_holds_a_step_back_until_no_straggler_would_outgrow_the_window() -> None:
+    buffer = make_buffer(alpha=1, batch=2, group=1, on_expire="wait")
+    old = lease_all(buffer, 0)  # 4 samples, all to be trained by steps 0 and 1
+    finish_all(buffer, old[:2], 0)
+    assert buffer.take(0) is not None
+    buffer.commit(0)
+    finish_all(buffer, lease_all(buffer, 1), 1)
+    assert buffer.ready_groups == 2
+    assert buffer.take(1) is None
+    finish_all(buffer, old[2:], 0)
+    chosen = buffer.take(1)
+    assert chosen is not None
+    assert [group.group_id for group in chosen] == [2, 3]
+
+
+def test_mask_does_not_hold_the_same_step_back() -> None:
+    buffer = make_buffer(alpha=1, batch=2, group=1, on_expire="mask")
+    old = lease_all(buffer, 0)
+    finish_all(buffer, old[:2], 0)
+    buffer.take(0)
+    buffer.commit(0)
+    finish_all(buffer, lease_all(buffer, 1), 1)
+    assert buffer.take(1) is not None
+
+
+# -- failures --------------------------------------------------------------------------------------------------------
+
+
 def test_groups_move_up_when_an_earlier_one_is_lost_so_that_the_rest_of_a_group_is_never_stuck() -> None:
     buffer = make_buffer(alpha=0.25, retries=0)
     for lease in lease_all(buffer, 0):
-        buffer.finish(lease.lease_id, Failure(lease.task, Outcome.ENV_ERROR, "x", 0))
-    rest = buffer.lease(0)
+        buffer.finish(lease.lease_id, fail(lease))
+    rest = buffer.lease([0])
     assert rest is not None
     assert (rest.task.group_id, rest.task.sample_index) == (2, 1)
 
 
 def test_an_infrastructure_failure_is_retried_within_its_budget_and_then_given_up_without_a_reward() -> None:
     buffer = make_buffer(alpha=0, retries=1)
-    first = buffer.lease(0)
+    first = buffer.lease([0])
     assert first is not None
-    buffer.finish(first.lease_id, Failure(first.task, Outcome.ENV_ERROR, "boom", 2))
-    again = buffer.lease(0)
+    buffer.finish(first.lease_id, fail(first, tokens=2))
+    again = buffer.lease([0])
     assert again is not None
     assert (again.task.task_id, again.task.attempt) == (first.task.task_id, 1)
-    buffer.finish(again.lease_id, Failure(again.task, Outcome.ENV_ERROR, "boom", 2))
+    buffer.finish(again.lease_id, fail(again, tokens=2))
     assert buffer.ledger.given_up == {Outcome.ENV_ERROR: 1}
     assert buffer.ledger.retried == {Outcome.ENV_ERROR: 1}
-    for lease in lease_all(buffer, 0):
-        buffer.finish(lease.lease_id, trajectory(lease.task, 0))
+    finish_all(buffer, lease_all(buffer, 0), 0)
     chosen = buffer.take(0)
     assert chosen is not None
     assert [len(group.trajectories()) for group in chosen] == [1, 2]
@@ -150,29 +264,168 @@ def test_an_infrastructure_failure_is_retried_within_its_budget_and_then_given_u
 
 def test_a_run_that_only_fails_is_stopped_by_the_breaker_with_the_last_reason() -> None:
     buffer = make_buffer(retries=0, breaker=3)
-    failures = [(lease, Failure(lease.task, Outcome.ENV_ERROR, "no such file", 0)) for lease in lease_all(buffer, 0)]
-    for lease, failure in failures[:2]:
-        buffer.finish(lease.lease_id, failure)
-    with pytest.raises(BreakerError, match=r"3 samples in a row.*no such file"):
-        buffer.finish(failures[2][0].lease_id, failures[2][1])
+    leases = lease_all(buffer, 0)
+    for lease in leases[:2]:
+        buffer.finish(lease.lease_id, fail(lease))
+    with pytest.raises(BreakerError, match=r"3 samples in a row.*boom"):
+        buffer.finish(leases[2].lease_id, fail(leases[2]))
 
 
 def test_a_result_of_a_revoked_lease_is_booked_but_not_trained_twice() -> None:
     buffer = make_buffer(alpha=0)
-    lease = buffer.lease(0)
+    lease = buffer.lease([0])
     assert lease is not None
     buffer.revoke(lease.lease_id)
     buffer.finish(lease.lease_id, trajectory(lease.task, 0))
     assert buffer.ledger.discarded_tokens == {Outcome.CANCELLED: 3}
-    again = buffer.lease(0)
+    again = buffer.lease([0])
     assert again is not None
     assert again.task.task_id == lease.task.task_id
     buffer.check()
 
 
+def test_a_kind_of_environment_that_keeps_failing_goes_into_quarantine_and_the_others_go_on() -> None:
+    kinds = lambda seed: "bad" if seed % 2 else "good"  # noqa: E731
+    buffer = make_buffer(alpha=0, batch=8, retries=0, quarantine=2, breaker=4, kind_of=kinds)
+    for lease in lease_all(buffer, 0):
+        if lease.task.kind == "bad":
+            buffer.finish(lease.lease_id, fail(lease))
+        else:
+            buffer.finish(lease.lease_id, trajectory(lease.task, 0))
+    assert "'bad' are in quarantine: 2 of their samples" in buffer.notes[0]
+    fresh = lease_all(buffer, 0)
+    assert {lease.task.kind for lease in fresh} == {"good"}
+    finish_all(buffer, fresh, 0)
+    assert buffer.take(0) is not None
+    buffer.commit(0)
+    assert buffer.ledger.given_up == {Outcome.ENV_ERROR: 4}
+
+
+def test_when_every_kind_is_in_quarantine_the_run_stops_and_names_them() -> None:
+    buffer = make_buffer(alpha=0, batch=4, retries=0, quarantine=2, kind_of=lambda seed: "ab"[seed % 2])
+
+    def only_fail() -> None:
+        while True:
+            for lease in lease_all(buffer, 0):
+                buffer.finish(lease.lease_id, fail(lease))
+
+    with pytest.raises(BreakerError, match=r"every kind of environment keeps failing \(a, b\)"):
+        only_fail()
+
+
+# -- redundancy and filtering ----------------------------------------------------------------------------------------
+
+
+def test_the_first_finishers_of_a_group_win_and_the_others_are_withdrawn_at_once() -> None:
+    buffer = make_buffer(alpha=0, batch=2, group=2, extra_per_group=2)
+    leases = lease_all(buffer, 0)
+    assert len(leases) == 4
+    finish_all(buffer, [leases[3], leases[1]], 0)
+    assert buffer.withdrawn == [leases[0].lease_id, leases[2].lease_id]
+    chosen = buffer.take(0)
+    assert chosen is not None
+    assert [t.task.sample_index for t in chosen[0].trajectories()] == [1, 3]
+    buffer.finish(leases[0].lease_id, fail(leases[0], Outcome.CANCELLED, tokens=5))
+    buffer.commit(0)
+    assert buffer.ledger.given_up == {Outcome.CANCELLED: 2}
+    assert buffer.ledger.discarded_tokens == {Outcome.CANCELLED: 5}
+
+
+def test_a_redundant_member_that_was_not_started_yet_never_is() -> None:
+    buffer = make_buffer(alpha=0, batch=2, group=2, extra_per_group=1)
+    first, second = buffer.lease([0]), buffer.lease([0])
+    assert first is not None
+    assert second is not None
+    finish_all(buffer, [first, second], 0)
+    assert buffer.lease([0]) is None
+    assert buffer.ledger.given_up == {Outcome.CANCELLED: 1}
+
+
+def test_redundant_groups_are_started_on_top_and_the_last_one_home_is_cancelled_when_its_step_is_taken() -> None:
+    buffer = make_buffer(alpha=0, batch=4, group=2, extra_groups=1)
+    leases = lease_all(buffer, 0)
+    assert len(leases) == 6
+    finish_all(buffer, leases[1:], 0)
+    assert buffer.take(0) is not None
+    assert buffer.withdrawn == [leases[0].lease_id]
+    buffer.finish(leases[0].lease_id, fail(leases[0], Outcome.CANCELLED, tokens=9))
+    buffer.commit(0)
+    assert buffer.ledger.given_up == {Outcome.CANCELLED: 2}
+    assert buffer.ledger.discarded_tokens == {Outcome.CANCELLED: 12}
+    assert len(lease_all(buffer, 1)) == 6
+
+
+def test_no_more_groups_are_cancelled_for_their_age_than_are_redundant() -> None:
+    buffer = make_buffer(alpha=1, batch=2, group=1, extra_groups=1, steps=20)
+    old = lease_all(buffer, 0)
+    assert len(old) == 5
+    finish_all(buffer, old[:2], 0)
+    buffer.take(0)
+    buffer.commit(0)
+    finish_all(buffer, lease_all(buffer, 1), 1)
+    buffer.take(1)  # three samples of version 0 still run, and step 2 trains none of it
+    assert buffer.withdrawn == [old[2].lease_id]
+
+
+def test_the_end_of_the_run_books_what_redundancy_left_over() -> None:
+    buffer = make_buffer(alpha=0, batch=2, group=2, extra_groups=1, steps=1)
+    leases = lease_all(buffer, 0)
+    finish_all(buffer, leases[:3], 0)
+    buffer.take(0)
+    buffer.commit(0)
+    buffer.close()
+    assert buffer.in_flight == 0
+    assert buffer.ledger.issued == buffer.ledger.trained + sum(buffer.ledger.given_up.values())
+    buffer.check()
+
+
+def test_groups_without_an_advantage_are_filtered_out_and_replaced() -> None:
+    buffer = make_buffer(alpha=0, filter=GroupFilter(drop_equal_rewards=True))
+    leases = lease_all(buffer, 0)
+    for i, lease in enumerate(leases):
+        buffer.finish(lease.lease_id, trajectory(lease.task, 0, reward=float(i % 2 and lease.task.group_id == 0)))
+    assert buffer.ready_groups == 1
+    assert buffer.ledger.filtered == 2
+    assert buffer.ledger.discarded_tokens == {Outcome.FILTERED: 6}
+    assert [lease.task.group_id for lease in lease_all(buffer, 0)] == [2, 2]
+    buffer.check()
+
+
+@pytest.mark.parametrize(("bounds", "kept"), [((0.0, 1.0), 1), ((0.5, 0.5), 1), ((0.6, 1.0), 0), ((0.0, 0.4), 0)])
+def test_accuracy_bounds_keep_groups_whose_mean_reward_lies_within(bounds: tuple[float, float], kept: int) -> None:
+    buffer = make_buffer(alpha=0, batch=2, filter=GroupFilter(accuracy_bounds=bounds))
+    for reward, lease in enumerate(lease_all(buffer, 0)):
+        buffer.finish(lease.lease_id, trajectory(lease.task, 0, reward=float(reward)))
+    assert buffer.ready_groups == kept
+
+
+def test_a_run_whose_groups_are_all_filtered_out_is_stopped() -> None:
+    buffer = make_buffer(alpha=0, filter=GroupFilter(drop_equal_rewards=True))
+
+    def all_alike() -> None:
+        while True:
+            finish_all(buffer, lease_all(buffer, 0), 0)
+
+    with pytest.raises(BreakerError, match=r"groups in a row were filtered out"):
+        all_alike()
+
+
 def test_committing_without_a_batch_is_a_broken_contract() -> None:
     with pytest.raises(ContractError):
         make_buffer().commit(0)
+
+
+def test_a_restart_keeps_finished_work_and_queues_the_rest_in_order() -> None:
+    buffer = make_buffer(alpha=1, extra_per_group=1)
+    leases = lease_all(buffer, 0)
+    finish_all(buffer, leases[4:6], 0)
+    stored = msgspec.msgpack.encode(buffer.snapshot())
+    again = make_buffer(alpha=1, extra_per_group=1, state=msgspec.msgpack.decode(stored, type=BufferState))
+    assert again.ready_groups == buffer.ready_groups
+    assert again.in_flight == buffer.in_flight
+    order = [lease.task.task_id for lease in lease_all(again, 0)]
+    assert order == sorted(order)
+    again.check()
 
 
 @given(
@@ -190,103 +443,3 @@ def test_dealing_gives_every_sample_to_one_rank_and_balances_tokens(lengths: lis
     loads = [sum(sample.trajectory.length for sample in shard.samples) for shard in shards]
     assert max(loads) - min(loads) <= max(lengths) + 2
     assert {shard.total_tokens for shard in shards} == {sum(lengths)}
-
-
-class Conservation(RuleBasedStateMachine):
-    """Random interleavings of everything that can happen to a sample, restarts included."""
-
-    @initialize(
-        alpha=st.sampled_from([0.0, 0.25, 1.0, 2.5]),
-        batch=st.sampled_from([2, 4, 8]),
-        retries=st.integers(0, 2),
-    )
-    def begin(self, alpha: float, batch: int, retries: int) -> None:
-        self.settings = {"alpha": alpha, "batch": batch, "group": 2, "steps": 6, "retries": retries}
-        self.buffer = make_buffer(**self.settings)
-        self.alpha, self.batch = alpha, batch
-        self.version = 0
-        self.leases: list = []
-        self.training = False
-
-    @rule(behind=st.integers(0, 3))
-    def lease(self, behind: int) -> None:
-        engine = max(0, self.version - behind)
-        lease = self.buffer.lease(engine)
-        if lease is not None:
-            assert lease.min_version <= engine
-            self.leases.append((lease, engine))
-
-    @precondition(lambda self: self.leases)
-    @rule(pick=st.integers(0, 1000), newer=st.integers(0, 2))
-    def finish(self, pick: int, newer: int) -> None:
-        lease, engine = self.leases.pop(pick % len(self.leases))
-        later = min(self.version, engine + newer)
-        runs = [VersionRun(engine, 2)] + ([VersionRun(later, 1)] if later > engine else [])
-        tokens = sum(run.count for run in runs)
-        done = msgspec.structs.replace(trajectory(lease.task, engine, tokens), versions=runs)
-        self.buffer.finish(lease.lease_id, done)
-
-    @precondition(lambda self: self.leases)
-    @rule(
-        pick=st.integers(0, 1000),
-        outcome=st.sampled_from([Outcome.ENV_ERROR, Outcome.ENGINE_ERROR, Outcome.CANCELLED, Outcome.REWARD_ERROR]),
-    )
-    def fail(self, pick: int, outcome: Outcome) -> None:
-        lease, _ = self.leases.pop(pick % len(self.leases))
-        self.buffer.finish(lease.lease_id, Failure(lease.task, outcome, "x", 1))
-
-    @precondition(lambda self: self.leases)
-    @rule(pick=st.integers(0, 1000))
-    def revoke(self, pick: int) -> None:
-        lease, _ = self.leases.pop(pick % len(self.leases))
-        self.buffer.revoke(lease.lease_id)
-
-    @precondition(lambda self: not self.training and self.version < 6)
-    @rule()
-    def take(self) -> None:
-        groups = self.buffer.take(self.version)
-        if groups is None:
-            return
-        self.training = True
-        limit = math.ceil(self.version - self.alpha)
-        for shard in deal(groups, self.version, limit, 2):
-            for sample in shard.samples:
-                kept = [run for run in sample.trajectory.versions if run.version >= shard.min_version]
-                assert all(run.version >= self.version - self.alpha for run in kept)
-
-    @precondition(lambda self: self.training)
-    @rule()
-    def commit(self) -> None:
-        self.buffer.commit(self.version)
-        self.version += 1
-        self.training = False
-
-    @precondition(lambda self: not self.training)
-    @rule()
-    def restart(self) -> None:
-        stored = msgspec.msgpack.encode(self.buffer.snapshot())
-        self.leases.clear()
-        self.buffer = make_buffer(**self.settings, state=msgspec.msgpack.decode(stored, type=BufferState))
-
-    @invariant()
-    def law_2_conservation(self) -> None:
-        self.buffer.check()
-
-    @invariant()
-    def law_3_admission(self) -> None:
-        alive = self.buffer.in_flight
-        # Outstanding groups hold at most (1 + α) batches' worth of places, rounded up to a whole group.
-        assert alive <= (1 + self.alpha) * self.batch + 2
-
-    @invariant()
-    def something_can_always_happen(self) -> None:
-        """No deadlock: work is out, or can be handed out to an engine of the current version, or a batch is ready."""
-        if self.version >= 6 or self.training or self.leases:
-            return
-        stored = msgspec.msgpack.encode(self.buffer.snapshot())
-        twin = make_buffer(**self.settings, state=msgspec.msgpack.decode(stored, type=BufferState))
-        assert twin.lease(self.version) is not None or twin.take(self.version) is not None
-
-
-TestConservation = Conservation.TestCase
-TestConservation.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)

@@ -3,14 +3,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from flash.config import Config
 from flash.errors import RunDirectoryError
-from flash.observe.rundir import RunDirectory, readable, write_atomically
+from flash.observe.rundir import RunDirectory, SampleTimes, TurnTimes, readable, sample_times, write_atomically
 from flash.observe.summary import summarise
-from flash.types import Outcome, Span, Task, Trajectory, VersionRun
+from flash.types import Outcome, Span, Task, Trajectory, Turn, VersionRun
 from tests.observe.sample_rows import eval_row, metrics_row, spans
 
 
@@ -24,9 +25,7 @@ def trajectory(versions: list[VersionRun], prompt: int = 2) -> Trajectory:
         action_spans=[Span(prompt, prompt + actions)],
         logprobs=np.zeros(actions, dtype="<f4").tobytes(),
         versions=versions,
-        prompt_text="1+1=",
-        completion_text="2",
-        generate_s=0.1,
+        turns=[Turn("1+1=", "2", 0.5, 1000.0, 0.1, 0.2)],
     )
 
 
@@ -171,12 +170,44 @@ def test_a_readable_sample_shows_texts_versions_and_ages(directory: RunDirectory
         "seed": 99,
         "outcome": "ok",
         "reward": 0.5,
-        "prompt": "1+1=",
-        "completion": "2",
+        "turns": [{"observation": "1+1=", "action": "2", "reward": 0.5, "generate_s": 0.1, "env_s": 0.2}],
         "tokens": ["1", "+", "a", "b", "c", "d"],
+        "action_spans": [[2, 6]],
         "versions": [[10, 3], [12, 1]],
         "ages": {"0": 1, "2": 3},
     }
+
+
+def test_a_trained_sample_is_told_turn_by_turn_in_numbers() -> None:
+    versions = [VersionRun(3, 2), VersionRun(5, 3), VersionRun(4, 1)]
+    sample = msgspec.structs.replace(
+        trajectory(versions),
+        token_ids=np.arange(13, dtype="<i4").tobytes(),
+        action_spans=[Span(2, 5), Span(7, 7), Span(10, 13)],
+        turns=[
+            Turn("1+1=", "2", 0.0, 1000.0, 0.1, 0.2),
+            Turn("more", "", 0.0, 1001.0, 0.3, 0.4),
+            Turn("2+2=", "4", 0.5, 1002.0, 0.5, 0.6),
+        ],
+    )
+    assert sample_times(sample, 6) == SampleTimes(
+        step=6,
+        group_id=2,
+        reward=0.5,
+        turns=[
+            TurnTimes(2, 3, 1000.0, 0.1, 0.2, 3),
+            TurnTimes(2, 0, 1001.0, 0.3, 0.4, -1),
+            TurnTimes(3, 3, 1002.0, 0.5, 0.6, 4),
+        ],
+    )
+
+
+def test_resuming_rolls_the_samples_back_with_their_steps(directory: RunDirectory) -> None:
+    samples = [sample_times(trajectory([VersionRun(step, 1)]), step) for step in (0, 0, 1, 2)]
+    directory.append_samples(samples)
+    resumed = RunDirectory.open(directory.path, "", resume_at=1)
+    assert resumed.read_samples() == samples[:2]
+    assert [row["step"] for row in lines(resumed.earlier / "001" / "samples.jsonl")] == [1, 2]
 
 
 def test_the_summary_is_written_with_its_documented_keys(directory: RunDirectory, config: Config) -> None:

@@ -25,6 +25,9 @@ class CharTokenizer:
     def render(self, observation: Any) -> list[int]:
         return [ord(c) for c in observation]
 
+    def follow(self, observation: Any, stopped: bool) -> list[int]:
+        return self.render(observation)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(t) for t in token_ids)
 
@@ -59,7 +62,7 @@ def make_config(**changes: Any) -> Config:
         "deadlines": {"env_step": 5.0, "env_reset": 5.0, "generate": 50.0, "batch": 100.0, "step": 100.0},
     }
     for section, values in changes.items():
-        base[section] = base[section] | values
+        base[section] = base.get(section, {}) | values
     return msgspec.convert(base, Config)
 
 
@@ -143,7 +146,7 @@ class World:
             self.engines,
             0,
             CharTokenizer(),
-            lambda: wrap(self._env()),
+            lambda kind: wrap(self._env()),
             Direct(self.hub),
             now=now,
         )
@@ -243,7 +246,6 @@ def test_law_5_an_environment_error_is_typed_retried_and_never_a_reward() -> Non
         (("", float("nan"), True, False, {}), "reward"),
         (("", "1", True, False, {}), "reward"),
         (("", 1.0, True), "step"),
-        (("", 1.0, False, False, {}), "goes on after its first step"),
     ],
 )
 def test_an_environment_that_breaks_its_interface_stops_the_run_with_its_reason(result: Any, text: str) -> None:
@@ -391,7 +393,7 @@ def test_the_leases_of_a_lost_node_go_to_another() -> None:
                 [FakeEngine(lambda prompt: [ord(c) for c in "yes"], 0.1)],
                 1,
                 CharTokenizer(),
-                lambda: wrap(Echo()),
+                lambda kind: wrap(Echo()),
                 Direct(hub),
                 now=anyio.current_time,
             )

@@ -23,7 +23,7 @@ import pytest
 
 from flash.config import Config
 from flash.errors import EngineDeadError, EngineError, WeightsError
-from flash.rollout.engine import Progress, SamplingSettings
+from flash.rollout.engine import Pressure, Progress, Request, SamplingSettings
 from flash.rollout.vllm_engine import VLLMEngine
 from flash.types import Canary, Completion, Published, VersionRun
 from flash.weights.canary import canary_tokens
@@ -123,22 +123,38 @@ class Served:
         logprobs = [value + canary_shift for value in next_logprobs(self.model, self.canary)]
         return Published(version, "tcp", info[0], Canary(self.canary, logprobs))
 
-    def load(self, published: Published) -> float:
-        return self.call(self.engine.load, published)
+    def load(self, published: Published, *, keep_cache: bool = False) -> float:
+        return self.call(functools.partial(self.engine.load, published, keep_cache=keep_cache))
 
     def generate(self, prompt: list[int], count: int, temperature: float = 1.0) -> Completion:
-        return self.call(complete, self.engine, prompt, SamplingSettings(count, temperature))
+        return self.call(complete, self.engine, ask(prompt, count, temperature))
 
 
-async def complete(engine: VLLMEngine, prompt: list[int], sampling: SamplingSettings) -> Completion:
-    """Consume a stream and check that its pieces add up."""
+def ask(prompt: list[int], count: int, temperature: float = 1.0) -> Request:
+    return Request(prompt, SamplingSettings(count, temperature), key=0)
+
+
+def each(versions: list[VersionRun]) -> list[int]:
+    """The version of each token."""
+    return [run.version for run in versions for _ in range(run.count)]
+
+
+async def complete(engine: VLLMEngine, request: Request, began: Callable[[], object] = lambda: None) -> Completion:
+    """Consume a stream and check that its pieces add up. `began` is called at each piece."""
     tokens: list[int] = []
-    async for piece in engine.generate(prompt, sampling):
+    logprobs: list[float] = []
+    versions: list[int] = []
+    async for piece in engine.generate(request):
+        began()
         if isinstance(piece, Completion):
             assert piece.token_ids[: len(tokens)] == tokens
+            assert piece.logprobs[: len(tokens)] == logprobs
+            assert each(piece.versions)[: len(tokens)] == versions
             assert sum(run.count for run in piece.versions) == len(piece.token_ids) == len(piece.logprobs)
             return piece
         tokens += piece.token_ids
+        logprobs += piece.logprobs
+        versions += each(piece.versions)
     raise AssertionError("a stream ended without a completion")
 
 
@@ -197,13 +213,13 @@ async def in_flight(
     all_running = anyio.Event()
 
     async def one(number: int) -> None:
-        prompt = [2 + number % 40, 3, 4]
-        async for piece in engine.generate(prompt, SamplingSettings(LONG, 1.0)):
+        def began() -> None:
             running.add(number)
             if len(running) == count:
                 all_running.set()
-            if isinstance(piece, Completion):
-                done.append((prompt, piece))
+
+        prompt = [2 + number % 40, 3, 4]
+        done.append((prompt, await complete(engine, ask(prompt, LONG), began)))
 
     async with anyio.create_task_group() as group:
         for number in range(count):
@@ -223,7 +239,7 @@ def test_after_each_swap_the_engine_computes_with_the_new_weights_and_nothing_in
         gaps: list[float] = []
 
         async def swap(published: Published = published, gaps: list[float] = gaps) -> None:
-            gaps.append(await served.engine.load(published))
+            gaps.append(await served.engine.load(published, keep_cache=False))
 
         done = served.call(in_flight, served.engine, 24, swap)
         assert gaps[0] <= 1e-4
@@ -240,12 +256,46 @@ def test_tokens_after_a_swap_are_sampled_from_the_new_weights_and_the_old_prefix
     published = served.publish()
 
     async def swap() -> None:
-        await served.engine.load(published)
+        await served.engine.load(published, keep_cache=False)
 
     for prompt, completion in served.call(in_flight, served.engine, 16, swap):
         old = completion.versions[0].count
         expected = next_logprobs(served.model, prompt + completion.token_ids)[len(prompt) - 1 + old :]
         assert completion.logprobs[old:] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_swap_that_keeps_the_cache_lets_only_running_sequences_use_it(served: Served) -> None:
+    served.load(served.publish())
+    prompt = [7, 8, 9] * 20
+    served.generate(prompt, 4)
+    before = served.engine.version
+    change(served.model, 11)
+    published = served.publish()
+
+    async def swap() -> None:
+        await served.engine.load(published, keep_cache=True)
+
+    for _, completion in served.call(in_flight, served.engine, 8, swap):
+        assert [run.version for run in completion.versions] == [before, before + 1]
+    completion = served.generate(prompt, 4)
+    expected = next_logprobs(served.model, prompt + completion.token_ids)[len(prompt) - 1 :]
+    assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_engine_tells_how_full_it_is_and_blames_no_swap_for_a_full_cache(served: Served) -> None:
+    served.load(served.publish())
+    published = served.publish()
+    seen: list[Pressure] = []
+
+    async def swap() -> None:
+        seen.append(served.engine.pressure)
+        await served.engine.load(published, keep_cache=False)
+
+    served.call(in_flight, served.engine, 8, swap)
+    assert seen[0].running == 8
+    assert 0 < seen[0].kv_used < 0.5
+    after = served.engine.pressure
+    assert (after.running, after.waiting, after.kv_used, after.preemptions) == (0, 0, 0.0, 0)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -299,7 +349,7 @@ def test_an_abandoned_request_is_freed_in_the_engine(served: Served, how: str) -
     served.load(served.publish())
 
     async def abandon() -> bool:
-        stream = served.engine.generate([5, 6, 7], SamplingSettings(250, 1.0))
+        stream = served.engine.generate(ask([5, 6, 7], 250))
         assert isinstance(await anext(stream), Progress)
         if how == "close":
             await stream.aclose()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 
 from flash.config import Config
 from flash.trainer.step import Trainer
-from flash.types import GroupReward, Outcome, Shard, ShardSample, Span, Task, Trajectory, VersionRun
+from flash.types import GroupReward, Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 
 VOCABULARY = 40
 
@@ -73,9 +73,7 @@ def make_trajectory(
         action_spans=spans,
         logprobs=(-2.0 + 0.7 * rng.standard_normal(actions)).astype("<f4").tobytes(),
         versions=versions,
-        prompt_text="",
-        completion_text="",
-        generate_s=0.0,
+        turns=[Turn("", "", reward / len(spans), 0.0, 0.0, 0.0) for _ in spans],
     )
 
 

@@ -1,0 +1,67 @@
+"""Breaker: notices when a run, or one kind of environment in it, only fails. A pure state machine."""
+
+from __future__ import annotations
+
+from flash.errors import BreakerError
+from flash.types import Failure, Task
+
+
+class Breaker:
+    """Counts failures between successes.
+
+    Args:
+        samples: samples given up in a row, over all kinds, that stop the run.
+        samples_of_kind: samples of one kind given up in a row that put the kind into quarantine.
+        groups: groups filtered out in a row that stop the run.
+    """
+
+    def __init__(self, samples: int, samples_of_kind: int, groups: int) -> None:
+        self._samples = samples
+        self._samples_of_kind = samples_of_kind
+        self._groups = groups
+        self._given_up = 0
+        self._given_up_of_kind: dict[str, int] = {}
+        self._filtered = 0
+
+    def finished(self, task: Task) -> None:
+        """A sample came home."""
+        self._given_up = 0
+        self._given_up_of_kind.pop(task.kind, None)
+
+    def given_up(self, task: Task, failure: Failure) -> bool:
+        """A sample was given up. Returns whether its kind goes into quarantine; the unnamed kind never does.
+
+        Raises:
+            BreakerError: too many in a row.
+        """
+        in_a_row = self._given_up_of_kind.get(task.kind, 0) + 1
+        if task.kind and in_a_row >= self._samples_of_kind:
+            self._given_up_of_kind.pop(task.kind, None)
+            self._given_up = 0
+            return True
+        self._given_up_of_kind[task.kind] = in_a_row
+        self._given_up += 1
+        if self._given_up >= self._samples:
+            raise BreakerError(
+                f"{self._given_up} samples in a row were given up and none finished between; "
+                f"the last one ({failure.outcome}): {failure.message}. Fix the cause, or raise rollout.breaker "
+                "or rollout.retries."
+            )
+        return False
+
+    def kept(self) -> None:
+        """A complete group passed the filters."""
+        self._filtered = 0
+
+    def filtered(self) -> None:
+        """A complete group was filtered out.
+
+        Raises:
+            BreakerError: too many in a row.
+        """
+        self._filtered += 1
+        if self._filtered >= self._groups:
+            raise BreakerError(
+                f"{self._filtered} groups in a row were filtered out and none was kept: nothing is left to learn from. "
+                "The problems are all too easy or too hard, or rollout.accuracy_bounds is too narrow."
+            )

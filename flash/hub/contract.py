@@ -1,0 +1,52 @@
+"""The age contract: the numbers that admission, choice and consumption follow.
+
+With α = async ratio and B = samples per step: every token trained by the step that makes version n+1 was sampled by a
+version ≥ n − α.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+SLACK = 1e-9
+"""Keeps comparisons true where α·B is a whole number that floats cannot hold."""
+
+
+class AgeContract(msgspec.Struct, frozen=True):
+    """One run's contract. Redundant samples and groups come on top of what it counts."""
+
+    async_ratio: float
+    batch_size: int
+    group_size: int
+    steps: int
+    extra_groups: int = 0
+
+    def min_engine_version(self, slot: int, sample_index: int) -> int:
+        """The oldest engine version that may start this sample of the group at this place.
+
+        The k-th sample counted from the start, those of returned groups not counted, is admitted by the published
+        version v if k ≤ (v + 1 + α)·B.
+        """
+        member = min(sample_index, self.group_size - 1)
+        k = (slot - self.extra_groups) * self.group_size + member + 1
+        return max(0, math.ceil(k / self.batch_size - 1 - self.async_ratio - SLACK))
+
+    def min_token_version(self, step: int) -> int:
+        """The oldest version whose tokens the step that trains version `step` may use."""
+        return math.ceil(step - self.async_ratio - SLACK)
+
+    def last_step(self, token_version: int) -> int:
+        """The last step that may train a token of this version."""
+        return math.floor(token_version + self.async_ratio + SLACK)
+
+    @property
+    def groups_per_batch(self) -> int:
+        """G."""
+        return self.batch_size // self.group_size
+
+    @property
+    def last_slot(self) -> int:
+        """Groups the whole run may have at once or behind it."""
+        return self.steps * self.groups_per_batch + self.extra_groups

@@ -1,0 +1,85 @@
+"""A response that may move between engines: what was sampled so far, and what is still to be asked for.
+
+Invariant: tokens, log-probs and versions stay aligned, and each token is kept from the engine that sampled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from flash.rollout.engine import Progress, Request
+from flash.types import Completion, VersionRun
+
+
+class Response:
+    """A response and what is still to be asked for, over all engines it has been on."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[VersionRun] = []
+        self._moved_at = 0
+
+    def rest(self) -> Request:
+        """What the next engine is asked for: it goes on after the tokens so far."""
+        self._moved_at = len(self._tokens)
+        if not self._tokens:
+            return self._request
+        request, sampling = self._request, self._request.sampling
+        left = sampling.max_new_tokens - len(self._tokens)
+        return msgspec.structs.replace(
+            request,
+            prompt=request.prompt + self._tokens,
+            sampling=msgspec.structs.replace(sampling, max_new_tokens=left),
+            done=request.done + len(self._tokens),
+        )
+
+    def add(self, piece: Progress) -> None:
+        """Take a piece from the engine that has it now."""
+        self._tokens += piece.token_ids
+        self._logprobs += piece.logprobs
+        self._versions += piece.versions
+
+    def exhausted(self) -> Completion | None:
+        """The whole response, when nothing is left to ask for."""
+        if len(self._tokens) < self._request.sampling.max_new_tokens:
+            return None
+        return Completion(self._tokens, self._logprobs, _merged(self._versions), "length")
+
+    def completed(self, last: Completion) -> Completion:
+        """The whole response, from the one of the last engine, which repeats that engine's pieces."""
+        at = self._moved_at
+        if at == 0:
+            return last
+        before = _first(self._versions, at)
+        return Completion(
+            self._tokens[:at] + last.token_ids,
+            self._logprobs[:at] + last.logprobs,
+            _merged(before + last.versions),
+            last.finish,
+        )
+
+
+def _first(versions: Sequence[VersionRun], count: int) -> list[VersionRun]:
+    """The versions of the first `count` tokens."""
+    taken: list[VersionRun] = []
+    for run in versions:
+        if count <= 0:
+            break
+        taken.append(VersionRun(run.version, min(run.count, count)))
+        count -= run.count
+    return taken
+
+
+def _merged(versions: Sequence[VersionRun]) -> list[VersionRun]:
+    """Neighbours of equal version become one run."""
+    merged: list[VersionRun] = []
+    for run in versions:
+        if merged and merged[-1].version == run.version:
+            merged[-1] = VersionRun(run.version, merged[-1].count + run.count)
+        else:
+            merged.append(run)
+    return merged

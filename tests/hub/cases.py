@@ -1,0 +1,62 @@
+"""Buffers and trajectories for the tests of the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from flash.hub.buffer import BufferRules, BufferState, SampleBuffer
+from flash.hub.contract import AgeContract
+from flash.hub.tasks import TaskSource
+from flash.types import Lease, Outcome, Span, Task, Trajectory, Turn, VersionRun
+
+
+def trajectory(
+    task: Task,
+    version: int,
+    tokens: int = 3,
+    reward: float = 1.0,
+    versions: list[VersionRun] | None = None,
+) -> Trajectory:
+    return Trajectory(
+        task=task,
+        outcome=Outcome.OK,
+        reward=reward,
+        token_ids=np.arange(tokens + 2, dtype="<i4").tobytes(),
+        action_spans=[Span(2, tokens + 2)],
+        logprobs=np.zeros(tokens, dtype="<f4").tobytes(),
+        versions=versions or [VersionRun(version, tokens)],
+        turns=[Turn("p", "c", reward, 0.0, 0.0, 0.0)],
+    )
+
+
+def make_buffer(
+    alpha: float = 1.0,
+    batch: int = 4,
+    group: int = 2,
+    steps: int = 10,
+    extra_groups: int = 0,
+    step: int = 0,
+    state: BufferState | None = None,
+    kind_of: Callable[[int], str] = lambda seed: "",
+    **rules: Any,
+) -> SampleBuffer:
+    contract = AgeContract(alpha, batch, group, steps, extra_groups)
+    rules = {"retries": 1, "breaker": 1000} | rules
+    members = group + rules.get("extra_per_group", 0)
+    source = TaskSource(0, members, kind_of, state.cursor if state else None)
+    return SampleBuffer(contract, source, BufferRules(**rules), step=step, state=state)
+
+
+def lease_all(buffer: SampleBuffer, version: int, node: int = 0) -> list[Lease]:
+    leases: list[Lease] = []
+    while (lease := buffer.lease([version], node)) is not None:
+        leases.append(lease)
+    return leases
+
+
+def finish_all(buffer: SampleBuffer, leases: list[Lease], version: int, reward: float = 1.0) -> None:
+    for lease in leases:
+        buffer.finish(lease.lease_id, trajectory(lease.task, version, reward=reward))

@@ -1,0 +1,158 @@
+"""Random interleavings of everything that can happen to a sample, under every combination of rules.
+
+Law 2 (conservation), law 3 (the age contract), and the absence of deadlock hold after each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from flash.hub.batching import deal
+from flash.hub.buffer import BufferState, SampleBuffer
+from flash.hub.groups import GroupFilter
+from flash.types import Failure, Lease, Outcome, VersionRun
+from tests.hub.cases import make_buffer, trajectory
+
+STEPS = 6
+
+
+def kind_of(seed: int) -> str:
+    return "even" if seed % 2 == 0 else "odd"
+
+
+class Life(RuleBasedStateMachine):
+    """A buffer, the leases it gave out, and a trainer that holds a version."""
+
+    @initialize(
+        alpha=st.sampled_from([0.0, 0.25, 1.0, 2.5]),
+        batch=st.sampled_from([2, 4, 8]),
+        rules=st.fixed_dictionaries(
+            {
+                "retries": st.integers(0, 2),
+                "on_expire": st.sampled_from(["mask", "requeue", "wait"]),
+                "fifo_window": st.sampled_from([None, 1.0, 1.5]),
+                "extra_per_group": st.integers(0, 2),
+                "extra_groups": st.integers(0, 2),
+                "waves": st.booleans(),
+                "filter": st.sampled_from([GroupFilter(), GroupFilter(drop_equal_rewards=True)]),
+            }
+        ),
+    )
+    def begin(self, alpha: float, batch: int, rules: dict[str, Any]) -> None:
+        self.settings = {"alpha": alpha, "batch": batch, "group": 2, "steps": STEPS, "quarantine": 1000} | rules
+        self.buffer = make_buffer(**self.settings, kind_of=kind_of)
+        self.alpha, self.batch, self.rules = alpha, batch, rules
+        self.version = 0
+        self.leases: dict[int, tuple[Lease, int]] = {}
+        self.training = False
+
+    @rule(behind=st.integers(0, 3), node=st.integers(0, 1), ahead=st.integers(0, 1))
+    def lease(self, behind: int, node: int, ahead: int) -> None:
+        engines = [max(0, self.version - behind), max(0, self.version - behind - ahead)]
+        lease = self.buffer.lease(engines, node, alone=False)
+        if lease is not None:
+            start = min(version for version in engines if version >= lease.min_version)
+            self.leases[lease.lease_id] = lease, start
+
+    def pop(self, pick: int) -> tuple[Lease, int]:
+        key = sorted(self.leases)[pick % len(self.leases)]
+        return self.leases.pop(key)
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=st.integers(0, 1000), newer=st.integers(0, 2), reward=st.sampled_from([0.0, 1.0]))
+    def finish(self, pick: int, newer: int, reward: float) -> None:
+        lease, start = self.pop(pick)
+        later = min(self.version, start + newer)
+        runs = [VersionRun(start, 2)] + ([VersionRun(later, 1)] if later > start else [])
+        tokens = sum(run.count for run in runs)
+        self.buffer.finish(lease.lease_id, trajectory(lease.task, start, tokens, reward, runs))
+
+    @precondition(lambda self: self.leases)
+    @rule(
+        pick=st.integers(0, 1000),
+        outcome=st.sampled_from([Outcome.ENV_ERROR, Outcome.ENGINE_ERROR, Outcome.CANCELLED, Outcome.REWARD_ERROR]),
+    )
+    def fail(self, pick: int, outcome: Outcome) -> None:
+        lease, _ = self.pop(pick)
+        self.buffer.finish(lease.lease_id, Failure(lease.task, outcome, "x", 1), node=pick % 2)
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=st.integers(0, 1000))
+    def lose_node(self, pick: int) -> None:
+        lease, _ = self.pop(pick)
+        self.buffer.revoke(lease.lease_id)
+
+    @precondition(lambda self: self.buffer.withdrawn)
+    @rule(tokens=st.integers(0, 5))
+    def cancel(self, tokens: int) -> None:
+        for lease_id in self.buffer.withdrawn:
+            if lease_id in self.leases:
+                lease, _ = self.leases.pop(lease_id)
+                self.buffer.finish(lease_id, Failure(lease.task, Outcome.CANCELLED, "x", tokens))
+        self.buffer.withdrawn.clear()
+
+    @precondition(lambda self: not self.training and self.version < STEPS)
+    @rule()
+    def take(self) -> None:
+        groups = self.buffer.take(self.version)
+        if groups is None:
+            return
+        self.training = True
+        limit = math.ceil(self.version - self.alpha)
+        assert all(len(group.trajectories()) <= 2 for group in groups)
+        for shard in deal(groups, self.version, limit, 2):
+            for sample in shard.samples:
+                kept = [run for run in sample.trajectory.versions if run.version >= shard.min_version]
+                assert all(run.version >= self.version - self.alpha for run in kept)
+                if self.rules["on_expire"] == "requeue":
+                    assert kept == sample.trajectory.versions
+
+    @precondition(lambda self: self.training)
+    @rule()
+    def commit(self) -> None:
+        self.buffer.commit(self.version)
+        self.version += 1
+        self.training = False
+        if self.version == STEPS:
+            self.buffer.close()
+            assert self.buffer.in_flight == 0
+
+    @precondition(lambda self: not self.training)
+    @rule()
+    def restart(self) -> None:
+        self.buffer = self.twin()
+        self.leases.clear()
+
+    def twin(self) -> SampleBuffer:
+        """A buffer that continues from this one's state."""
+        stored = msgspec.msgpack.encode(self.buffer.snapshot())
+        state = msgspec.msgpack.decode(stored, type=BufferState)
+        return make_buffer(**self.settings, kind_of=kind_of, state=state, step=self.version)
+
+    @invariant()
+    def law_2_conservation(self) -> None:
+        self.buffer.check()
+
+    @invariant()
+    def law_3_admission(self) -> None:
+        """Outstanding groups hold at most (1 + α) batches' worth of places, rounded up, and the redundant ones."""
+        places = (1 + self.alpha) * self.batch + 2 * (1 + self.rules["extra_groups"])
+        assert self.buffer.in_flight <= places * (1 + self.rules["extra_per_group"] / 2)
+
+    @invariant()
+    def something_can_always_happen(self) -> None:
+        """No deadlock: work is out, or can be handed out to an engine of the current version, or a batch is ready."""
+        if self.version >= STEPS or self.training or self.leases:
+            return
+        twin = self.twin()
+        assert twin.lease([self.version]) is not None or twin.take(self.version) is not None
+
+
+TestLaws = Life.TestCase
+TestLaws.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)

@@ -1,0 +1,553 @@
+"""Episodes of many turns on the virtual clock, around a scripted proxy and environment."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from flash.errors import EngineError, EnvError, RewardError
+from flash.rollout.engine import Request, SamplingSettings
+from flash.rollout.episode import Episode, EpisodeProgress, EpisodeSettings, Responder, response_key
+from flash.rollout.phases import FreePhases, LockStep, Phases
+from flash.simulate.clock import run_virtual
+from flash.types import Completion, Failure, Lease, Message, Outcome, Span, Task, Trajectory, VersionRun
+
+EOS = 0
+SETTINGS = EpisodeSettings(
+    train=SamplingSettings(8, 1.0),
+    eval=SamplingSettings(8, 0.0),
+    max_length=200,
+    max_turns=10,
+    reset_s=10,
+    step_s=20,
+    close_s=30,
+    generate_s=40,
+    episode_s=1000,
+)
+LEASE = Lease(1, Task(42, 7, 0, seed=5, kind="game"), min_version=3)
+
+
+class CharTokenizer:
+    """One token per character; a follow-up says whether the model had stopped."""
+
+    def render(self, observation: Any) -> list[int]:
+        return [ord(c) for c in text_of(observation)]
+
+    def follow(self, observation: Any, stopped: bool) -> list[int]:
+        return [ord(c) for c in ("|" if stopped else "/") + text_of(observation)]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(t) for t in token_ids if t != EOS)
+
+
+def text_of(observation: Any) -> str:
+    return observation if isinstance(observation, str) else "".join(m.content for m in observation)
+
+
+class Script:
+    """A proxy that gives one completion after the other, half a second a token, the tokens told one by one."""
+
+    def __init__(self, *completions: Completion | Exception) -> None:
+        self._completions = list(completions)
+        self.calls: list[tuple[Request, int, tuple[int, int], float]] = []
+        self.seconds = 0.5
+
+    async def generate(
+        self,
+        request: Request,
+        *,
+        min_version: int,
+        affinity: tuple[int, int],
+        progress: Callable[[int], None],
+        timeout: float,
+    ) -> Completion:
+        self.calls.append((request, min_version, affinity, timeout))
+        completion = self._completions.pop(0)
+        for _ in range(2 if isinstance(completion, Exception) else len(completion.token_ids)):
+            await anyio.sleep(self.seconds)
+            progress(1)
+        if isinstance(completion, Exception):
+            raise completion
+        return completion
+
+
+def say(text: str, *versions: tuple[int, int], stop: bool = True) -> Completion:
+    """A response with log-probs that tell its tokens apart; all of version 3 unless told otherwise."""
+    tokens = [ord(c) for c in text] + ([EOS] if stop else [])
+    runs = [VersionRun(*run) for run in versions] or [VersionRun(3, len(tokens))]
+    return Completion(tokens, [-token / 1000 for token in tokens], runs, "stop" if stop else "length")
+
+
+class Env:
+    """Answers each action by the next of its results; sleeps and counts."""
+
+    def __init__(self, *results: Any, first: Any = "start", seconds: float = 2.0) -> None:
+        self._results = list(results)
+        self._first, self._seconds = first, seconds
+        self.actions: list[str] = []
+        self.closed = 0
+
+    async def reset(self, seed: int) -> Any:
+        await anyio.sleep(self._seconds)
+        return self._first, {}
+
+    async def step(self, action: str) -> Any:
+        self.actions.append(action)
+        await anyio.sleep(self._seconds)
+        result = self._results.pop(0)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    async def close(self) -> None:
+        self.closed += 1
+        await anyio.sleep(self._seconds)
+
+
+def go(shown: Any, reward: float = 0.0) -> Any:
+    return shown, reward, False, False, {}
+
+
+def end(reward: float, *, truncated: bool = False) -> Any:
+    return "over", reward, not truncated, truncated, {}
+
+
+def episode(env: Any, proxy: Responder, phases: Phases | None = None, **changes: Any) -> Episode:
+    settings = msgspec.structs.replace(SETTINGS, **changes)
+    return Episode(lambda kind: env, CharTokenizer(), proxy, settings, phases or FreePhases(), now=now)
+
+
+def now() -> float:
+    return 1e6 + anyio.current_time()
+
+
+def run(env: Any, proxy: Responder, lease: Lease = LEASE, **changes: Any) -> Trajectory | Failure:
+    async def go() -> Trajectory | Failure:
+        return await episode(env, proxy, **changes).run(lease, EpisodeProgress())
+
+    return run_virtual(go)
+
+
+def succeed(env: Any, proxy: Responder, **changes: Any) -> Trajectory:
+    result = run(env, proxy, **changes)
+    assert isinstance(result, Trajectory)
+    return result
+
+
+def fail(env: Any, proxy: Responder, **changes: Any) -> Failure:
+    result = run(env, proxy, **changes)
+    assert isinstance(result, Failure)
+    assert env.closed == 1
+    return result
+
+
+FIVE = ["a", "bb", "ccc", "dd", "e"]
+
+
+def five_turns() -> tuple[Env, Script]:
+    env = Env(*(go(f"after {i}", i / 10) for i in range(4)), end(1.0))
+    return env, Script(*(say(text) for text in FIVE))
+
+
+def test_law_4_tokens_are_only_appended_over_five_turns() -> None:
+    env, proxy = five_turns()
+    trajectory = succeed(env, proxy)
+    tokens = trajectory.tokens().tolist()
+    said = "start" + "".join(f"{text}\0|after {i}" for i, text in enumerate(FIVE[:-1])) + "e\0"
+    assert tokens == [ord(c) for c in said]
+    for (request, *_), span in zip(proxy.calls, trajectory.action_spans, strict=True):
+        assert request.prompt == tokens[: span.start]
+    assert env.actions == FIVE
+
+
+def test_each_action_token_keeps_its_span_its_log_prob_and_its_place_in_the_mask() -> None:
+    trajectory = succeed(*five_turns())
+    tokens, mask = trajectory.tokens(), trajectory.action_mask()
+    assert [tokens[s.start : s.stop].tolist() for s in trajectory.action_spans] == [say(t).token_ids for t in FIVE]
+    assert trajectory.behaviour().tolist() == pytest.approx((-tokens[mask] / 1000).tolist())
+    assert trajectory.action_count == mask.sum() == 14
+    assert not mask[: trajectory.action_spans[0].start].any()
+
+
+def test_each_turn_keeps_its_texts_its_reward_and_its_times() -> None:
+    trajectory = succeed(*five_turns())
+    assert [turn.reward for turn in trajectory.turns] == [0.0, 0.1, 0.2, 0.3, 1.0]
+    assert trajectory.reward == pytest.approx(1.6)
+    assert [turn.action for turn in trajectory.turns] == FIVE
+    assert [turn.observation for turn in trajectory.turns] == ["start", *(f"after {i}" for i in range(4))]
+    assert [turn.start - 1e6 for turn in trajectory.turns[:3]] == [2.0, 5.0, 8.5]
+    assert [turn.generate_s for turn in trajectory.turns[:3]] == [1.0, 1.5, 2.0]
+    assert {turn.env_s for turn in trajectory.turns} == {2.0}
+
+
+def test_versions_run_on_over_turns() -> None:
+    env = Env(go("x"), go("x"), end(1.0))
+    proxy = Script(say("ab", (3, 1), (4, 2)), say("cd", (4, 3)), say("ef", (4, 1), (6, 2)))
+    trajectory = succeed(env, proxy)
+    assert trajectory.versions == [VersionRun(3, 1), VersionRun(4, 6), VersionRun(6, 2)]
+    assert trajectory.oldest_version == 3
+    assert len(trajectory.action_versions()) == trajectory.action_count
+
+
+def test_a_request_carries_the_lease_and_a_key_of_its_turn() -> None:
+    env, proxy = Env(go("x"), end(1.0)), Script(say("a"), say("b"))
+    retried = msgspec.structs.replace(LEASE, task=msgspec.structs.replace(LEASE.task, attempt=2))
+    run(env, proxy, lease=retried)
+    assert [call[1:] for call in proxy.calls] == [(3, (7, 42), 40)] * 2
+    assert [call[0].key for call in proxy.calls] == [response_key(LEASE.task, 0), response_key(LEASE.task, 1)]
+    assert all(call[0].sampling == SETTINGS.train for call in proxy.calls)
+
+
+def test_keys_differ_between_tasks_turns_and_splits() -> None:
+    tasks = [Task(i, 0, 0, seed=0, split=split) for i in range(5) for split in ("train", "eval")]
+    keys = [response_key(task, turn) for task in tasks for turn in range(5)]
+    assert len(set(keys)) == len(keys)
+
+
+def test_evaluations_sample_with_their_own_settings() -> None:
+    proxy = Script(say("a"))
+    task = msgspec.structs.replace(LEASE.task, split="eval")
+    run(Env(end(1.0)), proxy, lease=msgspec.structs.replace(LEASE, task=task))
+    assert proxy.calls[0][0].sampling == SETTINGS.eval
+
+
+def test_the_environment_is_made_for_the_kind_of_the_task() -> None:
+    kinds: list[str] = []
+
+    def make(kind: str) -> Any:
+        kinds.append(kind)
+        return Env(end(1.0))
+
+    async def main() -> None:
+        made = Episode(make, CharTokenizer(), Script(say("a")), SETTINGS, FreePhases(), now=now)
+        await made.run(LEASE, EpisodeProgress())
+
+    run_virtual(main)
+    assert kinds == ["game"]
+
+
+# -- how an episode ends ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("last", "stop", "outcome"),
+    [
+        (end(1.0), True, Outcome.OK),
+        (end(1.0), False, Outcome.TRUNCATED),
+        (end(1.0, truncated=True), True, Outcome.TRUNCATED),
+    ],
+    ids=["ended", "cut off", "truncated"],
+)
+def test_the_last_response_and_the_environment_decide_the_outcome(last: Any, stop: bool, outcome: Outcome) -> None:
+    trajectory = succeed(Env(go("x", 0.5), last), Script(say("a", stop=False), say("b", stop=stop)))
+    assert trajectory.outcome == outcome
+    assert trajectory.reward == 1.5
+
+
+def test_what_follows_a_response_that_was_cut_off_is_told_so() -> None:
+    trajectory = succeed(Env(go("x"), go("y"), end(1.0)), Script(say("a", stop=False), say("b"), say("c")))
+    assert bytes(trajectory.tokens().tolist()) == b"starta/xb\0|yc\0"
+
+
+def test_after_max_turns_the_episode_is_truncated_with_the_rewards_so_far() -> None:
+    env = Env(go("x", 0.25), go("y", 0.5), go("never shown", 9.0))
+    trajectory = succeed(env, Script(say("a"), say("b")), max_turns=2)
+    assert trajectory.outcome == Outcome.TRUNCATED
+    assert trajectory.reward == 0.75
+    assert bytes(trajectory.tokens().tolist()) == b"starta\0|xb\0"
+
+
+@pytest.mark.parametrize(("max_length", "turns"), [(18, 1), (19, 2)])
+def test_an_observation_that_leaves_no_room_for_a_response_truncates_the_episode(max_length: int, turns: int) -> None:
+    env = Env(go("ten chars.", 0.25), end(1.0))
+    trajectory = succeed(env, Script(say("a"), say("b", stop=False)), max_length=max_length)
+    assert (trajectory.outcome, len(trajectory.turns)) == (Outcome.TRUNCATED, turns)
+    assert trajectory.action_spans[-1].stop == trajectory.length <= max_length
+
+
+def test_a_response_gets_no_more_tokens_than_there_is_room_for() -> None:
+    proxy = Script(say("a"), say("b"))
+    run(Env(go("x"), end(1.0)), proxy, max_length=12)
+    assert [call[0].sampling.max_new_tokens for call in proxy.calls] == [7, 3]
+
+
+def test_the_last_observation_is_not_rendered() -> None:
+    result = ([Message("odd", "one")], 1.0, True, False, {})
+    assert succeed(Env(result), Script(say("a"))).action_spans == [Span(5, 7)]
+
+
+def test_chat_messages_follow_chat_messages() -> None:
+    env = Env(go([{"role": "user", "content": "more"}]), end(1.0), first=[{"role": "user", "content": "hi"}])
+    trajectory = succeed(env, Script(say("a"), say("b")))
+    assert bytes(trajectory.tokens().tolist()) == b"hia\0|moreb\0"
+    assert [turn.observation for turn in trajectory.turns] == ["user: hi", "user: more"]
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "text"),
+    [
+        (
+            OSError("disk on fire"),
+            Outcome.ENV_ERROR,
+            r"environment step 3 \(seed 5\) raised OSError: disk on fire .*py:",
+        ),
+        (EnvError("no such move"), Outcome.ENV_ERROR, "no such move"),
+        (RewardError("no judge"), Outcome.REWARD_ERROR, "no judge"),
+        (asyncio.CancelledError(), Outcome.ENV_ERROR, r"environment step 3 \(seed 5\) was cancelled from within .*py:"),
+        (TimeoutError("inner"), Outcome.ENV_ERROR, "raised TimeoutError: inner"),
+        (("x", float("nan"), False, False, {}), Outcome.REWARD_ERROR, "finite number"),
+        (("x", 1.0, False), Outcome.ENV_ERROR, "step"),
+        (go([]), Outcome.ENV_ERROR, "either text or chat messages"),
+    ],
+)
+def test_an_error_in_turn_three_is_typed_and_reports_the_tokens_of_three_turns(
+    error: Any, outcome: Outcome, text: str
+) -> None:
+    env = Env(go("x"), go("y"), error)
+    failure = fail(env, Script(say("aaa"), say("bb"), say("c")))
+    assert (failure.outcome, failure.tokens) == (outcome, 4 + 3 + 2)
+    assert re.search(text, failure.message)
+
+
+def test_an_engine_error_in_turn_two_reports_the_tokens_of_the_broken_response_too() -> None:
+    env = Env(go("x"))
+    failure = fail(env, Script(say("aaa"), EngineError("out of memory")))
+    assert (failure.outcome, failure.message, failure.tokens) == (Outcome.ENGINE_ERROR, "out of memory", 4 + 2)
+
+
+def test_a_response_without_a_token_is_an_engine_error() -> None:
+    failure = fail(Env(end(1.0)), Script(Completion([], [], [], "stop")))
+    assert failure.outcome == Outcome.ENGINE_ERROR
+    assert "response 1 (seed 5) without a token" in failure.message
+
+
+def test_an_environment_that_cannot_be_made_is_an_error_of_the_environment() -> None:
+    def make(kind: str) -> Any:
+        raise RuntimeError(f"no {kind} here")
+
+    async def main() -> Trajectory | Failure:
+        made = Episode(make, CharTokenizer(), Script(), SETTINGS, LockStep(), now=now)
+        return await made.run(LEASE, EpisodeProgress())
+
+    failure = run_virtual(main)
+    assert isinstance(failure, Failure)
+    assert failure.outcome == Outcome.ENV_ERROR
+    assert "environment start (seed 5) raised RuntimeError: no game here" in failure.message
+
+
+@pytest.mark.parametrize(("first", "text"), [("", "empty prompt"), ("x" * 200, "model.max_length is 200")])
+def test_a_first_observation_without_tokens_or_without_room_is_an_error_of_the_environment(
+    first: str, text: str
+) -> None:
+    failure = fail(Env(first=first), Script())
+    assert failure.outcome == Outcome.ENV_ERROR
+    assert text in failure.message
+
+
+class Broken(Env):
+    """Cannot be closed."""
+
+    async def close(self) -> None:
+        await super().close()
+        raise OSError("still mounted")
+
+
+def test_an_environment_that_cannot_be_closed_is_an_error_of_its_own() -> None:
+    failure = fail(Broken(end(1.0)), Script(say("a")))
+    assert failure.outcome == Outcome.ENV_ERROR
+    assert "environment close (seed 5) raised OSError: still mounted" in failure.message
+
+
+def test_an_environment_that_cannot_be_closed_does_not_hide_the_first_error() -> None:
+    failure = fail(Broken(RewardError("no judge")), Script(say("a")))
+    assert (failure.outcome, failure.message) == (Outcome.REWARD_ERROR, "no judge")
+
+
+# -- deadlines --------------------------------------------------------------------------------------------------------
+
+
+class Hanging(Env):
+    """Never returns from one of its methods."""
+
+    def __init__(self, where: str, *results: Any) -> None:
+        super().__init__(*results)
+        self._where = where
+
+    async def reset(self, seed: int) -> Any:
+        if self._where == "reset":
+            await anyio.sleep_forever()
+        return await super().reset(seed)
+
+    async def step(self, action: str) -> Any:
+        if self._where == f"step {len(self.actions) + 1}":
+            await anyio.sleep_forever()
+        return await super().step(action)
+
+    async def close(self) -> None:
+        await super().close()
+        if self._where == "close":
+            await anyio.sleep_forever()
+
+
+@pytest.mark.parametrize(
+    ("where", "seconds", "key", "tokens"),
+    [
+        ("reset", 10, "deadlines.env_reset", 0),
+        ("step 2", 20, "deadlines.env_step", 4),
+        ("close", 30, "deadlines.shutdown", 4),
+    ],
+)
+def test_law_1_an_environment_that_hangs_is_given_up_with_what_how_long_and_what_to_look_at(
+    where: str, seconds: int, key: str, tokens: int
+) -> None:
+    failure = fail(Hanging(where, go("x"), end(1.0)), Script(say("a"), say("b")))
+    assert (failure.outcome, failure.tokens) == (Outcome.ENV_TIMEOUT, tokens)
+    assert f"environment {where} (seed 5) took longer than {seconds} s" in failure.message
+    assert key in failure.message
+
+
+@pytest.mark.parametrize(
+    ("env", "seconds", "outcome", "text", "tokens"),
+    [
+        (Env(go("x"), end(1.0)), 3.0, Outcome.ENGINE_ERROR, "waiting for response 1 (seed 5); look at the engines", 1),
+        (Env(go("x"), end(1.0)), 4.0, Outcome.ENV_TIMEOUT, "waiting for environment step 1 (seed 5)", 2),
+        (Env(go("x"), end(1.0)), 5.5, Outcome.ENGINE_ERROR, "waiting for response 2 (seed 5); look at the engines", 2),
+        (Env(go("x"), end(1.0)), 1.0, Outcome.ENV_TIMEOUT, "waiting for environment reset (seed 5)", 0),
+    ],
+    ids=["response", "step", "second response", "reset"],
+)
+def test_law_1_the_deadline_of_the_episode_names_what_was_pending(
+    env: Env, seconds: float, outcome: Outcome, text: str, tokens: int
+) -> None:
+    failure = fail(env, Script(say("a"), say("b")), episode_s=seconds)
+    assert (failure.outcome, failure.tokens) == (outcome, tokens)
+    assert f"the episode took longer than {seconds:g} s; it was {text}" in failure.message
+    assert "deadlines.episode" in failure.message
+
+
+@pytest.mark.parametrize(
+    ("method", "outcome", "text"),
+    [
+        ("generated", Outcome.ENGINE_ERROR, "waiting for the responses of other episodes; look at rollout.env_async"),
+        ("stepped", Outcome.ENV_TIMEOUT, "waiting for the environments of other episodes; look at rollout.env_async"),
+    ],
+)
+def test_law_1_waiting_for_other_episodes_is_under_the_deadline_of_the_episode(
+    method: str, outcome: Outcome, text: str
+) -> None:
+    class Stuck(FreePhases):
+        async def generated(self, lease: Lease) -> None:
+            await anyio.sleep(0 if method == "stepped" else 1e9)
+
+        async def stepped(self, lease: Lease) -> None:
+            await anyio.sleep(0 if method == "generated" else 1e9)
+
+    failure = fail(Env(end(1.0)), Script(say("a")), phases=Stuck())
+    assert failure.outcome == outcome
+    assert text in failure.message
+
+
+def test_closing_has_its_own_deadline_beside_that_of_the_episode() -> None:
+    trajectory = succeed(Env(end(1.0)), Script(say("a")), episode_s=5.5)
+    assert trajectory.outcome == Outcome.OK
+
+
+# -- cancellation -----------------------------------------------------------------------------------------------------
+
+
+class Counting(FreePhases):
+    """Counts who is there, and waits a little, so that there is an await in each phase."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.entered = 0
+
+    def enter(self, lease: Lease) -> None:
+        self.inside += 1
+        self.entered += 1
+
+    def leave(self, lease: Lease) -> None:
+        self.inside -= 1
+
+    async def generated(self, lease: Lease) -> None:
+        await anyio.sleep(1)
+
+    async def stepped(self, lease: Lease) -> None:
+        await anyio.sleep(1)
+
+
+CANCELLED_AT = [0.0, *(i / 4 + 0.1 for i in range(64))]
+"""Seconds: in each await of an episode of two turns, which takes 12 s and 2 s more to close."""
+
+
+@pytest.mark.parametrize("hanging", [False, True])
+def test_a_cancelled_episode_closes_its_environment_once_and_tells_its_tokens(hanging: bool) -> None:
+    for seconds in CANCELLED_AT:
+        env = Hanging("close" if hanging else "", go("x"), end(1.0))
+        phases = Counting()
+        progress = EpisodeProgress()
+        results: list[Any] = []
+
+        async def cancelled(
+            env: Env = env,
+            phases: Counting = phases,
+            progress: EpisodeProgress = progress,
+            results: list[Any] = results,
+            seconds: float = seconds,
+        ) -> float:
+            with anyio.CancelScope() as scope:
+                scope.deadline = anyio.current_time() + seconds
+                results.append(await episode(env, Script(say("a"), say("b")), phases).run(LEASE, progress))
+            return anyio.current_time()
+
+        finished = run_virtual(cancelled)
+        sampled_at = [3.5, 4.0, 8.5, 9.0]
+        assert env.closed == 1
+        assert (phases.inside, phases.entered) == (0, 1)
+        assert progress.tokens == sum(at <= seconds for at in sampled_at)
+        assert bool(results) == (seconds >= 12)
+        assert finished <= min(seconds, 12) + (30 if hanging else 2)
+
+
+def test_one_episode_object_lives_many_leases_at_once() -> None:
+    results: dict[int, Trajectory | Failure] = {}
+
+    class Echo:
+        """A proxy that says the last character of the prompt, and takes longer for later tasks."""
+
+        async def generate(self, request: Request, *, affinity: tuple[int, int], **_: Any) -> Completion:
+            await anyio.sleep(affinity[1])
+            return say(chr(request.prompt[-1]))
+
+    async def main() -> None:
+        made = Episode(
+            lambda kind: Env(go(kind), go(kind), end(1.0), first=kind),
+            CharTokenizer(),
+            Echo(),
+            SETTINGS,
+            LockStep(),
+            now=now,
+        )
+
+        async def one(number: int) -> None:
+            lease = Lease(number, Task(number, 0, number, seed=0, kind="abc"[number]), min_version=0)
+            results[number] = await made.run(lease, EpisodeProgress())
+
+        async with anyio.create_task_group() as group:
+            for number in range(3):
+                group.start_soon(one, number)
+
+    run_virtual(main)
+    for number, kind in enumerate("abc"):
+        trajectory = results[number]
+        assert isinstance(trajectory, Trajectory)
+        assert bytes(trajectory.tokens().tolist()).decode() == f"{kind}{kind}\0|{kind}{kind}\0|{kind}{kind}\0"

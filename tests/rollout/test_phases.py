@@ -1,0 +1,238 @@
+"""Lock-step and group barriers: who may go on, under random interleavings, and what a waiting episode sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flash.config import Config
+from flash.rollout.phases import (
+    FreePhases,
+    GroupBarrier,
+    GroupBarrierRule,
+    LockStep,
+    LockStepRule,
+    Phases,
+    phases,
+)
+from flash.simulate.clock import run_virtual
+from flash.types import Lease, Task
+
+
+def lease(number: int, group: int = 0) -> Lease:
+    return Lease(number, Task(number, group, number, seed=group), min_version=0)
+
+
+def config(**rollout: Any) -> Config:
+    tables = {"run": {"name": "t"}, "model": {"path": "m"}, "env": {"path": "e:E"}, "rollout": rollout}
+    return msgspec.convert(tables, Config)
+
+
+@pytest.mark.parametrize(
+    ("switches", "expected"),
+    [
+        ({}, FreePhases),
+        ({"env_async": False}, LockStep),
+        ({"replicate_prompts": False}, GroupBarrier),
+        ({"env_async": False, "replicate_prompts": False}, LockStep),
+    ],
+)
+def test_the_switches_choose_the_phases(switches: dict[str, bool], expected: type) -> None:
+    assert type(phases(config(**switches))) is expected
+
+
+class Crowd:
+    """Episodes that do what a rule lets them: each resets, then generates and steps by turns until it leaves."""
+
+    def __init__(self, generated: Callable[[int], set[int]], stepped: Callable[[int], set[int]]) -> None:
+        self._generated, self._stepped = generated, stepped
+        self.doing: dict[int, str] = {}
+        self.responses: dict[int, int] = {}
+
+    def finish(self, episode: int) -> None:
+        """The episode ends what it is doing."""
+        if self.doing[episode] == "generate":
+            self.doing[episode] = "wait to step"
+            self.responses[episode] += 1
+            self.release(self._generated(episode))
+        else:
+            self.doing[episode] = "wait to generate"
+            self.release(self._stepped(episode))
+
+    def release(self, released: set[int]) -> None:
+        for episode in released:
+            self.doing[episode] = {"wait to step": "step", "wait to generate": "generate"}[self.doing[episode]]
+
+    def enter(self, episode: int) -> None:
+        self.doing[episode] = "reset"
+        self.responses[episode] = 0
+
+    def leave(self, episode: int, released: set[int]) -> None:
+        del self.doing[episode], self.responses[episode]
+        self.release(released)
+
+    def active(self) -> list[int]:
+        return [episode for episode, what in self.doing.items() if not what.startswith("wait")]
+
+
+@given(st.data())
+def test_lock_step_never_deadlocks_and_never_steps_while_an_alive_episode_generates(data: st.DataObject) -> None:
+    rule = LockStepRule()
+    crowd = Crowd(rule.generated, rule.stepped)
+    for number in range(data.draw(st.integers(1, 60))):
+        alive = list(crowd.doing)
+        event = data.draw(st.sampled_from(["finish"] * 4 + ["enter", "leave"] if alive else ["enter"]))
+        if event == "enter":
+            rule.enter(number)
+            crowd.enter(number)
+        elif event == "leave":
+            one = data.draw(st.sampled_from(alive))
+            crowd.leave(one, rule.leave(one))
+        else:
+            crowd.finish(data.draw(st.sampled_from(crowd.active())))
+        assert crowd.active() or not crowd.doing, "someone alive can always go on"
+        assert not {"generate", "step"} <= set(crowd.doing.values())
+        assert not ("step" in crowd.doing.values() and "wait to step" in crowd.doing.values())
+
+
+@given(st.data())
+def test_a_group_barrier_never_deadlocks_and_never_steps_ahead_of_a_member(data: st.DataObject) -> None:
+    rule = GroupBarrierRule()
+    groups: dict[int, tuple[str, int]] = {}
+    crowd = Crowd(lambda one: rule.generated(groups[one], one), lambda one: {one})
+    for number in range(data.draw(st.integers(1, 60))):
+        alive = list(crowd.doing)
+        event = data.draw(st.sampled_from(["finish"] * 4 + ["enter", "leave"] if alive else ["enter"]))
+        if event == "enter":
+            groups[number] = data.draw(st.sampled_from([("train", 0), ("train", 1), ("eval", 0)]))
+            rule.enter(groups[number], number)
+            crowd.enter(number)
+        elif event == "leave":
+            one = data.draw(st.sampled_from(alive))
+            crowd.leave(one, rule.leave(groups[one], one))
+        else:
+            before = dict(crowd.doing)
+            crowd.finish(data.draw(st.sampled_from(crowd.active())))
+            for one, what in crowd.doing.items():
+                if what == "step" and before[one] != "step":
+                    members = [other for other in crowd.doing if groups[other] == groups[one]]
+                    assert crowd.responses[one] <= min(crowd.responses[other] for other in members)
+        for one, what in crowd.doing.items():
+            members = [other for other in crowd.doing if groups[other] == groups[one]]
+            if what == "wait to step":
+                assert crowd.responses[one] > min(crowd.responses[other] for other in members)
+        assert crowd.active() or not crowd.doing, "someone alive can always go on"
+
+
+async def live(room: Phases, me: Lease, delays: list[tuple[float, float]], log: list[tuple[str, float, float]]) -> None:
+    """An episode of sleeps: seconds to generate and to step, per turn."""
+    room.enter(me)
+    try:
+        for generate_s, step_s in delays:
+            await room.stepped(me)
+            start = anyio.current_time()
+            await anyio.sleep(generate_s)
+            log.append(("generate", start, anyio.current_time()))
+            await room.generated(me)
+            start = anyio.current_time()
+            await anyio.sleep(step_s)
+            log.append(("step", start, anyio.current_time()))
+    finally:
+        room.leave(me)
+
+
+seconds = st.integers(0, 5).map(float)
+episodes = st.lists(
+    st.tuples(seconds, st.lists(st.tuples(seconds, seconds), min_size=1, max_size=4), st.none() | seconds),
+    min_size=1,
+    max_size=6,
+)
+"""Per episode: when it enters, what its turns take, and when it is cancelled."""
+
+
+def play(
+    room: Phases, plan: list[tuple[float, list[tuple[float, float]], float | None]]
+) -> list[tuple[str, float, float]]:
+    log: list[tuple[str, float, float]] = []
+
+    async def one(number: int, enter: float, delays: list[tuple[float, float]], cancelled: float | None) -> None:
+        await anyio.sleep(enter)
+        with anyio.move_on_after(cancelled if cancelled is not None else 1e6):
+            await live(room, lease(number, number % 2), delays, log)
+
+    async def main() -> None:
+        with anyio.fail_after(1e5):
+            async with anyio.create_task_group() as group:
+                for number, (enter, delays, cancelled) in enumerate(plan):
+                    group.start_soon(one, number, enter, delays, cancelled)
+
+    run_virtual(main)
+    return log
+
+
+@given(episodes)
+def test_episodes_in_lock_step_all_end_and_their_phases_do_not_overlap(
+    plan: list[tuple[float, list[tuple[float, float]], float | None]],
+) -> None:
+    log = play(LockStep(), plan)
+    for what, start, stop in log:
+        for other, begin, end in log:
+            assert what == other or stop <= begin or end <= start
+
+
+@given(episodes)
+def test_episodes_behind_a_group_barrier_all_end(
+    plan: list[tuple[float, list[tuple[float, float]], float | None]],
+) -> None:
+    log = play(GroupBarrier(), plan)
+    turns = sum(len(delays) for _, delays, cancelled in plan if cancelled is None)
+    assert len([what for what, _, _ in log if what == "step"]) >= turns
+
+
+def test_in_lock_step_a_turn_takes_as_long_as_its_slowest_response_and_step() -> None:
+    plan = [(0.0, [(1.0, 4.0), (3.0, 1.0)], None), (0.0, [(2.0, 1.0), (1.0, 5.0)], None)]
+    log = play(LockStep(), plan)
+    assert max(stop for _, _, stop in log) == (2 + 4) + (3 + 5)
+    free = play(FreePhases(), plan)
+    assert max(stop for _, _, stop in free) == 9
+
+
+def test_an_episode_that_enters_while_others_step_waits_for_the_next_phase_of_generation() -> None:
+    log = play(LockStep(), [(0.0, [(1.0, 4.0), (1.0, 1.0)], None), (2.0, [(1.0, 1.0)], None)])
+    assert sorted(log) == [
+        ("generate", 0.0, 1.0),
+        ("generate", 5.0, 6.0),
+        ("generate", 5.0, 6.0),
+        ("step", 1.0, 5.0),
+        ("step", 6.0, 7.0),
+        ("step", 6.0, 7.0),
+    ]
+
+
+def test_an_environment_that_resets_while_others_step_does_not_keep_them_from_generating() -> None:
+    rule = LockStepRule()
+    rule.enter(1)
+    rule.stepped(1)
+    assert rule.generated(1) == {1}
+    rule.enter(2)
+    assert rule.stepped(1) == {1}
+    assert rule.generated(1) == set(), "it waits for the response of the one that has reset meanwhile"
+    assert rule.stepped(2) == {2}
+    assert rule.generated(2) == {1, 2}
+
+
+def test_an_episode_cancelled_while_others_wait_for_it_releases_them() -> None:
+    log = play(LockStep(), [(0.0, [(1.0, 1.0)], None), (0.0, [(100.0, 1.0)], 3.0)])
+    assert log == [("generate", 0.0, 1.0), ("step", 3.0, 4.0)]
+
+
+def test_the_responses_of_a_group_come_home_together_and_other_groups_do_not_wait() -> None:
+    plan = [(0.0, [(duration, 1.0)], None) for duration in (1.0, 2.0, 5.0, 3.0)]
+    log = play(GroupBarrier(), plan)
+    assert sorted(start for what, start, _ in log if what == "step") == [3.0, 3.0, 5.0, 5.0]

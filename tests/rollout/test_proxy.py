@@ -1,0 +1,598 @@
+"""LLMProxy over fake engines, on the virtual clock: failover, swaps, limits, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal
+
+import anyio
+import anyio.lowlevel
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash.errors import DeadlineError, EngineDeadError, EngineError, WeightsError
+from flash.rollout.engine import Request, SamplingSettings
+from flash.rollout.fake_engine import FakeEngine
+from flash.rollout.proxy import LLMProxy, ProxySettings
+from flash.simulate.clock import run_virtual
+from flash.types import Canary, Completion, Published, VersionRun
+
+Mode = Literal["recompute", "keep", "abort", "drain"]
+MODES: list[Mode] = ["recompute", "keep", "abort", "drain"]
+SLOTS = 4
+SWAP_S = 0.5
+
+
+def answer(prompt: Sequence[int]) -> list[int]:
+    """`prompt[1]` tokens that only this prompt gives."""
+    return [prompt[0] * 1000 + at for at in range(prompt[1])]
+
+
+def engine(seconds_per_token: float = 1.0, slots: int = SLOTS) -> FakeEngine:
+    return FakeEngine(answer, seconds_per_token, SWAP_S, slots)
+
+
+def published(version: int) -> Published:
+    return Published(version, "tcp", b"", Canary([], []))
+
+
+class House:
+    """Engines behind a proxy, and what became of each request."""
+
+    def __init__(
+        self,
+        *engines: FakeEngine,
+        swap: Mode = "recompute",
+        bind: bool = False,
+        drain_s: float = 500.0,
+        slots: int = SLOTS,
+    ) -> None:
+        self.engines = engines
+        self.on_room: Callable[[], None] = lambda: None
+        self.proxy = LLMProxy(
+            engines,
+            0,
+            ProxySettings(max_sequences=slots, swap=swap, bind_groups=bind, swap_s=50.0, drain_s=drain_s),
+            on_room=lambda: self.on_room(),
+            now=anyio.current_time,
+        )
+        self.done: dict[int, Completion] = {}
+        self.failed: dict[int, Exception] = {}
+        self.ended_at: dict[int, float] = {}
+        self.progress: dict[int, int] = {}
+
+    async def load_all(self, version: int = 0) -> None:
+        async with anyio.create_task_group() as group:
+            for index in range(len(self.engines)):
+                group.start_soon(self.proxy.load, index, published(version))
+
+    async def ask(self, task: int, length: int, *, group: int | None = None, min_version: int = 0) -> None:
+        """One request; its end, good or bad, is booked."""
+
+        def progress(count: int) -> None:
+            self.progress[task] = self.progress.get(task, 0) + count
+
+        request = Request([task, length], SamplingSettings(100, 1.0), key=task)
+        try:
+            self.done[task] = await self.proxy.generate(
+                request,
+                min_version=min_version,
+                affinity=(task if group is None else group, task),
+                progress=progress,
+                timeout=1000.0,
+            )
+        except (EngineError, DeadlineError) as error:
+            self.failed[task] = error
+        self.ended_at[task] = anyio.current_time()
+
+    def check(self, task: int, length: int) -> None:
+        """The response is whole, whatever happened to it."""
+        completion = self.done[task]
+        assert completion.token_ids == answer([task, length])
+        assert len(completion.logprobs) == length
+        assert sum(run.count for run in completion.versions) == length
+
+    def check_empty(self) -> None:
+        """Nothing is left behind in the proxy nor in the engines."""
+        router = self.proxy._router
+        assert router.waiting == 0
+        assert [lane.held for lane in router.lanes] == [0] * len(self.engines)
+        assert [engine.running + engine.waiting for engine in self.engines] == [0] * len(self.engines)
+
+
+def served_by(house: House) -> list[list[int]]:
+    """The tasks of each engine's requests."""
+    return [[request.prompt[0] for request in engine.requests] for engine in house.engines]
+
+
+def run(scenario: Callable[[], Awaitable[Any]]) -> None:
+    run_virtual(scenario)
+
+
+def test_requests_beyond_the_limit_wait_in_the_proxy_and_start_oldest_task_first() -> None:
+    async def scenario() -> None:
+        house = House(engine())
+        await house.load_all()
+        async with anyio.create_task_group() as group:
+            for task in (9, 8, 7, 6, 5, 4, 3, 2):
+                group.start_soon(house.ask, task, 10 if task > 5 else 3)
+                await anyio.sleep(0.01)
+            assert (house.engines[0].running, house.engines[0].waiting) == (SLOTS, 0)
+            assert house.proxy.capacity() == 0
+        assert served_by(house) == [[9, 8, 7, 6, 2, 3, 4, 5]]
+        house.check_empty()
+        assert house.proxy.capacity() == SLOTS
+
+    run(scenario)
+
+
+def test_a_freed_slot_is_taken_at_the_same_instant() -> None:
+    async def scenario() -> None:
+        house = House(engine(slots=1), slots=1)
+        await house.load_all()
+        start = anyio.current_time()
+        async with anyio.create_task_group() as group:
+            for task in range(5):
+                group.start_soon(house.ask, task, 10)
+        assert anyio.current_time() - start == pytest.approx(50.0)
+
+    run(scenario)
+
+
+def test_a_full_kv_cache_lowers_the_number_of_requests_that_an_engine_gets() -> None:
+    async def scenario() -> None:
+        house = House(engine())
+        await house.load_all()
+        most = 0
+
+        async def watch() -> None:
+            nonlocal most
+            await anyio.sleep(25)
+            while True:
+                most = max(most, house.engines[0].running)
+                await anyio.sleep(1)
+
+        house.engines[0].kv_used = 0.99
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch)
+            async with anyio.create_task_group() as requests:
+                for task in range(12):
+                    requests.start_soon(house.ask, task, 10)
+            group.cancel_scope.cancel()
+        assert most == 1
+        assert len(house.done) == 12
+
+    run(scenario)
+
+
+def test_a_request_waits_until_an_engine_has_its_version() -> None:
+    async def scenario() -> None:
+        house = House(engine(), engine())
+        await house.load_all(0)
+        async with anyio.create_task_group() as group:
+            group.start_soon(lambda: house.ask(1, 3, min_version=1))
+            await anyio.sleep(10)
+            assert served_by(house) == [[], []]
+            await house.proxy.load(1, published(1))
+        assert served_by(house) == [[], [1]]
+        assert house.done[1].versions == [VersionRun(1, 3)]
+
+    run(scenario)
+
+
+def test_a_group_that_is_bound_shares_one_engine() -> None:
+    async def scenario() -> None:
+        house = House(engine(), engine(), bind=True)
+        await house.load_all()
+        async with anyio.create_task_group() as group:
+            for task in range(12):
+                group.start_soon(lambda task=task: house.ask(task, 3, group=task // 6))
+        groups = [{task // 6 for task in tasks} for tasks in served_by(house)]
+        assert groups == [{0}, {1}]
+
+    run(scenario)
+
+
+def test_a_response_without_end_before_its_deadline_is_an_error_that_says_where_to_look() -> None:
+    async def scenario() -> None:
+        house = House(engine())
+        await house.load_all()
+        with pytest.raises(DeadlineError, match=r"engine 0 has version 0 and 0 of 4 requests; 0 requests wait"):
+            await house.proxy.generate(
+                Request([1, 50], SamplingSettings(100, 1.0), key=0),
+                min_version=0,
+                affinity=(0, 0),
+                progress=lambda count: None,
+                timeout=5.5,
+            )
+        house.check_empty()
+
+    run(scenario)
+
+
+# -- failover ------------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_engines_requests_go_on_elsewhere_with_their_tokens_so_far() -> None:
+    async def scenario() -> None:
+        house = House(engine(), engine())
+        await house.load_all(0)
+        async with anyio.create_task_group() as group:
+            group.start_soon(house.ask, 1, 20)
+            await anyio.sleep(0.1)
+            await house.proxy.load(1, published(1))
+            await anyio.sleep(5.0)
+            house.engines[0].kill()
+            house.proxy.fail(0, EngineDeadError("killed"))
+        house.check(1, 20)
+        assert house.done[1].versions == [VersionRun(0, 5), VersionRun(1, 15)]
+        assert house.progress == {1: 20}
+        (moved,) = house.engines[1].requests
+        assert moved.prompt == [1, 20, *answer([1, 5])]
+        assert (moved.done, moved.sampling.max_new_tokens, moved.key) == (5, 95, 1)
+        house.check_empty()
+
+    run(scenario)
+
+
+def test_an_engines_death_is_noticed_by_its_own_requests_too() -> None:
+    async def scenario() -> None:
+        house = House(engine(), engine())
+        await house.load_all()
+        async with anyio.create_task_group() as group:
+            for task in range(8):
+                group.start_soon(house.ask, task, 10)
+            await anyio.sleep(3.5)
+            house.engines[0].kill()
+        for task in range(8):
+            house.check(task, 10)
+        assert house.proxy.versions() == [-1, 0]
+        assert [status.index for status in house.proxy.report()[0]] == [1]
+        house.check_empty()
+
+    run(scenario)
+
+
+def test_a_request_that_an_engine_fails_is_tried_on_each_other_engine_once() -> None:
+    async def scenario() -> None:
+        house = House(engine(), engine())
+        await house.load_all()
+        house.engines[0].fail_next()
+        house.engines[1].fail_next()
+        await house.ask(1, 10)
+        assert served_by(house) == [[1], [1]]
+        assert "told to fail" in str(house.failed[1])
+        await house.ask(2, 10)
+        house.check(2, 10)
+        house.check_empty()
+
+    run(scenario)
+
+
+def test_a_request_that_several_engines_fail_is_given_up() -> None:
+    async def scenario() -> None:
+        house = House(*(engine() for _ in range(5)))
+        await house.load_all()
+        for fake in house.engines:
+            fake.fail_next()
+        await house.ask(1, 10)
+        assert sum(len(tasks) for tasks in served_by(house)) == 3
+        assert isinstance(house.failed[1], EngineError)
+
+    run(scenario)
+
+
+def test_the_last_engines_death_fails_what_runs_what_waits_and_what_comes() -> None:
+    async def scenario() -> None:
+        house = House(engine())
+        await house.load_all()
+        async with anyio.create_task_group() as group:
+            for task in range(10):
+                group.start_soon(house.ask, task, 10)
+            await anyio.sleep(3.5)
+            house.engines[0].kill()
+            house.proxy.fail(0, EngineDeadError("killed"))
+        await house.ask(99, 1)
+        assert sorted(house.failed) == [*range(10), 99]
+        assert all(isinstance(error, EngineDeadError) for error in house.failed.values())
+        assert not house.proxy.alive
+        assert house.proxy.capacity() == 0
+
+    run(scenario)
+
+
+# -- swaps ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("swap", MODES)
+def test_a_swap_with_a_full_queue_loses_nothing(swap: Mode) -> None:
+    async def scenario() -> None:
+        house = House(engine(), swap=swap)
+        await house.load_all(0)
+        async with anyio.create_task_group() as group:
+            for task in range(10):
+                group.start_soon(house.ask, task, 10)
+            await anyio.sleep(4.5)
+            await house.proxy.load(0, published(1))
+        for task in range(10):
+            house.check(task, 10)
+        mixed = {task for task, completion in house.done.items() if len(completion.versions) > 1}
+        assert mixed == (set() if swap == "drain" else set(range(SLOTS)))
+        assert house.engines[0].kept_cache == [swap == "keep"] * 2
+        house.check_empty()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("swap", ["recompute", "keep", "abort"])
+def test_a_pause_with_a_full_queue_takes_no_longer_than_the_step_in_flight(swap: Mode) -> None:
+    async def scenario() -> None:
+        house = House(engine(), swap=swap)
+        await house.load_all(0)
+        async with anyio.create_task_group() as group:
+            for task in range(50):
+                group.start_soon(house.ask, task, 10)
+            await anyio.sleep(4.5)
+            start = anyio.current_time()
+            await house.proxy.load(0, published(1))
+            assert anyio.current_time() - start <= 1.0 + SWAP_S
+
+    run(scenario)
+
+
+def test_a_drained_swap_waits_for_what_runs_and_for_nothing_that_waits() -> None:
+    async def scenario() -> None:
+        house = House(engine(), swap="drain")
+        await house.load_all(0)
+        async with anyio.create_task_group() as group:
+            for task in range(50):
+                group.start_soon(house.ask, task, 10)
+            await anyio.sleep(4.5)
+            start = anyio.current_time()
+            await house.proxy.load(0, published(1))
+            assert anyio.current_time() - start == pytest.approx(5.5 + SWAP_S)
+        assert all(len(completion.versions) == 1 for completion in house.done.values())
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("swap", ["abort", "drain"])
+def test_nothing_starts_on_an_engine_that_is_being_emptied_or_swapped(swap: Mode) -> None:
+    async def scenario() -> None:
+        house = House(engine(), swap=swap)
+        await house.load_all(0)
+        begun: list[int] = []
+        async with anyio.create_task_group() as group:
+            for task in range(8):
+                group.start_soon(house.ask, task, 10 + task)
+            await anyio.sleep(4.5)
+            begun = [len(house.engines[0].requests)]
+            group.start_soon(house.proxy.load, 0, published(1))
+            await anyio.lowlevel.checkpoint()
+            while house.engines[0].version == 0:
+                assert len(house.engines[0].requests) == begun[0]
+                await anyio.sleep(0.1)
+        assert len(house.done) == 8
+
+    run(scenario)
+
+
+def test_requests_told_to_leave_go_to_an_engine_with_room() -> None:
+    async def scenario() -> None:
+        house = House(engine(), engine(), swap="abort")
+        await house.load_all(0)
+        async with anyio.create_task_group() as group:
+            group.start_soon(house.ask, 1, 10)
+            await anyio.sleep(4.5)
+            await house.proxy.load(0, published(1))
+        house.check(1, 10)
+        assert [request.done for request in house.engines[1].requests] == [4]
+        assert house.done[1].versions == [VersionRun(0, 10)]
+
+    run(scenario)
+
+
+def test_an_engine_that_reaches_a_version_later_is_given_its_share_of_what_the_first_one_took() -> None:
+    async def scenario() -> None:
+        house = House(engine(slots=8), engine(slots=8), slots=8)
+        await house.load_all()
+        await house.proxy.load(0, published(1))
+        async with anyio.create_task_group() as group:
+            for task in range(8):
+                group.start_soon(lambda task=task: house.ask(task, 10, min_version=1))
+            await anyio.sleep(2.5)
+            await house.proxy.load(1, published(1))
+        assert [engine.running for engine in house.engines] == [0, 0]
+        assert sorted(served_by(house)[1]) == [4, 5, 6, 7]
+        for task in range(8):
+            house.check(task, 10)
+        house.check_empty()
+
+    run(scenario)
+
+
+def test_a_swap_in_the_middle_of_balanced_work_moves_nothing() -> None:
+    async def scenario() -> None:
+        house = House(engine(slots=8), engine(slots=8), slots=8)
+        await house.load_all()
+        async with anyio.create_task_group() as group:
+            for task in range(9):
+                group.start_soon(lambda task=task: house.ask(task, 10))
+            await anyio.sleep(2.5)
+            await house.load_all(1)
+        assert sum(len(engine.requests) for engine in house.engines) == 9
+
+    run(scenario)
+
+
+def test_requests_that_do_not_end_before_a_drained_swap_stop_it_with_an_error() -> None:
+    async def scenario() -> None:
+        house = House(engine(), swap="drain", drain_s=20.0)
+        await house.load_all(0)
+        async with anyio.create_task_group() as group:
+            group.start_soon(house.ask, 1, 90)
+            await anyio.sleep(4.5)
+            with pytest.raises(DeadlineError, match=r"1 requests of engine 0 to end before its swap"):
+                await house.proxy.load(0, published(1))
+
+    run(scenario)
+
+
+def test_an_engine_whose_weights_failed_gets_no_request_any_more() -> None:
+    class Damaged(FakeEngine):
+        async def load(self, published: Published, *, keep_cache: bool) -> float:
+            if published.version == 1:
+                raise WeightsError("a tensor is damaged")
+            return await super().load(published, keep_cache=keep_cache)
+
+    async def scenario() -> None:
+        house = House(Damaged(answer, 1.0), swap="abort")
+        await house.load_all(0)
+        async with anyio.create_task_group() as group:
+            group.start_soon(house.ask, 1, 10)
+            await anyio.sleep(4.5)
+            with pytest.raises(WeightsError):
+                await house.proxy.load(0, published(1))
+            await anyio.sleep(50)
+            assert len(house.engines[0].requests) == 1
+            group.cancel_scope.cancel()
+
+    run(scenario)
+
+
+# -- cancellation --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("swap", MODES)
+@pytest.mark.parametrize("at", [0.0, 0.5, 4.5, 4.7, 5.2, 6.1, 10.5, 12.5])
+def test_cancelling_requests_at_any_time_leaves_nothing_behind(swap: Mode, at: float) -> None:
+    async def scenario() -> None:
+        house = House(engine(), swap=swap)
+        await house.load_all(0)
+        start = anyio.current_time()
+        async with anyio.create_task_group() as group:
+            async with anyio.create_task_group() as doomed:
+
+                async def cancel() -> None:
+                    await anyio.sleep(at)
+                    doomed.cancel_scope.cancel()
+
+                for task in range(0, 12, 2):
+                    doomed.start_soon(house.ask, task, 10)
+                for task in range(1, 12, 2):
+                    group.start_soon(house.ask, task, 10)
+                group.start_soon(cancel)
+
+                async def swap_soon() -> None:
+                    await anyio.sleep(4.6)
+                    await house.proxy.load(0, published(1))
+
+                group.start_soon(swap_soon)
+            assert anyio.current_time() - start <= max(at, 40.0)
+        for task in range(1, 12, 2):
+            house.check(task, 10)
+        house.check_empty()
+        assert house.proxy.capacity() == SLOTS
+        assert house.engines[0].version == 1
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("natively", [False, True], ids=["by its scope", "by asyncio"])
+def test_a_request_cancelled_at_the_instant_it_gets_its_slot_gives_it_to_the_next(natively: bool) -> None:
+    async def scenario() -> None:
+        house = House(engine())
+        await house.load_all()
+        async with anyio.create_task_group() as group:
+            for task in range(SLOTS):
+                group.start_soon(house.ask, task, 10 if task == 0 else 30)
+            await anyio.sleep(1)
+            async with anyio.create_task_group() as doomed:
+                tasks: list[asyncio.Task[Any]] = []
+
+                async def unlucky() -> None:
+                    tasks.extend([running] if (running := asyncio.current_task()) else [])
+                    await house.ask(50, 10)
+
+                doomed.start_soon(unlucky)
+                group.start_soon(house.ask, 60, 10)
+                await anyio.sleep(1)
+                house.on_room = tasks[0].cancel if natively else doomed.cancel_scope.cancel
+                await anyio.sleep(9)
+            assert 0 in house.done
+            house.on_room = lambda: None
+        assert sorted(house.done) == [0, 1, 2, 3, 60]
+        assert house.ended_at[60] == house.ended_at[0] + 10
+        house.check_empty()
+
+    run(scenario)
+
+
+# -- everything at once ----------------------------------------------------------------------------------------------
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["ask", "ask", "ask", "cancel", "swap", "kill", "fail", "press"]),
+        st.integers(0, 7),
+        st.sampled_from([0.0, 0.3, 1.0, 2.7]),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=120)
+@given(EVENTS, st.sampled_from(MODES), st.booleans())
+def test_every_request_ends_exactly_once_with_all_its_tokens(
+    events: list[tuple[str, int, float]], swap: Mode, bind: bool
+) -> None:
+    async def scenario() -> None:
+        house = House(engine(), engine(0.7), engine(1.3), swap=swap, bind=bind)
+        await house.load_all(0)
+        lengths: dict[int, int] = {}
+        scopes: dict[int, anyio.CancelScope] = {}
+        cancelled: set[int] = set()
+        loading = [anyio.Lock() for _ in house.engines]
+
+        async def one(task: int) -> None:
+            with scopes[task]:
+                await house.ask(task, lengths[task], group=task // 4)
+                return
+            cancelled.add(task)
+
+        async def load(index: int) -> None:
+            async with loading[index]:
+                if house.engines[index].version >= 0 and house.proxy._slots[index].alive:
+                    try:
+                        await house.proxy.load(index, published(house.engines[index].version + 1))
+                    except EngineDeadError as error:
+                        house.proxy.fail(index, error)
+
+        async with anyio.create_task_group() as group:
+            for kind, number, pause in events:
+                fake = house.engines[number % 3]
+                if kind == "ask":
+                    task = len(lengths)
+                    lengths[task], scopes[task] = 1 + number * 3, anyio.CancelScope()
+                    group.start_soon(one, task)
+                elif kind == "cancel" and scopes:
+                    scopes[number % len(scopes)].cancel()
+                elif kind == "swap":
+                    group.start_soon(load, number % 3)
+                elif kind == "kill":
+                    fake.kill()
+                    house.proxy.fail(number % 3, EngineDeadError("killed"))
+                elif kind == "fail":
+                    fake.fail_next()
+                elif kind == "press":
+                    fake.kv_used = 0.99 if fake.kv_used == 0 else 0.0
+                await anyio.sleep(pause)
+        ends = [set(house.done), set(house.failed), cancelled]
+        assert sum(len(end) for end in ends) == len(lengths)
+        assert set().union(*ends) == set(lengths)
+        for task in house.done:
+            house.check(task, lengths[task])
+        house.check_empty()
+
+    run(scenario)

@@ -1,0 +1,57 @@
+"""A response that moves between engines stays one response."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flash.rollout.engine import Progress, Request, SamplingSettings
+from flash.rollout.response import Response
+from flash.types import Completion, VersionRun
+
+TOKENS = st.lists(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 3)), max_size=5), min_size=1, max_size=5)
+"""For each engine that has the response: the tokens it samples, and their versions."""
+
+
+def piece(token: int, version: int) -> Progress:
+    return Progress([token], [-float(token)], [VersionRun(version, 1)])
+
+
+def versions_of(completion: Completion) -> list[int]:
+    return [run.version for run in completion.versions for _ in range(run.count)]
+
+
+@given(TOKENS)
+def test_law_4_tokens_logprobs_and_versions_stay_aligned_over_any_number_of_moves(
+    engines: list[list[tuple[int, int]]],
+) -> None:
+    response = Response(Request([1, 2], SamplingSettings(100, 1.0), key=5))
+    expected: list[tuple[int, int]] = []
+    for sampled in engines[:-1]:
+        rest = response.rest()
+        assert rest.prompt == [1, 2, *(token for token, _ in expected)]
+        assert rest.done == len(expected)
+        assert rest.sampling.max_new_tokens == 100 - len(expected)
+        assert rest.key == 5
+        for token, version in sampled:
+            response.add(piece(token, version))
+        expected += sampled
+    last = engines[-1]
+    response.rest()
+    for token, version in last[:2]:
+        response.add(piece(token, version))
+    end = Completion([t for t, _ in last], [-float(t) for t, _ in last], [VersionRun(v, 1) for _, v in last], "stop")
+    whole = response.completed(end)
+    expected += last
+    assert list(zip(whole.token_ids, versions_of(whole), strict=True)) == expected
+    assert whole.logprobs == [-float(token) for token in whole.token_ids]
+    assert whole.finish == "stop"
+
+
+def test_a_response_that_reached_its_limit_before_it_moved_is_complete() -> None:
+    response = Response(Request([1], SamplingSettings(2, 1.0), key=0))
+    response.rest()
+    response.add(piece(7, 0))
+    assert response.exhausted() is None
+    response.add(piece(8, 0))
+    assert response.exhausted() == Completion([7, 8], [-7.0, -8.0], [VersionRun(0, 2)], "length")

@@ -1,0 +1,257 @@
+"""Who is served where: any order of requests, ends, swaps and deaths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from flash.rollout.routing import SLACK, Router, Ticket
+
+ENGINES = 3
+LIMIT = 4
+
+
+def place(router: Router, group: int, task: int, min_version: int = 0) -> int | None:
+    return router.ask(Ticket((group, task), min_version))
+
+
+def test_requests_spread_over_the_engines() -> None:
+    router = Router(LIMIT, [0, 0, 0], bind_groups=False)
+    assert sorted(place(router, task, task) or 0 for task in range(6)) == [0, 0, 1, 1, 2, 2]
+
+
+def test_the_engine_that_served_the_task_or_else_the_group_is_preferred() -> None:
+    router = Router(16, [0, 0], bind_groups=False)
+    assert place(router, 0, 0) == 0
+    assert place(router, 1, 100) == 1
+    assert place(router, 1, 101) == 1, "its group's prompt is there"
+    router.release(1)
+    router.release(1)
+    assert place(router, 1, 100) == 1, "its own tokens are there"
+
+
+def test_a_preference_ends_where_the_preferred_engine_is_much_fuller() -> None:
+    router = Router(16, [0, 0], bind_groups=False)
+    placed = [place(router, 0, task) for task in range(16)]
+    held = [lane.held for lane in router.lanes]
+    assert placed[:2] == [0, 0]
+    assert abs(held[0] - held[1]) <= 16 * SLACK + 1
+
+
+def test_a_request_goes_only_to_an_engine_that_is_recent_enough() -> None:
+    router = Router(LIMIT, [0, 3], bind_groups=False)
+    assert [place(router, 0, task, min_version=2) for task in range(LIMIT)] == [1] * LIMIT
+    assert place(router, 0, LIMIT, min_version=2) is None
+    assert place(router, 0, LIMIT + 1, min_version=0) == 0
+
+
+def test_a_swapping_engine_is_the_last_choice() -> None:
+    router = Router(LIMIT, [0, 0], bind_groups=False)
+    router.begin_swap(0, closed=False)
+    assert [place(router, task, task) for task in range(LIMIT + 1)] == [1] * LIMIT + [0]
+
+
+def test_what_waits_leaves_in_the_order_of_its_tasks() -> None:
+    router = Router(1, [0], bind_groups=False)
+    place(router, 0, 0)
+    tickets = [Ticket((task // 2, task), 0) for task in (5, 1, 3)]
+    for ticket in tickets:
+        assert router.ask(ticket) is None
+    order: list[int] = []
+    for _ in tickets:
+        router.release(0)
+        order += [ticket.affinity[1] for ticket in router.fill(0)]
+    assert order == [1, 3, 5]
+
+
+def test_a_bound_group_stays_on_its_engine_though_others_are_empty() -> None:
+    router = Router(2, [0, 0], bind_groups=True)
+    assert [place(router, 7, task) for task in range(3)] == [0, 0, None]
+    assert place(router, 8, 10) == 1
+    router.release(0)
+    assert [ticket.affinity for ticket in router.fill(0)] == [(7, 2)]
+
+
+def test_groups_are_bound_to_the_engine_with_the_least_to_do_and_to_wait_for() -> None:
+    router = Router(1, [0, 0], bind_groups=True)
+    for task in range(4):
+        place(router, 0, task)
+    place(router, 1, 4)
+    assert place(router, 2, 5) is None
+    router.release(1)
+    assert [ticket.affinity for ticket in router.fill(1)] == [(2, 5)]
+
+
+def test_a_dead_engines_groups_are_bound_anew() -> None:
+    router = Router(1, [0, 0], bind_groups=True)
+    place(router, 0, 0)
+    waiting = Ticket((0, 1), 0)
+    assert router.ask(waiting) is None
+    assert router.fail(0) == [waiting]
+    assert router.ask(waiting) == 1
+
+
+def test_what_no_living_engine_but_the_failed_ones_can_serve_gets_another_chance() -> None:
+    router = Router(1, [0, 0], bind_groups=False)
+    place(router, 0, 0)
+    place(router, 1, 1)
+    ticket = Ticket((2, 2), 0)
+    ticket.barred = frozenset({0})
+    assert router.ask(ticket) is None
+    assert router.fail(1) == [ticket]
+    router.release(0)
+    assert router.ask(ticket) == 0
+
+
+def test_room_counts_what_waits_and_only_engines_with_a_version() -> None:
+    router = Router(LIMIT, [-1, 0], bind_groups=False)
+    assert router.room() == LIMIT
+    place(router, 0, 0)
+    place(router, 0, 1, min_version=1)
+    assert router.room() == LIMIT - 2
+    router.begin_swap(1, closed=True)
+    assert router.room() == 0
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests come and go while engines swap, shrink and die."""
+
+    bind = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router(LIMIT, [0] * ENGINES, bind_groups=self.bind)
+        self.held: dict[Ticket, int] = {}
+        self.waiting: list[Ticket] = []
+        self.tasks = 0
+
+    def ask(self, ticket: Ticket) -> None:
+        if not self.router.alive:
+            return
+        engine = self.router.ask(ticket)
+        if engine is None:
+            self.waiting.append(ticket)
+        else:
+            self.hold(ticket, engine)
+
+    def hold(self, ticket: Ticket, engine: int) -> None:
+        lane = self.router.lanes[engine]
+        assert lane.alive
+        assert not lane.closed
+        assert lane.version >= ticket.min_version
+        assert engine not in ticket.barred
+        assert lane.held <= lane.limit
+        self.held[ticket] = engine
+
+    def fill(self, engine: int) -> None:
+        eldest = min((t.affinity for t in self.waiting if self.fits(t, engine)), default=None)
+        for number, ticket in enumerate(self.router.fill(engine)):
+            assert number > 0 or ticket.affinity == eldest
+            self.waiting.remove(ticket)
+            self.hold(ticket, engine)
+
+    def fits(self, ticket: Ticket, engine: int) -> bool:
+        lane = self.router.lanes[engine]
+        mine = ticket.bound in (None, engine)
+        return mine and lane.version >= ticket.min_version and engine not in ticket.barred
+
+    @rule(group=st.integers(0, 5), behind=st.integers(0, 2))
+    def arrive(self, group: int, behind: int) -> None:
+        newest = max(lane.version for lane in self.router.lanes)
+        self.tasks += 1
+        self.ask(Ticket((group, self.tasks), newest + 1 - behind))
+
+    @rule(data=st.data())
+    def end(self, data: Any) -> None:
+        if self.held:
+            self.take(data.draw(st.sampled_from(list(self.held))))
+
+    def take(self, ticket: Ticket) -> int:
+        engine = self.held.pop(ticket)
+        self.router.release(engine)
+        self.fill(engine)
+        return engine
+
+    @rule(data=st.data())
+    def fail_and_move(self, data: Any) -> None:
+        if self.held:
+            ticket = data.draw(st.sampled_from(list(self.held)))
+            ticket.barred |= {self.take(ticket)}
+            if not self.router.hopeless(ticket):
+                self.ask(ticket)
+
+    @rule(data=st.data())
+    def cancel(self, data: Any) -> None:
+        if self.waiting:
+            ticket = data.draw(st.sampled_from(self.waiting))
+            self.waiting.remove(ticket)
+            self.router.withdraw(ticket)
+
+    @rule(engine=st.integers(0, ENGINES - 1), closed=st.booleans())
+    def swap(self, engine: int, closed: bool) -> None:
+        if not self.router.lanes[engine].swapping:
+            self.router.begin_swap(engine, closed=closed)
+
+    @rule(engine=st.integers(0, ENGINES - 1))
+    def swapped(self, engine: int) -> None:
+        self.router.end_swap(engine, self.router.lanes[engine].version + 1)
+        self.fill(engine)
+
+    @rule(engine=st.integers(0, ENGINES - 1), limit=st.integers(1, LIMIT))
+    def resize(self, engine: int, limit: int) -> None:
+        self.router.set_limit(engine, limit)
+        self.fill(engine)
+
+    @rule(engine=st.integers(0, ENGINES - 1))
+    def die(self, engine: int) -> None:
+        left = self.router.fail(engine)
+        moved = [ticket for ticket, place in self.held.items() if place == engine]
+        for ticket in moved:
+            self.take(ticket)
+        for ticket in left:
+            self.waiting.remove(ticket)
+        if not self.router.alive:
+            self.waiting.clear()
+        for ticket in left + moved:
+            self.ask(ticket)
+
+    @invariant()
+    def every_ticket_is_waiting_or_held_once(self) -> None:
+        for lane in self.router.lanes:
+            assert lane.held == sum(engine == lane.index for engine in self.held.values())
+        if self.router.alive:
+            assert self.router.waiting == len(self.waiting)
+
+    @invariant()
+    def no_engine_has_room_beside_a_request_that_it_may_serve(self) -> None:
+        for lane in self.router.lanes:
+            if lane.open:
+                assert not [ticket for ticket in self.waiting if self.fits(ticket, lane.index)]
+
+    @invariant()
+    def a_waiting_request_has_an_engine_that_may_come_to_serve_it(self) -> None:
+        for ticket in self.waiting:
+            assert not self.router.hopeless(ticket)
+            assert ticket.bound is None or self.router.lanes[ticket.bound].alive
+
+
+class BoundTraffic(Traffic):
+    bind = True
+
+
+Traffic.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+BoundTraffic.TestCase.settings = Traffic.TestCase.settings
+TestTraffic = Traffic.TestCase
+TestBoundTraffic = BoundTraffic.TestCase
+
+
+@given(st.lists(st.integers(0, 3), max_size=40))
+def test_without_limits_in_the_way_loads_differ_by_no_more_than_the_slack(groups: list[int]) -> None:
+    router = Router(64, [0, 0, 0], bind_groups=False)
+    for task, group in enumerate(groups):
+        place(router, group, task)
+    held = [lane.held for lane in router.lanes]
+    assert max(held) - min(held) <= 64 * SLACK + 1

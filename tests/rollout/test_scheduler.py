@@ -1,0 +1,291 @@
+"""Scheduler around a fake source and fake episodes, on the virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flash.hub.protocol import Result
+from flash.rollout.episode import EpisodeProgress
+from flash.rollout.scheduler import Scheduler
+from flash.simulate.clock import run_virtual
+from flash.types import Failure, Lease, Outcome, Task, Trajectory
+
+
+def lease(number: int) -> Lease:
+    return Lease(number, Task(number, number, 0, number), 0)
+
+
+def ended(of: Lease, tokens: int = 1) -> Failure:
+    """Any result: the scheduler does not look inside."""
+    return Failure(of.task, Outcome.ENV_ERROR, "ended", tokens)
+
+
+class Source:
+    """Gives what it has; holds a request back while it has nothing, as the hub does."""
+
+    def __init__(self, count: int) -> None:
+        self.ready = [lease(number) for number in range(count)]
+        self.more = anyio.Event()
+        self.done = True
+        self.asked: list[int] = []
+        self.results: list[Result] = []
+        self.on_grant: Callable[[], None] = lambda: None
+
+    async def lease(self, capacity: int) -> list[Lease] | None:
+        assert capacity > 0
+        self.asked.append(capacity)
+        await anyio.lowlevel.checkpoint()
+        while not self.ready:
+            if self.done:
+                return None
+            self.more = anyio.Event()
+            await self.more.wait()
+        granted, self.ready = self.ready[:capacity], self.ready[capacity:]
+        self.on_grant()
+        return granted
+
+    def add(self, *numbers: int) -> None:
+        self.ready += [lease(number) for number in numbers]
+        self.more.set()
+
+    async def deliver(self, results: list[Result]) -> None:
+        self.results += results
+        await anyio.lowlevel.checkpoint()
+
+    def outcomes(self) -> dict[int, Outcome]:
+        assert len({result.lease_id for result in self.results}) == len(self.results), "one result per lease"
+        return {result.lease_id: result.outcome.outcome for result in self.results}
+
+
+class Engine:
+    """Slots that episodes hold while they generate."""
+
+    def __init__(self, slots: int) -> None:
+        self.free = slots
+        self.wake: Callable[[], None] = lambda: None
+
+    def room(self) -> int:
+        return max(0, self.free)
+
+    async def generate(self, seconds: float) -> None:
+        self.free -= 1
+        try:
+            await anyio.sleep(seconds)
+        finally:
+            self.free += 1
+            self.wake()
+
+
+def run(scenario: Callable[[], Awaitable[Any]]) -> None:
+    run_virtual(scenario)
+
+
+def test_at_most_max_concurrent_episodes_are_alive_and_a_freed_place_is_refilled_at_once() -> None:
+    async def scenario() -> None:
+        source, alive, most = Source(10), 0, 0
+
+        async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
+            nonlocal alive, most
+            alive += 1
+            most = max(most, alive)
+            await anyio.sleep(1)
+            alive -= 1
+            return ended(of)
+
+        await Scheduler(source, episode, max_concurrent=3).run()
+        assert most == 3
+        assert anyio.current_time() == 4.0
+        assert len(source.outcomes()) == 10
+
+    run(scenario)
+
+
+def test_places_freed_while_a_request_is_held_back_are_asked_for_as_soon_as_it_is_answered() -> None:
+    async def scenario() -> None:
+        source = Source(32)
+        source.done = False
+        started: dict[int, float] = {}
+
+        async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
+            started[of.lease_id] = anyio.current_time()
+            await anyio.sleep(1 if of.lease_id == 0 else 2 if of.lease_id < 32 else 100)
+            return ended(of)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(Scheduler(source, episode, max_concurrent=32).run)
+            await anyio.sleep(5)
+            assert source.asked == [32, 1]
+            source.add(*range(32, 64))
+            await anyio.sleep(0.1)
+            assert source.asked == [32, 1, 31]
+            assert {started[number] for number in range(32, 64)} == {5.0}
+            group.cancel_scope.cancel()
+
+    run(scenario)
+
+
+def test_episodes_that_wait_in_their_environment_leave_their_engine_slots_to_others() -> None:
+    async def scenario() -> None:
+        source, engine = Source(12), Engine(2)
+
+        async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
+            progress.asks()
+            await engine.generate(1)
+            await anyio.sleep(50)
+            return ended(of)
+
+        scheduler = Scheduler(source, episode, room=engine.room)
+        engine.wake = scheduler.wake
+        await scheduler.run()
+        assert anyio.current_time() == 6 + 50
+
+    run(scenario)
+
+
+def test_an_episode_that_has_not_asked_yet_takes_a_place() -> None:
+    async def scenario() -> None:
+        source, engine = Source(12), Engine(2)
+        resetting = most = 0
+
+        async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
+            nonlocal resetting, most
+            resetting += 1
+            most = max(most, resetting)
+            await anyio.sleep(5)
+            resetting -= 1
+            progress.asks()
+            await engine.generate(1)
+            return ended(of)
+
+        scheduler = Scheduler(source, episode, room=engine.room)
+        engine.wake = scheduler.wake
+        await scheduler.run()
+        assert most == 2
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("where", ["not begun", "reset", "generate", "step", "ended"])
+def test_a_loser_is_cancelled_wherever_it_is_and_reports_its_tokens(where: str) -> None:
+    async def scenario() -> None:
+        source = Source(2)
+        at = {"not begun": 0.0, "reset": 0.5, "generate": 1.5, "step": 2.5, "ended": 3.5}[where]
+        closed: list[int] = []
+
+        async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
+            try:
+                await anyio.sleep(1)
+                progress.tokens = 7
+                await anyio.sleep(1)
+                progress.tokens = 9
+                await anyio.sleep(1)
+                return ended(of, 9)
+            finally:
+                closed.append(of.lease_id)
+
+        async with anyio.create_task_group() as group:
+            scheduler = Scheduler(source, episode)
+            if where == "not begun":
+
+                async def cancel() -> None:
+                    scheduler.cancel([1])
+
+                source.on_grant = lambda: group.start_soon(cancel)
+            group.start_soon(scheduler.run)
+            if at:
+                await anyio.sleep(at)
+                scheduler.cancel([1, 77])
+        results = {result.lease_id: result.outcome for result in source.results}
+        assert source.outcomes()[0] is Outcome.ENV_ERROR
+        if where == "ended":
+            assert source.outcomes()[1] is Outcome.ENV_ERROR
+        else:
+            loser = results[1]
+            assert isinstance(loser, Failure)
+            tokens = {"not begun": 0, "reset": 0, "generate": 7, "step": 9}[where]
+            assert (loser.outcome, loser.tokens) == (Outcome.CANCELLED, tokens)
+        assert closed.count(1) == 1
+
+    run(scenario)
+
+
+def test_a_result_that_is_ready_when_its_cancel_comes_is_delivered_as_it_is() -> None:
+    async def scenario() -> None:
+        source = Source(1)
+
+        async def episode(of: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
+            await anyio.sleep(1)
+            scheduler.cancel([of.lease_id])
+            return ended(of)
+
+        scheduler = Scheduler(source, episode)
+        await scheduler.run()
+        assert source.outcomes() == {0: Outcome.ENV_ERROR}
+
+    run(scenario)
+
+
+def test_a_cancelled_episodes_place_is_refilled_at_once() -> None:
+    async def scenario() -> None:
+        source = Source(3)
+        started: list[float] = []
+
+        async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
+            started.append(anyio.current_time())
+            await anyio.sleep(100)
+            return ended(of)
+
+        async with anyio.create_task_group() as group:
+            scheduler = Scheduler(source, episode, max_concurrent=2)
+            group.start_soon(scheduler.run)
+            await anyio.sleep(3)
+            scheduler.cancel([0])
+        assert started == [0.0, 0.0, 3.0]
+
+    run(scenario)
+
+
+LIVES = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(0, 12)), min_size=1, max_size=30)
+
+
+@given(LIVES, st.integers(1, 4))
+def test_law_2_every_lease_has_one_result_and_no_slot_is_empty_while_a_lease_waits(
+    lives: Sequence[tuple[int, int, int]], slots: int
+) -> None:
+    async def scenario() -> None:
+        source, engine = Source(len(lives)), Engine(slots)
+
+        async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
+            generate_s, step_s, _ = lives[of.lease_id]
+            progress.asks()
+            await engine.generate(generate_s)
+            await anyio.sleep(step_s)
+            return ended(of)
+
+        async def cancel() -> None:
+            for second in range(13):
+                # Everything happens at whole and half seconds.
+                await anyio.sleep(0.25)
+                assert engine.free == 0 or not source.ready
+                await anyio.sleep(0.25)
+                scheduler.cancel(number for number, life in enumerate(lives) if life[2] == second)
+                await anyio.sleep(0.25)
+                assert engine.free == 0 or not source.ready
+                await anyio.sleep(0.25)
+
+        scheduler = Scheduler(source, episode, room=engine.room)
+        engine.wake = scheduler.wake
+        async with anyio.create_task_group() as group:
+            group.start_soon(cancel)
+            await scheduler.run()
+        assert set(source.outcomes()) == set(range(len(lives)))
+        assert engine.free == slots
+
+    run(scenario)

@@ -1,0 +1,35 @@
+"""What an engine's own numbers say about want of KV cache."""
+
+from __future__ import annotations
+
+from flash.rollout.engine import Pressure
+from flash.rollout.vllm_pressure import PressureGauge
+
+
+def read(gauge: PressureGauge, resumed: int, *, waiting: int = 0) -> Pressure:
+    gauge.read(running=8, waiting=waiting, kv_used=0.5, resumed=resumed)
+    return gauge.pressure
+
+
+def test_sequences_that_were_put_back_count_as_preempted_when_they_go_on() -> None:
+    gauge = PressureGauge()
+    assert read(gauge, 0) == Pressure(running=8, waiting=0, kv_used=0.5, preemptions=0)
+    assert read(gauge, 3).preemptions == 3
+    assert read(gauge, 1).preemptions == 4
+
+
+def test_a_swap_that_puts_all_sequences_back_is_no_want_of_cache() -> None:
+    gauge = PressureGauge()
+    read(gauge, 0)
+    gauge.all_put_back()
+    assert read(gauge, 5, waiting=3).preemptions == 0
+    assert read(gauge, 3).preemptions == 0
+    assert read(gauge, 2).preemptions == 2, "the excuse has served"
+
+
+def test_an_excuse_ends_when_nobody_waits_to_go_on() -> None:
+    gauge = PressureGauge()
+    read(gauge, 0)
+    gauge.all_put_back()
+    read(gauge, 2)
+    assert read(gauge, 4).preemptions == 4
