@@ -34,6 +34,18 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--dry-run", action="store_true", help="validate, print the resolved config, start nothing")
     train.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
 
+    simulate = commands.add_parser("simulate", help="predict a config's speed on a virtual clock: no GPU, no model")
+    simulate.add_argument("config", nargs="+", metavar="CONFIG|KEY=VALUE", help="as for train, with a [simulate] table")
+    simulate.add_argument(
+        "--sweep", action="append", default=[], metavar="KEY=V1,V2,…", help="try each value; more than one makes a grid"
+    )
+    simulate.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the result")
+    simulate.add_argument("--json", type=Path, metavar="FILE", help="write the result")
+
+    calibrate = commands.add_parser("calibrate", help="fit a [simulate] table to a run directory")
+    calibrate.add_argument("run_dir", type=Path)
+    calibrate.add_argument("--output", type=Path, metavar="FILE.toml", help="default: RUN_DIR/fitted.toml")
+
     plot = commands.add_parser("plot", help="draw the plots of a run directory again")
     plot.add_argument("run_dir", type=Path)
 
@@ -58,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command == "train":
             return _train(arguments)
+        if arguments.command == "simulate":
+            return _simulate(arguments)
+        if arguments.command == "calibrate":
+            return _calibrate(arguments)
         if arguments.command == "plot":
             return _plot(arguments.run_dir)
         return _tiny_model(arguments)
@@ -80,6 +96,21 @@ def _train(arguments: argparse.Namespace) -> int:
 
     make_missing_model(config)
     return launch(config, [str(path) for path in paths], overrides)
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from flash.simulate.command import simulate_command
+
+    paths, overrides = split_arguments(arguments.config)
+    simulate_command(paths, overrides, sweeps=arguments.sweep, plot=arguments.plot, json=arguments.json)
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from flash.simulate.command import calibrate_command
+
+    calibrate_command(arguments.run_dir, arguments.output)
+    return 0
 
 
 def make_missing_model(config: Config) -> None:

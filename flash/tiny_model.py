@@ -199,30 +199,37 @@ def _encode(tokenizer: PreTrainedTokenizerFast, examples: list[SolvedExample]) -
     """Token ids and targets, int64 [B, T]; targets are `IGNORED` except where the next token is the answer's or EOS."""
     import torch
 
-    alphabet = tokenizer.get_vocab()
-    for example in examples:
-        strange = set(example.prompt + example.answer) - alphabet.keys()
-        if strange:
-            raise ConfigError(
-                f"the example {example.prompt!r} → {example.answer!r} has characters that the environment's alphabet() "
-                f"lacks: {''.join(sorted(strange))!r}"
-            )
-    prompts = [tokenizer.encode(example.prompt, add_special_tokens=False) for example in examples]
-    answers = [
-        [*tokenizer.encode(example.answer, add_special_tokens=False), tokenizer.eos_token_id] for example in examples
-    ]
-    length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    ids_BT = torch.full((len(examples), length), cast("int", tokenizer.pad_token_id))
-    targets_BT = torch.full((len(examples), length), IGNORED)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        end = len(prompt) + len(answer)
-        ids_BT[row, :end] = torch.tensor([*prompt, *answer])
-        targets_BT[row, len(prompt) - 1 : end - 1] = torch.tensor(answer)
+    rows = [_encode_example(tokenizer, example) for example in examples]
+    length = max(len(ids) for ids, _ in rows)
+    ids_BT = torch.full((len(rows), length), cast("int", tokenizer.pad_token_id))
+    targets_BT = torch.full((len(rows), length), IGNORED)
+    for row, (ids, targets) in enumerate(rows):
+        ids_BT[row, : len(ids)] = torch.tensor(ids)
+        targets_BT[row, : len(targets)] = torch.tensor(targets)
     return ids_BT, targets_BT
 
 
+def _encode_example(tokenizer: PreTrainedTokenizerFast, example: SolvedExample) -> tuple[list[int], list[int]]:
+    """Token ids and targets of all turns, in the order in which an episode has them."""
+    alphabet = tokenizer.get_vocab()
+    ids: list[int] = []
+    learned: list[int] = []
+    for turn in (example, *example.later):
+        strange = set(turn.prompt + turn.answer) - alphabet.keys()
+        if strange:
+            raise ConfigError(
+                f"the example {turn.prompt!r} → {turn.answer!r} has characters that the environment's alphabet() "
+                f"lacks: {''.join(sorted(strange))!r}"
+            )
+        prompt = tokenizer.encode(turn.prompt, add_special_tokens=False)
+        answer = [*tokenizer.encode(turn.answer, add_special_tokens=False), cast("int", tokenizer.eos_token_id)]
+        ids += [*prompt, *answer]
+        learned += [*[IGNORED] * len(prompt), *answer]
+    return ids, [*learned[1:], IGNORED]
+
+
 def _loss(model: Qwen3ForCausalLM, ids_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, float]:
-    """Mean loss per answer token, and the mean probability with which the model samples a whole right answer."""
+    """Mean loss per answer token, and the mean probability with which the model gets an example all right."""
     import torch
 
     # Padding stands on the right, where causal attention never looks: no mask is needed.

@@ -214,6 +214,8 @@ class Shard(msgspec.Struct, frozen=True):
     """Trained action tokens over all ranks: the denominator of token means."""
     total_sequences: int
     """Samples with at least one trained token over all ranks: the denominator of sequence means."""
+    earlier: list[GroupReward] = []
+    """Rewards of samples that an earlier step has trained, whose groups go on in this batch: advantages count them."""
 
 
 class Canary(msgspec.Struct, frozen=True):

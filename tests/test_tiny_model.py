@@ -167,3 +167,18 @@ def test_asking_whether_a_model_is_current_needs_no_torch():
     names = vars(tiny_model)
     assert "torch" not in names
     assert "transformers" not in names
+
+
+def test_later_turns_follow_the_end_of_the_answer_and_only_answers_are_learned():
+    tokenizer = tiny_model._make_tokenizer("0123456789=+")
+    example = SolvedExample("1+1=", "2", (SolvedExample("2+9=", "11"),))
+    shorter = SolvedExample("1+1=", "2")
+    ids, targets = tiny_model._encode(tokenizer, [example, shorter])
+    assert tokenizer.decode(ids[0]) == "1+1=2<eos>2+9=11<eos>"
+    learned = [token for token in targets[0].tolist() if token != tiny_model.IGNORED]
+    assert tokenizer.decode(learned) == "2<eos>11<eos>"
+    places = [place for place, token in enumerate(targets[0].tolist()) if token != tiny_model.IGNORED]
+    assert places == [3, 4, 9, 10, 11]
+    assert all(targets[0, place] == ids[0, place + 1] for place in places)
+    assert targets[1].tolist()[:5] == targets[0].tolist()[:5]
+    assert set(targets[1].tolist()[5:]) == {tiny_model.IGNORED}

@@ -10,6 +10,7 @@ def deal(groups: list[Group], step: int, min_version: int, ranks: int) -> list[S
     """One shard per rank. Longest samples first, each to the rank with the fewest tokens so far."""
     trajectories = [(group.group_id, t) for group in groups for t in group.trajectories()]
     rewards = [GroupReward(group_id, t.reward) for group_id, t in trajectories]
+    earlier = [GroupReward(group.group_id, reward) for group in groups for reward in group.earlier]
     trained = [t.trained_tokens(min_version) for _, t in trajectories]
     dealt: list[list[ShardSample]] = [[] for _ in range(ranks)]
     load = [0] * ranks
@@ -25,6 +26,7 @@ def deal(groups: list[Group], step: int, min_version: int, ranks: int) -> list[S
             rewards=rewards,
             total_tokens=sum(trained),
             total_sequences=sum(count > 0 for count in trained),
+            earlier=earlier,
         )
         for samples in dealt
     ]

@@ -7,7 +7,8 @@
 - *Choice* is made by `flash.hub.choice`, filtering by `flash.hub.groups.GroupFilter`; what leaves without reaching a
   batch gives its place back.
 - *Consumption*: tokens that are too old all the same are left out of the loss, and counted; or their sample is started
-  again (`on_expire`).
+  again (`on_expire`). Members that would expire while another one of their group is still on its way are trained before
+  it; the late ones join a later step, on top of its groups.
 
 Conservation: every issued task is queued, leased, done, in training or booked in the ledger; `in_flight` counts them
 here, independently of the ledger.
@@ -81,6 +82,7 @@ class SampleBuffer:
         self._queue: list[tuple[int, int]] = []
         self._groups: dict[int, Group] = {}
         self._ready: dict[int, Group] = {}
+        self._expiring: dict[int, Group] = {}
         self._training: dict[int, Group] = {}
         self._returned = 0
         self._next_step = step
@@ -105,8 +107,9 @@ class SampleBuffer:
                     member.state = "queued"
                 if member.state == "queued":
                     insort(self._queue, (group.group_id, member.task.sample_index))
-            if group.complete:
+            if group.complete and not group.earlier:
                 self._ready[group.group_id] = group
+        self._find_expiring()
 
     def snapshot(self) -> BufferState:
         """The state between two steps; call it while no batch is in training."""
@@ -277,15 +280,19 @@ class SampleBuffer:
         """A member has come home or left: the group may be complete, filtered out, or empty."""
         if group.group_id not in self._groups or group.group_id in self._ready:
             return
-        if group.alive == 0:
-            self._return(group)
-        elif group.complete:
+        if group.complete:
             for member in group.members:
                 if member.state in ("queued", "leased"):
                     self._drop(member, "beaten", Outcome.CANCELLED)
+        if group.alive == 0:
+            self._return(group)
+        elif group.complete and not group.earlier:
             self._admit_or_filter(group)
+        else:
+            self._watch(group)
 
     def _admit_or_filter(self, group: Group) -> None:
+        self._expiring.pop(group.group_id, None)
         if self._rules.filter.keeps(group):
             self._ready[group.group_id] = group
             self._breaker.kept()
@@ -297,9 +304,12 @@ class SampleBuffer:
         self._breaker.filtered()
 
     def _return(self, group: Group) -> None:
-        """A group leaves without reaching a batch: those issued after it move up, the last place is free again."""
+        """A group leaves: if it reached no batch, those issued after it move up, and the last place is free again."""
         del self._groups[group.group_id]
         self._ready.pop(group.group_id, None)
+        self._expiring.pop(group.group_id, None)
+        if group.earlier:
+            return
         self._returned += 1
         for later in self._groups.values():
             later.slot -= later.slot > group.slot
@@ -317,17 +327,41 @@ class SampleBuffer:
             self._contract,
             version,
             self._groups.values(),
-            self._ready.values(),
+            (self._ready | self._expiring).values(),
             fifo_window=self._rules.fifo_window,
             wait=self._rules.on_expire == "wait",
         )
         if chosen is None:
             return None
-        for group in chosen:
-            self._training[group.group_id] = self._groups.pop(group.group_id)
-            del self._ready[group.group_id]
+        late = [group for group in self._groups.values() if group.earlier and group.count("done")]
+        for group in (*chosen, *late):
+            self._training[group.group_id] = self._parted(group)
         self._age(version + 1)
-        return chosen
+        return list(self._training.values())
+
+    def _parted(self, group: Group) -> Group:
+        """What of a group is trained now: all of it, or the members that are done."""
+        if not group.complete or group.earlier:
+            part = group.split()
+            if group.pending == 0:
+                self._return(group)
+            self._expiring.pop(group.group_id, None)
+            return part
+        del self._ready[group.group_id]
+        return self._groups.pop(group.group_id)
+
+    def _watch(self, group: Group) -> None:
+        """Members that no later step could train need not wait for the others of their group."""
+        self._expiring.pop(group.group_id, None)
+        if self._rules.on_expire != "mask" or self._contract.async_ratio < 1 or group.complete or group.earlier:
+            return
+        after_next = self._contract.min_token_version(self._next_step + 1)
+        if group.expiring(after_next) and self._rules.filter.keeps(group):
+            self._expiring[group.group_id] = group
+
+    def _find_expiring(self) -> None:
+        for group in self._groups.values():
+            self._watch(group)
 
     def _age(self, step: int) -> None:
         """From now on `step` is the next one: deal with what no step can train any more as it is."""
@@ -339,8 +373,9 @@ class SampleBuffer:
         for group in list(self._groups.values()):
             if self._rules.on_expire == "requeue":
                 self._start_again(group, oldest)
-            if group.group_id in self._ready and group.trained_tokens(oldest) == 0:
+            if (group.group_id in self._ready or group.earlier) and group.trained_tokens(oldest) == 0:
                 self._expire(group)
+        self._find_expiring()
 
     def _cancel_losers(self, oldest: int) -> None:
         """Redundant groups make up for those that missed their window."""
@@ -348,6 +383,7 @@ class SampleBuffer:
             group
             for group in self._groups.values()
             if group.group_id not in self._ready
+            and not group.earlier
             and any(member.state == "leased" and member.floor < oldest for member in group.members)
         ]
         for group in outgrown[: self._contract.extra_groups]:
@@ -373,10 +409,12 @@ class SampleBuffer:
             self._ready.pop(group.group_id, None)
 
     def _expire(self, group: Group) -> None:
+        """Its finished members are of no use any more."""
         for member in group.members:
             if member.state == "done":
                 self._drop(member, "lost", Outcome.STALE)
-        self._return(group)
+        if group.pending == 0:
+            self._return(group)
 
     def commit(self, version: int) -> None:
         """The step that trained `version` is done: book its groups.

@@ -1,8 +1,9 @@
 """Group assembly: the members of one prompt, from issue to the last one home; and which groups are worth training.
 
-A member is queued, leased, done, lost (given up for a failure) or beaten (a redundant one that came too late). A group
-is complete when enough members are done, or when none is on its way. Group identity stays explicit: lost members leave
-the group smaller.
+A member is queued, leased, done, lost (given up for a failure), beaten (a redundant one that came too late) or trained.
+A group is complete when enough members are done, or when none is on its way. Group identity stays explicit: lost
+members leave the group smaller, and a group may be trained in parts, when some members would expire while another is
+still on its way; the later parts know the rewards of the earlier ones.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import msgspec
 
 from flash.types import Task, Trajectory
 
-MemberState = Literal["queued", "leased", "done", "lost", "beaten"]
+MOST_MISSING = 0.25
+"""Share of a group that may still be on its way when the others are trained: their baseline is to be a good one."""
+
+MemberState = Literal["queued", "leased", "done", "lost", "beaten", "trained"]
 
 
 class Member(msgspec.Struct):
@@ -39,12 +43,31 @@ class Group(msgspec.Struct):
     wanted: int
     """Finished members that make it complete; further members are redundant."""
     members: list[Member]
+    earlier: list[float] = []
+    """Rewards of the members that were trained in earlier steps."""
 
     @property
     def complete(self) -> bool:
         """Enough members are done, or no other is on its way."""
         done = self.count("done")
-        return done >= self.wanted or (done > 0 and self.pending == 0)
+        return done + len(self.earlier) >= self.wanted or (done > 0 and self.pending == 0)
+
+    def expiring(self, min_version: int) -> bool:
+        """Whether nearly all members are done, and one of them has no token of `min_version` or newer."""
+        done = self.trajectories()
+        few_missing = 0 < self.pending <= self.wanted * MOST_MISSING
+        return few_missing and len(done) > 1 and any(t.trained_tokens(min_version) == 0 for t in done)
+
+    def split(self) -> Group:
+        """Part with the members that are done: they form a group of their own, to be trained now."""
+        part = [msgspec.structs.replace(member) for member in self.members if member.state == "done"]
+        rewards = [trajectory.reward for trajectory in self.trajectories()]
+        now = Group(self.group_id, self.slot, self.wanted, part, list(self.earlier))
+        for member in self.members:
+            if member.state == "done":
+                member.state, member.trajectory = "trained", None
+        self.earlier += rewards
+        return now
 
     def count(self, state: MemberState) -> int:
         """Members in a state."""

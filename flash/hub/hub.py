@@ -379,7 +379,7 @@ class Hub:
     def _commit(self, request: p.Commit) -> p.Ack:
         if request.step != self._version or len(self._fetched) != self._config.trainer_world_size:
             raise ContractError(f"step {request.step} was committed while the run is at {self._version}")
-        samples = len(self._shards[0].rewards)
+        samples = sum(len(shard.samples) for shard in self._shards)
         self._shards, self._fetched = [], set()
         self.buffer.commit(self._version)
         self._version += 1

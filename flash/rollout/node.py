@@ -24,6 +24,10 @@ from flash.rollout.proxy import LLMProxy, ProxySettings, start_engines
 from flash.rollout.scheduler import MOST_EPISODES, Scheduler
 from flash.types import Lease
 
+COLLECTION_THRESHOLDS = (200_000, 10, 10)
+"""Of Python's cyclic garbage collector while a node serves. Episodes leave no cycles behind, but they live long enough
+to be looked at again and again: at Python's own thresholds that stops a loop of 10,000 episodes for a second."""
+
 
 class HubCaller(Protocol):
     """The connection to the hub."""
@@ -105,10 +109,12 @@ class RolloutNode:
 
     async def run(self) -> None:
         """Serve until the hub has no more work."""
+        thresholds = gc.get_threshold()
         try:
             await start_engines(self._engines, self._config.deadlines.engine_start)
             # What vLLM and torch have loaded stays for good: a full collection over it stops the loop for 0.3 s.
             gc.freeze()
+            gc.set_threshold(*COLLECTION_THRESHOLDS)
             async with anyio.create_task_group() as group:
                 for index in range(len(self._engines)):
                     group.start_soon(self._serve, index)
@@ -117,6 +123,7 @@ class RolloutNode:
                 group.cancel_scope.cancel()
             await self._report()
         finally:
+            gc.set_threshold(*thresholds)
             gc.unfreeze()
             with anyio.CancelScope(shield=True), anyio.move_on_after(self._config.deadlines.shutdown):
                 for engine in self._engines:

@@ -304,9 +304,14 @@ def gather_rows(row: Tensor) -> Tensor:
 
 
 def batch_advantages(shard: Shard) -> FloatArray:
-    """float64 [B]: every sample's advantage, computed alike on every rank from the rewards of the whole batch."""
+    """float64 [B]: every sample's advantage, computed alike on every rank from the rewards of the whole batch.
+
+    Members of a group that were trained before count for its mean and deviation.
+    """
+    known = [*shard.rewards, *shard.earlier]
     try:
-        return group_advantages([entry.reward for entry in shard.rewards], [entry.group_id for entry in shard.rewards])
+        advantages = group_advantages([entry.reward for entry in known], [entry.group_id for entry in known])
+        return advantages[: len(shard.rewards)]
     except ValueError as error:
         raise ContractError(f"step {shard.step}: {error}") from error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from flash.errors import BreakerError, ContractError
 from flash.hub.batching import deal
-from flash.hub.buffer import BufferState
+from flash.hub.buffer import BufferState, SampleBuffer
 from flash.hub.groups import GroupFilter
 from flash.types import Failure, Lease, Outcome, VersionRun
 from tests.hub.cases import finish_all, lease_all, make_buffer, trajectory
@@ -443,3 +445,70 @@ def test_dealing_gives_every_sample_to_one_rank_and_balances_tokens(lengths: lis
     loads = [sum(sample.trajectory.length for sample in shard.samples) for shard in shards]
     assert max(loads) - min(loads) <= max(lengths) + 2
     assert {shard.total_tokens for shard in shards} == {sum(lengths)}
+
+
+# -- groups trained in parts -----------------------------------------------------------------------------------------
+
+
+def with_a_straggler(**rules: Any) -> tuple[SampleBuffer, Lease]:
+    """Two groups of four per step at α = 1; of the second one, three members are done and one is late at step 1."""
+    buffer = make_buffer(alpha=1, batch=8, group=4, steps=20, **rules)
+    old = lease_all(buffer, 0)
+    finish_all(buffer, [lease for lease in old if lease.task.group_id != 1][:8], 0)
+    finish_all(buffer, [lease for lease in old if lease.task.group_id == 1][:3], 0, reward=0.5)
+    chosen = buffer.take(0)
+    assert chosen is not None
+    assert [group.group_id for group in chosen] == [0, 2]
+    buffer.commit(0)
+    finish_all(buffer, [lease for lease in old if lease.task.group_id == 3], 0)
+    return buffer, next(lease for lease in old if lease.task.task_id == 7)
+
+
+def test_members_at_their_last_chance_are_trained_without_the_straggler_of_their_group() -> None:
+    buffer, late = with_a_straggler()
+    chosen = buffer.take(1)
+    assert chosen is not None
+    assert [(group.group_id, len(group.trajectories())) for group in chosen] == [(1, 3), (3, 4)]
+    buffer.commit(1)
+    assert buffer.ledger.trained == 8 + 7
+    finish_all(buffer, lease_all(buffer, 2), 2)
+    mixed = [VersionRun(0, 4), VersionRun(2, 2)]
+    buffer.finish(late.lease_id, trajectory(late.task, 2, 6, reward=1.0, versions=mixed))
+    later = buffer.take(2)
+    assert later is not None
+    assert [group.group_id for group in later] == [4, 5, 1], "it comes on top of the step's own groups"
+    shard = deal(later, 2, 1, ranks=1)[0]
+    assert [entry.reward for entry in shard.rewards if entry.group_id == 1] == [1.0]
+    assert [(entry.group_id, entry.reward) for entry in shard.earlier] == [(1, 0.5), (1, 0.5), (1, 0.5)]
+    assert len(shard.samples) == 9
+    buffer.commit(2)
+    assert buffer.ledger.discarded_tokens == {Outcome.STALE: 4}
+    assert buffer.ledger.trained == 15 + 9
+
+
+def test_a_straggler_of_a_trained_group_that_fails_for_good_takes_no_place_with_it() -> None:
+    buffer, late = with_a_straggler(retries=0)
+    buffer.take(1)
+    buffer.commit(1)
+    before = len(lease_all(buffer, 2))
+    buffer.finish(late.lease_id, fail(late))
+    assert buffer.lease([2]) is None
+    assert before == 16
+    assert buffer.ledger.given_up == {Outcome.ENV_ERROR: 1}
+
+
+def test_synchronous_training_never_splits_a_group() -> None:
+    buffer = make_buffer(alpha=0, batch=8, group=4)
+    finish_all(buffer, lease_all(buffer, 0)[1:], 0)
+    assert buffer.take(0) is None
+
+
+def test_a_group_of_which_too_much_is_missing_waits() -> None:
+    buffer, late = with_a_straggler()
+    buffer.revoke(late.lease_id)
+    two_of_four = make_buffer(alpha=1, batch=4, group=4, steps=20)
+    old = lease_all(two_of_four, 0)
+    finish_all(two_of_four, [*old[:2], *old[4:]], 0)
+    assert two_of_four.take(0) is not None
+    two_of_four.commit(0)
+    assert two_of_four.take(1) is None

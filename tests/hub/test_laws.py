@@ -31,7 +31,8 @@ class Life(RuleBasedStateMachine):
 
     @initialize(
         alpha=st.sampled_from([0.0, 0.25, 1.0, 2.5]),
-        batch=st.sampled_from([2, 4, 8]),
+        group=st.sampled_from([2, 4]),
+        batches=st.sampled_from([1, 2]),
         rules=st.fixed_dictionaries(
             {
                 "retries": st.integers(0, 2),
@@ -44,10 +45,11 @@ class Life(RuleBasedStateMachine):
             }
         ),
     )
-    def begin(self, alpha: float, batch: int, rules: dict[str, Any]) -> None:
-        self.settings = {"alpha": alpha, "batch": batch, "group": 2, "steps": STEPS, "quarantine": 1000} | rules
+    def begin(self, alpha: float, group: int, batches: int, rules: dict[str, Any]) -> None:
+        batch = group * batches
+        self.settings = {"alpha": alpha, "batch": batch, "group": group, "steps": STEPS, "quarantine": 1000} | rules
         self.buffer = make_buffer(**self.settings, kind_of=kind_of)
-        self.alpha, self.batch, self.rules = alpha, batch, rules
+        self.alpha, self.batch, self.group, self.rules = alpha, batch, group, rules
         self.version = 0
         self.leases: dict[int, tuple[Lease, int]] = {}
         self.training = False
@@ -59,6 +61,33 @@ class Life(RuleBasedStateMachine):
         if lease is not None:
             start = min(version for version in engines if version >= lease.min_version)
             self.leases[lease.lease_id] = lease, start
+
+    @rule()
+    def lease_all(self) -> None:
+        while (lease := self.buffer.lease([self.version])) is not None:
+            self.leases[lease.lease_id] = lease, self.version
+
+    @precondition(lambda self: len(self.leases) > 2)
+    @rule(late=st.integers(0, 1000))
+    def finish_all_but_one(self, late: int) -> None:
+        """A straggler stays behind: its group may be trained in parts."""
+        left = sorted(self.leases)[late % len(self.leases)]
+        for lease_id in [lease_id for lease_id in self.leases if lease_id != left]:
+            if lease_id in self.buffer.withdrawn:
+                continue
+            lease, start = self.leases.pop(lease_id)
+            self.buffer.finish(lease_id, trajectory(lease.task, start, reward=float(lease_id % 2)))
+
+    @precondition(lambda self: not self.training and self.version < STEPS)
+    @rule(late=st.integers(0, 1000))
+    def whole_step(self, late: int) -> None:
+        """What happens most of the time."""
+        self.lease_all()
+        if len(self.leases) > 2:
+            self.finish_all_but_one(late)
+        self.take()
+        if self.training:
+            self.commit()
 
     def pop(self, pick: int) -> tuple[Lease, int]:
         key = sorted(self.leases)[pick % len(self.leases)]
@@ -105,7 +134,7 @@ class Life(RuleBasedStateMachine):
             return
         self.training = True
         limit = math.ceil(self.version - self.alpha)
-        assert all(len(group.trajectories()) <= 2 for group in groups)
+        assert all(len(group.trajectories()) + len(group.earlier) <= self.group for group in groups)
         for shard in deal(groups, self.version, limit, 2):
             for sample in shard.samples:
                 kept = [run for run in sample.trajectory.versions if run.version >= shard.min_version]
@@ -142,8 +171,10 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def law_3_admission(self) -> None:
         """Outstanding groups hold at most (1 + α) batches' worth of places, rounded up, and the redundant ones."""
-        places = (1 + self.alpha) * self.batch + 2 * (1 + self.rules["extra_groups"])
-        assert self.buffer.in_flight <= places * (1 + self.rules["extra_per_group"] / 2)
+        places = (1 + self.alpha) * self.batch + self.group * (1 + self.rules["extra_groups"])
+        late = sum(group.alive for group in self.buffer.snapshot().groups if group.earlier) if not self.training else 0
+        if not self.training:
+            assert self.buffer.in_flight - late <= places * (1 + self.rules["extra_per_group"] / self.group)
 
     @invariant()
     def something_can_always_happen(self) -> None:

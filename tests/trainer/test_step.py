@@ -12,8 +12,8 @@ import torch
 
 from flash.config import TrainConfig
 from flash.errors import ConfigError, ContractError
-from flash.trainer.step import Trainer, learning_rate
-from flash.types import Shard, Trajectory, VersionRun
+from flash.trainer.step import Trainer, batch_advantages, learning_rate
+from flash.types import GroupReward, Shard, Trajectory, VersionRun
 from tests.trainer.trainer_cases import (
     gradient_of,
     make_config,
@@ -334,6 +334,15 @@ def test_counts_that_differ_from_what_the_hub_dealt_stop_the_run(tied_model: Pat
     ):
         with pytest.raises(ContractError, match="the hub dealt"):
             Trainer(make_config(tied_model)).train_step(wrong)
+
+
+def test_members_trained_in_an_earlier_step_count_for_the_advantages_of_their_group() -> None:
+    rng, runs = np.random.default_rng(0), [VersionRun(0, 3)]
+    late = make_shard([make_trajectory(0, 0, runs, rng, reward=1.0), make_trajectory(1, 0, runs, rng, reward=0.0)])
+    whole = make_shard([make_trajectory(0, 0, runs, rng, reward=1.0), make_trajectory(0, 1, runs, rng, reward=0.0)])
+    earlier = msgspec.structs.replace(late, earlier=[GroupReward(0, 0.0)])
+    assert batch_advantages(late).tolist() == [0.0, 0.0], "alone in its group a sample says nothing"
+    assert batch_advantages(earlier).tolist() == [batch_advantages(whole)[0], 0.0]
 
 
 def test_a_reward_that_is_not_a_number_stops_the_run(tied_model: Path) -> None:

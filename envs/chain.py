@@ -1,0 +1,179 @@
+"""ChainedSums: sums of two numbers over several turns, each with the result of the last one as its first operand.
+
+The prompt of each turn is a bare problem in the form of `envs.arithmetic`, `46+57=`; the right result, cut to its last
+digits, begins the next one. A right answer earns 1 / `turns`. What makes real environments hard to schedule can be
+turned on: steps take time, a share of the environments is slow, and a share never answers one of its steps.
+
+Held-out chains consist of held-out sums only, and training chains contain none of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from collections.abc import Iterator
+
+import anyio
+import msgspec
+
+from envs.arithmetic import in_held_out_part
+from envs.base import Info, SolvedExample, StepResult, is_held_out
+from flash.errors import ConfigError, EnvError
+
+MIN_DIGITS, MAX_DIGITS = 2, 18
+"""With one digit some numbers have no held-out sum; longer operands are no longer about arithmetic."""
+
+MAX_TURNS = 1000
+"""Longest chain."""
+
+REMEMBERED_SEEDS = 1 << 16
+"""Seeds whose instances are counted: far more than are ever in flight."""
+
+
+class _Waits(msgspec.Struct, frozen=True):
+    """What one instance does with the clock."""
+
+    seconds: list[float]
+    """Of each step."""
+    hangs_at: int | None
+    """The step that never returns."""
+
+
+class ChainedSums:
+    """One chain.
+
+    Options:
+        digits: digits of both operands; a result carried on keeps its leading zeros.
+        turns: sums of a chain.
+        end_at_error: whether a wrong answer ends the episode. Otherwise the next sum gives the right result away.
+        latency_mean: mean seconds of a step.
+        latency_std: their standard deviation; the distribution is log-normal.
+        fail_slow: share of the instances whose steps all take `slow_factor` times as long.
+        slow_factor: see `fail_slow`.
+        fail_stop: share of the instances of which one step never returns.
+
+    The problem follows from the seed. The latencies follow from the seed and from how many instances of this seed the
+    process has had before: the members of a group share the problem, not the fate, and a second attempt has another.
+    """
+
+    def __init__(
+        self,
+        digits: int = 2,
+        turns: int = 4,
+        end_at_error: bool = True,
+        latency_mean: float = 0.0,
+        latency_std: float = 0.0,
+        fail_slow: float = 0.0,
+        slow_factor: float = 10.0,
+        fail_stop: float = 0.0,
+    ) -> None:
+        self.check(digits, turns, end_at_error, latency_mean, latency_std, fail_slow, slow_factor, fail_stop)
+        self._digits = digits
+        self._turns = turns
+        self._end_at_error = end_at_error
+        self._latency = latency_mean, latency_std
+        self._fail_slow, self._slow_factor = fail_slow, slow_factor
+        self._fail_stop = fail_stop
+        self._chain: list[SolvedExample] = []
+        self._waits = _Waits([], None)
+        self._turn = 0
+
+    @classmethod
+    def check(
+        cls,
+        digits: int = 2,
+        turns: int = 4,
+        end_at_error: bool = True,
+        latency_mean: float = 0.0,
+        latency_std: float = 0.0,
+        fail_slow: float = 0.0,
+        slow_factor: float = 10.0,
+        fail_stop: float = 0.0,
+    ) -> None:
+        """Refuse options that make no chain.
+
+        Raises:
+            ConfigError: naming the option, what was expected and what was given.
+        """
+        if not MIN_DIGITS <= digits <= MAX_DIGITS:
+            raise ConfigError(f"digits must be a whole number from {MIN_DIGITS} to {MAX_DIGITS}, but is {digits!r}")
+        if not 1 <= turns <= MAX_TURNS:
+            raise ConfigError(f"turns must be a whole number from 1 to {MAX_TURNS}, but is {turns!r}")
+        for name, seconds in (("latency_mean", latency_mean), ("latency_std", latency_std)):
+            if not 0 <= seconds < math.inf:
+                raise ConfigError(f"{name} must be a number of seconds from 0, but is {seconds!r}")
+        if latency_std > 0 and latency_mean == 0:
+            raise ConfigError(f"latency_std = {latency_std!r} needs a latency_mean above 0")
+        for name, share in (("fail_slow", fail_slow), ("fail_stop", fail_stop)):
+            if not 0 <= share <= 1:
+                raise ConfigError(f"{name} must be a share from 0 to 1, but is {share!r}")
+        if not 1 <= slow_factor < math.inf:
+            raise ConfigError(f"slow_factor must be a number from 1, but is {slow_factor!r}")
+
+    async def reset(self, seed: int) -> tuple[str, Info]:
+        """Show the first sum of this seed's chain."""
+        self._chain = self._draw(random.Random(seed), is_held_out(seed))
+        self._waits = self._draw_waits(random.Random(f"{seed} {next(_instances(seed))}"))
+        self._turn = 0
+        return self._chain[0].prompt, {}
+
+    async def step(self, action: str) -> StepResult:
+        """Compare the answer, without surrounding white space, with the right result, and show the next sum."""
+        if self._turn >= len(self._chain):
+            raise EnvError("step() was called before reset() or after the end")
+        if self._turn == self._waits.hangs_at:
+            await anyio.sleep_forever()
+        await anyio.sleep(self._waits.seconds[self._turn])
+        right = action.strip() == self._chain[self._turn].answer
+        self._turn = self._turns if self._end_at_error and not right else self._turn + 1
+        done = self._turn == self._turns
+        return "" if done else self._chain[self._turn].prompt, right / self._turns, done, False, {}
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
+        """`count` whole training chains."""
+        rng = random.Random(seed)
+        chains = [self._draw(rng, held_out=False) for _ in range(count)]
+        return [SolvedExample(chain[0].prompt, chain[0].answer, tuple(chain[1:])) for chain in chains]
+
+    def alphabet(self) -> str:
+        """Digits, the plus sign and the equals sign."""
+        return "0123456789=+"
+
+    def _draw(self, rng: random.Random, held_out: bool) -> list[SolvedExample]:
+        low, high = 10 ** (self._digits - 1), 10**self._digits
+        left = rng.randrange(low, high)
+        chain: list[SolvedExample] = []
+        while len(chain) < self._turns:
+            right = rng.randrange(low, high)
+            prompt = f"{left:0{self._digits}d}+{right}="
+            if in_held_out_part(prompt) == held_out:
+                chain.append(SolvedExample(prompt, str(left + right)))
+                left = (left + right) % high
+        return chain
+
+    def _draw_waits(self, rng: random.Random) -> _Waits:
+        slow = rng.random() < self._fail_slow
+        hangs = rng.random() < self._fail_stop
+        hangs_at = rng.randrange(self._turns)
+        factor = self._slow_factor if slow else 1.0
+        seconds = [factor * _lognormal(rng, *self._latency) for _ in range(self._turns)]
+        return _Waits(seconds, hangs_at if hangs else None)
+
+
+def _lognormal(rng: random.Random, mean: float, std: float) -> float:
+    """A log-normal number of this mean and standard deviation."""
+    if std == 0:
+        return mean
+    variance = math.log1p((std / mean) ** 2)
+    return rng.lognormvariate(math.log(mean) - variance / 2, math.sqrt(variance))
+
+
+@functools.lru_cache(maxsize=REMEMBERED_SEEDS)
+def _instances(seed: int) -> Iterator[int]:
+    """Counts the instances of a seed in this process."""
+    return itertools.count()

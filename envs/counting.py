@@ -1,0 +1,109 @@
+"""Counting: recite an alphabet backwards from a given sign, each sign with a running digit; one turn each.
+
+The answer's length follows from the prompt and has a long tail, as lengths of reasoning do: `D4` asks for `C6B7A7`, a
+prompt from further on for hundreds of signs. Every item follows from the one before it, so that a small model learns
+long answers too: the next sign down, and the last digit plus the number of signs that are left.
+
+The reward is the share of characters that are right, at their place, of the longer one of answer and solution. As in
+`envs.arithmetic`, a hash of the prompt puts about one problem in ten on the held-out side.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+
+from envs.arithmetic import in_held_out_part
+from envs.base import Info, SolvedExample, StepResult, is_held_out
+from flash.errors import ConfigError, EnvError
+
+MAX_LONGEST = 4000
+"""Most signs: each is one token of the tiny model's vocabulary."""
+
+
+class Counting:
+    """One problem.
+
+    Options:
+        median: signs of a usual answer; each takes two characters.
+        longest: signs of the longest answer.
+        spread: standard deviation of the length's logarithm, before it is cut at `longest`.
+    """
+
+    def __init__(self, median: int = 12, longest: int = 240, spread: float = 1.0) -> None:
+        self.check(median, longest, spread)
+        self._median = median
+        self._longest = longest
+        self._spread = spread
+        self._signs = _signs(longest + 1)
+        self._solution: str | None = None
+
+    @classmethod
+    def check(cls, median: int = 12, longest: int = 240, spread: float = 1.0) -> None:
+        """Refuse lengths that do not fit together.
+
+        Raises:
+            ConfigError: naming the option, what was expected and what was given.
+        """
+        if not 2 <= longest <= MAX_LONGEST:
+            raise ConfigError(f"longest must be a whole number from 2 to {MAX_LONGEST}, but is {longest!r}")
+        if not 1 <= median <= longest:
+            raise ConfigError(f"median must be a whole number from 1 to longest = {longest}, but is {median!r}")
+        if not 0 <= spread < math.inf:
+            raise ConfigError(f"spread must be a number from 0, but is {spread!r}")
+
+    async def reset(self, seed: int) -> tuple[str, Info]:
+        """Show the problem of this seed."""
+        rng, held_out = random.Random(seed), is_held_out(seed)
+        problem = self._draw(rng, held_out, length=None)
+        self._solution = problem.answer
+        return problem.prompt, {}
+
+    async def step(self, action: str) -> StepResult:
+        """Compare the answer with the right one, character by character; the episode ends."""
+        if self._solution is None:
+            raise EnvError("step() was called before reset()")
+        right = sum(ours == theirs for ours, theirs in zip(self._solution, action, strict=False))
+        return "", right / max(len(self._solution), len(action)), True, False, {}
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
+        """`count` training problems. Half are of any length: among the usual ones the last signs are hardly met."""
+        rng = random.Random(seed)
+        lengths = [None if index % 2 else rng.randint(1, self._longest) for index in range(count)]
+        return [self._draw(rng, held_out=False, length=length) for length in lengths]
+
+    def alphabet(self) -> str:
+        """The signs and the digits."""
+        return self._signs + "0123456789"
+
+    def _draw(self, rng: random.Random, held_out: bool, length: int | None) -> SolvedExample:
+        while True:
+            left = length or self._length(rng)
+            digit = rng.randrange(10)
+            prompt = f"{self._signs[left]}{digit}"
+            if in_held_out_part(prompt) == held_out:
+                return SolvedExample(prompt, self._answer(left, digit))
+            length = None
+
+    def _length(self, rng: random.Random) -> int:
+        drawn = self._median * math.exp(min(self._spread * rng.gauss(0, 1), math.log(MAX_LONGEST)))
+        return max(1, min(self._longest, round(drawn)))
+
+    def _answer(self, left: int, digit: int) -> str:
+        items: list[str] = []
+        while left > 0:
+            left -= 1
+            digit = (digit + left) % 10
+            items.append(f"{self._signs[left]}{digit}")
+        return "".join(items)
+
+
+@functools.cache
+def _signs(count: int) -> str:
+    """The first letters of Unicode."""
+    letters = (chr(code) for code in range(ord("A"), 0x10000) if chr(code).isalpha())
+    return "".join(next(letters) for _ in range(count))

@@ -1,0 +1,160 @@
+"""Mixture: one run over several environments, each problem from one of them.
+
+Which environment a problem comes from, its kind, follows from its seed and the weights. Seeds that follow each other
+take the kinds in turn, so that every stretch of them holds each kind by its weight; so do the held-out ones. The hub
+asks `kind_of` for the kind, so that one environment that keeps failing can be left out while the others go on.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, cast
+
+import msgspec
+
+from envs.base import Environment, Info, SolvedExample, StepResult, SyncEnvironment, WarmStart, wrap
+from flash.errors import ConfigError, EnvError
+from flash.imports import check_options, load_object
+from flash.types import Observation
+
+GOLDEN = 0x9E3779B97F4A7C15
+"""2⁶⁴ divided by the golden ratio: its multiples modulo 2⁶⁴ fill the range more evenly than those of other numbers."""
+
+METHODS = ("reset", "step", "close")
+"""What makes a class an environment."""
+
+KindTables = dict[str, dict[str, Any]]
+"""For each name a table with `path`, `options` and `weight`, as the configuration gives it."""
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """One environment of a mixture."""
+
+    path: str
+    """`module:Class`."""
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Keyword arguments of the class, checked against its signature."""
+    weight: float = 1.0
+    """Its share of the problems, in proportion to the other weights."""
+
+
+class _Maker(msgspec.Struct, frozen=True):
+    """Makes instances of one kind."""
+
+    env: type[Environment | SyncEnvironment]
+    kwargs: dict[str, Any]
+
+    def __call__(self) -> Environment | SyncEnvironment:
+        return self.env(**self.kwargs)
+
+
+class Mixture:
+    """One problem of one of several environments.
+
+    Options:
+        kinds: for each name a table with the `path` of the environment's class, its `options`, and its `weight`.
+    """
+
+    def __init__(self, kinds: dict[str, dict[str, Any]]) -> None:
+        self._kinds = kinds
+        self._makers = _makers(kinds)
+        self._env: Environment | None = None
+
+    @classmethod
+    def check(cls, kinds: dict[str, dict[str, Any]]) -> None:
+        """Refuse a mixture with an environment that cannot work; each class checks its own options.
+
+        Raises:
+            ConfigError: naming the kind, what was expected and what was given.
+        """
+        for name, maker in _makers(kinds).items():
+            own_check = getattr(maker.env, "check", None)
+            if own_check is None:
+                continue
+            try:
+                own_check(**maker.kwargs)
+            except ConfigError as error:
+                raise ConfigError(f"`kinds.{name}.options`: {error}") from error
+
+    @classmethod
+    def kind_of(cls, seed: int, kinds: dict[str, dict[str, Any]]) -> str:
+        """The name of the kind that the problem of this seed comes from."""
+        weights = {name: kind.weight for name, kind in _parse(kinds).items()}
+        at = seed * GOLDEN % 2**64 / 2**64 * sum(weights.values())
+        for name, end in zip(weights, accumulate(weights.values()), strict=True):
+            if at < end:
+                return name
+        return next(reversed(weights))  # reached only when rounding puts the last border below the sum
+
+    async def reset(self, seed: int) -> tuple[Observation, Info]:
+        """Start the problem of this seed, in its environment."""
+        self._env = wrap(self._makers[self.kind_of(seed, self._kinds)]())
+        return await self._env.reset(seed)
+
+    async def step(self, action: str) -> StepResult:
+        """Hand the answer to the environment."""
+        if self._env is None:
+            raise EnvError("step() was called before reset()")
+        return await self._env.step(action)
+
+    async def close(self) -> None:
+        """Close the environment, if one was started."""
+        if self._env is not None:
+            await self._env.close()
+
+    def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
+        """`count` examples, each kind by its weight.
+
+        Raises:
+            ConfigError: a kind has none to offer.
+        """
+        names = [self.kind_of(seed * count + index, self._kinds) for index in range(count)]
+        examples = {name: iter(env.solved_examples(names.count(name), seed)) for name, env in self._solved.items()}
+        return [next(examples[name]) for name in names]
+
+    def alphabet(self) -> str:
+        """Every character of every kind, each once."""
+        return "".join(dict.fromkeys("".join(env.alphabet() for env in self._solved.values())))
+
+    @cached_property
+    def _solved(self) -> dict[str, WarmStart]:
+        envs = {name: maker() for name, maker in self._makers.items()}
+        silent = [name for name, env in envs.items() if not isinstance(env, WarmStart)]
+        if silent:
+            raise ConfigError(
+                f"of the mixture's kinds, {', '.join(silent)} cannot show solved examples (see WarmStart in "
+                "envs/base.py), which a tiny model is taught with: set model.path to an existing model"
+            )
+        return cast("dict[str, WarmStart]", envs)
+
+
+def _parse(kinds: KindTables) -> dict[str, Kind]:
+    """The tables as kinds, without a look at the classes they name."""
+    if not kinds:
+        raise ConfigError("`kinds` is empty: a mixture needs at least one environment")
+    parsed = {name: Kind(**check_options(Kind, table, f"kinds.{name}")) for name, table in kinds.items()}
+    for name, kind in parsed.items():
+        if not 0 < kind.weight < math.inf:
+            raise ConfigError(f"`kinds.{name}.weight`: expected a number above 0, got {kind.weight!r}")
+    return parsed
+
+
+def _makers(kinds: KindTables) -> dict[str, _Maker]:
+    """The classes and their keyword arguments."""
+    return {name: _maker(name, kind) for name, kind in _parse(kinds).items()}
+
+
+def _maker(name: str, kind: Kind) -> _Maker:
+    try:
+        env = load_object(kind.path)
+    except ConfigError as error:
+        raise ConfigError(f"`kinds.{name}.path`: {error}") from error
+    if not isinstance(env, type) or not all(callable(getattr(env, method, None)) for method in METHODS):
+        raise ConfigError(
+            f"`kinds.{name}.path`: `{kind.path}` is not an environment: expected a class with reset, step and close"
+        )
+    if issubclass(env, Mixture):
+        raise ConfigError(f"`kinds.{name}.path`: a mixture cannot hold a mixture: name its environments here")
+    return _Maker(env, check_options(env, kind.options, f"kinds.{name}.options"))

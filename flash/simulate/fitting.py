@@ -1,0 +1,65 @@
+"""The arithmetic of calibration: least squares without negative constants, and measured values as distributions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from flash.observe.series import Floats
+
+VALUES = 32
+"""Most values a fitted distribution lists."""
+
+
+def spread_of(values: Sequence[float], *, whole: bool = False) -> str:
+    """The values as a distribution of at most VALUES equally likely ones with the same mean.
+
+    Each is the mean of an equal part of the sorted values; whole ones pass what rounding takes on to the next.
+    """
+    parts = np.array_split(np.sort(np.array(values, dtype=np.float64)), min(VALUES, len(values)))
+    means = [float(part.mean()) for part in parts]
+    if whole:
+        rounded: list[float] = []
+        owed = 0.0
+        for mean in means:
+            rounded.append(float(round(mean + owed)))
+            owed += mean - rounded[-1]
+        means = rounded
+    if len(set(means)) == 1:
+        return f"constant({means[0]:.6g})"
+    return f"values({', '.join(f'{mean:.6g}' for mean in means)})"
+
+
+def nonnegative_fit(columns: Floats, target: Floats) -> tuple[Floats, Floats]:
+    """Least squares with no negative constant, and what it leaves over. Columns are few: every choice is tried."""
+    count = columns.shape[1]
+    best = np.zeros(count), target
+    for size in range(1, count + 1):
+        for chosen in itertools.combinations(range(count), size):
+            part = columns[:, chosen]
+            scale = np.maximum(np.abs(part).max(axis=0), 1e-300)
+            solved = np.linalg.lstsq(part / scale, target, rcond=None)[0] / scale
+            if (solved < 0).any():
+                continue
+            constants = np.zeros(count)
+            constants[list(chosen)] = solved
+            left = target - columns @ constants
+            if (left**2).sum() < (best[1] ** 2).sum() * (1 - 1e-9):
+                best = constants, left
+    return best
+
+
+def relative(left: Floats, values: Floats) -> float:
+    """Root mean square of what a fit leaves over, relative to the mean."""
+    mean = float(np.abs(values).mean())
+    return float(np.sqrt((left**2).mean())) / mean if mean else 0.0
+
+
+def slope_error(x: Floats, left: Floats) -> float:
+    """Standard error of the slope of a line through the points."""
+    spread = float(((x - x.mean()) ** 2).sum())
+    if spread == 0 or len(x) < 3:
+        return float("inf")
+    return float(np.sqrt((left**2).sum() / (len(x) - 2) / spread))

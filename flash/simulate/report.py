@@ -1,0 +1,45 @@
+"""What a simulated run came to."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SimReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One simulated run, from its first lease of a training sample to its last commit. Seconds are simulated ones
+    unless they are called real; shares are of that time, the mean over engines."""
+
+    seconds: float
+    steps: int
+    samples: int
+    """Trained samples."""
+    trained_tokens: int
+    generated_tokens: int
+    step_s: float
+    """Seconds per step. The first step, which waits for the first samples, is left out when there are more than 2."""
+    samples_per_s: float
+    """Trained samples per second over the same steps."""
+    trainer_busy: float
+    trainer_idle: dict[str, float]
+    """Shares by cause: `batch`, it waits for samples; `publish`, for engines to load the version before."""
+    engine_busy: float
+    """Share of the time with at least one running sequence."""
+    engine_idle: dict[str, float]
+    """Shares by cause: `swap`, it loads a version; `environments`, all episodes of its node are in theirs;
+    `admission`, the age contract has no room for more samples; `end`, the run needs no more."""
+    slot_use: float
+    """Mean share of the engines' places that are taken."""
+    ages: dict[int, int]
+    """Trained tokens by age: versions between sampling and training."""
+    ledger: dict[str, int]
+    """Where every task and every generated token went."""
+    mean_trained_length: float
+    """Response tokens of a trained sample."""
+    mean_issued_length: float
+    """Response tokens of an issued sample, were it to end: trained ones that are shorter tell of a bias."""
+    rows: list[dict[str, float]]
+    """The metrics of each step, as a real run records them."""
+    real_s: float
+    """Real seconds that the simulation took."""
+    loop_lag_p99_ms: float
+    """Of all passes of the event loop, 1 % took longer than this in real time."""

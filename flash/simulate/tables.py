@@ -1,0 +1,223 @@
+"""What `flash simulate` and `flash calibrate` print."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flash.config import Config
+from flash.observe.series import Floats
+from flash.simulate.report import SimReport
+from flash.simulate.spread import parse_spread
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from flash.simulate.calibrate import Calibration
+    from flash.simulate.command import Cell
+
+BAR = 32
+"""Characters of a full bar."""
+PLAIN_WIDTH = 240
+"""Columns where the output is no terminal: nothing may be cut there."""
+
+
+def print_run(config: Config, cell: Cell) -> None:
+    """One simulated run."""
+    report, console = cell.report, _console()
+    simulate = config.simulate
+    assert simulate is not None, "flash.configcheck.simulated_rule"
+    console.print(
+        f"{config.run.name}: {simulate.rollout_gpus} GPUs generate, {simulate.gpus - simulate.rollout_gpus} train; "
+        f"{report.steps} steps of {config.train.batch_size} samples, async_ratio {config.train.async_ratio:g}"
+    )
+    console.print(f"simulated {report.seconds:.4g} s in {report.real_s:.2g} s\n")
+    _pairs(console, _speed(report))
+    _shares(console, report)
+    _ages(console, report)
+    _waste(console, report)
+    _bounds(console, cell)
+    longest = parse_spread(simulate.response_tokens).upper()
+    if longest > config.rollout.max_new_tokens:
+        console.print(
+            f"\nresponses of up to {longest:.4g} tokens were cut at rollout.max_new_tokens = "
+            f"{config.rollout.max_new_tokens}"
+        )
+
+
+def _speed(report: SimReport) -> list[tuple[str, str]]:
+    trained, generated = (
+        tokens / max(report.samples, 1) for tokens in (report.trained_tokens, report.generated_tokens)
+    )
+    bias = report.mean_trained_length / report.mean_issued_length - 1 if report.mean_issued_length else 0.0
+    return [
+        ("step time", f"{report.step_s:.4g} s"),
+        (
+            "throughput",
+            (
+                f"{report.samples_per_s:.4g} samples/s, {report.samples_per_s * trained:,.0f} trained tokens/s, "
+                f"{report.samples_per_s * generated:,.0f} generated tokens/s"
+            ),
+        ),
+        ("slot use", f"{report.slot_use:.1%} of the engines' places for sequences"),
+        (
+            "mean response",
+            f"{report.mean_trained_length:.4g} tokens trained, {report.mean_issued_length:.4g} issued ({bias:+.1%})",
+        ),
+    ]
+
+
+def _shares(console: Console, report: SimReport) -> None:
+    """Busy and idle time, by cause."""
+    table = _table("", "busy", "idle, by cause")
+    for name, busy, idle in (
+        ("engines", report.engine_busy, report.engine_idle),
+        ("trainers", report.trainer_busy, report.trainer_idle),
+    ):
+        causes = ", ".join(f"{cause} {share:.1%}" for cause, share in _largest(idle) if share >= 0.0005)
+        table.add_row(name, f"{busy:.1%}", causes or "none")
+    console.print(table)
+
+
+def _ages(console: Console, report: SimReport) -> None:
+    """Trained tokens by age, as bars."""
+    total = sum(report.ages.values())
+    table = _table("\nage", "\nshare", "\ntrained tokens by age, in versions")
+    for age, tokens in sorted(report.ages.items()):
+        share = tokens / total if total else 0.0
+        table.add_row(str(age), f"{share:.1%}", "█" * round(BAR * share) or "▏")
+    console.print(table)
+
+
+def _waste(console: Console, report: SimReport) -> None:
+    """What happened to tasks and tokens that were not trained."""
+    ledger = report.ledger
+    generated = max(ledger.get("generated_tokens", 0), 1)
+    issued = max(ledger.get("issued", 0), 1)
+    rows = [
+        (key.removeprefix("discarded_tokens_").replace("_", " "), "tokens", count, count / generated)
+        for key, count in ledger.items()
+        if key.startswith("discarded_tokens_") and count
+    ]
+    for key, count in ledger.items():
+        what, _, reason = key.partition("_up_") if key.startswith("given_up_") else key.partition("_")
+        if (key == "filtered" or key.startswith(("given_up_", "retried_"))) and count:
+            name = {"given": "given up", "retried": "tried again"}.get(what, what)
+            rows.append((f"{name} {reason}".replace("_", " ").strip(), "samples", count, count / issued))
+    if not rows:
+        console.print("\nwaste: none")
+        return
+    table = _table("\nwaste", "\ncount", "\nshare")
+    for reason, unit, count, share in sorted(rows, key=lambda row: (row[1], -row[3])):
+        table.add_row(f"{reason} ({unit})", f"{count:,}", f"{share:.1%}")
+    console.print(table)
+
+
+def _bounds(console: Console, cell: Cell) -> None:
+    """The bounds on the step time, each with its quantities, and where the run stands."""
+    table = _table("\nbound on a step", "\nseconds", "\nrun / bound", "\nformula and what was plugged in")
+    for bound in cell.bounds:
+        sign = "≥" if bound.lower else "≤"
+        ratio = "" if bound.part or not bound.step_s else f"{cell.report.step_s / bound.step_s:.3f}"
+        table.add_row(bound.name, f"{sign} {bound.step_s:.4g}", ratio, f"{bound.formula}: {bound.plugged}")
+    console.print(table)
+
+
+def watched(reports: Iterable[SimReport], count: int) -> Iterable[SimReport]:
+    """The same reports, with a bar of progress where somebody may look at it."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(reports, "simulating", total=count, console=console, transient=True, disable=not console.is_terminal)
+
+
+def print_sweep(cells: Sequence[Cell], best: Cell) -> None:
+    """One row per cell, the recommended one marked, and why."""
+    console = _console()
+    keys = list(cells[0].values)
+    titles = ("step s", "samples/s", "engines busy", "trainers busy", "oldest age", "waste", "")
+    table = _table(*(key.rpartition(".")[2] for key in keys), *titles)
+    for cell in cells:
+        report = cell.report
+        table.add_row(
+            *cell.values.values(),
+            f"{report.step_s:.4g}",
+            f"{report.samples_per_s:.4g}",
+            f"{report.engine_busy:.0%}",
+            f"{report.trainer_busy:.0%}",
+            str(cell.oldest),
+            f"{cell.waste:.1%}",
+            "◀ best" if cell is best else "",
+            style="bold" if cell is best else None,
+        )
+    console.print(table)
+    console.print(f"\n{recommendation(cells, best)}")
+
+
+def recommendation(cells: Sequence[Cell], best: Cell) -> str:
+    """The choice in one sentence."""
+    fastest = max(cell.report.samples_per_s for cell in cells)
+    slowest = min(cell.report.samples_per_s for cell in cells)
+    rate = best.report.samples_per_s
+    chosen = ", ".join(f"{key} = {value}" for key, value in best.values.items())
+    speed = "the fastest" if rate == fastest else f"{rate / fastest:.1%} of the fastest"
+    age = "1 version" if best.oldest == 1 else f"{best.oldest} versions"
+    return (
+        f"Take {chosen}: {rate:.4g} samples/s, {speed} and {rate / slowest:.2f}x the slowest, "
+        f"with no trained token older than {age} and {best.waste:.1%} of the tokens wasted."
+    )
+
+
+def print_calibration(fitted: Calibration, predicted: Floats, config: Path, file: Path) -> None:
+    """The constants with what the fits leave over, and how well they predict the run they come from."""
+    console = _console()
+    table = _table("fitted", "from", "residual", "constants")
+    for part in fitted.parts:
+        constants = ", ".join(f"{name} {value:.4g}" for name, value in part.constants.items())
+        table.add_row(part.what, f"{part.points:,} points", f"{part.residual:.1%}", constants)
+    console.print(table)
+    for part in fitted.parts:
+        if part.note:
+            console.print(f"{part.what}: {part.note}")
+    console.print(
+        f"\nstep time: measured {fitted.step_s:.4g} s, simulated {predicted.mean():.4g} s "
+        f"({predicted.mean() / fitted.step_s - 1:+.1%}; {predicted.min():.4g} to {predicted.max():.4g} s "
+        f"over {predicted.size} draws of the workload)"
+    )
+    console.print(f"written to {file}; use it with: flash simulate {config} {file}")
+
+
+def _largest(shares: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(shares.items(), key=lambda item: -item[1])
+
+
+def _pairs(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+    for title, text in rows:
+        console.print(f"{title:<15}{text}")
+    console.print()
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(
+        file=sys.stdout,
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+        width=None if sys.stdout.isatty() else PLAIN_WIDTH,
+    )
+
+
+def _table(*titles: str) -> Table:
+    """A table without lines; all columns but the first and the last hold numbers."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for place, title in enumerate(titles):
+        table.add_column(title, justify="left" if place in (0, len(titles) - 1) else "right")
+    return table

@@ -1,0 +1,102 @@
+"""SimTrainer: what a trainer rank does, without a model.
+
+publish version 0 → ask for a batch → let the time of training pass → commit → publish → … → goodbye.
+It is the only rank: `train_gpus` only make it faster.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+import anyio
+import msgspec
+
+from flash.config import Config
+from flash.errors import ContractError
+from flash.hub import protocol as p
+from flash.simulate.settings import SimulateConfig
+from flash.types import Canary, Published, Shard
+
+
+class HubCaller(Protocol):
+    """The connection to the hub."""
+
+    async def call(self, request: p.Request, *, timeout: float) -> p.Reply:
+        """Send one request and wait for its reply."""
+        ...
+
+
+class Interval(msgspec.Struct, frozen=True, array_like=True):
+    """What the trainer was doing. Seconds of the loop's clock."""
+
+    name: str
+    """`train`, `batch` (waits for one) or `publish` (waits for the engines)."""
+    start: float
+    stop: float
+
+
+class SimTrainer:
+    """One simulated trainer and its books."""
+
+    def __init__(self, config: Config, settings: SimulateConfig, hub: HubCaller, now: Callable[[], float]) -> None:
+        self._deadlines = config.deadlines
+        self._settings = settings
+        self._train_gpus = settings.gpus - settings.rollout_gpus
+        self._hub = hub
+        self._now = now
+        self._version = 0
+        self.intervals: list[Interval] = []
+        self.commits: list[float] = []
+        """When each step ended."""
+        self.ages: Counter[int] = Counter()
+        """Trained tokens by age."""
+        self.lengths: Counter[int] = Counter()
+        """Trained samples by response tokens."""
+
+    async def run(self) -> None:
+        """Train until the hub says stop.
+
+        Consumes shards. Waits for the hub, under deadlines.batch and deadlines.swap. Produces commits and versions.
+        """
+        await self._publish()
+        while (shard := await self._next_shard()) is not None:
+            start, seconds = self._now(), self._seconds(shard)
+            await anyio.sleep(seconds)
+            self.intervals.append(Interval("train", start, self._now()))
+            self._count(shard)
+            metrics = {"trainer_wait_s": self._waited, "trainer_step_s": seconds}
+            await self._hub.call(p.Commit(shard.step, metrics), timeout=self._deadlines.request)
+            self.commits.append(self._now())
+            self._version += 1
+            await self._publish()
+        await self._hub.call(p.Goodbye(0, []), timeout=self._deadlines.request)
+
+    def _seconds(self, shard: Shard) -> float:
+        tokens = sum(sample.trajectory.length for sample in shard.samples)
+        return self._settings.train_step_s + tokens * self._settings.train_token_s / self._train_gpus
+
+    async def _next_shard(self) -> Shard | None:
+        start = self._now()
+        reply = await self._hub.call(p.BatchRequest(0, self._version, []), timeout=self._deadlines.batch)
+        if not isinstance(reply, p.BatchReply):
+            raise ContractError(f"the hub answered a BatchRequest with {type(reply).__name__}")
+        self._waited = self._now() - start
+        self.intervals.append(Interval("batch", start, self._now()))
+        return reply.shard
+
+    async def _publish(self) -> None:
+        start = self._now()
+        published = Published(self._version, "tcp", b"", Canary([0, 0], [-1.0]))
+        await self._hub.call(p.PublishRequest(published), timeout=self._deadlines.swap)
+        self.intervals.append(Interval("publish", start, self._now()))
+
+    def _count(self, shard: Shard) -> None:
+        """Book what the step trained."""
+        for sample in shard.samples:
+            if sample.trajectory.trained_tokens(shard.min_version):
+                self.lengths[sample.trajectory.action_count] += 1
+            for run in sample.trajectory.versions:
+                if run.version >= shard.min_version:
+                    self.ages[shard.step - run.version] += run.count

@@ -1,0 +1,356 @@
+"""A whole run on a virtual clock: the real hub, nodes, schedulers, episodes and proxies around simulated hardware.
+
+`simulate` takes the configuration of a run and its `[simulate]` table. What it leaves out: weights, checkpoints and
+evaluations (all but one sample at the start and the end). Deadlines that guard real hardware are lifted, so that a
+slow workload is simulated and not refused; only `env_step` stays where environments may stop for good.
+
+The time of a report runs from the first lease of a training sample to the last commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+
+import anyio
+import msgspec
+
+from envs.base import Environment
+from flash.config import ClusterConfig, Config
+from flash.errors import FlashError
+from flash.hub import protocol as p
+from flash.hub.hub import Hub, RunEnd
+from flash.observe.observer import Observer
+from flash.rollout.episode import response_key
+from flash.rollout.node import RolloutNode
+from flash.simulate.clock import VirtualLoop
+from flash.simulate.engine import SimEngine
+from flash.simulate.environment import SimEnvironment, SimTokenizer
+from flash.simulate.meter import BUSY, Meter
+from flash.simulate.report import SimReport
+from flash.simulate.settings import SimulateConfig
+from flash.simulate.trainer import SimTrainer
+from flash.simulate.workload import Workload
+from flash.types import Activity, Task, Trajectory
+
+LIFTED_S = 1e6
+"""A lifted deadline: longer than any step that makes sense, and still an end for one that never comes."""
+LAG_BUCKET_S = 1e-4
+"""Resolution of the loop's lag, real seconds."""
+
+
+def simulate(config: Config) -> SimReport:
+    """Run a configuration with a `[simulate]` table on a virtual clock of its own.
+
+    Raises:
+        FlashError: what would have stopped the real run, such as BreakerError.
+    """
+    started = time.perf_counter()
+    try:
+        world, end, lag = anyio.run(_run, config, backend="asyncio", backend_options={"loop_factory": _TimedLoop})
+    except BaseExceptionGroup as group:
+        raise _first(group) from None
+    return world.report(end, time.perf_counter() - started, lag)
+
+
+async def _run(config: Config) -> tuple[World, RunEnd, float]:
+    world = World(config)
+    end = await world.run()
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, _TimedLoop)
+    return world, end, loop.lag(0.99)
+
+
+def lifted(config: Config, settings: SimulateConfig) -> Config:
+    """The configuration as it is simulated: one trainer rank, next to no evaluation, no deadlines of hardware."""
+    deadlines = msgspec.structs.replace(
+        config.deadlines,
+        rendezvous=LIFTED_S,
+        request=LIFTED_S,
+        generate=LIFTED_S,
+        env_reset=LIFTED_S,
+        env_step=config.deadlines.env_step if settings.fail_stop else LIFTED_S,
+        episode=LIFTED_S,
+        swap=LIFTED_S,
+        batch=LIFTED_S,
+        step=LIFTED_S,
+    )
+    return msgspec.structs.replace(
+        config,
+        cluster=ClusterConfig(gpus_per_node=0),
+        eval=msgspec.structs.replace(config.eval, every=0, problems=1, samples=1),
+        deadlines=deadlines,
+    )
+
+
+class Connection:
+    """One peer's connection to the hub of the same process. `watch` sees every request with its reply."""
+
+    def __init__(self, hub: Hub, watch: Callable[[p.Request, p.Reply], None] | None = None) -> None:
+        self._hub = hub
+        self._watch = watch
+
+    async def call(self, request: p.Request, *, timeout: float) -> p.Reply:
+        """Ask the hub."""
+        with anyio.fail_after(timeout):
+            reply = await self._hub.handle(request)
+        if self._watch is not None:
+            self._watch(request, reply)
+        return reply
+
+
+class SimNode:
+    """One node: its engines, and what its episodes are doing."""
+
+    def __init__(self, number: int, first_engine: int, engines: list[SimEngine]) -> None:
+        self.number = number
+        self.first_engine = first_engine
+        self.engines = engines
+        self.alive = 0
+        """Leases whose result is not delivered."""
+
+    @property
+    def outside(self) -> bool:
+        """Whether episodes are alive and none of them has a request at an engine."""
+        return self.alive > 0 and not any(engine.occupied for engine in self.engines)
+
+
+class World:
+    """One run. Make it on the virtual clock that it is to run on.
+
+    `observer` is told what the hub observes. Public for tests and benchmarks that look inside while it runs: `hub`,
+    `nodes`, `engines`, `trainer`.
+    """
+
+    def __init__(self, config: Config, observer: Observer | None = None) -> None:
+        assert config.simulate is not None, "the configuration has a [simulate] table"
+        self.settings = config.simulate
+        self.config = lifted(config, self.settings)
+        members = config.rollout.group_size + config.rollout.extra_per_group
+        self.workload = Workload(self.settings, config.run.seed, config.rollout.max_new_tokens, members)
+        self._now = anyio.current_time
+        self._rows = _Rows(observer)
+        self.hub = Hub(self.config, self._rows, now=self._now)
+        count = self.settings.rollout_gpus // self.settings.gpus_per_engine
+        self.engines = [self.make_engine(index) for index in range(count)]
+        self.meter = Meter(count, self._state, lambda index: self.engines[index].running, self._now)
+        self.nodes = self._deal()
+        self._node_of = [node for node in self.nodes for _ in node.engines]
+        self.trainer = SimTrainer(self.config, self.settings, Connection(self.hub, self._saw_trainer), self._now)
+        self._occupied: set[int] = set()
+        self._issued: dict[int, Task] = {}
+        self._begun: float | None = None
+        self._measured = self.meter.read()
+
+    def make_engine(self, index: int, settings: SimulateConfig | None = None) -> SimEngine:
+        """One engine; `settings` other than the run's make it faster or slower than the others."""
+        return SimEngine(
+            settings or self.settings,
+            self.config.engine.max_sequences,
+            self.workload.response_tokens,
+            self.config.engine.stream_interval,
+            on_change=lambda: self._changed(index),
+        )
+
+    def _deal(self) -> list[SimNode]:
+        """The engines in even parts, in order."""
+        nodes, count = self.settings.nodes, len(self.engines)
+        cuts = [count * number // nodes for number in range(nodes + 1)]
+        return [SimNode(number, start, self.engines[start:stop]) for number, (start, stop) in enumerate(pairwise(cuts))]
+
+    # -- the run -----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> RunEnd:
+        """Train all steps."""
+        made: Counter[int] = Counter()
+        async with anyio.create_task_group() as group:
+            for node in self.nodes:
+                group.start_soon(self._rollout_node(node, made).run, name=f"node {node.number}")
+            group.start_soon(self.trainer.run, name="trainer")
+            return await self.hub.run()
+        raise AssertionError("cancelled from outside, and not told")
+
+    def _rollout_node(self, node: SimNode, made: Counter[int]) -> RolloutNode:
+        def make_env(kind: str) -> Environment:
+            return SimEnvironment(self.workload, made)
+
+        def watch(request: p.Request, reply: p.Reply) -> None:
+            self._saw_node(node, request, reply)
+
+        return RolloutNode(
+            node.number,
+            self.config,
+            node.engines,
+            node.first_engine,
+            SimTokenizer(),
+            make_env,
+            Connection(self.hub, watch),
+            now=self._now,
+        )
+
+    def _changed(self, index: int) -> None:
+        self.meter.engine(index)
+        # Whether an engine holds a request also says why others of its node are idle.
+        if self.engines[index].occupied != (index in self._occupied):
+            self._occupied ^= {index}
+            self.meter.idle()
+
+    def _saw_node(self, node: SimNode, request: p.Request, reply: p.Reply) -> None:
+        if isinstance(reply, p.Leases) and reply.leases:
+            node.alive += len(reply.leases)
+            training = {lease.task.task_id: lease.task for lease in reply.leases if lease.task.split == "train"}
+            if training and self._begun is None:
+                self._begun = self._now()
+                self.meter.start()
+            self._issued |= training
+        elif isinstance(request, p.Results):
+            node.alive -= len(request.results)
+        else:
+            return
+        self.meter.idle()
+
+    def _saw_trainer(self, request: p.Request, reply: p.Reply) -> None:
+        if isinstance(request, p.Commit):
+            self._measured = self.meter.read()
+        self.meter.idle()
+
+    def _state(self, index: int) -> str:
+        """What an engine does, or why it does nothing."""
+        engine, node = self.engines[index], self._node_of[index]
+        if engine.swapping:
+            return "swap"
+        if engine.running:
+            return BUSY
+        if node.outside:
+            return "environments"
+        return "end" if self._all_issued() else "admission"
+
+    def _all_issued(self) -> bool:
+        """Whether the run's last samples are on their way, redundant ones not counted."""
+        ledger, rollout = self.hub.buffer.ledger, self.config.rollout
+        redundant = ledger.issued * rollout.extra_per_group / (rollout.group_size + rollout.extra_per_group)
+        needed = self.config.run.steps * self.config.train.batch_size + rollout.extra_groups * rollout.group_size
+        return ledger.issued - redundant - ledger.filtered >= needed
+
+    # -- the report --------------------------------------------------------------------------------------------------
+
+    def report(self, end: RunEnd, real_s: float = 0.0, lag_s: float = 0.0) -> SimReport:
+        """What the run came to. `real_s` and `lag_s` are the simulation's own cost, where it was measured."""
+        begun, commits = self._begun or 0.0, self.trainer.commits
+        seconds = commits[-1] - begun
+        steady = (commits[-1] - commits[0]) / (len(commits) - 1) if len(commits) > 2 else seconds / len(commits)
+        states, slot_s = self._measured
+        places = len(self.engines) * self.config.engine.max_sequences
+        names = {name for state in states for name in state}
+        engine_s = {name: sum(state.get(name, 0.0) for state in states) for name in sorted(names)}
+        engines = _shares(engine_s, seconds * len(self.engines))
+        trainer = self._trainer_shares(begun, commits[-1])
+        return SimReport(
+            seconds=seconds,
+            steps=end.version,
+            samples=end.ledger["trained"],
+            trained_tokens=end.ledger["trained_tokens"],
+            generated_tokens=end.ledger["generated_tokens"],
+            step_s=steady,
+            samples_per_s=self.config.train.batch_size / steady,
+            trainer_busy=trainer.pop("train", 0.0),
+            trainer_idle=trainer,
+            engine_busy=engines.pop(BUSY, 0.0),
+            engine_idle=engines,
+            slot_use=slot_s / (seconds * places),
+            ages=dict(sorted(self.trainer.ages.items())),
+            ledger=end.ledger,
+            mean_trained_length=_mean(self.trainer.lengths),
+            mean_issued_length=_mean(self.issued_lengths()),
+            rows=self._rows.rows,
+            real_s=real_s,
+            loop_lag_p99_ms=lag_s * 1e3,
+        )
+
+    def _trainer_shares(self, begun: float, ended: float) -> dict[str, float]:
+        seconds = {"train": 0.0, "batch": 0.0, "publish": 0.0}
+        for interval in self.trainer.intervals:
+            seconds[interval.name] += max(0.0, min(interval.stop, ended) - max(interval.start, begun))
+        return _shares(seconds, ended - begun)
+
+    def issued_lengths(self) -> Counter[int]:
+        """Issued samples by the response tokens that they have, or would have at their end."""
+        return Counter(self._length(task) for task in self._issued.values())
+
+    def _length(self, task: Task) -> int:
+        turns = min(self.workload.turns(task.seed), self.config.rollout.max_turns)
+        return sum(self.workload.response_tokens(response_key(task, turn)) for turn in range(turns))
+
+
+class _Rows:
+    """Keeps the metric rows of a run. Everything is passed on to another observer, where there is one."""
+
+    def __init__(self, observer: Observer | None) -> None:
+        self.rows: list[dict[str, float]] = []
+        self._observer = observer
+
+    def step(self, row: Mapping[str, float]) -> None:
+        self.rows.append(dict(row))
+        if self._observer is not None:
+            self._observer.step(row)
+
+    def evaluation(self, row: Mapping[str, float]) -> None:
+        if self._observer is not None:
+            self._observer.evaluation(row)
+
+    def activities(self, rows: Sequence[Activity]) -> None:
+        if self._observer is not None:
+            self._observer.activities(rows)
+
+    def trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        if self._observer is not None:
+            self._observer.trajectories(step, trajectories)
+
+    def note(self, text: str) -> None:
+        if self._observer is not None:
+            self._observer.note(text)
+
+
+class _TimedLoop(VirtualLoop):
+    """The virtual clock, and how long each pass of the loop takes in real time."""
+
+    def __init__(self) -> None:
+        self._passed = time.perf_counter()
+        self._passes: Counter[int] = Counter()
+        super().__init__()
+
+    def jump(self, seconds: float | None) -> None:
+        """Let simulated time pass; a pass of the loop is over."""
+        now = time.perf_counter()
+        self._passes[int((now - self._passed) / LAG_BUCKET_S)] += 1
+        self._passed = now
+        super().jump(seconds)
+
+    def lag(self, share: float) -> float:
+        """Real seconds that this share of the passes did not exceed."""
+        left = share * self._passes.total()
+        for bucket, count in sorted(self._passes.items()):
+            left -= count
+            if left <= 0:
+                return (bucket + 1) * LAG_BUCKET_S
+        return 0.0
+
+
+def _shares(seconds: Mapping[str, float], total: float) -> dict[str, float]:
+    return {name: part / total for name, part in seconds.items() if part > 0}
+
+
+def _mean(counts: Counter[int]) -> float:
+    return sum(value * count for value, count in counts.items()) / max(1, counts.total())
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error of our own, else the first of all."""
+    ours, others = group.split(FlashError)
+    error: BaseException = ours or others or group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,155 @@
+from collections import Counter
+
+import anyio.lowlevel
+import pytest
+
+from envs.arithmetic import Arithmetic
+from envs.base import HELD_OUT, Checked, Environment, Kinds, WarmStart
+from envs.mixture import Mixture
+from flash.errors import ConfigError, EnvError
+from flash.imports import check_options
+
+KINDS = {
+    "easy": {"path": "envs.arithmetic:Arithmetic", "options": {"digits": 1}, "weight": 3},
+    "hard": {"path": "envs.arithmetic:Arithmetic", "options": {"digits": 4, "operators": "*"}},
+}
+
+
+class Blocking:
+    """A Gym-style environment without solved examples."""
+
+    def __init__(self, word="blocked"):
+        self.word = word
+        self.closed = 0
+
+    @classmethod
+    def check(cls, word="blocked"):
+        if word == "bad":
+            raise ConfigError("word must not be bad")
+
+    def reset(self, seed):
+        return f"{self.word} {seed}", {}
+
+    def step(self, action):
+        return "", 0.5, True, False, {}
+
+    def close(self):
+        self.closed += 1
+        closings.append(self.closed)
+
+
+closings = []
+
+
+class NoEnvironment:
+    def reset(self, seed):
+        return "", {}
+
+
+BLOCKING = {"path": f"{__name__}:Blocking"}
+
+
+def kinds_of(seeds, kinds=KINDS):
+    return Counter(Mixture.kind_of(seed, kinds) for seed in seeds)
+
+
+def test_it_is_an_environment_that_names_its_kinds():
+    env = Mixture(KINDS)
+    for protocol in (Environment, Checked, Kinds, WarmStart):
+        assert isinstance(env, protocol)
+
+
+@pytest.mark.parametrize("start", [0, 17, 100_000, HELD_OUT, HELD_OUT + 999])
+def test_any_stretch_of_seeds_holds_each_kind_by_its_weight(start):
+    counts = kinds_of(range(start, start + 100))
+    assert abs(counts["easy"] - 75) <= 3
+    assert counts["easy"] + counts["hard"] == 100
+
+
+def test_the_kind_of_a_seed_does_not_depend_on_options_of_the_environments():
+    other = {name: kind | {"options": {"digits": 3}} for name, kind in KINDS.items()}
+    assert [Mixture.kind_of(seed, KINDS) for seed in range(50)] == [Mixture.kind_of(seed, other) for seed in range(50)]
+
+
+@pytest.mark.anyio
+async def test_a_problem_comes_from_the_environment_of_its_kind():
+    for seed in [*range(20), *range(HELD_OUT, HELD_OUT + 20)]:
+        env = Mixture(KINDS)
+        shown = await env.reset(seed)
+        kind = KINDS[Mixture.kind_of(seed, KINDS)]
+        assert shown == await Arithmetic(**kind["options"]).reset(seed)
+        right = str(eval(shown[0].removesuffix("=")))
+        assert await env.step(right) == ("", 1.0, True, False, {})
+        await env.close()
+
+
+@pytest.mark.anyio
+async def test_a_blocking_environment_works_inside_and_is_closed_once():
+    closings.clear()
+    env = Mixture({"only": BLOCKING | {"options": {"word": "hello"}}})
+    assert await env.reset(7) == ("hello 7", {})
+    assert await env.step("x") == ("", 0.5, True, False, {})
+    await env.close()
+    assert closings == [1]
+
+
+@pytest.mark.anyio
+async def test_closing_before_reset_closes_nothing():
+    closings.clear()
+    await Mixture({"only": BLOCKING}).close()
+    await anyio.lowlevel.checkpoint()
+    assert closings == []
+
+
+@pytest.mark.anyio
+async def test_a_step_before_reset_is_an_environment_error():
+    with pytest.raises(EnvError, match="before reset"):
+        await Mixture(KINDS).step("1")
+
+
+def test_solved_examples_come_from_all_kinds_by_weight():
+    env = Mixture(KINDS)
+    examples = env.solved_examples(200, seed=3)
+    assert examples == env.solved_examples(200, seed=3)
+    assert examples != env.solved_examples(200, seed=4)
+    products = sum("*" in example.prompt for example in examples)
+    assert 40 <= products <= 60
+    assert set("".join(example.prompt + example.answer for example in examples)) <= set(env.alphabet())
+    assert sorted(env.alphabet()) == sorted("0123456789=+*")
+
+
+def test_solved_examples_need_every_kind_to_have_some():
+    env = Mixture(KINDS | {"silent": BLOCKING})
+    for ask in (lambda: env.solved_examples(4, 0), env.alphabet):
+        with pytest.raises(ConfigError, match="silent cannot show solved examples"):
+            ask()
+
+
+def test_the_configurations_form_of_the_options_is_taken():
+    assert Mixture(**check_options(Mixture, {"kinds": KINDS}, "env.options"))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        ({}, "at least one environment"),
+        ({"a": {}}, r"`kinds.a.path`: is missing"),
+        ({"a": {"path": "envs.arithmetic:Arithmetik"}}, r"`kinds.a.path`: .* did you mean `Arithmetic`"),
+        ({"a": {"path": f"{__name__}:NoEnvironment"}}, r"`kinds.a.path`: .* is not an environment"),
+        ({"a": {"path": "envs.base:wrap"}}, r"`kinds.a.path`: .* is not an environment"),
+        ({"a": {"path": "envs.mixture:Mixture"}}, "a mixture cannot hold a mixture"),
+        ({"a": BLOCKING | {"wait": 1}}, r"`kinds.a.wait`: .*did you mean `weight`"),
+        ({"a": BLOCKING | {"weight": 0}}, r"`kinds.a.weight`: expected a number above 0"),
+        ({"a": BLOCKING | {"weight": float("inf")}}, r"`kinds.a.weight`: expected a number"),
+        ({"a": BLOCKING | {"weight": "1"}}, r"`kinds.a.weight`: expected a number"),
+        ({"a": BLOCKING | {"options": {"work": 1}}}, r"`kinds.a.options.work`: .*did you mean `word`"),
+        ({"a": BLOCKING | {"options": {"word": "bad"}}}, r"`kinds.a.options`: word must not be bad"),
+    ],
+)
+def test_a_mixture_that_cannot_work_is_refused(kinds, message):
+    with pytest.raises(ConfigError, match=message):
+        Mixture.check(kinds)
+
+
+def test_a_mixture_that_can_work_is_not_refused():
+    Mixture.check(KINDS | {"blocking": BLOCKING})

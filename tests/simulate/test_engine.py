@@ -1,0 +1,399 @@
+"""The simulated engine against one that takes every step by itself, and its side of the engine's contract."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flash.errors import EngineDeadError
+from flash.rollout.engine import Progress, Request, SamplingSettings
+from flash.simulate.clock import run_virtual
+from flash.simulate.engine import SimEngine
+from flash.simulate.settings import SimulateConfig
+from flash.types import Canary, Completion, Published, VersionRun
+
+NEVER = 1_000_000
+CONSTANTS = SimulateConfig(step_s=0.013, sequence_s=0.0007, context_s=2e-5, prefill_s=3e-4, swap_s=0.4)
+
+
+class Arrival:
+    """A request of the random workload."""
+
+    def __init__(self, at: float, problem: int, prompt: int, length: int, key: int, leaves: float | None) -> None:
+        self.at, self.problem, self.prompt, self.length, self.key = at, problem, prompt, length, key
+        self.leaves = leaves
+
+    def __repr__(self) -> str:
+        return f"Arrival{(self.at, self.problem, self.prompt, self.length, self.key, self.leaves)}"
+
+
+class Naive:
+    """The same rules, one step after the other, over plain lists. Seconds."""
+
+    def __init__(self, constants: SimulateConfig, places: int, arrivals: list[Arrival], loads: list[tuple]) -> None:
+        self.constants, self.places = constants, places
+        self.arrivals = deque(sorted(arrivals, key=lambda arrival: arrival.at))
+        self.loads = deque(loads)
+        self.waiting: list[Arrival] = []
+        self.running: list[Arrival] = []
+        self.tokens: dict[int, list[int]] = {arrival.key: [] for arrival in arrivals}
+        self.cached: OrderedDict[Any, int] = OrderedDict()
+        self.cold: set[int] = set()
+        self.ends: dict[int, float] = {}
+        self.preemptions = 0
+        self.version = 0
+
+    def size(self, arrival: Arrival) -> int:
+        return arrival.prompt + len(self.tokens[arrival.key])
+
+    def run(self) -> None:
+        now, c = 0.0, self.constants
+        while self.arrivals or self.waiting or self.running or self.loads:
+            while self.arrivals and self.arrivals[0].at <= now:
+                self.waiting.append(self.arrivals.popleft())
+            self.let_go(now)
+            if self.loads and self.loads[0][0] <= now:
+                now = self.swap(now)
+                continue
+            chill = self.preempt_and_join()
+            if not self.running:
+                coming = [a.at for a in list(self.arrivals)[:1]] + [at for at, _ in list(self.loads)[:1]]
+                now = min(coming, default=now)
+                continue
+            context = sum(self.size(a) for a in self.running)
+            now += c.step_s + c.sequence_s * len(self.running) + c.context_s * context + c.prefill_s * chill
+            for arrival in list(self.running):
+                self.tokens[arrival.key].append(self.version)
+                if len(self.tokens[arrival.key]) == arrival.length:
+                    self.running.remove(arrival)
+                    self.hold("episode", arrival.key, self.size(arrival))
+                    if arrival.leaves is None or arrival.leaves > now:
+                        self.ends[arrival.key] = now
+
+    def let_go(self, now: float) -> None:
+        for gone in [a for a in self.running + self.waiting if a.leaves is not None and a.leaves <= now]:
+            if gone in self.running:
+                self.hold("episode", gone.key, self.size(gone))
+                self.running.remove(gone)
+            else:
+                self.waiting.remove(gone)
+
+    def swap(self, now: float) -> float:
+        _, keep = self.loads.popleft()
+        now += self.constants.swap_s
+        self.let_go(now)
+        self.version += 1
+        if not keep:
+            self.cached.clear()
+            self.cold = {a.key for a in self.running}
+            for arrival in self.running:
+                self.hold("problem", arrival.problem, arrival.prompt)
+        return now
+
+    def preempt_and_join(self) -> int:
+        limit, chill = self.constants.kv_tokens, 0
+        while limit and len(self.running) > 1 and sum(map(self.size, self.running)) + len(self.running) > limit:
+            self.waiting.insert(0, self.running.pop())
+            self.preemptions += 1
+            self.cold.discard(self.waiting[0].key)
+        chill += sum(self.size(a) for a in self.running if a.key in self.cold)
+        self.cold.clear()
+        while self.waiting and len(self.running) < self.places:
+            size = self.size(self.waiting[0])
+            if limit and self.running and sum(map(self.size, self.running)) + size + len(self.running) + 1 > limit:
+                break
+            arrival = self.waiting.pop(0)
+            while limit and sum(self.cached.values()) > max(0, limit - sum(map(self.size, self.running))):
+                self.cached.popitem(last=False)
+            known = max(self.known("problem", arrival.problem), self.known("episode", arrival.key))
+            chill += size - min(known, size - 1)
+            self.hold("problem", arrival.problem, arrival.prompt)
+            self.running.append(arrival)
+        return chill
+
+    def known(self, *name: Any) -> int:
+        if name in self.cached:
+            self.cached.move_to_end(name)
+        return self.cached.get(name, 0)
+
+    def hold(self, kind: str, name: int, tokens: int) -> None:
+        self.cached[kind, name] = tokens
+        self.cached.move_to_end((kind, name))
+
+
+def request(arrival: Arrival) -> Request:
+    prompt = [arrival.problem, *[0] * (arrival.prompt - 1)]
+    return Request(prompt, SamplingSettings(NEVER, 1.0), key=arrival.key * 8192)
+
+
+def published(version: int) -> Published:
+    return Published(version, "tcp", b"", Canary([1, 2], [-1.0]))
+
+
+class Driven:
+    """The engine on the virtual clock, under the same arrivals."""
+
+    def __init__(self, constants: SimulateConfig, places: int, arrivals: list[Arrival], loads: list[tuple]) -> None:
+        lengths = {arrival.key * 8192: arrival.length for arrival in arrivals}
+        self.engine = SimEngine(constants, places, lengths.__getitem__, 7)
+        self.arrivals, self.loads = arrivals, loads
+        self.ends: dict[int, float] = {}
+        self.completions: dict[int, Completion] = {}
+        self.streamed: dict[int, int] = {}
+
+    async def run(self) -> None:
+        await self.engine.load(published(0), keep_cache=True)
+        self.begun = anyio.current_time()
+        async with anyio.create_task_group() as group:
+            group.start_soon(self.swap)
+            for arrival in self.arrivals:
+                group.start_soon(self.ask, arrival)
+        await anyio.sleep(1)  # a step in flight ends after its reader is gone
+
+    async def swap(self) -> None:
+        for version, (at, keep) in enumerate(self.loads, 1):
+            await anyio.sleep_until(self.begun + at)
+            await self.engine.load(published(version), keep_cache=keep)
+
+    async def ask(self, arrival: Arrival) -> None:
+        await anyio.sleep_until(self.begun + arrival.at)
+        with anyio.CancelScope(deadline=self.begun + (arrival.leaves or NEVER)):
+            async for piece in self.engine.generate(request(arrival)):
+                if isinstance(piece, Completion):
+                    self.ends[arrival.key] = anyio.current_time() - self.begun
+                    self.completions[arrival.key] = piece
+                else:
+                    self.streamed[arrival.key] = self.streamed.get(arrival.key, 0) + len(piece.token_ids)
+
+
+times = st.integers(1, 12_000).map(lambda t: t / 1000)
+# No two events at one instant, where their order would be a matter of taste: steps and swaps take multiples of 10 µs,
+# and every event has its own microseconds.
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> tuple[SimulateConfig, int, list[Arrival], list[tuple[float, bool]]]:
+    prompts = [draw(st.integers(1, 40)) for _ in range(3)]
+    arrivals: list[Arrival] = []
+    for i in range(draw(st.integers(1, 12))):
+        at, problem = draw(times) + i * 1.1e-7, draw(st.integers(1, 3))
+        leaves = draw(st.none() | times.map(lambda t, at=at, i=i: round(at, 3) + t + 7e-6 + i * 1.7e-7))
+        arrivals.append(Arrival(at, problem, prompts[problem - 1], draw(st.integers(1, 60)), i, leaves))
+    swaps = sorted(draw(st.lists(st.tuples(times, st.booleans()), max_size=3)))
+    loads = [(at + i * 1.0 + 5e-6 + i * 1.3e-7, keep) for i, (at, keep) in enumerate(swaps)]
+    kv_tokens = draw(st.sampled_from([0, 0, 150, 400]))
+    constants = SimulateConfig(
+        step_s=0.013, sequence_s=0.0007, context_s=2e-5, prefill_s=3e-4, swap_s=0.4, kv_tokens=kv_tokens
+    )
+    return constants, draw(st.integers(1, 6)), arrivals, loads
+
+
+@given(workloads())
+def test_the_closed_form_ends_every_response_when_a_step_by_step_engine_does(workload: Any) -> None:
+    constants, places, arrivals, loads = workload
+    naive = Naive(constants, places, arrivals, loads)
+    naive.run()
+    driven = Driven(constants, places, arrivals, loads)
+    run_virtual(driven.run)
+    assert driven.ends.keys() == naive.ends.keys()
+    for key, at in naive.ends.items():
+        assert driven.ends[key] == pytest.approx(at, rel=1e-9, abs=1e-9)
+        runs = driven.completions[key].versions
+        assert [run.version for run in runs for _ in range(run.count)] == naive.tokens[key]
+    assert driven.engine.pressure.preemptions == naive.preemptions
+    assert driven.engine.pressure.running == driven.engine.pressure.waiting == 0
+
+
+# -- the engine's contract -------------------------------------------------------------------------------------------
+
+
+def make(places: int = 4, length: int = 50, interval: int = 10, **constants: Any) -> SimEngine:
+    settings = SimulateConfig(**{"step_s": 0.1, "sequence_s": 0.0, "context_s": 0.0, "prefill_s": 0.0} | constants)
+    return SimEngine(settings, places, lambda key: length, interval)
+
+
+def ask(key: int, *, limit: int = NEVER, done: int = 0) -> Request:
+    return Request([key, *[0] * (9 + done)], SamplingSettings(limit, 1.0), key=key * 8192, done=done)
+
+
+async def collect(engine: SimEngine, request: Request) -> tuple[list[Progress], Completion]:
+    pieces = [piece async for piece in engine.generate(request)]
+    completion = pieces.pop()
+    assert isinstance(completion, Completion)
+    return [piece for piece in pieces if isinstance(piece, Progress)], completion
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_pieces_come_at_the_interval_and_the_completion_holds_everything() -> None:
+    engine = make(length=35)
+    await engine.load(published(3), keep_cache=False)
+    pieces, completion = await collect(engine, ask(1))
+    assert [len(piece.token_ids) for piece in pieces] == [10, 10, 10]
+    assert all(piece.versions == [VersionRun(3, 10)] for piece in pieces)
+    assert (len(completion.token_ids), len(completion.logprobs)) == (35, 35)
+    assert (completion.versions, completion.finish) == ([VersionRun(3, 35)], "stop")
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_a_limit_cuts_a_response_and_tokens_done_elsewhere_count() -> None:
+    engine = make(length=35)
+    await engine.load(published(0), keep_cache=False)
+    _, cut = await collect(engine, ask(1, limit=20))
+    assert (len(cut.token_ids), cut.finish) == (20, "length")
+    _, rest = await collect(engine, ask(1, limit=20, done=20))
+    assert (len(rest.token_ids), rest.finish) == (15, "stop")
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_a_pause_with_a_full_queue_takes_no_longer_than_the_step_in_flight() -> None:
+    engine = make(places=4, length=1000, swap_s=2.0)
+    await engine.load(published(0), keep_cache=False)
+    async with anyio.create_task_group() as group:
+        for key in range(40):
+            group.start_soon(collect, engine, ask(key))
+        await anyio.sleep(5.05)
+        start = anyio.current_time()
+        await engine.load(published(1), keep_cache=True)
+        assert anyio.current_time() - start == pytest.approx(2.0 + 0.05)
+        assert (engine.pressure.running, engine.pressure.waiting) == (4, 36)
+        group.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_the_step_in_flight_ends_under_the_old_version() -> None:
+    engine = make(length=20, swap_s=3.0)
+    await engine.load(published(0), keep_cache=False)
+    got: list[Completion] = []
+
+    async def one() -> None:
+        got.append((await collect(engine, ask(1)))[1])
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(one)
+        await anyio.sleep(0.75)
+        await engine.load(published(1), keep_cache=True)
+    assert got[0].versions == [VersionRun(0, 8), VersionRun(1, 12)]
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_an_aborted_request_leaves_its_place_at_the_end_of_the_step() -> None:
+    engine = make(places=1, length=1000)
+    await engine.load(published(0), keep_cache=False)
+    async with anyio.create_task_group() as group:
+        with anyio.CancelScope() as scope:
+            group.start_soon(cancel_after, scope, 0.55)
+            await collect(engine, ask(1))
+        group.start_soon(collect, engine, ask(2))
+        await anyio.sleep(0.01)
+        assert (engine.pressure.running, engine.pressure.waiting) == (1, 1)
+        await anyio.sleep(0.05)
+        assert (engine.pressure.running, engine.pressure.waiting) == (1, 0)
+        group.cancel_scope.cancel()
+
+
+async def cancel_after(scope: anyio.CancelScope, seconds: float) -> None:
+    await anyio.sleep(seconds)
+    scope.cancel()
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+@pytest.mark.parametrize("at", [0.0, 0.55, 1.25])
+async def test_a_killed_engine_fails_running_and_waiting_requests_and_its_load(at: float) -> None:
+    engine = make(places=1, length=1000, swap_s=1.0)
+    await engine.load(published(0), keep_cache=False)
+    failed: list[str] = []
+
+    async def fails(name: str, key: int) -> None:
+        with pytest.raises(EngineDeadError):
+            await collect(engine, ask(key))
+        failed.append(name)
+
+    async def load_fails() -> None:
+        await anyio.sleep(0.5)
+        with pytest.raises(EngineDeadError):
+            await engine.load(published(1), keep_cache=True)
+        failed.append("load")
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(fails, "running", 1)
+        group.start_soon(fails, "waiting", 2)
+        group.start_soon(load_fails)
+        await anyio.sleep(at)
+        engine.kill()
+        assert "killed" in str(await engine.wait_dead())
+    assert sorted(failed) == ["load", "running", "waiting"]
+    with pytest.raises(EngineDeadError):
+        await collect(engine, ask(3))
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_a_cancelled_load_leaves_the_old_version_at_work() -> None:
+    engine = make(length=20, swap_s=3.0)
+    await engine.load(published(0), keep_cache=False)
+    got: list[Completion] = []
+
+    async def one() -> None:
+        got.append((await collect(engine, ask(1)))[1])
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(one)
+        await anyio.sleep(0.75)
+        with anyio.move_on_after(1.0):
+            await engine.load(published(1), keep_cache=True)
+    assert got[0].versions == [VersionRun(0, 20)]
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_a_swap_that_recomputes_prefills_what_runs_and_one_that_keeps_does_not() -> None:
+    seconds: dict[bool, float] = {}
+    for keep in (True, False):
+        engine = make(length=20, swap_s=1.0, prefill_s=0.01)
+        await engine.load(published(0), keep_cache=False)
+        start = anyio.current_time()
+        async with anyio.create_task_group() as group:
+            group.start_soon(collect, engine, ask(1))
+            await anyio.sleep(0.75)
+            await engine.load(published(1), keep_cache=keep)
+        seconds[keep] = anyio.current_time() - start
+    # 10 tokens of prompt; 7 steps end within 0.75 s, the step in flight gives the seventh token.
+    assert seconds[True] == pytest.approx(20 * 0.1 + 10 * 0.01 + 1.0)
+    assert seconds[False] == pytest.approx(seconds[True] + 17 * 0.01)
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_a_later_turn_on_the_same_engine_prefills_only_what_is_new() -> None:
+    engine = make(length=20, prefill_s=0.01)
+    await engine.load(published(0), keep_cache=False)
+    await collect(engine, ask(1))
+    start = anyio.current_time()
+    later = Request([1, *[0] * 34], SamplingSettings(NEVER, 1.0), key=1 * 8192 + 2)
+    await collect(engine, later)
+    assert anyio.current_time() - start == pytest.approx(20 * 0.1 + 5 * 0.01)
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_a_full_cache_puts_the_youngest_back_and_tells() -> None:
+    engine = make(places=4, length=60, kv_tokens=100)
+    await engine.load(published(0), keep_cache=False)
+    async with anyio.create_task_group() as group:
+        group.start_soon(collect, engine, ask(1))
+        group.start_soon(collect, engine, ask(2))
+        await anyio.sleep(4.15)
+        pressure = engine.pressure
+    assert (pressure.running, pressure.waiting, pressure.preemptions) == (1, 1, 1)
+    assert 0.45 < pressure.kv_used < 0.6
