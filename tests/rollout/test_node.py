@@ -9,7 +9,7 @@ import anyio
 import msgspec
 import pytest
 
-from envs.base import wrap
+from envs.base import HELD_OUT, wrap
 from flash.config import Config
 from flash.errors import BreakerError, FlashError, PeerLostError
 from flash.hub import protocol as p
@@ -129,8 +129,10 @@ class World:
         answer: str = "yes",
         state: bytes | None = None,
         version: int = 0,
+        kind_of: Callable[[int], str] = lambda seed: "",
     ) -> None:
         self.config = config
+        self._kind_of = kind_of
         self.observer = MemoryObserver()
         self.engines = engines or [FakeEngine(lambda prompt: [ord(c) for c in answer], 0.1)]
         self._env, self._train_seconds = env, train_seconds
@@ -138,7 +140,7 @@ class World:
 
     def build(self) -> Hub:
         now = anyio.current_time
-        self.hub = Hub(self.config, self.observer, now=now, state=self._state)
+        self.hub = Hub(self.config, self.observer, now=now, state=self._state, kind_of=self._kind_of)
         self.trainer = FakeTrainer(self.hub, self._train_seconds, self._version)
         self.node = RolloutNode(
             0,
@@ -269,6 +271,38 @@ def test_an_environment_that_hangs_is_given_up_after_its_deadline() -> None:
     end = run(world)
     assert end.ledger[f"given_up_{Outcome.ENV_TIMEOUT}"] == 2
     assert end.ledger["issued"] == end.ledger["trained"] + end.ledger["given_up"]
+
+
+def test_when_all_environments_of_one_kind_stop_answering_the_others_carry_the_run_to_its_end() -> None:
+    class HalfDead(Echo):
+        async def step(self, action: str) -> Any:
+            if self._seed % 2:
+                await anyio.sleep_forever()
+            return await super().step(action)
+
+    config = make_config(rollout={"retries": 0, "quarantine": 4, "breaker": 100}, eval={"every": 0, "problems": 1})
+    world = World(config, env=HalfDead, kind_of=lambda seed: "odd" if seed % 2 else "even")
+    end = run(world)
+    assert (end.reason, end.version) == ("finished", 4)
+    assert [note for note in world.observer.notes if "'odd' are in quarantine" in note]
+    assert end.ledger["issued"] == end.ledger["trained"] + end.ledger["given_up"]
+    assert end.ledger["trained"] == 32
+    assert {s.trajectory.task.kind for shard in world.trainer.shards for s in shard.samples} == {"even"}
+
+
+def test_when_all_environments_stop_answering_the_run_ends_with_the_cause() -> None:
+    class Dead(Echo):
+        async def step(self, action: str) -> Any:
+            if self._seed < HELD_OUT:
+                await anyio.sleep_forever()
+            return await super().step(action)
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(World(make_config(), env=Dead))
+    breaker = caught.value.subgroup(BreakerError)
+    assert breaker is not None
+    assert "env_timeout): environment step 1 (seed" in str(breaker.exceptions[0])
+    assert "raise deadlines.env_step" in str(breaker.exceptions[0])
 
 
 def test_a_prompt_without_room_for_an_answer_is_an_error_that_names_the_limit() -> None:
