@@ -27,6 +27,9 @@ from flash.hub.tasks import TaskSource
 from flash.observe.observer import Observer
 from flash.types import Activity, Failure, Lease, Published, Shard, Trajectory
 
+LEASES_AT_ONCE = 256
+"""Leases of one reply: thousands would hold the loop for a quarter of a second, and the node asks again at once."""
+
 
 class HubState(msgspec.Struct):
     """What a checkpoint keeps of the hub."""
@@ -248,7 +251,7 @@ class Hub:
     def _grant(self, node: int, capacity: int) -> list[Lease]:
         versions = [engine.version for engine in self._engines.get(node, {}).values()]
         leases: list[Lease] = []
-        while len(leases) < capacity and (granted := self._next_leases(node, versions)):
+        while len(leases) < min(capacity, LEASES_AT_ONCE) and (granted := self._next_leases(node, versions)):
             leases += granted
         for lease in leases:
             self._leases_of_node.setdefault(node, set()).add(lease.lease_id)

@@ -14,8 +14,13 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-SLACK = 1 / 8
-"""How much fuller (as a share of its limit) the engine with a request's prefix may be than the emptiest one."""
+GROUP_SLACK = 1
+"""How many more requests than the emptiest engine the one that served a sibling may have: it saves computing the
+prompt, and every further sequence slows all of an engine's."""
+TASK_SLACK = 0.25
+"""The same for the engine that served the task before, as a share of its requests: it saves the whole context."""
+UNEVEN = 0.25
+"""By how much of its requests an engine must be fuller than another to give some away: moving costs their prefill."""
 REMEMBERED = 1 << 16
 """Tasks and groups whose engine is remembered: more than live at once on a node."""
 
@@ -141,7 +146,7 @@ class Router:
     def surplus(self, engine: int) -> list[tuple[int, int]]:
         """How many requests each fuller engine should give to one that has just become free: (engine, count) pairs.
 
-        None are given unless the fullest is fuller by more than twice the slack, nor while others wait anyway.
+        None are given unless the fullest is clearly fuller, nor while others wait anyway.
         """
         lane = self.lanes[engine]
         if self._bind or self.waiting or not lane.open:
@@ -149,7 +154,7 @@ class Router:
         held = {other.index: other.held for other in self.lanes if other.alive and not other.closed}
         gives: dict[int, int] = {}
         fuller = [index for index in held if self.lanes[index].version <= lane.version]
-        least = max(2, math.ceil(2 * SLACK * lane.limit))
+        least = max(2, math.ceil(UNEVEN * max(held[index] for index in fuller)))
         while held[engine] < lane.limit:
             giver = max(fuller, key=lambda index: (held[index], index))
             if held[giver] - held[engine] < least:
@@ -192,12 +197,16 @@ class Router:
         best: Lane | None = None
         best_key = (True, 0.0)
         group, task = ticket.affinity
-        preferred = self._task_engine.get(task, self._group_engine.get(group)) if ticket.settled else None
+        mine = self._task_engine.get(task) if ticket.settled else None
+        ours = self._group_engine.get(group) if ticket.settled else None
         for lane in self.lanes:
             if not lane.open or lane.version < ticket.min_version or lane.index in ticket.barred:
                 continue
             # A swapping engine would make the request wait for its pause.
-            key = (lane.swapping, lane.load - SLACK if lane.index == preferred else lane.load)
+            slack = GROUP_SLACK if lane.index == ours else 0.0
+            if lane.index == mine:
+                slack = GROUP_SLACK + TASK_SLACK * lane.held
+            key = (lane.swapping, lane.load - slack / lane.limit)
             if best is None or key < best_key:
                 best, best_key = lane, key
         return best
