@@ -1,8 +1,9 @@
-"""The form all benchmarks share: `python -m benchmarks.<name> [--quick] [--json FILE]`.
+"""The form all benchmarks share: `python -m benchmarks.<name> [--quick] [--json FILE] [--plot FILE]`.
 
 A benchmark is a function from Args to rows. `main` parses the arguments, prints what the benchmark ran on and the rows
-as a table, and writes the rows as JSON. The direction of a metric follows from its name: times, errors and sizes are
-better when lower, everything else when higher.
+as a table, writes the rows as JSON, and draws them where the benchmark has a plot: on full runs to
+docs/images/figures/<name>.png unless told otherwise. The direction of a metric follows from its name: times, errors and
+sizes are better when lower, everything else when higher.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import msgspec
 
 LOWER_IS_BETTER = ("_ms", "_s", "_s_per_step", "seconds", "_error", "_bytes", "_mib", "_gib")
 """Endings of metrics of which less is better, unless they are rates (`…_per_s`)."""
+FIGURES = Path("docs/images/figures")
+"""Where full runs draw to, seen from the root of the repository."""
 COMMAND_TIMEOUT_S = 10
 """Longest wait for git and nvidia-smi, which only describe the machine."""
 
@@ -34,8 +37,12 @@ class Row(msgspec.Struct, frozen=True):
     unit: str
     ours: float
     reference: float | None = None
-    """The figure of a paper, of a peer or of the bound."""
+    """The figure of a paper or of another system."""
     goal: float | None = None
+    peer: float | None = None
+    """The figure of a peer's rules in the same simulation."""
+    bound: float | None = None
+    """What no schedule can exceed, in the same simulation."""
 
     @property
     def higher_is_better(self) -> bool:
@@ -57,8 +64,15 @@ class Args(msgspec.Struct, frozen=True):
     """Answer within a minute or two."""
 
 
-def main(name: str, description: str, run: Callable[[Args], list[Row]], argv: Sequence[str] | None = None) -> list[Row]:
-    """Run a benchmark from the command line (`argv` None) and report it; returns the rows."""
+def main(
+    name: str,
+    description: str,
+    run: Callable[[Args], list[Row]],
+    argv: Sequence[str] | None = None,
+    *,
+    plot: Callable[[Sequence[Row], Path], None] | None = None,
+) -> list[Row]:
+    """Run a benchmark from the command line (`argv` None), report it and draw it; returns the rows."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description,
@@ -66,9 +80,15 @@ def main(name: str, description: str, run: Callable[[Args], list[Row]], argv: Se
     )
     parser.add_argument("--quick", action="store_true", help="a smaller version, within a minute or two")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
+    if plot is not None:
+        parser.add_argument("--plot", type=Path, metavar="FILE", help=f"draw the rows to FILE; full runs: {FIGURES}")
     args = parser.parse_args(argv)
-    if args.json is not None and not args.json.parent.is_dir():
-        parser.error(f"--json: the folder {args.json.parent} does not exist")
+    picture: Path | None = None
+    if plot is not None:
+        picture = args.plot or (None if args.quick else FIGURES / f"{name}.png")
+    for option, file in (("--json", args.json), ("--plot", picture)):
+        if file is not None and not file.parent.is_dir():
+            parser.error(f"{option}: the folder {file.parent} does not exist")
     print(f"{name}: {description.strip()}\n")
     for title, text in machine():
         print(f"  {title:<8} {text}")
@@ -78,6 +98,9 @@ def main(name: str, description: str, run: Callable[[Args], list[Row]], argv: Se
     if args.json is not None:
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
         print(f"\nwritten to {args.json}")
+    if plot is not None and picture is not None:
+        plot(rows, picture)
+        print(f"drawn to {picture}")
     return rows
 
 
@@ -90,13 +113,16 @@ def print_table(rows: Sequence[Row]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("case", "metric", "unit"):
         table.add_column(title, no_wrap=True)
-    for title in ("ours", "reference", "goal"):
+    peers, bounds = any(row.peer is not None for row in rows), any(row.bound is not None for row in rows)
+    titles = ["ours", "reference", *["peer"] * peers, *["bound"] * bounds, "goal"]
+    for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for row in rows:
         goal = "-" if row.goal is None else f"{'>=' if row.higher_is_better else '<='} {_figure(row.goal)}"
         verdict = {None: Text(""), True: Text("met", "green"), False: Text("missed", "red")}[row.met]
-        cells = (row.case, row.metric, row.unit, _figure(row.ours), _figure(row.reference), goal)
+        simulated = [*[_figure(row.peer)] * peers, *[_figure(row.bound)] * bounds]
+        cells = (row.case, row.metric, row.unit, _figure(row.ours), _figure(row.reference), *simulated, goal)
         table.add_row(*(Text(cell) for cell in cells), verdict)
     # A log file has no width: nothing may be cut there.
     console = Console(width=None if sys.stdout.isatty() else 200)

@@ -1,8 +1,9 @@
 """Which engine serves which request, as a pure state machine.
 
-A request goes to the least loaded engine that is recent enough for its lease; one that served the same task or group
-before is preferred as long as it is not much fuller. What fits nowhere waits, and leaves in the order of its tasks,
-the oldest first. With bound groups all requests of a group go to one engine, and wait for it.
+A request goes to the least loaded engine that is recent enough for its lease; the one that served the same task before
+is preferred as long as it is not much fuller, and among equals the one that served its group. What fits nowhere waits,
+and leaves in the order of its tasks, the oldest first. With bound groups all requests of a group go to one engine, and
+wait for it.
 
 Invariant (work conservation): no engine with room waits beside a request that it may serve.
 """
@@ -14,11 +15,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-GROUP_SLACK = 1
-"""How many more requests than the emptiest engine the one that served a sibling may have: it saves computing the
-prompt, and every further sequence slows all of an engine's."""
 TASK_SLACK = 0.25
-"""The same for the engine that served the task before, as a share of its requests: it saves the whole context."""
+"""How much fuller, as a share of its requests, the engine that served a task before may be than the emptiest one: it
+saves computing the whole context. The one that served a sibling saves only the prompt, and decides between equals."""
 UNEVEN = 0.25
 """By how much of its requests an engine must be fuller than another to give some away: moving costs their prefill."""
 REMEMBERED = 1 << 16
@@ -195,7 +194,7 @@ class Router:
 
     def _choose(self, ticket: Ticket) -> Lane | None:
         best: Lane | None = None
-        best_key = (True, 0.0)
+        best_key = (True, 0.0, True)
         group, task = ticket.affinity
         mine = self._task_engine.get(task) if ticket.settled else None
         ours = self._group_engine.get(group) if ticket.settled else None
@@ -203,10 +202,8 @@ class Router:
             if not lane.open or lane.version < ticket.min_version or lane.index in ticket.barred:
                 continue
             # A swapping engine would make the request wait for its pause.
-            slack = GROUP_SLACK if lane.index == ours else 0.0
-            if lane.index == mine:
-                slack = GROUP_SLACK + TASK_SLACK * lane.held
-            key = (lane.swapping, lane.load - slack / lane.limit)
+            slack = 1 + TASK_SLACK * lane.held if lane.index == mine else 0.0
+            key = (lane.swapping, lane.load - slack / lane.limit, lane.index != ours)
             if best is None or key < best_key:
                 best, best_key = lane, key
         return best

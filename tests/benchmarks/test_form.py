@@ -15,7 +15,7 @@ ROWS = [
 ]
 
 
-def test_the_json_is_a_list_of_rows_with_exactly_the_six_keys(tmp_path: Path) -> None:
+def test_the_json_is_a_list_of_rows_with_exactly_the_eight_keys(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     main("demo", "Measures nothing.", lambda _: ROWS, ["--json", str(file)])
     written = json.loads(file.read_text())
@@ -26,6 +26,8 @@ def test_the_json_is_a_list_of_rows_with_exactly_the_six_keys(tmp_path: Path) ->
         "ours": 0.951,
         "reference": None,
         "goal": 0.95,
+        "peer": None,
+        "bound": None,
     }
     assert [list(row) for row in written] == [list(written[0])] * 3
 
@@ -36,6 +38,22 @@ def test_the_table_shows_figures_goals_and_whether_they_are_met(capsys: pytest.C
     assert lines[-3].split() == ["16", "tokens", "efficiency", "share", "0.951", "-", ">=", "0.95", "met"]
     assert lines[-2].split() == ["swap", "pause_ms", "ms", "31", "29", "<=", "30", "missed"]
     assert lines[-1].split() == ["swap", "tokens_per_s", "tokens/s", "9,841", "-", "-"]
+
+
+def test_a_peer_and_a_bound_have_columns_only_where_a_row_has_them(capsys: pytest.CaptureFixture[str]) -> None:
+    main("demo", "Measures nothing.", lambda _: ROWS, [])
+    assert "peer" not in capsys.readouterr().out
+    main("demo", "Measures nothing.", lambda _: [Row("8x8", "speedup", "x", 3.0, 2.16, 2.1, peer=2.1, bound=4.0)], [])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].split() == ["case", "metric", "unit", "ours", "reference", "peer", "bound", "goal"]
+    assert lines[-1].split() == ["8x8", "speedup", "x", "3", "2.16", "2.1", "4", ">=", "2.1", "met"]
+
+
+def test_a_plot_is_drawn_where_it_is_asked_for_and_not_on_a_quick_run_by_itself(tmp_path: Path) -> None:
+    drawn: list[Path] = []
+    for argv in (["--quick"], ["--quick", "--plot", str(tmp_path / "a.png")]):
+        main("demo", "Measures nothing.", lambda _: ROWS, argv, plot=lambda rows, file: drawn.append(file))
+    assert drawn == [tmp_path / "a.png"]
 
 
 @pytest.mark.parametrize(("argv", "quick"), [(["--quick"], True), ([], False)])

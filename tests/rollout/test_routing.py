@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from flash.rollout.routing import GROUP_SLACK, TASK_SLACK, Router, Ticket
+from flash.rollout.routing import TASK_SLACK, Router, Ticket
 
 ENGINES = 3
 LIMIT = 4
@@ -33,12 +33,21 @@ def test_the_engine_that_served_the_task_or_else_the_group_is_preferred() -> Non
     assert place(router, 1, 100) == 1, "its own tokens are there"
 
 
-def test_a_preference_ends_where_the_preferred_engine_is_much_fuller() -> None:
+def test_the_samples_of_a_prompt_are_spread_evenly() -> None:
     router = Router(16, [0, 0], bind_groups=False)
-    placed = [place(router, 0, task) for task in range(16)]
-    held = [lane.held for lane in router.lanes]
-    assert placed[:2] == [0, 0]
-    assert abs(held[0] - held[1]) <= GROUP_SLACK
+    for task in range(16):
+        place(router, 0, task)
+        assert abs(router.lanes[0].held - router.lanes[1].held) <= 1
+
+
+def test_the_preference_for_a_tasks_own_engine_ends_where_that_is_much_fuller() -> None:
+    router = Router(16, [0, 0], bind_groups=False)
+    assert place(router, 0, 0) == 0
+    router.lanes[0].held = 8
+    router.lanes[1].held = 6
+    assert place(router, 0, 0) == 0
+    router.lanes[1].held = 3
+    assert place(router, 0, 0) == 1
 
 
 def test_a_request_goes_only_to_an_engine_that_is_recent_enough() -> None:
@@ -254,4 +263,4 @@ def test_without_limits_in_the_way_loads_differ_by_no_more_than_the_slack(groups
     for task, group in enumerate(groups):
         place(router, group, task)
     held = [lane.held for lane in router.lanes]
-    assert max(held) - min(held) <= GROUP_SLACK + TASK_SLACK * max(held) + 1
+    assert max(held) - min(held) <= 1 + TASK_SLACK * max(held)
