@@ -19,13 +19,14 @@ lint: env
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# Every benchmark; `make bench BENCH_ARGS=--quick` for the short form.
+# Every benchmark, then the tables of docs/figures.md; `make bench BENCH_ARGS=--quick` for the short form.
 bench: env
 	@mkdir -p benchmarks/results
-	@set -e; for file in $$(grep -l '__main__' benchmarks/*.py); do \
+	@set -e; for file in $$(grep -l '^    main(' benchmarks/*.py); do \
 		name=$$(basename $$file .py); \
 		$(BIN)/python -m benchmarks.$$name $(BENCH_ARGS) --json benchmarks/results/$$name.json; \
 	done
+	$(BIN)/python -m benchmarks.figure
 
 # docs/configuration.md, from the docstrings of flash/config.py.
 docs: env
