@@ -15,7 +15,7 @@ from benchmarks.form import Args, Row, main
 from benchmarks.real import compare
 
 WORKLOAD = Path(__file__).parent / "workloads" / "real_agentic.toml"
-STEPS, QUICK_STEPS = 28, 5
+STEPS, QUICK_STEPS = 24, 5
 GOAL = 2.72
 PAPER = 2.72
 """ROLL Flash, ALFWorld end to end."""

@@ -7,6 +7,8 @@ answers do not fit into three steps of 128 GPUs; the rows with α = 4 give them 
 
 from __future__ import annotations
 
+import math
+
 from benchmarks.figure import CLOSE, capacity_s, lines, ours, workload
 from benchmarks.form import Args, Row, main
 from benchmarks.peers.roll_flash import Rules, roll_flash
@@ -56,7 +58,18 @@ def scale(kind: str, ratio: int, sizes: tuple[int, ...], quick: bool) -> list[Ro
     case, peer_scaling = f"16 to 128 GPUs, {label}", last.peer / first.peer
     published, goal = (PUBLISHED, GOAL) if kind == "long" else (None, None)
     scaling = last.ours / first.ours
-    rows.append(Row(case, "scaling", "x", scaling, published, goal, peer_scaling, last.bound / first.bound))
+    rows.append(
+        Row(
+            case,
+            "scaling",
+            "x",
+            scaling,
+            published,
+            goal,
+            peer_scaling,
+            (last.bound or 0.0) / (first.bound or math.nan),
+        )
+    )
     if published is not None and ratio == 2:
         rows.append(Row(case, "reproduction_error", "share", abs(peer_scaling / published - 1), None, CLOSE))
     if sync:
