@@ -33,6 +33,23 @@ def test_lengths_are_positive_whole_and_within_the_limit() -> None:
     assert min(workload.turns(seed) for seed in range(500)) == 1
 
 
+def test_the_responses_of_a_group_are_as_alike_as_asked_and_spread_as_before() -> None:
+    spread = "lognormal(1000, 800, high=4096)"
+    settings = [SimulateConfig(response_tokens=spread, length_correlation=share) for share in (0.0, 0.8, 1.0)]
+    means: list[float] = []
+    within: list[float] = []
+    for one in settings:
+        work = Workload(one, 0, 4096, members=4)
+        groups = [
+            [work.response_tokens(response_key(Task(4 * group + i, group, i, 0), 0)) for i in range(4)]
+            for group in range(2000)
+        ]
+        means.append(sum(map(sum, groups)) / 8000)
+        within.append(sum(max(group) - min(group) for group in groups) / 2000)
+    assert means == pytest.approx([means[0]] * 3, rel=0.05)
+    assert within[0] > 1.5 * within[1] > within[2] == 0
+
+
 def test_the_key_of_a_response_tells_its_turn_and_its_episode() -> None:
     tasks = [Task(i, 0, 0, 0, split=split) for i in (0, 1, 77) for split in ("train", "eval")]
     keys = {(task.task_id, task.split, turn): response_key(task, turn) for task in tasks for turn in (0, 1, 4095)}
