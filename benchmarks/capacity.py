@@ -12,13 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.form import Args, Row, main
-from benchmarks.simulated import configure
+from benchmarks.simulated import STEP_S, TWO_ENGINES, configure
 from flash.simulate.spread import uniform
 from flash.simulate.world import simulate
 
 BATCH = 64
-STEP_S = 0.02
-"""Seconds of a decoding step."""
 GOAL = 0.97
 
 
@@ -49,17 +47,7 @@ def efficiency(seed: int, steps: int) -> tuple[str, float]:
         rollout={"group_size": 8},
         train={"batch_size": BATCH, **drawn["train"]},
         engine=drawn["engine"],
-        simulate={
-            "gpus": 3,
-            "rollout_gpus": 2,
-            "step_s": STEP_S,
-            "sequence_s": 0.0,
-            "context_s": 0.0,
-            "prefill_s": 0.0,
-            "swap_s": 0.1,
-            "train_token_s": 0.0,
-            **drawn["simulate"],
-        },
+        simulate=TWO_ENGINES | drawn["simulate"],
     )
     report = simulate(config)
     first, last = report.rows[steps // 5], report.rows[steps * 4 // 5]

@@ -24,6 +24,20 @@ BASE: dict[str, dict[str, Any]] = {
 }
 """Every length the workload asks for is possible; deliveries are rare, because nobody reads along."""
 
+STEP_S = 0.02
+"""Seconds of a decoding step, whatever the batch, in `TWO_ENGINES`."""
+TWO_ENGINES: dict[str, Any] = {
+    "gpus": 3,
+    "rollout_gpus": 2,
+    "step_s": STEP_S,
+    "sequence_s": 0.0,
+    "context_s": 0.0,
+    "prefill_s": 0.0,
+    "swap_s": 0.1,
+    "train_token_s": 0.0,
+}
+"""Two engines and one trainer whose work is easily counted: nothing but decoding steps, swaps and training steps."""
+
 
 def configure(**tables: Mapping[str, Any]) -> Config:
     """`BASE` with changes, table by table."""

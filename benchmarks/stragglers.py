@@ -10,13 +10,13 @@ which every sample has the mean length, which is the same work spread evenly.
 from __future__ import annotations
 
 from benchmarks.form import Args, Row, main
-from benchmarks.simulated import configure, run_world
+from benchmarks.simulated import STEP_S, TWO_ENGINES, configure, run_world
 from flash.simulate.report import SimReport
 
 SHORT, LONG = 200, 8000
 """Tokens."""
 MEAN = (99 * SHORT + LONG) / 100
-BATCH, PLACES, STEP_S = 256, 64, 0.02
+BATCH, PLACES = 256, 64
 ALPHA = 2
 
 
@@ -27,18 +27,8 @@ def run(tokens: str, on_expire: str, steps: int) -> tuple[SimReport, float]:
         rollout={"group_size": 8, "on_expire": on_expire},
         train={"batch_size": BATCH, "async_ratio": ALPHA},
         engine={"max_sequences": PLACES},
-        simulate={
-            "gpus": 3,
-            "rollout_gpus": 2,
-            "step_s": STEP_S,
-            "sequence_s": 0.0,
-            "context_s": 0.0,
-            "prefill_s": 0.0,
-            "swap_s": 0.1,
-            "train_step_s": BATCH * MEAN * STEP_S / (2 * PLACES),
-            "train_token_s": 0.0,
-            "response_tokens": tokens,
-        },
+        simulate=TWO_ENGINES
+        | {"train_step_s": BATCH * MEAN * STEP_S / (2 * PLACES), "response_tokens": tokens},
     )
     world, report = run_world(config)
     issued = world.issued_lengths()[LONG]

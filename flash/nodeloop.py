@@ -48,7 +48,7 @@ async def _node_loop(place: Place, config: Config) -> int:
         else:
             address = await anyio.to_thread.run_sync(meeting.hub)
             await _other_node(place.node, config, address, now)
-    except BaseExceptionGroup as group:
+    except BaseExceptionGroup as group:  # of the task groups below: people see the error that tells most
         raise _first_error(group) from None
     return 0
 
@@ -137,7 +137,7 @@ async def _other_node(node: int, config: Config, address: HubAddress, now: Calla
             group.start_soon(_forward_signals, config, address, node)
             await _roll_out(node, config, address, now)
             group.cancel_scope.cancel()
-    except BaseExceptionGroup as errors:
+    except BaseExceptionGroup as errors:  # whatever ended this node also ends the run
         error = _first_error(errors)
         if isinstance(error, FlashError) and error.fatal:
             with suppress(TransportError):  # what the hub answers is the end of the connection

@@ -16,7 +16,6 @@ here, independently of the ledger.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Sequence
 from typing import Literal
 
@@ -27,6 +26,7 @@ from flash.hub.breaker import Breaker
 from flash.hub.choice import choose
 from flash.hub.contract import AgeContract
 from flash.hub.groups import Group, GroupFilter, Member
+from flash.hub.leases import Leases
 from flash.hub.ledger import Ledger
 from flash.hub.tasks import Cursor, TaskSource
 from flash.types import Failure, Lease, Outcome, Task, Trajectory
@@ -61,7 +61,7 @@ class BufferState(msgspec.Struct):
 
 
 class SampleBuffer:
-    """See the module's docstring. `withdrawn` and `notes` fill up for the owner, who empties them."""
+    """See the module's docstring. `leases.withdrawn` and `notes` fill up for the owner, who empties them."""
 
     def __init__(
         self,
@@ -74,12 +74,7 @@ class SampleBuffer:
     ) -> None:
         self._contract = contract
         self._source = source
-        self._members = contract.group_size + rules.extra_per_group
         self._rules = rules
-        self._leases: dict[int, Task] = {}
-        self._next_lease = 0
-        self._reasons: dict[int, Outcome] = {}
-        self._queue: list[tuple[int, int]] = []
         self._groups: dict[int, Group] = {}
         self._ready: dict[int, Group] = {}
         self._expiring: dict[int, Group] = {}
@@ -88,9 +83,8 @@ class SampleBuffer:
         self._next_step = step
         self._wave_left = 0
         self._breaker = Breaker(rules.breaker, rules.quarantine, FILTER_BREAKER * contract.groups_per_batch)
+        self.leases = Leases()
         self.ledger = Ledger()
-        self.withdrawn: list[int] = []
-        """Leases that have become pointless: to be cancelled on their nodes."""
         self.notes: list[str] = []
         """What people should know."""
         if state is not None:
@@ -103,10 +97,8 @@ class SampleBuffer:
         for group in state.groups:
             self._groups[group.group_id] = group
             for member in group.members:
-                if member.state == "leased":
-                    member.state = "queued"
-                if member.state == "queued":
-                    insort(self._queue, (group.group_id, member.task.sample_index))
+                if member.state in ("queued", "leased"):
+                    self.leases.put(member)
             if group.complete and not group.earlier:
                 self._ready[group.group_id] = group
         self._find_expiring()
@@ -130,35 +122,26 @@ class SampleBuffer:
             BreakerError: every kind of environment is quarantined.
         """
         newest = max(versions, default=-1)
-        for place, (group_id, index) in enumerate(self._queue):
+        for group_id, index in self.leases.queue:
             group = self._groups[group_id]
             if self._needed_version(group.slot, index) > newest:
                 return None
             if alone or node not in group.members[index].avoid:
-                return self._hand_out(place, versions)
+                return self._hand_out(group, index, versions)
         if not self._room_for_group(newest):
             return None
-        self._issue_group()
-        return self._hand_out(len(self._queue) - self._members, versions)
+        return self._hand_out(self._issue_group(), 0, versions)
 
     def lease_rest(self, lease: Lease, versions: Sequence[int]) -> list[Lease]:
         """The queued members of the same group, which go to the same node."""
         group = self._groups[lease.task.group_id]
-        places = [(group.group_id, i) for i, member in enumerate(group.members) if member.state == "queued"]
-        return [self._hand_out(self._queue.index(place), versions) for place in places]
+        queued = [index for index, member in enumerate(group.members) if member.state == "queued"]
+        return [self._hand_out(group, index, versions) for index in queued]
 
-    def _hand_out(self, place: int, versions: Sequence[int]) -> Lease:
+    def _hand_out(self, group: Group, index: int, versions: Sequence[int]) -> Lease:
         """The lease on a queued task. No token will be older than the slowest engine that admission allows."""
-        group_id, index = self._queue.pop(place)
-        group = self._groups[group_id]
-        member = group.members[index]
         needed = self._needed_version(group.slot, index)
-        floor = min(version for version in versions if version >= needed)
-        lease = Lease(self._next_lease, member.task, floor)
-        self._next_lease += 1
-        self._leases[lease.lease_id] = member.task
-        member.state, member.lease_id, member.floor = "leased", lease.lease_id, floor
-        return lease
+        return self.leases.grant(group.members[index], min(version for version in versions if version >= needed))
 
     def _needed_version(self, slot: int, index: int) -> int:
         """What admission asks for; and the first token must not be too old for the next step."""
@@ -174,18 +157,20 @@ class SampleBuffer:
             return False
         if not self._rules.waves:
             return True
-        if not self._leases and not self._queue:
+        if not self.leases.out and not self.leases.queue:
             self._wave_left = self._contract.groups_per_batch + self._contract.extra_groups
         return self._wave_left > 0
 
-    def _issue_group(self) -> None:
+    def _issue_group(self) -> Group:
         slot = self._source.cursor.next_group - self._returned
         tasks = self._source.issue_group()
         self._wave_left -= 1
         group = Group(tasks[0].group_id, slot, self._contract.group_size, [Member(task) for task in tasks])
         self._groups[group.group_id] = group
-        self._queue += [(group.group_id, task.sample_index) for task in tasks]
+        for member in group.members:
+            self.leases.put(member)
         self.ledger.issued += len(tasks)
+        return group
 
     # -- results -----------------------------------------------------------------------------------------------------
 
@@ -195,11 +180,11 @@ class SampleBuffer:
         Raises:
             BreakerError: too many tasks in a row were given up, or too many groups filtered out.
         """
-        task = self._leases.pop(lease_id, None)
+        task = self.leases.home(lease_id)
         tokens = result.tokens if isinstance(result, Failure) else result.action_count
         self.ledger.generated_tokens += tokens
         if task is None:
-            self.ledger.discard(self._reasons.pop(lease_id, Outcome.CANCELLED), tokens)
+            self.ledger.discard(self.leases.reason(lease_id), tokens)
             return
         group, member = self._find(task)
         if isinstance(result, Failure):
@@ -212,24 +197,24 @@ class SampleBuffer:
 
     def revoke(self, lease_id: int) -> None:
         """A lease's node is gone: its task queues again."""
-        task = self._leases.pop(lease_id, None)
+        task = self.leases.home(lease_id)
         if task is None:
-            self._reasons.pop(lease_id, None)
+            self.leases.reason(lease_id)
             return
         _, member = self._find(task)
         self.ledger.retry(Outcome.CANCELLED)
-        self._requeue(member)
+        self.leases.put(member)
 
     def _fail(self, group: Group, member: Member, failure: Failure, node: int) -> None:
         task = member.task
         if failure.outcome is Outcome.CANCELLED:
             self.ledger.retry(failure.outcome)
-            self._requeue(member)
+            self.leases.put(member)
         elif failure.outcome in RETRIED and task.attempt < self._rules.retries:
             self.ledger.retry(failure.outcome)
             member.task = msgspec.structs.replace(task, attempt=task.attempt + 1)
             member.avoid.append(node)
-            self._requeue(member)
+            self.leases.put(member)
         else:
             self._drop(member, "lost", failure.outcome)
             if self._breaker.given_up(task, failure):
@@ -250,31 +235,14 @@ class SampleBuffer:
             f"given up; the last one ({failure.outcome}): {failure.message}"
         )
 
-    def _requeue(self, member: Member) -> None:
-        """Back to its place in the order of issue."""
-        member.state = "queued"
-        insort(self._queue, (member.task.group_id, member.task.sample_index))
-
     def _drop(self, member: Member, state: Literal["lost", "beaten"], outcome: Outcome) -> None:
         """A member leaves for good: on its way, its lease is withdrawn; done, its tokens are booked as waste."""
-        if member.state == "queued":
-            self._unqueue(member)
-        elif member.state == "leased" and self._leases.pop(member.lease_id, None) is not None:
-            self._withdraw(member.lease_id, outcome)
+        self.leases.remove(member, outcome)
         if member.trajectory is not None:
             self.ledger.discard(outcome, member.trajectory.action_count)
             member.trajectory = None
         member.state = state
         self.ledger.give_up(outcome)
-
-    def _unqueue(self, member: Member) -> None:
-        place = (member.task.group_id, member.task.sample_index)
-        if place in self._queue:
-            self._queue.remove(place)
-
-    def _withdraw(self, lease_id: int, reason: Outcome) -> None:
-        self._reasons[lease_id] = reason
-        self.withdrawn.append(lease_id)
 
     def _settle(self, group: Group) -> None:
         """A member has come home or left: the group may be complete, filtered out, or empty."""
@@ -396,16 +364,14 @@ class SampleBuffer:
         """Members with a token that is too old lose all of it and queue again, in their place."""
         for member in group.members:
             if member.state == "leased" and member.floor < oldest:
-                if self._leases.pop(member.lease_id, None) is None:
-                    continue
-                self._withdraw(member.lease_id, Outcome.STALE)
+                self.leases.remove(member, Outcome.STALE)
             elif member.trajectory is not None and member.trajectory.oldest_version < oldest:
                 self.ledger.discard(Outcome.STALE, member.trajectory.action_count)
                 member.trajectory = None
             else:
                 continue
             self.ledger.retry(Outcome.STALE)
-            self._requeue(member)
+            self.leases.put(member)
             self._ready.pop(group.group_id, None)
 
     def _expire(self, group: Group) -> None:
@@ -463,11 +429,6 @@ class SampleBuffer:
     def ready_groups(self) -> int:
         """Complete groups that wait for a step."""
         return len(self._ready)
-
-    @property
-    def leased(self) -> int:
-        """Tasks that nodes are working on."""
-        return len(self._leases)
 
     def check(self) -> None:
         """Compare the ledger with what is here. Raises ContractError."""

@@ -302,10 +302,10 @@ class Hub:
 
     def _spread_word(self) -> None:
         """Sort what the buffer has withdrawn by node, for their cancel requests, and pass its notes on."""
-        for lease_id in self.buffer.withdrawn:
+        for lease_id in self.buffer.leases.withdrawn:
             if (node := self._node_of_lease.get(lease_id)) is not None:
                 self._cancels.setdefault(node, []).append(lease_id)
-        self.buffer.withdrawn.clear()
+        self.buffer.leases.withdrawn.clear()
         for note in self.buffer.notes:
             self._observer.note(note)
         self.buffer.notes.clear()

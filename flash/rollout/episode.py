@@ -151,8 +151,8 @@ class Episode:
             finally:
                 # Before closing, which may take its time: other episodes need not wait for it.
                 self._phases.leave(life.lease)
-        except BaseException:
-            await self._close(env, life)  # what goes wrong here must not hide what went wrong before
+        except BaseException:  # cancellation too: what goes wrong in closing must not hide it
+            await self._close(env, life)
             raise
         problem = await self._close(env, life)
         if problem is not None:

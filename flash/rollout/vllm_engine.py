@@ -104,7 +104,7 @@ class VLLMEngine:
         except Exception as error:  # vLLM's start fails with anything, from ValueError to pydantic's errors
             await self._give_up()
             raise EngineError(f"engine {self._index} did not start: {error}; see vLLM's log above") from error
-        except BaseException:
+        except BaseException:  # cancelled: nobody else would end what has started
             await self._give_up()
             raise
 

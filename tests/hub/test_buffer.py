@@ -189,7 +189,7 @@ def test_requeue_what_outgrows_the_window_is_withdrawn_and_starts_again_in_its_p
     chosen = buffer.take(1)  # step 2 will train no token of version 0: group 2 and 3 have outgrown the window
     assert chosen is not None
     assert [group.group_id for group in chosen] == [4, 5]
-    assert buffer.withdrawn == [lease.lease_id for lease in old[5:]]
+    assert buffer.leases.withdrawn == [lease.lease_id for lease in old[5:]]
     assert buffer.ledger.retried == {Outcome.STALE: 4}
     assert buffer.ledger.discarded_tokens == {Outcome.STALE: 3}
     buffer.finish(old[5].lease_id, fail(old[5], Outcome.CANCELLED, tokens=7))
@@ -207,7 +207,7 @@ def test_mask_lets_the_same_samples_go_on() -> None:
     buffer.commit(0)
     finish_all(buffer, lease_all(buffer, 1), 1)
     assert buffer.take(1) is not None
-    assert buffer.withdrawn == []
+    assert buffer.leases.withdrawn == []
 
 
 def test_wait_holds_a_step_back_until_no_straggler_would_outgrow_the_window() -> None:
@@ -323,7 +323,7 @@ def test_the_first_finishers_of_a_group_win_and_the_others_are_withdrawn_at_once
     leases = lease_all(buffer, 0)
     assert len(leases) == 4
     finish_all(buffer, [leases[3], leases[1]], 0)
-    assert buffer.withdrawn == [leases[0].lease_id, leases[2].lease_id]
+    assert buffer.leases.withdrawn == [leases[0].lease_id, leases[2].lease_id]
     chosen = buffer.take(0)
     assert chosen is not None
     assert [t.task.sample_index for t in chosen[0].trajectories()] == [1, 3]
@@ -349,7 +349,7 @@ def test_redundant_groups_are_started_on_top_and_the_last_one_home_is_cancelled_
     assert len(leases) == 6
     finish_all(buffer, leases[1:], 0)
     assert buffer.take(0) is not None
-    assert buffer.withdrawn == [leases[0].lease_id]
+    assert buffer.leases.withdrawn == [leases[0].lease_id]
     buffer.finish(leases[0].lease_id, fail(leases[0], Outcome.CANCELLED, tokens=9))
     buffer.commit(0)
     assert buffer.ledger.given_up == {Outcome.CANCELLED: 2}
@@ -366,7 +366,7 @@ def test_no_more_groups_are_cancelled_for_their_age_than_are_redundant() -> None
     buffer.commit(0)
     finish_all(buffer, lease_all(buffer, 1), 1)
     buffer.take(1)  # three samples of version 0 still run, and step 2 trains none of it
-    assert buffer.withdrawn == [old[2].lease_id]
+    assert buffer.leases.withdrawn == [old[2].lease_id]
 
 
 def test_the_end_of_the_run_books_what_redundancy_left_over() -> None:

@@ -73,7 +73,7 @@ class Life(RuleBasedStateMachine):
         """A straggler stays behind: its group may be trained in parts."""
         left = sorted(self.leases)[late % len(self.leases)]
         for lease_id in [lease_id for lease_id in self.leases if lease_id != left]:
-            if lease_id in self.buffer.withdrawn:
+            if lease_id in self.buffer.leases.withdrawn:
                 continue
             lease, start = self.leases.pop(lease_id)
             self.buffer.finish(lease_id, trajectory(lease.task, start, reward=float(lease_id % 2)))
@@ -117,14 +117,14 @@ class Life(RuleBasedStateMachine):
         lease, _ = self.pop(pick)
         self.buffer.revoke(lease.lease_id)
 
-    @precondition(lambda self: self.buffer.withdrawn)
+    @precondition(lambda self: self.buffer.leases.withdrawn)
     @rule(tokens=st.integers(0, 5))
     def cancel(self, tokens: int) -> None:
-        for lease_id in self.buffer.withdrawn:
+        for lease_id in self.buffer.leases.withdrawn:
             if lease_id in self.leases:
                 lease, _ = self.leases.pop(lease_id)
                 self.buffer.finish(lease_id, Failure(lease.task, Outcome.CANCELLED, "x", tokens))
-        self.buffer.withdrawn.clear()
+        self.buffer.leases.withdrawn.clear()
 
     @precondition(lambda self: not self.training and self.version < STEPS)
     @rule()
