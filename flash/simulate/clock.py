@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import selectors
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -26,6 +27,8 @@ from flash.errors import ContractError
 ResultT = TypeVar("ResultT")
 ArgsT = TypeVarTuple("ArgsT")
 
+_RESOLUTION_S = 1e-9
+"""Timers this close together are due together, as on the loops of asyncio."""
 _SHOWN_TASKS = 20
 """Waiting tasks listed in a deadlock's message."""
 
@@ -95,6 +98,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 f"or for a thread outside of it:\n{_describe_tasks(self)}"
             )
         self._now += seconds
+        # A timer is due when it lies before now plus this. After three months the loop's own nanosecond is lost in
+        # rounding: no timer would ever be due again.
+        self._clock_resolution = max(_RESOLUTION_S, 2 * math.ulp(self._now))
 
 
 class _JumpingSelector(selectors.BaseSelector):

@@ -57,6 +57,17 @@ def test_timers_fire_in_the_order_of_their_times_however_far_apart():
     assert all(at == pytest.approx(delay, rel=1e-12, abs=2e-9) for delay, at in woken)
 
 
+@pytest.mark.parametrize("years", [0.5, 30.0, 3000.0])
+def test_timers_still_fire_after_years(years):
+    async def two_sleeps() -> float:
+        await anyio.sleep(years * 365 * 86400)
+        before = anyio.current_time()
+        await anyio.sleep(0.01)
+        return anyio.current_time() - before
+
+    assert run_virtual(two_sleeps) == pytest.approx(0.01, rel=0.01)
+
+
 def test_a_deadline_fires_before_the_work_that_outlives_it():
     async def wait() -> float:
         with anyio.move_on_after(30):
