@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import secrets
 import shutil
+import signal
 import statistics
 import time
 from collections.abc import Sequence
@@ -154,8 +156,7 @@ async def through_engine(engine: Any, prompts: Sequence[list[int]], tokens: int)
 
 def offline(model: str, prompts: list[list[int]], tokens: int, rounds: int, answer: Any) -> None:
     """Seconds per round of vLLM's offline `generate`; runs in a process of its own."""
-    import os
-
+    os.setsid()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
 
@@ -206,6 +207,9 @@ def compare(args: Args) -> list[Row]:
         )
         child.start()
         batch = answers.get()
+        # With all processes of its engine: vLLM's own shutdown can wait for them forever.
+        assert child.pid is not None
+        os.killpg(child.pid, signal.SIGKILL)
         child.join(60)
         case = f"{requests} x {tokens} tokens"
         total = requests * tokens

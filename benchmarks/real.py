@@ -30,6 +30,8 @@ MODES = {
     "techniques, α = 2": ["train.async_ratio=2"],
 }
 """Overrides of each mode. The techniques are on by default."""
+SOME_STEPS = 10
+"""Steps over whose samples `first_rewards` and `last_rewards` are averaged: what the policy got while it learned."""
 RUN_TIMEOUT_S = 1800
 
 
@@ -41,9 +43,10 @@ class Measured(msgspec.Struct, frozen=True):
     evals: list[dict[str, Any]]
     metrics: list[dict[str, Any]]
 
-    def mean(self, name: str) -> float:
+    def mean(self, name: str, steps: slice = slice(None)) -> float:
         """A metric, averaged over the steps."""
-        return sum(row[name] for row in self.metrics) / len(self.metrics)
+        rows = self.metrics[steps]
+        return sum(row[name] for row in rows) / len(rows)
 
 
 def train(workload: Path, name: str, overrides: list[str]) -> Measured:
@@ -78,6 +81,8 @@ def compare(workload: Path, steps: int, goal: float, reference: float) -> list[R
             Row(case, "final_accuracy", "share", last["mean_reward"]),
             Row(case, "final_accuracy_low", "share", last["low"]),
             Row(case, "final_accuracy_high", "share", last["high"]),
+            Row(case, "first_rewards", "reward", run.mean("reward_mean", slice(SOME_STEPS))),
+            Row(case, "last_rewards", "reward", run.mean("reward_mean", slice(-SOME_STEPS, None))),
             Row(case, "trainer_busy_share", "share", 1 - run.summary["trainer_wait_share"]),
             Row(case, "engine_busy_share", "share", 1 - run.summary["engine_idle_share"]),
             Row(case, "trainer_wait_s_per_step", "s", run.mean("trainer_wait_s")),

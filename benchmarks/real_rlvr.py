@@ -13,7 +13,7 @@ from benchmarks.form import Args, Row, main
 from benchmarks.real import compare
 
 WORKLOAD = Path(__file__).parent / "workloads" / "real_rlvr.toml"
-STEPS, QUICK_STEPS = 50, 8
+STEPS, QUICK_STEPS = 80, 8
 GOAL = 1.7
 PAPER = 2.24
 """ROLL Flash, RLVR end to end."""

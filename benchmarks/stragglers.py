@@ -27,8 +27,7 @@ def run(tokens: str, on_expire: str, steps: int) -> tuple[SimReport, float]:
         rollout={"group_size": 8, "on_expire": on_expire},
         train={"batch_size": BATCH, "async_ratio": ALPHA},
         engine={"max_sequences": PLACES},
-        simulate=TWO_ENGINES
-        | {"train_step_s": BATCH * MEAN * STEP_S / (2 * PLACES), "response_tokens": tokens},
+        simulate=TWO_ENGINES | {"train_step_s": BATCH * MEAN * STEP_S / (2 * PLACES), "response_tokens": tokens},
     )
     world, report = run_world(config)
     issued = world.issued_lengths()[LONG]

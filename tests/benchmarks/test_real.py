@@ -32,7 +32,10 @@ def test_the_modes_of_a_workload_differ_in_nothing_but_what_is_compared(workload
 def measured(seconds, low, high):
     summary = {"samples": 64, "trainer_wait_share": 0.25, "engine_idle_share": 0.5, "max_age": 1.0}
     evals = [{"mean_reward": reward, "low": low, "high": high} for reward in (0.1, (low + high) / 2)]
-    return Measured(seconds, summary, evals, [{"trainer_wait_s": 1.0, "trainer_step_s": wait} for wait in (2.0, 4.0)])
+    metrics = [
+        {"trainer_wait_s": 1.0, "trainer_step_s": 2.0 + step % 2 * 2, "reward_mean": float(step)} for step in range(12)
+    ]
+    return Measured(seconds, summary, evals, metrics)
 
 
 @pytest.mark.parametrize(("low", "agree"), [(0.55, 1.0), (0.65, 0.0)])
@@ -47,3 +50,4 @@ def test_the_rows_compare_the_first_mode_with_the_others(monkeypatch, low, agree
     assert of_ours["trainer_busy_share"] == 0.75
     assert of_ours["engine_busy_share"] == 0.5
     assert of_ours["trainer_step_s_per_step"] == 3.0
+    assert (of_ours["first_rewards"], of_ours["last_rewards"]) == (4.5, 6.5)
