@@ -6,12 +6,12 @@ micro-batches of all ranks. The denominators are those of the whole batch; a seq
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from algorithms.base import Aggregation
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
 
 
 def token_weights(
@@ -22,13 +22,18 @@ def token_weights(
     *,
     total_tokens: int,
     total_sequences: int,
+    constant: float = 1.0,
 ) -> Tensor:
     """float64 [T]: the weight of each token's loss; 0 where `mask_T` is False.
 
     `sequences` is the count of sequences in this micro-batch; `total_tokens` (unmasked tokens) and `total_sequences`
-    (sequences with an unmasked token) are counts over the whole batch. Per token, with n_s unmasked tokens in its
-    sequence: token_mean 1 / total_tokens; seq_mean_token_mean 1 / (n_s · total_sequences); seq_mean_token_sum
-    1 / total_sequences.
+    (sequences with an unmasked token) are counts over the whole batch; `constant` is Dr. GRPO's L, in tokens. Per
+    token, with n_s unmasked tokens in its sequence:
+
+        token_mean             1 / total_tokens
+        seq_mean_token_mean    1 / (n_s · total_sequences)
+        seq_mean_token_sum     1 / total_sequences
+        constant               1 / (constant · total_sequences)
     """
     present_T = mask_T.double()
     if aggregation == "token_mean":
@@ -36,5 +41,7 @@ def token_weights(
     weight_T = present_T / max(total_sequences, 1)
     if aggregation == "seq_mean_token_sum":
         return weight_T
+    if aggregation == "constant":
+        return weight_T / constant
     length_S = present_T.new_zeros(sequences).index_add(0, sequence_T, present_T)
     return weight_T / length_S.clamp(min=1)[sequence_T]

@@ -1,7 +1,8 @@
 """The interface of all objectives: packed token tensors in, a per-token loss out.
 
 Shape legend: T = packed tokens of one micro-batch that predict an action token (prompts are already gone); S =
-sequences of that micro-batch. Every tensor is float32 unless said otherwise.
+sequences of that micro-batch; N = trained tokens of a whole minibatch, over all micro-batches and ranks. Every tensor
+is float32 unless said otherwise.
 
 An objective is a frozen struct whose fields are its options and whose `__call__` is its formula. It does no I/O,
 reads no config and calls no collective: the trainer aggregates, masks and reduces. Files here use tensor methods
@@ -10,12 +11,21 @@ only, so that the options can be read and checked without importing torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+import math
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import msgspec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Advantage = Literal["group", "group_mean", "leave_one_out", "batch", "turn", "gae"]
+"""Estimators: see `algorithms.advantages` and, for gae, `algorithms.gae`."""
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
+"""See `algorithms.aggregation`."""
+Proximal = Literal["recompute", "loglinear", "ewma"]
+"""Where `proximal_T` comes from: the weights at the start of the step; a point between behaviour and now by age
+(`algorithms.proximal`); an exponentially weighted average of the weights of all steps so far (Hilton et al. 2021)."""
 
 
 class PackedTokens(NamedTuple):
@@ -26,15 +36,19 @@ class PackedTokens(NamedTuple):
     behaviour_T: Tensor
     """Log-prob under the policy that sampled the token, from the engine."""
     proximal_T: Tensor
-    """Log-prob under the weights at the start of this training step, no gradient."""
+    """Log-prob under the proximal policy (see `Proximal`), no gradient."""
     advantage_T: Tensor
     """Advantage of the token's sequence (or of the token)."""
+    reward_T: Tensor
+    """Reward of the token's trajectory, as the environment gave it."""
     mask_T: Tensor
     """bool: the token takes part in the loss."""
     sequence_T: Tensor
     """int64: which of the S sequences the token belongs to; non-decreasing."""
     sequences: int
     """S."""
+    limit: float = math.inf
+    """What `Objective.limit` gave for the minibatch."""
 
 
 class ObjectiveOutput(NamedTuple):
@@ -43,7 +57,8 @@ class ObjectiveOutput(NamedTuple):
     loss_T: Tensor
     """To be minimised. Values in masked slots are ignored, also when they are NaN."""
     stats: dict[str, Tensor]
-    """Name → [T], detached."""
+    """Name → [T], detached. `ratio`: importance ratio, `clipped`: 1 where the gradient was taken away or cut, `weight`:
+    a weight as used; these three have plots."""
 
 
 class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,6 +66,30 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     corrects_staleness: ClassVar[bool] = True
     """Whether the objective uses behaviour log-probs; without them async_ratio > 0 is refused."""
+    advantage: ClassVar[Advantage] = "group"
+    """The estimator of the method, where `algorithm.advantage` names no other."""
+    aggregation: ClassVar[Aggregation] = "token_mean"
+    """The aggregation of the method, where `algorithm.aggregation` names no other."""
+    limits: ClassVar[bool] = False
+    """Whether `limit` is to be asked."""
+
+    @property
+    def proximal_policy(self) -> Proximal:
+        """Where `proximal_T` is to come from."""
+        return "recompute"
+
+    @property
+    def proximal_decay(self) -> float:
+        """Of `ewma`: what the average of the weights keeps of its past with each step."""
+        raise TypeError(f"{type(self).__name__} does not define proximal_decay")
+
+    def limit(self, log_ratio_N: Tensor, advantage_N: Tensor) -> float:
+        """A number that follows from all trained tokens of a minibatch, before its update; no gradient.
+
+        `log_ratio_N` is logp − behaviour. It reaches `__call__` as `PackedTokens.limit`, so that a rule over the whole
+        minibatch does not depend on how the minibatch was cut.
+        """
+        raise TypeError(f"{type(self).__name__} does not define limit")
 
     def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
         """Per-token loss of one micro-batch."""

@@ -1,29 +1,27 @@
-"""GRPO's clipped surrogate (Shao et al. 2024, arXiv 2402.03300, eq. 3), without its KL term.
+"""GRPO (Shao et al. 2024, arXiv 2402.03300, eq. 3); its KL term is `algorithms.kl`, to be set beside it.
 
 The ratio is taken to the policy that sampled the token, so that data from an older version is corrected.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from msgspec import Meta
-
 from algorithms.base import Objective, ObjectiveOutput, PackedTokens
+from algorithms.surrogate import ClipHigh, ClipLow, clipped_surrogate
 
 
 class Grpo(Objective, frozen=True):
-    """max E[min(r A, clip(r, 1 − ε_low, 1 + ε_high) A)] with r = π_θ / π_behaviour."""
+    """max E[min(r A, clip(r, 1 − ε_low, 1 + ε_high) A)] with r = π_θ / π_behaviour, A = (R − mean) / std."""
 
-    clip_low: Annotated[float, Meta(ge=0, le=1)] = 0.2
+    advantage = "group"
+    aggregation = "seq_mean_token_mean"
+
+    clip_low: ClipLow = 0.2
     """ε_low."""
-    clip_high: Annotated[float, Meta(ge=0)] = 0.2
+    clip_high: ClipHigh = 0.2
     """ε_high."""
 
     def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
-        """Per-token loss. Statistics: `ratio`, and `clipped` (1 where the clip took the gradient away)."""
+        """Per-token loss. Statistics: `ratio` and `clipped`."""
         ratio_T = (tokens.logp_T - tokens.behaviour_T).exp()
-        free_T = ratio_T * tokens.advantage_T
-        bound_T = ratio_T.clamp(1 - self.clip_low, 1 + self.clip_high) * tokens.advantage_T
-        stats = {"ratio": ratio_T.detach(), "clipped": (bound_T < free_T).to(ratio_T.dtype)}
-        return ObjectiveOutput(loss_T=-free_T.minimum(bound_T), stats=stats)
+        surrogate_T, clipped_T = clipped_surrogate(ratio_T, tokens.advantage_T, self.clip_low, self.clip_high)
+        return ObjectiveOutput(-surrogate_T, {"ratio": ratio_T.detach(), "clipped": clipped_T})

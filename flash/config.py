@@ -11,6 +11,11 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
+from algorithms.base import Advantage, Aggregation
+from algorithms.corrections import Correction
+from algorithms.kl import Kl
+from algorithms.shaping import Shaping
+from algorithms.staleness import NoStaleness, Staleness
 from flash.section import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 from flash.simulate.settings import SimulateConfig
 
@@ -172,16 +177,47 @@ class TrainConfig(Section, frozen=True):
 
 
 class AlgorithmConfig(Section, frozen=True):
-    """What is optimised."""
+    """What is optimised. docs/algorithms.md says how to choose."""
 
     objective: str = "decoupled_ppo"
     """A name from docs/algorithms.md, or `module:Class`."""
     options: dict[str, Any] = field(default_factory=dict)
     """The objective's own options, checked against its fields."""
-    advantage: Literal["group"] = "group"
-    """How rewards become advantages."""
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
-    """How per-token losses become one number."""
+    advantage: Advantage | None = None
+    """How rewards become advantages. None: as the objective's method does it."""
+    gamma: Fraction = 1.0
+    """Discount of later rewards: per turn where `advantage` is `turn`, per token where it is `gae`."""
+    aggregation: Aggregation | None = None
+    """How per-token losses become one number. None: as the objective's method does it."""
+    constant_length: Positive | None = None
+    """Tokens by which `constant` aggregation divides each sequence's sum. None: rollout.max_new_tokens."""
+    corrections: list[Correction] = field(default_factory=list)
+    """Weights of exp(proximal − behaviour) that multiply the objective's loss, one after the other."""
+    staleness: Staleness = NoStaleness()
+    """How much less an old sample counts in the objective's loss."""
+    kl: Kl | None = None
+    """A pull towards a reference policy. None: no pull."""
+    entropy_bonus: NonNegativeFloat = 0.0
+    """Coefficient of the policy's entropy, which is taken from the loss."""
+    shaping: list[Shaping] = field(default_factory=list)
+    """What length adds to the rewards before they become advantages, one after the other."""
+
+
+class CriticConfig(Section, frozen=True):
+    """The value model of `advantage = "gae"`, with an optimizer of its own."""
+
+    path: str | None = None
+    """A Hugging Face model folder or hub id, with the policy's tokenizer. None: model.path."""
+    learning_rate: PositiveFloat = 1e-5
+    """Constant over the run."""
+    warmup_steps: NonNegative = 0
+    """First steps in which only the critic learns; the policy keeps its weights, its version counts on."""
+    clip: PositiveFloat | None = 0.2
+    """How far a value may move in a step before the clipped loss ignores the rest. None: as far as it will."""
+    lam: Fraction = 0.95
+    """λ of the generalised advantage estimate: 0 trusts the critic, 1 the rewards."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Its gradients are clipped to this global norm."""
 
 
 class WeightsConfig(Section, frozen=True):
@@ -282,6 +318,7 @@ class Config(Section, frozen=True):
     engine: EngineConfig = EngineConfig()
     train: TrainConfig = TrainConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig | None = None
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -14,10 +14,11 @@ from typing import Any, cast
 
 import msgspec
 
+from flash.algorithmcheck import algorithm_rule
 from flash.config import Config
 from flash.decode import Problem
 from flash.errors import ConfigError
-from flash.imports import examine_options, load_object, load_objective
+from flash.imports import examine_options, load_object
 from flash.simulate.settings import SimulateConfig
 from flash.simulate.spread import parse_spread
 
@@ -59,26 +60,6 @@ def optimizer_rule(config: Config) -> Iterator[Problem]:
         yield Problem("train.betas", f"expected numbers below 1, got {list(config.train.betas)}")
 
 
-def algorithm_rule(config: Config) -> Iterator[Problem]:
-    """The objective exists, its options fit, and it can do what the run asks of it."""
-    algorithm, train = config.algorithm, config.train
-    if config.rollout.group_size == 1:
-        message = f"expected at least 2: algorithm.advantage = {algorithm.advantage!r} compares the samples of a prompt"
-        yield Problem("rollout.group_size", message)
-    try:
-        objective = load_objective(algorithm.objective)
-    except ConfigError as error:
-        yield Problem("algorithm.objective", str(error))
-        return
-    yield from examine_options(objective, algorithm.options, "algorithm.options")[1]
-    if train.async_ratio > 0 and not objective.corrects_staleness and not train.allow_uncorrected:
-        message = (
-            f"{train.async_ratio:g} trains on samples of older versions, which `{algorithm.objective}` does not "
-            "correct for: use an objective that does, or async_ratio = 0, or set train.allow_uncorrected = true"
-        )
-        yield Problem("train.async_ratio", message)
-
-
 def environment_rule(config: Config) -> Iterator[Problem]:
     """The environment exists, has the interface, and takes its options."""
     try:
@@ -110,8 +91,7 @@ def _own_check(env: type[object], kwargs: dict[str, Any]) -> Iterator[Problem]:
 def model_rule(config: Config) -> Iterator[Problem]:
     """A local model folder is one, or is to be made. A hub id is taken on trust."""
     path = Path(config.model.path)
-    hub_id = HUB_ID.fullmatch(config.model.path) and (path.parent == Path() or not path.parent.exists())
-    if hub_id and not path.exists():
+    if _is_hub_id(config.model.path):
         return
     if path.is_file():
         yield Problem("model.path", f"expected a folder, got the file {path}")
@@ -123,6 +103,25 @@ def model_rule(config: Config) -> Iterator[Problem]:
             f"the folder {path} {what}: expected a Hugging Face model, a hub id, or a [tiny_model] table to make one"
         )
         yield Problem("model.path", message)
+
+
+def _is_hub_id(text: str) -> bool:
+    path = Path(text)
+    named = HUB_ID.fullmatch(text) is not None and (path.parent == Path() or not path.parent.exists())
+    return named and not path.exists()
+
+
+def other_models_rule(config: Config) -> Iterator[Problem]:
+    """Local folders of the reference and of the critic are models; where they are the policy's, `model_rule` looks."""
+    named = [
+        ("algorithm.kl.reference", config.algorithm.kl and config.algorithm.kl.reference),
+        ("critic.path", config.critic and config.critic.path),
+    ]
+    for key, path in named:
+        if path is None or path == config.model.path or _is_hub_id(path):
+            continue
+        if not (Path(path) / "config.json").is_file():
+            yield Problem(key, f"{path} is no Hugging Face model: expected a folder with a config.json, or a hub id")
 
 
 def _model_folder(config: Config, file: Path) -> Iterator[Problem]:
@@ -274,6 +273,7 @@ RULES: tuple[Rule, ...] = (
     algorithm_rule,
     environment_rule,
     model_rule,
+    other_models_rule,
     response_rule,
     length_rule,
     eval_rule,

@@ -1,17 +1,17 @@
-"""The configuration's reference, made from the docstrings under the fields of `flash.config`."""
+"""The configuration's reference, made from the docstrings under the fields of `flash.config` and of what it holds."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 from collections.abc import Iterator
+from typing import Any, get_args, get_origin
 
 import msgspec
 
 from flash.config import Config
 from flash.configfile import section_in
-from flash.decode import describe, show
-from flash.section import Section
+from flash.decode import describe, show, tables_in
 
 INTRODUCTION = """\
 # Configuration
@@ -22,7 +22,9 @@ A run is described by TOML files and overrides: `flash train base.toml mine.toml
 to right, tables deep; overrides come last, and their value is TOML or else text. `flash train … --dry-run` resolves
 and checks everything without starting anything; the resolved configuration is written to the run directory.
 
-Numbers may be written as integers; nothing else is converted. Unknown keys, wrong types and combinations that cannot
+Numbers may be written as integers; nothing else is converted. `none` gives a key that may be without a value none, and
+takes an optional table away; in a list of tables, and in a table of several kinds, `kind` says which options there are:
+`algorithm.corrections=[{kind="token_tis", cap=3}]`. Unknown keys, wrong types and combinations that cannot
 work are refused, all of them at once.
 """
 
@@ -44,9 +46,28 @@ def _sections() -> Iterator[str]:
         yield "| key | value | default | meaning |\n| --- | --- | --- | --- |"
         yield from _rows(section)
         yield ""
+        for field in msgspec.structs.fields(section):
+            yield from _kinds(f"{name}.{field.name}", field.type)
 
 
-def _rows(section: type[Section]) -> Iterator[str]:
+def _kinds(key: str, annotation: Any) -> Iterator[str]:
+    """What may stand in a key that holds a table or a list of tables."""
+    in_list = get_origin(annotation) is list
+    kinds = tables_in(get_args(annotation)[0] if in_list else annotation)
+    if not kinds:
+        return
+    yield f"### `{key}`\n"
+    if "" not in kinds:
+        yield f"{'Each item is' if in_list else 'Is'} a table of one of these kinds.\n"
+    for kind, struct in kinds.items():
+        yield f"**`kind = {show(kind)}`**: {inspect.getdoc(struct)}\n" if kind else f"{inspect.getdoc(struct)}\n"
+        if msgspec.structs.fields(struct):
+            yield "| option | value | default | meaning |\n| --- | --- | --- | --- |"
+            yield from _rows(struct)
+            yield ""
+
+
+def _rows(section: type[msgspec.Struct]) -> Iterator[str]:
     meanings = field_docs(section)
     for field in msgspec.structs.fields(section):
         if field.required:
@@ -61,7 +82,7 @@ def _rows(section: type[Section]) -> Iterator[str]:
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def field_docs(section: type[Section]) -> dict[str, str]:
+def field_docs(section: type[msgspec.Struct]) -> dict[str, str]:
     """The docstring under each field of a section, on one line."""
     (tree,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(tree, ast.ClassDef)

@@ -11,7 +11,9 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar, cast, get_args
 
 import msgspec
@@ -19,7 +21,7 @@ import tomli_w
 
 from flash.config import Config
 from flash.configcheck import check
-from flash.decode import Problem, convert, describe, mismatch, nearest, refuse, suggest
+from flash.decode import NONE, Problem, describe, examine, mismatch, nearest, refuse, suggest, tables_in, tag_field
 from flash.errors import ConfigError
 from flash.section import Section
 
@@ -63,17 +65,26 @@ def load(paths: Sequence[Path], overrides: Sequence[str] = (), *, simulated: boo
 def dump(config: Config) -> str:
     """The configuration as TOML that `load` reads back to an equal one.
 
-    None is left out: TOML has no word for it, and it is the default of every key that may be None.
+    None is left out where it is the default, and written as `none` elsewhere.
     """
-    return tomli_w.dumps(_without_none(msgspec.to_builtins(config)))
+    return tomli_w.dumps(_plain(config))
 
 
-def _without_none(table: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_none(cast("dict[str, Any]", value)) if isinstance(value, dict) else value
-        for key, value in table.items()
-        if value is not None
-    }
+def _plain(value: Any) -> Any:
+    """Structs as tables of plain values."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in cast("Sequence[Any]", value)]
+    if not isinstance(value, msgspec.Struct):
+        return value
+    described = value.__struct_config__
+    table: dict[str, Any] = {described.tag_field: described.tag} if described.tag_field is not None else {}
+    for field in msgspec.structs.fields(type(value)):
+        inner = getattr(value, field.name)
+        if inner is not None:
+            table[field.name] = _plain(inner)
+        elif field.default is not None:
+            table[field.name] = NONE
+    return table
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -115,12 +126,25 @@ def _merge(
         path = prefix + key
         existing = into.get(key)
         if isinstance(value, dict):
-            if not isinstance(existing, dict):
+            if not isinstance(existing, dict) or _other_kind(path, existing, value):
                 into[key] = {}
             _merge(into[key], cast("dict[str, Any]", value), source, origins, path + ".")
         else:
             into[key] = value
         origins[path] = source
+
+
+def _other_kind(path: str, existing: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+    """Whether a table takes the place of an earlier one because its kind, and so its options, are others."""
+    tag = _tagged_tables().get(path)
+    return tag is not None and tag in value and value[tag] != existing.get(tag)
+
+
+@cache
+def _tagged_tables() -> dict[str, str]:
+    """Path and tag field of every key whose value is a table of one of several kinds."""
+    found = ((path, tag_field(kinds)) for path, annotation in keys() if (kinds := tables_in(annotation)))
+    return {path: tag for path, tag in found if tag is not None}
 
 
 class _Decoder:
@@ -141,7 +165,9 @@ class _Decoder:
         values: dict[str, Any] = {}
         for name, field in fields.items():
             inner = section_in(field.type)
-            if inner is not None and (name in table or field.required):
+            if inner is not None and table.get(name) == NONE and NoneType in get_args(field.type):
+                values[name] = None
+            elif inner is not None and (name in table or field.required):
                 values[name] = self._inner(inner, table.get(name, {}), prefix + name)
             elif name in table:
                 values[name] = self._value(field.type, table[name], prefix + name)
@@ -156,11 +182,9 @@ class _Decoder:
         return None
 
     def _value(self, annotation: Any, value: Any, key: str) -> Any:
-        try:
-            return convert(value, annotation)
-        except msgspec.ValidationError:
-            self.problems.append(mismatch(key, annotation, value))
-            return None
+        converted, problems = examine(value, annotation, key)
+        self.problems += problems
+        return converted
 
 
 def section_in(annotation: Any) -> type[Section] | None:
@@ -181,14 +205,19 @@ def _suggest_key(prefix: str, key: str, siblings: Iterable[str]) -> str:
     return f"; did you mean `{elsewhere[near]}`?" if near else ""
 
 
-def key_paths(section: type[Section] = Config, prefix: str = "") -> Iterator[str]:
+def key_paths() -> Iterator[str]:
     """Every key's dotted path."""
+    return (path for path, _ in keys())
+
+
+def keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key's dotted path and type."""
     for field in msgspec.structs.fields(section):
         inner = section_in(field.type)
         if inner is None:
-            yield prefix + field.name
+            yield prefix + field.name, field.type
         else:
-            yield from key_paths(inner, f"{prefix}{field.name}.")
+            yield from keys(inner, f"{prefix}{field.name}.")
 
 
 def _resolve(config: Config) -> Config:

@@ -10,13 +10,16 @@ import difflib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, NamedTuple, Union, cast, get_args, get_origin
 
 import msgspec
 from msgspec import inspect
 
 from flash.errors import ConfigError
+
+NONE = "none"
+"""Stands for None, which TOML has no word for."""
 
 LONGEST_VALUE = 60
 """Characters of a wrong value that a message repeats."""
@@ -47,6 +50,81 @@ def convert(value: Any, annotation: Any) -> Any:
     return msgspec.convert(value, annotation)
 
 
+def examine(value: Any, annotation: Any, key: str) -> tuple[Any, list[Problem]]:
+    """`convert`, with the problems returned, and named each by its own key inside of tables and lists of tables.
+
+    The text `none` gives None to a key that may be None and may not be text.
+    """
+    if value == NONE and NoneType in get_args(annotation) and str not in get_args(annotation):
+        return None, []
+    if isinstance(value, list) and get_origin(annotation) is list:
+        (item_type,) = get_args(annotation)
+        if tables_in(item_type):
+            items = cast("list[Any]", value)
+            found = [examine(item, item_type, f"{key}[{place}]") for place, item in enumerate(items)]
+            return [item for item, _ in found], [problem for _, problems in found for problem in problems]
+    if isinstance(value, dict) and (kinds := tables_in(annotation)):
+        return _table(cast("dict[str, Any]", value), kinds, key)
+    try:
+        return convert(value, annotation), []
+    except msgspec.ValidationError:
+        return None, [mismatch(key, annotation, value)]
+
+
+def tables_in(annotation: Any) -> dict[str, type[msgspec.Struct]]:
+    """The structs that a value of this type may be, by their tag; one without a tag under the empty text."""
+    union = get_origin(annotation) in (Union, UnionType)
+    return {
+        str(candidate.__struct_config__.tag or ""): candidate
+        for candidate in (get_args(annotation) if union else (annotation,))
+        if isinstance(candidate, type) and issubclass(candidate, msgspec.Struct)
+    }
+
+
+def tag_field(kinds: Mapping[str, type[msgspec.Struct]]) -> str | None:
+    """The key that tells these structs apart; None for a single one without a tag."""
+    return next(iter(kinds.values())).__struct_config__.tag_field
+
+
+def _table(table: dict[str, Any], kinds: dict[str, type[msgspec.Struct]], key: str) -> tuple[Any, list[Problem]]:
+    """The struct of the table's kind, with its values checked."""
+    tag = tag_field(kinds)
+    kind = str(table.get(tag, "")) if tag is not None else ""
+    if kind not in kinds:
+        got = f"got {show(table[tag])}{suggest(kind, kinds)}" if tag in table else "which is missing"
+        return None, [Problem(f"{key}.{tag}", f"expected {_either([show(name) for name in kinds])}, {got}")]
+    fields = {field.name: field for field in msgspec.structs.fields(kinds[kind])}
+    problems: list[Problem] = []
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        if name == tag:
+            continue
+        if name in fields:
+            values[name], wrong = examine(value, fields[name].type, f"{key}.{name}")
+            problems += wrong
+        else:
+            problems.append(Problem(f"{key}.{name}", _no_option(name, kind, kinds, fields)))
+    problems += [
+        Problem(f"{key}.{name}", f"is missing; expected {describe(field.type)}")
+        for name, field in fields.items()
+        if field.required and name not in table
+    ]
+    if problems:
+        return None, problems
+    try:
+        return kinds[kind](**values), []
+    except ValueError as error:
+        return None, [Problem(key, str(error))]
+
+
+def _no_option(name: str, kind: str, kinds: dict[str, type[msgspec.Struct]], fields: Iterable[str]) -> str:
+    """What is wrong with an option that a table of this kind does not have, and where it may belong."""
+    own = ", ".join(f"`{field}`" for field in fields) or "none"
+    others = [show(other) for other, struct in kinds.items() if name in struct.__struct_fields__]
+    hint = f"; it belongs to {_either(others)}" if others else suggest(name, fields)
+    return f"{show(kind) if kind else 'this table'} has no such option{hint} (its options: {own})"
+
+
 def _finite(value: Any) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
@@ -69,7 +147,8 @@ def refuse(problems: Sequence[Problem], origins: Mapping[str, str] = MappingProx
     """One error for all problems; `origins` says of a key where its value was written."""
     lines: list[str] = []
     for key, message in problems:
-        place = f" ({origins[key]})" if key in origins else ""
+        whole = key if key in origins else key.partition("[")[0]
+        place = f" ({origins[whole]})" if whole in origins else ""
         lines.append(f"`{key}`{place}: {message}")
     if len(lines) == 1:
         return ConfigError(lines[0])
@@ -78,6 +157,9 @@ def refuse(problems: Sequence[Problem], origins: Mapping[str, str] = MappingProx
 
 def show(value: Any) -> str:
     """A value as TOML writes it, shortened."""
+    if isinstance(value, msgspec.Struct):
+        built = msgspec.to_builtins(value)
+        return "{" + ", ".join(f"{name} = {show(one)}" for name, one in built.items()) + "}"
     if isinstance(value, dict):
         return "a table"
     text = json.dumps(value, default=str, ensure_ascii=False)
@@ -92,7 +174,8 @@ def describe(annotation: Any) -> str:
         return str(annotation)
 
 
-def _words(info: inspect.Type) -> str:
+def _words(info: inspect.Type, beside: Sequence[inspect.Type] = ()) -> str:
+    """`beside`: all types of the union that this one stands in, so that its tagged tables are described as one."""
     match info:
         case inspect.IntType():
             return "an integer" + _bounds(info)
@@ -107,11 +190,14 @@ def _words(info: inspect.Type) -> str:
         case inspect.EnumType(cls=cls):
             return _either([show(member.value) for member in cls])
         case inspect.UnionType(types=types):
-            return _either([_words(one) for one in types if not isinstance(one, inspect.NoneType)])
+            return _either(list(dict.fromkeys(_words(one, types) for one in types if one != inspect.NoneType())))
         case inspect.CollectionType(item_type=item):
             return f"a list, each item {_words(item)}"
         case inspect.TupleType(item_types=items):
             return f"a list of {len(items)}: [{', '.join(map(_words, items))}]"
+        case inspect.StructType(tag_field=str(tag)):
+            kinds = [show(one.tag) for one in beside or (info,) if isinstance(one, inspect.StructType)]
+            return f"a table with {tag} = {_either(kinds)}"
         case inspect.DictType() | inspect.StructType():
             return "a table"
         case inspect.CustomType(cls=cls):

@@ -175,6 +175,18 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True):
         """The oldest version among the action tokens."""
         return min(run.version for run in self.versions)
 
+    def entry(self, min_version: int = 0) -> BatchSample:
+        """What the batch must know of it, in a step that trains tokens of `min_version` or newer."""
+        trained = [run.version for run in self.versions if run.version >= min_version]
+        return BatchSample(
+            group_id=self.task.group_id,
+            reward=self.reward,
+            oldest_version=min(trained, default=self.oldest_version),
+            tokens=self.action_count,
+            truncated=self.outcome == Outcome.TRUNCATED,
+            turns=[turn.reward for turn in self.turns],
+        )
+
 
 class Failure(msgspec.Struct, frozen=True, tag=True):
     """One lease that ended without a trajectory. Never a reward of 0."""
@@ -186,15 +198,23 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
     """Generated tokens lost with it."""
 
 
-class GroupReward(msgspec.Struct, frozen=True, array_like=True):
-    """The identity and reward of one sample of a batch, known to every trainer rank."""
+class BatchSample(msgspec.Struct, frozen=True, array_like=True):
+    """What every trainer rank knows of one sample of a batch, whichever rank was dealt it."""
 
     group_id: int
     reward: float
+    oldest_version: int
+    """The oldest version among its trained tokens; below the step's `min_version` when none is trained."""
+    tokens: int
+    """Action tokens, those that are too old to be trained included."""
+    truncated: bool
+    """A limit ended it, not the environment."""
+    turns: list[float]
+    """Reward of each turn; they sum to `reward`."""
 
 
 class ShardSample(msgspec.Struct, frozen=True):
-    """One trajectory dealt to a rank; `index` is its place in `Shard.rewards`."""
+    """One trajectory dealt to a rank; `index` is its place in `Shard.batch`."""
 
     index: int
     trajectory: Trajectory
@@ -208,14 +228,14 @@ class Shard(msgspec.Struct, frozen=True):
     min_version: int
     """Action tokens sampled by an older version are left out of the loss (they are booked as stale)."""
     samples: list[ShardSample]
-    rewards: list[GroupReward]
+    batch: list[BatchSample]
     """All samples of the batch, over all ranks."""
     total_tokens: int
     """Trained action tokens over all ranks: the denominator of token means."""
     total_sequences: int
     """Samples with at least one trained token over all ranks: the denominator of sequence means."""
-    earlier: list[GroupReward] = []
-    """Rewards of samples that an earlier step has trained, whose groups go on in this batch: advantages count them."""
+    earlier: list[BatchSample] = []
+    """Samples that an earlier step has trained, whose groups go on in this batch: advantages count them."""
 
 
 class Canary(msgspec.Struct, frozen=True):

@@ -1,12 +1,14 @@
 """The configuration's reference page."""
 
 from pathlib import Path
+from typing import get_args, get_origin
 
 import msgspec
 
 from flash.config import Config
 from flash.configdocs import field_docs, markdown
-from flash.configfile import key_paths, section_in
+from flash.configfile import key_paths, keys, section_in
+from flash.decode import tables_in
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 
@@ -23,5 +25,21 @@ def test_every_field_of_the_configuration_has_a_docstring():
 
 
 def test_the_page_has_a_row_for_every_key():
+    kinds = sum(len(msgspec.structs.fields(struct)) for struct in tables())
     rows = [line for line in markdown().splitlines() if line.startswith("| `")]
-    assert len(rows) == len(list(key_paths()))
+    assert len(rows) == len(list(key_paths())) + kinds
+
+
+def test_the_page_names_every_kind_of_a_table_with_its_options():
+    page = markdown()
+    assert len(tables()) == 10
+    for struct in tables():
+        tag = struct.__struct_config__.tag
+        assert tag is None or f'**`kind = "{tag}"`**' in page
+        assert field_docs(struct).keys() == {field.name for field in msgspec.structs.fields(struct)}
+
+
+def tables() -> list[type[msgspec.Struct]]:
+    """What may stand in the keys that hold tables or lists of tables."""
+    annotations = [get_args(found)[0] if get_origin(found) is list else found for _, found in keys()]
+    return [struct for annotation in annotations for struct in tables_in(annotation).values()]

@@ -27,7 +27,15 @@ def overrides(tmp_path, monkeypatch):
 
 def test_there_is_an_example_for_each_reference_setting():
     names = {example.stem for example in EXAMPLES}
-    assert names == {"quickstart", "one_gpu", "one_node_8gpu", "slurm_multinode", "simulate", "multi_turn"}
+    assert names == {
+        "quickstart",
+        "one_gpu",
+        "one_node_8gpu",
+        "slurm_multinode",
+        "simulate",
+        "multi_turn",
+        "ppo_critic",
+    }
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)

@@ -137,8 +137,8 @@ def test_every_named_objective_loads(name):
 
 
 def test_an_unknown_objective_names_the_nearest():
-    with pytest.raises(ConfigError, match="got `gpro`; did you mean `grpo`"):
-        load_objective("gpro")
+    with pytest.raises(ConfigError, match="got `decoupled_pop`; did you mean `decoupled_ppo`"):
+        load_objective("decoupled_pop")
 
 
 @pytest.mark.parametrize("path", ["flash.errors:ConfigError", "math:pi"])

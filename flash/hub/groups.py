@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from flash.types import Task, Trajectory
+from flash.types import BatchSample, Task, Trajectory
 
 MOST_MISSING = 0.25
 """Share of a group that may still be on its way when the others are trained: their baseline is to be a good one."""
@@ -43,8 +43,8 @@ class Group(msgspec.Struct):
     wanted: int
     """Finished members that make it complete; further members are redundant."""
     members: list[Member]
-    earlier: list[float] = []
-    """Rewards of the members that were trained in earlier steps."""
+    earlier: list[BatchSample] = []
+    """The members that were trained in earlier steps."""
 
     @property
     def complete(self) -> bool:
@@ -61,12 +61,12 @@ class Group(msgspec.Struct):
     def split(self) -> Group:
         """Part with the members that are done: they form a group of their own, to be trained now."""
         part = [msgspec.structs.replace(member) for member in self.members if member.state == "done"]
-        rewards = [trajectory.reward for trajectory in self.trajectories()]
+        entries = [trajectory.entry() for trajectory in self.trajectories()]
         now = Group(self.group_id, self.slot, self.wanted, part, list(self.earlier))
         for member in self.members:
             if member.state == "done":
                 member.state, member.trajectory = "trained", None
-        self.earlier += rewards
+        self.earlier += entries
         return now
 
     def count(self, state: MemberState) -> int:

@@ -258,6 +258,7 @@ COLUMNS = (
     Column("entropy", 7, lambda row: _fixed(row, "entropy", 3)),
     Column("ratio", 5, lambda row: _fixed(row, "ratio_mean", 3)),
     Column("clip%", 5, lambda row: _percent(row, "clip_fraction")),
+    Column("ess%", 5, lambda row: _percent(row, "ess")),
     Column("kl", 8, lambda row: _tiny(row, "mismatch_kl")),
     Column("grad", 6, lambda row: _fixed(row, "grad_norm", 3)),
     Column("age/max", 7, _age),

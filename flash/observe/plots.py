@@ -2,6 +2,7 @@
 
     reward.png     reward of the trained samples and held-out accuracy, over steps and over time
     ages.png       how old the trained tokens were
+    offpolicy.png  how far the trained tokens were from the policy that trained on them
     timeline.png   who was busy when: the whole run, and a few steps of it close up
 
 Drawn for 800 pixels of width, at twice that resolution. matplotlib is imported on the first call; no global
@@ -23,11 +24,13 @@ from flash.observe.series import (
     AgeSeries,
     Floats,
     Lane,
+    OffPolicySeries,
     RewardSeries,
     Timeline,
     age_series,
     drawing_order,
     lane_shares,
+    offpolicy_series,
     reward_series,
     timeline,
 )
@@ -45,6 +48,17 @@ FAINT = "#8c8c8c"
 GRID = "#e6e6e6"
 BLUE = "#0072b2"
 ORANGE = "#d55e00"
+GREEN = "#009e73"
+PURPLE = "#cc79a7"
+MASK_COLOURS = (PURPLE, GREEN, "#e69f00")
+RATIO_TICKS = (
+    (0.12, (1.02, 1.05, 1.1)),
+    (0.5, (1.1, 1.25, 1.5)),
+    (1.5, (1.5, 2.0, 4.0)),
+    (4.0, (2.0, 5.0, 20.0)),
+    (np.inf, (10.0, 1e2, 1e3, 1e4, 1e6, 1e8)),
+)
+"""Largest logarithm of a ratio in the picture, and the ratios above 1 that get a tick; their inverses do too."""
 COLOURS = {
     "wait": "#d9d9d9",
     "generate": "#0072b2",
@@ -80,6 +94,8 @@ def write_plots(run_dir: Path) -> list[Path]:
         figures["reward.png"] = draw_rewards(rewards)
     if (ages := age_series(metrics)) is not None:
         figures["ages.png"] = draw_ages(ages)
+    if (offpolicy := offpolicy_series(metrics)) is not None:
+        figures["offpolicy.png"] = draw_offpolicy(offpolicy)
     if (bars := timeline(directory.read_spans(), metrics)) is not None:
         figures["timeline.png"] = draw_timeline(bars)
     if figures:
@@ -139,6 +155,59 @@ def draw_ages(series: AgeSeries) -> Figure:
     right.locator_params(axis="x", integer=True)
     right.set_ylabel("% of the step's tokens")
     return figure
+
+
+def draw_offpolicy(series: OffPolicySeries) -> Figure:
+    """Effective sample size, ratios by age, tokens without a gradient, entropy and gradient norm."""
+    figure = _figure(5.4)
+    weights, ratios, shares, policy = _axes(figure, 2, 2)
+    _line(weights, series.steps, 100 * series.ess, BLUE)
+    weights.set_ylim(0, 105)
+    weights.set_ylabel("effective sample size, %")
+    _draw_ratios(ratios, series)
+    _line(shares, series.steps, 100 * series.clipped, ORANGE, "clipped")
+    for (reason, share), colour in zip(series.masked.items(), MASK_COLOURS, strict=False):
+        _line(shares, series.steps, 100 * share, colour, f"masked: {reason}")
+    shares.set_ylim(0, max(1.0, 1.1 * shares.get_ylim()[1]))
+    shares.set_ylabel("% of tokens")
+    shares.legend(
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, labelcolor=INK, fontsize=9, handlelength=1.3
+    )
+    _line(policy, series.steps, series.entropy, BLUE)
+    policy.set_ylim(0, None)
+    policy.set_ylabel("entropy, nats", color=BLUE)
+    norms = policy.twinx()
+    norms.spines[["top", "left"]].set_visible(False)
+    norms.spines[["right", "bottom"]].set_color(FAINT)
+    norms.tick_params(colors=INK, labelsize=10)
+    _line(norms, series.steps, series.grad_norm, ORANGE)
+    norms.set_ylim(0, None)
+    norms.set_ylabel("gradient norm", color=ORANGE)
+    for axes in (weights, shares, policy):
+        axes.set_xlabel("step")
+        axes.locator_params(axis="x", integer=True)
+    return figure
+
+
+def _draw_ratios(axes: Axes, series: OffPolicySeries) -> None:
+    """At each age the median of the ratio, and a bar from its 1 % to its 99 % quantile."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    low, median, high = series.ratios.T
+    axes.set_yscale("log")
+    axes.axhline(1.0, color=FAINT, linewidth=1)
+    axes.vlines(series.ages, low, high, color=BLUE, linewidth=min(12.0, 120 / (1 + len(series.ages))), alpha=0.35)
+    axes.plot(series.ages, median, color=BLUE, marker="o", markersize=5, linewidth=0)
+    widest = float(np.nanmax(np.abs(np.log(series.ratios)), initial=0.05)) * 1.1
+    axes.set_ylim(np.exp(-widest), np.exp(widest))
+    ticks = next((ticks for span, ticks in RATIO_TICKS if widest < span), RATIO_TICKS[-1][1])
+    axes.yaxis.set_major_locator(FixedLocator([*(1 / tick for tick in ticks), 1.0, *ticks]))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:.3g}" if ratio < 1000 else f"{ratio:,.0f}"))
+    axes.set_xlim(-0.6, float(series.ages.max(initial=0.0)) + 0.6)
+    axes.locator_params(axis="x", integer=True, min_n_ticks=1)
+    axes.set_xlabel("age in versions")
+    axes.set_ylabel("ratio: median, 1 to 99 %")
 
 
 def draw_timeline(series: Timeline) -> Figure:
@@ -217,19 +286,8 @@ def _legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> No
 
 
 def _curves(axes: Axes, x: Floats, eval_x: Floats, series: RewardSeries) -> None:
-    """Rewards as a thin line with its running mean, evaluations as points in the band of their intervals."""
-    long = len(x) >= SMOOTH_FROM
-    label = "reward of the trained samples"
-    axes.plot(
-        x,
-        series.rewards,
-        color=BLUE,
-        linewidth=1 if long else 2,
-        alpha=0.35 if long else 1,
-        label="" if long else label,
-    )
-    if long:
-        axes.plot(x, _running_mean(series.rewards), color=BLUE, linewidth=2, label=label)
+    """Rewards as a line, evaluations as points in the band of their intervals."""
+    _line(axes, x, series.rewards, BLUE, "reward of the trained samples")
     known = np.isfinite(series.accuracy)
     accuracy, eval_x = series.accuracy[known], eval_x[known]
     axes.fill_between(eval_x, series.low[known], series.high[known], color=ORANGE, alpha=0.18, linewidth=0)
@@ -242,6 +300,15 @@ def _curves(axes: Axes, x: Floats, eval_x: Floats, series: RewardSeries) -> None
         markersize=4.5,
         label="held-out accuracy, 95 % interval",
     )
+
+
+def _line(axes: Axes, x: Floats, values: Floats, colour: str, label: str = "") -> None:
+    """One number per step; where there are many, thinly, with the running mean on top."""
+    if len(x) < SMOOTH_FROM:
+        axes.plot(x, values, color=colour, linewidth=2, label=label)
+        return
+    axes.plot(x, values, color=colour, linewidth=1, alpha=0.35)
+    axes.plot(x, _running_mean(values), color=colour, linewidth=2, label=label)
 
 
 def _running_mean(values: Floats) -> Floats:

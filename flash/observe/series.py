@@ -5,6 +5,7 @@ Legend: S steps, E evaluations, B bins of time, K ages. Times are seconds since 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +28,15 @@ ZOOM_STEPS = 8
 MAX_AGES = 8
 """Ages shown one by one; older ones share the last place."""
 
+MASKS = {
+    "masked_old_share": "too old",
+    "masked_correction_share": "correction",
+    "masked_cap_share": "cap",
+}
+"""Shares of tokens that were left out, by their key, and why."""
+
 _AGE_KEY = re.compile(r"age_(\d+)")
+_RATIO_KEY = re.compile(r"ratio_p50_age_(\d+)")
 
 
 class RewardSeries(NamedTuple):
@@ -62,6 +71,27 @@ class AgeSeries(NamedTuple):
     """[K]: share of all trained tokens by age; sums to 1."""
     labels: list[str]
     """[K]: `0`, `1`, …, and `8+` where older ages were put together."""
+
+
+class OffPolicySeries(NamedTuple):
+    """How far the trained tokens were from the policy that trained on them. Unknown values are NaN."""
+
+    steps: Floats
+    """[S]"""
+    ess: Floats
+    """[S]: effective sample size as a share of the tokens."""
+    clipped: Floats
+    """[S]: share of tokens."""
+    masked: dict[str, Floats]
+    """Reason → [S]: share of tokens; only reasons that occurred."""
+    entropy: Floats
+    """[S]: nats."""
+    grad_norm: Floats
+    """[S]"""
+    ages: Floats
+    """[K]: ages with a ratio."""
+    ratios: Floats
+    """[K, 3]: 1 %, 50 % and 99 % quantile of the ratio at the start of the step, at each age."""
 
 
 class Lane(NamedTuple):
@@ -129,6 +159,39 @@ def age_series(metrics: Sequence[Row]) -> AgeSeries | None:
     if oldest > MAX_AGES:
         labels[-1] += "+"
     return AgeSeries(_column(rows, "step"), shares, weights @ shares / weights.sum(), labels)
+
+
+def offpolicy_series(metrics: Sequence[Row]) -> OffPolicySeries | None:
+    """Prepare what off-policy training shows; None when no row has an effective sample size.
+
+    A quantile over the run is the mean of the steps' quantiles, in logarithms; steps weigh as much as their tokens of
+    that age.
+    """
+    rows = [row for row in by_step(metrics) if number(row, "ess") is not None]
+    if not rows:
+        return None
+    ages = sorted({int(match[1]) for row in rows for key in row if (match := _RATIO_KEY.fullmatch(key)) is not None})
+    masked = {reason: _column(rows, key) for key, reason in MASKS.items()}
+    return OffPolicySeries(
+        steps=_column(rows, "step"),
+        ess=_column(rows, "ess"),
+        clipped=_column(rows, "clip_fraction"),
+        masked={reason: share for reason, share in masked.items() if np.nan_to_num(share).any()},
+        entropy=_column(rows, "entropy"),
+        grad_norm=_column(rows, "grad_norm"),
+        ages=np.array(ages, dtype=np.float64),
+        ratios=np.array([[_mean_ratio(rows, age, percent) for percent in (1, 50, 99)] for age in ages]).reshape(-1, 3),
+    )
+
+
+def _mean_ratio(rows: Sequence[Row], age: int, percent: int) -> float:
+    known = [
+        (math.log(ratio), (number(row, f"age_{age}") or 0.0) * (number(row, "trained_tokens") or 0.0))
+        for row in rows
+        if (ratio := number(row, f"ratio_p{percent}_age_{age}"))
+    ]
+    total = sum(weight for _, weight in known)
+    return math.exp(sum(ratio * weight for ratio, weight in known) / total) if total else math.nan
 
 
 def timeline(spans: Sequence[Activity], metrics: Sequence[Row]) -> Timeline | None:

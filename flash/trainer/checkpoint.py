@@ -1,8 +1,9 @@
 """Checkpoints that are whole or absent, and the Hugging Face export.
 
-A checkpoint is written to a `.tmp-` sibling: model and optimizer by torch.distributed.checkpoint (they load on any
-number of ranks), random states per rank, the hub's state, and last a manifest with the size and CRC of every file. Only
-then is the folder renamed. Whatever happens before the rename, the previous checkpoint is the newest complete one.
+A checkpoint is written to a `.tmp-` sibling: model, optimizer and what else the trainer keeps (a critic, an average of
+the weights) by torch.distributed.checkpoint, so that they load on any number of ranks; random states per rank; the
+hub's state; and last a manifest with the size and CRC of every file. Only then is the folder renamed. Whatever happens
+before the rename, the previous checkpoint is the newest complete one.
 
 `save` and `load` are collectives: a failure on one rank is raised on all. The trainer ranks share the run directory.
 Finding a checkpoint and reading the hub's state need no torch.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +23,8 @@ import msgspec
 from flash.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
     from transformers import PreTrainedModel
 
     from flash.trainer.step import Trainer
@@ -31,7 +34,12 @@ T = TypeVar("T")
 MANIFEST = "manifest.json"
 HUB_STATE = "hub.bin"
 STATE = "state"
-"""Folder of the sharded model and optimizer."""
+"""Folder of the sharded weights and moments."""
+EXTRAS = {
+    "critic": "a critic (the [critic] table)",
+    "ewma": 'an average of the policy\'s weights (proximal = "ewma")',
+}
+"""What a trainer may keep beside the policy, and in words what asks for it."""
 TMP = ".tmp-"
 READ_SIZE = 1 << 20
 """Bytes read at a time for a CRC."""
@@ -52,6 +60,8 @@ class Manifest(msgspec.Struct, frozen=True):
     """The policy version of its weights."""
     skipped_steps: int
     files: list[FileEntry]
+    extras: tuple[str, ...] = ()
+    """What it holds beside the policy, by the names of `EXTRAS`."""
 
 
 def newest_complete(run_dir: Path) -> Path | None:
@@ -107,7 +117,8 @@ def save(run_dir: Path, trainer: Trainer, hub_state: bytes, *, keep: int) -> Pat
         _write_state(aside / STATE, trainer)
         mine = _together(lambda: _seal(aside, rank, hub_state), aside)
         files = [entry for entries in mine for entry in entries]
-        manifest = Manifest(trainer.version, trainer.skipped_steps, sorted(files, key=lambda entry: entry.path))
+        files.sort(key=lambda entry: entry.path)
+        manifest = Manifest(trainer.version, trainer.skipped_steps, files, _extras(trainer))
         _together(lambda: _commit(aside, folder, manifest) if rank == 0 else None, aside)
     except CheckpointError as error:
         if rank == 0:
@@ -122,24 +133,25 @@ def load(path: Path, trainer: Trainer) -> bytes:
     """Put a checkpoint into the trainer, on any number of ranks, and return the hub's state. Called by all ranks.
 
     Raises:
-        CheckpointError: on every rank, when a file is damaged or the model is another one.
+        CheckpointError: on every rank, when a file is damaged, the model is another one, or the checkpoint holds
+            something beside the policy that the trainer does not keep, or lacks something that it does.
     """
     import torch.distributed as dist
     import torch.distributed.checkpoint.state_dict_loader as dcp
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict import set_state_dict
 
     rank, world = dist.get_rank(), dist.get_world_size()
     manifest = _together(lambda: read_manifest(path), path)[rank]
+    _compare_extras(path, manifest.extras, _extras(trainer))
     _together(lambda: _verify(path, manifest.files[rank::world]), path)
     state = _state(trainer)
     try:
         dcp.load(state, checkpoint_id=path / STATE)
     except CheckpointException as error:
         raise CheckpointError(f"cannot load {path}: {_reason(error)}") from error
-    set_state_dict(
-        trainer.model, trainer.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    _put_state(trainer.model, trainer.optimizer, state)
+    if trainer.critic is not None:
+        _put_state(trainer.critic.model, trainer.critic.optimizer, state["critic"])
     _together(lambda: _read_rng(path, rank), path)
     trainer.version = manifest.version
     trainer.skipped_steps = manifest.skipped_steps
@@ -182,7 +194,7 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
 
 
 def _write_state(folder: Path, trainer: Trainer) -> None:
-    """Model and optimizer, each rank its own shards, forced to the disk."""
+    """Weights and moments, each rank its own shards, forced to the disk."""
     import torch.distributed.checkpoint.state_dict_saver as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -194,16 +206,45 @@ def _write_state(folder: Path, trainer: Trainer) -> None:
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    """Model and optimizer by parameter name, as sharded tensors that share memory with the trainer's."""
+    """All weights and moments by parameter name, as sharded tensors that share memory with the trainer's."""
+    state = _get_state(trainer.model, trainer.optimizer)
+    if trainer.critic is not None:
+        state["critic"] = _get_state(trainer.critic.model, trainer.critic.optimizer)
+    if trainer.ewma is not None:
+        state["ewma"] = trainer.ewma
+    return state
+
+
+def _get_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    fresh = not trainer.optimizer.state
-    model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
+    fresh = not optimizer.state
+    weights, moments = get_state_dict(model, optimizer)
     if fresh:
         # torch fills an empty optimizer by taking a step with zero gradients, and counts it.
-        for moments in trainer.optimizer.state.values():
-            moments["step"].zero_()
-    return {"model": model, "optimizer": optimizer}
+        for entry in optimizer.state.values():
+            entry["step"].zero_()
+    return {"model": weights, "optimizer": moments}
+
+
+def _put_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def _extras(trainer: Trainer) -> tuple[str, ...]:
+    kept = {"critic": trainer.critic, "ewma": trainer.ewma}
+    return tuple(name for name in EXTRAS if kept[name] is not None)
+
+
+def _compare_extras(path: Path, held: Sequence[str], wanted: Sequence[str]) -> None:
+    """A run goes on with what it had: a critic that starts from nothing would mislead the policy it is given."""
+    for name, words in EXTRAS.items():
+        if name in wanted and name not in held:
+            raise CheckpointError(f"{path} was written without {words}, which this run has: start a new run")
+        if name in held and name not in wanted:
+            raise CheckpointError(f"{path} holds {words}, which this run lacks: configure it, or start a new run")
 
 
 def _reason(error: Any) -> str:
@@ -338,7 +379,10 @@ def _sync(path: Path) -> None:
 
 
 def _space(folder: Path, trainer: Trainer) -> str:
-    """What a checkpoint needs (float32 weights and two moments) and what the disk has."""
-    needed = sum(parameter.numel() for parameter in trainer.model.parameters()) * 4 * 3
+    """What a checkpoint needs (float32 weights, two moments of each trained one) and what the disk has."""
+    tensors = 3 * list(trainer.model.parameters()) + list((trainer.ewma or {}).values())
+    if trainer.critic is not None:
+        tensors += 3 * list(trainer.critic.model.parameters())
+    needed = 4 * sum(tensor.numel() for tensor in tensors)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     return f"it needs about {needed:,} bytes, {shutil.disk_usage(existing).free:,} are free there"

@@ -16,7 +16,8 @@ from flash.config import Config
 from flash.errors import ContractError
 from flash.hub import protocol as p
 from flash.trainer import checkpoint
-from flash.trainer.model import canary_logprobs, named_full_tensors
+from flash.trainer.logprobs import canary_logprobs
+from flash.trainer.model import named_full_tensors
 from flash.trainer.step import Trainer
 from flash.transport.blocking import BlockingClient
 from flash.types import Activity, Canary, Published, Shard

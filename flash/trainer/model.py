@@ -5,12 +5,12 @@ other in one row; attention spreads them over the rows of a padded batch, so tha
 the tokens and attention is causal, so no mask is needed, and fast kernels apply.
 
 Everything that touches parameters is a collective: all ranks call it together.
-Shape legend: P = packed tokens, T = predicted tokens, S = sequences, L = longest sequence, V = vocabulary, H = heads.
+Shape legend: P = packed tokens, S = sequences, L = longest sequence, H = heads, D = width of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,12 +25,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 
 from flash.config import ModelConfig
 from flash.errors import ConfigError
+from flash.trainer.output_layer import replace_output_layer
 
 PACKED_ATTENTION = "packed_sdpa"
 """Our name in transformers' attention interface. Not in its mask interface, so no dense mask is built."""
-
-CHUNK = 1024
-"""Rows of the logits that are widened to float32 at a time: bounds the memory of a softmax over a large vocabulary."""
 
 
 class PackedLayout(NamedTuple):
@@ -44,13 +42,13 @@ class PackedLayout(NamedTuple):
     """L."""
 
 
-class TokenLogprobs(NamedTuple):
-    """What the policy says of the action tokens of a micro-batch."""
-
-    logp_T: Tensor
-    """Log-prob at the sampling temperature, with gradient."""
-    entropy_T: Tensor
-    """Entropy of the whole distribution in nats, no gradient."""
+def packed_layout(position_P: Tensor, offset_S: Tensor, longest: int) -> PackedLayout:
+    """From the fields of `flash.trainer.packing.MicroBatch` and the length of its longest sequence."""
+    sequences = len(offset_S) - 1
+    sequence_P = torch.repeat_interleave(
+        torch.arange(sequences, device=position_P.device), offset_S.diff(), output_size=len(position_P)
+    )
+    return PackedLayout(slot_P=sequence_P * longest + position_P, sequences=sequences, longest=longest)
 
 
 def load_model(config: ModelConfig) -> PreTrainedModel:
@@ -77,10 +75,13 @@ def trainer_mesh(device: Literal["cpu", "cuda"]) -> DeviceMesh:
 
 
 def shard_model(model: PreTrainedModel, mesh: DeviceMesh, dtype: Literal["float32", "bfloat16"]) -> PreTrainedModel:
-    """Shard in place: each decoder layer, then the rest. Also selects packed attention and turns dropout off.
+    """Shard in place: each decoder layer, then the rest.
+
+    Also selects packed attention, lets the output layer answer with log-probs, and turns dropout off.
 
     Raises:
-        ConfigError: the model's attention cannot be replaced, so packed sequences would see each other.
+        ConfigError: the model's attention cannot be replaced, so packed sequences would see each other; or its output
+            layer cannot.
     """
     if not getattr(model, "_supports_attention_backend", False):
         raise ConfigError(
@@ -89,6 +90,7 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, dtype: Literal["float3
         )
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     model.set_attn_implementation(PACKED_ATTENTION)
+    replace_output_layer(model)
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = half if dtype == "bfloat16" else MixedPrecisionPolicy()
     # On one rank there is nothing to free between forward and backward; resharding would only copy.
@@ -145,73 +147,6 @@ def _spread(packed: Tensor, layout: PackedLayout) -> Tensor:
     return rows.view(layout.sequences, layout.longest, heads, width).transpose(1, 2)
 
 
-def token_logprobs(
-    model: PreTrainedModel,
-    *,
-    input_P: Tensor,
-    position_P: Tensor,
-    offset_S: Tensor,
-    keep_T: Tensor,
-    target_T: Tensor,
-    longest: int,
-    temperature: float,
-) -> TokenLogprobs:
-    """Log-prob and entropy of each target under softmax(logits / temperature), in float32.
-
-    The fields are those of `flash.trainer.packing.MicroBatch`, on the model's device. Only the positions in `keep_T` go
-    through the output layer.
-    """
-    sequences = len(offset_S) - 1
-    sequence_P = torch.repeat_interleave(
-        torch.arange(sequences, device=input_P.device), offset_S.diff(), output_size=len(input_P)
-    )
-    layout = PackedLayout(slot_P=sequence_P * longest + position_P, sequences=sequences, longest=longest)
-    output = model(
-        input_ids=input_P.unsqueeze(0),
-        position_ids=position_P.unsqueeze(0),
-        use_cache=False,
-        logits_to_keep=keep_T,
-        packed_layout=layout,
-    )
-    logp_T, entropy_T = _SelectedLogprob.apply(output.logits[0], target_T, temperature)  # pyright: ignore[reportGeneralTypeIssues]
-    return TokenLogprobs(logp_T, entropy_T)
-
-
-class _SelectedLogprob(torch.autograd.Function):
-    """log softmax(logits / temperature)[target], and the entropy, without keeping a float32 [T, V].
-
-    The backward pass makes the softmax again, chunk by chunk: d logp / d logits = (1[target] − softmax) / temperature.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, target_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        wide = torch.promote_types(logits_TV.dtype, torch.float32)
-        logp_T = logits_TV.new_empty(len(target_T), dtype=wide)
-        norm_T, entropy_T = torch.empty_like(logp_T), torch.empty_like(logp_T)
-        for start in range(0, len(target_T), CHUNK):
-            rows = slice(start, start + CHUNK)
-            scaled_CV = logits_TV[rows].to(wide) / temperature
-            norm_T[rows] = scaled_CV.logsumexp(-1)
-            logp_T[rows] = scaled_CV.gather(-1, target_T[rows, None])[:, 0] - norm_T[rows]
-            share_CV = (scaled_CV - norm_T[rows, None]).exp()
-            entropy_T[rows] = norm_T[rows] - (share_CV * scaled_CV).sum(-1)
-        ctx.save_for_backward(logits_TV, target_T, norm_T)
-        ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy_T)
-        return logp_T, entropy_T
-
-    @staticmethod
-    def backward(ctx: Any, grad_T: Tensor, _: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        logits_TV, target_T, norm_T = ctx.saved_tensors
-        grad_TV = torch.empty_like(logits_TV)
-        for start in range(0, len(target_T), CHUNK):
-            rows = slice(start, start + CHUNK)
-            share_CV = (logits_TV[rows].to(norm_T.dtype) / ctx.temperature - norm_T[rows, None]).exp()
-            share_CV.scatter_add_(-1, target_T[rows, None], -torch.ones_like(norm_T[rows, None]))
-            grad_TV[rows] = share_CV * (-grad_T[rows, None] / ctx.temperature)
-        return grad_TV, None, None
-
-
 def reshard(model: nn.Module) -> None:
     """Drop gathered parameters after a forward pass that no backward pass follows.
 
@@ -230,23 +165,3 @@ def named_full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         value = parameter.detach()
         yield name, value.full_tensor() if isinstance(value, DTensor) else value
-
-
-@torch.no_grad()
-def canary_logprobs(model: PreTrainedModel, token_ids: Sequence[int]) -> list[float]:
-    """Log-prob of token i + 1 given tokens 0…i, at temperature 1. Every rank calls it and gets the same answer."""
-    count = len(token_ids)
-    input_P = torch.tensor(token_ids, dtype=torch.int64, device=model.device)
-    position_P = torch.arange(count, device=model.device)
-    result = token_logprobs(
-        model,
-        input_P=input_P,
-        position_P=position_P,
-        offset_S=torch.tensor([0, count], device=model.device),
-        keep_T=position_P[:-1],
-        target_T=input_P[1:],
-        longest=count,
-        temperature=1.0,
-    )
-    reshard(model)
-    return result.logp_T.tolist()

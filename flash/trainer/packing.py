@@ -19,7 +19,6 @@ from flash.types import Shard, ShardSample
 
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
-FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 MAX_PADDED_SHARE = 2
@@ -41,14 +40,22 @@ class MicroBatch:
     target_T: Int64Array
     """The action tokens."""
     behaviour_T: Float32Array
-    """Log-prob under the policy that sampled."""
-    advantage_T: Float32Array
+    """Log-prob under the policy that sampled; finite where `mask_T` is True."""
     mask_T: BoolArray
     """False for action tokens that are too old to be trained."""
     version_T: Int64Array
     """Policy version that sampled each action token."""
     sequence_T: Int64Array
     """Which of the S sequences each action token belongs to."""
+    turn_T: Int64Array
+    """Which turn of its sequence each action token belongs to, from 0."""
+    index_S: Int64Array
+    """Place of each sequence in `Shard.batch`."""
+
+    @property
+    def index_T(self) -> Int64Array:
+        """Place in `Shard.batch` of each action token's sequence."""
+        return self.index_S[self.sequence_T]
 
     @property
     def sequences(self) -> int:
@@ -63,34 +70,34 @@ DUMMY = MicroBatch(
     keep_T=np.zeros(1, dtype=np.int64),
     target_T=np.zeros(1, dtype=np.int64),
     behaviour_T=np.zeros(1, dtype=np.float32),
-    advantage_T=np.zeros(1, dtype=np.float32),
     mask_T=np.zeros(1, dtype=np.bool_),
     version_T=np.zeros(1, dtype=np.int64),
     sequence_T=np.zeros(1, dtype=np.int64),
+    turn_T=np.zeros(1, dtype=np.int64),
+    index_S=np.zeros(1, dtype=np.int64),
 )
 """A masked token: adds exactly nothing, and lets a rank without work join the collectives of the others."""
 
 
 def split_minibatches(shard: Shard, minibatches: int) -> list[list[ShardSample]]:
     """This rank's samples of each minibatch. All ranks cut the batch at the same groups; a group is never divided."""
-    groups = list(dict.fromkeys(entry.group_id for entry in shard.rewards))
+    groups = list(dict.fromkeys(entry.group_id for entry in shard.batch))
     place = {group: index * minibatches // len(groups) for index, group in enumerate(groups)}
     parts: list[list[ShardSample]] = [[] for _ in range(minibatches)]
     for sample in shard.samples:
-        parts[place[shard.rewards[sample.index].group_id]].append(sample)
+        parts[place[shard.batch[sample.index].group_id]].append(sample)
     return parts
 
 
-def pack(
-    samples: Sequence[ShardSample], advantage_B: FloatArray, *, min_version: int, max_tokens: int
-) -> list[MicroBatch]:
+def pack(samples: Sequence[ShardSample], *, min_version: int, max_tokens: int) -> list[MicroBatch]:
     """Micro-batches of at most `max_tokens` packed tokens, longest sequences first.
 
-    Neighbours in length share a micro-batch, so that attention pads little. `advantage_B` is looked up by the sample's
-    index. A sample without a token to train is left out: it would cost a forward pass and change nothing.
+    Neighbours in length share a micro-batch, so that attention pads little. A sample without a token to train is left
+    out: it would cost a forward pass and change nothing.
 
     Raises:
-        ContractError: a sample is longer than the budget, or is not a well-formed trajectory.
+        ContractError: a sample is longer than the budget, is not a well-formed trajectory, or has a trained token whose
+            behaviour log-prob is not a finite number.
     """
     trained = [sample for sample in samples if sample.trajectory.trained_tokens(min_version) > 0]
     trained.sort(key=lambda sample: (-sample.trajectory.length, sample.index))
@@ -109,10 +116,10 @@ def pack(
             tokens, longest = 0, length
         batches[-1].append(sample)
         tokens += length
-    return [_concatenate(batch, advantage_B, min_version) for batch in batches]
+    return [_concatenate(batch, min_version) for batch in batches]
 
 
-def _concatenate(samples: Sequence[ShardSample], advantage_B: FloatArray, min_version: int) -> MicroBatch:
+def _concatenate(samples: Sequence[ShardSample], min_version: int) -> MicroBatch:
     """One micro-batch of these samples, in this order."""
     actions = [_action_positions(sample) for sample in samples]
     lengths = np.array([sample.trajectory.length for sample in samples], dtype=np.int64)
@@ -121,19 +128,40 @@ def _concatenate(samples: Sequence[ShardSample], advantage_B: FloatArray, min_ve
     input_P = np.concatenate([sample.trajectory.tokens() for sample in samples]).astype(np.int64)
     action_T = np.concatenate(actions) + np.repeat(offset_S[:-1], counts)
     version_T = np.concatenate([sample.trajectory.action_versions() for sample in samples]).astype(np.int64)
-    advantage_S = advantage_B[[sample.index for sample in samples]].astype(np.float32)
-    return MicroBatch(
+    micro = MicroBatch(
         input_P=input_P,
         position_P=np.arange(len(input_P)) - np.repeat(offset_S[:-1], lengths),
         offset_S=offset_S,
         keep_T=action_T - 1,
         target_T=input_P[action_T],
         behaviour_T=np.concatenate([sample.trajectory.behaviour() for sample in samples]).astype(np.float32),
-        advantage_T=np.repeat(advantage_S, counts),
         mask_T=version_T >= min_version,
         version_T=version_T,
         sequence_T=np.repeat(np.arange(len(samples)), counts),
+        turn_T=np.concatenate([_turns(*pair) for pair in zip(samples, actions, strict=True)]),
+        index_S=np.array([sample.index for sample in samples], dtype=np.int64),
     )
+    _check_behaviour(micro, samples)
+    return micro
+
+
+def _turns(sample: ShardSample, positions: Int64Array) -> Int64Array:
+    """int64: the turn of each action token of a sample; each turn has one span."""
+    starts = [span.start for span in sample.trajectory.action_spans]
+    return np.searchsorted(starts, positions, side="right") - 1
+
+
+def _check_behaviour(micro: MicroBatch, samples: Sequence[ShardSample]) -> None:
+    wrong_T = micro.mask_T & ~np.isfinite(micro.behaviour_T)
+    if wrong_T.any():
+        first = int(np.flatnonzero(wrong_T)[0])
+        place = int(micro.sequence_T[first])
+        token = first - int(np.searchsorted(micro.sequence_T, place))
+        task = samples[place].trajectory.task
+        raise ContractError(
+            f"sample {samples[place].index} (group {task.group_id}) has the behaviour log-prob "
+            f"{micro.behaviour_T[first]} at its action token {token}; expected what the engine sampled it with"
+        )
 
 
 def _action_positions(sample: ShardSample) -> Int64Array:

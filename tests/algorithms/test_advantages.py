@@ -1,39 +1,60 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from algorithms.advantages import group_advantages
+from algorithms.advantages import (
+    FloatArray,
+    group_advantages,
+    group_mean_advantages,
+    leave_one_out_advantages,
+    turn_advantages,
+    whiten,
+)
+
+Estimator = Callable[[list[float], list[int]], FloatArray]
 
 BATCH = st.lists(st.tuples(st.integers(0, 6), st.floats(-100, 100, width=32)), min_size=1, max_size=60)
+ESTIMATORS: list[Estimator] = [group_advantages, group_mean_advantages, leave_one_out_advantages]
+ALL = pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda one: one.__name__)
 
 
-def naive(rewards: list[float], groups: list[int]) -> list[float]:
+def naive(estimator: Estimator, rewards: list[float], groups: list[int]) -> list[float]:
     result = []
-    for reward, group in zip(rewards, groups, strict=True):
+    for place, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
         members = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+        others = [r for i, (r, g) in enumerate(zip(rewards, groups, strict=True)) if g == group and i != place]
         mean = math.fsum(members) / len(members)
+        if estimator is leave_one_out_advantages:
+            result.append(reward - math.fsum(others) / len(others) if others else 0.0)
+            continue
         std = math.sqrt(math.fsum((r - mean) ** 2 for r in members) / len(members))
-        result.append((reward - mean) / std if std > 0 else 0.0)
+        scale = std if estimator is group_advantages else 1.0
+        result.append((reward - mean) / scale if std > 0 else 0.0)
     return result
 
 
-def test_ragged_groups_in_any_order_equal_a_loop_over_samples() -> None:
+@ALL
+def test_ragged_groups_in_any_order_equal_a_loop_over_samples(estimator: Estimator) -> None:
     rng = np.random.default_rng(0)
     groups = rng.permutation(np.repeat([5, -3, 11, 8], [4, 1, 7, 2])).tolist()
     rewards = rng.normal(size=len(groups)).tolist()
-    np.testing.assert_allclose(group_advantages(rewards, groups), naive(rewards, groups), rtol=1e-12, atol=1e-12)
+    expected = naive(estimator, rewards, groups)
+    np.testing.assert_allclose(estimator(rewards, groups), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_float32_rewards_are_computed_in_float64() -> None:
     rng = np.random.default_rng(1)
     groups = rng.integers(0, 4, 40).tolist()
-    rewards = rng.normal(size=40).astype(np.float32)
-    np.testing.assert_allclose(group_advantages(rewards, groups), naive(rewards.tolist(), groups), atol=1e-12)
+    rewards: Any = rng.normal(size=40).astype(np.float32)
+    expected = naive(group_advantages, rewards.tolist(), groups)
+    np.testing.assert_allclose(group_advantages(rewards, groups), expected, atol=1e-12)
 
 
 @given(BATCH)
@@ -47,27 +68,114 @@ def test_each_group_has_mean_zero_and_unit_or_zero_deviation(batch: list[tuple[i
         assert members.std() == pytest.approx(1.0, abs=1e-6) or (members == 0).all()
 
 
-def test_a_missing_sample_does_not_shift_later_groups() -> None:
-    whole = group_advantages([1.0, 0.0, 0.0, 5.0, 7.0, 9.0], [0, 0, 0, 1, 1, 1])
-    ragged = group_advantages([1.0, 0.0, 5.0, 7.0, 9.0], [0, 0, 1, 1, 1])
+@ALL
+def test_a_missing_sample_does_not_shift_later_groups(estimator: Estimator) -> None:
+    whole = estimator([1.0, 0.0, 0.0, 5.0, 7.0, 9.0], [0, 0, 0, 1, 1, 1])
+    ragged = estimator([1.0, 0.0, 5.0, 7.0, 9.0], [0, 0, 1, 1, 1])
     np.testing.assert_array_equal(ragged[2:], whole[3:])
 
 
+@ALL
 @pytest.mark.parametrize("rewards", [[0.0] * 4, [0.1] * 3, [1e9] * 3, [0.1 + 0.2, 0.3, 0.3], [2.5]])
-def test_equal_rewards_and_single_members_give_exactly_zero(rewards: list[float]) -> None:
-    assert (group_advantages(rewards, [3] * len(rewards)) == 0.0).all()
+def test_equal_rewards_and_single_members_give_exactly_zero(estimator: Estimator, rewards: list[float]) -> None:
+    assert (estimator(rewards, [3] * len(rewards)) == 0.0).all()
 
 
 def test_small_but_real_differences_are_kept() -> None:
     np.testing.assert_allclose(group_advantages([1e-6, 0.0], [0, 0]), [1.0, -1.0])
 
 
+@ALL
+def test_no_samples_have_no_advantages(estimator: Estimator) -> None:
+    assert estimator([], []).shape == (0,)
+
+
+@ALL
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_reward_that_is_not_finite_is_refused_with_its_place(bad: float) -> None:
+def test_a_reward_that_is_not_finite_is_refused_with_its_place(estimator: Estimator, bad: float) -> None:
     with pytest.raises(ValueError, match=r"reward 1 \(group 4\)"):
-        group_advantages([1.0, bad], [4, 4])
+        estimator([1.0, bad], [4, 4])
 
 
-def test_one_id_per_reward_is_required() -> None:
+@ALL
+def test_one_id_per_reward_is_required(estimator: Estimator) -> None:
     with pytest.raises(ValueError, match="2 group ids"):
-        group_advantages([1.0], [0, 0])
+        estimator([1.0], [0, 0])
+
+
+def naive_turns(turns: list[list[float]], groups: list[int], gamma: float) -> list[list[float]]:
+    returns = [
+        [sum(gamma**later * one for later, one in enumerate(rewards[turn:])) for turn in range(len(rewards))]
+        for rewards in turns
+    ]
+    result: list[list[float]] = [[] for _ in turns]
+    for place, mine in enumerate(returns):
+        for turn, value in enumerate(mine):
+            peers = [r[turn] for r, g in zip(returns, groups, strict=True) if g == groups[place] and len(r) > turn]
+            mean = sum(peers) / len(peers)
+            std = math.sqrt(sum((peer - mean) ** 2 for peer in peers) / len(peers))
+            result[place].append((value - mean) / std if std > 1e-9 else 0.0)
+    return result
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+def test_turns_are_compared_within_their_group_and_depth(gamma: float) -> None:
+    rng = np.random.default_rng(2)
+    groups = [4, 9, 4, 4, 9, 2, 4]
+    turns = [rng.normal(size=count).tolist() for count in (3, 1, 2, 5, 4, 2, 3)]
+    found = turn_advantages(turns, groups, gamma)
+    for one, expected in zip(found, naive_turns(turns, groups, gamma), strict=True):
+        np.testing.assert_allclose(one, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_turn_that_one_sample_alone_reached_says_nothing() -> None:
+    found = turn_advantages([[0.0, 1.0, 5.0], [0.0, 0.0]], [0, 0], 1.0)
+    assert [one.tolist() for one in found] == [[1.0, 1.0, 0.0], [-1.0, -1.0]]
+
+
+def test_samples_of_one_turn_are_those_of_a_group() -> None:
+    rewards, groups = [1.0, 3.0, 2.0, 7.0], [0, 0, 0, 1]
+    found = turn_advantages([[one] for one in rewards], groups, 0.5)
+    np.testing.assert_array_equal(np.concatenate(found), group_advantages(rewards, groups))
+
+
+def test_samples_without_turns_have_no_turn_advantages() -> None:
+    assert [len(one) for one in turn_advantages([[], [1.0]], [0, 0], 1.0)] == [0, 1]
+    assert turn_advantages([], [], 1.0) == []
+
+
+@pytest.mark.parametrize("gamma", [-0.1, 1.1, math.nan])
+def test_a_discount_out_of_range_is_refused(gamma: float) -> None:
+    with pytest.raises(ValueError, match="gamma"):
+        turn_advantages([[1.0]], [0], gamma)
+
+
+def test_one_id_per_list_of_turns_is_required() -> None:
+    with pytest.raises(ValueError, match="2 group ids for 1 samples"):
+        turn_advantages([[1.0]], [0, 0], 1.0)
+
+
+def test_whitened_numbers_have_mean_zero_and_deviation_one() -> None:
+    values = np.random.default_rng(3).normal(5.0, 3.0, 1000)
+    mean, scale = whiten(values.sum(), np.square(values).sum(), len(values))
+    assert mean == pytest.approx(values.mean(), rel=1e-12)
+    assert 1 / scale == pytest.approx(values.std(), rel=1e-9)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, -1e6])
+@pytest.mark.parametrize("count", [1, 3, 1000])
+def test_equal_numbers_whiten_to_zero(value: float, count: int) -> None:
+    total = square = 0.0
+    for _ in range(count):
+        total, square = total + value, square + value * value
+    assert whiten(total, square, count)[1] == 0
+
+
+def test_no_numbers_whiten_to_zero() -> None:
+    assert whiten(0.0, 0.0, 0) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("sums", [(math.nan, 1.0), (1.0, math.inf)])
+def test_sums_that_are_not_finite_are_refused(sums: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="expected finite numbers"):
+        whiten(*sums, 3)

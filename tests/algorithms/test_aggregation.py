@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.aggregation import Aggregation, token_weights
+from algorithms.aggregation import token_weights
+from algorithms.base import Aggregation
 
-MODES: list[Aggregation] = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
+MODES: list[Aggregation] = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
 LENGTHS = [3, 1, 7, 4, 2]
+CONSTANT = 12.0
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -26,7 +28,8 @@ def naive(mode: Aggregation, loss: list[float], mask: list[bool], sequence: list
     kept = [one for one in kept if one]
     if mode == "token_mean":
         return sum(map(sum, kept)) / sum(map(len, kept))
-    return sum(sum(one) / (len(one) if mode == "seq_mean_token_mean" else 1) for one in kept) / len(kept)
+    divisors = {"seq_mean_token_mean": None, "seq_mean_token_sum": 1, "constant": CONSTANT}
+    return sum(sum(one) / (divisors[mode] or len(one)) for one in kept) / len(kept)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -34,7 +37,7 @@ def naive(mode: Aggregation, loss: list[float], mask: list[bool], sequence: list
 def test_the_weighted_sum_equals_a_loop_over_sequences(mode: Aggregation, dtype: torch.dtype, tolerance: float) -> None:
     loss_T, mask_T, sequence_T = batch()
     totals = {"total_tokens": int(mask_T.sum()), "total_sequences": len(set(sequence_T[mask_T].tolist()))}
-    weight_T = token_weights(mode, mask_T, sequence_T, len(LENGTHS), **totals)
+    weight_T = token_weights(mode, mask_T, sequence_T, len(LENGTHS), **totals, constant=CONSTANT)
     found = (weight_T * loss_T.to(dtype)).sum().item()
     assert found == pytest.approx(naive(mode, loss_T.tolist(), mask_T.tolist(), sequence_T.tolist()), abs=tolerance)
     assert (weight_T[~mask_T] == 0).all()
@@ -57,3 +60,9 @@ def test_a_batch_without_trained_tokens_weighs_nothing(mode: Aggregation) -> Non
     mask_T = torch.zeros(3, dtype=torch.bool)
     weight_T = token_weights(mode, mask_T, torch.tensor([0, 0, 1]), 2, total_tokens=0, total_sequences=0)
     assert (weight_T == 0).all()
+
+
+def test_under_the_constant_a_token_weighs_the_same_however_long_its_sequence() -> None:
+    _, mask_T, sequence_T = batch()
+    weight_T = token_weights("constant", mask_T, sequence_T, 5, total_tokens=9, total_sequences=4, constant=CONSTANT)
+    assert weight_T[mask_T].unique().tolist() == [1 / 4 / CONSTANT]

@@ -478,7 +478,7 @@ def test_members_at_their_last_chance_are_trained_without_the_straggler_of_their
     assert later is not None
     assert [group.group_id for group in later] == [4, 5, 1], "it comes on top of the step's own groups"
     shard = deal(later, 2, 1, ranks=1)[0]
-    assert [entry.reward for entry in shard.rewards if entry.group_id == 1] == [1.0]
+    assert [entry.reward for entry in shard.batch if entry.group_id == 1] == [1.0]
     assert [(entry.group_id, entry.reward) for entry in shard.earlier] == [(1, 0.5), (1, 0.5), (1, 0.5)]
     assert len(shard.samples) == 9
     buffer.commit(2)

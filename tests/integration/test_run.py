@@ -167,7 +167,14 @@ def test_a_run_leaves_metrics_summary_plots_model_and_no_process(start: Callable
     assert summary["samples"] == summary["ledger"]["trained"] == 6 * 32
     assert balanced(summary["ledger"])
     assert summary["canary_max"] <= 1e-4
-    for name in ("plots/reward.png", "plots/ages.png", "plots/timeline.png", "model/config.json", "config.toml"):
+    for name in (
+        "plots/reward.png",
+        "plots/ages.png",
+        "plots/offpolicy.png",
+        "plots/timeline.png",
+        "model/config.json",
+        "config.toml",
+    ):
         assert (run.directory / name).stat().st_size > 0
     sample = json.loads((run.directory / "trajectories" / "step-000000.jsonl").read_text().splitlines()[0])
     assert re.fullmatch(r"\d\+\d=", sample["turns"][0]["observation"])

@@ -41,6 +41,7 @@ def test_plain_output_has_no_control_characters_and_shows_the_numbers(config: Co
         "entropy": "1.234",
         "ratio": "1.002",
         "clip%": "3.4",
+        "ess%": "91.0",
         "kl": "1.5e-06",
         "grad": "0.456",
         "age/max": "0.8/1",

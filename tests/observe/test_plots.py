@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.observe.plots import COLOURS, draw_ages, draw_rewards, draw_timeline, write_plots
+from flash.observe.plots import COLOURS, draw_ages, draw_offpolicy, draw_rewards, draw_timeline, write_plots
 from flash.observe.rundir import RunDirectory
-from flash.observe.series import ACTIVITIES, age_series, lane_shares, reward_series, timeline
+from flash.observe.series import ACTIVITIES, age_series, lane_shares, offpolicy_series, reward_series, timeline
 from flash.types import Activity
 from tests.observe.sample_rows import STARTED, eval_row, metrics_row, spans
 
 
-def test_all_three_plots_are_written_at_readme_width(directory: RunDirectory) -> None:
+def test_all_plots_are_written_at_readme_width(directory: RunDirectory) -> None:
     directory.append_spans(spans(30))
     for step in range(30):
         directory.append_metrics(metrics_row(step))
     directory.append_evaluation(eval_row(0, 0.3))
     directory.append_evaluation(eval_row(30, 0.9))
     paths = write_plots(directory.path)
-    assert [path.name for path in paths] == ["reward.png", "ages.png", "timeline.png"]
+    assert [path.name for path in paths] == ["reward.png", "ages.png", "offpolicy.png", "timeline.png"]
     for path in paths:
         data = path.read_bytes()
         assert data.startswith(b"\x89PNG")
@@ -102,6 +102,52 @@ def test_very_old_tokens_share_the_last_bar() -> None:
 
 def test_rows_without_ages_have_no_histogram() -> None:
     assert age_series([{"step": 0, "age_mean": 1.0, "age_max": 2}]) is None
+
+
+def test_the_offpolicy_series_holds_the_recorded_numbers_and_the_masks_that_occurred() -> None:
+    series = offpolicy_series([metrics_row(1, ess=0.5), metrics_row(0), {"step": 2, "entropy": 1.0}])
+    assert series is not None
+    assert series.steps.tolist() == [0, 1]
+    assert series.ess.tolist() == [0.91, 0.5]
+    assert series.clipped.tolist() == [0.034, 0.034]
+    assert {reason: share.tolist() for reason, share in series.masked.items()} == {
+        "too old": [0.01, 0.01],
+        "cap": [0.002, 0.002],
+    }
+    assert series.ages.tolist() == [0, 1]
+    assert series.ratios.tolist() == [pytest.approx([0.9, 1.0, 1.1]), pytest.approx([0.5, 1.01, 2.0])]
+
+
+def test_ratio_quantiles_over_the_run_weigh_steps_by_their_tokens_of_that_age_in_logarithms() -> None:
+    rows = [
+        metrics_row(0, trained_tokens=100, age_1=0.5, ratio_p99_age_1=2.0),
+        metrics_row(1, trained_tokens=300, age_1=0.5, ratio_p99_age_1=32.0),
+    ]
+    series = offpolicy_series(rows)
+    assert series is not None
+    assert series.ratios[1, 2] == pytest.approx(16.0)
+
+
+def test_rows_without_weights_have_no_offpolicy_plot() -> None:
+    assert offpolicy_series([{"step": 0, "entropy": 1.0}]) is None
+
+
+def test_the_offpolicy_plot_draws_the_series() -> None:
+    series = offpolicy_series([metrics_row(step, ess=0.9 - step / 10) for step in range(3)])
+    assert series is not None
+    weights, ratios, shares, policy, norms = draw_offpolicy(series).axes
+    assert np.array_equal(weights.get_lines()[0].get_ydata(), 100 * series.ess)
+    assert np.array_equal(ratios.get_lines()[1].get_ydata(), series.ratios[:, 1])
+    low, high = ratios.get_ylim()
+    assert low < 0.5
+    assert high > 2.0
+    assert [text.get_text() for text in shares.get_legend().get_texts()] == [
+        "clipped",
+        "masked: too old",
+        "masked: cap",
+    ]
+    assert np.array_equal(policy.get_lines()[0].get_ydata(), series.entropy)
+    assert np.array_equal(norms.get_lines()[0].get_ydata(), series.grad_norm)
 
 
 def test_the_timeline_zooms_into_eight_steps_in_the_middle() -> None:

@@ -239,7 +239,7 @@ def test_law_5_an_environment_error_is_typed_retried_and_never_a_reward() -> Non
     world = World(make_config(), env=Flaky)
     end = run(world)
     assert end.ledger["retried_env_error"] > 0
-    assert {reward.reward for shard in world.trainer.shards for reward in shard.rewards} == {1.0}
+    assert {entry.reward for shard in world.trainer.shards for entry in shard.batch} == {1.0}
 
 
 @pytest.mark.parametrize(

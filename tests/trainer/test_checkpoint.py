@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from flash.errors import CheckpointError
@@ -22,8 +24,15 @@ from tests.trainer.trainer_cases import make_config, random_shard, weights_of
 HUB = b"the hub's state"
 
 
-def trained(model: Path, steps: int) -> Trainer:
-    trainer = Trainer(make_config(model))
+EXTRAS: dict[str, dict[str, Any]] = {
+    "critic": {"algorithm": {"objective": "ppo"}, "critic": {"learning_rate": 1e-3}},
+    "ewma": {"algorithm": {"objective": "decoupled_ppo", "options": {"proximal": "ewma"}}},
+}
+"""Tables of a run that keeps more than the policy."""
+
+
+def trained(model: Path, steps: int, **tables: dict[str, Any]) -> Trainer:
+    trainer = Trainer(make_config(model, **tables))
     train(trainer, steps)
     return trainer
 
@@ -54,6 +63,18 @@ def same_weights(one: Trainer, other: Trainer) -> bool:
     return all(torch.equal(value, theirs[name]) for name, value in weights_of(one).items())
 
 
+def extras_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Everything kept beside the policy, by name, as full copies."""
+    found: dict[str, Any] = dict(trainer.ewma or {})
+    if trainer.critic is not None:
+        for name, parameter in trainer.critic.model.named_parameters():
+            found[f"critic {name}"] = parameter.detach()
+            for moment, value in trainer.critic.optimizer.state[parameter].items():
+                found[f"critic {name} {moment}"] = value
+    full = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+    return {name: value.clone() for name, value in full.items()}
+
+
 def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
@@ -80,12 +101,52 @@ def test_a_loaded_checkpoint_is_bit_equal_and_continues_identically(model: Path,
     assert same_weights(original, restored)
 
 
-def test_saving_before_the_first_step_does_not_change_the_run(tied_model: Path, tmp_path: Path) -> None:
-    saved, untouched = trained(tied_model, 0), trained(tied_model, 0)
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_what_is_kept_beside_the_policy_is_loaded_bit_equal_and_continues_identically(
+    model: Path, tmp_path: Path, extra: str
+) -> None:
+    original = trained(model, 2, **EXTRAS[extra])
+    path = checkpoint.save(tmp_path, original, HUB, keep=2)
+    assert checkpoint.read_manifest(path).extras == (extra,)
+    restored = trained(model, 1, **EXTRAS[extra])
+    before, saved = extras_of(restored), extras_of(original)
+    assert any(not torch.equal(value, before[name]) for name, value in saved.items())
+    assert checkpoint.load(path, restored) == HUB
+    for steps in (0, 2):
+        train(original, steps)
+        train(restored, steps)
+        theirs = extras_of(restored)
+        assert all(torch.equal(value, theirs[name]) for name, value in extras_of(original).items())
+        assert same_weights(original, restored)
+    assert any(not torch.equal(value, saved[name]) for name, value in theirs.items())
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_a_run_and_its_checkpoint_must_keep_the_same(tied_model: Path, tmp_path: Path, extra: str) -> None:
+    plain, more = trained(tied_model, 1), trained(tied_model, 1, **EXTRAS[extra])
+    weights, extras = weights_of(more), extras_of(more)
+    words = {"critic": "a critic", "ewma": "an average of the policy's weights"}[extra]
+    without = checkpoint.save(tmp_path / "plain", plain, HUB, keep=1)
+    with pytest.raises(CheckpointError, match=f"step-000001 was written without {words}.*start a new run"):
+        checkpoint.load(without, more)
+    holding = checkpoint.save(tmp_path / "more", more, HUB, keep=1)
+    with pytest.raises(CheckpointError, match=f"step-000001 holds {words}.*this run lacks"):
+        checkpoint.load(holding, plain)
+    assert all(torch.equal(value, weights[name]) for name, value in weights_of(more).items())
+    assert all(torch.equal(value, extras[name]) for name, value in extras_of(more).items())
+
+
+@pytest.mark.parametrize("tables", [{}, *EXTRAS.values()], ids=["policy", *EXTRAS])
+def test_saving_before_the_first_step_does_not_change_the_run(
+    tied_model: Path, tmp_path: Path, tables: dict[str, Any]
+) -> None:
+    saved, untouched = trained(tied_model, 0, **tables), trained(tied_model, 0, **tables)
     checkpoint.save(tmp_path, saved, HUB, keep=1)
     train(saved, 2)
     train(untouched, 2)
     assert same_weights(saved, untouched)
+    theirs = extras_of(untouched)
+    assert all(torch.equal(value, theirs[name]) for name, value in extras_of(saved).items())
 
 
 def test_the_newest_complete_checkpoint_is_found_and_older_ones_are_pruned(tied_model: Path, tmp_path: Path) -> None:

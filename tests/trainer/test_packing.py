@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import msgspec
 import numpy as np
 import pytest
@@ -12,14 +14,15 @@ from flash.types import Span, VersionRun
 from tests.trainer.trainer_cases import make_shard, make_trajectory, part_of, random_shard
 
 
-def trained_triples(micro_batches: list[MicroBatch]) -> list[tuple[int, float, float]]:
+def trained_tokens(micro_batches: list[MicroBatch]) -> list[tuple[int, float, int, int]]:
     return sorted(
-        (int(target), float(logp), float(advantage))
+        (int(target), float(logp), int(index), int(turn))
         for micro in micro_batches
-        for target, logp, advantage in zip(
+        for target, logp, index, turn in zip(
             micro.target_T[micro.mask_T],
             micro.behaviour_T[micro.mask_T],
-            micro.advantage_T[micro.mask_T],
+            micro.index_T[micro.mask_T],
+            micro.turn_T[micro.mask_T],
             strict=True,
         )
     )
@@ -34,16 +37,17 @@ def test_every_trained_token_is_in_exactly_one_micro_batch_under_the_budget(coun
         for i, n in enumerate(counts)
     ]
     shard = make_shard(trajectories, step=1, min_version=1)
-    advantage_B = np.arange(len(counts), dtype=np.float64)
-    packed = pack(shard.samples, advantage_B, min_version=1, max_tokens=budget)
+    packed = pack(shard.samples, min_version=1, max_tokens=budget)
 
     expected = []
     for index, one in enumerate(trajectories):
         positions = np.flatnonzero(one.action_mask())
         for place, version in enumerate(one.action_versions()):
             if version >= 1:
-                expected.append((int(one.tokens()[positions[place]]), float(one.behaviour()[place]), float(index)))
-    assert trained_triples(packed) == sorted(expected)
+                turn = sum(positions[place] >= span.stop for span in one.action_spans)
+                token = int(one.tokens()[positions[place]])
+                expected.append((token, float(one.behaviour()[place]), index, turn))
+    assert trained_tokens(packed) == sorted(expected)
     for micro in packed:
         lengths = np.diff(micro.offset_S)
         assert micro.offset_S[-1] == len(micro.input_P) <= budget
@@ -53,7 +57,7 @@ def test_every_trained_token_is_in_exactly_one_micro_batch_under_the_budget(coun
 
 def test_positions_restart_and_each_kept_position_precedes_its_target() -> None:
     shard = random_shard()
-    for micro in pack(shard.samples, np.zeros(13), min_version=0, max_tokens=64):
+    for micro in pack(shard.samples, min_version=0, max_tokens=64):
         for start, stop in zip(micro.offset_S[:-1], micro.offset_S[1:], strict=True):
             assert micro.position_P[start:stop].tolist() == list(range(stop - start))
         assert (micro.input_P[micro.keep_T + 1] == micro.target_T).all()
@@ -66,7 +70,7 @@ def test_tokens_older_than_min_version_are_masked_and_a_sample_of_only_those_is_
     mixed = make_trajectory(0, 0, [VersionRun(1, 3), VersionRun(2, 4)], rng, reward=1.0)
     old = make_trajectory(0, 1, [VersionRun(1, 5)], rng, reward=0.0)
     shard = make_shard([mixed, old], step=3, min_version=2)
-    (micro,) = pack(shard.samples, np.ones(2), min_version=2, max_tokens=64)
+    (micro,) = pack(shard.samples, min_version=2, max_tokens=64)
     assert micro.sequences == 1
     assert micro.mask_T.tolist() == [False] * 3 + [True] * 4
 
@@ -75,7 +79,7 @@ def test_one_long_sequence_does_not_pad_many_short_ones() -> None:
     rng = np.random.default_rng(0)
     long = make_trajectory(0, 0, [VersionRun(0, 200)], rng, reward=0.0)
     short = [make_trajectory(0, i, [VersionRun(0, 1)], rng, reward=0.0) for i in range(1, 100)]
-    packed = pack(make_shard([long, *short]).samples, np.zeros(100), min_version=0, max_tokens=1000)
+    packed = pack(make_shard([long, *short]).samples, min_version=0, max_tokens=1000)
     for micro in packed:
         assert micro.sequences * np.diff(micro.offset_S).max() <= MAX_PADDED_SHARE * 1000
 
@@ -83,7 +87,7 @@ def test_one_long_sequence_does_not_pad_many_short_ones() -> None:
 def test_a_sample_over_the_budget_is_refused_by_name() -> None:
     shard = random_shard()
     with pytest.raises(ContractError, match=r"sample \d+ has \d+ tokens.*max_tokens_per_microbatch = 8"):
-        pack(shard.samples, np.zeros(13), min_version=0, max_tokens=8)
+        pack(shard.samples, min_version=0, max_tokens=8)
 
 
 def test_a_trajectory_whose_counts_differ_is_refused() -> None:
@@ -91,7 +95,7 @@ def test_a_trajectory_whose_counts_differ_is_refused() -> None:
     trajectory = msgspec.structs.replace(sample.trajectory, logprobs=b"\0" * 4)
     broken = msgspec.structs.replace(sample, trajectory=trajectory)
     with pytest.raises(ContractError, match="1 log-probs"):
-        pack([broken], np.zeros(1), min_version=0, max_tokens=64)
+        pack([broken], min_version=0, max_tokens=64)
 
 
 def test_an_action_token_without_a_prompt_is_refused() -> None:
@@ -104,7 +108,21 @@ def test_an_action_token_without_a_prompt_is_refused() -> None:
     )
     broken = msgspec.structs.replace(sample, trajectory=trajectory)
     with pytest.raises(ContractError, match="starts with an action token"):
-        pack([broken], np.zeros(1), min_version=0, max_tokens=64)
+        pack([broken], min_version=0, max_tokens=64)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_trained_token_without_a_behaviour_logprob_is_refused_by_name_and_a_masked_one_is_not(value: float) -> None:
+    rng = np.random.default_rng(0)
+    good = make_trajectory(7, 0, [VersionRun(1, 2), VersionRun(2, 4)], rng, reward=1.0)
+    behaviour = good.behaviour().copy()
+    behaviour[1] = value
+    masked = msgspec.structs.replace(good, logprobs=behaviour.tobytes())
+    behaviour[3] = value
+    trained = msgspec.structs.replace(good, logprobs=behaviour.tobytes())
+    pack(make_shard([good, masked]).samples, min_version=2, max_tokens=64)
+    with pytest.raises(ContractError, match=r"sample 1 \(group 7\) has the behaviour log-prob .* action token 3;"):
+        pack(make_shard([good, trained]).samples, min_version=2, max_tokens=64)
 
 
 def test_minibatches_keep_groups_whole_on_all_ranks() -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from flash.trainer import checkpoint
-from flash.trainer.model import canary_logprobs
+from flash.trainer.logprobs import canary_logprobs
 from flash.trainer.step import Trainer
-from tests.trainer.trainer_cases import gradient_of, random_shard, relative_error, weights_of
-from tests.trainer.two_ranks import CANARY, CASES, case_config
+from tests.trainer.trainer_cases import gradient_of, relative_error, weights_of
+from tests.trainer.two_ranks import CANARY, CASES, case_batch, case_config
 
 pytestmark = pytest.mark.integration
 
@@ -40,7 +40,7 @@ def ranks(
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_give_the_gradient_of_one(ranks: dict[str, Any], name: str) -> None:
     trainer = Trainer(case_config(ranks["model"], CASES[name]))
-    metrics = trainer.train_step(random_shard())
+    metrics = trainer.train_step(case_batch(trainer, CASES[name]))
     first, second = (results[name] for results in ranks["results"])
     assert relative_error(first["gradient"], gradient_of(trainer)) < 1e-5
     assert first["metrics"] == second["metrics"]
@@ -51,7 +51,7 @@ def test_two_ranks_give_the_gradient_of_one(ranks: dict[str, Any], name: str) ->
 def test_both_ranks_compute_the_canary_of_one(ranks: dict[str, Any]) -> None:
     name = list(CASES)[-1]
     trainer = Trainer(case_config(ranks["model"], CASES[name]))
-    trainer.train_step(random_shard())
+    trainer.train_step(case_batch(trainer, CASES[name]))
     first, second = (results["canary"] for results in ranks["results"])
     assert first == second == pytest.approx(canary_logprobs(trainer.model, CANARY), abs=1e-4)
 
@@ -60,6 +60,12 @@ def test_a_batch_that_one_rank_refuses_stops_both(ranks: dict[str, Any]) -> None
     first, second = (results["refused"] for results in ranks["results"])
     assert "trainer ranks [1] refused" in first
     assert "0 log-probs" in second
+
+
+def test_a_value_that_is_not_finite_on_one_rank_stops_both(ranks: dict[str, Any]) -> None:
+    first, second = (results["spoilt values"] for results in ranks["results"])
+    assert "trainer ranks [1] refused" in first
+    assert "sample 1: the critic's value of its action token" in second
 
 
 def test_both_ranks_load_what_they_saved(ranks: dict[str, Any]) -> None:

@@ -12,8 +12,9 @@ import torch
 
 from flash.config import TrainConfig
 from flash.errors import ConfigError, ContractError
-from flash.trainer.step import Trainer, batch_advantages, learning_rate
-from flash.types import GroupReward, Shard, Trajectory, VersionRun
+from flash.trainer.optimizer import learning_rate
+from flash.trainer.step import Trainer
+from flash.types import Shard, Trajectory, VersionRun
 from tests.trainer.trainer_cases import (
     gradient_of,
     make_config,
@@ -22,6 +23,7 @@ from tests.trainer.trainer_cases import (
     random_shard,
     reference_model,
     relative_error,
+    trainer_at,
     unpacked_logprobs,
     weights_of,
 )
@@ -32,8 +34,8 @@ AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"]
 
 def naive_advantages(shard: Shard) -> list[float]:
     result = []
-    for entry in shard.rewards:
-        members = [other.reward for other in shard.rewards if other.group_id == entry.group_id]
+    for entry in shard.batch:
+        members = [other.reward for other in shard.batch if other.group_id == entry.group_id]
         mean = sum(members) / len(members)
         std = math.sqrt(sum((reward - mean) ** 2 for reward in members) / len(members))
         result.append((entry.reward - mean) / std if std > 0 else 0.0)
@@ -87,12 +89,6 @@ def stale_shard(garbage: float) -> Shard:
     return make_shard(trajectories, step=3, min_version=2)
 
 
-def trainer_at(version: int, model: Path, **tables: dict[str, Any]) -> Trainer:
-    trainer = Trainer(make_config(model, **tables))
-    trainer.version = version
-    return trainer
-
-
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_gradient_equals_a_naive_unpacked_float64_loop(model: Path, objective: str, aggregation: str) -> None:
@@ -120,7 +116,8 @@ def test_on_policy_the_gradient_is_reinforce_with_the_advantage(untied_model: Pa
         behaviour = logp.numpy().astype("<f4").tobytes()
         trajectories.append(msgspec.structs.replace(sample.trajectory, logprobs=behaviour))
     shard = make_shard(trajectories)
-    trainer = Trainer(make_config(untied_model, algorithm={"objective": objective}))
+    algorithm = {"objective": objective, "aggregation": "token_mean"}
+    trainer = Trainer(make_config(untied_model, algorithm=algorithm))
     metrics = trainer.train_step(shard)
     loss = -sum(
         advantage * unpacked_logprobs(reference, sample.trajectory).sum()
@@ -183,7 +180,7 @@ def test_metrics_equal_a_naive_count(tied_model: Path) -> None:
     shard = stale_shard(0.0)
     metrics = trainer_at(3, tied_model, algorithm={"objective": "grpo"}).train_step(shard)
     reference = reference_model(tied_model)
-    gaps, ratios, ages, clipped = [], [], [], 0
+    gaps, ratios, ages, advantages, clipped = [], [], [], [], 0
     for sample, advantage in zip(shard.samples, naive_advantages(shard), strict=True):
         with torch.no_grad():
             logp = unpacked_logprobs(reference, sample.trajectory).tolist()
@@ -192,11 +189,12 @@ def test_metrics_equal_a_naive_count(tied_model: Path) -> None:
             if version >= 2:
                 ratios.append(math.exp(now - then))
                 ages.append(3 - version)
+                advantages.append(abs(advantage))
                 clipped += (advantage > 0 and ratios[-1] > 1.2) or (advantage < 0 and ratios[-1] < 0.8)
             if version == 3:
                 gaps.append(now - then)
     count = len(ratios)
-    rewards = [entry.reward for entry in shard.rewards]
+    rewards = [entry.reward for entry in shard.batch]
     assert metrics["trained_tokens"] == count == shard.total_tokens
     assert metrics["tokens"] == sum(sample.trajectory.length for sample in shard.samples)
     assert metrics["ratio_mean"] == pytest.approx(sum(ratios) / count, rel=1e-5)
@@ -213,7 +211,15 @@ def test_metrics_equal_a_naive_count(tied_model: Path) -> None:
     assert metrics["age_1"] == pytest.approx(ages.count(1) / count)
     assert metrics["reward_mean"] == pytest.approx(np.mean(rewards))
     assert metrics["reward_std"] == pytest.approx(np.std(rewards))
-    assert metrics["advantage_abs_mean"] == pytest.approx(np.mean(np.abs(naive_advantages(shard))))
+    assert metrics["advantage_abs_mean"] == pytest.approx(np.mean(advantages))
+    assert metrics["ess"] == pytest.approx(sum(ratios) ** 2 / (count * sum(ratio**2 for ratio in ratios)), rel=1e-5)
+    assert metrics["masked_old_share"] == pytest.approx(1 - count / sum(entry.tokens for entry in shard.batch))
+    assert metrics["masked_correction_share"] == metrics["masked_cap_share"] == 0.0
+    for age in (0, 1):
+        mine = sorted(ratio for ratio, other in zip(ratios, ages, strict=True) if other == age)
+        for percent, at in ((1, 0), (99, -1)):
+            log_ratio = math.log(metrics[f"ratio_p{percent}_age_{age}"])
+            assert log_ratio == pytest.approx(math.log(mine[at]), rel=0.011, abs=2e-5)
     assert all(math.isfinite(value) for value in metrics.values())
 
 
@@ -268,19 +274,19 @@ def with_first_behaviour(shard: Shard, value: float) -> Shard:
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(tied_model: Path) -> None:
-    trainer = Trainer(make_config(tied_model))
+    trainer = Trainer(make_config(tied_model, algorithm={"objective": "grpo"}))
     before = weights_of(trainer)
-    with pytest.raises(ContractError, match="gradient norm is nan"):
-        trainer.train_step(with_first_behaviour(random_shard(), math.nan))
+    with pytest.raises(ContractError, match=r"gradient norm is (nan|inf)"):
+        trainer.train_step(with_first_behaviour(random_shard(), -1e5))
     assert trainer.version == 0
     assert all(torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
 
 
 def test_a_gradient_that_is_not_finite_can_be_skipped_and_is_counted(tied_model: Path) -> None:
     train = {"on_nonfinite": "skip", "max_tokens_per_microbatch": 64}
-    trainer = Trainer(make_config(tied_model, train=train))
+    trainer = Trainer(make_config(tied_model, train=train, algorithm={"objective": "grpo"}))
     before = weights_of(trainer)
-    metrics = trainer.train_step(with_first_behaviour(random_shard(), math.nan))
+    metrics = trainer.train_step(with_first_behaviour(random_shard(), -1e5))
     assert metrics["skipped_steps"] == 1.0
     assert trainer.version == 1
     assert all(torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
@@ -334,22 +340,6 @@ def test_counts_that_differ_from_what_the_hub_dealt_stop_the_run(tied_model: Pat
     ):
         with pytest.raises(ContractError, match="the hub dealt"):
             Trainer(make_config(tied_model)).train_step(wrong)
-
-
-def test_members_trained_in_an_earlier_step_count_for_the_advantages_of_their_group() -> None:
-    rng, runs = np.random.default_rng(0), [VersionRun(0, 3)]
-    late = make_shard([make_trajectory(0, 0, runs, rng, reward=1.0), make_trajectory(1, 0, runs, rng, reward=0.0)])
-    whole = make_shard([make_trajectory(0, 0, runs, rng, reward=1.0), make_trajectory(0, 1, runs, rng, reward=0.0)])
-    earlier = msgspec.structs.replace(late, earlier=[GroupReward(0, 0.0)])
-    assert batch_advantages(late).tolist() == [0.0, 0.0], "alone in its group a sample says nothing"
-    assert batch_advantages(earlier).tolist() == [batch_advantages(whole)[0], 0.0]
-
-
-def test_a_reward_that_is_not_a_number_stops_the_run(tied_model: Path) -> None:
-    shard = random_shard()
-    rewards = [msgspec.structs.replace(shard.rewards[0], reward=math.nan), *shard.rewards[1:]]
-    with pytest.raises(ContractError, match="reward 0"):
-        Trainer(make_config(tied_model)).train_step(msgspec.structs.replace(shard, rewards=rewards))
 
 
 def test_an_unknown_objective_or_option_is_a_config_error(tied_model: Path) -> None:

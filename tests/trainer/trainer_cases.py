@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from flash.config import Config
 from flash.trainer.step import Trainer
-from flash.types import GroupReward, Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
+from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 
 VOCABULARY = 40
 
@@ -84,7 +85,7 @@ def make_shard(trajectories: list[Trajectory], *, step: int = 0, min_version: in
         step=step,
         min_version=min_version,
         samples=[ShardSample(index, one) for index, one in enumerate(trajectories)],
-        rewards=[GroupReward(one.task.group_id, one.reward) for one in trajectories],
+        batch=[one.entry(min_version) for one in trajectories],
         total_tokens=sum(trained),
         total_sequences=sum(count > 0 for count in trained),
     )
@@ -99,6 +100,31 @@ def random_shard(seed: int = 0) -> Shard:
         for member in range(size)
     ]
     return make_shard(trajectories)
+
+
+def aged_shard(seed: int = 0, step: int = 3) -> Shard:
+    """Tokens of ages 0 to 3, of which those of age 3 are masked; the groups of `random_shard`."""
+    rng = np.random.default_rng(seed)
+    trajectories = []
+    for group, size in enumerate((4, 3, 1, 5)):
+        for member in range(size):
+            oldest = int(rng.integers(0, 4))
+            runs = [VersionRun(step - age, int(rng.integers(1, 7))) for age in range(oldest, -1, -1)]
+            one = make_trajectory(group, member, runs, rng, reward=float(rng.normal()))
+            if len(one.turns) > 1:
+                first = float(rng.normal())
+                rewards = (first, one.reward - first)
+                turns = [replace(turn, reward=reward) for turn, reward in zip(one.turns, rewards, strict=True)]
+                one = replace(one, turns=turns)
+            trajectories.append(one)
+    return make_shard(trajectories, step=step, min_version=step - 2)
+
+
+def trainer_at(version: int, model: Path, **tables: dict[str, Any]) -> Trainer:
+    """A fresh trainer that takes its weights for those of this version."""
+    trainer = Trainer(make_config(model, **tables))
+    trainer.version = version
+    return trainer
 
 
 def part_of(shard: Shard, indices: list[int]) -> Shard:

@@ -14,9 +14,12 @@ import torch.distributed as dist
 
 from flash.errors import CheckpointError, ContractError
 from flash.trainer import checkpoint
-from flash.trainer.model import canary_logprobs
+from flash.trainer.critic import Critic
+from flash.trainer.logprobs import canary_logprobs
+from flash.trainer.packing import MicroBatch
 from flash.trainer.step import Trainer
-from tests.trainer.trainer_cases import gradient_of, make_config, part_of, random_shard, weights_of
+from flash.types import Shard
+from tests.trainer.trainer_cases import aged_shard, gradient_of, make_config, part_of, random_shard, weights_of
 
 CANARY = [3, 1, 4, 1, 5]
 SPLITS = {
@@ -28,19 +31,52 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"{split}, {mode}": {"split": split, "algorithm": {"aggregation": mode}} for split in SPLITS
        for mode in ("token_mean", "seq_mean_token_mean")},
     "minibatches": {"split": "uneven", "train": {"minibatches": 2}},
+    "limit": {"split": "uneven", "aged": True, "algorithm": {"objective": "m2po", "options": {"tau": 0.2}}},
+    "whitened": {"split": "uneven", "aged": True, "algorithm": {"objective": "reinforce_pp"}},
+    "kl and entropy": {
+        "split": "even", "aged": True, "algorithm": {"kl": {"coefficient": 0.3}, "entropy_bonus": 0.2},
+        "train": {"minibatches": 2},
+    },
+    "kl in the reward": {
+        "split": "all on one", "aged": True,
+        "algorithm": {"advantage": "batch", "kl": {"estimator": "k1", "coefficient": 0.3, "place": "reward"}},
+        "train": {"minibatches": 2},
+    },
+    "staleness and correction": {
+        "split": "uneven", "aged": True,
+        "algorithm": {
+            "staleness": {"kind": "linear"},
+            "corrections": [{"kind": "icepop", "low": 0.01}, {"kind": "geometric", "low": 0.02, "high": 0.2}],
+        },
+    },
+    "ewma": {
+        "split": "uneven", "aged": True,
+        "algorithm": {"options": {"proximal": "ewma"}}, "train": {"minibatches": 2},
+    },
+    "critic": {"split": "uneven", "aged": True, "algorithm": {"objective": "ppo"}, "critic": {}},
 }  # fmt: skip
 
 
 def case_config(model: Path, case: dict[str, Any]) -> Any:
-    train = {"learning_rate": 1e-3, "max_grad_norm": 1e9, "max_tokens_per_microbatch": 40}
-    return make_config(model, train=train | case.get("train", {}), algorithm=case.get("algorithm", {}))
+    train = {"learning_rate": 1e-3, "max_grad_norm": 1e9, "max_tokens_per_microbatch": 40, "async_ratio": 2.0}
+    tables = {"train": train | case.get("train", {}), "algorithm": case.get("algorithm", {})}
+    if "critic" in case:
+        tables["critic"] = case["critic"]
+    return make_config(model, **tables)
+
+
+def case_batch(trainer: Trainer, case: dict[str, Any]) -> Shard:
+    """The case's whole batch; the trainer takes its weights for those that the batch is for."""
+    shard = aged_shard() if case.get("aged") else random_shard()
+    trainer.version = shard.step
+    return shard
 
 
 def gradients(model: Path, rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, case in CASES.items():
         trainer = Trainer(case_config(model, case))
-        metrics = trainer.train_step(part_of(random_shard(), SPLITS[case["split"]][rank]))
+        metrics = trainer.train_step(part_of(case_batch(trainer, case), SPLITS[case["split"]][rank]))
         results[name] = {"metrics": metrics, "gradient": gradient_of(trainer), "weights": weights_of(trainer)}
     results["canary"] = canary_logprobs(trainer.model, CANARY)
     return results
@@ -56,6 +92,27 @@ def refused(trainer: Trainer, rank: int) -> str:
         )
     try:
         trainer.train_step(shard)
+    except ContractError as error:
+        return str(error)
+    return ""
+
+
+class Spoilt(Critic):
+    """Its values are no numbers."""
+
+    def values(self, micro: MicroBatch) -> torch.Tensor:
+        return super().values(micro) * torch.nan
+
+
+def spoilt_values(model: Path, rank: int) -> str:
+    """Only what the critic says on rank 1 is wrong."""
+    case = CASES["critic"]
+    trainer = Trainer(case_config(model, case))
+    if rank == 1:
+        assert trainer.critic is not None
+        trainer.critic.__class__ = Spoilt
+    try:
+        trainer.train_step(part_of(case_batch(trainer, case), SPLITS["even"][rank]))
     except ContractError as error:
         return str(error)
     return ""
@@ -83,6 +140,7 @@ def main(model: Path, folder: Path, rank: int) -> None:
     )
     results = gradients(model, rank)
     trainer = Trainer(case_config(model, {}))
+    results["spoilt values"] = spoilt_values(model, rank)
     results["refused"] = refused(trainer, rank)
     trainer.train_step(part_of(random_shard(), SPLITS["uneven"][rank]))
     checkpoint.save(folder, trainer, b"hub" if rank == 0 else b"", keep=2)

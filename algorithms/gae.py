@@ -1,0 +1,76 @@
+"""Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438) over packed sequences.
+
+Only unmasked tokens are steps: a masked one has neither a value nor a reward nor a place in the discount, and the step
+before it is followed by the next unmasked one. A reward thus belongs on an unmasked token. Shape legend: T = action
+tokens, K = unmasked ones, S = sequences.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+def gae(
+    reward_T: npt.ArrayLike,
+    value_T: npt.ArrayLike,
+    mask_T: BoolArray,
+    sequence_T: IntArray,
+    *,
+    gamma: float,
+    lam: float,
+    bootstrap_S: FloatArray | None = None,
+) -> tuple[FloatArray, FloatArray]:
+    """Advantages and returns, float64 [T], 0 where masked, whatever the masked slots hold.
+
+        δ_t = r_t + γ V_{t+1} − V_t      A_t = Σ_{k ≥ t} (γλ)^{k−t} δ_k      return_t = A_t + V_t
+
+    `value_T` is V before each token; `sequence_T` is non-decreasing. The V after a sequence's last step is 0: the
+    episode ended there, also when a limit on its length ended it, since its reward has been given. For an episode that
+    goes on beyond what is seen, `bootstrap_S` gives V of the state after its last step (and 0 for the others).
+
+    The sum is taken by doubling: after j passes each step holds the next 2^j terms. Work is T log2(longest sequence),
+    every factor is (γλ)^k ≥ 0, so nothing overflows, and no term is divided by a power that vanished.
+
+    Raises:
+        ValueError: γ or λ lies outside of [0, 1], or an unmasked reward or value is not finite.
+    """
+    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
+        raise ValueError(f"gamma is {gamma} and lam is {lam}; expected numbers from 0 to 1")
+    kept_K = np.flatnonzero(mask_T)
+    sequence_K = np.asarray(sequence_T)[kept_K]
+    reward_K = _finite(np.asarray(reward_T, dtype=np.float64)[kept_K], "reward")
+    value_K = _finite(np.asarray(value_T, dtype=np.float64)[kept_K], "value")
+
+    next_K = np.zeros_like(value_K) if bootstrap_S is None else np.asarray(bootstrap_S, dtype=np.float64)[sequence_K]
+    follows = sequence_K[1:] == sequence_K[:-1]
+    next_K[:-1][follows] = value_K[1:][follows]
+    advantage_K = discounted_sums(reward_K + gamma * _finite(next_K, "bootstrap") - value_K, sequence_K, gamma * lam)
+
+    advantage_T, return_T = np.zeros(len(mask_T)), np.zeros(len(mask_T))
+    advantage_T[kept_K] = advantage_K
+    return_T[kept_K] = advantage_K + value_K
+    return advantage_T, return_T
+
+
+def discounted_sums(term_K: FloatArray, sequence_K: IntArray, factor: float) -> FloatArray:
+    """float64 [K]: Σ_{k ≥ t} factor^{k−t} · term_k over the rest of each sequence; factor in [0, 1]."""
+    sum_K = np.array(term_K, dtype=np.float64)
+    longest = int(np.bincount(np.unique(sequence_K, return_inverse=True)[1]).max(initial=0))
+    reach = 1
+    while reach < longest:
+        inside = sequence_K[reach:] == sequence_K[:-reach]
+        sum_K[:-reach] += np.where(inside, factor**reach * sum_K[reach:], 0.0)
+        reach *= 2
+    return sum_K
+
+
+def _finite(number_K: FloatArray, what: str) -> FloatArray:
+    if not np.isfinite(number_K).all():
+        bad = int(np.flatnonzero(~np.isfinite(number_K))[0])
+        raise ValueError(f"{what} of unmasked token {bad} is {number_K[bad]}; expected a finite number")
+    return number_K

@@ -1,0 +1,40 @@
+"""What the trainer ranks tell each other about a batch: small tensors, gathered so that all ranks see the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flash.errors import ContractError
+
+
+def gather_rows(row: Tensor) -> Tensor:
+    """[N] of each of W ranks to [W, N] on all."""
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    return torch.stack(rows)
+
+
+def gather_ragged(values: Tensor, counts: Sequence[int]) -> Tensor:
+    """[R, N] of each rank, where N is this rank's entry of `counts`, to [R, sum of counts] on all, in rank order."""
+    widest = max(counts)
+    padded = values.new_zeros(len(values), widest)
+    padded[:, : values.shape[1]] = values
+    rows = gather_rows(padded.flatten()).view(len(counts), len(values), widest)
+    return torch.cat([row[:, :count] for row, count in zip(rows, counts, strict=True)], dim=1)
+
+
+def raise_together(fault: str, told: Tensor, what: str) -> None:
+    """Raise on every rank where any has a fault: the others would wait in the next collective for the one that left.
+
+    `told` is [W], non-zero where a rank has one, as gathered.
+
+    Raises:
+        ContractError: this rank's `fault`, or which ranks refused `what`.
+    """
+    ranks = told.nonzero().flatten().tolist()
+    if ranks:
+        raise ContractError(fault or f"trainer ranks {ranks} refused {what}")

@@ -1,0 +1,211 @@
+"""The critic: a value model of its own, which says what return the policy may expect before each action token.
+
+Its backbone starts as the policy's model, or as `critic.path`; on top is one linear output that starts at zero. It is
+sharded like the policy, keeps float32 master weights, and has its own optimizer. The value head runs in float32 also
+where the backbone runs in bfloat16: returns differ by less than bfloat16 resolves.
+
+Everything here is a collective: all ranks make the same calls in the same order, with equally many micro-batches.
+Shape legend: P = packed tokens, T = action tokens of a micro-batch, D = width of the backbone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
+
+from flash.config import Config
+from flash.errors import ConfigError, ContractError
+from flash.trainer.model import PackedLayout, load_model, packed_layout, reshard, shard_model
+from flash.trainer.optimizer import apply_gradient, make_optimizer
+from flash.trainer.packing import MicroBatch
+
+NO_VARIANCE = 1e-12
+"""Share of the mean square below which a variance is rounding: float64 sums of up to some 10⁶ terms."""
+
+
+class ValueModel(nn.Module):
+    """A decoder and a linear head that maps each hidden state to one number."""
+
+    def __init__(self, backbone: PreTrainedModel) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = nn.Linear(backbone.config.hidden_size, 1)
+        # A random head would start the advantages with noise; from zero, they start as the returns themselves.
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_P: Tensor, position_P: Tensor, keep_T: Tensor, layout: PackedLayout) -> Tensor:
+        """float32 [T, 1]: the value of the state that ends at each position of `keep_T`."""
+        output = self.backbone(
+            input_ids=input_P.unsqueeze(0),
+            position_ids=position_P.unsqueeze(0),
+            use_cache=False,
+            packed_layout=layout,
+        )
+        return self.head(output.last_hidden_state[0, keep_T].float())
+
+
+class Critic:
+    """The value model and its optimizer. The default process group consists of all trainer ranks."""
+
+    def __init__(self, config: Config, mesh: DeviceMesh) -> None:
+        """Load and shard the value model of `config.critic`, which must be there. `mesh`: the policy's.
+
+        Raises:
+            ConfigError: the model cannot be loaded, or its attention cannot be packed.
+        """
+        assert config.critic is not None, "a run without [critic] has no critic"
+        self._config = config.critic
+        self._on_nonfinite: Literal["stop", "skip"] = config.train.on_nonfinite
+        self.model = ValueModel(_backbone(config, mesh)).eval()
+        fully_shard(self.model, mesh=mesh, reshard_after_forward=False)
+        rate = self._config.learning_rate
+        self.optimizer = make_optimizer(self.model, msgspec.structs.replace(config.train, learning_rate=rate))
+        self._tally = _Tally(self.model.backbone.device)
+
+    @torch.no_grad()
+    def values(self, micro: MicroBatch) -> Tensor:
+        """float32 [T], on the model's device: V of the state before each action token, masked ones included.
+
+        The state before an action token is everything up to and including the token at its `keep_T`.
+        """
+        value_T = self._forward(micro)
+        reshard(self.model)
+        return value_T
+
+    def update(
+        self,
+        minibatch: Sequence[MicroBatch],
+        returns: Sequence[Tensor],
+        old: Sequence[Tensor],
+        total_tokens: int,
+    ) -> None:
+        """One optimizer update towards the returns, by the clipped value loss.
+
+        `returns` and `old` (what `values` gave at the start of the step) have one float [T] per micro-batch; masked
+        slots may hold anything. `total_tokens` counts the trained tokens of the minibatch over all ranks: the loss is
+        the mean over them, so the gradient does not depend on how the minibatch was cut. With none, nothing changes.
+
+        Raises:
+            ContractError: the gradient is not finite and train.on_nonfinite is "stop".
+        """
+        share = dist.get_world_size() / max(total_tokens, 1)
+        for micro, return_T, old_T in zip(minibatch, returns, old, strict=True):
+            mask_T = self._tensor(micro.mask_T)
+            # Masked slots are emptied before the arithmetic: 0 · NaN in a backward pass would still be NaN.
+            value_T, return_T, old_T = (
+                tensor_T.to(mask_T.device).where(mask_T, 0.0) for tensor_T in (self._forward(micro), return_T, old_T)
+            )
+            loss_T = value_loss(value_T, return_T, old_T, self._config.clip)
+            # FSDP averages gradients over ranks; the loss is already a share of the whole minibatch.
+            (loss_T.sum() * share).backward()
+            self._tally.add(loss_T, return_T, old_T, mask_T)
+        norm, _ = apply_gradient(
+            self.model,
+            self.optimizer,
+            rate=self._config.learning_rate,
+            max_norm=self._config.max_grad_norm,
+            trained=total_tokens > 0,
+            on_nonfinite=self._on_nonfinite,
+            whose="critic",
+            advice="look at critic_loss and return_mean, lower critic.learning_rate",
+        )
+        self._tally.norms.append(norm)
+
+    def metrics(self) -> dict[str, float]:
+        """Over all updates since the last call, and over all ranks: the same on each.
+
+        critic_loss; explained_variance = 1 − Var(R − V) / Var(R), value_mean and return_mean over the trained tokens,
+        with V as `old` had it, so before any of the updates; critic_grad_norm before clipping; critic_skipped, the
+        updates left out because of a gradient that is not finite. Returns that do not vary have no explained_variance.
+        """
+        return self._tally.reduce()
+
+    def _forward(self, micro: MicroBatch) -> Tensor:
+        vocabulary = int(self.model.backbone.config.vocab_size)
+        if micro.input_P.max() >= vocabulary:
+            raise ContractError(
+                f"critic.path: the policy's token {micro.input_P.max()} lies outside of the critic's vocabulary of "
+                f"{vocabulary}; choose a critic with the policy's tokenizer"
+            )
+        position_P, offset_S = self._tensor(micro.position_P), self._tensor(micro.offset_S)
+        layout = packed_layout(position_P, offset_S, int(np.diff(micro.offset_S).max()))
+        return self.model(self._tensor(micro.input_P), position_P, self._tensor(micro.keep_T), layout)[:, 0]
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.model.backbone.device)
+
+
+def value_loss(value_T: Tensor, return_T: Tensor, old_T: Tensor, clip: float | None) -> Tensor:
+    """Squared error [T]; with a clip, that of old + clip(value − old, ±clip) where that is the larger.
+
+    A value that moved further than `clip` towards its return has no gradient; one that moved away keeps it. From the
+    implementation of PPO (Schulman et al. 2017; see Engstrom et al. 2020, section 3, "value function clipping").
+    """
+    error_T = (value_T - return_T).square()
+    if clip is None:
+        return error_T
+    clipped_T = old_T + (value_T - old_T).clamp(-clip, clip)
+    return error_T.maximum((clipped_T - return_T).square())
+
+
+def _backbone(config: Config, mesh: DeviceMesh) -> PreTrainedModel:
+    """The decoder without its output layer, sharded."""
+    assert config.critic is not None
+    path = config.critic.path or config.model.path
+    model = msgspec.structs.replace(config.model, path=path)
+    try:
+        return shard_model(load_model(model).base_model, mesh, model.dtype)  # pyright: ignore[reportArgumentType]
+    except ConfigError as error:
+        if config.critic.path is None:
+            raise
+        raise ConfigError(f"critic.path: {str(error).removeprefix('model.path: ')}") from error
+
+
+class _Tally:
+    """Sums over the trained tokens of micro-batches, then over ranks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._clear()
+
+    def _clear(self) -> None:
+        self.norms: list[float] = []
+        self._sums = torch.zeros(7, dtype=torch.float64, device=self._device)
+
+    def add(self, loss_T: Tensor, return_T: Tensor, old_T: Tensor, mask_T: Tensor) -> None:
+        """Masked slots of the three hold zeros or what follows from them, and are left out."""
+        return_T, old_T = return_T.double(), old_T.double()
+        error_T = return_T - old_T
+        rows = (torch.ones_like(old_T), loss_T.detach().double(), old_T, return_T, return_T.square(), error_T,
+                error_T.square())  # fmt: skip
+        self._sums += torch.stack(rows).where(mask_T, 0.0).sum(-1)
+
+    def reduce(self) -> dict[str, float]:
+        """Means over all ranks, in one collective; starts anew."""
+        dist.all_reduce(self._sums)
+        tokens, *sums = self._sums.tolist()
+        loss, value, returned, square, error, error_square = (total / max(tokens, 1.0) for total in sums)
+        finite = [norm for norm in self.norms if math.isfinite(norm)]
+        metrics = {
+            "critic_loss": loss,
+            "value_mean": value,
+            "return_mean": returned,
+            "critic_grad_norm": sum(finite) / len(finite) if finite else 0.0,
+            "critic_skipped": float(len(self.norms) - len(finite)),
+        }
+        variance = square - returned**2
+        if variance > NO_VARIANCE * square:
+            metrics["explained_variance"] = 1 - (error_square - error**2) / variance
+        self._clear()
+        return metrics

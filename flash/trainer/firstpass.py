@@ -1,0 +1,246 @@
+"""What is learned of a batch before the policy changes: log-probs of other policies, values, and token advantages.
+
+No gradient. Only what the configuration asks for is computed. All ranks make the same passes in the same order.
+Shape legend: T = action tokens of a micro-batch, W = ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from algorithms.advantages import FloatArray, whiten
+from algorithms.base import Advantage, Proximal
+from algorithms.gae import discounted_sums, gae
+from algorithms.kl import kl
+from flash.config import Config
+from flash.errors import ContractError
+from flash.trainer.collectives import gather_rows, raise_together
+from flash.trainer.credit import Credit
+from flash.trainer.critic import Critic
+from flash.trainer.ewma import swapped_in
+from flash.trainer.logprobs import TokenLogprobs, token_logprobs
+from flash.trainer.model import reshard
+from flash.trainer.packing import MicroBatch
+from flash.trainer.plan import MinibatchPlan, StepPlan
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a micro-batch's tokens: [T], float32, on the policy's device; masked slots hold anything."""
+
+    advantage_T: Tensor
+    reward_T: Tensor
+    """Of the whole trajectory, as the environment gave it."""
+    staleness_T: Tensor
+    """Weight by the sample's age."""
+    first_T: Tensor | None
+    """Log-prob under the weights at the start of the step; None where the first pass in training gives it."""
+    average_T: Tensor | None
+    """Log-prob under the average of the weights."""
+    reference_T: Tensor | None
+    """Log-prob under the reference policy."""
+    value_T: Tensor | None
+    """The critic's V before each token."""
+    return_T: Tensor | None
+    """What the critic is to learn."""
+
+
+class Worth(NamedTuple):
+    """What tokens earned, float64 [T]."""
+
+    advantage_T: FloatArray
+    return_T: FloatArray
+    """What a critic is to learn; 0 without one."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What the forward passes over one micro-batch gave."""
+
+    first_T: Tensor | None
+    average_T: Tensor | None
+    reference_T: Tensor | None
+    value_T: Tensor | None
+
+
+@dataclass(frozen=True)
+class Models:
+    """Everything that says something of a token."""
+
+    policy: PreTrainedModel
+    reference: PreTrainedModel | None
+    critic: Critic | None
+    ewma: Mapping[str, Tensor] | None
+
+
+def policy_logprobs(
+    model: PreTrainedModel, micro: MicroBatch, temperature: float, *, entropy_gradient: bool = False
+) -> TokenLogprobs:
+    """What a policy says of a micro-batch's action tokens. A collective."""
+    device = model.device
+    return token_logprobs(
+        model,
+        input_P=torch.from_numpy(micro.input_P).to(device),
+        position_P=torch.from_numpy(micro.position_P).to(device),
+        offset_S=torch.from_numpy(micro.offset_S).to(device),
+        keep_T=torch.from_numpy(micro.keep_T).to(device),
+        target_T=torch.from_numpy(micro.target_T).to(device),
+        longest=int(np.diff(micro.offset_S).max()),
+        temperature=temperature,
+        entropy_gradient=entropy_gradient,
+    )
+
+
+def first_pass(
+    plan: StepPlan, config: Config, estimator: Advantage, proximal: Proximal, models: Models
+) -> list[list[Facts]]:
+    """Facts per minibatch and micro-batch.
+
+    Raises:
+        ContractError: on every rank, when a trained token of any has an advantage that is not a finite number.
+    """
+    passes = _run(plan, config, proximal, models)
+    device = models.policy.device
+    worth = _token_advantages(plan, config, estimator, passes, device)
+
+    def tensor(values_T: FloatArray) -> Tensor:
+        return torch.from_numpy(values_T.astype(np.float32)).to(device)
+
+    return [
+        [
+            Facts(
+                advantage_T=tensor(worth[index][place].advantage_T),
+                reward_T=tensor(plan.credit.reward_B[micro.index_T]),
+                staleness_T=tensor(plan.credit.staleness_B[micro.index_T]),
+                first_T=passes[index][place].first_T,
+                average_T=passes[index][place].average_T,
+                reference_T=passes[index][place].reference_T,
+                value_T=passes[index][place].value_T,
+                return_T=tensor(worth[index][place].return_T) if estimator == "gae" else None,
+            )
+            for place, micro in enumerate(minibatch.micro_batches)
+        ]
+        for index, minibatch in enumerate(plan.minibatches)
+    ]
+
+
+@torch.no_grad()
+def _run(plan: StepPlan, config: Config, proximal: Proximal, models: Models) -> list[list[Passes]]:
+    """The forward passes, model by model."""
+    temperature, divergence = config.rollout.temperature, config.algorithm.kl
+    # With one update per batch its own forward pass sees the weights of the start.
+    later = proximal == "recompute" and len(plan.minibatches) > 1
+    first = later or (divergence is not None and divergence.place == "reward")
+
+    def over(model: PreTrainedModel | None) -> list[list[Tensor | None]]:
+        if model is None:
+            return _each(plan.minibatches, lambda _: None)
+        found = _each(plan.minibatches, lambda micro: policy_logprobs(model, micro, temperature).logp_T)
+        reshard(model)
+        return found
+
+    firsts = over(models.policy if first else None)
+    references = over(models.reference)
+    if models.ewma is None:
+        averages = over(None)
+    else:
+        with swapped_in(models.ewma, models.policy):
+            averages = over(models.policy)
+    critic = models.critic
+    values = _each(plan.minibatches, lambda micro: None if critic is None else critic.values(micro))
+    return [
+        [Passes(*four) for four in zip(*columns, strict=True)]
+        for columns in zip(firsts, averages, references, values, strict=True)
+    ]
+
+
+def _each(minibatches: list[MinibatchPlan], work: Callable[[MicroBatch], Tensor | None]) -> list[list[Tensor | None]]:
+    return [[work(micro) for micro in minibatch.micro_batches] for minibatch in minibatches]
+
+
+def _token_advantages(
+    plan: StepPlan, config: Config, estimator: Advantage, passes: list[list[Passes]], device: torch.device
+) -> list[list[Worth]]:
+    """Per minibatch and micro-batch, with one collective where a pass or the whole batch has a say in it."""
+    fault = ""
+    worth: list[list[Worth]] = []
+    sums = torch.zeros(3, dtype=torch.float64)
+    try:
+        worth = [
+            [
+                token_worth(micro, known, config, estimator, plan.credit)
+                for micro, known in zip(minibatch.micro_batches, row, strict=True)
+            ]
+            for minibatch, row in zip(plan.minibatches, passes, strict=True)
+        ]
+        for minibatch, row in zip(plan.minibatches, worth, strict=True):
+            for micro, found in zip(minibatch.micro_batches, row, strict=True):
+                kept_N = found.advantage_T[micro.mask_T]
+                sums += torch.tensor([kept_N.sum(), np.square(kept_N).sum(), len(kept_N)])
+    except ContractError as error:
+        fault = str(error)
+    penalised = config.algorithm.kl is not None and config.algorithm.kl.place == "reward"
+    if not (penalised or estimator in ("batch", "gae")):
+        return worth
+
+    row = torch.cat([torch.tensor([float(bool(fault))], dtype=torch.float64), sums]).to(device)
+    rows = gather_rows(row).cpu()
+    raise_together(fault, rows[:, 0], "their part of the batch")
+    if estimator != "batch":
+        return worth
+    mean, scale = whiten(*rows[:, 1:].sum(0).tolist())
+    return [[Worth((one.advantage_T - mean) * scale, one.return_T) for one in row] for row in worth]
+
+
+def token_worth(micro: MicroBatch, known: Passes, config: Config, estimator: Advantage, credit: Credit) -> Worth:
+    """Advantages of a micro-batch's tokens, before whitening, and the returns that a critic learns.
+
+    A KL in the reward takes β · estimate from the reward of each token, so from the advantages of the tokens up to it.
+
+    Raises:
+        ContractError: an advantage is not a finite number.
+    """
+    penalty_T = _penalty(micro, known, config)
+    if estimator == "gae":
+        assert config.critic is not None, "refused by the configuration's check"
+        assert known.value_T is not None, "gae comes with a critic"
+        value_T = known.value_T.double().cpu().numpy()
+        _check_finite(micro, value_T, "the critic's value")
+        reward_T = credit.earned(micro) - penalty_T
+        _check_finite(micro, reward_T, "the reward")
+        gamma, lam = config.algorithm.gamma, config.critic.lam
+        return Worth(*gae(reward_T, value_T, micro.mask_T, micro.sequence_T, gamma=gamma, lam=lam))
+    advantage_T = credit.advantages(micro).copy()
+    kept = micro.mask_T
+    advantage_T[kept] -= discounted_sums(penalty_T[kept], micro.sequence_T[kept], 1.0)
+    _check_finite(micro, advantage_T, "the advantage")
+    return Worth(advantage_T, np.zeros_like(advantage_T))
+
+
+def _penalty(micro: MicroBatch, known: Passes, config: Config) -> FloatArray:
+    """float64 [T]: what a KL in the reward takes from each token's; 0 where masked."""
+    divergence = config.algorithm.kl
+    if divergence is None or divergence.place == "loss":
+        return np.zeros(len(micro.target_T))
+    assert known.first_T is not None, "the first pass ran for this"
+    assert known.reference_T is not None, "a KL comes with a reference"
+    estimate_T = kl(divergence.estimator, known.first_T.double(), known.reference_T.double())
+    return np.where(micro.mask_T, divergence.coefficient * estimate_T.cpu().numpy(), 0.0)
+
+
+def _check_finite(micro: MicroBatch, values_T: FloatArray, what: str) -> None:
+    wrong_T = micro.mask_T & ~np.isfinite(values_T)
+    if wrong_T.any():
+        first = int(np.flatnonzero(wrong_T)[0])
+        token = first - int(np.searchsorted(micro.sequence_T, micro.sequence_T[first]))
+        raise ContractError(
+            f"sample {micro.index_T[first]}: {what} of its action token {token} is {values_T[first]}; expected a "
+            "finite number: look at the last metrics for what ran away"
+        )

@@ -1,0 +1,92 @@
+"""The loss of a token: the objective's, corrected and weighed by age, with the pull to a reference and the entropy.
+
+    loss = objective · Π corrections · staleness + β · KL − bonus · entropy
+
+The corrections multiply the policy's loss only. Shape legend: T = action tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from algorithms.base import Objective, PackedTokens, Proximal
+from algorithms.kl import kl
+from algorithms.proximal import loglinear
+from flash.config import AlgorithmConfig
+from flash.trainer.firstpass import Facts
+from flash.trainer.logprobs import TokenLogprobs
+from flash.trainer.packing import MicroBatch
+
+
+class TokenLoss(NamedTuple):
+    """[T] each."""
+
+    loss_T: Tensor
+    """With gradient; 0 where masked."""
+    correction_T: Tensor
+    """The product of the corrections."""
+    divergence_T: Tensor | None
+    """The KL estimate to the reference, where there is one."""
+    stats: dict[str, Tensor]
+    """The objective's."""
+
+
+def pack_tokens(
+    micro: MicroBatch, now: TokenLogprobs, facts: Facts, proximal: Proximal, *, step: int, limit: float
+) -> PackedTokens:
+    """What the objective and the corrections see.
+
+    Masked slots are emptied before any arithmetic: 0 · NaN in a backward pass would still be NaN.
+    """
+    device = now.logp_T.device
+    mask_T = torch.from_numpy(micro.mask_T).to(device)
+    behaviour_T = torch.from_numpy(micro.behaviour_T).to(device).where(mask_T, 0.0)
+    logp_T = now.logp_T.where(mask_T, 0.0)
+    if proximal == "loglinear":
+        age_T = torch.from_numpy(step - micro.version_T).to(device).where(mask_T, 0)
+        proximal_T = loglinear(logp_T, behaviour_T, age_T)
+    elif proximal == "ewma":
+        assert facts.average_T is not None, "the first pass ran for this"
+        proximal_T = facts.average_T.where(mask_T, 0.0)
+    else:
+        proximal_T = first_logprobs(now, facts).where(mask_T, 0.0)
+    return PackedTokens(
+        logp_T=logp_T,
+        behaviour_T=behaviour_T,
+        proximal_T=proximal_T,
+        advantage_T=facts.advantage_T.where(mask_T, 0.0),
+        reward_T=facts.reward_T.where(mask_T, 0.0),
+        mask_T=mask_T,
+        sequence_T=torch.from_numpy(micro.sequence_T).to(device),
+        sequences=micro.sequences,
+        limit=limit,
+    )
+
+
+def first_logprobs(now: TokenLogprobs, facts: Facts) -> Tensor:
+    """[T], no gradient: log-prob at the start of the step; where no pass was made for it, at the minibatch's start."""
+    return now.logp_T.detach() if facts.first_T is None else facts.first_T
+
+
+def token_loss(
+    objective: Objective, algorithm: AlgorithmConfig, tokens: PackedTokens, facts: Facts, entropy_T: Tensor
+) -> TokenLoss:
+    """The loss of each token before aggregation."""
+    mask_T = tokens.mask_T
+    output = objective(tokens)
+    correction_T = torch.ones_like(tokens.behaviour_T)
+    for correction in algorithm.corrections:
+        correction_T = correction_T * correction(tokens)
+    loss_T = output.loss_T.where(mask_T, 0.0) * correction_T * facts.staleness_T.where(mask_T, 0.0)
+    divergence_T = None
+    if algorithm.kl is not None:
+        assert facts.reference_T is not None, "a KL comes with a reference"
+        divergence_T = kl(algorithm.kl.estimator, tokens.logp_T, facts.reference_T.where(mask_T, 0.0))
+        if algorithm.kl.place == "loss":
+            loss_T = loss_T + algorithm.kl.coefficient * divergence_T
+    if algorithm.entropy_bonus:
+        loss_T = loss_T - algorithm.entropy_bonus * entropy_T.where(mask_T, 0.0)
+    return TokenLoss(loss_T.where(mask_T, 0.0), correction_T, divergence_T, output.stats)

@@ -1,0 +1,214 @@
+"""Log-probs and entropies of chosen tokens, with the output layer inside.
+
+The logits of a micro-batch, positions × vocabulary, are often larger than all its other activations together. Here
+they exist for a chunk of positions at a time: a chunk's logits are made, reduced to numbers per position and dropped;
+the backward pass makes them again. Neither the logits of all positions nor their gradient is ever held.
+
+With z = logits / temperature, p = softmax(z) and H = −Σ p log p:
+d log p[target] / dz = 1[target] − p  and  dH / dz = −p (log p + H).
+
+Shape legend: T = predicted tokens, C = tokens of one chunk, V = vocabulary, D = width of a hidden state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from flash.errors import ConfigError
+
+CHUNK_BYTES = 256 * 2**20
+"""Size of one chunk's logits in float32; up to three tensors of it are alive at once. Every chunk reads the whole
+weight and adds to its whole gradient, so it needs some hundred rows to keep the processor busy: for a vocabulary of
+150,000 these are 440."""
+
+
+@dataclass
+class Selection:
+    """Which numbers the output layer is to give in one forward pass."""
+
+    target_T: Tensor
+    """int64: the token at each position whose log-prob is asked for."""
+    temperature: float
+    entropy_gradient: bool
+    answer: Tensor | None = None
+    """[1, T, 2]: log-prob and entropy, once the layer has run."""
+
+
+class OutputLayer(nn.Module):
+    """A linear output layer that answers with log-probs and entropies in place of logits.
+
+    It holds the parameters of the layer it replaces, under the same names. The work is done in `forward`, which runs
+    inside the model's, where FSDP has gathered the parameters.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self.chunk_bytes = CHUNK_BYTES
+        self._selection: Selection | None = None
+
+    @contextmanager
+    def selecting(self, selection: Selection) -> Generator[None]:
+        """Calls inside answer with what is selected; there may be none outside."""
+        self._selection = selection
+        try:
+            yield
+        finally:
+            self._selection = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[1, T, D] to [1, T, 2]."""
+        selection = self._selection
+        assert selection is not None, "call the model through token_logprobs"
+        logp_T, entropy_T = selected_logprobs(
+            hidden[0],
+            self.weight,
+            self.bias,
+            selection.target_T,
+            temperature=selection.temperature,
+            entropy_gradient=selection.entropy_gradient,
+            chunk_bytes=self.chunk_bytes,
+        )
+        # No view: FSDP warns of outputs that are views.
+        selection.answer = torch.stack((logp_T[None], entropy_T[None]), dim=-1)
+        return selection.answer
+
+
+def replace_output_layer(model: PreTrainedModel) -> None:
+    """Give a language model an `OutputLayer` with its own parameters. A model without an output layer stays as it is.
+
+    Raises:
+        ConfigError: the output layer is not a plain linear one.
+    """
+    layer = model.get_output_embeddings()
+    if layer is None:
+        return
+    if type(layer) is not nn.Linear:
+        raise ConfigError(
+            f"model.path: the output layer of {type(model).__name__} is a {type(layer).__name__}; training computes "
+            "log-probs from a plain linear one, choose another model"
+        )
+    model.set_output_embeddings(OutputLayer(layer))
+
+
+def selected_logprobs(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    target_T: Tensor,
+    *,
+    temperature: float,
+    entropy_gradient: bool,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target under p = softmax((hidden · weightᵀ + bias) / temperature), and the entropy of p in nats.
+
+    The product is made in the dtype of its factors, everything after it in float32 (float64 for float64 factors). The
+    entropy has a gradient only where asked for.
+    """
+    return _SelectedLogprobs.apply(  # pyright: ignore[reportReturnType]
+        hidden_TD, weight_VD, bias_V, target_T, temperature, entropy_gradient, chunk_bytes
+    )
+
+
+class _SelectedLogprobs(torch.autograd.Function):
+    """See `selected_logprobs`; the formulas are at the top of this file."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        target_T: Tensor,
+        temperature: float,
+        entropy_gradient: bool,
+        chunk_bytes: int,
+    ) -> tuple[Tensor, Tensor]:
+        logp_T = hidden_TD.new_empty(len(target_T), dtype=_wide(hidden_TD))
+        norm_T, entropy_T = torch.empty_like(logp_T), torch.empty_like(logp_T)
+        for rows in _chunks(logp_T, weight_VD, chunk_bytes):
+            scaled_CV = _scaled_logits(hidden_TD[rows], weight_VD, bias_V, temperature)
+            # Relative to the largest: sums of small numbers keep the digits that the logits' size would cost.
+            peak_C = scaled_CV.amax(-1)
+            scaled_CV -= peak_C[:, None]
+            share_CV = scaled_CV.exp()
+            total_C = share_CV.sum(-1)
+            log_total_C = total_C.log()
+            logp_T[rows] = scaled_CV.gather(-1, target_T[rows, None])[:, 0] - log_total_C
+            share_CV *= scaled_CV
+            entropy_T[rows] = log_total_C - share_CV.sum(-1) / total_C
+            norm_T[rows] = peak_C + log_total_C
+        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, norm_T, entropy_T)
+        ctx.temperature, ctx.entropy_gradient, ctx.chunk_bytes = temperature, entropy_gradient, chunk_bytes
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_T)
+        return logp_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads_T: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden_TD, weight_VD, bias_V, target_T, norm_T, entropy_T = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_hidden_TD = torch.empty_like(hidden_TD) if needs_hidden else None
+        # Sums over all tokens, so they are wide; the sum over one chunk is the matrix product's own.
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=norm_T.dtype) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=norm_T.dtype) if needs_bias else None
+        for rows in _chunks(norm_T, weight_VD, ctx.chunk_bytes):
+            log_share_CV = _scaled_logits(hidden_TD[rows], weight_VD, bias_V, ctx.temperature)
+            log_share_CV -= norm_T[rows, None]
+            grad_logp_C1, grad_entropy_C1 = (grad_T[rows, None] / -ctx.temperature for grad_T in grads_T)
+            if ctx.entropy_gradient:
+                grad_CV = log_share_CV.exp()
+                log_share_CV += entropy_T[rows, None]
+                log_share_CV *= grad_entropy_C1
+                log_share_CV += grad_logp_C1
+                grad_CV *= log_share_CV
+            else:
+                grad_CV = log_share_CV.exp_()
+                grad_CV *= grad_logp_C1
+            grad_CV.scatter_add_(-1, target_T[rows, None], -grad_logp_C1)
+            if grad_bias_V is not None:
+                grad_bias_V += grad_CV.sum(0)
+            narrow_CV = grad_CV.to(weight_VD.dtype)
+            if grad_hidden_TD is not None:
+                torch.mm(narrow_CV, weight_VD, out=grad_hidden_TD[rows])
+            if grad_weight_VD is not None:
+                _add_product(grad_weight_VD, narrow_CV.T, hidden_TD[rows])
+        sums = (grad_hidden_TD, grad_weight_VD, grad_bias_V)
+        grads = [None if total is None else total.to(weight_VD.dtype) for total in sums]
+        return (*grads, None, None, None, None)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _chunks(number_T: Tensor, weight_VD: Tensor, chunk_bytes: int) -> Iterator[slice]:
+    """Rows of each chunk: as many as fit, at least one."""
+    rows = max(chunk_bytes // (len(weight_VD) * number_T.element_size()), 1)
+    for start in range(0, len(number_T), rows):
+        yield slice(start, start + rows)
+
+
+def _scaled_logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
+    """[C, V] logits / temperature, wide, in memory of their own."""
+    scaled_CV = linear(hidden_CD, weight_VD, bias_V).to(_wide(hidden_CD))
+    scaled_CV /= temperature
+    return scaled_CV
+
+
+def _add_product(sum_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
+    """Add a matrix product to a wide sum."""
+    if sum_VD.dtype == left_VC.dtype:
+        sum_VD.addmm_(left_VC, right_CD)
+    else:
+        sum_VD += left_VC @ right_CD

@@ -1,0 +1,125 @@
+"""A step before its first forward pass: the batch packed, checked against the laws, and counted over all ranks.
+
+Shape legend: T = action tokens of a micro-batch, W = ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from algorithms.base import Advantage
+from flash.config import Config
+from flash.errors import ContractError
+from flash.trainer.collectives import gather_rows, raise_together
+from flash.trainer.credit import Credit, assign_credit
+from flash.trainer.packing import DUMMY, MicroBatch, pack, split_minibatches
+from flash.types import Shard
+
+
+@dataclass(frozen=True)
+class MinibatchPlan:
+    """One optimizer update: this rank's micro-batches, as many as on any other rank, and counts over all ranks."""
+
+    micro_batches: list[MicroBatch]
+    rank_tokens: list[int]
+    """[W]: trained tokens of each rank."""
+    total_sequences: int
+
+    @property
+    def total_tokens(self) -> int:
+        """Trained tokens over all ranks."""
+        return sum(self.rank_tokens)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What all ranks agree on before they start."""
+
+    minibatches: list[MinibatchPlan]
+    credit: Credit
+    tokens: int
+    """Prompts and responses over all ranks."""
+    age_histogram: list[int]
+    """Trained tokens of age 0, 1, … over all ranks."""
+
+
+def plan_step(shard: Shard, config: Config, estimator: Advantage, version: int, device: torch.device) -> StepPlan:
+    """Pack, check the laws, and agree on counts: one collective.
+
+    Raises:
+        ContractError: on every rank, when the batch of any breaks the age contract, its own counts, or is damaged.
+    """
+    train, fault = config.train, ""
+    ages = max(shard.step - max(shard.min_version, 0) + 1, 1)
+    parts: list[list[MicroBatch]] = [[] for _ in range(train.minibatches)]
+    histogram = np.zeros(ages, dtype=np.int64)
+    credit: Credit | None = None
+    try:
+        parts = [
+            pack(part, min_version=shard.min_version, max_tokens=train.max_tokens_per_microbatch)
+            for part in split_minibatches(shard, train.minibatches)
+        ]
+        age_T = trained_ages(shard.step, [micro for part in parts for micro in part])
+        check_ages(shard, version, age_T, train.async_ratio)
+        histogram = np.bincount(age_T, minlength=ages)
+        credit = assign_credit(shard, config.algorithm, estimator, train.async_ratio)
+    except ContractError as error:
+        fault = str(error)
+
+    tokens = sum(sample.trajectory.length for sample in shard.samples)
+    counts = [count for part in parts for count in (len(part), *trained_counts(part))]
+    row = torch.tensor([bool(fault), tokens, *histogram.tolist(), *counts], device=device)
+    rows = gather_rows(row).cpu()
+    raise_together(fault, rows[:, 0], f"their part of the batch of step {shard.step}")
+    assert credit is not None, "without a fault there is credit"
+
+    grid = rows[:, 2 + ages :].reshape(len(rows), train.minibatches, 3).numpy()
+    minibatches = [
+        MinibatchPlan(
+            # At least one micro-batch, so that every rank reports the same statistics.
+            micro_batches=part + [DUMMY] * (max(int(grid[:, index, 0].max()), 1) - len(part)),
+            rank_tokens=grid[:, index, 1].tolist(),
+            total_sequences=int(grid[:, index, 2].sum()),
+        )
+        for index, part in enumerate(parts)
+    ]
+    check_totals(shard, minibatches)
+    return StepPlan(minibatches, credit, int(rows[:, 1].sum()), rows[:, 2 : 2 + ages].sum(0).tolist())
+
+
+def check_ages(shard: Shard, version: int, age_T: np.ndarray, async_ratio: float) -> None:
+    """The age contract at consumption: version n trains only tokens of versions n − α … n."""
+    if shard.step != version:
+        raise ContractError(f"a batch for version {shard.step} reached a trainer that holds version {version}")
+    if age_T.size and (age_T.max() > async_ratio or age_T.min() < 0):
+        raise ContractError(
+            f"step {shard.step}: token ages run from {age_T.min()} to {age_T.max()}, the contract allows 0 to "
+            f"{async_ratio:g} (train.async_ratio); the hub's min_version was {shard.min_version}"
+        )
+
+
+def trained_ages(step: int, micro_batches: Sequence[MicroBatch]) -> np.ndarray:
+    """int64: the age of every unmasked token of these micro-batches."""
+    ages = [step - micro.version_T[micro.mask_T] for micro in micro_batches]
+    return np.concatenate(ages) if ages else np.zeros(0, dtype=np.int64)
+
+
+def trained_counts(micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
+    """Unmasked tokens, and sequences that have one."""
+    tokens = sum(int(micro.mask_T.sum()) for micro in micro_batches)
+    return tokens, sum(len(np.unique(micro.sequence_T[micro.mask_T])) for micro in micro_batches)
+
+
+def check_totals(shard: Shard, minibatches: Sequence[MinibatchPlan]) -> None:
+    """What the ranks hold together is what the hub says it dealt."""
+    tokens = sum(part.total_tokens for part in minibatches)
+    sequences = sum(part.total_sequences for part in minibatches)
+    if (tokens, sequences) != (shard.total_tokens, shard.total_sequences):
+        raise ContractError(
+            f"step {shard.step}: the ranks hold {tokens} trained tokens in {sequences} sequences, the hub dealt "
+            f"{shard.total_tokens} in {shard.total_sequences}"
+        )

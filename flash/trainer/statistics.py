@@ -1,0 +1,192 @@
+"""What a step reports, over all ranks and the same on each.
+
+Weights here are w = exp(first − behaviour): the policy at the start of the step against the one that sampled, so the
+mismatch of engine and trainer together with the drift since. Where an update came before and no pass was made at the
+start of the step, the start of the token's minibatch stands in. The objective's own ratio and weight are reported
+beside it.
+
+Shape legend: T = action tokens of a micro-batch, W = ranks, A = ages, N = bins.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from algorithms.base import PackedTokens
+from flash.trainer.collectives import gather_rows
+from flash.trainer.loss import TokenLoss
+from flash.trainer.plan import StepPlan
+from flash.types import Shard
+
+OLDEST = 32
+"""Age in versions from which tokens share the last row of the histogram."""
+QUANTILES = (1, 50, 99)
+"""Per cent."""
+NEAR_ZERO = 1e-3
+"""Log-ratio below which the bins are evenly wide: 2 % of this; above, a bin is 2 % of the log-ratio wide."""
+BIN = 0.02
+"""Width of a bin, in asinh(log-ratio / NEAR_ZERO)."""
+LARGEST = 300.0
+"""Log-ratio that counts as it is; its weight's square is still a float64."""
+HALF_BINS = math.ceil(math.asinh(LARGEST / NEAR_ZERO) / BIN)
+
+
+class Tally:
+    """Sums, minima and maxima over micro-batches, then over ranks. Every rank adds under the same names."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._least: dict[str, Tensor] = {}
+        self._most: dict[str, Tensor] = {}
+
+    def add(self, name: str, value_T: Tensor, mask_T: Tensor) -> None:
+        """Add the unmasked values, whatever the masked ones hold."""
+        total = value_T.detach().double().where(mask_T, 0.0).sum()
+        self._sums[name] = self._sums[name] + total if name in self._sums else total
+
+    def bound(self, name: str, value_T: Tensor, mask_T: Tensor) -> None:
+        """Keep the least and the greatest of the unmasked values."""
+        value_T = value_T.detach().double()
+        least, most = value_T.where(mask_T, math.inf).amin(), value_T.where(mask_T, -math.inf).amax()
+        self._least[name] = least.minimum(self._least.get(name, least))
+        self._most[name] = most.maximum(self._most.get(name, most))
+
+    def reduce(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        """Sums, minima and maxima over all ranks, in one collective."""
+        kinds = [dict(sorted(values.items())) for values in (self._sums, self._least, self._most)]
+        row = torch.stack([value for values in kinds for value in values.values()])
+        rows = gather_rows(row).cpu().numpy()
+        first, second = len(kinds[0]), len(kinds[0]) + len(kinds[1])
+        columns = (rows[:, :first].sum(0), rows[:, first:second].min(0), rows[:, second:].max(0))
+        sums, least, most = (
+            dict(zip(values, column.tolist(), strict=True)) for values, column in zip(kinds, columns, strict=True)
+        )
+        return sums, least, most
+
+
+class RatioHistogram:
+    """Log-ratios by age, in fixed bins: quantiles over all ranks without gathering tokens, and however they are cut."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._counts_AN = torch.zeros(OLDEST + 1, 2 * HALF_BINS + 1, dtype=torch.int64, device=device)
+
+    def add(self, log_ratio_T: Tensor, age_T: Tensor, mask_T: Tensor) -> None:
+        """Count the unmasked tokens."""
+        log_ratio_T = log_ratio_T.double().where(mask_T, 0.0).nan_to_num(0.0, LARGEST, -LARGEST)
+        bin_T = ((log_ratio_T / NEAR_ZERO).asinh() / BIN).round().long().clamp(-HALF_BINS, HALF_BINS) + HALF_BINS
+        place_T = age_T.where(mask_T, 0).clamp(0, OLDEST) * self._counts_AN.shape[1] + bin_T
+        self._counts_AN.view(-1).index_add_(0, place_T, mask_T.long())
+
+    def reduce(self) -> dict[str, float]:
+        """`ratio_p50_age_2` and so on, over all ranks: the ratio, exact to 1 % of its logarithm. One collective."""
+        dist.all_reduce(self._counts_AN)
+        metrics: dict[str, float] = {}
+        for age, count_N in enumerate(self._counts_AN.cpu().numpy()):
+            below_N = np.cumsum(count_N)
+            if below_N[-1] == 0:
+                continue
+            for percent in QUANTILES:
+                place = int(np.searchsorted(below_N, percent / 100 * below_N[-1]))
+                log_ratio = NEAR_ZERO * math.sinh((place - HALF_BINS) * BIN)
+                metrics[f"ratio_p{percent}_age_{age}"] = math.exp(log_ratio)
+        return metrics
+
+
+class StepStatistics:
+    """Gathers what each micro-batch shows while the step trains."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._tally = Tally()
+        self._ratios = RatioHistogram(device)
+
+    def add(
+        self, tokens: PackedTokens, first_T: Tensor, entropy_T: Tensor, age_T: Tensor, loss: TokenLoss, share_T: Tensor
+    ) -> None:
+        """One micro-batch. `share_T` is what each token adds to the loss of its minibatch."""
+        tally, mask_T = self._tally, tokens.mask_T
+        log_ratio_T = (first_T - tokens.behaviour_T).where(mask_T, 0.0)
+        self._ratios.add(log_ratio_T, age_T, mask_T)
+        self._add_mismatch(log_ratio_T, mask_T, mask_T & (age_T == 0))
+        weight_T = log_ratio_T.double().clamp(max=LARGEST).exp()
+        tally.add("weight", weight_T, mask_T)
+        tally.add("weight square", weight_T.square(), mask_T)
+        tally.add("loss", share_T, mask_T)
+        tally.add("entropy", entropy_T, mask_T)
+        tally.add("advantage", tokens.advantage_T.abs(), mask_T)
+        tally.add("masked correction", loss.correction_T == 0, mask_T)
+        if "weight" in loss.stats:
+            tally.add("masked cap", loss.stats["weight"] == 0, mask_T)
+        if loss.divergence_T is not None:
+            tally.add("kl", loss.divergence_T, mask_T)
+        for name, stat_T in loss.stats.items():
+            tally.add(f"stat {name}", stat_T, mask_T)
+            tally.bound(f"stat {name}", stat_T, mask_T)
+
+    def _add_mismatch(self, log_ratio_T: Tensor, mask_T: Tensor, current_T: Tensor) -> None:
+        """How far the engine's log-probs are from the trainer's, for all tokens and for the current version's."""
+        k3_T = log_ratio_T.exp() - 1 - log_ratio_T
+        for which, chosen_T in (("all", mask_T), ("current", current_T)):
+            self._tally.add(f"count {which}", chosen_T, chosen_T)
+            self._tally.add(f"k1 {which}", -log_ratio_T, chosen_T)
+            self._tally.add(f"k3 {which}", k3_T, chosen_T)
+            self._tally.bound(f"gap {which}", log_ratio_T.abs(), chosen_T)
+
+    def metrics(self, minibatches: int) -> dict[str, float]:
+        """Over the trained tokens of all ranks, in two collectives.
+
+        The mismatch is engine against trainer at equal weights, so it is taken over tokens of the current version; over
+        all tokens when there are none, and then it contains the policy's drift. `ess` is Kish's effective sample size
+        of the weights w, as a share of the tokens.
+        """
+        sums, least, most = self._tally.reduce()
+        which = "current" if sums["count current"] > 0 else "all"
+        count, compared = max(sums["count all"], 1.0), max(sums[f"count {which}"], 1.0)
+        metrics = {
+            "loss": sums["loss"] / minibatches,
+            "entropy": sums["entropy"] / count,
+            "trained_tokens": sums["count all"],
+            "advantage_abs_mean": sums["advantage"] / count,
+            "mismatch_kl": sums[f"k1 {which}"] / compared,
+            "mismatch_k3": sums[f"k3 {which}"] / compared,
+            "mismatch_max": max(most[f"gap {which}"], 0.0),
+            "masked_correction_share": sums["masked correction"] / count,
+            "masked_cap_share": sums.get("masked cap", 0.0) / count,
+        }
+        if sums["weight square"] > 0:
+            metrics["ess"] = sums["weight"] ** 2 / (count * sums["weight square"])
+        if "kl" in sums:
+            metrics["kl_reference"] = sums["kl"] / count
+        for name in (key.removeprefix("stat ") for key in sums if key.startswith("stat ")):
+            mean = sums[f"stat {name}"] / count
+            if name == "clipped":
+                metrics["clip_fraction"] = mean
+            elif sums["count all"]:
+                metrics |= {
+                    f"{name}_mean": mean,
+                    f"{name}_min": least[f"stat {name}"],
+                    f"{name}_max": most[f"stat {name}"],
+                }
+        return metrics | self._ratios.reduce()
+
+
+def batch_metrics(shard: Shard, plan: StepPlan) -> dict[str, float]:
+    """What is known of the batch without a forward pass."""
+    reward_B = plan.credit.reward_B
+    counts = np.array(plan.age_histogram, dtype=np.float64)
+    share = counts / max(counts.sum(), 1.0)
+    ages = np.flatnonzero(counts)
+    actions = sum(entry.tokens for entry in shard.batch)
+    return {
+        "tokens": float(plan.tokens),
+        "masked_old_share": 1 - shard.total_tokens / actions if actions else 0.0,
+        "age_mean": float(share @ np.arange(len(share))),
+        "age_max": float(ages.max()) if ages.size else 0.0,
+        **{f"age_{age}": float(share[age]) for age in ages},
+        "reward_mean": float(reward_B.mean()),
+        "reward_std": float(reward_B.std()),
+    }

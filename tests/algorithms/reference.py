@@ -1,0 +1,196 @@
+"""Every objective once more: one token at a time, in Python floats, gradients by hand.
+
+`logp` is what has a gradient; `fixed` is the same number where the formula has a stop-gradient. They are equal except
+for a finite difference, which moves `logp` alone. Nothing here is shared with `algorithms`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """One token."""
+
+    logp: float
+    fixed: float
+    behaviour: float
+    proximal: float
+    advantage: float
+    reward: float
+    mask: bool
+    sequence: int
+
+
+@dataclass
+class Expected:
+    """What an objective should say of one token."""
+
+    loss: float
+    gradient: dict[int, float]
+    """d loss / d logp, by token."""
+    stats: dict[str, float] = field(default_factory=dict)
+
+
+Reference = Callable[[Any, Sequence[Row], int], Expected]
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return max(low, min(x, high))
+
+
+def mates(rows: Sequence[Row], t: int) -> list[int]:
+    """The unmasked tokens of the token's sequence."""
+    return [u for u, row in enumerate(rows) if row.mask and row.sequence == rows[t].sequence]
+
+
+def surrogate(ratio: float, a: float, o: Any) -> tuple[float, bool]:
+    """min(r A, clip(r) A), and whether it is flat there."""
+    value = min(ratio * a, clip(ratio, 1 - o.clip_low, 1 + o.clip_high) * a)
+    return value, (a > 0 and ratio > 1 + o.clip_high) or (a < 0 and ratio < 1 - o.clip_low)
+
+
+def clipped_to_behaviour(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    """grpo, dapo, dr_grpo, reinforce_pp."""
+    row = rows[t]
+    ratio = math.exp(row.logp - row.behaviour)
+    value, flat = surrogate(ratio, row.advantage, o)
+    return Expected(-value, {t: 0.0 if flat else -ratio * row.advantage}, {"ratio": ratio, "clipped": float(flat)})
+
+
+def ppo(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    row = rows[t]
+    ratio, a = math.exp(row.logp - row.behaviour), row.advantage
+    value, flat = surrogate(ratio, a, o)
+    if o.dual_clip is not None and a < 0 and value < o.dual_clip * a:
+        value, flat = o.dual_clip * a, True
+    return Expected(-value, {t: 0.0 if flat else -ratio * a}, {"ratio": ratio, "clipped": float(flat)})
+
+
+def decoupled_ppo(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    row = rows[t]
+    ratio, weight = math.exp(row.logp - row.proximal), math.exp(row.proximal - row.behaviour)
+    if weight > o.weight_cap:
+        weight = 0.0 if o.cap == "mask" else o.weight_cap
+    value, flat = surrogate(ratio, row.advantage, o)
+    gradient = 0.0 if flat else -weight * ratio * row.advantage
+    return Expected(-weight * value, {t: gradient}, {"ratio": ratio, "clipped": float(flat), "weight": weight})
+
+
+def tis(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    row = rows[t]
+    ratio, weight = math.exp(row.logp - row.proximal), min(math.exp(row.proximal - row.behaviour), o.cap)
+    value, flat = surrogate(ratio, row.advantage, o)
+    gradient = 0.0 if flat else -weight * ratio * row.advantage
+    return Expected(-weight * value, {t: gradient}, {"ratio": ratio, "clipped": float(flat), "weight": weight})
+
+
+def weighted_reinforce(row: Row, t: int, weight: float, ratio: float, cut: bool) -> Expected:
+    """weight · A · log π with a weight that has no gradient."""
+    stats = {"ratio": ratio, "clipped": float(cut), "weight": weight}
+    return Expected(-weight * row.advantage * row.logp, {t: -weight * row.advantage}, stats)
+
+
+def tis_reinforce(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    ratio = math.exp(rows[t].fixed - rows[t].behaviour)
+    return weighted_reinforce(rows[t], t, clip(ratio, o.low, o.high), ratio, not o.low <= ratio <= o.high)
+
+
+def cispo(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    ratio = math.exp(rows[t].fixed - rows[t].behaviour)
+    low, high = 1 - o.clip_low, 1 + o.clip_high
+    return weighted_reinforce(rows[t], t, clip(ratio, low, high), ratio, not low <= ratio <= high)
+
+
+def aipo(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    ratio = math.exp(rows[t].fixed - rows[t].behaviour)
+    return weighted_reinforce(rows[t], t, min(ratio, o.cap), ratio, ratio > o.cap)
+
+
+def topr(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    row = rows[t]
+    product = 1.0
+    for u in mates(rows, t):
+        product *= math.exp(rows[u].fixed) / math.exp(rows[u].behaviour)
+    good = (row.reward if o.split == "reward" else row.advantage) > 0
+    weight = 1.0 if good else clip(product, o.low, o.high)
+    return weighted_reinforce(row, t, weight, product, not good and not o.low <= product <= o.high)
+
+
+def topr_weighted(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    plain = topr(o, rows, t)
+    good = (rows[t].reward if o.split == "reward" else rows[t].advantage) > 0
+    factor = o.positive if good else o.negative
+    weight = factor * plain.stats["weight"]
+    return weighted_reinforce(rows[t], t, weight, plain.stats["ratio"], bool(plain.stats["clipped"]))
+
+
+def gspo(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    """GSPO-token: the sequence's geometric mean, moved by the token's own change."""
+    row, group = rows[t], mates(rows, t)
+    mean = math.fsum(rows[u].fixed - rows[u].behaviour for u in group) / len(group)
+    ratio = math.exp(mean) * math.exp(row.logp) / math.exp(row.fixed)
+    value, flat = surrogate(ratio, row.advantage, o)
+    return Expected(-value, {t: 0.0 if flat else -ratio * row.advantage}, {"ratio": ratio, "clipped": float(flat)})
+
+
+def rloo(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    return Expected(-rows[t].advantage * rows[t].logp, {t: -rows[t].advantage})
+
+
+def kimi15(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    row, group = rows[t], mates(rows, t) if o.penalty == "sequence" else [t]
+    gap = math.fsum(rows[u].logp - rows[u].behaviour for u in group)
+    slope: float = o.tau * gap / len(group)
+    gradient = dict.fromkeys(group, slope)
+    gradient[t] -= row.advantage
+    loss = o.tau / 2 * gap**2 / len(group) - row.advantage * row.logp
+    return Expected(loss, gradient, {"ratio": math.exp(row.logp - row.behaviour)})
+
+
+def m2po(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    row = rows[t]
+    ratio = math.exp(row.logp - row.behaviour)
+    dropped = t in m2po_dropped(o.tau, rows)
+    loss = 0.0 if dropped else -ratio * row.advantage
+    return Expected(loss, {t: loss}, {"ratio": ratio, "clipped": float(dropped)})
+
+
+def m2po_dropped(tau: float, rows: Sequence[Row]) -> set[int]:
+    """Take the largest away, one after the other, until the mean of the rest is small enough."""
+    charge = {}
+    for t, row in enumerate(rows):
+        ratio = math.exp(row.fixed - row.behaviour)
+        if row.mask and ((row.advantage > 0 and ratio > 1) or (row.advantage < 0 and ratio < 1)):
+            charge[t] = (row.fixed - row.behaviour) ** 2
+    dropped: set[int] = set()
+    while charge and sum(charge.values()) / len(charge) > tau:
+        largest = max(charge, key=lambda t: charge[t])
+        dropped.add(largest)
+        del charge[largest]
+    return dropped
+
+
+REFERENCES: dict[str, Reference] = {
+    "grpo": clipped_to_behaviour,
+    "dapo": clipped_to_behaviour,
+    "dr_grpo": clipped_to_behaviour,
+    "ppo": ppo,
+    "decoupled_ppo": decoupled_ppo,
+    "tis": tis,
+    "tis_reinforce": tis_reinforce,
+    "topr": topr,
+    "topr_weighted": topr_weighted,
+    "cispo": cispo,
+    "gspo": gspo,
+    "reinforce_pp": clipped_to_behaviour,
+    "rloo": rloo,
+    "kimi15": kimi15,
+    "aipo": aipo,
+    "m2po": m2po,
+}
+"""By the name in the configuration."""

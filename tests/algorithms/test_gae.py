@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from algorithms.gae import BoolArray, FloatArray, IntArray, discounted_sums, gae
+
+
+def naive(
+    reward: FloatArray,
+    value: FloatArray,
+    mask: BoolArray,
+    sequence: IntArray,
+    gamma: float,
+    lam: float,
+    bootstrap: FloatArray | None = None,
+) -> tuple[list[float], list[float]]:
+    """The recursion, from the last token to the first."""
+    advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
+    for one in sorted(set(sequence.tolist())):
+        after = 0.0 if bootstrap is None else float(bootstrap[one])
+        running = 0.0
+        for t in reversed([t for t in range(len(mask)) if mask[t] and sequence[t] == one]):
+            running = float(reward[t]) + gamma * after - float(value[t]) + gamma * lam * running
+            after = float(value[t])
+            advantages[t], returns[t] = running, running + after
+    return advantages, returns
+
+
+def batch(lengths: list[int], seed: int = 0) -> tuple[FloatArray, FloatArray, BoolArray, IntArray]:
+    rng = np.random.default_rng(seed)
+    count = sum(lengths)
+    return (
+        rng.normal(size=count) * (rng.random(count) < 0.2),
+        rng.normal(size=count),
+        rng.random(count) < 0.8,
+        np.repeat(np.arange(len(lengths)), lengths),
+    )
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.95, 1.0])
+@pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_length_equals_the_recursion(gamma: float, lam: float, seed: int) -> None:
+    reward, value, mask, sequence = batch([1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 33, 64, 1, 100], seed)
+    mask[sequence == 4] = False
+    found = gae(reward, value, mask, sequence, gamma=gamma, lam=lam)
+    for one, expected in zip(found, naive(reward, value, mask, sequence, gamma, lam), strict=True):
+        np.testing.assert_allclose(one, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (1.0, 1.0), (0.999, 0.9999), (0.5, 0.1), (1.0, 1e-300)])
+def test_ten_thousand_tokens_neither_overflow_nor_vanish(gamma: float, lam: float) -> None:
+    reward, value, mask, sequence = batch([10_000, 3, 7_777])
+    advantage, returns = gae(reward, value, mask, sequence, gamma=gamma, lam=lam)
+    expected = naive(reward, value, mask, sequence, gamma, lam)
+    np.testing.assert_allclose(advantage, expected[0], rtol=1e-12, atol=1e-10)
+    np.testing.assert_allclose(returns, expected[1], rtol=1e-12, atol=1e-10)
+
+
+def test_a_reward_at_the_end_of_a_long_sequence_reaches_its_first_token() -> None:
+    reward, value = np.zeros(4096), np.zeros(4096)
+    reward[-1] = 1.0
+    advantage, _ = gae(reward, value, np.ones(4096, dtype=bool), np.zeros(4096, dtype=np.int64), gamma=1.0, lam=0.95)
+    np.testing.assert_allclose(advantage, 0.95 ** np.arange(4095, -1, -1), rtol=1e-12)
+    assert advantage[0] > 0
+
+
+def test_masked_positions_never_enter() -> None:
+    reward, value, mask, sequence = batch([20, 11, 30])
+    found = gae(reward, value, mask, sequence, gamma=0.9, lam=0.8)
+    for garbage in (math.nan, 1e30, -math.inf):
+        dirty = gae(np.where(mask, reward, garbage), np.where(mask, value, garbage), mask, sequence, gamma=0.9, lam=0.8)
+        np.testing.assert_array_equal(dirty, found)
+    bare = gae(reward[mask], value[mask], mask[mask], sequence[mask], gamma=0.9, lam=0.8)
+    for one, packed in zip(bare, found, strict=True):
+        np.testing.assert_array_equal(one, packed[mask])
+        assert (packed[~mask] == 0).all()
+
+
+def test_sequences_do_not_see_each_other() -> None:
+    reward, value, mask, sequence = batch([13, 8, 21])
+    found, _ = gae(reward, value, mask, sequence, gamma=1.0, lam=0.95)
+    for one in range(3):
+        own = sequence == one
+        alone, _ = gae(reward[own], value[own], mask[own], np.zeros(own.sum(), dtype=np.int64), gamma=1.0, lam=0.95)
+        np.testing.assert_array_equal(alone, found[own])
+
+
+def test_an_episode_that_goes_on_is_bootstrapped_and_one_that_ended_is_not() -> None:
+    reward, value, mask, sequence = batch([6, 9])
+    bootstrap = np.array([0.0, 2.5])
+    found = gae(reward, value, mask, sequence, gamma=0.9, lam=0.7, bootstrap_S=bootstrap)
+    for one, expected in zip(found, naive(reward, value, mask, sequence, 0.9, 0.7, bootstrap), strict=True):
+        np.testing.assert_allclose(one, expected, rtol=1e-12, atol=1e-12)
+    ended, _ = gae(reward, value, mask, sequence, gamma=0.9, lam=0.7)
+    assert (found[0][sequence == 0] == ended[sequence == 0]).all()
+    assert (found[0][(sequence == 1) & mask] != ended[(sequence == 1) & mask]).any()
+
+
+def test_without_a_critic_and_with_lambda_one_the_advantage_is_the_return() -> None:
+    reward, _, mask, sequence = batch([15, 4])
+    advantage, returns = gae(reward, np.zeros(19), mask, sequence, gamma=0.5, lam=1.0)
+    np.testing.assert_array_equal(advantage, returns)
+    np.testing.assert_array_equal(advantage[mask], discounted_sums(reward[mask], sequence[mask], 0.5))
+
+
+def test_a_perfect_critic_leaves_nothing_to_gain() -> None:
+    reward, value = np.array([0.0, 0.0, 3.0]), np.array([3.0, 3.0, 3.0])
+    ones, zeros = np.ones(3, dtype=bool), np.zeros(3, dtype=np.int64)
+    advantage, returns = gae(reward, value, ones, zeros, gamma=1.0, lam=0.95)
+    assert (advantage == 0).all()
+    assert (returns == 3).all()
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_nothing_unmasked_gives_zeros(count: int) -> None:
+    nothing = np.full(count, math.nan)
+    found = gae(nothing, nothing, np.zeros(count, dtype=bool), np.zeros(count, dtype=np.int64), gamma=1.0, lam=1.0)
+    assert all(one.shape == (count,) and (one == 0).all() for one in found)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.1, 0.9), (-0.1, 0.9), (1.0, 1.5), (math.nan, 1.0)])
+def test_factors_out_of_range_are_refused(gamma: float, lam: float) -> None:
+    with pytest.raises(ValueError, match="expected numbers from 0 to 1"):
+        gae(*batch([3]), gamma=gamma, lam=lam)
+
+
+@pytest.mark.parametrize("which", ["reward", "value"])
+def test_a_number_that_is_not_finite_is_refused_with_its_place(which: str) -> None:
+    reward, value, mask, sequence = batch([5])
+    mask[:] = True
+    (reward if which == "reward" else value)[3] = math.nan
+    with pytest.raises(ValueError, match=f"{which} of unmasked token 3"):
+        gae(reward, value, mask, sequence, gamma=1.0, lam=1.0)

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from algorithms.kl import Estimator, Kl, kl
+
+ESTIMATORS: list[Estimator] = ["k1", "k2", "k3"]
+
+
+def naive(estimator: Estimator, logp: float, reference: float) -> tuple[float, float]:
+    """Value and derivative."""
+    delta = logp - reference
+    ratio = math.exp(reference - logp)
+    return {"k1": (delta, 1.0), "k2": (delta**2 / 2, delta), "k3": (ratio - 1 + delta, 1 - ratio)}[estimator]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=str)
+def test_values_and_gradients_equal_the_formulas(estimator: Estimator, dtype: torch.dtype, tolerance: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logp_T = -torch.rand(50, generator=generator, dtype=torch.float64).to(dtype)
+    reference_T = -torch.rand(50, generator=generator, dtype=torch.float64).to(dtype)
+    leaf_T = logp_T.clone().requires_grad_()
+    value_T = kl(estimator, leaf_T, reference_T)
+    value_T.sum().backward()
+    assert leaf_T.grad is not None
+    pairs = [naive(estimator, *pair) for pair in zip(logp_T.tolist(), reference_T.tolist(), strict=True)]
+    expected = torch.tensor(pairs, dtype=torch.float64)
+    torch.testing.assert_close(value_T.detach().double(), expected[:, 0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(leaf_T.grad.double(), expected[:, 1], rtol=tolerance, atol=tolerance)
+
+
+def expected_gradients(estimator: Estimator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Over the actions of a small policy: of the estimator as a loss, of KL(π ‖ ref) and of KL(ref ‖ π)."""
+    generator = torch.Generator().manual_seed(1)
+    start_A = torch.randn(6, generator=generator, dtype=torch.float64)
+    reference_A = torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0)
+    gradients = []
+    for which in ("estimate", "forward", "reverse"):
+        logits_A = start_A.clone().requires_grad_()
+        logp_A = logits_A.log_softmax(0)
+        if which == "estimate":
+            mean = (logp_A.exp().detach() * kl(estimator, logp_A, reference_A)).sum()
+        elif which == "forward":
+            mean = (logp_A.exp() * (logp_A - reference_A)).sum()
+        else:
+            mean = (reference_A.exp() * (reference_A - logp_A)).sum()
+        mean.backward()
+        assert logits_A.grad is not None
+        gradients.append(logits_A.grad)
+    return tuple(gradients)
+
+
+def test_k1_in_the_loss_has_zero_expected_gradient() -> None:
+    estimate, forward, _ = expected_gradients("k1")
+    assert estimate.abs().max() < 1e-15
+    assert forward.abs().max() > 0.01
+
+
+def test_k2_in_the_loss_has_the_gradient_of_kl_to_the_reference() -> None:
+    estimate, forward, _ = expected_gradients("k2")
+    torch.testing.assert_close(estimate, forward, rtol=1e-12, atol=1e-14)
+
+
+def test_k3_in_the_loss_has_the_gradient_of_kl_from_the_reference() -> None:
+    estimate, _, reverse = expected_gradients("k3")
+    torch.testing.assert_close(estimate, reverse, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_mean_of_k1_and_of_k3_is_the_divergence(estimator: Estimator) -> None:
+    generator = torch.Generator().manual_seed(2)
+    logp_A, reference_A = torch.randn(2, 6, generator=generator, dtype=torch.float64).log_softmax(1)
+    divergence = (logp_A.exp() * (logp_A - reference_A)).sum()
+    torch.testing.assert_close((logp_A.exp() * kl(estimator, logp_A, reference_A)).sum(), divergence)
+
+
+def test_k3_is_exact_next_to_zero_and_never_negative() -> None:
+    delta_T = torch.tensor([1e-9, -1e-9, 1e-4, 0.0], dtype=torch.float64)
+    value_T = kl("k3", delta_T, torch.zeros(4, dtype=torch.float64))
+    assert (value_T >= 0).all()
+    assert value_T[2].item() == pytest.approx(0.5e-8 - 1e-12 / 6, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        {},
+        {"coefficient": 0.0},
+        {"coefficient": -0.1},
+        {"coefficient": 0.1, "estimator": "k4"},
+        {"coefficient": 0.1, "place": "advantage"},
+        {"coefficient": 0.1, "target": 0.01},
+    ],
+)
+def test_options_out_of_range_or_unknown_are_refused(plain: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(plain, Kl)
+
+
+def test_by_default_k3_in_the_loss_to_the_initial_policy() -> None:
+    assert msgspec.convert({"coefficient": 0.01}, Kl) == Kl(
+        estimator="k3", coefficient=0.01, place="loss", reference=None
+    )

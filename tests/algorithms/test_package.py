@@ -1,0 +1,65 @@
+"""The package as a whole: what it imports, and that it documents itself."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import algorithms
+from algorithms import OBJECTIVES
+from algorithms.corrections import Geometric, IcePop, SequenceMask, TokenTis
+from algorithms.kl import Kl
+from algorithms.shaping import LengthPenalty, Overlong
+from algorithms.staleness import ExponentialStaleness
+from flash.configdocs import field_docs
+from tests.algorithms.cases import objective_class
+
+MODULES = [module.name for module in pkgutil.iter_modules(algorithms.__path__)]
+PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+
+
+def test_importing_and_making_objectives_needs_no_torch() -> None:
+    code = (
+        "import sys, importlib, algorithms\n"
+        f"for name in {MODULES!r}:\n"
+        "    importlib.import_module(f'algorithms.{name}')\n"
+        "for path in algorithms.OBJECTIVES.values():\n"
+        "    module, name = path.split(':')\n"
+        "    getattr(sys.modules[module], name)()\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert not [name for name in sys.modules if name.partition('.')[0] in ('flash', 'envs')]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_each_objective_is_one_file_of_its_name(name: str) -> None:
+    assert objective_class(name).__module__ == f"algorithms.{name}"
+    assert len(inspect.getsource(sys.modules[f"algorithms.{name}"]).splitlines()) < 90
+
+
+@pytest.mark.parametrize(
+    "struct",
+    [
+        *map(objective_class, OBJECTIVES),
+        *(TokenTis, IcePop, SequenceMask, Geometric, Kl, Overlong, LengthPenalty, ExponentialStaleness),
+    ],
+)
+def test_every_option_says_what_it_means(struct: type[msgspec.Struct]) -> None:
+    own = set(struct.__annotations__)
+    assert set(field_docs(struct)) == own & {field.name for field in msgspec.structs.fields(struct)}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_page_names_every_objective_and_its_options(name: str) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+    assert rows
+    options = {field.name for field in msgspec.structs.fields(objective_class(name))}
+    assert all(any(f"`{option}`" in row for row in rows) for option in options)

@@ -1,0 +1,169 @@
+"""Sequences with returns, and what a plain float64 model makes of them: for the tests of the critic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from flash.config import Config
+from flash.trainer.critic import Critic
+from flash.trainer.model import trainer_mesh
+from flash.trainer.packing import DUMMY, MicroBatch
+from tests.trainer.trainer_cases import VOCABULARY, make_config, reference_model
+
+WIDTH = 32
+"""Of the tiny model."""
+
+
+@dataclass(frozen=True)
+class Sequenced:
+    """One sequence; `actions` are the positions of its action tokens, the arrays have one entry for each."""
+
+    ids: np.ndarray
+    actions: np.ndarray
+    mask: np.ndarray
+    returns: np.ndarray
+    old: np.ndarray
+
+
+def random_sequences(seed: int = 0, lengths: Sequence[int] = (9, 3, 17, 2, 6, 11)) -> list[Sequenced]:
+    """Ragged; some action tokens are masked, and those of the third sequence all are."""
+    rng = np.random.default_rng(seed)
+    sequences = []
+    for index, length in enumerate(lengths):
+        prompt = int(rng.integers(1, max(length // 2, 2)))
+        actions = np.array([at for at in range(prompt, length) if at == prompt or rng.random() < 0.8])
+        sequences.append(
+            Sequenced(
+                ids=rng.integers(0, VOCABULARY, length),
+                actions=actions,
+                mask=(rng.random(len(actions)) < 0.8) & (index != 2),
+                returns=rng.normal(0.5, 1.0, len(actions)),
+                old=rng.normal(0.3, 0.5, len(actions)),
+            )
+        )
+    return sequences
+
+
+def micro_of(sequences: Sequence[Sequenced]) -> MicroBatch:
+    """One micro-batch of these sequences, in this order."""
+    lengths = np.array([len(one.ids) for one in sequences])
+    offset = np.concatenate([[0], np.cumsum(lengths)])
+    counts = [len(one.actions) for one in sequences]
+    action = np.concatenate([one.actions + start for one, start in zip(sequences, offset[:-1], strict=True)])
+    ids = np.concatenate([one.ids for one in sequences])
+    return replace(
+        DUMMY,
+        input_P=ids,
+        position_P=np.concatenate([np.arange(length) for length in lengths]),
+        offset_S=offset,
+        keep_T=action - 1,
+        target_T=ids[action],
+        mask_T=np.concatenate([one.mask for one in sequences]),
+        sequence_T=np.repeat(np.arange(len(sequences)), counts),
+    )
+
+
+def trained(sequences: Sequence[Sequenced]) -> int:
+    """Action tokens that count."""
+    return sum(int(one.mask.sum()) for one in sequences)
+
+
+def returns_of(sequences: Sequence[Sequenced]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([one.returns for one in sequences])).float()
+
+
+def old_of(sequences: Sequence[Sequenced]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([one.old for one in sequences])).float()
+
+
+def update(critic: Critic, parts: Sequence[Sequence[Sequenced]], total: int) -> None:
+    """One update on these micro-batches; an empty one is a dummy."""
+    critic.update(
+        [micro_of(part) if part else DUMMY for part in parts],
+        [returns_of(part) if part else torch.full((1,), torch.nan) for part in parts],
+        [old_of(part) if part else torch.full((1,), torch.nan) for part in parts],
+        total,
+    )
+
+
+def critic_config(model: Path, *, train: dict[str, Any] | None = None, **critic: Any) -> Config:
+    """With a gradient that is never clipped."""
+    table = {"max_grad_norm": 1e9, "learning_rate": 1e-3} | critic
+    return make_config(model, critic=table, train=train or {}, algorithm={"objective": "ppo"})
+
+
+def make_critic(model: Path, **options: Any) -> Critic:
+    """With a random head: one of zeros would hide every error behind it."""
+    critic = Critic(critic_config(model, **options), trainer_mesh("cpu"))
+    set_head(critic)
+    return critic
+
+
+def set_head(critic: Critic) -> None:
+    weight, bias = random_head()
+    for parameter, value in ((critic.model.head.weight, weight), (critic.model.head.bias, bias)):
+        assert isinstance(parameter, DTensor)
+        with torch.no_grad():
+            parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements))
+
+
+def random_head() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(1, WIDTH, generator=generator) / WIDTH**0.5, torch.randn(1, generator=generator)
+
+
+class Reference:
+    """A plain Hugging Face model in float64, one sequence at a time."""
+
+    def __init__(self, model: Path) -> None:
+        self.backbone: PreTrainedModel = reference_model(model).base_model
+        weight, bias = random_head()
+        self.weight = weight.double().requires_grad_()
+        self.bias = bias.double().requires_grad_()
+
+    def values(self, one: Sequenced) -> torch.Tensor:
+        """V of the state before each action token: the hidden state of the token before it, through the head."""
+        hidden = self.backbone(input_ids=torch.from_numpy(one.ids)[None]).last_hidden_state[0]
+        return torch.stack([hidden[at - 1] @ self.weight[0] + self.bias[0] for at in one.actions])
+
+    def loss(self, sequences: Sequence[Sequenced], clip: float | None) -> torch.Tensor:
+        """Token by token, from the formula."""
+        total = torch.zeros((), dtype=torch.float64)
+        for one in sequences:
+            for value, target, old, kept in zip(self.values(one), one.returns, one.old, one.mask, strict=True):
+                if not kept:
+                    continue
+                error = (value - target) ** 2
+                if clip is not None:
+                    near = min(max(value, old - clip), old + clip)
+                    error = max(error, (near - target) ** 2)
+                total = total + error
+        return total / trained(sequences)
+
+    def gradient(self, sequences: Sequence[Sequenced], clip: float | None) -> dict[str, torch.Tensor]:
+        """By the critic's parameter names."""
+        self.loss(sequences, clip).backward()
+        named = {f"backbone.{name}": value for name, value in self.backbone.named_parameters()}
+        named |= {"head.weight": self.weight, "head.bias": self.bias}
+        return {name: value.grad for name, value in named.items() if value.grad is not None}
+
+
+def critic_gradient(critic: Critic) -> dict[str, torch.Tensor]:
+    """The gradient of the only update so far: Adam's first moment is (1 − β1) times it."""
+    share = 1 - critic.optimizer.param_groups[0]["betas"][0]
+    return {
+        name: critic.optimizer.state[parameter]["exp_avg"].full_tensor() / share
+        for name, parameter in critic.model.named_parameters()
+    }
+
+
+def critic_weights(critic: Critic) -> dict[str, torch.Tensor]:
+    return {name: value.detach().full_tensor().clone() for name, value in critic.model.named_parameters()}

@@ -1,0 +1,90 @@
+"""Packed batches of random tokens, and what plain Hugging Face says of them, for the tests of the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PhiConfig, PhiForCausalLM, PreTrainedModel
+
+from flash.config import ModelConfig
+from flash.trainer.logprobs import token_logprobs
+from flash.trainer.model import load_model, shard_model, trainer_mesh
+from tests.trainer.trainer_cases import VOCABULARY
+
+LENGTHS = (9, 3, 17, 2, 6)
+
+
+def write_biased_model(folder: Path) -> Path:
+    """A random Phi of two layers: its output layer has a bias."""
+    torch.manual_seed(7)
+    config = PhiConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+    )
+    model = PhiForCausalLM(config)
+    torch.nn.init.normal_(model.lm_head.bias)
+    model.save_pretrained(folder)
+    return folder
+
+
+def sharded(folder: Path, dtype: Any = "float32") -> PreTrainedModel:
+    return shard_model(load_model(ModelConfig(path=str(folder), dtype=dtype)), trainer_mesh("cpu"), dtype)
+
+
+def random_sequences(vocabulary: int = VOCABULARY) -> list[Tensor]:
+    """Token ids of sequences of LENGTHS."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, vocabulary, (length,), generator=generator) for length in LENGTHS]
+
+
+def packed_batch(sequences: Sequence[Tensor]) -> dict[str, Any]:
+    """Every token but the first of each sequence is predicted."""
+    lengths = [len(ids) for ids in sequences]
+    start, keep = 0, []
+    for length in lengths:
+        keep.append(torch.arange(start, start + length - 1))
+        start += length
+    return {
+        "input_P": torch.cat(list(sequences)),
+        "position_P": torch.cat([torch.arange(length) for length in lengths]),
+        "offset_S": torch.tensor([0, *lengths]).cumsum(0),
+        "keep_T": torch.cat(keep),
+        "target_T": torch.cat([ids[1:] for ids in sequences]),
+        "longest": max(lengths),
+    }
+
+
+def one_by_one(model: PreTrainedModel, sequences: Sequence[Tensor], temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies from whole logits of a separate forward pass per sequence."""
+    logps, entropies = [], []
+    for ids in sequences:
+        log_share = (model(input_ids=ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        logps.append(log_share.gather(-1, ids[1:, None])[:, 0])
+        entropies.append(-(log_share.exp() * log_share).sum(-1))
+    return torch.cat(logps), torch.cat(entropies)
+
+
+def weighted(logp_T: Tensor, entropy_T: Tensor, sequences: Sequence[int]) -> Tensor:
+    """A loss of log-probs and entropies of these members of `random_sequences`; it differs from token to token."""
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(2, length - 1, generator=generator) for length in LENGTHS]
+    weight_2T = torch.cat([weights[index] for index in sequences], dim=1).to(logp_T.dtype)
+    return logp_T @ weight_2T[0] + entropy_T @ weight_2T[1]
+
+
+def gradient(model: PreTrainedModel, sequences: Sequence[int], scale: float = 1.0) -> dict[str, Tensor]:
+    """Of `weighted` · scale, summed over ranks by FSDP."""
+    ids = random_sequences()
+    batch = packed_batch([ids[index] for index in sequences])
+    result = token_logprobs(model, **batch, temperature=0.8, entropy_gradient=True)
+    (weighted(*result, sequences) * scale).backward()
+    return {name: value.grad.full_tensor() for name, value in model.named_parameters()}

@@ -1,0 +1,146 @@
+"""A whole training step by loops over samples and tokens, in float64, on a plain Hugging Face model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from flash.types import Shard, Trajectory
+
+
+@dataclass
+class Token:
+    """One trained token."""
+
+    sample: int
+    place: int
+    """Among the action tokens of its sample."""
+    turn: int
+    age: int
+    behaviour: float
+    logp: torch.Tensor
+    entropy: torch.Tensor
+    reference: float = 0.0
+    value: float = 0.0
+    penalty: float = 0.0
+    """Taken from its reward."""
+    advantage: float = 0.0
+    correction: float = 1.0
+    staleness: float = 1.0
+
+
+@dataclass
+class Recipe:
+    """What is asked of the step."""
+
+    credit: Callable[[Shard, list[Token]], None]
+    """Puts advantages into the tokens."""
+    adjust: Callable[[Shard, list[Token]], None] = lambda shard, tokens: None
+    """Puts corrections and weights into the tokens."""
+    kl: Callable[[torch.Tensor, float], torch.Tensor] | None = None
+    entropy_bonus: float = 0.0
+    scale: Callable[[Shard, list[Token], Token], float] = lambda shard, tokens, token: 1 / len(tokens)
+    """What a token's loss weighs."""
+
+
+def tokens_of(model: PreTrainedModel, reference: PreTrainedModel | None, shard: Shard) -> list[Token]:
+    """Every trained token of the batch, in the order of the samples."""
+    found: list[Token] = []
+    for sample in shard.samples:
+        trajectory = sample.trajectory
+        positions = np.flatnonzero(trajectory.action_mask())
+        rows = distributions(model, trajectory, positions)
+        with torch.no_grad():
+            frozen = None if reference is None else distributions(reference, trajectory, positions)
+        ids = trajectory.tokens()
+        versions, behaviour = trajectory.action_versions().tolist(), trajectory.behaviour().tolist()
+        for place, (at, version) in enumerate(zip(positions, versions, strict=True)):
+            if version < shard.min_version:
+                continue
+            found.append(
+                Token(
+                    sample=sample.index,
+                    place=place,
+                    turn=sum(at >= span.stop for span in trajectory.action_spans),
+                    age=shard.step - version,
+                    behaviour=behaviour[place],
+                    logp=rows[place][ids[at]],
+                    entropy=-(rows[place].exp() * rows[place]).sum(),
+                    reference=0.0 if frozen is None else frozen[place][ids[at]].item(),
+                )
+            )
+    return found
+
+
+def distributions(model: PreTrainedModel, trajectory: Trajectory, positions: np.ndarray) -> torch.Tensor:
+    """[A, V] log-probs where each action token was drawn."""
+    ids = torch.tensor(trajectory.tokens().tolist())
+    return model(input_ids=ids[None]).logits[0][positions - 1].log_softmax(-1)
+
+
+def reference_loss(tokens: list[Token], shard: Shard, recipe: Recipe) -> torch.Tensor:
+    """GRPO's clipped surrogate with everything the recipe adds to it."""
+    recipe.credit(shard, tokens)
+    recipe.adjust(shard, tokens)
+    total = torch.zeros((), dtype=torch.float64)
+    for token in tokens:
+        ratio = (token.logp - token.behaviour).exp()
+        surrogate = torch.minimum(ratio * token.advantage, ratio.clamp(0.8, 1.2) * token.advantage)
+        loss = -surrogate * token.correction * token.staleness
+        if recipe.kl is not None:
+            loss = loss + recipe.kl(token.logp, token.reference)
+        loss = loss - recipe.entropy_bonus * token.entropy
+        total = total + loss * recipe.scale(shard, tokens, token)
+    return total
+
+
+def sequences(tokens: Sequence[Token]) -> list[list[Token]]:
+    """The trained tokens, sample by sample."""
+    return [[token for token in tokens if token.sample == index] for index in sorted({one.sample for one in tokens})]
+
+
+def group_credit(shard: Shard, tokens: list[Token]) -> None:
+    """(R − mean) / std of the group."""
+    for token in tokens:
+        entry = shard.batch[token.sample]
+        members = [other.reward for other in shard.batch if other.group_id == entry.group_id]
+        mean = sum(members) / len(members)
+        std = math.sqrt(sum((reward - mean) ** 2 for reward in members) / len(members))
+        token.advantage = (entry.reward - mean) / std if std > 0 else 0.0
+
+
+def whitened_credit(beta: float) -> Callable[[Shard, list[Token]], None]:
+    """R less β · the k1 estimate of all later tokens, whitened over the batch's tokens."""
+
+    def credit(shard: Shard, tokens: list[Token]) -> None:
+        for sequence in sequences(tokens):
+            for place, token in enumerate(sequence):
+                later = sum(one.logp.item() - one.reference for one in sequence[place:])
+                token.advantage = shard.batch[token.sample].reward - beta * later
+        mean = sum(token.advantage for token in tokens) / len(tokens)
+        std = math.sqrt(sum((token.advantage - mean) ** 2 for token in tokens) / len(tokens))
+        for token in tokens:
+            token.advantage = (token.advantage - mean) / std
+
+    return credit
+
+
+def gae_credit(gamma: float, lam: float) -> Callable[[Shard, list[Token]], None]:
+    """Σ (γλ)^k δ of each sequence, with each turn's reward at its last trained token, and nothing after the last."""
+
+    def credit(shard: Shard, tokens: list[Token]) -> None:
+        for sequence in sequences(tokens):
+            following, next_value = 0.0, 0.0
+            for token, after in zip(reversed(sequence), [None, *reversed(sequence[1:])], strict=True):
+                ends = after is None or after.turn != token.turn
+                reward = shard.batch[token.sample].turns[token.turn] if ends else 0.0
+                delta = reward - token.penalty + gamma * next_value - token.value
+                following = delta + gamma * lam * following
+                token.advantage, next_value = following, token.value
+
+    return credit

@@ -1,0 +1,337 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from flash.errors import ConfigError, ContractError
+from flash.trainer import checkpoint
+from flash.trainer.critic import Critic, value_loss
+from flash.trainer.model import trainer_mesh
+from flash.trainer.step import Trainer
+from tests.trainer.critic_cases import (
+    Reference,
+    Sequenced,
+    critic_config,
+    critic_gradient,
+    critic_weights,
+    make_critic,
+    micro_of,
+    old_of,
+    random_sequences,
+    returns_of,
+    trained,
+    update,
+)
+from tests.trainer.trainer_cases import relative_error, write_model
+from tests.trainer.two_critic_ranks import SPLITS, parts_of
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_values_are_those_of_a_plain_forward_pass_before_each_action_token(model: Path) -> None:
+    sequences = random_sequences()
+    value_T = make_critic(model).values(micro_of(sequences))
+    with torch.no_grad():
+        reference = Reference(model)
+        expected_T = torch.cat([reference.values(one) for one in sequences])
+    assert value_T.dtype == torch.float32
+    assert not value_T.requires_grad
+    torch.testing.assert_close(value_T.double(), expected_T, rtol=0, atol=5e-6)
+
+
+def test_a_new_critic_expects_nothing(tied_model: Path) -> None:
+    critic = Critic(critic_config(tied_model), trainer_mesh("cpu"))
+    assert not critic.values(micro_of(random_sequences())).any()
+
+
+def test_a_critic_may_start_from_a_model_of_its_own(tied_model: Path, untied_model: Path, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "model", tied=True, num_hidden_layers=1)
+    sequences = random_sequences()
+    value_T = make_critic(tied_model, path=str(other)).values(micro_of(sequences))
+    with torch.no_grad():
+        expected_T = torch.cat([Reference(other).values(one) for one in sequences])
+    torch.testing.assert_close(value_T.double(), expected_T, rtol=0, atol=5e-6)
+
+
+def test_a_critic_without_a_model_is_a_config_error(tied_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^critic\.path: cannot load"):
+        make_critic(tied_model, path=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"^model\.path: cannot load"):
+        make_critic(tmp_path / "absent")
+
+
+def test_a_critic_that_does_not_know_a_token_of_the_policy_is_refused(tied_model: Path, tmp_path: Path) -> None:
+    small = write_model(tmp_path / "model", tied=True, vocab_size=20)
+    with pytest.raises(ContractError, match=r"token \d+ lies outside of the critic's vocabulary of 20"):
+        make_critic(tied_model, path=str(small)).values(micro_of(random_sequences()))
+
+
+def test_the_head_stays_in_float32_above_a_half_precision_backbone(tied_model: Path) -> None:
+    sequences = random_sequences()
+    config = critic_config(tied_model)
+    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, dtype="bfloat16"))
+    half = Critic(config, trainer_mesh("cpu"))
+    with torch.no_grad():
+        half.model.head.bias.fill_(1.0 + 2**-12)
+    # bfloat16 would round this to 1.
+    assert torch.equal(half.values(micro_of(sequences)), torch.full((len(returns_of(sequences)),), 1.0 + 2**-12))
+    update(half, [sequences], trained(sequences))
+    assert all(value.dtype == torch.float32 for value in critic_weights(half).values())
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+def test_the_gradient_is_that_of_the_formula_in_float64(model: Path, clip: float | None) -> None:
+    sequences = random_sequences()
+    critic, reference = make_critic(model, clip=clip), Reference(model)
+    update(critic, [sequences], trained(sequences))
+    assert relative_error(critic_gradient(critic), reference.gradient(sequences, clip)) < 1e-5
+    with torch.no_grad():
+        loss = float(Reference(model).loss(sequences, clip))
+    assert critic.metrics()["critic_loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_the_clip_changes_the_gradient_of_the_test_batch(tied_model: Path) -> None:
+    sequences = random_sequences()
+    plain, clipped = (Reference(tied_model).gradient(sequences, clip) for clip in (None, 0.2))
+    assert relative_error(plain, clipped) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("value", "loss", "slope"),
+    [
+        (0.1, 0.81, -1.8),  # inside of the clip: plain squared error
+        (0.5, 0.64, 0.0),  # moved too far towards the return: counted as if at the clip, no gradient
+        (-0.5, 2.25, -3.0),  # moved too far away: keeps the whole gradient
+        (1.1, 0.64, 0.0),  # beyond the return: still the clipped error, which is the larger
+        (2.0, 1.0, 2.0),  # so far beyond that its own error is the larger
+    ],
+)
+def test_the_clipped_loss_is_the_larger_of_two_squares(value: float, loss: float, slope: float) -> None:
+    """Old value 0, return 1, clip 0.2."""
+    value_T = torch.tensor([value], dtype=torch.float64, requires_grad=True)
+    one, zero = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    loss_T = value_loss(value_T, one, zero, 0.2)
+    loss_T.sum().backward()
+    assert loss_T.item() == pytest.approx(loss, abs=1e-12)
+    assert value_T.grad is not None
+    assert value_T.grad.item() == pytest.approx(slope, abs=1e-12)
+    assert value_loss(value_T, one, zero, None).item() == pytest.approx((value - 1) ** 2, abs=1e-12)
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30])
+def test_what_stands_in_masked_slots_changes_nothing(tied_model: Path, garbage: float) -> None:
+    sequences = random_sequences()
+    spoilt = [
+        replace(one, returns=np.where(one.mask, one.returns, garbage), old=np.where(one.mask, one.old, -garbage))
+        for one in sequences
+    ]
+    assert any(not np.array_equal(one.returns, two.returns) for one, two in zip(sequences, spoilt, strict=True))
+    results = []
+    for batch in (sequences, spoilt):
+        critic = make_critic(tied_model)
+        update(critic, [batch], trained(batch))
+        results.append((critic_weights(critic), critic.metrics()))
+    assert same(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+
+
+@pytest.mark.parametrize("cuts", [[[0, 1], [2, 3, 4, 5]], [[5], [3, 1], [], [0, 2, 4]]], ids=["two", "shuffled"])
+def test_any_split_of_a_minibatch_gives_the_same_gradient_and_metrics(model: Path, cuts: list[list[int]]) -> None:
+    sequences = random_sequences()
+    whole, split = make_critic(model), make_critic(model)
+    update(whole, [sequences], trained(sequences))
+    update(split, [[sequences[index] for index in cut] for cut in cuts], trained(sequences))
+    assert relative_error(critic_gradient(split), critic_gradient(whole)) < 1e-5
+    assert split.metrics() == pytest.approx(whole.metrics(), rel=1e-5)
+
+
+def test_the_metrics_describe_the_trained_tokens_of_all_updates_before_any(tied_model: Path) -> None:
+    critic = make_critic(tied_model)
+    minibatches = [random_sequences(seed) for seed in (0, 1)]
+    for sequences in minibatches:
+        update(critic, [sequences[:3], sequences[3:]], trained(sequences))
+    both = [one for sequences in minibatches for one in sequences]
+    kept = np.concatenate([one.mask for one in both])
+    returned = np.concatenate([one.returns for one in both])[kept]
+    old = np.concatenate([one.old for one in both])[kept]
+    metrics = critic.metrics()
+    assert metrics["explained_variance"] == pytest.approx(1 - np.var(returned - old) / np.var(returned), rel=1e-5)
+    assert metrics["value_mean"] == pytest.approx(old.mean(), rel=1e-5)
+    assert metrics["return_mean"] == pytest.approx(returned.mean(), rel=1e-5)
+    assert metrics["critic_grad_norm"] > 0
+    assert metrics["critic_skipped"] == 0
+
+
+def test_metrics_start_anew_after_each_call(tied_model: Path) -> None:
+    # A rate that float32 weights do not feel.
+    fresh, used = (make_critic(tied_model, learning_rate=1e-30) for _ in range(2))
+    other, sequences = random_sequences(1), random_sequences(0)
+    update(used, [other], trained(other))
+    used.metrics()
+    for critic in (fresh, used):
+        update(critic, [sequences], trained(sequences))
+    assert used.metrics() == fresh.metrics()
+
+
+def test_a_perfect_critic_explains_all_and_a_constant_one_nothing(tied_model: Path) -> None:
+    sequences, critic = random_sequences(), make_critic(tied_model)
+    for old, expected in ((lambda one: one.returns, 1.0), (lambda one: np.full_like(one.returns, 7.0), 0.0)):
+        batch = [replace(one, old=old(one)) for one in sequences]
+        update(critic, [batch], trained(batch))
+        assert critic.metrics()["explained_variance"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_returns_that_do_not_vary_have_no_explained_variance(tied_model: Path) -> None:
+    for level in (0.0, 0.3):
+        batch = [replace(one, returns=np.full_like(one.returns, level)) for one in random_sequences()]
+        critic = make_critic(tied_model)
+        update(critic, [batch], trained(batch))
+        metrics = critic.metrics()
+        assert "explained_variance" not in metrics
+        assert metrics["return_mean"] == pytest.approx(level, abs=1e-6)
+
+
+def test_a_minibatch_without_a_trained_token_changes_nothing(tied_model: Path) -> None:
+    batch = [replace(one, mask=np.zeros_like(one.mask)) for one in random_sequences()]
+    critic = make_critic(tied_model, train={"weight_decay": 0.5})
+    before = critic_weights(critic)
+    update(critic, [batch], 0)
+    assert same(critic_weights(critic), before)
+    assert critic.metrics()["critic_loss"] == 0.0
+
+
+def test_the_gradient_is_clipped_to_the_critics_own_norm(tied_model: Path) -> None:
+    sequences = random_sequences()
+    free, held = make_critic(tied_model), make_critic(tied_model, max_grad_norm=0.01)
+    for critic in (free, held):
+        update(critic, [sequences], trained(sequences))
+    norm = free.metrics()["critic_grad_norm"]
+    assert held.metrics()["critic_grad_norm"] == pytest.approx(norm)
+    expected = {name: value * 0.01 / norm for name, value in critic_gradient(free).items()}
+    assert relative_error(critic_gradient(held), expected) < 1e-5
+
+
+def test_an_update_moves_by_the_critics_own_rate(tied_model: Path) -> None:
+    sequences = random_sequences()
+    critic = make_critic(tied_model, learning_rate=1e-3, train={"learning_rate": 1.0})
+    before = critic_weights(critic)["head.bias"]
+    update(critic, [sequences], trained(sequences))
+    # Adam's first step is as long as the rate.
+    assert float((critic_weights(critic)["head.bias"] - before).abs()) == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_change(tied_model: Path) -> None:
+    batch = [replace(one, returns=np.full_like(one.returns, np.inf)) for one in random_sequences()]
+    critic = make_critic(tied_model)
+    before = critic_weights(critic)
+    with pytest.raises(ContractError, match=r"critic: the gradient norm is (nan|inf).*critic\.learning_rate"):
+        update(critic, [batch], trained(batch))
+    assert same(critic_weights(critic), before)
+
+
+def test_a_gradient_that_is_not_finite_can_be_skipped_and_is_counted(tied_model: Path) -> None:
+    sequences = random_sequences()
+    bad = [replace(one, returns=np.full_like(one.returns, np.inf)) for one in sequences]
+    skipping, clean = (make_critic(tied_model, train={"on_nonfinite": "skip"}) for _ in range(2))
+    update(skipping, [bad], trained(bad))
+    assert skipping.metrics()["critic_skipped"] == 1
+    for critic in (skipping, clean):
+        update(critic, [sequences], trained(sequences))
+    assert same(critic_weights(skipping), critic_weights(clean))
+    assert skipping.metrics() == clean.metrics()
+
+
+def test_the_critic_learns_which_prompts_are_rewarded(tied_model: Path) -> None:
+    critic = Critic(critic_config(tied_model, clip=0.2, learning_rate=2e-3), trainer_mesh("cpu"))
+    rng = np.random.default_rng(0)
+
+    def sample() -> Sequenced:
+        good = float(rng.integers(0, 2))
+        ids = np.concatenate([[5 + int(good)], rng.integers(0, 40, 4)])
+        actions = np.arange(1, 5)
+        return Sequenced(ids, actions, np.ones(4, dtype=np.bool_), np.full(4, good), np.zeros(4))
+
+    explained = []
+    for _ in range(40):
+        batch = [sample() for _ in range(16)]
+        old_T = critic.values(micro_of(batch))
+        critic.update([micro_of(batch)], [returns_of(batch)], [old_T], trained(batch))
+        explained.append(critic.metrics()["explained_variance"])
+    assert explained[0] == pytest.approx(0, abs=1e-6)
+    assert min(explained[-5:]) > 0.9
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def ranks(
+    request: pytest.FixtureRequest, tied_model: Path, untied_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    model = tied_model if request.param == "tied" else untied_model
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "tests.trainer.two_critic_ranks", str(model), str(folder)]
+    processes = [subprocess.Popen([*command, str(rank)], cwd=Path(__file__).parents[2]) for rank in (0, 1)]
+    try:
+        assert [process.wait(timeout=100) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    results = [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in (0, 1)]
+    return {"model": model, "folder": folder, "results": results}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("split", SPLITS)
+def test_two_ranks_give_the_values_gradient_and_metrics_of_one(ranks: dict[str, Any], split: str) -> None:
+    sequences = random_sequences()
+    critic = make_critic(ranks["model"])
+    value_T = critic.values(micro_of(sequences))
+    update(critic, [sequences], trained(sequences))
+    metrics, counts = critic.metrics(), [len(one.actions) for one in sequences]
+    expected = dict(enumerate(value_T.split(counts)))
+    for rank, results in enumerate(ranks["results"]):
+        found = results[split]
+        assert relative_error(found["gradient"], critic_gradient(critic)) < 1e-5
+        assert found["metrics"] == ranks["results"][0][split]["metrics"] == pytest.approx(metrics, rel=1e-5)
+        assert same(found["weights"], ranks["results"][0][split]["weights"])
+        mine = [index for part in parts_of(split, rank) for index in part]
+        theirs = torch.cat([expected[index] for index in mine]) if mine else torch.zeros(0)
+        torch.testing.assert_close(found["values"], theirs, rtol=0, atol=5e-6)
+
+
+@pytest.mark.integration
+def test_values_follow_the_weights_although_they_have_no_backward(ranks: dict[str, Any]) -> None:
+    """Two ranks: gathered weights that were kept would be the old ones."""
+    for results in ranks["results"]:
+        before, after = results["doubled"]
+        assert before.any()
+        torch.testing.assert_close(after, 2 * before)
+
+
+@pytest.mark.integration
+def test_two_ranks_load_the_critic_that_they_saved_and_so_does_one(ranks: dict[str, Any]) -> None:
+    for results in ranks["results"]:
+        assert same(results["restored"], results["saved"])
+    trainer = Trainer(critic_config(ranks["model"]))
+    assert trainer.critic is not None
+    path = checkpoint.newest_complete(ranks["folder"])
+    assert path is not None
+    assert not same(critic_weights(trainer.critic), ranks["results"][0]["saved"])
+    assert checkpoint.load(path, trainer) == b"hub"
+    assert same(critic_weights(trainer.critic), ranks["results"][0]["saved"])
+
+
+def test_the_test_batch_has_masked_tokens_and_a_sequence_without_a_trained_one() -> None:
+    sequences = random_sequences()
+    assert 0 < trained(sequences) < len(old_of(sequences))
+    assert not sequences[2].mask.any()

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flash.trainer.output_layer import OutputLayer, Selection, selected_logprobs
+
+VOCABULARY, WIDTH = 23, 6
+ROW = VOCABULARY * 8
+"""Bytes of one row of logits in float64."""
+
+
+def factors(tokens: int, *, bias: bool = True, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """Random hidden states, weight and bias with gradients, and targets."""
+    generator = torch.Generator().manual_seed(3)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    return {
+        "hidden_TD": leaf(tokens, WIDTH),
+        "weight_VD": leaf(VOCABULARY, WIDTH),
+        "bias_V": leaf(VOCABULARY) if bias else None,
+        "target_T": torch.randint(0, VOCABULARY, (tokens,), generator=generator),
+    }
+
+
+def whole_logits(factors: dict[str, Any], temperature: float) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Leaves in float64, and the log-probs and entropies that follow from them by way of all logits."""
+    leaves = {
+        name: value.detach().double().requires_grad_()
+        for name, value in factors.items()
+        if value is not None and value.is_floating_point()
+    }
+    logits_TV = leaves["hidden_TD"] @ leaves["weight_VD"].T + leaves.get("bias_V", 0.0)
+    log_share_TV = (logits_TV / temperature).log_softmax(-1)
+    logp_T = log_share_TV.gather(-1, factors["target_T"][:, None])[:, 0]
+    return leaves, logp_T, -(log_share_TV.exp() * log_share_TV).sum(-1)
+
+
+def plain(factors: dict[str, Any], temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies, in float64."""
+    _, logp_T, entropy_T = whole_logits(factors, temperature)
+    return logp_T.detach(), entropy_T.detach()
+
+
+def plain_gradients(factors: dict[str, Any], temperature: float, grads: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Of Σ (log-prob · its grad + entropy · its grad), in float64."""
+    leaves, logp_T, entropy_T = whole_logits(factors, temperature)
+    (logp_T @ grads[0] + entropy_T @ grads[1]).backward()
+    return {name: value.grad for name, value in leaves.items() if value.grad is not None}
+
+
+def random_grads(tokens: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    first, second = torch.randn(2, tokens, generator=generator, dtype=torch.float64)
+    return first, second
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 3 * ROW, 7 * ROW, 100 * ROW])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 10])
+def test_any_chunking_gives_the_numbers_and_gradients_of_whole_logits(tokens: int, chunk_bytes: int) -> None:
+    given = factors(tokens)
+    grads = random_grads(tokens)
+    logp_T, entropy_T = selected_logprobs(
+        **given,
+        temperature=0.7,
+        entropy_gradient=True,
+        chunk_bytes=chunk_bytes,
+    )
+    (logp_T @ grads[0] + entropy_T @ grads[1]).backward()
+    torch.testing.assert_close((logp_T, entropy_T), plain(given, 0.7), rtol=1e-12, atol=1e-13)
+    for name, expected in plain_gradients(given, 0.7, grads).items():
+        torch.testing.assert_close(given[name].grad, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_are_the_finite_differences(temperature: float, bias: bool) -> None:
+    given = factors(4, bias=bias)
+
+    def numbers(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor]:
+        return selected_logprobs(
+            hidden_TD,
+            weight_VD,
+            bias_V,
+            given["target_T"],
+            temperature=temperature,
+            entropy_gradient=True,
+            chunk_bytes=3 * ROW,
+        )
+
+    assert torch.autograd.gradcheck(numbers, (given["hidden_TD"], given["weight_VD"], given["bias_V"]), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("offset", "tolerance"), [(0.0, 1e-6), (100.0, 2e-5)])
+def test_float32_is_as_exact_as_its_logits(offset: float, tolerance: float) -> None:
+    given = factors(50, dtype=torch.float32)
+    with torch.no_grad():
+        # Logits near 100 are known to 8e-6, and e¹⁰⁰ is no float32.
+        given["bias_V"] += offset
+    grads = random_grads(50)
+    numbers = selected_logprobs(**given, temperature=1.0, entropy_gradient=True, chunk_bytes=9 * ROW)
+    (numbers[0] @ grads[0].float() + numbers[1] @ grads[1].float()).backward()
+    for found, expected in zip(numbers, plain(given, 1.0), strict=True):
+        assert (found.double() - expected).norm() < tolerance * expected.norm()
+    for name, gradient in plain_gradients(given, 1.0, grads).items():
+        assert (given[name].grad.double() - gradient).norm() < tolerance * gradient.norm()
+
+
+def test_entropy_has_no_gradient_unless_asked_for() -> None:
+    given = factors(5)
+    logp_T, entropy_T = selected_logprobs(**given, temperature=1.0, entropy_gradient=False)
+    assert logp_T.requires_grad
+    assert not entropy_T.requires_grad
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    given = factors(5)
+    given["weight_VD"].requires_grad_(False)
+    logp_T, _ = selected_logprobs(**given, temperature=1.0, entropy_gradient=False)
+    logp_T.sum().backward()
+    assert given["weight_VD"].grad is None
+    zero = torch.zeros(5, dtype=torch.float64)
+    expected = plain_gradients(given, 1.0, (torch.ones_like(zero), zero))
+    torch.testing.assert_close(given["hidden_TD"].grad, expected["hidden_TD"])
+
+
+def test_bfloat16_factors_give_float32_numbers_within_the_rounding_of_their_logits() -> None:
+    given = factors(40, dtype=torch.bfloat16)
+    logp_T, entropy_T = selected_logprobs(**given, temperature=1.0, entropy_gradient=False)
+    expected = plain(given, 1.0)
+    assert logp_T.dtype == entropy_T.dtype == torch.float32
+    # Logits go to about 10, and bfloat16 has 8 bits.
+    torch.testing.assert_close((logp_T.double(), entropy_T.double()), expected, rtol=0, atol=10 * 2**-8)
+
+
+def test_the_weight_gradient_of_bfloat16_factors_does_not_lose_small_parts_of_long_sums() -> None:
+    tokens = 2000
+    given = factors(tokens, dtype=torch.bfloat16)
+    grads = (torch.ones(tokens, dtype=torch.float64), torch.zeros(tokens, dtype=torch.float64))
+    logp_T, _ = selected_logprobs(**given, temperature=1.0, entropy_gradient=False, chunk_bytes=1)
+    logp_T.sum().backward()
+    expected = plain_gradients(given, 1.0, grads)
+    for name in ("weight_VD", "bias_V"):
+        found = given[name].grad.double()
+        assert (found - expected[name]).norm() < 2**-7 * expected[name].norm()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_layer_has_the_parameters_of_the_one_it_replaces(bias: bool) -> None:
+    given = nn.Linear(WIDTH, VOCABULARY, bias=bias)
+    layer = OutputLayer(given)
+    expected = dict(given.named_parameters())
+    assert dict(layer.named_parameters()).keys() == expected.keys()
+    assert all(value is expected[name] for name, value in layer.named_parameters())
+
+
+def test_a_selection_is_over_with_its_block_also_after_an_error() -> None:
+    layer = OutputLayer(nn.Linear(WIDTH, VOCABULARY))
+    hidden = torch.randn(1, 3, WIDTH)
+    selection = Selection(torch.tensor([1, 2, 3]), temperature=1.0, entropy_gradient=False)
+    with layer.selecting(selection):
+        assert layer(hidden).shape == (1, 3, 2)
+    with pytest.raises(RuntimeError), layer.selecting(selection):
+        layer(hidden[..., 1:])
+    with pytest.raises(AssertionError, match="token_logprobs"):
+        layer(hidden)

@@ -1,0 +1,250 @@
+"""The gradient of a whole step, with all that may be composed, against loops in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flash.types import Shard
+from tests.trainer.critic_cases import Reference, set_head
+from tests.trainer.step_reference import (
+    Recipe,
+    Token,
+    gae_credit,
+    group_credit,
+    reference_loss,
+    sequences,
+    tokens_of,
+    whitened_credit,
+)
+from tests.trainer.trainer_cases import (
+    aged_shard,
+    gradient_of,
+    reference_model,
+    relative_error,
+    trainer_at,
+    weights_of,
+)
+
+Adjust = Callable[[Shard, list[Token]], None]
+
+
+def weight(token: Token) -> float:
+    return math.exp(token.logp.item() - token.behaviour)
+
+
+def by_token(keep: Callable[[float], float]) -> Adjust:
+    def adjust(shard: Shard, tokens: list[Token]) -> None:
+        for token in tokens:
+            token.correction = keep(weight(token))
+
+    return adjust
+
+
+def by_sequence(low: float, high: float, *, mean: bool) -> Adjust:
+    def adjust(shard: Shard, tokens: list[Token]) -> None:
+        for sequence in sequences(tokens):
+            total = sum(math.log(weight(token)) for token in sequence) / (len(sequence) if mean else 1)
+            for token in sequence:
+                token.correction = float(low <= math.exp(total) <= high)
+
+    return adjust
+
+
+def by_age(decay: float) -> Adjust:
+    def adjust(shard: Shard, tokens: list[Token]) -> None:
+        ages = {sequence[0].sample: max(token.age for token in sequence) for sequence in sequences(tokens)}
+        mean = sum(decay**age for age in ages.values()) / len(ages)
+        for token in tokens:
+            token.staleness = decay ** ages[token.sample] / mean
+
+    return adjust
+
+
+def overlong_credit(shard: Shard, tokens: list[Token]) -> None:
+    shaped = [entry.reward - 0.5 * min(max((entry.tokens - 4) / 8, 0.0), 1.0) for entry in shard.batch]
+    for token in tokens:
+        group = shard.batch[token.sample].group_id
+        members = [reward for reward, entry in zip(shaped, shard.batch, strict=True) if entry.group_id == group]
+        token.advantage = shaped[token.sample] - sum(members) / len(members)
+
+
+def turn_credit(shard: Shard, tokens: list[Token]) -> None:
+    gamma = 0.5
+    returns = [
+        [sum(gamma ** (later - at) * entry.turns[later] for later in range(at, len(entry.turns)))
+         for at in range(len(entry.turns))]
+        for entry in shard.batch
+    ]  # fmt: skip
+    for token in tokens:
+        group = shard.batch[token.sample].group_id
+        members = [
+            mine[token.turn]
+            for mine, entry in zip(returns, shard.batch, strict=True)
+            if entry.group_id == group and token.turn < len(mine)
+        ]
+        mean = sum(members) / len(members)
+        std = math.sqrt(sum((one - mean) ** 2 for one in members) / len(members))
+        token.advantage = (returns[token.sample][token.turn] - mean) / std if std > 0 else 0.0
+
+
+def k2(logp: torch.Tensor, reference: float) -> torch.Tensor:
+    return 0.3 * (logp - reference) ** 2 / 2
+
+
+def k3(logp: torch.Tensor, reference: float) -> torch.Tensor:
+    return 0.3 * ((reference - logp).exp() - 1 - (reference - logp))
+
+
+RECIPES: dict[str, tuple[dict[str, Any], Recipe]] = {
+    "kl k2": ({"kl": {"estimator": "k2", "coefficient": 0.3}}, Recipe(group_credit, kl=k2)),
+    "kl k3": ({"kl": {"estimator": "k3", "coefficient": 0.3}}, Recipe(group_credit, kl=k3)),
+    "entropy": ({"entropy_bonus": 0.2}, Recipe(group_credit, entropy_bonus=0.2)),
+    "token tis": (
+        {"corrections": [{"kind": "token_tis", "cap": 0.1}]},
+        Recipe(group_credit, by_token(lambda w: min(w, 0.1))),
+    ),
+    "two corrections": (
+        {"corrections": [{"kind": "token_tis", "cap": 0.1}, {"kind": "icepop", "low": 0.01, "high": 0.2}]},
+        Recipe(group_credit, by_token(lambda w: min(w, 0.1) * (w if 0.01 <= w <= 0.2 else 0.0))),
+    ),
+    "sequence mask": (
+        {"corrections": [{"kind": "sequence_mask", "low": 1e-13, "high": 1e-4}]},
+        Recipe(group_credit, by_sequence(1e-13, 1e-4, mean=False)),
+    ),
+    "geometric": (
+        {"corrections": [{"kind": "geometric", "low": 0.03, "high": 0.06}]},
+        Recipe(group_credit, by_sequence(0.03, 0.06, mean=True)),
+    ),
+    "staleness": (
+        {"staleness": {"kind": "exponential", "decay": 0.5}},
+        Recipe(group_credit, by_age(0.5)),
+    ),
+    "shaping": (
+        {"advantage": "group_mean", "shaping": [{"kind": "overlong", "limit": 12, "buffer": 8, "penalty": 0.5}]},
+        Recipe(overlong_credit),
+    ),
+    "turns": ({"advantage": "turn", "gamma": 0.5}, Recipe(turn_credit)),
+    "whitened, kl in the reward": (
+        {"advantage": "batch", "kl": {"estimator": "k1", "coefficient": 0.1, "place": "reward"}},
+        Recipe(whitened_credit(0.1)),
+    ),
+    "constant": (
+        {"aggregation": "constant", "constant_length": 7},
+        Recipe(group_credit, scale=lambda shard, tokens, token: 1 / 7 / shard.total_sequences),
+    ),
+    "all together": (
+        {
+            "kl": {"estimator": "k3", "coefficient": 0.3},
+            "entropy_bonus": 0.2,
+            "staleness": {"kind": "exponential", "decay": 0.5},
+        },
+        Recipe(group_credit, by_age(0.5), kl=k3, entropy_bonus=0.2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_gradient_of_a_composed_step_equals_a_naive_float64_loop(
+    tied_model: Path, untied_model: Path, name: str
+) -> None:
+    algorithm, recipe = RECIPES[name]
+    pulled = "kl" in algorithm
+    if pulled:
+        algorithm = algorithm | {"kl": algorithm["kl"] | {"reference": str(untied_model)}}
+    shard = aged_shard()
+    trainer = trainer_at(
+        3,
+        tied_model,
+        algorithm={"objective": "grpo", "aggregation": "token_mean"} | algorithm,
+        train={"async_ratio": 2.0, "max_tokens_per_microbatch": 40, "max_grad_norm": 1e9},
+    )
+    metrics = trainer.train_step(shard)
+    model = reference_model(tied_model)
+    tokens = tokens_of(model, reference_model(untied_model) if pulled else None, shard)
+    assert len(tokens) == shard.total_tokens
+    loss = reference_loss(tokens, shard, recipe)
+    loss.backward()
+    expected = {name: value.grad for name, value in model.named_parameters()}
+    assert relative_error(gradient_of(trainer), expected) < 1e-5
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=2e-5)
+    dropped = sum(token.correction == 0 for token in tokens) / len(tokens)
+    assert metrics["masked_correction_share"] == pytest.approx(dropped)
+    assert metrics["advantage_abs_mean"] == pytest.approx(np.mean([abs(token.advantage) for token in tokens]), rel=1e-4)
+    plain = reference_model(tied_model)
+    reference_loss(tokens_of(plain, None, shard), shard, Recipe(group_credit)).backward()
+    without = {name: value.grad for name, value in plain.named_parameters()}
+    assert relative_error(without, expected) > 1e-2, "what is asked for makes a difference"
+
+
+@pytest.mark.parametrize("penalised", [False, True])
+def test_the_gradient_with_a_critic_equals_a_naive_float64_loop(
+    tied_model: Path, untied_model: Path, penalised: bool
+) -> None:
+    algorithm: dict[str, Any] = {"objective": "grpo", "aggregation": "token_mean", "advantage": "gae", "gamma": 0.9}
+    if penalised:
+        kl = {"estimator": "k1", "coefficient": 0.1, "place": "reward", "reference": str(untied_model)}
+        algorithm["kl"] = kl
+    train = {"async_ratio": 2.0, "max_tokens_per_microbatch": 40, "max_grad_norm": 1e9}
+    trainer = trainer_at(3, tied_model, algorithm=algorithm, critic={"lam": 0.8}, train=train)
+    assert trainer.critic is not None
+    set_head(trainer.critic)
+    shard = aged_shard()
+    metrics = trainer.train_step(shard)
+
+    model, value_model = reference_model(tied_model), Reference(tied_model)
+    tokens = tokens_of(model, reference_model(untied_model) if penalised else None, shard)
+    for sample, sequence in zip(shard.samples, by_sample(shard, tokens), strict=True):
+        values = naive_values(value_model, sample.trajectory)
+        for token in sequence:
+            token.value = values[token.place]
+    for token in tokens:
+        token.penalty = 0.1 * (token.logp.item() - token.reference) if penalised else 0.0
+    loss = reference_loss(tokens, shard, Recipe(gae_credit(0.9, 0.8)))
+    loss.backward()
+    expected = {name: value.grad for name, value in model.named_parameters()}
+    assert relative_error(gradient_of(trainer), expected) < 1e-5
+    assert metrics["critic_warmup"] == 0.0
+    assert metrics["value_mean"] == pytest.approx(np.mean([token.value for token in tokens]), rel=1e-4)
+    returns = [token.advantage + token.value for token in tokens]
+    assert metrics["return_mean"] == pytest.approx(np.mean(returns), rel=1e-4)
+
+
+def by_sample(shard: Shard, tokens: list[Token]) -> list[list[Token]]:
+    return [[token for token in tokens if token.sample == sample.index] for sample in shard.samples]
+
+
+def naive_values(model: Reference, trajectory: Any) -> list[float]:
+    """V of the state before each action token."""
+    ids = torch.tensor(trajectory.tokens().tolist())
+    with torch.no_grad():
+        hidden = model.backbone(input_ids=ids[None]).last_hidden_state[0]
+        return [
+            float(hidden[at - 1] @ model.weight[0] + model.bias[0]) for at in np.flatnonzero(trajectory.action_mask())
+        ]
+
+
+def test_in_the_warm_up_only_the_critic_learns_and_the_version_counts_on(tied_model: Path) -> None:
+    trainer = trainer_at(3, tied_model, algorithm={"objective": "ppo"}, critic={"warmup_steps": 4},
+                         train={"async_ratio": 2.0, "max_tokens_per_microbatch": 40})  # fmt: skip
+    assert trainer.critic is not None
+    before = weights_of(trainer)
+    head = trainer.critic.model.head.weight.full_tensor().clone()
+    metrics = trainer.train_step(aged_shard())
+    assert trainer.version == 4
+    assert metrics["critic_warmup"] == 1.0
+    assert metrics["grad_norm"] == 0.0
+    assert metrics["skipped_steps"] == 0.0
+    assert metrics["entropy"] > 0
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
+    assert not torch.equal(trainer.critic.model.head.weight.full_tensor(), head)
+    metrics = trainer.train_step(aged_shard(1, step=4))
+    assert metrics["critic_warmup"] == 0.0
+    assert metrics["grad_norm"] > 0
+    assert any(not torch.equal(value, before[name]) for name, value in weights_of(trainer).items())

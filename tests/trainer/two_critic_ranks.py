@@ -1,0 +1,93 @@
+"""One of two gloo ranks with a critic: updates, saves and restores as the tests ask. Each rank writes what it saw."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flash.trainer import checkpoint
+from flash.trainer.step import Trainer
+from tests.trainer.critic_cases import (
+    critic_config,
+    critic_gradient,
+    critic_weights,
+    make_critic,
+    micro_of,
+    random_sequences,
+    trained,
+    update,
+)
+from tests.trainer.trainer_cases import part_of, random_shard
+
+SPLITS = {
+    "even": [[[0, 1], [2]], [[3], [5, 4]]],
+    "uneven": [[[0], [1], [2, 3, 4]], [[5]]],
+    "all on one": [[], [[0, 1, 2, 3, 4, 5]]],
+}
+"""Per rank, the sequences of its micro-batches."""
+DEALT = ([0, 2, 4, 6, 8, 10, 12], [1, 3, 5, 7, 9, 11])
+"""The samples of `random_shard` that each rank trains on before it saves."""
+
+
+def parts_of(split: str, rank: int) -> list[list[int]]:
+    """This rank's micro-batches, made as many as on the other rank by empty ones."""
+    longest = max(len(parts) for parts in SPLITS[split])
+    return SPLITS[split][rank] + [[]] * (longest - len(SPLITS[split][rank]))
+
+
+def updated(model: Path, split: str, rank: int) -> dict[str, Any]:
+    sequences = random_sequences()
+    critic = make_critic(model)
+    parts = [[sequences[index] for index in part] for part in parts_of(split, rank)]
+    # Dummies take part in the collectives; what they give is of no interest.
+    values = [critic.values(micro_of(part or sequences)) for part in parts]
+    update(critic, parts, trained(sequences))
+    return {
+        "values": torch.cat([torch.zeros(0), *(value for value, part in zip(values, parts, strict=True) if part)]),
+        "gradient": critic_gradient(critic),
+        "weights": critic_weights(critic),
+        "metrics": critic.metrics(),
+    }
+
+
+def doubled(model: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values before and after the weights of the head grow to twice themselves, without a backward pass between."""
+    critic, micro = make_critic(model), micro_of(random_sequences())
+    # What an optimizer holds on to.
+    parameters = list(critic.model.head.parameters())
+    before = critic.values(micro)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(2.0)
+    return before, critic.values(micro)
+
+
+def saved(model: Path, folder: Path, rank: int) -> dict[str, Any]:
+    trainer, restored = (Trainer(critic_config(model)) for _ in range(2))
+    trainer.train_step(part_of(random_shard(), DEALT[rank]))
+    path = checkpoint.save(folder, trainer, b"hub", keep=1)
+    checkpoint.load(path, restored)
+    assert trainer.critic is not None
+    assert restored.critic is not None
+    return {"saved": critic_weights(trainer.critic), "restored": critic_weights(restored.critic)}
+
+
+def main(model: Path, folder: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    results: dict[str, Any] = {split: updated(model, split, rank) for split in SPLITS}
+    results |= saved(model, folder, rank)
+    results["doubled"] = doubled(model)
+    torch.save(results, folder / f"results-{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,35 @@
+"""One of two gloo ranks: the gradient of log-probs and entropies of its part of a batch. Rank 0 writes it."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.trainer.packed_cases import gradient, sharded
+
+PARTS = ([0, 1, 4], [2, 3])
+"""The sequences of each rank."""
+
+
+def main(folder: Path, rank: int, *models: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    # FSDP averages over ranks; the batch wants the sum.
+    results = {
+        (str(model), dtype): gradient(sharded(model, dtype), PARTS[rank], scale=2.0)
+        for model in models
+        for dtype in ("float32", "bfloat16")
+    }
+    if rank == 0:
+        torch.save(results, folder / "gradients.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), *map(Path, sys.argv[3:]))
