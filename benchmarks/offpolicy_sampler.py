@@ -1,0 +1,88 @@
+"""Samples answers from a small causal language model, many at once, with a cache of keys and values.
+
+It holds a second copy of the policy: the trainer's is sharded and runs packed sequences only. Prompts of one call have
+equal length, so nothing is padded; a finished answer is decoded on with the others and cut off afterwards.
+
+Shape legend: N = prompts, C = answers per prompt, P = tokens of a prompt, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast
+
+
+class Answer(NamedTuple):
+    """One sampled answer."""
+
+    prompt: list[int]
+    """Token ids."""
+    tokens: list[int]
+    """Token ids, the end-of-text token included."""
+    logp: list[float]
+    """Log-prob of each token under the policy that sampled it."""
+    text: str
+    """Without the end-of-text token."""
+    truncated: bool
+    """The limit came before the end-of-text token."""
+
+
+class Sampler:
+    """A policy that only acts."""
+
+    def __init__(self, path: str) -> None:
+        """Load the model folder at `path`, in float32."""
+        self.tokenizer = cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(path))
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self._parameters = dict(self.model.named_parameters())
+        self._end = cast("int", self.tokenizer.eos_token_id)
+
+    @torch.no_grad()
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over all weights."""
+        missing = set(self._parameters)
+        for name, value in tensors:
+            self._parameters[name].copy_(value)
+            missing.discard(name)
+        assert not missing, f"no new weights for {sorted(missing)}"
+
+    @torch.inference_mode()
+    def sample(self, prompts: list[str], *, copies: int, limit: int, generator: torch.Generator | None) -> list[Answer]:
+        """`copies` answers of at most `limit` tokens to each prompt, those of a prompt in a row.
+
+        Sampled at temperature 1, or the likeliest token each time where there is no generator.
+        """
+        prompt_ids: list[list[int]] = [self.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
+        prompt_NP = torch.tensor(prompt_ids)
+        cache = DynamicCache()
+        logits_NV = self.model(prompt_NP, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        cache.batch_repeat_interleave(copies)
+        logits = logits_NV.repeat_interleave(copies, dim=0)
+        tokens: list[Tensor] = []
+        logp: list[Tensor] = []
+        ended = torch.zeros(len(logits), dtype=torch.bool)
+        while True:
+            all_logp = logits.log_softmax(-1)
+            if generator is None:
+                chosen = all_logp.argmax(-1, keepdim=True)
+            else:
+                chosen = torch.multinomial(all_logp.exp(), 1, generator=generator)
+            tokens.append(chosen[:, 0])
+            logp.append(all_logp.gather(-1, chosen)[:, 0])
+            ended |= chosen[:, 0] == self._end
+            if len(tokens) == limit or bool(ended.all()):
+                break
+            logits = self.model(chosen, past_key_values=cache, use_cache=True).logits[:, -1]
+        columns = torch.stack(tokens, 1).tolist(), torch.stack(logp, 1).tolist()
+        rows = zip(*columns, strict=True)
+        return [self._answer(prompt_ids[row // copies], *columns) for row, columns in enumerate(rows)]
+
+    def _answer(self, prompt: list[int], tokens: list[int], logp: list[float]) -> Answer:
+        truncated = self._end not in tokens
+        count = len(tokens) if truncated else tokens.index(self._end) + 1
+        text = "".join(self.tokenizer.convert_ids_to_tokens(tokens[: count if truncated else count - 1]))
+        return Answer(prompt, tokens[:count], logp[:count], text, truncated)
