@@ -1,0 +1,166 @@
+"""Accuracy against seconds: what one run of the comparison leaves behind, and what is read off it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.form import Row
+
+COLORS = ("tab:blue", "tab:orange", "tab:brown")
+"""Of the systems in the plot, Flash first."""
+
+
+class Point(msgspec.Struct, frozen=True):
+    """One evaluated version of the policy."""
+
+    step: int
+    """Optimizer steps taken."""
+    seconds: float
+    """From the first rollout to the end of that step."""
+    accuracy: float
+    low: float
+    high: float
+    """95 % confidence interval."""
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of one system."""
+
+    case: str
+    system: str
+    seed: int
+    fingerprint: str
+    """Hash of everything the run was made from."""
+    software: dict[str, str]
+    samples: int
+    """Samples trained."""
+    mean_tokens: float
+    """Tokens of a trained response."""
+    points: list[Point]
+    """In order of steps, the untrained policy first."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run."""
+        return self.points[-1].step
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        return self.points[-1].seconds / self.steps
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """One workload of the comparison."""
+
+    title: str
+    accuracy: float
+    """Both systems are timed to this held-out accuracy."""
+    goal: float
+    """Smallest speed-up over TRL as it is by default, which generates with the newest weights."""
+
+
+def seconds_to(points: Sequence[Point], accuracy: float) -> float:
+    """Seconds until the accuracy is first reached, NaN where it never is.
+
+    Between two evaluations accuracy is taken to grow evenly: without that the answer would come in whole intervals
+    between evaluations, whose length differs between the systems.
+    """
+    if points[0].accuracy >= accuracy:
+        return points[0].seconds
+    for before, after in itertools.pairwise(points):
+        if after.accuracy >= accuracy:
+            share = (accuracy - before.accuracy) / (after.accuracy - before.accuracy)
+            return before.seconds + share * (after.seconds - before.seconds)
+    return math.nan
+
+
+def rows(case: Case, name: str, ours: Curve, others: Sequence[Curve]) -> list[Row]:
+    """The figures of our run and of TRL's runs with the same seed; the goal is for the first of them.
+
+    A run of ours that does not reach the accuracy has a speed-up of 0; for one of TRL's that does not, the whole run
+    counts, which makes the speed-up a lower bound.
+    """
+    label = name + (f", seed {ours.seed}" if ours.seed else "")
+    mine, out = seconds_to(ours.points, case.accuracy), list[Row]()
+    for place, theirs in enumerate(others):
+        pair, last, other = f"{label}, over {theirs.system}", ours.points[-1], theirs.points[-1]
+        reached = seconds_to(theirs.points, case.accuracy)
+        slowest = other.seconds if math.isnan(reached) else reached
+        goal = case.goal if place == 0 else None
+        out += [
+            Row(pair, "speedup", "x", 0.0 if math.isnan(mine) else slowest / mine, None, goal),
+            # 1 unless the accuracy after our last step is significantly below TRL's after as many steps.
+            Row(pair, "same_quality", "0 or 1", float(last.high >= other.low), None, None if goal is None else 1),
+            Row(pair, "step_speedup", "x", theirs.step_s / ours.step_s),
+        ]
+    for curve in (ours, *others):
+        out += _facts(f"{label}, {curve.system}", curve, case.accuracy)
+    return out
+
+
+def _facts(label: str, curve: Curve, accuracy: float) -> list[Row]:
+    """What one run was like."""
+    end = curve.points[-1]
+    figures = (
+        (f"to_{accuracy:.0%}_s", "s", seconds_to(curve.points, accuracy)),
+        ("run_s", "s", end.seconds),
+        ("step_s", "s", curve.step_s),
+        ("samples", "samples", float(curve.samples)),
+        ("mean_tokens", "tokens", curve.mean_tokens),
+        ("first_accuracy", "share", curve.points[0].accuracy),
+        ("final_accuracy", "share", end.accuracy),
+        ("final_accuracy_low", "share", end.low),
+        ("final_accuracy_high", "share", end.high),
+    )
+    return [Row(label, metric, unit, value) for metric, unit, value in figures if not math.isnan(value)]
+
+
+def read(file: Path) -> list[Curve]:
+    """The curves of a file; none, where there is no file."""
+    return msgspec.json.decode(file.read_bytes(), type=list[Curve]) if file.exists() else []
+
+
+def keep(file: Path, new: Sequence[Curve]) -> list[Curve]:
+    """Put curves into a file, in the place of older ones of the same runs; returns all that it holds now."""
+    known = {(curve.case, curve.seed, curve.system): curve for curve in [*read(file), *new]}
+    curves = [known[key] for key in sorted(known)]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(curves), indent=2) + b"\n")
+    return curves
+
+
+def draw(curves: Sequence[Curve], cases: dict[str, Case], file: Path) -> None:
+    """One panel per case, one line per run."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [name for name in cases if any(curve.case == name for curve in curves)]
+    figure, panels = pyplot.subplots(1, len(shown), figsize=(4.2 * len(shown), 3.4), dpi=100, squeeze=False)
+    colors = dict(zip(dict.fromkeys(["Flash", "TRL", *(curve.system for curve in curves)]), COLORS, strict=False))
+    for axes, name in zip(panels[0], shown, strict=True):
+        for curve in (curve for curve in curves if curve.case == name):
+            seconds = [point.seconds for point in curve.points]
+            color = colors[curve.system]
+            label = curve.system if curve.seed == 0 else None
+            axes.plot(seconds, [point.accuracy for point in curve.points], "o-", ms=3, color=color, label=label)
+            low, high = [point.low for point in curve.points], [point.high for point in curve.points]
+            axes.fill_between(seconds, low, high, color=color, alpha=0.15, linewidth=0)
+        axes.axhline(cases[name].accuracy, color="black", lw=0.8, ls="--")
+        axes.set_title(cases[name].title, fontsize=9)
+        axes.set_xlabel("seconds since the first rollout", fontsize=8)
+        axes.set_ylabel("held-out accuracy", fontsize=8)
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=8, frameon=False, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(file)
+    pyplot.close(figure)
