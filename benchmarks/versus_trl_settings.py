@@ -110,6 +110,8 @@ def adamw_arguments(train: TrainConfig) -> dict[str, Any]:
 
 
 def warmup(train: TrainConfig, step: int) -> float:
-    """Share of the peak learning rate at a step from 0, as in `flash.trainer.step.learning_rate`: transformers' own
-    linear warm-up has a rate of 0 at the first step."""
+    """Share of the peak learning rate at a step from 0, as in `flash.trainer.optimizer.learning_rate`.
+
+    The linear warm-up of transformers has a rate of 0 at the first step.
+    """
     return min(1.0, (step + 1) / train.warmup_steps) if train.warmup_steps else 1.0
