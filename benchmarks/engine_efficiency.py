@@ -18,6 +18,7 @@ import signal
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ from flash.types import Canary, Published
 
 GOAL = 0.95
 FIRST_VERSION = 10
+OFFLINE_TIMEOUT_S = 1800
+"""Longest wait for all rounds of the offline engine."""
 """Versions of the rounds start here: below, the hub would ask for evaluations."""
 
 
@@ -168,7 +171,28 @@ def offline(model: str, prompts: list[list[int]], tokens: int, rounds: int, answ
         start = time.perf_counter()
         llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         seconds.append(time.perf_counter() - start)
-    answer.put(seconds[1:])
+    answer.send(seconds[1:])
+
+
+def offline_seconds(model: str, prompts: list[list[int]], tokens: int, rounds: int) -> list[float]:
+    """What `offline` measures. Raises RuntimeError when it dies or takes too long."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=offline, args=(model, prompts, tokens, rounds, sender))
+    child.start()
+    sender.close()  # the child's own end is the last: its death is the end of the pipe
+    try:
+        if not receiver.poll(OFFLINE_TIMEOUT_S):
+            raise RuntimeError(f"vLLM's offline generate took longer than {OFFLINE_TIMEOUT_S} s; see its output above")
+        return receiver.recv()
+    except EOFError:
+        raise RuntimeError("vLLM's offline generate ended without a result; see its output above") from None
+    finally:
+        # With all processes of its engine: vLLM's own shutdown can wait for them forever.
+        assert child.pid is not None
+        with suppress(ProcessLookupError):  # it died before it had a group of its own
+            os.killpg(child.pid, signal.SIGKILL)
+        child.join(60)
 
 
 async def measure(
@@ -201,16 +225,7 @@ def compare(args: Args) -> list[Row]:
         render = HfTokenizer(config.model).render
         prompts = [render(f"{index % 90 + 10}+{index % 89 + 10}=") for index in range(requests)]
         ours, bare = anyio.run(measure, config, prompts, tokens, rounds)
-        answers = multiprocessing.get_context("spawn").SimpleQueue()
-        child = multiprocessing.get_context("spawn").Process(
-            target=offline, args=(str(model), prompts, tokens, rounds, answers)
-        )
-        child.start()
-        batch = answers.get()
-        # With all processes of its engine: vLLM's own shutdown can wait for them forever.
-        assert child.pid is not None
-        os.killpg(child.pid, signal.SIGKILL)
-        child.join(60)
+        batch = offline_seconds(str(model), prompts, tokens, rounds)
         case = f"{requests} x {tokens} tokens"
         total = requests * tokens
         mid = {name: statistics.median(s) for name, s in (("ours", ours), ("bare", bare), ("offline", batch))}

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from tests.trainer.critic_cases import (
     trained,
     update,
 )
-from tests.trainer.trainer_cases import relative_error, write_model
+from tests.trainer.trainer_cases import relative_error, run_two_ranks, write_model
 from tests.trainer.two_critic_ranks import SPLITS, parts_of
 
 
@@ -278,14 +276,7 @@ def ranks(
 ) -> dict[str, Any]:
     model = tied_model if request.param == "tied" else untied_model
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "tests.trainer.two_critic_ranks", str(model), str(folder)]
-    processes = [subprocess.Popen([*command, str(rank)], cwd=Path(__file__).parents[2]) for rank in (0, 1)]
-    try:
-        assert [process.wait(timeout=100) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    run_two_ranks("tests.trainer.two_critic_ranks", model, folder)
     results = [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in (0, 1)]
     return {"model": model, "folder": folder, "results": results}
 

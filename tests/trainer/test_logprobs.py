@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from tests.trainer.packed_cases import (
     weighted,
     write_biased_model,
 )
-from tests.trainer.trainer_cases import VOCABULARY, reference_model, relative_error, write_model
+from tests.trainer.trainer_cases import VOCABULARY, reference_model, relative_error, run_two_ranks, write_model
 
 
 @pytest.fixture(scope="session")
@@ -182,14 +180,7 @@ def test_two_ranks_give_the_gradient_of_one(
     tied_model: Path, untied_model: Path, biased_model: Path, tmp_path: Path
 ) -> None:
     models = [str(tied_model), str(untied_model), str(biased_model)]
-    command = [sys.executable, "-m", "tests.trainer.two_logprob_ranks", str(tmp_path)]
-    processes = [subprocess.Popen([*command, str(rank), *models], cwd=Path(__file__).parents[2]) for rank in (0, 1)]
-    try:
-        assert [process.wait(timeout=100) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    run_two_ranks("tests.trainer.two_logprob_ranks", tmp_path, after=models)
     results = torch.load(tmp_path / "gradients.pt")
     assert len(results) == 6
     for (folder, dtype), found in results.items():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 from flash.trainer import checkpoint
 from flash.trainer.logprobs import canary_logprobs
 from flash.trainer.step import Trainer
-from tests.trainer.trainer_cases import gradient_of, relative_error, weights_of
+from tests.trainer.trainer_cases import gradient_of, relative_error, run_two_ranks, weights_of
 from tests.trainer.two_ranks import CANARY, CASES, case_batch, case_config
 
 pytestmark = pytest.mark.integration
@@ -25,14 +23,7 @@ def ranks(
 ) -> dict[str, Any]:
     model = tied_model if request.param == "tied" else untied_model
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "tests.trainer.two_ranks", str(model), str(folder)]
-    processes = [subprocess.Popen([*command, str(rank)], cwd=Path(__file__).parents[2]) for rank in (0, 1)]
-    try:
-        assert [process.wait(timeout=100) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    run_two_ranks("tests.trainer.two_ranks", model, folder)
     results = [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in (0, 1)]
     return {"model": model, "folder": folder, "results": results}
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +133,22 @@ def trainer_at(version: int, model: Path, **tables: dict[str, Any]) -> Trainer:
 def part_of(shard: Shard, indices: list[int]) -> Shard:
     """The shard of a rank that was dealt these samples."""
     return msgspec.structs.replace(shard, samples=[shard.samples[index] for index in indices])
+
+
+def run_two_ranks(module: str, *arguments: object, after: Sequence[object] = ()) -> None:
+    """Run `python -m module arguments… rank after…` for ranks 0 and 1; both end well, and in time."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, (*arguments, rank, *after))], cwd=Path(__file__).parents[2]
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        assert [process.wait(timeout=100) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def gradient_of(trainer: Trainer) -> dict[str, torch.Tensor]:
