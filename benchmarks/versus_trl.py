@@ -9,8 +9,8 @@ all cores, because its vLLM modes need a GPU.
 The clock runs from the first rollout to the end of a step. Start-up and evaluation are outside of it in both: weights
 are saved during the run (TRL's clock stops meanwhile, Flash's does not) and evaluated afterwards by one evaluator.
 
-`--case short` or `--case long` measures one workload, `--seed N` another seed. Finished runs are kept under
-outputs/versus-trl and not repeated; TRL gets an environment of its own under build/trl.
+`--case short` or `--case long` measures one workload, `--system TRL` one system, `--seed N` another seed. Finished runs
+are kept under outputs/versus-trl and not repeated; TRL gets an environment of its own under build/trl.
 """
 
 from __future__ import annotations
@@ -170,9 +170,14 @@ def results(quick: bool) -> Path:
     return OUT / "quick.json" if quick else RESULTS
 
 
-def compare(cases: Sequence[str], seed: int, args: Args) -> list[Row]:
+def compare(cases: Sequence[str], systems: Sequence[str], seed: int, args: Args) -> list[Row]:
     """Measure these cases; the rows of all runs that are kept, those of earlier calls too."""
-    new = [measured(case, system, seed, args.quick) for case in cases for system in ("Flash", *TRL[case])]
+    new = [
+        measured(case, system, seed, args.quick)
+        for case in cases
+        for system in ("Flash", *TRL[case])
+        if system in systems
+    ]
     kept = {(curve.case, curve.seed, curve.system): curve for curve in curves.keep(results(args.quick), new)}
     rows: list[Row] = []
     for case, number in sorted({(case, number) for case, number, _ in kept}):
@@ -187,15 +192,19 @@ def draw(quick: bool, rows: Sequence[Row], picture: Path) -> None:
     curves.draw(curves.read(results(quick)), CASES, picture)
 
 
-def arguments(argv: Sequence[str]) -> tuple[list[str], int, list[str]]:
-    """The cases and the seed, and what is left for the form all benchmarks share."""
+def arguments(argv: Sequence[str]) -> tuple[list[str], list[str], int, list[str]]:
+    """The cases, the systems and the seed, and what is left for the form all benchmarks share."""
+    systems = ["Flash", *dict.fromkeys(system for case in CASES for system in TRL[case])]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--case", choices=[*CASES], action="append")
+    parser.add_argument("--system", choices=systems, action="append")
     parser.add_argument("--seed", type=int, default=0)
     own, rest = parser.parse_known_args(argv)
-    return own.case or [*CASES], own.seed, rest
+    return own.case or [*CASES], own.system or systems, own.seed, rest
 
 
 if __name__ == "__main__":
-    cases, seed, rest = arguments(sys.argv[1:])
-    main("versus_trl", __doc__ or "", partial(compare, cases, seed), rest, plot=partial(draw, "--quick" in rest))
+    cases, systems, seed, rest = arguments(sys.argv[1:])
+    main(
+        "versus_trl", __doc__ or "", partial(compare, cases, systems, seed), rest, plot=partial(draw, "--quick" in rest)
+    )
