@@ -6,10 +6,10 @@ is `reset`, `step`, `close`; `close` is called exactly once, also after an error
 `reset(seed)` with the same seed shows the same problem. Seeds of training problems lie below `HELD_OUT` and count up
 from one group to the next; seeds of held-out problems lie at or above it. An environment keeps the two sets disjoint.
 
-Blocking environments with the same three methods are taken as they are: `wrap` runs them in a worker thread. Three more
-things an environment may offer: `check`, which refuses wrong options before a run starts (`Checked`), solved examples
-for a supervised warm start (`WarmStart`), and, where it stands for several environments, the kind of a problem
-(`Kinds`).
+Blocking environments with the same three methods are taken as they are: `wrap` runs them in a worker thread. Four more
+things an environment may offer: `check`, which refuses wrong options before a run starts (`Checked`), `prepare`, which
+opens on each node what its episodes share (`Prepared`), solved examples for a supervised warm start (`WarmStart`), and,
+where it stands for several environments, the kind of a problem (`Kinds`).
 """
 
 from __future__ import annotations
@@ -83,6 +83,19 @@ class Checked(Protocol):
 
         Takes what the class takes, types already checked against its signature. Runs in the process that reads the
         configuration: look at files and columns, load nothing large.
+        """
+        ...
+
+
+@runtime_checkable
+class Prepared(Protocol):
+    """An environment class that opens things before its first episode."""
+
+    @classmethod
+    async def prepare(cls, **options: Any) -> None:
+        """Called once on each node, before its engines start, with the options of the configuration.
+
+        What is opened with `envs.shared.shared` stays open for all episodes of the node. An error ends the run.
         """
         ...
 

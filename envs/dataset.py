@@ -1,28 +1,23 @@
 """DatasetEnv: one question, one answer, one score, from a data set with a prompt and an answer column.
 
-Training seeds that follow each other walk through the training rows in a shuffled order without repetition, and through
-another order in the next epoch. Training and held-out rows never share a prompt. The rows are read once per process.
+How rows are divided and dealt to seeds is in `envs.split`. They are read once per process.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import threading
 from typing import Any, Literal
 
 import anyio.to_thread
 import msgspec
-import numpy as np
 
-from envs.base import HELD_OUT, Info, StepResult, is_held_out
+from envs.base import Info, StepResult
+from envs.split import Prompt, Split, divide, read_prompt, show_prompt
 from envs.tables import column_names, read_columns
 from envs.verifier import load_verifier, verify
 from flash.errors import ConfigError, EnvError
-from flash.types import Int32Array, Message, Observation
-
-Prompt = str | tuple[Message, ...]
-"""A row's prompt: text, or a whole chat."""
+from flash.types import Observation
 
 
 class _Source(msgspec.Struct, frozen=True):
@@ -38,13 +33,6 @@ class _Source(msgspec.Struct, frozen=True):
 class _Row(msgspec.Struct, frozen=True):
     prompt: Prompt
     answer: str
-
-
-class _Rows(msgspec.Struct, frozen=True):
-    """The divided data set. No prompt is on both sides."""
-
-    train: list[_Row]
-    held_out: list[_Row]
 
 
 class DatasetEnv:
@@ -116,7 +104,7 @@ class DatasetEnv:
         """Show the row of this seed."""
         # A thread, because the first episode of a process reads files and imports, and the first of an epoch shuffles.
         self._row = await anyio.to_thread.run_sync(self._prepare, seed, abandon_on_cancel=True)
-        return self._observation(self._row.prompt), {}
+        return show_prompt(self._row.prompt, self._system_prompt, self._template), {}
 
     async def step(self, action: str) -> StepResult:
         """Score the answer; the episode ends."""
@@ -132,13 +120,6 @@ class DatasetEnv:
         load_verifier(self._verifier)
         return _row_of_seed(self._source, seed)
 
-    def _observation(self, prompt: Prompt) -> Observation:
-        if self._template == "plain":
-            text = prompt if isinstance(prompt, str) else "\n".join(message.content for message in prompt)
-            return (self._system_prompt or "") + text
-        system = [Message("system", self._system_prompt)] if self._system_prompt else []
-        return [*system, *([Message("user", prompt)] if isinstance(prompt, str) else prompt)]
-
 
 _reading = threading.Lock()
 """Episodes that start together would otherwise all read the files."""
@@ -147,65 +128,26 @@ _reading = threading.Lock()
 def _row_of_seed(source: _Source, seed: int) -> _Row:
     with _reading:
         rows = _load(source)
-    if is_held_out(seed):
-        part, epoch, place = rows.held_out, -1, (seed - HELD_OUT) % len(rows.held_out)
-    else:
-        part, (epoch, place) = rows.train, divmod(seed, len(rows.train))
-    return part[_order(len(part), epoch)[place]]
+    return rows.of_seed(seed)
 
 
 @functools.lru_cache(maxsize=4)
-def _order(count: int, epoch: int) -> Int32Array:
-    """int32 [count]: the shuffled order of an epoch; −1 is the one order of the held-out rows."""
-    return np.random.default_rng([count, epoch + 1]).permutation(count).astype(np.int32)
-
-
-@functools.lru_cache(maxsize=4)
-def _load(source: _Source) -> _Rows:
+def _load(source: _Source) -> Split[_Row]:
     """Read and divide.
 
     Raises:
         ConfigError: a file, column or value is missing, or a side would be empty.
     """
-    rows = _read(source.path, source)
-    if source.held_out_path is not None:
-        held_out = _read(source.held_out_path, source)
-        aside = {row.prompt for row in held_out}
-    else:
-        # By the hash of the prompt, so that rows with the same prompt stay together, wherever they stand in the file.
-        prompts = sorted({row.prompt for row in rows}, key=_hash)
-        aside = set(prompts[: max(1, round(source.held_out_fraction * len(prompts)))])
-        held_out = [row for row in rows if row.prompt in aside]
-    train = [row for row in rows if row.prompt not in aside]
-    if not train or not held_out:
-        raise ConfigError(
-            f"{source.path} leaves {len(train)} rows to train on and {len(held_out)} held out; both need one, and rows "
-            "with a held-out prompt are not trained on"
-        )
-    return _Rows(train, held_out)
-
-
-def _hash(prompt: Prompt) -> bytes:
-    return hashlib.blake2b(msgspec.json.encode(prompt), digest_size=16).digest()
+    held_out = None if source.held_out_path is None else _read(source.held_out_path, source)
+    return divide(_read(source.path, source), held_out, source.held_out_fraction, source.path)
 
 
 def _read(path: str, source: _Source) -> list[_Row]:
     prompts, answers = read_columns(path, [source.prompt_column, source.answer_column])
     return [
-        _Row(_prompt(prompt, f"{path}, row {index}"), _answer(answer, f"{path}, row {index}"))
+        _Row(read_prompt(prompt, f"{path}, row {index}"), _answer(answer, f"{path}, row {index}"))
         for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
-
-
-def _prompt(value: Any, place: str) -> Prompt:
-    if isinstance(value, str):
-        return value
-    try:
-        return msgspec.convert(value, tuple[Message, ...])
-    except msgspec.ValidationError:
-        raise ConfigError(
-            f"{place}: the prompt must be text or a list of {{role, content}}, but is {value!r}"
-        ) from None
 
 
 def _answer(value: Any, place: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import msgspec
 
-from envs.base import Environment, Info, SolvedExample, StepResult, SyncEnvironment, WarmStart, wrap
+from envs.base import Environment, Info, Prepared, SolvedExample, StepResult, SyncEnvironment, WarmStart, wrap
 from flash.errors import ConfigError, EnvError
 from flash.imports import check_options, load_object
 from flash.types import Observation
@@ -77,6 +77,13 @@ class Mixture:
                 own_check(**maker.kwargs)
             except ConfigError as error:
                 raise ConfigError(f"`kinds.{name}.options`: {error}") from error
+
+    @classmethod
+    async def prepare(cls, kinds: dict[str, dict[str, Any]]) -> None:
+        """Prepare each environment that wants it."""
+        for maker in _makers(kinds).values():
+            if isinstance(maker.env, Prepared):
+                await maker.env.prepare(**maker.kwargs)
 
     @classmethod
     def kind_of(cls, seed: int, kinds: dict[str, dict[str, Any]]) -> str:

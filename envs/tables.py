@@ -39,6 +39,16 @@ def column_names(path: str, needed: Sequence[str] = ()) -> list[str]:
     return names
 
 
+def read_rows(path: str) -> Iterator[Row]:
+    """Every row with all that it has, over all files of the table. Rows of JSONL may have different columns.
+
+    Raises:
+        ConfigError: the table does not exist or cannot be read.
+    """
+    for file in _files(path):
+        yield from _json_rows(file) if _is_json(file) else _arrow_rows(file)
+
+
 def read_columns(path: str, columns: Sequence[str]) -> list[list[Any]]:
     """The values of each column, over all files of the table.
 
@@ -133,6 +143,17 @@ def _read_arrow(file: Path, columns: Sequence[str], values: list[list[Any]]) -> 
                 table = reader.read_all()
         for column, gathered in zip(columns, values, strict=True):
             gathered.extend(table.column(column).to_pylist())
+
+
+def _arrow_rows(file: Path) -> Iterator[Row]:
+    with _readable(file):
+        if file.suffix == ".parquet":
+            for batch in _module("pyarrow.parquet", file).ParquetFile(file).iter_batches(batch_size=128):
+                yield from batch.to_pylist()
+            return
+        with _module("pyarrow.ipc", file).open_stream(file) as reader:
+            for batch in reader:
+                yield from batch.to_pylist()
 
 
 @contextlib.contextmanager

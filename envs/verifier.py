@@ -2,28 +2,32 @@
 
 A verifier runs in a worker process under a deadline, because it is somebody else's code: it may take long, never return
 or take its process with it. Whatever goes wrong is a `RewardError`, never a reward of 0. A function marked `@inline` is
-trusted to be quick and is called in place, so that no process hop is paid.
+trusted to be quick and is called in place, so that no process hop is paid. An `async def` is awaited in place, under
+the deadline: it waits for something else that judges, a sandbox or another model, and must not compute for long. What
+its surroundings do to it may be told by an `EnvError` of another kind.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar, cast
 
 import anyio
 import anyio.to_process
 
 from envs.base import check_reward
-from flash.errors import ConfigError, RewardError
+from flash.errors import ConfigError, EnvError, RewardError
 
-Verifier = Callable[[str, str], float]
+_Plain = Callable[[str, str], float]
+Verifier = _Plain | Callable[[str, str], Awaitable[float]]
 
-_F = TypeVar("_F", bound=Verifier)
+_F = TypeVar("_F", bound=_Plain)
 
 _INLINE = "__flash_inline__"
 """The attribute that `inline` sets."""
@@ -62,15 +66,31 @@ async def verify(path: str, completion: str, answer: str, timeout: float) -> flo
 
     Raises:
         RewardError: the verifier raised, gave no finite number, died, or did not answer within `timeout` seconds.
+        EnvError: an asynchronous verifier raised it.
     """
     verifier = load_verifier(path)
-    if getattr(verifier, _INLINE, False):
-        score, problem = _score(verifier, completion, answer)
+    if inspect.iscoroutinefunction(verifier):
+        score, problem = await _awaited(verifier, completion, answer, timeout)
+    elif getattr(verifier, _INLINE, False):
+        score, problem = _score(cast("_Plain", verifier), completion, answer)
     else:
         score, problem = await _in_process(path, completion, answer, timeout)
     if problem is not None:
         raise RewardError(f"verifier {path}: {problem}")
     return check_reward(score)
+
+
+async def _awaited(
+    verifier: Callable[[str, str], Awaitable[float]], completion: str, answer: str, timeout: float
+) -> tuple[object, str | None]:
+    with anyio.move_on_after(timeout):
+        try:
+            return await verifier(completion, answer), None
+        except EnvError:
+            raise
+        except Exception as error:  # the supervised boundary to code that is not ours
+            return None, f"it raised {type(error).__name__}: {error}"
+    return None, f"no answer within {timeout:g} s; raise the environment's timeout"
 
 
 async def _in_process(path: str, completion: str, answer: str, timeout: float) -> tuple[object, str | None]:
@@ -98,12 +118,12 @@ def _score_in_worker(path: str, completion: str, answer: str, timeout: float) ->
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, 2 * timeout)
     try:
-        return _score(load_verifier(path), completion, answer)
+        return _score(cast("_Plain", load_verifier(path)), completion, answer)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _score(verifier: Verifier, completion: str, answer: str) -> tuple[object, str | None]:
+def _score(verifier: _Plain, completion: str, answer: str) -> tuple[object, str | None]:
     """The score, or how the verifier failed: as text, because not every exception can be pickled."""
     try:
         return check_reward(verifier(completion, answer)), None

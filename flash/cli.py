@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flash import configfile
+from flash import configfile, sandboxcli
 from flash.config import Config, TinyModelConfig
 from flash.errors import ConfigError, FlashError
 
@@ -61,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     tied = tiny.add_mutually_exclusive_group()
     tied.add_argument("--tied", dest="tied", action="store_true", default=True, help="share the embeddings (default)")
     tied.add_argument("--untied", dest="tied", action="store_false")
+
+    sandboxcli.add_parser(commands)
     return parser
 
 
@@ -74,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _simulate(arguments)
         if arguments.command == "calibrate":
             return _calibrate(arguments)
+        if arguments.command == "sandbox":
+            return sandboxcli.main(arguments)
         if arguments.command == "plot":
             return _plot(arguments.run_dir)
         return _tiny_model(arguments)

@@ -7,7 +7,16 @@
     ├── WeightsError         a published version is damaged or was loaded wrongly
     ├── ContractError        an invariant of the run was broken: a bug, the run stops
     ├── EnvError             an environment broke its interface or raised
-    │   └── RewardError      the reward is missing, not a number, or its verifier failed
+    │   ├── RewardError      the reward is missing, not a number, or its verifier failed
+    │   └── SandboxError             a sandbox cannot do what was asked
+    │       ├── SandboxStartError    it could not be made or started
+    │       ├── SandboxLostError     it is gone with what was in it, or its channel broke
+    │       ├── SandboxClosedError   it was closed, by its owner or by a limit on its life
+    │       ├── SandboxTimeoutError  it did not answer in time (also a TimeoutError)
+    │       ├── SandboxBusyError     no room for it now, or its name is taken
+    │       ├── SandboxLimitError    a cap on size or number forbids it
+    │       ├── SandboxFileError     a path is not what the call needs
+    │       └── SandboxRefusedError  the request is wrong, or not allowed here
     ├── EngineError          an engine cannot serve a request
     │   └── EngineDeadError  an engine is gone and takes its requests with it
     ├── BreakerError         the run only fails: too many samples given up in a row
@@ -57,6 +66,50 @@ class EnvError(FlashError):
 
 class RewardError(EnvError):
     """A reward is not a finite number, or its verifier failed."""
+
+
+class SandboxError(EnvError):
+    """A sandbox cannot do what was asked. Never a statement about the program that was to run in it."""
+
+
+class SandboxStartError(SandboxError):
+    """A sandbox could not be made or started; nothing of it is left."""
+
+    fatal = False
+
+
+class SandboxLostError(SandboxError):
+    """A sandbox is gone without being asked to, or cannot be reached. The call may or may not have been carried out."""
+
+    fatal = False
+
+
+class SandboxClosedError(SandboxError):
+    """A sandbox was closed, by its owner or because its life or its idle time was over."""
+
+
+class SandboxTimeoutError(SandboxError, TimeoutError):
+    """A sandbox, or a job in it, did not end a wait in time."""
+
+    fatal = False
+
+
+class SandboxBusyError(SandboxError):
+    """There is no room now, or the name is taken; later it may work."""
+
+    fatal = False
+
+
+class SandboxLimitError(SandboxError):
+    """More bytes, entries, processes or time than is allowed."""
+
+
+class SandboxFileError(SandboxError):
+    """A path does not exist, is of the wrong kind, or may not be used."""
+
+
+class SandboxRefusedError(SandboxError):
+    """The request is wrong, or asks for what this engine or this configuration does not give."""
 
 
 class EngineError(FlashError):

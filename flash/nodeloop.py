@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import signal
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import anyio
 
-from envs.base import Environment, Kinds, wrap
+from envs.base import Environment, Kinds, Prepared, wrap
 from flash.config import Config
 from flash.errors import FlashError, TransportError
 from flash.hub import protocol as p
@@ -176,7 +176,8 @@ async def _roll_out(node: int, config: Config, address: HubAddress, now: Callabl
     async with connect(
         address.host, address.port, address.token, f"node-{node}", p.REPLY, config.deadlines.connect
     ) as hub:
-        await RolloutNode(node, config, engines, first, tokenizer, make_env(config), hub, now=now).run()
+        make, prepare = make_env(config), prepare_env(config)
+        await RolloutNode(node, config, engines, first, tokenizer, make, hub, now=now, prepare=prepare).run()
 
 
 def make_env(config: Config) -> Callable[[str], Environment]:
@@ -184,6 +185,14 @@ def make_env(config: Config) -> Callable[[str], Environment]:
     env = load_object(config.env.path)
     options = check_options(env, config.env.options, "env.options")
     return lambda kind: wrap(env(**options))
+
+
+def prepare_env(config: Config) -> Callable[[], Awaitable[None]] | None:
+    """Opens what the episodes of a node share; None where the environment has nothing of the kind."""
+    env: Any = load_object(config.env.path)
+    if not isinstance(env, Prepared):
+        return None
+    return partial(env.prepare, **check_options(cast("type[object]", env), config.env.options, "env.options"))
 
 
 def kind_of(config: Config) -> Callable[[int], str]:

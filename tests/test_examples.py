@@ -34,6 +34,7 @@ def test_there_is_an_example_for_each_reference_setting():
         "slurm_multinode",
         "simulate",
         "multi_turn",
+        "code",
         "ppo_critic",
     }
 

@@ -1,21 +1,23 @@
 """The rollout side of one node: engines, proxy, episodes and scheduler in one task group.
 
-Lifecycle: engines start → each loads the newest published version whenever it is behind, on its own → the scheduler
-turns leases into results until the hub has no more → engines close. An engine that dies leaves its requests to the
-others; the death of the last one ends the node with its error.
+Lifecycle: what environments share is opened (`envs.shared`) → engines start → each loads the newest published version
+whenever it is behind, on its own → the scheduler turns leases into results until the hub has no more → engines close,
+then what was shared. An engine that dies leaves its requests to the others; the death of the last one ends the node
+with its error.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import anyio
 
 from envs.base import Environment
+from envs.shared import sharing
 from flash.config import Config
-from flash.errors import ContractError, EngineDeadError
+from flash.errors import ContractError, DeadlineError, EngineDeadError, FlashError
 from flash.hub import protocol as p
 from flash.rollout.engine import Engine, SamplingSettings
 from flash.rollout.episode import Episode, EpisodeSettings, Tokenizer
@@ -76,6 +78,7 @@ class RolloutNode:
         make_env: makes the environment of a kind.
         hub: the connection to the hub.
         now: Unix seconds on the loop's clock.
+        prepare: opens what the environments of this node share, before anything starts.
     """
 
     def __init__(
@@ -89,8 +92,10 @@ class RolloutNode:
         hub: HubCaller,
         *,
         now: Callable[[], float],
+        prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._node = node
+        self._prepare = prepare
         self._config = config
         self._engines = engines
         self._hub = hub
@@ -109,6 +114,24 @@ class RolloutNode:
 
     async def run(self) -> None:
         """Serve until the hub has no more work."""
+        async with sharing(self._config.run.name, close_s=self._config.deadlines.shutdown):
+            await self._prepare_env()
+            await self._serve_hub()
+
+    async def _prepare_env(self) -> None:
+        if self._prepare is None:
+            return
+        seconds = self._config.deadlines.env_reset
+        try:
+            with anyio.fail_after(seconds):
+                await self._prepare()
+        except TimeoutError as error:
+            if isinstance(error, FlashError):
+                raise
+            look_at = "the environment's `prepare`, and deadlines.env_reset"
+            raise DeadlineError("the environment to be ready", seconds, look_at) from None
+
+    async def _serve_hub(self) -> None:
         thresholds = gc.get_threshold()
         try:
             await start_engines(self._engines, self._config.deadlines.engine_start)

@@ -5,7 +5,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from envs.tables import column_names, read_columns
+from envs.tables import column_names, read_columns, read_rows
 from flash.errors import ConfigError
 
 ROWS = [{"prompt": f"question {i}", "answer": i, "source": "x"} for i in range(5)]
@@ -31,6 +31,12 @@ def test_a_file_gives_its_columns(tmp_path, name):
     path = write(tmp_path / name)
     assert column_names(str(path)) == ["prompt", "answer", "source"]
     assert read_columns(str(path), ["prompt", "answer"]) == WANTED
+    assert list(read_rows(str(path))) == ROWS
+
+
+def test_rows_may_have_different_columns(tmp_path):
+    rows = [{"a": 1}, {"b": 2}]
+    assert list(read_rows(str(write(tmp_path / "rows.jsonl", rows)))) == rows
 
 
 def test_a_parquet_folder_gives_its_files_in_order(tmp_path):

@@ -1,10 +1,11 @@
 import os
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from envs.verifier import inline, load_verifier, verify
-from flash.errors import ConfigError, RewardError
+from flash.errors import ConfigError, RewardError, SandboxLostError
 
 HERE = "tests.envs.verifiers"
 
@@ -60,6 +61,38 @@ async def test_a_cancelled_verifier_does_not_hold_its_caller():
     with anyio.move_on_after(0.2) as scope:
         await verify(f"{HERE}:hangs", "", "", timeout=3600)
     assert scope.cancelled_caught
+
+
+async def waits(completion, answer):
+    await anyio.sleep(float(completion))
+    return float(answer)
+
+
+async def raises_later(completion, answer):
+    await anyio.lowlevel.checkpoint()
+    raise LookupError("no such answer")
+
+
+async def lost(completion, answer):
+    raise SandboxLostError("the judge is gone")
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_an_asynchronous_verifier_is_awaited_under_its_deadline():
+    assert await verify(f"{__name__}:waits", "5", "0.5", timeout=10) == 0.5
+    with pytest.raises(RewardError, match="waits: no answer within 10 s"):
+        await verify(f"{__name__}:waits", "11", "1", timeout=10)
+    with pytest.raises(RewardError, match="must be a finite number, but is nan"):
+        await verify(f"{__name__}:waits", "1", "nan", timeout=10)
+    with pytest.raises(RewardError, match="it raised LookupError: no such answer"):
+        await verify(f"{__name__}:raises_later", "", "", timeout=10)
+
+
+@pytest.mark.anyio
+async def test_an_asynchronous_verifier_may_say_that_its_surroundings_failed():
+    with pytest.raises(SandboxLostError, match="the judge is gone"):
+        await verify(f"{__name__}:lost", "", "", timeout=10)
 
 
 @pytest.mark.parametrize("path", ["nowhere:f", f"{HERE}:nothing", HERE, "", f"{HERE}:not_a_function"])

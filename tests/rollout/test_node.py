@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -10,8 +11,9 @@ import msgspec
 import pytest
 
 from envs.base import HELD_OUT, wrap
+from envs.shared import shared
 from flash.config import Config
-from flash.errors import BreakerError, FlashError, PeerLostError
+from flash.errors import BreakerError, DeadlineError, FlashError, PeerLostError, SandboxStartError
 from flash.hub import protocol as p
 from flash.hub.hub import Hub, RunEnd
 from flash.observe.observer import MemoryObserver
@@ -130,8 +132,10 @@ class World:
         state: bytes | None = None,
         version: int = 0,
         kind_of: Callable[[int], str] = lambda seed: "",
+        prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.config = config
+        self._prepare = prepare
         self._kind_of = kind_of
         self.observer = MemoryObserver()
         self.engines = engines or [FakeEngine(lambda prompt: [ord(c) for c in answer], 0.1)]
@@ -151,6 +155,7 @@ class World:
             lambda kind: wrap(self._env()),
             Direct(self.hub),
             now=now,
+            prepare=self._prepare,
         )
         return self.hub
 
@@ -437,3 +442,54 @@ def test_the_leases_of_a_lost_node_go_to_another() -> None:
     end = run_virtual(lose)
     assert end.ledger["trained"] == 32
     assert end.ledger["retried_cancelled"] > 0
+
+
+class Service:
+    """Something that the episodes of a node share."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    @asynccontextmanager
+    async def open(self) -> AsyncGenerator[Service]:
+        self.events.append("opened")
+        try:
+            yield self
+        finally:
+            await anyio.sleep(1)
+            self.events.append("closed")
+
+    async def prepare(self) -> None:
+        await shared("service", self.open)
+
+
+def test_what_environments_share_is_opened_before_the_engines_start_and_closed_after_the_last_episode() -> None:
+    service = Service()
+
+    class Sharer(Echo):
+        async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            assert await shared("service", service.open) is service
+            service.events.append("used")
+            return await super().step(action)
+
+    world = World(make_config(), env=Sharer, prepare=service.prepare)
+    end = run(world)
+    assert end.reason == "finished"
+    assert service.events[0] == "opened"
+    assert service.events[-1] == "closed"
+    assert set(service.events[1:-1]) == {"used"}
+
+
+def test_an_environment_that_cannot_be_prepared_ends_the_node_with_its_error() -> None:
+    async def prepare() -> None:
+        raise SandboxStartError("there is no image")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run(World(make_config(), prepare=prepare))
+    assert caught.group_contains(SandboxStartError, match="there is no image")
+
+
+def test_an_environment_that_is_never_ready_ends_the_node_after_a_deadline() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        run(World(make_config(), prepare=anyio.sleep_forever))
+    assert caught.group_contains(DeadlineError, match="waited 5 s for the environment to be ready")

@@ -1,0 +1,70 @@
+"""Small programming problems that are made, not collected: find the linear function of three of its values.
+
+`00=3 10=5 01=4:` asks for a program that reads x and y and prints f(x,y), where f(0,0) is 3, f(1,0) is 5 and f(0,1) is
+4: any program that prints 2x+y+3. The tests ask for other, larger inputs. As in `envs.arithmetic`, a hash of the prompt
+puts about one problem in ten on the held-out side.
+"""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from envs.arithmetic import in_held_out_part
+from envs.base import SolvedExample
+from envs.judge import Case
+from flash.errors import ConfigError
+
+PROGRAMS = {
+    "bash": "read x y;echo $(({}))",
+    "python": "x,y=map(int,input().split());print({})",
+}
+"""For each language a right program around the expression."""
+
+MOST = 99
+"""Largest input."""
+
+
+class Linear(msgspec.Struct, frozen=True):
+    """One problem."""
+
+    x: int
+    y: int
+    one: int
+
+    @property
+    def prompt(self) -> str:
+        """What is asked."""
+        return f"00={self.one} 10={self.x + self.one} 01={self.y + self.one}:"
+
+    def solved(self, language: str) -> SolvedExample:
+        """The prompt with a right program."""
+        return SolvedExample(self.prompt, PROGRAMS[language].format(f"{self.x}*x+{self.y}*y+{self.one}"))
+
+    def cases(self, count: int, rng: random.Random) -> list[Case]:
+        """Hidden inputs with their outputs."""
+        drawn = [(rng.randint(2, MOST), rng.randint(2, MOST)) for _ in range(count)]
+        return [Case(stdin=f"{x} {y}\n", stdout=str(self.x * x + self.y * y + self.one)) for x, y in drawn]
+
+
+def check_linear(language: str, largest: int, tests: int) -> None:
+    """Refuse problems that cannot be made.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if language not in PROGRAMS:
+        raise ConfigError(f"problems are made for {' and '.join(PROGRAMS)}, not for {language!r}; give a `path`")
+    if not 1 <= largest <= 999:
+        raise ConfigError(f"largest must be a whole number from 1 to 999, but is {largest!r}")
+    if not 1 <= tests <= 100:
+        raise ConfigError(f"tests must be a whole number from 1 to 100, but is {tests!r}")
+
+
+def draw_linear(rng: random.Random, largest: int, *, held_out: bool) -> Linear:
+    """A problem with coefficients from 0 to `largest`, on one side of the division."""
+    while True:
+        problem = Linear(*(rng.randint(0, largest) for _ in range(3)))
+        if in_held_out_part(problem.prompt) == held_out:
+            return problem

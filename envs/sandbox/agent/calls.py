@@ -1,0 +1,235 @@
+"""What the host can ask for: one function per operation. Each answers its call, or leaves it to what it starts."""
+
+import _signal
+import os
+import sys
+
+from envs.sandbox.agent.command import CREDIT, RESULT, Command, Refusal, resize
+from envs.sandbox.agent.files import (
+    READ_LIMIT,
+    Write,
+    list_folder,
+    read_file,
+    receive_tree,
+    remove,
+    restore_tree,
+    send_tree,
+)
+from envs.sandbox.agent.process import now
+from envs.sandbox.agent.shell import Running, Shell
+from envs.sandbox.agent.wire import PIECE
+
+PROTOCOL = 1
+MAX_JOBS = 1000
+"""Background jobs that are remembered; the oldest that have ended are forgotten first."""
+
+
+def hello(agent: object, call: int, argument: dict) -> None:
+    """Who we are."""
+    agent.reply(
+        call,
+        RESULT,
+        {
+            "protocol": PROTOCOL,
+            "kind": "python",
+            "version": "{}.{}.{}".format(*sys.version_info[:3]),
+            "pid": os.getpid(),
+            "uid": os.getuid(),
+            "workdir": agent.workdir,
+            "bash": agent.bash is not None,
+            "writable": os.access(agent.workdir, os.W_OK | os.X_OK),
+            "protected": agent.protected,
+            "life": agent.ends - now(),
+            "jobs": sorted(agent.jobs),
+            "sessions": sorted(agent.shells),
+        },
+    )
+
+
+def ping(agent: object, call: int, argument: object) -> None:
+    """The loop is alive."""
+    agent.reply(call, RESULT, len(agent.active))
+
+
+def run(agent: object, call: int, argument: dict) -> None:
+    """Run a command to its end."""
+    agent.calls[call] = Command(agent, agent.replier(call), argument, call)
+
+
+def start(agent: object, call: int, argument: dict) -> None:
+    """Start a job."""
+    while len(agent.jobs) >= MAX_JOBS:
+        ended = [name for name, job in agent.jobs.items() if job.ended_body is not None]
+        if not ended:
+            raise Refusal("limit", "{} jobs are running".format(MAX_JOBS))
+        del agent.jobs[ended[0]]
+    argument["keep"] = True
+    name = "{}-{}".format(agent.epoch, call)
+    agent.jobs[name] = Command(agent, lambda kind, body: None, argument, call)
+    agent.reply(call, RESULT, name)
+
+
+def job_poll(agent: object, call: int, argument: dict) -> None:
+    """How a job stands; with its result, when it has one."""
+    job = agent.job(argument)
+    agent.reply(call, RESULT, [job.ended_body is None, job.rings["stdout"].total, job.rings["stderr"].total])
+
+
+def job_wait(agent: object, call: int, argument: dict) -> None:
+    """Answer when a job has ended."""
+    job = agent.job(argument)
+    reply = agent.replier(call)
+    if job.ended_body is not None:
+        job.send_result(reply)
+    else:
+        job.waiters.append(lambda: job.send_result(reply))
+
+
+def job_signal(agent: object, call: int, argument: dict) -> None:
+    """Signal a job."""
+    number = getattr(_signal, argument["signal"], None)
+    if not argument["signal"].startswith("SIG") or not isinstance(number, int):
+        raise Refusal("request", "there is no signal {}".format(argument["signal"]))
+    agent.job(argument).signal(number)
+    agent.reply(call, RESULT, None)
+
+
+def job_output(agent: object, call: int, argument: dict) -> None:
+    """A range of what a job wrote."""
+    ring = agent.job(argument).rings[argument["stream"]]
+    offset, data = ring.part(argument["offset"], argument["limit"])
+    for at in range(0, len(data), PIECE):
+        agent.reply(call, 2, ["stdout", data[at : at + PIECE]])
+    agent.reply(call, RESULT, [offset, ring.total])
+
+
+def session_open(agent: object, call: int, argument: dict) -> None:
+    """Start a session, or find the one that is there."""
+    name = argument["name"]
+    if name in agent.shells:
+        if not argument.get("again"):
+            raise Refusal("busy", "a session named {!r} is open".format(name))
+    else:
+        Shell(agent, name, agent.mark(call))
+    agent.reply(call, RESULT, agent.shells[name].restarts)
+
+
+def find_shell(agent: object, argument: dict) -> Shell:
+    """The session that a call is about."""
+    if argument["name"] not in agent.shells:
+        raise Refusal("gone", "there is no session named {!r}".format(argument["name"]))
+    return agent.shells[argument["name"]]
+
+
+def session_run(agent: object, call: int, argument: dict) -> None:
+    """Run a command in a session."""
+    shell = find_shell(agent, argument)
+    running = Running(agent.replier(call), argument)
+    agent.calls[call] = (shell, running)
+    shell.run(running)
+
+
+def session_interrupt(agent: object, call: int, argument: dict) -> None:
+    """ctrl-C."""
+    agent.reply(call, RESULT, find_shell(agent, argument).interrupt())
+
+
+def session_close(agent: object, call: int, argument: dict) -> None:
+    """End a session."""
+    if argument["name"] in agent.shells:
+        agent.shells[argument["name"]].close()
+    agent.reply(call, RESULT, None)
+
+
+def read(agent: object, call: int, argument: dict) -> None:
+    """Bytes of a file."""
+    limit = min(argument["limit"], READ_LIMIT)
+    data, identity = read_file(agent.resolve(argument["path"]), argument["offset"], limit)
+    for at in range(0, len(data), PIECE):
+        agent.reply(call, 2, ["stdout", data[at : at + PIECE]])
+    agent.reply(call, RESULT, identity)
+
+
+def write(agent: object, call: int, argument: dict) -> None:
+    """Begin to write a file; its bytes follow."""
+    agent.calls[call] = Write(agent.resolve(argument["path"]), argument["mode"], argument["append"])
+
+
+def list_entries(agent: object, call: int, argument: dict) -> None:
+    """The entries of a folder."""
+    list_folder(agent.resolve(argument["path"]), lambda batch: agent.reply(call, 2, ["list", batch]))
+    agent.reply(call, RESULT, None)
+
+
+def work(agent: object, call: int, argument: dict) -> None:
+    """Run one of our own functions on a path, in a process of its own: it may take long, and much memory."""
+    path = agent.resolve(argument["path"])
+    functions = {"remove": remove, "send": send_tree, "receive": receive_tree, "restore": restore_tree}
+    function = functions[argument["function"]]
+    argument["function"] = lambda: function(path)
+    agent.calls[call] = Command(agent, agent.replier(call), argument, call)
+
+
+def data(agent: object, call: int, argument: bytes) -> None:
+    """Input of a command, or bytes of a file."""
+    work = agent.calls.get(call)
+    if isinstance(work, Write):
+        work.add(argument)
+        agent.reply(call, CREDIT, len(argument))
+    elif isinstance(work, Command) and work.feed is not None:
+        work.feed.add(argument)
+
+
+def eof(agent: object, call: int, argument: bytes) -> None:
+    """The last of it."""
+    work = agent.calls.get(call)
+    if isinstance(work, Write):
+        work.add(argument)
+        work.commit()
+        agent.reply(call, RESULT, None)
+    elif isinstance(work, Command) and work.feed is not None:
+        work.feed.add(argument, True)
+
+
+def credit(agent: object, call: int, argument: int) -> None:
+    """The host has room for output."""
+    work = agent.calls.get(call)
+    if isinstance(work, Command):
+        work.add_credit(argument)
+
+
+def window(agent: object, call: int, argument: list) -> None:
+    """A terminal has another size."""
+    work = agent.calls.get(call)
+    if isinstance(work, Command):
+        resize(work, argument[0], argument[1])
+
+
+def cancel(agent: object, call: int, argument: object) -> None:
+    """Nobody waits for a call any more."""
+    agent.abandon(call)
+
+
+OPERATIONS = {
+    "hello": hello,
+    "ping": ping,
+    "run": run,
+    "start": start,
+    "job_poll": job_poll,
+    "job_wait": job_wait,
+    "job_signal": job_signal,
+    "job_output": job_output,
+    "session_open": session_open,
+    "session_run": session_run,
+    "session_interrupt": session_interrupt,
+    "session_close": session_close,
+    "read": read,
+    "write": write,
+    "list": list_entries,
+    "work": work,
+    "data": data,
+    "eof": eof,
+    "credit": credit,
+    "window": window,
+    "cancel": cancel,
+}

@@ -1,0 +1,280 @@
+"""One command: `run`, `stream`, a job, a terminal or a worker of the agent's own, from its start to its result."""
+
+import _signal
+import errno
+import fcntl
+import os
+import struct
+import termios
+
+from envs.sandbox.agent.process import (
+    MARK,
+    Feed,
+    Pipe,
+    Ring,
+    find_program,
+    fork_call,
+    now,
+    prefer_for_oom,
+    send_signal,
+    send_to_group,
+    signal_name,
+    spawn,
+    tree,
+)
+from envs.sandbox.agent.wire import PIECE, PIECE_COST
+
+RESULT, FAILURE, CHUNK, CREDIT = 0, 1, 2, 3
+"""Kinds of frames to the host: the end of a call, well or badly; a piece of output; more input may come."""
+GRACE = 0.5
+"""Seconds between SIGTERM and SIGKILL."""
+CHECK = 0.05
+"""Seconds between two looks at what is left of a command during the grace."""
+NO_SPACE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""No process can be started for want of something."""
+
+
+class Refusal(Exception):
+    """A call that cannot be carried out: a code for the host, and a message."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Command:
+    """A process group and what it writes. `reply(kind, body)` sends frames of its call."""
+
+    def __init__(self, agent: object, reply: object, request: dict, call: int) -> None:
+        self.agent = agent
+        self.reply = reply
+        self.mark = agent.mark(call)
+        self.keep = request.get("keep", False)
+        """A job: it outlives the call that started it."""
+        self.streaming = request.get("stream", False)
+        self.limit = request["limit"]
+        self.rings = {"stdout": Ring(self.limit), "stderr": Ring(self.limit)}
+        self.credit = request.get("credit", 0)
+        self.pipes = {}
+        self.feed = None
+        self.timed_out = False
+        self.ended_body = None
+        self.waiters = []
+        self.pid = -1
+        self.timer = None
+        self.stopping = None
+        """When it was first asked to stop."""
+        self.on_end = lambda: None
+        self.started = now()
+        self.oom_before = agent.oom.read()
+        self.start(request)
+        agent.children[self.pid] = self
+        agent.active.add(self)
+        if request.get("timeout") is not None:
+            self.timer = agent.loop.later(request["timeout"], self.expire)
+
+    def start(self, request: dict) -> None:
+        """Start the process. Raises Refusal."""
+        files, ours, theirs = {}, [], []
+        try:
+            if request.get("tty"):
+                files = self.open_terminal(request, ours, theirs)
+            else:
+                files = self.open_pipes(request, ours, theirs)
+            self.pid = self.launch(request, files)
+        except OSError as error:
+            for fd in ours:
+                os.close(fd)
+            if error.errno in NO_SPACE:
+                raise Refusal("limit", "no process can be started: {}".format(os.strerror(error.errno)))
+            raise Refusal("file", "{}: {}".format(request.get("cwd"), os.strerror(error.errno)))
+        finally:
+            for fd in theirs:
+                os.close(fd)
+        prefer_for_oom(self.pid)
+        self.connect(request, ours)
+
+    def open_pipes(self, request: dict, ours: "list[int]", theirs: "list[int]") -> "dict[int, int]":
+        files = {0: self.agent.null}
+        if request.get("stdin") or request.get("feed"):
+            reading, writing = os.pipe()
+            theirs.append(reading)
+            ours.append(writing)
+            files[0] = reading
+        for number in (1, 2):
+            reading, writing = os.pipe()
+            ours.append(reading)
+            theirs.append(writing)
+            files[number] = writing
+        return files
+
+    def open_terminal(self, request: dict, ours: "list[int]", theirs: "list[int]") -> "dict[int, int]":
+        master, slave = os.openpty()
+        ours += [master, os.dup(master)]
+        theirs.append(slave)
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", request["rows"], request["columns"], 0, 0))
+        return {0: slave, 1: slave, 2: slave}
+
+    def launch(self, request: dict, files: "dict[int, int]") -> int:
+        """The process id. A program that is not there fails like in a shell: with 127, or 126, and a message."""
+        if "function" in request:
+            return fork_call(request["function"], files)
+        env = dict(self.agent.env)
+        env.update(request.get("env") or {})
+        env[MARK] = self.mark
+        cwd = self.agent.resolve(request.get("cwd") or ".")
+        argv = request.get("argv") or [self.agent.shell, "-c", request["command"]]
+        tty = bool(request.get("tty"))
+        path = find_program(argv[0], env, cwd)
+        if path is None:
+            os.chdir(cwd)
+            return fork_call(lambda: fail(127, "{}: not found".format(argv[0])), files)
+        try:
+            return spawn(path, argv, env, cwd, files, tty)
+        except OSError as error:
+            if error.errno in NO_SPACE or not os.path.isdir(cwd):
+                raise
+            text = "{}: {}".format(argv[0], os.strerror(error.errno))
+            return fork_call(lambda: fail(126, text), files)
+
+    def connect(self, request: dict, ours: "list[int]") -> None:
+        """Take the ends of the pipes that are ours."""
+        loop = self.agent.loop
+        if len(ours) > 2 or request.get("tty"):
+            self.feed = Feed(loop, ours.pop(1 if request.get("tty") else 0), lambda n: self.reply(CREDIT, n))
+            if request.get("stdin"):
+                self.feed.add(request["stdin"], not request.get("feed"))
+        for name, fd in zip(("stdout", "stderr"), ours):  # noqa: B905  # a terminal has one output, and Python 3.6 no `strict`
+            self.pipes[name] = Pipe(loop, fd, lambda data, name=name: self.take(name, data))
+
+    def take(self, name: str, data: bytes) -> None:
+        """Output came."""
+        ring = self.rings[name]
+        if not self.streaming:
+            ring.add(data)
+            return
+        ring.total += len(data)
+        self.reply(CHUNK, [name, data])
+        self.credit -= len(data) + PIECE_COST
+        if self.credit <= 0:
+            for pipe in self.pipes.values():
+                pipe.pause(True)
+
+    def add_credit(self, count: int) -> None:
+        """The host has room for more output."""
+        before, self.credit = self.credit, self.credit + count
+        if before <= 0 < self.credit:
+            for pipe in self.pipes.values():
+                pipe.pause(False)
+
+    def expire(self) -> None:
+        """Its time is over."""
+        self.timed_out = True
+        self.stop()
+
+    def stop(self) -> None:
+        """End it: SIGTERM to all that belongs to it, and SIGKILL to what is left after a while."""
+        if self.stopping is not None or self.ended_body is not None:
+            return
+        self.stopping = now()
+        send_signal(tree(self.pid, self.mark), _signal.SIGTERM)
+        self.agent.loop.cancel(self.timer)
+        self.timer = self.agent.loop.later(GRACE, self.kill)
+
+    def kill(self) -> None:
+        """End it now."""
+        send_to_group(self.pid, _signal.SIGKILL)
+        if self.agent.is_init and self.agent.epoch == 1 and self.agent.active <= {self} and not self.agent.shells:
+            # Nothing else was asked for: whatever lives comes from this command. One call reaches all at once. Not
+            # after a host has taken over: the process that joins us with it lives in here.
+            send_signal([-1], _signal.SIGKILL)
+            return
+        kill_all(lambda: tree(self.pid, self.mark))
+
+    def signal(self, number: int) -> None:
+        """Send a signal to its group; SIGKILL to everything."""
+        if self.ended_body is None:
+            if number == _signal.SIGKILL:
+                self.kill()
+            else:
+                send_to_group(self.pid, number)
+
+    def reaped(self, status: int, usage: object) -> None:
+        """Its process has ended. What is left of its group ends too: at once, or after the grace of a stop."""
+        self.agent.loop.cancel(self.timer)
+        if self.stopping is None:
+            send_to_group(self.pid, _signal.SIGKILL)
+        elif now() < self.stopping + GRACE and tree(self.pid, self.mark):
+            self.timer = self.agent.loop.later(CHECK, lambda: self.reaped(status, usage))
+            return
+        else:
+            self.kill()
+        self.agent.active.discard(self)
+        for pipe in self.pipes.values():
+            pipe.drain()
+            pipe.close()
+        if self.feed is not None:
+            self.feed.close()
+        self.ended_body = ending(status)
+        self.ended_body.update(
+            {
+                "timed_out": self.timed_out,
+                "oom_killed": self.agent.oom.read() > self.oom_before,
+                "wall_s": now() - self.started,
+                "cpu_s": usage.ru_utime + usage.ru_stime,
+                "max_rss": usage.ru_maxrss * 1024,
+            }
+        )
+        if self.keep:
+            waiters, self.waiters = self.waiters, []
+            for waiter in waiters:
+                waiter()
+        else:
+            self.on_end()
+            self.send_result(self.reply)
+
+    def send_result(self, reply: object) -> None:
+        """The result as frames: pieces of long output first."""
+        assert self.ended_body is not None
+        send_result(reply, self.ended_body, self.rings, self.streaming)
+
+
+def send_result(reply: object, body: dict, rings: dict, streaming: bool) -> None:
+    """A result with its output. Short output goes with the result itself."""
+    body = dict(body)
+    for name, ring in rings.items():
+        content = ring.content()
+        body[name + "_truncated"] = not streaming and ring.truncated()
+        while len(content) > PIECE // 2:
+            reply(CHUNK, [name, content[:PIECE]])
+            content = content[PIECE:]
+        body[name] = content
+    reply(RESULT, body)
+
+
+def fail(code: int, text: str) -> None:
+    """What a shell does when it cannot run a program."""
+    os.write(2, text.encode("utf-8", "surrogateescape") + b"\n")
+    os._exit(code)
+
+
+def resize(command: Command, rows: int, columns: int) -> None:
+    """Tell a terminal its size."""
+    if command.feed is not None and command.feed.fd >= 0:
+        fcntl.ioctl(command.feed.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+
+def ending(status: int) -> dict:
+    """What a wait status says."""
+    if os.WIFSIGNALED(status):
+        return {"exit_code": None, "signal": signal_name(os.WTERMSIG(status))}
+    return {"exit_code": os.WEXITSTATUS(status), "signal": None}
+
+
+def kill_all(find: object) -> None:
+    """SIGKILL what `find` finds until it finds nothing: something may be forking meanwhile."""
+    for _ in range(50):
+        left = find()
+        if not left:
+            return
+        send_signal(left, _signal.SIGKILL)

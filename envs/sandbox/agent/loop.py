@@ -1,0 +1,172 @@
+"""The agent's event loop: one thread, epoll, timers on the monotonic clock, and the framed channel to the host."""
+
+import _heapq as heapq
+import errno
+import os
+import select
+import time
+
+from envs.sandbox.agent.wire import Frames, frame
+
+READ_BYTES = 1 << 16
+"""Read at once from any descriptor: what a pipe holds."""
+
+
+class Loop:
+    """Calls functions when descriptors are ready and when times come."""
+
+    def __init__(self) -> None:
+        self.poll = select.epoll()
+        self.readers = {}
+        self.writers = {}
+        self.timers = []
+        self.serial = 0
+        self.stopped = False
+
+    def watch(self, fd: int, on_read: object = None, on_write: object = None) -> None:
+        """Replace what is called for a descriptor; nothing given: it is watched no more."""
+        known = fd in self.readers or fd in self.writers
+        for table, function in ((self.readers, on_read), (self.writers, on_write)):
+            if function is None:
+                table.pop(fd, None)
+            else:
+                table[fd] = function
+        mask = (select.EPOLLIN if on_read else 0) | (select.EPOLLOUT if on_write else 0)
+        if not mask:
+            if known:
+                self.poll.unregister(fd)
+        elif known:
+            self.poll.modify(fd, mask)
+        else:
+            self.poll.register(fd, mask)
+
+    def later(self, seconds: float, function: object) -> list:
+        """Call a function once, `seconds` from now; `cancel` takes what this returns."""
+        self.serial += 1
+        timer = [time.monotonic() + seconds, self.serial, function]
+        heapq.heappush(self.timers, timer)
+        return timer
+
+    def cancel(self, timer: "list | None") -> None:
+        """Forget a timer."""
+        if timer is not None:
+            timer[2] = None
+
+    def run(self) -> None:
+        """Until stopped."""
+        while not self.stopped:
+            now = time.monotonic()
+            while self.timers and (self.timers[0][2] is None or self.timers[0][0] <= now):
+                function = heapq.heappop(self.timers)[2]
+                if function is not None:
+                    function()
+            wait = max(0.0, self.timers[0][0] - time.monotonic()) if self.timers else -1
+            try:
+                ready = self.poll.poll(wait)
+            except OSError as error:
+                if error.errno != errno.EINTR:
+                    raise
+                continue
+            for fd, events in ready:
+                # Errors and hang-ups are found by reading or writing; a handler before may have removed this one.
+                if events & ~select.EPOLLOUT and fd in self.readers:
+                    self.readers[fd]()
+                if events & ~select.EPOLLIN and fd in self.writers:
+                    self.writers[fd]()
+
+
+class Channel:
+    """Frames to and from the host over two descriptors. Outgoing ones wait in memory while the host does not read."""
+
+    def __init__(self, loop: Loop, source: int, sink: int, on_frame: object, on_lost: object) -> None:
+        self.loop = loop
+        self.source = source
+        self.sink = sink
+        self.on_frame = on_frame
+        self.on_lost = on_lost
+        self.frames = Frames()
+        self.outgoing = bytearray()
+        self.open = True
+        os.set_blocking(source, False)
+        os.set_blocking(sink, False)
+        self.update()
+
+    def update(self) -> None:
+        """Watch for writing only while there is something to write."""
+        on_write = self.write if self.outgoing else None
+        if self.source == self.sink:
+            self.loop.watch(self.source, self.read, on_write)
+        else:
+            self.loop.watch(self.source, self.read)
+            self.loop.watch(self.sink, None, on_write)
+
+    def send(self, call: int, kind: int, body: object) -> None:
+        """Queue one frame, and write what goes at once."""
+        if not self.open:
+            return
+        idle = not self.outgoing
+        self.outgoing += frame([call, kind, body])
+        if idle:
+            self.write()
+
+    def write(self) -> None:
+        """Write what the host takes."""
+        before = bool(self.outgoing)
+        try:
+            while self.outgoing:
+                count = os.write(self.sink, memoryview(self.outgoing)[:READ_BYTES])
+                del self.outgoing[:count]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.close()
+            return
+        if before:
+            self.update()
+
+    def read(self) -> None:
+        """Take what the host sent."""
+        try:
+            data = os.read(self.source, READ_BYTES)
+            bodies = self.frames.feed(data)
+        except BlockingIOError:
+            return
+        except Exception:
+            # Whatever cannot be understood ends this channel; the host opens another one.
+            self.say_goodbye()
+            return
+        if not data:
+            self.close()
+            return
+        for body in bodies:
+            self.on_frame(body)
+
+    def say_goodbye(self) -> None:
+        """End it, and tell the host: engines may keep the link although we close our end of it."""
+        if self.open and not self.outgoing:
+            try:
+                os.write(self.sink, frame([0, 1, ["gone", "the agent ended this channel"]]))
+            except OSError:
+                pass
+        self.close()
+
+    def close(self) -> None:
+        """End it, once."""
+        if not self.open:
+            return
+        self.open = False
+        self.outgoing = bytearray()
+        for fd in {self.source, self.sink}:
+            self.loop.watch(fd)
+            release(fd)
+        self.on_lost(self)
+
+
+def release(fd: int) -> None:
+    """Close a descriptor. A standard one stays taken: pipes for commands must not get its number."""
+    if fd > 2:
+        os.close(fd)
+        return
+    null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+    os.dup2(null, fd, False)
+    os.close(null)

@@ -1,0 +1,278 @@
+"""The agent: takes the calls of the host, and is the first process of the sandbox.
+
+As process 1 it cannot be killed from inside, and reaps what others leave. Without a host it waits for one that takes
+over, for a while; jobs, sessions and files stay, calls that were in progress are stopped.
+"""
+
+import _signal
+import _socket
+import errno
+import os
+import time
+from _operator import _compare_digest as compare_digest
+
+from envs.sandbox.agent.calls import OPERATIONS
+from envs.sandbox.agent.command import FAILURE, RESULT, Command, Refusal, kill_all
+from envs.sandbox.agent.files import Write
+from envs.sandbox.agent.loop import Channel, Loop
+from envs.sandbox.agent.process import OomCounter, find_program, now, processes
+
+MAX_STRANGERS = 16
+"""Connections that may be about to prove that they are a host: commands can make as many as they like."""
+BOOT_CLOCK = 7
+"""CLOCK_BOOTTIME, which the start times of processes are on."""
+PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+
+
+class Agent:
+    """Everything the agent knows."""
+
+    def __init__(self, options: dict) -> None:
+        self.options = options
+        self.loop = Loop()
+        self.env = dict(os.environ)
+        self.workdir = options["workdir"]
+        self.is_init = os.getpid() == 1
+        self.epoch = 0
+        self.name = os.urandom(8).hex()
+        """Tells our processes from those of other agents: tests run several on one machine, which see each other's."""
+        self.children = {}
+        """Process id to the command or shell that started it."""
+        self.active = set()
+        """Commands that run."""
+        self.calls = {}
+        """Number of a call in progress to the command, shell's command or write behind it."""
+        self.jobs = {}
+        self.shells = {}
+        self.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        self.bash = find_program("bash", self.env, "/")
+        self.shell = self.bash or find_program("sh", self.env, "/")
+        self.oom = OomCounter(options["cgroup"])
+        self.protected = protect()
+        self.channel = None
+        self.orphaned = None
+        self.listener = None
+        self.strangers = 0
+        """Connections that have not said the secret yet."""
+
+    def run(self) -> None:
+        """Serve until the end of the sandbox."""
+        wake_read, wake_write = os.pipe()
+        for fd in (wake_read, wake_write):
+            os.set_blocking(fd, False)
+        _signal.set_wakeup_fd(wake_write)
+        _signal.signal(_signal.SIGCHLD, lambda *_: None)
+        for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGPIPE):
+            _signal.signal(number, _signal.SIG_IGN)
+        self.loop.watch(wake_read, lambda: self.reap(wake_read))
+        self.ends = now() + self.options["life"]
+        self.loop.later(self.options["life"], self.die)
+        if self.options.get("address"):
+            self.listen(self.options["address"])
+        self.connect(0, 1)
+        self.loop.run()
+
+    def die(self) -> None:
+        """End, and everything with us."""
+        if not self.is_init:
+            kill_all(lambda: [stat.pid for stat in descendants(os.getpid())])
+        os._exit(0)
+
+    def connect(self, source: int, sink: int) -> None:
+        """Serve this host; one that was served before is taken over from."""
+        if self.channel is not None:
+            self.channel.close()
+        self.epoch += 1
+        self.loop.cancel(self.orphaned)
+        self.channel = Channel(self.loop, source, sink, self.take, self.lose)
+
+    def lose(self, channel: Channel) -> None:
+        """The host is gone. Calls in progress have nobody to answer to."""
+        if channel is not self.channel:
+            return
+        self.channel = None
+        for call in list(self.calls):
+            self.abandon(call)
+        self.calls = {}
+        if self.listener is None:
+            self.die()
+        self.orphaned = self.loop.later(self.options["orphan"], self.die)
+
+    def listen(self, address: str) -> None:
+        """Wait for hosts that take over. Bound before anything else runs, so that nobody can stand in for us."""
+        self.listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        self.listener.bind("\0" + address)
+        self.listener.listen(8)
+        self.listener.setblocking(False)
+        self.loop.watch(self.listener.fileno(), self.accept)
+
+    def accept(self) -> None:
+        """Somebody wants to take over: whoever knows the secret may."""
+        try:
+            # Not the module `socket`: importing it takes as long as starting Python.
+            fd = self.listener._accept()[0]
+            connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, fd)
+        except OSError:
+            return
+        if self.strangers >= MAX_STRANGERS:
+            connection.close()
+            return
+        secret = self.options["secret"].encode()
+        connection.setblocking(False)
+        got = bytearray()
+
+        def prove() -> None:
+            try:
+                piece = connection.recv(len(secret) - len(got))
+            except BlockingIOError:
+                return
+            except OSError:
+                piece = b""
+            got.extend(piece)
+            if piece and len(got) < len(secret):
+                return
+            self.loop.cancel(timer)
+            self.strangers -= 1
+            self.loop.watch(connection.fileno())
+            if compare_digest(bytes(got), secret):
+                fd = os.dup(connection.fileno())
+                connection.close()
+                self.connect(fd, fd)
+            else:
+                connection.close()
+
+        def give_up() -> None:
+            self.strangers -= 1
+            self.loop.watch(connection.fileno())
+            connection.close()
+
+        self.strangers += 1
+        timer = self.loop.later(5, give_up)
+        self.loop.watch(connection.fileno(), prove)
+
+    def reap(self, wake: int) -> None:
+        """Children have ended: ours, and what others left behind."""
+        try:
+            while os.read(wake, 512):
+                pass
+        except BlockingIOError:
+            pass
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            child = self.children.pop(pid, None)
+            if child is not None:
+                child.reaped(status, usage)
+
+    def mark(self, call: int) -> str:
+        """What the processes of a call carry in their environment."""
+        return "{}-{}-{}".format(self.name, self.epoch, call)
+
+    def take(self, body: list) -> None:
+        """One frame of the host: [call, operation, argument]."""
+        if not isinstance(body, list) or len(body) != 3 or not isinstance(body[0], int):
+            # Not a host: nothing else that it says can be understood either.
+            if self.channel is not None:
+                self.channel.say_goodbye()
+            return
+        call, operation, argument = body
+        try:
+            OPERATIONS[operation](self, call, texts(argument) if isinstance(argument, dict) else argument)
+        except Refusal as refusal:
+            self.calls.pop(call, None)
+            self.reply(call, FAILURE, [refusal.code, str(refusal)])
+        except OSError as error:
+            self.calls.pop(call, None)
+            code = "limit" if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EAGAIN, errno.EMFILE) else "file"
+            self.reply(call, FAILURE, [code, str(error)])
+        except MemoryError:
+            self.calls.pop(call, None)
+            self.reply(call, FAILURE, ["limit", "the agent is out of memory"])
+        except Exception as error:
+            # A call that we do not understand must be answered too.
+            self.calls.pop(call, None)
+            self.reply(call, FAILURE, ["request", "{}: {}".format(type(error).__name__, error)])
+
+    def reply(self, call: int, kind: int, body: object) -> None:
+        """Answer a call."""
+        if kind in (RESULT, FAILURE):
+            self.calls.pop(call, None)
+        if self.channel is not None:
+            self.channel.send(call, kind, body)
+
+    def replier(self, call: int) -> object:
+        """Answers this call as long as the host that made it is there."""
+        epoch = self.epoch
+        return lambda kind, body: self.reply(call, kind, body) if epoch == self.epoch else None
+
+    def abandon(self, call: int) -> None:
+        """Nobody waits for this call any more."""
+        work = self.calls.pop(call, None)
+        if isinstance(work, Command):
+            work.stop()
+        elif isinstance(work, Write):
+            work.drop()
+        elif isinstance(work, tuple):
+            work[0].cancel(work[1])
+
+    def resolve(self, path: str) -> str:
+        """An absolute path."""
+        return os.path.normpath(os.path.join(self.workdir, path)) if not path.startswith("/") else path
+
+    def uptime(self) -> float:
+        """Seconds since the machine started."""
+        return time.clock_gettime(BOOT_CLOCK)
+
+    def job(self, argument: dict) -> Command:
+        """The job that a call is about."""
+        try:
+            return self.jobs[argument["job"]]
+        except KeyError:
+            raise Refusal("request", "there is no job {}".format(argument["job"]))
+
+
+def texts(argument: dict) -> dict:
+    """An argument with its texts as Python's own: they come as bytes, because not every name and command is UTF-8."""
+    for name in ("command", "cwd", "path"):
+        if argument.get(name) is not None:
+            argument[name] = os.fsdecode(argument[name])
+    if "argv" in argument:
+        argument["argv"] = [os.fsdecode(word) for word in argument["argv"]]
+    if "env" in argument:
+        argument["env"] = {os.fsdecode(name): os.fsdecode(value) for name, value in argument["env"].items()}
+    return argument
+
+
+def descendants(root: int) -> list:
+    """Everything that comes from a process."""
+    inside, every, grown = {root}, processes(), True
+    while grown:
+        grown = False
+        for stat in every:
+            if stat.parent in inside and stat.pid not in inside:
+                inside.add(stat.pid)
+                grown = True
+    return [stat for stat in every if stat.pid in inside and stat.pid != root]
+
+
+def protect() -> bool:
+    """Hide our memory and descriptors from other processes of the same user, and adopt orphans; False if we cannot."""
+    try:
+        # What `ctypes` is built on: importing all of it takes longer than everything else that we import.
+        import _ctypes
+
+        prctl = _ctypes.dlsym(_ctypes.dlopen(None, 2), "prctl")
+        _ctypes.call_function(prctl, (PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+        return _ctypes.call_function(prctl, (PR_SET_DUMPABLE, 0, 0, 0, 0)) == 0
+    except Exception:
+        # Small images have no ctypes; what it would be loaded from may be anything.
+        return False
+
+
+def main(options: dict) -> None:
+    """Entry point: what the loader calls."""
+    Agent(options).run()

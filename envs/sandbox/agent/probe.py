@@ -1,0 +1,240 @@
+"""What a sandbox is allowed, measured from inside: run by `doctor` as a program of its own. Prints one JSON object.
+
+`facts` are settings as the kernel shows them. `attempts` are things that must fail: the name of the error that stopped
+each, or `worked`. Nothing here harms a sandbox that is as it should be.
+"""
+
+import ctypes
+import errno
+import json
+import os
+import platform
+import resource
+import socket
+import sys
+
+libc = ctypes.CDLL(None, use_errno=True)
+CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET = 0x20000, 0x10000000, 0x40000000
+SYSCALLS = {
+    "init_module": (175, 105),
+    "kexec_load": (246, 104),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "keyctl": (250, 219),
+    "userfaultfd": (323, 282),
+    "open_by_handle_at": (304, 265),
+    "add_key": (248, 217),
+    "io_uring_setup": (425, 425),
+    "pivot_root": (155, 41),
+    "iopl": (172, None),
+}
+"""Numbers on x86-64 and on ARM."""
+ADDRESSES = {
+    "metadata service": ("169.254.169.254", 80),
+    "private network": ("10.0.0.1", 80),
+    "internet": ("1.1.1.1", 53),
+    "engine": ("172.17.0.1", 2375),
+}
+CONTROLS = ("release_agent", "cgroup.procs", "memory.max", "memory.limit_in_bytes", "pids.max")
+SECRETS = ("/run/docker.sock", "/var/run/docker.sock", "/run/podman/podman.sock", "/run/containerd/containerd.sock")
+
+
+class Failed(Exception):
+    """An attempt was stopped."""
+
+
+def call(function: object, *arguments: object) -> None:
+    """A function of libc that must not succeed."""
+    ctypes.set_errno(0)
+    if function(*arguments) == -1:
+        raise OSError(ctypes.get_errno(), "")
+
+
+def system_call(name: str, *arguments: int) -> None:
+    """A system call that must not succeed."""
+    number = SYSCALLS[name][0 if platform.machine() == "x86_64" else 1]
+    if number is None:
+        raise OSError(errno.ENOSYS, "")
+    call(libc.syscall, number, *(ctypes.c_long(argument) for argument in arguments))
+
+
+def read(path: str) -> None:
+    """Read from a file. Engines hide some behind an empty one."""
+    with open(path, "rb") as file:
+        if not file.read(16):
+            raise OSError(errno.ENOENT, "")
+
+
+def write(path: str) -> None:
+    """Open a file to write to it."""
+    os.close(os.open(path, os.O_WRONLY))
+
+
+def create(path: str) -> None:
+    """Make a file; it is removed again."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+    os.unlink(path)
+
+
+def connect(address: tuple) -> None:
+    """Reach something over the network."""
+    with socket.socket() as connection:
+        connection.settimeout(2)
+        connection.connect(address)
+
+
+def exists(paths: tuple) -> None:
+    """Something that must not be there."""
+    if not any(os.path.exists(path) for path in paths):
+        raise OSError(errno.ENOENT, "")
+
+
+def raw(family: int, kind: int) -> None:
+    """A socket that sees or forges traffic."""
+    socket.socket(family, kind, 255 if family == socket.AF_INET else 0).close()
+
+
+def see_processes_of_the_host() -> None:
+    """Other processes than those of the sandbox."""
+    with open("/proc/1/cmdline", "rb") as file:
+        if b"def get(n)" in file.read() or b"greeting" in file.read():
+            raise OSError(errno.ESRCH, "")
+
+
+def kill_the_agent() -> None:
+    """End the first process of the sandbox. A signal that is not handled does nothing to it."""
+    os.kill(1, 9)
+    os.kill(1, 19)
+    with open("/proc/1/stat", "rb") as file:
+        if file.read().rpartition(b")")[2].split()[0] in (b"S", b"R"):
+            raise OSError(errno.EPERM, "")
+
+
+def notify_on_release() -> None:
+    """The way out through control groups: a program that the host runs when a group is empty."""
+    for folder, _, files in os.walk("/sys/fs/cgroup"):
+        for name in files:
+            if name in CONTROLS and os.access(os.path.join(folder, name), os.W_OK):
+                write(os.path.join(folder, name))
+                return
+    raise OSError(errno.EROFS, "")
+
+
+ATTEMPTS = {
+    "mount a file system": lambda: call(libc.mount, b"none", b"/tmp", b"tmpfs", 0, None),
+    "unmount /proc": lambda: call(libc.umount2, b"/proc", 2),
+    "new user namespace": lambda: call(libc.unshare, CLONE_NEWUSER),
+    "new mount namespace": lambda: call(libc.unshare, CLONE_NEWNS),
+    "new network namespace": lambda: call(libc.unshare, CLONE_NEWNET),
+    "enter a namespace": lambda: call(libc.setns, os.open("/proc/self/ns/net", os.O_RDONLY), 0),
+    "chroot": lambda: os.chroot("/tmp"),
+    "pivot_root": lambda: system_call("pivot_root", 0, 0),
+    "make a device": lambda: os.mknod("/tmp/disk", 0o60600, os.makedev(8, 0)),
+    "become root": lambda: os.setuid(0),
+    "set the host name": lambda: socket.sethostname("escaped"),
+    "set the clock": lambda: call(libc.settimeofday, ctypes.create_string_buffer(16), None),
+    "load a kernel module": lambda: system_call("init_module", 0, 0, 0),
+    "load a kernel": lambda: system_call("kexec_load", 0, 0, 0, 0),
+    "load a BPF program": lambda: system_call("bpf", 5, 0, 0),
+    "open a performance counter": lambda: system_call("perf_event_open", 0, 0, -1, -1, 0),
+    "use the kernel's keys": lambda: system_call("keyctl", 0, -4, 1),
+    "handle page faults": lambda: system_call("userfaultfd", 0),
+    "open a file by its number": lambda: system_call("open_by_handle_at", -100, 0, 0),
+    "reach I/O ports": lambda: system_call("iopl", 3),
+    "trace the agent": lambda: call(libc.ptrace, 16, 1, 0, 0),
+    "read the agent's memory": lambda: os.close(os.open("/proc/1/mem", os.O_RDONLY)),
+    "use the agent's descriptors": lambda: os.close(os.open("/proc/1/fd/1", os.O_WRONLY)),
+    "kill the agent": kill_the_agent,
+    "see processes of the host": see_processes_of_the_host,
+    "read physical memory": lambda: os.close(os.open("/dev/mem", os.O_RDONLY)),
+    "read kernel memory": lambda: read("/proc/kcore"),
+    "read the kernel's log": lambda: os.close(os.open("/dev/kmsg", os.O_RDONLY)),
+    "set the core dump program": lambda: write("/proc/sys/kernel/core_pattern"),
+    "send a system request": lambda: write("/proc/sysrq-trigger"),
+    "change the kernel": lambda: write("/sys/kernel/uevent_helper"),
+    "change control groups": notify_on_release,
+    "find the engine's socket": lambda: exists(SECRETS),
+    "open a raw socket": lambda: raw(socket.AF_INET, socket.SOCK_RAW),
+    "open a packet socket": lambda: raw(socket.AF_PACKET, socket.SOCK_RAW),
+    "write to /usr": lambda: create("/usr/flash-doctor"),
+    "write to /etc": lambda: create("/etc/flash-doctor"),
+}
+NETWORK = {"connect to the " + name: (lambda address=address: connect(address)) for name, address in ADDRESSES.items()}
+
+
+def attempt(function: object) -> str:
+    """How it went, in a process of its own: what works must not change what comes after it."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            function()
+            text = "worked"
+        except OSError as error:
+            text = errno.errorcode.get(error.errno, str(error)) if error.errno else str(error) or "refused"
+        except BaseException as error:
+            text = type(error).__name__
+        os.write(writing, text.encode())
+        os._exit(0)
+    os.close(writing)
+    text = os.read(reading, 200).decode() or "killed"
+    os.close(reading)
+    os.waitpid(pid, 0)
+    return text
+
+
+def content(*paths: str) -> str:
+    """The first of these files that can be read."""
+    for path in paths:
+        try:
+            with open(path) as file:
+                return file.read().strip()
+        except OSError:
+            continue
+    return ""
+
+
+def facts() -> dict:
+    """Settings, as the kernel shows them."""
+    status = dict(line.split(":\t", 1) for line in content("/proc/self/status").splitlines() if ":\t" in line)
+    sizes = {}
+    for path in ("/tmp", "/run", "/var/tmp", "/dev/shm", sys.argv[1]):
+        info = os.statvfs(path)
+        sizes[path] = info.f_blocks * info.f_frsize
+    quota = content("/sys/fs/cgroup/cpu.max").split()
+    if not quota:
+        group = "/sys/fs/cgroup/cpu/cpu.cfs_"
+        quota = [content(group + "quota_us"), content(group + "period_us")]
+    return {
+        "uid": os.getuid(),
+        "gid": os.getgid(),
+        "capabilities": status.get("CapEff", "").strip(),
+        "bounding": status.get("CapBnd", "").strip(),
+        "no_new_privs": status.get("NoNewPrivs", "").strip(),
+        "seccomp": status.get("Seccomp", "").strip(),
+        "interfaces": sorted(line.split(":")[0].strip() for line in content("/proc/net/dev").splitlines()[2:]),
+        "memory": content("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        "swap": content("/sys/fs/cgroup/memory.swap.max"),
+        "memory_and_swap": content("/sys/fs/cgroup/memory/memory.memsw.limit_in_bytes"),
+        "pids": content("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max"),
+        "cpus": float(quota[0]) / float(quota[1]) if len(quota) == 2 and quota[0].isdigit() else None,
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+        "core": resource.getrlimit(resource.RLIMIT_CORE)[1],
+        "sizes": sizes,
+        "environment": sorted(os.environ),
+        "host_name": socket.gethostname(),
+        "kernel": content("/proc/version"),
+    }
+
+
+def probe() -> None:
+    """Print everything. Attempts over the network only where there is none to be: they may wait for an answer."""
+    tried = dict(ATTEMPTS)
+    if sys.argv[2] == "none":
+        tried.update(NETWORK)
+    attempts = {name: attempt(function) for name, function in tried.items()}
+    print(json.dumps({"facts": facts(), "attempts": attempts}))
+
+
+if __name__ == "__main__":
+    probe()

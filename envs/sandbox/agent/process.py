@@ -1,0 +1,350 @@
+"""Starting, watching and killing the processes of a sandbox."""
+
+import _signal
+import fcntl
+import os
+import struct
+import termios
+import time
+
+from envs.sandbox.agent.loop import READ_BYTES
+
+MARK = "FLASH_COMMAND"
+"""Environment variable by which a process is known to belong to a command, also after it left its process group."""
+CHILD_OOM_SCORE = 1000
+"""Added badness of everything but the agent: it must be the last to be killed for want of memory."""
+DEFAULT_SIGNALS = (_signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
+"""What Python or the agent ignores; a program expects the default."""
+
+
+def spawn(path: str, argv: "list[str]", env: "dict[str, str]", cwd: str, files: "dict[int, int]", tty: bool) -> int:
+    """Start a program in a session of its own; `files` maps its descriptors to ours. Raises OSError."""
+    before = os.getcwd()
+    os.chdir(cwd)
+    try:
+        if not tty and hasattr(os, "posix_spawn"):
+            actions = [(os.POSIX_SPAWN_DUP2, ours, theirs) for theirs, ours in files.items()]
+            try:
+                return os.posix_spawn(
+                    path, argv, env, file_actions=actions, setsid=True, setsigdef=DEFAULT_SIGNALS, setsigmask=()
+                )
+            except NotImplementedError:
+                pass
+        return fork_exec(path, argv, env, files, tty)
+    finally:
+        os.chdir(before)
+
+
+def fork_exec(path: str, argv: "list[str]", env: "dict[str, str]", files: "dict[int, int]", tty: bool) -> int:
+    """The same by fork, where posix_spawn is missing or a terminal has to be taken."""
+    error_read, error_write = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(error_write)
+        failed = os.read(error_read, 16)
+        os.close(error_read)
+        if failed:
+            os.waitpid(pid, 0)
+            raise OSError(int(failed), os.strerror(int(failed)))
+        return pid
+    try:
+        os.setsid()
+        for number in DEFAULT_SIGNALS:
+            _signal.signal(number, _signal.SIG_DFL)
+        for theirs, ours in files.items():
+            os.dup2(ours, theirs)
+        if tty:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        os.execve(path, argv, env)
+    except OSError as error:
+        os.write(error_write, str(error.errno).encode())
+    finally:
+        os._exit(127)
+
+
+def fork_call(function: object, files: "dict[int, int]") -> int:
+    """Run a function in a child process; a failure is written to its standard error and gives exit code 1."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        _signal.set_wakeup_fd(-1)
+        os.setsid()
+        for theirs, ours in files.items():
+            os.dup2(ours, theirs)
+        function()
+        code = 0
+    except BaseException as error:
+        os.write(2, "{}: {}".format(type(error).__name__, error).encode("utf-8", "replace")[:4096])
+    finally:
+        os._exit(code)
+
+
+def find_program(name: str, env: "dict[str, str]", cwd: str) -> "str | None":
+    """The file that a shell would run, None when there is none."""
+    if "/" in name:
+        return name if os.path.exists(os.path.join(cwd, name)) else None
+    for folder in env.get("PATH", "/usr/local/bin:/usr/bin:/bin").split(":"):
+        path = os.path.join(cwd, folder, name)
+        if os.path.isfile(path) and os.access(path, os.X_OK):
+            return path
+    return None
+
+
+def prefer_for_oom(pid: int) -> None:
+    """Let the kernel kill this process rather than the agent."""
+    try:
+        with open("/proc/{}/oom_score_adj".format(pid), "w") as file:
+            file.write(str(CHILD_OOM_SCORE))
+    except OSError:
+        pass  # It is gone already, or the kernel does not say.
+
+
+class Stat:
+    """What /proc/PID/stat says of a process."""
+
+    def __init__(self, pid: int) -> None:
+        with open("/proc/{}/stat".format(pid), "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        self.pid = pid
+        self.state = fields[0]
+        self.parent, self.group, self.session = (int(field) for field in fields[1:4])
+        self.ticks = sum(int(field) for field in fields[11:15])
+        """CPU of it and the children it waited for."""
+        self.start = int(fields[19])
+        """When it started, in ticks since the machine did."""
+
+
+def processes() -> "list[Stat]":
+    """All that live in the sandbox but the agent, zombies left out."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            try:
+                stat = Stat(int(name))
+            except (OSError, ValueError, IndexError):
+                continue
+            if stat.state not in (b"Z", b"X"):
+                found.append(stat)
+    return found
+
+
+def tree(leader: int, mark: str, since: int = 0) -> "list[int]":
+    """What belongs to a command: its session and group, their descendants, and what carries its mark."""
+    inside = {leader}
+    every = processes()
+    grown = True
+    while grown:
+        grown = False
+        for stat in every:
+            if stat.pid not in inside and (
+                stat.session == leader or stat.group == leader or (stat.parent in inside and stat.parent != 0)
+            ):
+                inside.add(stat.pid)
+                grown = True
+    wanted = "{}={}".format(MARK, mark).encode()
+    for stat in every:
+        if stat.pid not in inside:
+            try:
+                with open("/proc/{}/environ".format(stat.pid), "rb") as file:
+                    if wanted in file.read(1 << 17).split(b"\0"):
+                        inside.add(stat.pid)
+            except OSError:
+                pass  # It is gone, or another user's: then it was not started by us.
+    return [stat.pid for stat in every if stat.pid in inside and stat.start >= since]
+
+
+def send_signal(pids: "list[int]", number: int) -> None:
+    """Signal each that still lives."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+            if number not in (_signal.SIGKILL, _signal.SIGSTOP):
+                os.kill(pid, _signal.SIGCONT)
+        except OSError:
+            pass
+
+
+def send_to_group(group: int, number: int) -> None:
+    """Signal a process group, if anything is left of it. At once for all members: no fork escapes."""
+    try:
+        os.killpg(group, number)
+    except OSError:
+        pass
+
+
+class Ring:
+    """The first and the last half of `limit` bytes of a stream."""
+
+    def __init__(self, limit: int) -> None:
+        self.head_limit = limit - limit // 2
+        self.tail_limit = limit // 2
+        self.head = bytearray()
+        self.tail = bytearray()
+        self.total = 0
+
+    def add(self, data: bytes) -> None:
+        self.total += len(data)
+        room = self.head_limit - len(self.head)
+        if room > 0:
+            self.head += data[:room]
+            data = data[room:]
+        self.tail += data
+        # Not at each piece: moving the bytes down costs as much as copying them.
+        if len(self.tail) > 2 * self.tail_limit + READ_BYTES:
+            del self.tail[: len(self.tail) - self.tail_limit]
+
+    def content(self) -> bytes:
+        """What is kept."""
+        del self.tail[: max(0, len(self.tail) - self.tail_limit)]
+        return bytes(self.head + self.tail)
+
+    def truncated(self) -> bool:
+        return self.total > self.head_limit + self.tail_limit
+
+    def part(self, offset: int, limit: int) -> "tuple[int, bytes]":
+        """Kept bytes from `offset` on, and where they really begin."""
+        content = self.content()
+        if offset < len(self.head):
+            return offset, content[offset : min(offset + limit, len(self.head) if self.truncated() else self.total)]
+        begin = self.total - len(self.tail)
+        start = min(max(offset, begin), self.total)
+        return start, bytes(self.tail[start - begin : start - begin + limit])
+
+
+class Pipe:
+    """The reading end of an output of a command."""
+
+    def __init__(self, loop: object, fd: int, take: object) -> None:
+        self.loop = loop
+        self.fd = fd
+        self.take = take
+        os.set_blocking(fd, False)
+        loop.watch(fd, self.read)
+
+    def read(self) -> None:
+        """Take a piece."""
+        try:
+            data = os.read(self.fd, READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            # A terminal whose last program is gone gives an error instead of an end.
+            data = b""
+        if data:
+            self.take(data)
+        else:
+            self.close()
+
+    def pause(self, paused: bool) -> None:
+        """Let the writer wait, or go on."""
+        if self.fd >= 0:
+            self.loop.watch(self.fd, None if paused else self.read)
+
+    def drain(self) -> None:
+        """Take what is in the pipe now, and no more: somebody may go on writing for ever."""
+        if self.fd < 0:
+            return
+        waiting = struct.unpack("i", fcntl.ioctl(self.fd, termios.FIONREAD, b"\0" * 4))[0]
+        while waiting > 0 and self.fd >= 0:
+            try:
+                data = os.read(self.fd, min(waiting, READ_BYTES))
+            except OSError:
+                return
+            if not data:
+                return
+            waiting -= len(data)
+            self.take(data)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            self.loop.watch(self.fd)
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Feed:
+    """The writing end of an input of a command, with what it has not taken yet."""
+
+    def __init__(self, loop: object, fd: int, grant: object) -> None:
+        self.loop = loop
+        self.fd = fd
+        self.grant = grant
+        self.waiting = bytearray()
+        self.ending = False
+        os.set_blocking(fd, False)
+
+    def add(self, data: bytes, last: bool = False) -> None:
+        """Queue bytes; after the last ones the input ends."""
+        if self.fd < 0:
+            # Nobody reads any more; the host may go on sending.
+            self.grant(len(data))
+            return
+        self.waiting += data
+        self.ending = self.ending or last
+        self.write()
+
+    def write(self) -> None:
+        done = 0
+        try:
+            while self.waiting:
+                count = os.write(self.fd, memoryview(self.waiting)[:READ_BYTES])
+                del self.waiting[:count]
+                done += count
+        except BlockingIOError:
+            pass
+        except OSError:
+            done += len(self.waiting)
+            self.waiting = bytearray()
+            self.ending = True
+        if done:
+            self.grant(done)
+        if self.waiting:
+            self.loop.watch(self.fd, None, self.write)
+        elif self.ending:
+            self.close()
+        else:
+            self.loop.watch(self.fd)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            self.loop.watch(self.fd)
+            os.close(self.fd)
+            self.fd = -1
+
+
+class OomCounter:
+    """How many processes of the sandbox the kernel has killed for want of memory."""
+
+    PATHS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+
+    def __init__(self, enabled: bool) -> None:
+        self.fd = -1
+        for path in self.PATHS if enabled else ():
+            try:
+                self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                break
+            except OSError:
+                continue
+
+    def read(self) -> int:
+        if self.fd < 0:
+            return 0
+        for line in os.pread(self.fd, 4096, 0).splitlines():
+            if line.startswith(b"oom_kill "):
+                return int(line.split()[1])
+        return 0
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` of 9."""
+    for name in dir(_signal):
+        if name.startswith("SIG") and name[3:4] != "_" and getattr(_signal, name) == number:
+            return name
+    return "SIG{}".format(number)
+
+
+def now() -> float:
+    """Seconds that only ever grow, whatever happens to the wall clock."""
+    return time.monotonic()

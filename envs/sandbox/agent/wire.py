@@ -1,0 +1,145 @@
+"""Frames: what travels between a sandbox and its host, in a subset of msgpack that is quick to import.
+
+    length u32 | crc32 u32 | body (msgpack)
+
+Big-endian; `length` counts the body.
+"""
+
+import binascii
+import struct
+
+MAX_FRAME = 1 << 18
+"""Longest body in bytes."""
+PIECE = 1 << 16
+"""Bytes of data that one frame carries at most, so that no call holds up the others for long."""
+
+PIECE_COST = 64
+"""Bytes that a piece of output takes of the host's credit beyond its data."""
+
+HEADER = struct.Struct(">II")
+
+
+class WireError(Exception):
+    """What arrives are no frames."""
+
+
+def pack(value: object, out: bytearray) -> None:
+    """Append one value: None, bool, int, float, bytes, str (what is no text as an escape), list, tuple, dict."""
+    if value is None:
+        out.append(0xC0)
+    elif isinstance(value, bool):
+        out.append(0xC3 if value else 0xC2)
+    elif isinstance(value, int):
+        if 0 <= value < 128:
+            out.append(value)
+        else:
+            out += struct.pack(">Bq", 0xD3, value)
+    elif isinstance(value, float):
+        out += struct.pack(">Bd", 0xCB, value)
+    elif isinstance(value, (bytes, bytearray, memoryview)):
+        out += struct.pack(">BI", 0xC6, len(value))
+        out += value
+    elif isinstance(value, str):
+        encoded = value.encode("utf-8", "backslashreplace")
+        out += struct.pack(">BI", 0xDB, len(encoded))
+        out += encoded
+    elif isinstance(value, (list, tuple)):
+        out += struct.pack(">BI", 0xDD, len(value))
+        for item in value:
+            pack(item, out)
+    else:
+        assert isinstance(value, dict)
+        out += struct.pack(">BI", 0xDF, len(value))
+        for key, item in value.items():
+            pack(key, out)
+            pack(item, out)
+
+
+def frame(body: object) -> bytearray:
+    """One frame with this body."""
+    out = bytearray(HEADER.size)
+    pack(body, out)
+    length = len(out) - HEADER.size
+    HEADER.pack_into(out, 0, length, binascii.crc32(memoryview(out)[HEADER.size :]))
+    return out
+
+
+SIZES = {
+    0xC4: ("B", "bin"), 0xC5: ("H", "bin"), 0xC6: ("I", "bin"),
+    0xD9: ("B", "str"), 0xDA: ("H", "str"), 0xDB: ("I", "str"),
+    0xDC: ("H", "list"), 0xDD: ("I", "list"), 0xDE: ("H", "dict"), 0xDF: ("I", "dict"),
+    0xCC: ("B", "number"), 0xCD: ("H", "number"), 0xCE: ("I", "number"), 0xCF: ("Q", "number"),
+    0xD0: ("b", "number"), 0xD1: ("h", "number"), 0xD2: ("i", "number"), 0xD3: ("q", "number"),
+    0xCA: ("f", "number"), 0xCB: ("d", "number"),
+}  # fmt: skip
+"""First byte of a msgpack value: the form of the number that follows, and what that number is for."""
+SIMPLE = {0xC0: None, 0xC2: False, 0xC3: True}
+
+
+def unpack(data: bytes, at: int = 0) -> "tuple[object, int]":
+    """The value that begins at `at`, and where it ends."""
+    first = data[at]
+    at += 1
+    if first < 0x80:
+        return first, at
+    if first >= 0xE0:
+        return first - 256, at
+    if first in SIMPLE:
+        return SIMPLE[first], at
+    if first < 0x90:
+        return unpack_many(data, at, "dict", first & 0x0F)
+    if first < 0xA0:
+        return unpack_many(data, at, "list", first & 0x0F)
+    if first < 0xC0:
+        return unpack_many(data, at, "str", first & 0x1F)
+    if first not in SIZES:
+        raise WireError("unknown msgpack type {:#x}".format(first))
+    form, kind = SIZES[first]
+    (number,) = struct.unpack_from(">" + form, data, at)
+    at += struct.calcsize(form)
+    if kind == "number":
+        return number, at
+    return unpack_many(data, at, kind, number)
+
+
+def unpack_many(data: bytes, at: int, kind: str, count: int) -> "tuple[object, int]":
+    """`count` bytes, characters or items."""
+    if kind in ("bin", "str"):
+        raw = data[at : at + count]
+        if len(raw) < count:
+            raise WireError("a value is cut off")
+        return (bytes(raw) if kind == "bin" else raw.decode("utf-8", "surrogateescape")), at + count
+    items = []
+    for _ in range(count if kind == "list" else 2 * count):
+        item, at = unpack(data, at)
+        items.append(item)
+    if kind == "list":
+        return items, at
+    return {items[i]: items[i + 1] for i in range(0, len(items), 2)}, at
+
+
+class Frames:
+    """Cuts a byte stream into bodies."""
+
+    def __init__(self) -> None:
+        self.buffer = bytearray()
+
+    def feed(self, data: bytes) -> "list[object]":
+        """The bodies that are complete now. Raises WireError when the stream makes no sense."""
+        self.buffer += data
+        bodies = []
+        start, end = 0, len(self.buffer)
+        while end - start >= HEADER.size:
+            length, checksum = HEADER.unpack_from(self.buffer, start)
+            if length > MAX_FRAME:
+                raise WireError("a frame of {} bytes".format(length))
+            stop = start + HEADER.size + length
+            if stop > end:
+                break
+            body = bytes(self.buffer[start + HEADER.size : stop])
+            if binascii.crc32(body) != checksum:
+                raise WireError("a frame was damaged")
+            bodies.append(unpack(body)[0])
+            start = stop
+        del self.buffer[:start]
+        return bodies

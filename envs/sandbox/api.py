@@ -1,0 +1,324 @@
+"""What a sandbox is to its users: the types and interfaces that the local class, the service and its client share.
+
+`envs.sandbox.box.sandbox.Sandbox` implements `SandboxLike` over a container engine of this machine; the client of the
+service implements it over HTTP. Code written against this module runs with either.
+
+Every answer is final and true: a `Result` is what the operating system said of the command; a call that has none raises
+an error of `flash.errors.SandboxError`. An error never stands for a result, so that a failure of the infrastructure
+cannot be scored as a wrong answer. Units: seconds, bytes, MiB where the name says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Annotated, Literal, Protocol
+
+import msgspec
+from msgspec import Meta
+
+Profile = Literal["strict", "build", "compat"]
+"""How much a sandbox may do; the exact settings are in `envs.sandbox.engines.profiles`."""
+State = Literal["starting", "ready", "lost", "closed"]
+"""`lost`: its container or its agent is gone without our asking; `closed`: ended by its owner or by a limit."""
+StreamName = Literal["stdout", "stderr"]
+Command = str | Sequence[str]
+"""Text is run by `bash -c` (`sh -c` where the image has no bash), a sequence as it is, without a shell."""
+
+_Name = Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What kind of sandbox is wanted. Equal specs can share a warm pool."""
+
+    image: _Name
+    """An image that the engine has. It needs a shell at /bin/sh; with Python 3.6+ it gets the full agent."""
+    profile: Profile = "strict"
+    cpus: Annotated[float, Meta(gt=0, le=1024)] = 1.0
+    memory_mib: Annotated[int, Meta(ge=16, le=4 << 20)] = 512
+    """Hard limit, without swap. Files in memory (/work and /tmp under `strict`) count."""
+    pids: Annotated[int, Meta(ge=8, le=1 << 20)] = 256
+    disk_mib: Annotated[int, Meta(ge=1, le=4 << 20)] = 256
+    """Room for files: the size of /work under `strict`, otherwise what the sandbox may write to its own layer."""
+    network: Literal["none", "bridge"] = "none"
+    env: dict[str, str] = {}
+    workdir: Annotated[str, Meta(pattern="^/[^\x00]+$", max_length=4096)] = "/work"
+    """Where commands start, and what relative paths are relative to."""
+    runtime: str | None = None
+    """The engine's name of the container runtime, for instance `runsc`; None: the engine's default."""
+    require_runtime: bool = False
+    """Refuse to start unless the container really runs under `runtime`."""
+    deadline_s: Annotated[float, Meta(gt=0)] = 3600.0
+    """Life of the sandbox from its start; afterwards it is closed, whatever it does."""
+    idle_s: Annotated[float, Meta(gt=0)] | None = None
+    """Closed after this long without a call in progress."""
+    output_limit: Annotated[int, Meta(ge=1024, le=1 << 26)] = 1 << 20
+    """Bytes kept of each stream of a command: the first half of them and the last half."""
+
+
+class Result(msgspec.Struct, frozen=True):
+    """How a command ended."""
+
+    exit_code: int | None
+    """None when a signal ended it."""
+    signal: str | None
+    """For instance `SIGKILL`; None when it exited."""
+    timed_out: bool
+    """Its time was over and it was killed; what it wrote until then is kept."""
+    oom_killed: bool
+    """While it ran, the kernel killed a process of the sandbox for want of memory."""
+    stdout: bytes
+    stderr: bytes
+    stdout_truncated: bool
+    """Bytes from the middle are missing: more than `output_limit` were written."""
+    stderr_truncated: bool
+    wall_s: float
+    cpu_s: float
+    """Of the command and the children it waited for."""
+    max_rss: int
+    """Largest resident set of one of its processes; 0 where it cannot be measured: in sessions, and without Python."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it exited with 0 in time."""
+        return self.exit_code == 0 and not self.timed_out
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """A piece of a command's output as it comes."""
+
+    stream: StreamName
+    data: bytes
+
+
+class JobStatus(msgspec.Struct, frozen=True):
+    """A background job at one moment."""
+
+    running: bool
+    stdout_bytes: int
+    """Written so far, kept or not."""
+    stderr_bytes: int
+    result: Result | None
+    """Once it has ended."""
+
+
+class Output(msgspec.Struct, frozen=True):
+    """A range of a job's output."""
+
+    offset: int
+    """Where `data` begins: later than asked for when the bytes before it are not kept any more."""
+    data: bytes
+    total: int
+    """Bytes written to the stream so far."""
+
+
+class FileInfo(msgspec.Struct, frozen=True):
+    """One entry of a folder. Links are not followed."""
+
+    name: str
+    """As `os.fsdecode` gives it: bytes that are no UTF-8 are surrogates, and paths may have them too."""
+    kind: Literal["file", "folder", "link", "other"]
+    size: int
+    mode: int
+    modified_s: float
+    """Since the epoch, on the sandbox's clock."""
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """The files of a sandbox, kept as an image of its engine. Processes are not part of it."""
+
+    snapshot_id: str
+    spec: Spec
+    """Starts a sandbox with these files."""
+    size: int
+    """Bytes that it takes beyond the image it began from, as far as the engine says."""
+
+
+class Session(Protocol):
+    """A shell that lives on between commands: working directory, variables, functions and options stay.
+
+    Commands of one session run one after another, in the order of the calls. Each has its own end, whatever it prints
+    or leaves open. A command that ends the shell (`exit`, `set -e`, a timeout) is answered like any other; the shell is
+    then replaced by one with the variables, functions, options and working directory from before that command.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def restarts(self) -> int:
+        """How often the shell was replaced."""
+        ...
+
+    async def run(self, command: str, *, timeout: float) -> Result:
+        """Run one command. A timeout kills what the command started, and the shell with it."""
+        ...
+
+    async def interrupt(self) -> bool:
+        """Send SIGINT to the running command, as ctrl-C would; False when none runs."""
+        ...
+
+    async def close(self) -> None:
+        """End the shell and everything it started."""
+        ...
+
+
+class Job(Protocol):
+    """A command in the background. It ends with its sandbox."""
+
+    @property
+    def job_id(self) -> str: ...
+
+    async def poll(self) -> JobStatus:
+        """How it stands, at once."""
+        ...
+
+    async def wait(self, timeout: float) -> Result:
+        """Its result. Raises SandboxTimeoutError when it still runs after `timeout` seconds; it goes on running."""
+        ...
+
+    async def signal(self, name: str = "SIGTERM") -> None:
+        """Send a signal to its process group, nothing when it has ended. SIGKILL ends all of it."""
+        ...
+
+    async def output(self, stream: StreamName = "stdout", *, offset: int = 0, limit: int = 1 << 16) -> Output:
+        """A range of what it wrote."""
+        ...
+
+
+class Terminal(Protocol):
+    """A program on a pseudo-terminal, for people. Nothing is parsed from it."""
+
+    async def write(self, data: bytes) -> None: ...
+
+    async def read(self) -> bytes:
+        """What came; empty once it has ended."""
+        ...
+
+    async def resize(self, rows: int, columns: int) -> None: ...
+
+
+class Commands(Protocol):
+    """Running programs."""
+
+    async def run(
+        self,
+        command: Command,
+        *,
+        timeout: float,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> Result:
+        """Run a command in a process group of its own, to its end or for `timeout` seconds.
+
+        What is left of the group is killed when the command has ended; use `start` for what shall go on. `env` is added
+        to the sandbox's own.
+        """
+        ...
+
+    def stream(
+        self,
+        command: Command,
+        *,
+        timeout: float,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> AsyncIterator[Chunk | Result]:
+        """The same, with the output as it comes and uncapped; the `Result`, without output, is the last item.
+
+        Leaving the loop early kills the command. Close the iterator (`contextlib.aclosing`) to have that at once.
+        """
+        ...
+
+    async def start(
+        self,
+        command: Command,
+        *,
+        timeout: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> Job:
+        """Start a command in the background; without a timeout it may run for as long as the sandbox lives."""
+        ...
+
+    def session(self, name: str = "main") -> AbstractAsyncContextManager[Session]:
+        """A shell for the time of the block. Raises SandboxBusyError when one of this name is open."""
+        ...
+
+    def terminal(
+        self, command: Command | None = None, *, rows: int = 24, columns: int = 80
+    ) -> AbstractAsyncContextManager[Terminal]:
+        """A program (a shell by default) on a pseudo-terminal for the time of the block."""
+        ...
+
+
+class Files(Protocol):
+    """Files and trees. Relative paths start at the working directory."""
+
+    async def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
+        """Bytes of a regular file, fewer than `limit` at its end.
+
+        Raises SandboxFileError when it cannot be read, SandboxLimitError when more is asked for than one call may give.
+        """
+        ...
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
+        """Replace a file in one step, or append to it; missing folders are made.
+
+        Nobody in the sandbox sees half of a replaced file, also when the call is cancelled.
+        """
+        ...
+
+    async def list(self, path: str = ".") -> list[FileInfo]:
+        """The entries of a folder, by name; of a file, its own."""
+        ...
+
+    async def remove(self, path: str) -> None:
+        """Remove a file, a link, or a folder with everything in it. Nothing when it does not exist."""
+        ...
+
+    async def upload(self, source: Path, path: str) -> None:
+        """Copy a local file to the file `path`, or what is in a local folder into the folder `path`.
+
+        Links are copied as links. Raises SandboxLimitError above the caps on size and entries.
+        """
+        ...
+
+    async def download(self, path: str, target: Path) -> None:
+        """The other way round. Nothing is written outside of `target`, whatever the sandbox sends.
+
+        Links that lead out of the tree, devices and pipes raise SandboxLimitError, as do too many bytes or entries.
+        """
+        ...
+
+
+class SandboxLike(Commands, Files, Protocol):
+    """One sandbox, here or on another machine."""
+
+    @property
+    def sandbox_id(self) -> str: ...
+
+    @property
+    def spec(self) -> Spec: ...
+
+    @property
+    def state(self) -> State: ...
+
+    async def wait_ended(self) -> None:
+        """Return once the state is `lost` or `closed`. The pool waits here for every sandbox it has given out."""
+        ...
+
+    async def snapshot(self) -> Snapshot:
+        """Keep the files as they are now. The snapshot outlives the sandbox; its owner removes it."""
+        ...
+
+    async def fork(self, count: int) -> Sequence[SandboxLike]:
+        """`count` new sandboxes with the same files. They are closed with this one at the latest."""
+        ...
+
+    async def close(self) -> None:
+        """End it and remove its container. May be called more than once."""
+        ...

@@ -1,0 +1,102 @@
+"""The agent as one piece of code, and how it gets into a sandbox that may have Python, or only a shell.
+
+The first process of a sandbox is `/bin/sh -c BOOT`. It waits for one line, the host's greeting, and becomes Python if
+there is one: `LOADER` answers with the greeting and the mark of its byte code, and is sent the agent: as byte code
+where its Python is like ours, as source otherwise. Without Python the shell becomes the agent for shells, `box.sh`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import marshal
+import re
+import struct
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+PARTS = ("wire", "loop", "process", "command", "shell", "files", "calls", "main")
+"""Modules of the agent, each after the ones that it needs."""
+_OWN_IMPORT = re.compile(r"^from envs\.\S+ import (?:\([^)]*\)|.*)\n", re.MULTILINE)
+FOLDER = Path(__file__).parent.parent / "agent"
+HEADER = struct.Struct(">cII")
+"""Before the agent: `m` for byte code or `s` for source, length of the code, length of the options."""
+
+BOOT = """\
+IFS= read -r greeting || exit 0
+for python in python3 /usr/bin/python3 /usr/local/bin/python3; do
+  if command -v "$python" >/dev/null 2>&1; then exec "$python" -ISc "$1" "$greeting"; fi
+done
+exec /bin/sh -c "$2" box "$greeting"
+"""
+LOADER = """\
+import os, sys, marshal, _frozen_importlib_external as f
+def get(n):
+    b = b''
+    while len(b) < n:
+        p = os.read(0, n - len(b))
+        if not p: os._exit(0)
+        b += p
+    return b
+os.write(1, (sys.argv[1] + ' python ' + f.MAGIC_NUMBER.hex() + '\\n').encode())
+h = get(9)
+c, o = (get(int.from_bytes(h[i:i + 4], 'big')) for i in (1, 5))
+s = {'__name__': 'flash_agent'}
+exec(marshal.loads(c) if h[:1] == b'm' else compile(c, 'flash_agent', 'exec'), s)
+s['main'](s['unpack'](o)[0])
+"""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent is told before its first call."""
+
+    workdir: str
+    life: float
+    """Seconds after which it ends by itself, whatever became of its hosts."""
+    orphan: float
+    """Seconds that it waits, without a host, for one that takes over."""
+    cgroup: bool
+    """Whether what /sys/fs/cgroup says is about this sandbox."""
+    address: str = ""
+    """Abstract socket on which it waits for a host that takes over; none: it ends with its host."""
+    secret: str = ""
+    """What a host that takes over must know."""
+
+
+def command() -> list[str]:
+    """The first process of a sandbox."""
+    return ["/bin/sh", "-c", BOOT, "box", LOADER, shell_agent()]
+
+
+@cache
+def shell_agent() -> str:
+    """The agent for sandboxes without Python."""
+    return (FOLDER / "box.sh").read_text()
+
+
+@cache
+def source() -> str:
+    """The agent's modules in one: their text without the imports of each other."""
+    return "\n".join(_OWN_IMPORT.sub("", (FOLDER / f"{part}.py").read_text()) for part in PARTS)
+
+
+@cache
+def _code() -> bytes:
+    return marshal.dumps(compile(source(), "flash_agent", "exec", optimize=2, dont_inherit=True))
+
+
+def load(magic: str, options: Options, prelude: str = "") -> bytes:
+    """What to send to a loader that named this mark of its byte code.
+
+    Args:
+        magic: the mark, in hexadecimal.
+        options: for the agent.
+        prelude: source that runs before the agent; for tests.
+    """
+    encoded = msgspec.msgpack.encode(options)
+    if magic == importlib.util.MAGIC_NUMBER.hex() and not prelude:
+        code, kind = _code(), b"m"
+    else:
+        code, kind = (prelude + "\n" + source()).encode(), b"s"
+    return HEADER.pack(kind, len(code), len(encoded)) + code + encoded

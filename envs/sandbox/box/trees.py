@@ -1,0 +1,265 @@
+"""Trees of files on this side: packed for a sandbox, and unpacked from one without trusting it.
+
+What a sandbox sends is unpacked into a new folder, which replaces the target only when everything was right. No file is
+written through a link: links are made last, and only those that stay inside. Owners, special modes, devices, pipes and
+hard links are never taken over. What is packed is read through open folders: one that is swapped for a link meanwhile
+leads nowhere. All functions block; run them in a thread.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from flash.errors import SandboxFileError, SandboxLimitError
+
+COPY_BYTES = 1 << 18
+HEADER_BYTES = 1 << 20
+"""Longest run of an archive that is read at once. Headers of names and attributes say themselves how long they are."""
+FILE_MEMBER = "."
+"""Name of the only member of an archive that holds one file instead of a tree."""
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+"""How files are opened for an upload: a pipe that stands where a file was must not block."""
+
+
+class TreeLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Caps on one upload or download."""
+
+    total: int = 1 << 28
+    """Bytes of all files."""
+    entries: int = 20_000
+    """Files, folders and links, also folders that only the names of others tell of."""
+
+
+def pack(source: Path, sink: IO[bytes], limits: TreeLimits) -> None:
+    """Write a file, or what is in a folder, as a tar archive.
+
+    Raises:
+        SandboxFileError: it cannot be read, or holds something that is neither file, folder nor link.
+        SandboxLimitError: it is too large.
+    """
+    with tarfile.open(fileobj=sink, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        packing = _Packing(archive, limits)
+        try:
+            if not source.is_dir():
+                packing.file(FILE_MEMBER, os.open(source, _READ))
+                return
+            packing.tree(os.open(source, _READ | os.O_DIRECTORY))
+        except (OSError, tarfile.TarError) as error:
+            raise SandboxFileError(f"{source} cannot be uploaded: {error}") from error
+
+
+class _Packing:
+    """One archive on its way to a sandbox."""
+
+    def __init__(self, archive: tarfile.TarFile, limits: TreeLimits) -> None:
+        self._archive = archive
+        self._limits = limits
+        self._entries = 0
+
+    def tree(self, top: int) -> None:
+        """Add what is in an open folder."""
+
+        def complain(error: OSError) -> None:
+            raise error
+
+        try:
+            # Where a folder was replaced by a link since it was listed, this goes past it.
+            for path, folders, files, folder in os.fwalk(".", dir_fd=top, onerror=complain):
+                for name in sorted(folders + files):
+                    self.entry(os.path.normpath(os.path.join(path, name)), name, folder)
+        finally:
+            os.close(top)
+
+    def entry(self, member: str, name: str, folder: int) -> None:
+        """Add what has this name in an open folder."""
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if stat.S_ISLNK(status.st_mode):
+            info = self._info(member, status)
+            info.type, info.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=folder)
+            self._add(info)
+        elif stat.S_ISDIR(status.st_mode):
+            info = self._info(member, status)
+            info.type = tarfile.DIRTYPE
+            self._add(info)
+        else:
+            self.file(member, os.open(name, _READ | os.O_NOFOLLOW, dir_fd=folder))
+
+    def file(self, member: str, descriptor: int) -> None:
+        """Add what was opened."""
+        with open(descriptor, "rb") as content:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise SandboxFileError(f"{member} is neither a file, a folder nor a link")
+            info = self._info(member, status)
+            info.size = status.st_size
+            self._add(info, content)
+
+    def _info(self, member: str, status: os.stat_result) -> tarfile.TarInfo:
+        info = tarfile.TarInfo(member)
+        info.mode, info.mtime = stat.S_IMODE(status.st_mode), status.st_mtime
+        return info
+
+    def _add(self, info: tarfile.TarInfo, content: IO[bytes] | None = None) -> None:
+        self._entries += 1
+        if self._entries > self._limits.entries:
+            raise SandboxLimitError(f"the upload has more than {self._limits.entries} entries")
+        if self._archive.offset + info.size > self._limits.total:
+            raise SandboxLimitError(f"{info.name} brings the upload over {self._limits.total} bytes")
+        self._archive.addfile(info, content)
+        self._archive.members = []  # type: ignore[attr-defined]  # Otherwise it keeps all of them.
+
+
+def unpack(source: IO[bytes], target: Path, limits: TreeLimits) -> None:
+    """Unpack an archive that a sandbox sent, as `target`, which must not exist or be an empty folder.
+
+    An archive of one file may replace a file.
+
+    Raises:
+        SandboxLimitError: it is too large, or tries to leave the tree.
+        SandboxFileError: the target is in the way, or cannot be written.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".flash-download-", dir=target.parent) as folder:
+        root = Path(folder, "root")
+        try:
+            single = _Unpacking(root, limits).run(source)
+            if single:
+                (root / "file").replace(target)
+                return
+            if target.is_symlink() or target.is_file() or (target.exists() and any(target.iterdir())):
+                raise SandboxFileError(f"{target} exists; download into a new or empty folder")
+            root.chmod(0o755)
+            root.replace(target)
+        except (tarfile.TarError, ValueError, OverflowError, RecursionError, EOFError) as error:
+            # What `tarfile` makes of headers that no program writes.
+            raise SandboxLimitError(f"the sandbox sent a damaged archive: {error}") from error
+        except OSError as error:
+            raise SandboxFileError(f"{target} cannot be written: {error}") from error
+
+
+class _Bounded:
+    """An archive of which nothing long is read at once."""
+
+    def __init__(self, source: IO[bytes]) -> None:
+        self._source = source
+        self.seek = source.seek
+        self.tell = source.tell
+
+    def read(self, count: int) -> bytes:
+        """At most so many bytes."""
+        if not 0 <= count <= HEADER_BYTES:
+            raise SandboxLimitError(f"the download has a header of {count} bytes")
+        return self._source.read(count)
+
+
+class _Unpacking:
+    """One archive on its way into a new folder."""
+
+    def __init__(self, root: Path, limits: TreeLimits) -> None:
+        self._root = root
+        self._limits = limits
+        self._bytes = 0
+        self._entries = 0
+        self._folders = {root}
+        self._links: list[tuple[Path, str]] = []
+
+    def run(self, source: IO[bytes]) -> bool:
+        """Unpack everything; True for an archive of one file."""
+        self._root.mkdir()
+        single = False
+        with tarfile.open(fileobj=_Bounded(source), mode="r:") as archive:  # type: ignore[arg-type]
+            for count, member in enumerate(archive, start=1):
+                single = member.name == FILE_MEMBER and count == 1 and member.isreg()
+                self._one(archive, member, self._root / "file" if single else self._place(member.name))
+                archive.members = []  # type: ignore[attr-defined]  # Otherwise it keeps all of them.
+                if single:
+                    break
+        for path, link in self._links:
+            path.symlink_to(link)
+        # Only now do all links exist that one link may lead through.
+        for path, link in self._links:
+            if not self._stays(path):
+                raise SandboxLimitError(f"the link {path.relative_to(self._root)} leads out of the download: {link}")
+        return single
+
+    def _stays(self, path: Path) -> bool:
+        """Whether a link leads to something below the root, or would if that existed."""
+        try:
+            path.stat()
+        except FileNotFoundError:
+            pass  # It may name what the download has not.
+        except OSError:
+            return False  # More links than the kernel follows, among other things.
+        return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self._root))
+
+    def _place(self, name: str) -> Path:
+        parts = name.split("/")
+        if name.startswith("/") or not name or any(part in ("", "..", ".") or "\0" in part for part in parts):
+            raise SandboxLimitError(f"the download has an entry with the name {name!r}")
+        return self._root.joinpath(*parts)
+
+    def _one(self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+        if not member.isdir():
+            self._count()
+        self._folder(path if member.isdir() else path.parent)
+        if member.issym():
+            if os.path.isabs(member.linkname) or "\0" in member.linkname:
+                raise SandboxLimitError(f"the link {member.name} leads out of the download: {member.linkname}")
+            if os.path.lexists(path):
+                raise SandboxLimitError(f"the download has {member.name} twice")
+            self._links.append((path, member.linkname))
+        elif member.isreg():
+            self._file(archive, member, path)
+        elif not member.isdir():
+            raise SandboxLimitError(f"{member.name} is neither a file, a folder nor a link")
+
+    def _folder(self, path: Path) -> None:
+        """Make a folder and those above it. Each counts: one name may tell of thousands."""
+        missing: list[Path] = []
+        while path not in self._folders:
+            missing.append(path)
+            path = path.parent
+        for folder in reversed(missing):
+            self._count()
+            folder.mkdir()
+            self._folders.add(folder)
+
+    def _count(self) -> None:
+        self._entries += 1
+        if self._entries > self._limits.entries:
+            raise SandboxLimitError(f"the download has more than {self._limits.entries} entries")
+
+    def _file(self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+        if member.sparse is not None:  # type: ignore[attr-defined]
+            # Of one that says it is huge the archive holds next to nothing. Ours have none.
+            raise SandboxLimitError(f"{member.name} is a sparse file")
+        self._bytes += member.size
+        if member.size < 0 or self._bytes > self._limits.total:
+            raise SandboxLimitError(f"the download has more than {self._limits.total} bytes")
+        content = archive.extractfile(member)
+        assert content is not None
+        # Exclusively: an archive that names a file twice must not write into the first.
+        with content, path.open("xb") as file:
+            left = member.size
+            while piece := content.read(min(COPY_BYTES, left)):
+                left -= len(piece)
+                file.write(piece)
+        if left:
+            raise SandboxLimitError(f"the sandbox sent a damaged archive: {member.name} is cut off")
+        path.chmod(stat.S_IMODE(member.mode) & 0o755 | 0o600)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

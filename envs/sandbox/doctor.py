@@ -1,0 +1,296 @@
+"""`doctor`: what a spec really gives, measured from inside a sandbox of its own, and whether it can be left.
+
+A check that could not be made counts as failed: what is not measured is not promised.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from envs.sandbox.api import Result, Spec
+from envs.sandbox.box.sandbox import Sandbox
+from envs.sandbox.engines import profiles
+from envs.sandbox.engines.backend import Backend
+from flash.errors import SandboxError
+
+_log = logging.getLogger(__name__)
+
+PROBE = Path(__file__).parent / "agent" / "probe.py"
+PROBE_SECONDS = 60.0
+BOMB_SECONDS = 20.0
+CAPABILITY_BITS = {"CHOWN": 0, "DAC_OVERRIDE": 1, "FOWNER": 3, "FSETID": 4, "SETGID": 6, "SETUID": 7}
+ALLOWED = {
+    "build": {"write to /etc": "the image's own permissions"},
+    "compat": {"write to /usr": "root of the image", "write to /etc": "root of the image", "become root": "is root"},
+}
+"""Attempts that may succeed under the weaker profiles, and why. Writing to an own layer is no escape."""
+
+REFUSALS = {
+    "EPERM": "forbidden",
+    "EACCES": "forbidden",
+    "EROFS": "cannot be written to",
+    "ENOENT": "is not there",
+    "ENXIO": "is not there",
+    "ENODEV": "is not there",
+    "ESRCH": "is not there",
+    "ENOSYS": "the kernel does not offer it",
+    "EPROTONOSUPPORT": "the kernel does not offer it",
+    "EAFNOSUPPORT": "the kernel does not offer it",
+    "ENETUNREACH": "no way there",
+}
+"""How an attempt may end. Another error, such as that of a wrong argument, says that it was let and done badly."""
+FORK_BOMB = """\
+import os, signal, time
+count = 0
+try:
+    while count < 100000:
+        if os.fork() == 0: time.sleep(60); os._exit(0)
+        count += 1
+except OSError: pass
+print(count)
+"""
+MEMORY_BOMB = """\
+import sys
+held = []
+for _ in range(int(sys.argv[1])): held.append(bytearray(1 << 20))
+print('worked')
+"""
+
+
+ADVICE = {
+    ("memory", "swap", "memory and swap", "processes", "CPUs", "fork bomb", "memory bomb"): (
+        "the engine cannot set this limit. Without root it needs control groups, version 2, delegated to its user "
+        "(systemd: Delegate=yes); as root, --cgroup-manager cgroupfs works without systemd"
+    ),
+    ("agent hidden from commands", "probe"): (
+        "the image needs Python 3.6 or newer with its standard library; else commands can disturb their own sandbox"
+    ),
+    (
+        "runtime",
+        "kernel",
+    ): "the engine runs another one; Podman takes its runtime from containers.conf, or from --runtime",
+    ("seccomp filter",): "the engine was built or told to run without seccomp; look at `podman info` or `docker info`",
+}
+"""What to do about failed checks, by their names."""
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One thing that was measured."""
+
+    name: str
+    wanted: str
+    measured: str
+    ok: bool
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """Settings as the kernel shows them; see `agent/probe.py`."""
+
+    uid: int
+    gid: int
+    capabilities: str
+    bounding: str
+    no_new_privs: str
+    seccomp: str
+    interfaces: list[str]
+    memory: str
+    swap: str
+    memory_and_swap: str
+    pids: str
+    cpus: float | None
+    open_files: int
+    core: int
+    sizes: dict[str, int]
+    environment: list[str]
+    host_name: str
+    kernel: str
+
+
+class Findings(msgspec.Struct, frozen=True):
+    """What the probe prints."""
+
+    facts: Facts
+    attempts: dict[str, str]
+
+
+class Diagnosis(msgspec.Struct, frozen=True):
+    """What `doctor` found."""
+
+    engine: str
+    isolated: bool
+    spec: Spec
+    runtime: str
+    checks: list[Check]
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is as it should be."""
+        return self.isolated and all(check.ok for check in self.checks)
+
+
+async def doctor(backend: Backend, spec: Spec) -> Diagnosis:
+    """Measure what this spec gives on this engine.
+
+    Raises:
+        SandboxError: no sandbox could be started.
+    """
+    info = await backend.info()
+    if not info.isolated:
+        # The probe tries to break out; here it would be let.
+        return Diagnosis(info.name, False, spec, info.default_runtime, [])
+    async with Sandbox(backend, spec) as box:
+        found = await backend.inspect(box.box_id, runtime=True)
+        runtime = found.runtime if found else ""
+        checks = [
+            Check("agent hidden from commands", "yes", "yes" if box.hello.protected else "no", box.hello.protected)
+        ]
+        if box.hello.kind == "python":
+            checks += await _probe(box)
+            checks += [await _fork_bomb(box), await _memory_bomb(box), *await _disk(box)]
+        else:
+            checks.append(Check("probe", "measured from inside", "the image has no Python", False))
+        checks.append(await _timeout(box))
+    if spec.runtime:
+        checks.append(Check("runtime", spec.runtime, runtime, Path(runtime).name == spec.runtime))
+    return Diagnosis(info.name, True, spec, runtime, checks)
+
+
+async def _probe(box: Sandbox) -> list[Check]:
+    arguments = ["python3", "-IS", "-c", PROBE.read_text(), box.spec.workdir, box.spec.network]
+    answer = await box.run(arguments, timeout=PROBE_SECONDS)
+    try:
+        findings = msgspec.json.decode(answer.stdout, type=Findings)
+    except msgspec.DecodeError as error:
+        said = answer.stderr.decode("utf-8", "replace")[-300:]
+        return [Check("probe", "measured from inside", f"failed: {error}; {said}", False)]
+    return [*_settings(box.spec, findings.facts), *_escapes(box.spec, findings.attempts)]
+
+
+def _settings(spec: Spec, facts: Facts) -> Iterator[Check]:
+    profile = profiles.PROFILES[spec.profile]
+    if profile.user is not None:
+        yield _same("user", profile.user, f"{facts.uid}:{facts.gid}")
+    mask = sum(1 << CAPABILITY_BITS[name] for name in profile.capabilities)
+    yield _same("capabilities", f"{mask:016x}", facts.bounding)
+    yield _same("no-new-privileges", "1", facts.no_new_privs)
+    yield _same("seccomp filter", "2", facts.seccomp)
+    if spec.network == "none":
+        yield _same("network interfaces", "lo", ", ".join(facts.interfaces))
+    memory = spec.memory_mib * profiles.MIB
+    yield _same("memory", str(memory), facts.memory)
+    if facts.swap:
+        yield _same("swap", "0", facts.swap)
+    else:
+        yield _same("memory and swap", str(memory), facts.memory_and_swap)
+    yield _same("processes", str(spec.pids), facts.pids)
+    yield _same("CPUs", f"{spec.cpus:g}", f"{facts.cpus:g}" if facts.cpus is not None else "unlimited")
+    yield _same("open files", str(profiles.OPEN_FILES), str(facts.open_files))
+    yield _same("core dumps", "0", str(facts.core))
+    sizes = {"/tmp": profiles.TMP_MIB, "/run": profiles.SMALL_MIB, "/var/tmp": profiles.SMALL_MIB}
+    sizes["/dev/shm"] = profiles.SMALL_MIB
+    if profiles.work_in_memory(spec):
+        sizes[spec.workdir] = spec.disk_mib
+    for path, size in sizes.items():
+        yield _same(f"size of {path}", str(size * profiles.MIB), str(facts.sizes.get(path, "missing")))
+    yield _same("host name", "sandbox", facts.host_name)
+    if spec.runtime and "runsc" in spec.runtime:
+        gvisor = "gVisor" if "gvisor" in facts.kernel.lower() or "4.4.0" in facts.kernel else facts.kernel[:60]
+        yield _same("kernel", "gVisor", gvisor)
+
+
+def _same(name: str, wanted: str, measured: str) -> Check:
+    return Check(name, wanted, measured, wanted == measured)
+
+
+def _escapes(spec: Spec, attempts: dict[str, str]) -> Iterator[Check]:
+    allowed = ALLOWED.get(spec.profile, {})
+    for name, outcome in attempts.items():
+        refused = outcome in REFUSALS
+        if refused or name not in allowed:
+            yield Check(name, "refused", outcome, refused)
+        else:
+            yield Check(name, f"allowed: {allowed[name]}", outcome, True)
+
+
+async def _fork_bomb(box: Sandbox) -> Check:
+    answer = await box.run(["python3", "-ISc", FORK_BOMB], timeout=BOMB_SECONDS)
+    count = answer.stdout.decode().strip()
+    alive = await _alive(box)
+    return Check(
+        "fork bomb", f"fewer than {box.spec.pids} processes, then gone", f"{count or '?'}, {alive}",
+        count.isdigit() and int(count) < box.spec.pids and alive == "works",
+    )  # fmt: skip
+
+
+async def _memory_bomb(box: Sandbox) -> Check:
+    answer = await box.run(["python3", "-ISc", MEMORY_BOMB, str(2 * box.spec.memory_mib)], timeout=BOMB_SECONDS)
+    outcome = f"{_how(answer)}, {await _alive(box)}"
+    return Check("memory bomb", "killed for memory, sandbox works", outcome, outcome == "killed for memory, works")
+
+
+async def _disk(box: Sandbox) -> list[Check]:
+    if not profiles.work_in_memory(box.spec):
+        return []
+    size = (box.spec.disk_mib + 8) * profiles.MIB
+    answer = await box.run(f"head -c {size} /dev/zero > fill; code=$?; rm -f fill; exit $code", timeout=BOMB_SECONDS)
+    full = b"No space left" in answer.stderr or answer.oom_killed
+    return [Check("fill the disk", "no space left", "no space left" if full else _how(answer), full)]
+
+
+async def _timeout(box: Sandbox) -> Check:
+    answer = await box.run("trap '' TERM; (setsid sleep 61 &); sleep 60", timeout=0.5)
+    left = await box.run("grep -lz '^6[01]$' /proc/[0-9]*/cmdline", timeout=BOMB_SECONDS)
+    measured = "killed with all it started" if answer.timed_out and not left.stdout else "something lives on"
+    return Check("command that ignores its timeout", "killed with all it started", measured, "killed" in measured)
+
+
+def _how(answer: Result) -> str:
+    if answer.oom_killed:
+        return "killed for memory"
+    return "timed out" if answer.timed_out else f"ended with {answer.signal or answer.exit_code}"
+
+
+async def _alive(box: Sandbox) -> str:
+    try:
+        answer = await box.run("echo alive", timeout=BOMB_SECONDS)
+    except SandboxError as error:
+        _log.warning("the sandbox did not survive: %s", error)
+        return str(error)
+    return "works" if answer.stdout == b"alive\n" else "broken"
+
+
+def lines(diagnosis: Diagnosis) -> Iterator[str]:
+    """For people: one line per check, the failed ones marked, and in the end what to do about them."""
+    yield f"engine {diagnosis.engine}, runtime {diagnosis.runtime or '?'}, profile {diagnosis.spec.profile}"
+    if not diagnosis.isolated:
+        yield "FAILED   no isolation at all: commands run as processes of this machine"
+    failed = [check for check in diagnosis.checks if not check.ok]
+    for check in diagnosis.checks:
+        measured = f"{check.measured}, {REFUSALS[check.measured]}" if check.measured in REFUSALS else check.measured
+        mark = "ok      " if check.ok else "FAILED  "
+        yield f"{mark} {check.name}: {measured}" + ("" if check.ok else f" (wanted: {check.wanted})")
+    if diagnosis.ok:
+        yield f"All {len(diagnosis.checks)} checks are as they should be."
+        return
+    yield f"{len(failed)} of {len(diagnosis.checks)} checks failed: run nothing here that you do not trust."
+    for advice in dict.fromkeys(_advice(check) for check in failed):
+        yield f"- {advice}"
+    if not diagnosis.isolated:
+        yield "- Sandboxes need a container engine: apt-get install podman runc, or name one with --engine."
+
+
+def _advice(check: Check) -> str:
+    """What a person can do about a failed check."""
+    for names, advice in ADVICE.items():
+        if check.name in names:
+            return f"{check.name}: {advice}"
+    if check.wanted == "refused":
+        return (
+            f"{check.name}: a program may do this to the machine or to its neighbours. Update the kernel, the engine "
+            "and its runtime; a runtime with a kernel of its own (--runtime runsc) has fewer ways out"
+        )
+    return f"{check.name}: the engine does not keep this setting; look at its own configuration, and at its version"

@@ -1,0 +1,178 @@
+"""What a sandbox needs of a container engine.
+
+`Backend` is implemented by `envs.sandbox.engines.docker.DockerBackend` over Docker or Podman, and by
+`envs.sandbox.engines.fake.FakeBackend`, which runs the same agent as a local process without any isolation, for tests.
+
+Every method answers within the deadline of its implementation, or raises a `SandboxError`; none leaves anything behind
+when it fails or is cancelled, except `create`, whose container is found by its labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from envs.sandbox.api import Spec
+
+AGENT_SECRET = "flash.agent.secret"
+"""Label with what a host must know to take over the sandbox. Labels cannot be read from inside."""
+AGENT_ADDRESS = "flash-agent"
+"""Abstract socket on which an agent waits for a host that takes over; each container has a namespace for its own."""
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """A container engine."""
+
+    name: str
+    """For instance `podman 4.3.1`."""
+    isolated: bool
+    """False: commands run with the rights of this process, as files and network of this machine. For tests only."""
+    runtimes: tuple[str, ...]
+    """Names of the container runtimes that a spec may ask for."""
+    default_runtime: str
+    cpus: int
+    memory: int
+    """Bytes."""
+
+
+class BoxInfo(msgspec.Struct, frozen=True):
+    """One container."""
+
+    box_id: str
+    name: str
+    running: bool
+    labels: Mapping[str, str]
+    exit_code: int | None = None
+    """Of its first process, once that has ended."""
+    oom_killed: bool = False
+    """The engine says that it ended for want of memory."""
+    runtime: str = ""
+    """What it really runs under; empty when not asked for."""
+    layer_size: int | None = None
+    """Bytes written to its own layer; None when not asked for."""
+
+
+class BoxStats(msgspec.Struct, frozen=True):
+    """What a container uses now."""
+
+    cpu_s: float
+    """Since its start."""
+    memory: int
+    """Bytes."""
+    pids: int
+
+
+class Surroundings(msgspec.Struct, frozen=True):
+    """What an agent, and its host, have to know of where it runs."""
+
+    workdir: str
+    cgroup: bool = False
+    """/sys/fs/cgroup is about this sandbox alone."""
+    address: str = ""
+    """Abstract socket on which the agent can wait for a host that takes over."""
+    files_apart: bool = False
+    """The working directory is no part of the container's layer: a snapshot needs it as a stream."""
+    disk_enforced: bool = True
+    """The kernel keeps the disk limit; otherwise the host looks after it."""
+    prelude: str = ""
+    """Source that runs before the agent, in tests."""
+
+
+class Link(Protocol):
+    """The two byte streams to and from a container's agent."""
+
+    @property
+    def said(self) -> bytes:
+        """The end of what its process wrote to standard error."""
+        ...
+
+    async def send(self, data: bytes) -> None:
+        """Raises SandboxLostError when it broke."""
+        ...
+
+    async def receive(self) -> bytes:
+        """What came; empty at the end."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class Containers(Protocol):
+    """Making, finding and removing containers."""
+
+    async def create(self, spec: Spec, *, name: str, labels: Mapping[str, str]) -> str:
+        """Make a container, and give its id. Raises SandboxStartError, SandboxRefusedError."""
+        ...
+
+    async def start(self, box_id: str) -> None:
+        """Start its first process, which waits for a greeting. Raises SandboxStartError."""
+        ...
+
+    async def inspect(self, box_id: str, *, runtime: bool = False, size: bool = False) -> BoxInfo | None:
+        """How it stands; None when there is none."""
+        ...
+
+    async def list(self, labels: Mapping[str, str]) -> list[BoxInfo]:
+        """All that carry these labels, running or not; an empty value stands for any."""
+        ...
+
+    async def delete(self, box_id: str) -> None:
+        """Kill and remove it. Nothing when it is gone already."""
+        ...
+
+    async def stats(self, box_id: str) -> BoxStats:
+        """What it uses. Raises SandboxLostError when it is gone."""
+        ...
+
+
+class Images(Protocol):
+    """Images, and snapshots, which are images too."""
+
+    async def commit(
+        self, box_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None
+    ) -> int:
+        """Keep a container's files as an image, and give its size in bytes beyond the one that it came from.
+
+        `files`: a tar stream of the working directory, when that is not part of the container's layer.
+        """
+        ...
+
+    async def import_image(self, archive: Path, name: str) -> None:
+        """Make an image of a root file system."""
+        ...
+
+    async def list_images(self, labels: Mapping[str, str]) -> dict[str, Mapping[str, str]]:
+        """Names of the images with these labels, and all their labels."""
+        ...
+
+    async def remove_image(self, name: str) -> None:
+        """Remove it. Nothing when it is gone already."""
+        ...
+
+
+class Backend(Containers, Images, Protocol):
+    """A container engine."""
+
+    async def info(self) -> EngineInfo:
+        """What it is. Raises SandboxStartError when it does not answer."""
+        ...
+
+    def surroundings(self, box_id: str, spec: Spec) -> Surroundings:
+        """Where the agent of this container runs."""
+        ...
+
+    def attach(self, box_id: str) -> AbstractAsyncContextManager[Link]:
+        """A link to the first process of a container that was just started."""
+        ...
+
+    def take_over(self, box_id: str) -> AbstractAsyncContextManager[Link]:
+        """A new link to an agent whose host is gone, after which the agent expects its secret."""
+        ...
+
+    async def kill(self, box_id: str) -> None:
+        """Kill everything in it, without removing it."""
+        ...

@@ -1,0 +1,150 @@
+"""Images made of Debian packages, for machines without a registry: `python -m envs.sandbox.images [NAME …]`.
+
+An image is the packages of its recipe with all that they depend on, unpacked by `dpkg-deb` (no maintainer script runs),
+and the user and folders that sandboxes expect. Packages come from wherever apt of this machine gets them, and are
+checked by apt; they are kept in a cache folder, so that a second image takes seconds. Needs Debian, apt and tar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from flash.errors import ConfigError, FlashError
+
+RECIPES: dict[str, tuple[str, ...]] = {
+    "flash-sandbox-python": ("bash", "coreutils", "findutils", "grep", "sed", "tar", "procps", "python3"),
+    "flash-sandbox-c": ("bash", "coreutils", "findutils", "tar", "procps", "python3", "tcc", "libc6-dev"),
+    "flash-sandbox-minimal": ("busybox-static",),
+}
+"""Name of an image to its packages. `flash-sandbox-minimal` has neither bash nor Python."""
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flash" / "debian"
+"""Where packages are kept."""
+USER_ID = 1000
+"""Whom commands run as."""
+
+_MERGED = ("bin", "sbin", "lib", "lib64")
+"""Links into /usr, as on every Debian."""
+_NEVER = ("dpkg", "debconf", "usrmerge", "init-system-helpers", "perl-modules-5.36", "perl", "libperl5.36")
+"""Needed by maintainer scripts only, which do not run here; perl-base stays."""
+_UNNEEDED = ("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/info", "usr/share/lintian")
+
+
+def download(packages: Sequence[str], cache: Path = CACHE) -> list[Path]:
+    """The packages and everything they depend on, as .deb files.
+
+    Raises:
+        ConfigError: apt is missing, or cannot get them.
+    """
+    (cache / "partial").mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile() as nothing_installed:
+        options = [
+            f"Dir::State::status={nothing_installed.name}",
+            f"Dir::Cache::archives={cache}",
+            "APT::Install-Recommends=false",
+            "Debug::NoLocking=1",
+            "APT::Sandbox::User=root",
+        ]
+        apt = ["apt-get", "--yes", *(part for option in options for part in ("-o", option))]
+        _run([*apt, "--download-only", "install", *packages])
+        listing = _run(
+            [*apt, "--print-uris", "--reinstall", "install", *packages, "-o", "Dir::Cache::archives=/nowhere"]
+        )
+    names = [line.split()[1] for line in listing.splitlines() if line.startswith("'")]
+    return [cache / name for name in names if name.split("_")[0] not in _NEVER]
+
+
+def unpack(debs: Sequence[Path], root: Path) -> None:
+    """Make a root file system of packages."""
+    for name in _MERGED:
+        (root / "usr" / name).mkdir(parents=True, exist_ok=True)
+        (root / name).symlink_to(f"usr/{name}")
+    for deb in debs:
+        with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", deb], stdout=subprocess.PIPE) as content:
+            _run(["tar", "-x", "--keep-directory-symlink", "-C", str(root)], stdin=content.stdout)
+        if content.returncode != 0:
+            raise ConfigError(f"{deb} cannot be unpacked; remove it and try again")
+    for name in _UNNEEDED:
+        shutil.rmtree(root / name, ignore_errors=True)
+
+
+def finish(root: Path) -> None:
+    """Add what maintainer scripts would have, as far as sandboxes need it."""
+    for name in ("etc", "work", "tmp", "run", "var/tmp", "proc", "sys", "dev", "root"):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    (root / "etc/passwd").write_text(
+        f"root:x:0:0:root:/root:/bin/sh\nuser:x:{USER_ID}:{USER_ID}:user:/work:/bin/sh\n"
+        "nobody:x:65534:65534:nobody:/nonexistent:/bin/sh\n"
+    )
+    (root / "etc/group").write_text(f"root:x:0:\nuser:x:{USER_ID}:\nnogroup:x:65534:\n")
+    # Anybody may write to /work: a file system in memory takes this mode over, but not the folder's owner.
+    for name in ("tmp", "var/tmp", "work"):
+        (root / name).chmod(0o1777)
+    busybox = root / "usr/bin/busybox"
+    if busybox.exists() and not (root / "usr/bin/bash").exists():
+        for applet in _run([str(busybox), "--list"]).split():
+            link = root / "usr/bin" / applet
+            if not link.exists():
+                link.symlink_to("busybox")
+    elif not (root / "usr/bin/sh").exists():
+        (root / "usr/bin/sh").symlink_to("bash")
+    for library in (root / "usr/lib").glob("python3.*"):
+        # Without byte code, which only a maintainer script would make, each start of Python compiles what it imports.
+        _run(["chroot", str(root), "/usr/bin/python3", "-m", "compileall", "-q", f"/usr/lib/{library.name}"])
+    ldconfig = root / "usr/sbin/ldconfig"
+    if ldconfig.exists():
+        _run([str(ldconfig), "-r", str(root)])
+
+
+def build(packages: Sequence[str], target: Path, cache: Path = CACHE) -> None:
+    """Write the root file system of an image as a tar file.
+
+    Raises:
+        ConfigError: a package cannot be had, or this is not a Debian.
+    """
+    with tempfile.TemporaryDirectory(prefix="flash-image-") as folder:
+        root = Path(folder) / "root"
+        root.mkdir()
+        unpack(download(packages, cache), root)
+        finish(root)
+        _run(["tar", "-c", "--numeric-owner", "-C", str(root), "-f", str(target), "."])
+
+
+def _run(command: Sequence[str], stdin: object = None) -> str:
+    try:
+        done = subprocess.run(command, stdin=stdin, capture_output=True, text=True, check=False, timeout=600)  # type: ignore[call-overload]
+    except OSError as error:
+        raise ConfigError(f"images are made of Debian packages, which needs `{command[0]}`: {error}") from error
+    if done.returncode != 0:
+        raise ConfigError(f"{' '.join(command[:4])} … failed: {(done.stderr or done.stdout).strip()[-800:]}")
+    return done.stdout
+
+
+async def _main(names: Sequence[str]) -> None:
+    from envs.sandbox.engines.docker import DockerBackend
+
+    async with DockerBackend() as engine:
+        for name in names:
+            with tempfile.TemporaryDirectory(prefix="flash-image-") as folder:
+                archive = Path(folder) / "root.tar"
+                await asyncio.to_thread(build, RECIPES[name], archive)
+                await engine.import_image(archive, name)
+            sys.stdout.write(f"{name}\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m envs.sandbox.images", description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[*RECIPES, []], metavar="NAME", help="all of them by default")
+    try:
+        asyncio.run(_main(parser.parse_args().names or list(RECIPES)))
+    except FlashError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(1)

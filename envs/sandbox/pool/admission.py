@@ -1,0 +1,349 @@
+"""Admission: who gets the next sandbox, and on which host. A pure state machine: no clock, no tasks, no I/O.
+
+Laws, each tested under its name:
+
+- **Capacity.** What is granted on a host never exceeds what the host has.
+- **Answered.** Every request is in exactly one state: waiting, granted, or gone (`withdraw`, `release`).
+- **Fair share.** Between owners, the one with the smallest share of the whole comes first; an owner's own requests go
+  by priority, then by age.
+- **No starvation.** However the others' priorities and sizes are, a request is overtaken unfairly a bounded number of
+  times. By its owner's own requests: after `patience` more of them than were ahead of it, it is late, and comes first
+  among them. By smaller ones: when it was its turn but it fitted nowhere while `patience` others were granted, it is
+  overdue. Overdue requests come first of all, oldest first, and each has a host kept free for it. What other owners
+  get because their share is smaller counts for neither: a flood of requests gives nobody more than a fair share.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from itertools import count
+
+import msgspec
+
+from envs.sandbox.pool.placement import NOTHING, Demand, HostView, choose, could_ever_take
+from flash.errors import SandboxBusyError, SandboxRefusedError
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A wish for one sandbox."""
+
+    id: str
+    owner: str
+    demand: Demand
+    priority: int = 0
+    """Larger is sooner, among the requests of one owner."""
+    warm_key: str = ""
+    """What a ready sandbox has to be to serve this request."""
+    only: str | None = None
+    """The host it must be on; None: any."""
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """A request's turn has come."""
+
+    id: str
+    host: str
+
+
+class _Waiting(msgspec.Struct):
+    request: Request
+    arrival: int
+    late_at: int
+    """Number of its owner's grants from which the request is late."""
+    late: bool = False
+    passed: int = 0
+    """Grants to others when it was its turn and it fitted nowhere."""
+    avoid: frozenset[str] = frozenset()
+
+    def order(self) -> tuple[bool, int, int]:
+        return not self.late, 0 if self.late else -self.request.priority, self.arrival
+
+
+class _Granted(msgspec.Struct):
+    request: Request
+    arrival: int
+    host: str
+
+
+_Shape = tuple[Demand, str | None, str]
+"""Requests that are alike to placement."""
+_Fit = tuple[Demand, str | None]
+"""What decides whether a request fits: if one does not, none of them does."""
+
+
+class Admission:
+    """The queue and the books of one pool."""
+
+    def __init__(self, *, max_waiting: int, patience: int) -> None:
+        """A queue for at most `max_waiting` requests; `patience` counts grants."""
+        self._max_waiting = max_waiting
+        self._patience = patience
+        self._hosts: dict[str, HostView] = {}
+        self._waiting: dict[str, _Waiting] = {}
+        self._by_owner: dict[str, dict[_Shape, list[_Waiting]]] = {}
+        self._granted: dict[str, _Granted] = {}
+        self._usage: dict[str, Demand] = {}
+        self._held: dict[str, int] = {}
+        """Granted requests by owner."""
+        self._turns: dict[str, int] = {}
+        """Grants by owner."""
+        self._alarms: dict[str, list[tuple[int, int, str]]] = {}
+        """Heap by owner: turns at which a request is late, arrival, id. Those of requests that left are skipped."""
+        self._passed: dict[str, _Waiting] = {}
+        """What fitted nowhere in this decision, in turn: further grants overtake it."""
+        self._overdue: dict[str, _Waiting] = {}
+        self._arrivals = count()
+        self._grants = 0
+        self._last_grant: dict[str, int] = {}
+
+    # ---- hosts
+
+    def set_host(
+        self,
+        name: str,
+        capacity: Demand,
+        *,
+        others: Demand = NOTHING,
+        accepts: bool = True,
+        warm: dict[str, int] | None = None,
+    ) -> None:
+        """Add a host, or say what it is like now. What was granted there stays granted."""
+        view = self._hosts.setdefault(name, HostView(name, capacity))
+        view.capacity, view.others, view.accepts, view.warm = capacity, others, accepts, dict(warm or {})
+
+    def hosts(self) -> list[HostView]:
+        """What is known of each host."""
+        return list(self._hosts.values())
+
+    # ---- requests
+
+    def submit(self, request: Request) -> None:
+        """Let a request wait.
+
+        Raises:
+            SandboxRefusedError: no host could ever hold it.
+            SandboxBusyError: the queue is full.
+        """
+        assert request.id not in self._waiting
+        assert request.id not in self._granted
+        if self._hosts and not could_ever_take(self._hosts.values(), request.demand, request.only):
+            raise SandboxRefusedError(self._too_large(request))
+        if len(self._waiting) >= self._max_waiting:
+            raise SandboxBusyError(
+                f"{len(self._waiting)} requests wait for a sandbox already; ask again later, or add hosts"
+            )
+        ahead = sum(map(len, self._by_owner.get(request.owner, {}).values()))
+        late_at = self._turns.get(request.owner, 0) + ahead + self._patience
+        self._enter(_Waiting(request, next(self._arrivals), late_at))
+
+    def put_back(self, id: str, *, avoid: Iterable[str] = ()) -> None:
+        """A granted request could not be served: it waits again, in its old place, and prefers other hosts."""
+        granted = self._end(id)
+        waiting = _Waiting(granted.request, granted.arrival, 0, late=True, avoid=frozenset(avoid))
+        self._enter(waiting)
+        self._overdue[id] = waiting
+
+    def withdraw(self, id: str) -> None:
+        """Forget a waiting request."""
+        self._leave(self._waiting[id])
+
+    def release(self, id: str) -> None:
+        """A granted request's sandbox is gone."""
+        self._end(id)
+
+    def restore(self, request: Request, host: str) -> None:
+        """Book what was granted in an earlier life, without asking whether it fits."""
+        self._grant(_Waiting(request, next(self._arrivals), 0), self._hosts[host], counted=False)
+
+    def is_waiting(self, id: str) -> bool:
+        """Whether the request has not been granted yet."""
+        return id in self._waiting
+
+    def position(self, id: str) -> int:
+        """How many waiting requests are older."""
+        arrival = self._waiting[id].arrival
+        return sum(other.arrival < arrival for other in self._waiting.values())
+
+    def waiting(self) -> dict[str, int]:
+        """Waiting requests by owner."""
+        return {owner: sum(map(len, shapes.values())) for owner, shapes in self._by_owner.items()}
+
+    def usage(self) -> dict[str, Demand]:
+        """What each owner was granted."""
+        return dict(self._usage)
+
+    def why_waiting(self, id: str) -> str:
+        """What a request waits for, for the message of its deadline."""
+        request = self._waiting[id].request
+        if not could_ever_take(self._hosts.values(), request.demand, request.only):
+            return self._too_large(request)
+        open_hosts = sum(host.accepts for host in self._hosts.values())
+        return (
+            f"{self.position(id)} of {len(self._waiting)} waiting requests are older, {len(self._granted)} sandboxes "
+            f"are in use, {open_hosts} of {len(self._hosts)} hosts take new ones"
+        )
+
+    # ---- decisions
+
+    def decide(self) -> list[Grant]:
+        """Grant everything that can be granted now, in the order of the laws."""
+        grants: list[Grant] = []
+        closed: set[str] = set()
+        self._passed.clear()
+        self._serve_overdue(grants, closed)
+        self._serve_owners(grants, closed)
+        return grants
+
+    def _serve_overdue(self, grants: list[Grant], closed: set[str]) -> None:
+        """Oldest first; keep a host free for each that does not fit. Grants make others overdue: until none is left."""
+        seen: set[str] = set()
+        while new := [waiting for id, waiting in self._overdue.items() if id not in seen]:
+            for waiting in sorted(new, key=lambda waiting: waiting.arrival):
+                seen.add(waiting.request.id)
+                if len(closed) == len(self._hosts):
+                    return
+                if (host := self._place(waiting, closed)) is not None:
+                    grants.append(self._grant(waiting, host))
+                elif (kept := self._host_to_keep(waiting.request, closed)) is not None:
+                    closed.add(kept.name)
+
+    def _host_to_keep(self, request: Request, closed: set[str]) -> HostView | None:
+        """The host on which this request will fit soonest: the one with the most room among those large enough."""
+        large = [
+            host
+            for host in self._hosts.values()
+            if host.accepts
+            and host.name not in closed
+            and request.only in (None, host.name)
+            and request.demand.fits(host.capacity)
+        ]
+        return min(
+            large, key=lambda host: ((host.others + host.granted).share_of(host.capacity), host.name), default=None
+        )
+
+    def _serve_owners(self, grants: list[Grant], closed: set[str]) -> None:
+        """The owner with the smallest share first, each with its best request that fits somewhere."""
+        unfit: set[_Fit] = set()
+        whole = sum((host.capacity for host in self._hosts.values()), NOTHING)
+        owners = [(self._rank(owner, whole), owner) for owner in self._by_owner]
+        heapq.heapify(owners)
+        while owners:
+            _, owner = heapq.heappop(owners)
+            if (grant := self._serve_owner(owner, unfit, closed)) is None:
+                continue
+            grants.append(grant)
+            self._serve_overdue(grants, closed)
+            if owner in self._by_owner:
+                heapq.heappush(owners, (self._rank(owner, whole), owner))
+
+    def _rank(self, owner: str, whole: Demand) -> tuple[float, int]:
+        return self._usage.get(owner, NOTHING).share_of(whole), self._last_grant.get(owner, -1)
+
+    def _serve_owner(self, owner: str, unfit: set[_Fit], closed: set[str]) -> Grant | None:
+        first = [queue[0] for queue in self._by_owner.get(owner, {}).values()]
+        for waiting in sorted(first, key=_Waiting.order):
+            fit = (waiting.request.demand, waiting.request.only)
+            if fit not in unfit:
+                if (host := self._place(waiting, closed)) is not None:
+                    return self._grant(waiting, host)
+                unfit.add(fit)
+            self._passed[waiting.request.id] = waiting
+        return None
+
+    def _place(self, waiting: _Waiting, closed: set[str]) -> HostView | None:
+        request = waiting.request
+        return choose(
+            self._hosts.values(),
+            request.demand,
+            warm_key=request.warm_key,
+            only=request.only,
+            avoid=waiting.avoid,
+            closed=closed,
+        )
+
+    # ---- books
+
+    def _enter(self, waiting: _Waiting) -> None:
+        request = waiting.request
+        self._waiting[request.id] = waiting
+        queue = self._by_owner.setdefault(request.owner, {}).setdefault(_shape(request), [])
+        insort(queue, waiting, key=_Waiting.order)
+        if not waiting.late:
+            alarms = self._alarms.setdefault(request.owner, [])
+            heapq.heappush(alarms, (waiting.late_at, waiting.arrival, request.id))
+
+    def _leave(self, waiting: _Waiting) -> None:
+        request = waiting.request
+        del self._waiting[request.id]
+        self._overdue.pop(request.id, None)
+        self._passed.pop(request.id, None)
+        shapes = self._by_owner[request.owner]
+        queue = shapes[_shape(request)]
+        del queue[bisect_left(queue, waiting.order(), key=_Waiting.order)]
+        if not queue:
+            del shapes[_shape(request)]
+        if not shapes:
+            del self._by_owner[request.owner]
+            self._forget(request.owner)
+
+    def _grant(self, waiting: _Waiting, host: HostView, *, counted: bool = True) -> Grant:
+        request = waiting.request
+        if request.id in self._waiting:
+            self._leave(waiting)
+        self._granted[request.id] = _Granted(request, waiting.arrival, host.name)
+        host.granted += request.demand
+        if host.warm.get(request.warm_key, 0) > 0:
+            host.warm[request.warm_key] -= 1
+        self._usage[request.owner] = self._usage.get(request.owner, NOTHING) + request.demand
+        self._held[request.owner] = self._held.get(request.owner, 0) + 1
+        if counted:
+            self._grants += 1
+            self._last_grant[request.owner] = self._grants
+            self._overtake(request.owner)
+        return Grant(request.id, host.name)
+
+    def _overtake(self, owner: str) -> None:
+        """Something of this owner was granted: who was overtaken by that long enough comes first from now on."""
+        for id, waiting in self._passed.items():
+            waiting.passed += 1
+            if waiting.passed >= self._patience:
+                self._overdue[id] = waiting
+        turns = self._turns[owner] = self._turns.get(owner, 0) + 1
+        alarms = self._alarms.get(owner, [])
+        while alarms and alarms[0][0] <= turns:
+            _, arrival, id = heapq.heappop(alarms)
+            waiting = self._waiting.get(id)
+            if waiting is not None and waiting.arrival == arrival and not waiting.late:
+                queue = self._by_owner[owner][_shape(waiting.request)]
+                del queue[bisect_left(queue, waiting.order(), key=_Waiting.order)]
+                waiting.late = True
+                insort(queue, waiting, key=_Waiting.order)
+
+    def _end(self, id: str) -> _Granted:
+        granted = self._granted.pop(id)
+        owner, demand = granted.request.owner, granted.request.demand
+        self._hosts[granted.host].granted -= demand
+        self._usage[owner] -= demand
+        self._held[owner] -= 1
+        self._forget(owner)
+        return granted
+
+    def _forget(self, owner: str) -> None:
+        """Keep no books for owners that neither wait nor hold anything."""
+        if self._held.get(owner, 0) == 0:
+            self._held.pop(owner, None)
+            self._usage.pop(owner, None)
+            if owner not in self._by_owner:
+                for books in (self._last_grant, self._turns, self._alarms):
+                    books.pop(owner, None)
+
+    def _too_large(self, request: Request) -> str:
+        hosts = ", ".join(f"{host.name} {host.capacity}" for host in self._hosts.values())
+        where = f" on host {request.only}" if request.only else ""
+        return f"a sandbox of {request.demand} fits nowhere{where}, not even alone; the hosts have {hosts or 'nothing'}"
+
+
+def _shape(request: Request) -> _Shape:
+    return request.demand, request.only, request.warm_key

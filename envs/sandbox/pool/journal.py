@@ -1,0 +1,145 @@
+"""The journal: which lease has which sandbox, kept so that a restarted service can go on with them.
+
+Two records with two tasks. *Labels* on the containers are the truth about what exists: the engine writes them together
+with the container, any process can read them, and nothing can be made without them. But they can never be changed, and
+a sandbox that was made ahead learns only later whose it is. So the *journal* is the truth about who holds what: one row
+per lease, written before the side effect it announces. After a restart a row without a container is a lease that was
+lost, and a container without a row is removed. Neither can leak the other.
+
+SQLite in WAL mode: a row survives `kill -9` without an fsync; after a power cut the containers are gone as well.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, Protocol, TypeVar
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from envs.sandbox.api import Spec
+from flash.errors import ConfigError
+
+_T = TypeVar("_T")
+
+BUSY_S = 5.0
+"""How long to wait for another reader of the file, seconds."""
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One lease, as it is remembered."""
+
+    lease: str
+    owner: str
+    token: str
+    """Name of the bearer token that may use it; "" inside one process."""
+    spec: Spec
+    priority: int
+    on_lost: Literal["fail", "recreate"]
+    lease_s: float | None
+    """Seconds that a renewal lasts; None: for ever. After a restart it begins anew: nobody could renew meanwhile."""
+    hard_until: float
+    """Unix time at which it ends in any case."""
+    key: str = ""
+    """The request's idempotency key."""
+    host: str = ""
+    """Where the sandbox is; "" while it waits."""
+    box: str = ""
+    """The sandbox; "" while it waits."""
+    ready: bool = False
+    """The holder may have it. Without, it was being made."""
+    generation: int = 0
+    """How often the sandbox was made again."""
+    parent: str = ""
+    """The lease whose sandbox this one was forked from: it ends with that one."""
+    snapshots: tuple[tuple[str, str], ...] = ()
+    """Images that its forks began from, and their hosts: removed with it."""
+    kept: tuple[str, ...] = ()
+    """Snapshots that its holder was told of: they outlive it."""
+
+
+class Journal(Protocol):
+    """Keeps entries."""
+
+    async def put(self, entry: Entry) -> None:
+        """Remember an entry, in place of an earlier one of the same lease."""
+        ...
+
+    async def drop(self, lease: str) -> None:
+        """Forget a lease."""
+        ...
+
+    async def load(self) -> list[Entry]:
+        """Everything that is remembered."""
+        ...
+
+
+class MemoryJournal:
+    """Remembers for as long as the process lives."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+
+    async def put(self, entry: Entry) -> None:
+        """Remember an entry."""
+        self.entries[entry.lease] = entry
+
+    async def drop(self, lease: str) -> None:
+        """Forget a lease."""
+        self.entries.pop(lease, None)
+
+    async def load(self) -> list[Entry]:
+        """Everything that is remembered."""
+        return list(self.entries.values())
+
+
+class SqliteJournal:
+    """Remembers in a file. Its calls run in a worker thread, one at a time and in their order."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or make the file.
+
+        Raises:
+            ConfigError: it cannot be opened.
+        """
+        self._limiter = anyio.CapacityLimiter(1)
+        path.touch(mode=0o600, exist_ok=True)
+        try:
+            self._connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
+            self._connection.execute("PRAGMA journal_mode=WAL")
+            self._connection.execute("PRAGMA synchronous=NORMAL")
+            self._connection.execute("CREATE TABLE IF NOT EXISTS leases (lease TEXT PRIMARY KEY, entry BLOB NOT NULL)")
+        except sqlite3.Error as error:
+            raise ConfigError(
+                f"the journal {path} cannot be opened: {error}; move it away to start without it"
+            ) from error
+
+    async def put(self, entry: Entry) -> None:
+        """Remember an entry."""
+        row = (entry.lease, msgspec.json.encode(entry))
+        await self._run(lambda: self._connection.execute("INSERT OR REPLACE INTO leases VALUES (?, ?)", row))
+
+    async def drop(self, lease: str) -> None:
+        """Forget a lease."""
+        await self._run(lambda: self._connection.execute("DELETE FROM leases WHERE lease = ?", (lease,)))
+
+    async def load(self) -> list[Entry]:
+        """Everything that is remembered. A row of another version of the code is left out: its sandbox is removed."""
+        rows = await self._run(lambda: self._connection.execute("SELECT entry FROM leases").fetchall())
+        entries: list[Entry] = []
+        for (row,) in rows:
+            try:
+                entries.append(msgspec.json.decode(row, type=Entry))
+            except msgspec.DecodeError:
+                continue
+        return entries
+
+    def close(self) -> None:
+        """Close the file."""
+        self._connection.close()
+
+    async def _run(self, call: Callable[[], _T]) -> _T:
+        return await anyio.to_thread.run_sync(call, limiter=self._limiter)

@@ -1,0 +1,227 @@
+"""A lease: one holder's right to a sandbox, from its order to its end, and the sandbox as the holder sees it.
+
+`Lease` is state without tasks; the pool moves it on. `Leased` is the `SandboxLike` that the holder uses: it books each
+call in the timeline, keeps the lease from idling while a call is in progress, and tells the holder of a loss exactly
+once. After a sandbox was made again, the next call raises SandboxLostError, unless a call was in progress and has told
+already: nobody goes on in an empty sandbox without knowing. A call that was cancelled has told nobody.
+
+A broken link ends the calls in progress with the same error as a loss. Which of the two it was, the next call finds
+out: a sandbox that answers again is used again.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Literal
+
+import anyio
+
+from envs.sandbox.api import Result, SandboxLike, Spec
+from envs.sandbox.pool.timeline import Timeline
+from flash.errors import SandboxClosedError, SandboxError, SandboxLostError, SandboxTimeoutError
+
+LeaseState = Literal["queued", "starting", "ready", "failed", "closed"]
+OnLost = Literal["fail", "recreate"]
+
+REMADE_WAIT_S = 20.0
+"""Seconds for which a call waits while its lost sandbox is made again: less than callers wait beyond their timeout."""
+PROBE_S = 5.0
+"""Seconds for a sandbox to answer whether it was lost, or only its link broke."""
+
+
+class Lease:
+    """One right to one sandbox. Times are seconds on the loop's clock."""
+
+    def __init__(
+        self,
+        id: str,
+        spec: Spec,
+        *,
+        owner: str,
+        token: str = "",
+        priority: int = 0,
+        on_lost: OnLost = "fail",
+        lease_s: float = math.inf,
+        key: str = "",
+    ) -> None:
+        self.id = id
+        self.spec = spec
+        self.owner = owner
+        self.token = token
+        self.priority = priority
+        self.on_lost: OnLost = on_lost
+        self.lease_s = lease_s
+        self.key = key
+        self.state: LeaseState = "queued"
+        self.reason = ""
+        """Why it is in this state."""
+        self.ending = "it was given back"
+        """Why it is to end."""
+        self.error: SandboxError | None = None
+        """What ended it, if it failed."""
+        self.box: SandboxLike | None = None
+        self.host = ""
+        self.generation = 0
+        self.until = anyio.current_time() + lease_s
+        self.hard_until = math.inf
+        """Set when the sandbox is ready: its life begins then."""
+        self.created_at = time.time()
+        self.timeline = Timeline()
+        self.scope = anyio.CancelScope()
+        """Around the task that serves it."""
+        self.granted = anyio.Event()
+        self.done = anyio.Event()
+        """Nothing is left of it."""
+        self.parent = ""
+        """The lease that it is a fork of."""
+        self.children: list[Lease] = []
+        """Forks: they end with it."""
+        self.snapshots: list[tuple[str, str]] = []
+        """Images that its forks began from, and their hosts: removed after them."""
+        self.kept: list[str] = []
+        """Snapshots that its holder was told of."""
+        self.box_id = ""
+        """The sandbox's id in the journal, from before it is made."""
+        self.cleared = False
+        """Its snapshots are removed and its entry in the journal dropped: nothing may be added any more."""
+        self.starts = 0
+        """Failed ones in a row."""
+        self.calls = 0
+        """In progress."""
+        self._last_call = anyio.current_time()
+        self._changed = anyio.Event()
+        self._untold: tuple[SandboxLike | None, SandboxLostError] | None = None
+        """A lost sandbox, and what its holder is to be told."""
+        self._told: SandboxLike | None = None
+        """The sandbox of whose loss the holder knows."""
+
+    def set(self, state: LeaseState, reason: str = "") -> None:
+        """Move on, and wake everybody who waits for that."""
+        if (state, reason) != (self.state, self.reason):
+            self.timeline.add(time.time(), "state", reason, 0.0, state)
+        self.state, self.reason = state, reason
+        if state == "ready":
+            self._last_call = anyio.current_time()
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def settled(self) -> None:
+        """Return once it neither waits nor starts."""
+        while self.state in ("queued", "starting"):
+            await self._changed.wait()
+
+    async def _remade(self) -> None:
+        """Return once it neither waits nor starts, and has a sandbox of whose loss nobody knows."""
+        while True:
+            changed, box = self._changed, self.box
+            if self.state in ("queued", "starting"):
+                await changed.wait()
+            elif self.state != "ready" or box is None or box is not self._told:
+                return
+            elif await _answers(box):
+                self._told = None if self._told is box else self._told
+            else:
+                # A link that is mended changes no state: so it is asked again after a while.
+                with anyio.move_on_after(PROBE_S):
+                    await changed.wait()
+
+    async def change(self) -> None:
+        """Return at the next change of state."""
+        await self._changed.wait()
+
+    def renew(self) -> None:
+        """The holder is still there."""
+        self.until = anyio.current_time() + self.lease_s
+
+    def end(self, reason: str, error: SandboxError | None = None) -> None:
+        """Let the serving task end it. The first reason stays."""
+        if not self.scope.cancel_called:
+            self.ending, self.error = reason, error
+            self.scope.cancel()
+
+    def due(self) -> tuple[float, str]:
+        """When it ends unless something happens, and why that would be."""
+        idle = math.inf
+        if self.spec.idle_s is not None and self.state == "ready":
+            idle = (anyio.current_time() if self.calls else self._last_call) + self.spec.idle_s
+        times = [
+            (self.until, f"the lease was not renewed within {self.lease_s:g} s"),
+            (self.hard_until, f"its life of {self.spec.deadline_s:g} s was over"),
+            (idle, f"it had no call for {self.spec.idle_s or 0:g} s"),
+        ]
+        return min(times)
+
+    def lost(self, box: SandboxLike | None, error: SandboxLostError) -> None:
+        """The sandbox is gone. The next call says so, unless one that was in progress has, or still does."""
+        self._untold = None if box is not None and box is self._told else (box, error)
+
+    @asynccontextmanager
+    async def call(self, kind: str, text: str) -> AsyncGenerator[Call]:
+        """One call of the holder, booked from its beginning to its end."""
+        box = await self._usable()
+        call = Call(box)
+        at, start = time.time(), anyio.current_time()
+        self.calls += 1
+        try:
+            yield call
+        except BaseException as error:
+            call.outcome = type(error).__name__
+            if isinstance(error, SandboxLostError):
+                self._told = box
+                if self._untold is not None and self._untold[0] is box:
+                    self._untold = None
+            raise
+        finally:
+            self.calls -= 1
+            self._last_call = anyio.current_time()
+            self.timeline.add(at, kind, text, anyio.current_time() - start, call.outcome)
+
+    async def _usable(self) -> SandboxLike:
+        if self._untold is not None:
+            (_, error), self._untold = self._untold, None
+            raise error
+        with anyio.move_on_after(REMADE_WAIT_S):
+            await self._remade()
+        if self.state == "ready" and self.box is not None and self.box is not self._told:
+            return self.box
+        if self.error is not None:
+            raise self.error
+        if self.state in ("queued", "starting", "ready"):
+            raise SandboxLostError(
+                f"waited {REMADE_WAIT_S:g} s for sandbox {self.id} to be made again; see its timeline"
+            )
+        raise SandboxClosedError(f"sandbox {self.id} is closed: {self.reason}")
+
+
+async def _answers(box: SandboxLike) -> bool:
+    """Whether a sandbox of which a call said that it is lost is there after all."""
+    try:
+        with anyio.move_on_after(PROBE_S):
+            await box.run(["true"], timeout=PROBE_S)
+            return True
+    except (SandboxLostError, SandboxClosedError, SandboxTimeoutError):
+        pass
+    except SandboxError:
+        return True
+    return False
+
+
+class Call:
+    """A call in progress."""
+
+    def __init__(self, box: SandboxLike) -> None:
+        self.box = box
+        self.outcome = "ok"
+
+    def ended(self, result: Result) -> Result:
+        """Book how the command ended."""
+        if result.timed_out:
+            self.outcome = "timed out"
+        elif result.oom_killed:
+            self.outcome = "out of memory"
+        else:
+            self.outcome = result.signal or f"exit {result.exit_code}"
+        return result

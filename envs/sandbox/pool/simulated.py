@@ -1,0 +1,254 @@
+"""A simulated engine: sandboxes that cost only time on the loop's clock. For tests and for the scheduler's benchmark.
+
+`SimulatedMaker` behaves like an engine under a `LocalHost`: it starts sandboxes after a while, lists and removes them,
+and fails when told to. A `SimulatedBox` answers `run` after the seconds that its command names (`sleep 3`), and nothing
+else.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import NoReturn
+from uuid import uuid4
+
+import anyio
+import msgspec
+
+from envs.sandbox.api import (
+    Chunk,
+    Command,
+    FileInfo,
+    Job,
+    Result,
+    SandboxLike,
+    Session,
+    Snapshot,
+    Spec,
+    State,
+    Terminal,
+)
+from envs.sandbox.box.sandbox import LIFE, LIFE_LABEL, SNAPSHOT_NAME
+from envs.sandbox.pool.host import Container
+from envs.sandbox.pool.placement import Demand
+from flash.errors import SandboxClosedError, SandboxLostError, SandboxRefusedError, SandboxStartError
+
+
+class SimulatedMaker:
+    """A `Maker` whose containers are entries of a dict."""
+
+    def __init__(
+        self, whole: Demand, *, start_s: float = 0.1, remove_s: float = 0.05, spread: float = 0.0, seed: int = 0
+    ) -> None:
+        """`spread` is the standard deviation of the logarithm of the times."""
+        self.boxes: dict[str, SimulatedBox] = {}
+        """By container id."""
+        self.snapshots: dict[str, Mapping[str, str]] = {}
+        """Labels by name."""
+        self.down = False
+        """Nothing answers."""
+        self.frozen = False
+        """The process that uses the engine is dead: what it still does has no effect."""
+        self.bad_images: set[str] = set()
+        self.most = 0
+        """Containers at once, at the worst."""
+        self.made = 0
+        self._whole = whole
+        self._start_s = start_s
+        self._remove_s = remove_s
+        self._spread = spread
+        self._random = random.Random(seed)
+
+    async def capacity(self) -> Demand:
+        """What the machine has."""
+        await self._answer(0.0)
+        return self._whole
+
+    async def make(self, spec: Spec, box: str, labels: Mapping[str, str]) -> SandboxLike:
+        """Start one. The container exists from the first half of the time on, like a real one."""
+        await self._answer(self._seconds(self._start_s) / 2)
+        made = SimulatedBox(self, box, spec, labels)
+        self.boxes[made.container_id] = made
+        self.made += 1
+        self.most = max(self.most, len(self.boxes))
+        await self._answer(self._seconds(self._start_s) / 2)
+        if spec.image in self.bad_images:
+            del self.boxes[made.container_id]
+            raise SandboxStartError(f"{spec.image} does not start")
+        return made
+
+    async def adopt(self, container: Container, spec: Spec, box: str) -> SandboxLike:
+        """Take one over."""
+        await self._answer(self._remove_s)
+        if container.id not in self.boxes:
+            raise SandboxLostError(f"container {container.id} is gone")
+        return self.boxes[container.id]
+
+    async def containers(self) -> list[Container]:
+        """All of them."""
+        await self._answer(0.0)
+        listed = [Container(id, box.labels, True) for id, box in self.boxes.items()]
+        return listed + [Container(name, labels, False, image=True) for name, labels in self.snapshots.items()]
+
+    async def remove(self, id: str, *, image: bool = False) -> None:
+        """Remove one."""
+        await self._answer(self._seconds(self._remove_s))
+        if image:
+            self.snapshots.pop(id, None)
+        elif (box := self.boxes.pop(id, None)) is not None:
+            box.end("lost")
+
+    async def _answer(self, seconds: float) -> None:
+        await anyio.sleep(seconds)
+        if self.down or self.frozen:
+            raise SandboxStartError("the engine does not answer")
+
+    def _seconds(self, mean: float) -> float:
+        return mean * math.exp(self._random.gauss(0.0, self._spread)) if self._spread else mean
+
+
+class SimulatedBox:
+    """A `SandboxLike` in which only time passes."""
+
+    def __init__(self, maker: SimulatedMaker, box: str, spec: Spec, labels: Mapping[str, str]) -> None:
+        self.labels = labels
+        self.container_id = uuid4().hex
+        self._maker = maker
+        self._id = box
+        self._spec = spec
+        self._state: State = "ready"
+        self._ended = anyio.Event()
+
+    @property
+    def sandbox_id(self) -> str:
+        return self._id
+
+    @property
+    def spec(self) -> Spec:
+        return self._spec
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def end(self, state: State) -> None:
+        """It ends in this state."""
+        if self._state == "ready":
+            self._state = state
+        self._ended.set()
+
+    def crash(self) -> None:
+        """Its container is killed."""
+        self._maker.boxes.pop(self.container_id, None)
+        self.end("lost")
+
+    async def run(
+        self,
+        command: Command,
+        *,
+        timeout: float,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> Result:
+        """`sleep SECONDS`; anything else takes no time."""
+        words = command.split() if isinstance(command, str) else list(command)
+        seconds = float(words[1]) if words[:1] == ["sleep"] else 0.0
+        self._check()
+        with anyio.move_on_after(min(seconds, timeout)):
+            await self._ended.wait()
+        self._check()
+        late = seconds > timeout
+        return Result(
+            exit_code=None if late else 0,
+            signal="SIGKILL" if late else None,
+            timed_out=late,
+            oom_killed=False,
+            stdout=b"",
+            stderr=b"",
+            stdout_truncated=False,
+            stderr_truncated=False,
+            wall_s=min(seconds, timeout),
+            cpu_s=0.0,
+            max_rss=0,
+        )
+
+    def stream(self, command: Command, **_: object) -> AsyncIterator[Chunk | Result]:
+        """Refused."""
+        self._refuse()
+
+    async def start(self, command: Command, **_: object) -> Job:
+        """Refused."""
+        self._refuse()
+
+    def session(self, name: str = "main") -> AbstractAsyncContextManager[Session]:
+        """Refused."""
+        self._refuse()
+
+    def terminal(
+        self, command: Command | None = None, *, rows: int = 24, columns: int = 80
+    ) -> AbstractAsyncContextManager[Terminal]:
+        """Refused."""
+        self._refuse()
+
+    async def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
+        """Refused."""
+        self._refuse()
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
+        """Refused."""
+        self._refuse()
+
+    async def list(self, path: str = ".") -> list[FileInfo]:
+        """Refused."""
+        self._refuse()
+
+    async def remove(self, path: str) -> None:
+        """Refused."""
+        self._refuse()
+
+    async def upload(self, source: Path, path: str) -> None:
+        """Refused."""
+        self._refuse()
+
+    async def download(self, path: str, target: Path) -> None:
+        """Refused."""
+        self._refuse()
+
+    async def wait_ended(self) -> None:
+        """Return once it has ended."""
+        await self._ended.wait()
+
+    async def snapshot(self) -> Snapshot:
+        """An image that starts like its own."""
+        self._check()
+        name = f"{SNAPSHOT_NAME}:{uuid4().hex[:20]}"
+        self._maker.snapshots[name] = {**self.labels, LIFE_LABEL: LIFE}
+        return Snapshot(name, msgspec.structs.replace(self._spec, image=name), 0)
+
+    async def fork(self, count: int) -> list[SandboxLike]:
+        """Refused: the pool forks."""
+        self._refuse()
+
+    async def close(self) -> None:
+        """End it and remove its container."""
+        if self._maker.frozen:
+            return
+        if self._state == "ready":
+            self._state = "closed"
+        try:
+            await self._maker.remove(self.container_id)
+        finally:
+            self._ended.set()
+
+    def _check(self) -> None:
+        if self._state == "lost":
+            raise SandboxLostError(f"sandbox {self._id} is gone")
+        if self._state == "closed":
+            raise SandboxClosedError(f"sandbox {self._id} is closed")
+
+    def _refuse(self) -> NoReturn:
+        raise SandboxRefusedError("a simulated sandbox has neither files nor shells")

@@ -1,0 +1,49 @@
+"""What was done in a sandbox, in short: for the live page, never for scoring."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from envs.sandbox.box.text import one_line
+
+KEPT = 300
+"""Events kept per sandbox, the newest ones."""
+TEXT_CHARS = 200
+"""Longest text of an event."""
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One call, or one change of state."""
+
+    at: float
+    """Unix time of its beginning."""
+    kind: str
+    """run, stream, session, job, terminal, read, write, …, or state."""
+    text: str
+    """The command or the path, cut."""
+    seconds: float
+    outcome: str
+    """exit 0, SIGKILL, timed out, the name of an error, or the new state."""
+
+
+class Timeline:
+    """The newest events of one sandbox."""
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque(maxlen=KEPT)
+
+    def add(self, at: float, kind: str, text: str, seconds: float, outcome: str) -> None:
+        """Book one."""
+        self._events.append(Event(at, kind, one_line(text[:TEXT_CHARS]), round(seconds, 4), outcome))
+
+    def events(self) -> list[Event]:
+        """Oldest first."""
+        return list(self._events)
+
+
+def shown(command: str | Sequence[str]) -> str:
+    """A command as one line of text."""
+    return (command if isinstance(command, str) else " ".join(command))[:TEXT_CHARS].replace("\n", " ⏎ ")

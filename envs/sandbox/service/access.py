@@ -1,0 +1,123 @@
+"""Who may use the service: bearer tokens, and the cookie that stands for one in a browser.
+
+A token file has one `name token` per line, is readable by its owner only, and is made with a random token when it does
+not exist. The token named `admin` may use every sandbox, any other only its own. Comparisons take the same time
+whatever was sent. A browser sends its token once, in a form, and gets a cookie that is signed with it, unreadable for
+scripts and never sent along from other sites.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from flash.errors import ConfigError
+
+ADMIN = "admin"
+"""Name of the token that may do everything."""
+TOKEN_BYTES = 32
+MIN_TOKEN_CHARS = 22
+"""Shorter ones could be guessed: 128 bits in base64."""
+COOKIE = "flash_sandbox"
+COOKIE_S = 12 * 3600
+"""Seconds that a browser stays logged in."""
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class Tokens:
+    """The tokens of a service."""
+
+    def __init__(self, tokens: Mapping[str, str], *, wall: Callable[[], float] = time.time) -> None:
+        """`tokens` by name.
+
+        Raises:
+            ConfigError: there is none, or one could be guessed.
+        """
+        if not tokens:
+            raise ConfigError("there is no token; without one nobody could use the service")
+        for name, token in tokens.items():
+            if not _NAME.fullmatch(name):
+                raise ConfigError(f"a token's name may have letters, digits, '.', '_' and '-', not {name!r}")
+            if len(token) < MIN_TOKEN_CHARS:
+                raise ConfigError(
+                    f"token {name} has {len(token)} characters, at least {MIN_TOKEN_CHARS} are needed; remove its line "
+                    "and start the service once to have one made, or use `openssl rand -hex 32`"
+                )
+            if not (token.isascii() and token.isprintable()):
+                raise ConfigError(f"token {name} has characters that a header cannot carry; use letters and digits")
+        self._digests = {name: _digest(token) for name, token in tokens.items()}
+        if len(set(self._digests.values())) < len(tokens):
+            raise ConfigError("two names have the same token; whose request it is could not be told")
+        self._wall = wall
+
+    def name_of(self, token: str) -> str | None:
+        """Whose token this is. All are compared, each in constant time."""
+        given = _digest(token)
+        found: str | None = None
+        for name, digest in self._digests.items():
+            if hmac.compare_digest(digest, given):
+                found = name
+        return found
+
+    def cookie_for(self, name: str) -> str:
+        """What a browser keeps instead of the token."""
+        until = int(self._wall()) + COOKIE_S
+        return f"{name}|{until}|{self._sign(name, until)}"
+
+    def name_of_cookie(self, cookie: str) -> str | None:
+        """Whose cookie this is, while it is valid."""
+        name, _, rest = cookie.partition("|")
+        until, _, signature = rest.partition("|")
+        if name not in self._digests or not until.isascii() or not until.isdecimal() or len(until) > 12:
+            return None
+        if not hmac.compare_digest(self._sign(name, int(until)).encode(), signature.encode()):
+            return None
+        return name if int(until) >= self._wall() else None
+
+    def _sign(self, name: str, until: int) -> str:
+        return hmac.new(self._digests[name], f"cookie|{name}|{until}".encode(), hashlib.sha256).hexdigest()
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+def read_tokens(path: Path) -> dict[str, str]:
+    """The tokens of a file by name; makes the file if there is none.
+
+    Raises:
+        ConfigError: it cannot be read, others may read it, or a line is wrong.
+    """
+    try:
+        _make(path)
+        # A pipe in its place would block for ever.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.getuid() or status.st_mode & 0o077 or not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"{path} must belong to you and be readable by nobody else; chmod 600 {path}")
+            lines = [line.split() for line in file if line.strip() and not line.startswith("#")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the token file {path} cannot be read: {error}") from error
+    if any(len(line) != 2 for line in lines):
+        raise ConfigError(f"{path}: expected `name token` on each line")
+    tokens = dict(lines)
+    if len(tokens) < len(lines):
+        raise ConfigError(f"{path}: a name is given twice; each token needs a name of its own")
+    return tokens
+
+
+def _make(path: Path) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return
+    with os.fdopen(descriptor, "w") as file:
+        file.write(f"{ADMIN} {secrets.token_urlsafe(TOKEN_BYTES)}\n")

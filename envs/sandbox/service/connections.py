@@ -1,0 +1,173 @@
+"""Connections that give up on clients who are too slow or too many, over HTTP and on websockets.
+
+Law: what a client holds open is bounded in time by its own progress, and in number until it has shown a token. Heads,
+bodies that nobody wants any more and answers that are not taken each have a timer; a stranger, a connection that has
+shown no valid token yet, can be ended at any time to make room for the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Literal
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from envs.sandbox.service.limits import Limits
+
+_QUIET = logging.getLogger(__name__)
+_QUIET.setLevel(logging.INFO)
+
+
+class Strangers:
+    """The connections that have shown no token yet, oldest first."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waiting: dict[HttpConnection, None] = {}
+
+    def arrived(self, connection: HttpConnection) -> None:
+        """One more; if that is one too many, the oldest is ended."""
+        self._waiting[connection] = None
+        while len(self._waiting) > self._most:
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            if not oldest.known:
+                oldest.transport.abort()
+
+    def left(self, connection: HttpConnection) -> None:
+        """It has ended, or is a websocket now."""
+        self._waiting.pop(connection, None)
+
+
+class _Taking:
+    """Watches whether a client takes what is sent to it, from the first byte that waits until none does."""
+
+    def __init__(self, transport: asyncio.Transport, limits: Limits) -> None:
+        self._transport = transport
+        self._limits = limits
+        self._left = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self) -> None:
+        """From now on: this may call `begin` at once."""
+        # Not the usual 64 KiB: an answer below that, never taken, would never be noticed.
+        self._transport.set_write_buffer_limits(high=1, low=0)
+
+    def begin(self) -> None:
+        self.end()
+        self._left = self._transport.get_write_buffer_size()
+        self._timer = asyncio.get_running_loop().call_later(self._limits.stall_s, self._look)
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        if self._left - self._transport.get_write_buffer_size() < self._limits.bytes_per_s * self._limits.stall_s:
+            self._transport.abort()
+        else:
+            self.begin()
+
+
+class HttpConnection(H11Protocol):
+    """HTTP/1.1 for one client."""
+
+    def __init__(self, *args: Any, limits: Limits, strangers: Strangers, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._limits = limits
+        self._strangers = strangers
+        self._awaited: Literal["head", "rest"] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._taking: _Taking
+
+    @property
+    def known(self) -> bool:
+        """Whether a request on it had a valid token."""
+        scope: Any = self.scope  # None before the first request.
+        return scope is not None and "token" in scope["state"]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._taking = _Taking(transport, self._limits)
+        self._taking.watch()
+        self._strangers.arrived(self)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is not h11.IDLE:  # Otherwise the client may be idle for a while.
+            self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        self._forget()
+        super().handle_websocket_upgrade(event)
+
+    def pause_writing(self) -> None:
+        self._taking.begin()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._taking.end()
+        super().resume_writing()
+
+    def _forget(self) -> None:
+        self._strangers.left(self)
+        self._taking.end()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _watch(self) -> None:
+        """A timer runs while a head is incomplete, and while a request that is answered already goes on."""
+        awaited = None
+        if self.conn.their_state is h11.IDLE:
+            awaited = "head"
+        elif self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE:
+            awaited = "rest"
+        if awaited == self._awaited:
+            return
+        self._awaited = awaited
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if awaited is not None:
+            self._timer = self.loop.call_later(self._limits.head_s, self.transport.abort)
+
+
+class WebSocketConnection(WebSocketsSansIOProtocol):
+    """A websocket for one client."""
+
+    def __init__(self, *args: Any, limits: Limits, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._limits = limits
+        self._taking: _Taking
+        # It would log the heads of requests, and with them the tokens, where somebody asks for details.
+        self.conn.logger, self.conn.debug = _QUIET, False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._taking = _Taking(self.transport, self._limits)
+        self._taking.watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._taking.end()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._taking.begin()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._taking.end()
+        super().resume_writing()

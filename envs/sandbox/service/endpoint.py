@@ -1,0 +1,221 @@
+"""Endpoints: one table entry per path and method, from which come the routes and the OpenAPI document.
+
+A handler gets a `Call` with everything already checked: the caller's lease, the query and the body as structs. What it
+returns is encoded; what it raises becomes a problem. A client that leaves cancels the handler.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+import anyio
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from envs.sandbox.pool.lease import Lease
+from envs.sandbox.service.guard import problem_response
+from envs.sandbox.service.problems import ProblemError, problem_of
+from envs.sandbox.service.service import Service
+from envs.sandbox.service.wire import MSGPACK, Body
+from flash.errors import FlashError, SandboxLostError
+
+_log = logging.getLogger(__name__)
+
+JSON_BYTES = 24 << 20
+"""Largest body that is decoded; files have a limit of their own."""
+_KEY = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+_T = TypeVar("_T")
+
+Handler = Callable[["Call"], Awaitable[Any]]
+
+
+class Call:
+    """One request, checked."""
+
+    def __init__(self, service: Service, request: Request, query: Any, body: Any) -> None:
+        self.service = service
+        self.request = request
+        self.query = query
+        self.body = body
+
+    @property
+    def token(self) -> str:
+        """Name of the caller's token."""
+        return self.request.state.token
+
+    @property
+    def path(self) -> Mapping[str, str]:
+        """The variable parts of the path."""
+        return self.request.path_params
+
+    @property
+    def lease(self) -> Lease:
+        """The sandbox that the path names."""
+        return self.service.lease(self.path["id"], self.token)
+
+    @property
+    def box(self) -> Any:
+        """It, to be used."""
+        return self.service.pool.handle(self.lease)
+
+    @property
+    def key(self) -> str:
+        """The idempotency key, "" without one."""
+        key = self.request.headers.get("idempotency-key", "")
+        if key and not _KEY.fullmatch(key):
+            raise ProblemError(400, "an idempotency key has 1 to 128 letters, digits, '.', '_', ':' or '-'")
+        return key
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One path and method."""
+
+    method: str
+    path: str
+    summary: str
+    handler: Handler
+    body: Any = None
+    """Struct of the body; `BINARY` or `TAR` for one that the handler reads itself."""
+    query: type[Body] | None = None
+    answer: Any = None
+    """Struct of the answer, or its media type; None: no content."""
+    status: int = 200
+    keyed: bool = False
+    """Takes an idempotency key."""
+
+
+async def once(call: Call, lease: Lease, work: Callable[[], Awaitable[_T]]) -> _T:
+    """With a key, once; without, for as long as the client stays."""
+    if not call.key:
+        return await work()
+    expected = call.request.headers.get("flash-boot", "")
+    if expected and expected != call.service.boot and not call.service.knows_call(lease, call.key):
+        # Sent again after a restart: whether the first attempt was carried out is not known any more.
+        raise SandboxLostError("the service was restarted meanwhile; the call may or may not have been carried out")
+    return await call.service.once(lease, call.key, work)
+
+
+def routes(service: Service, endpoints: Sequence[Endpoint]) -> list[Route]:
+    """The routes of a table, with a 405 for what a path does not take."""
+    by_path: dict[str, dict[str, Endpoint]] = {}
+    for endpoint in endpoints:
+        by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
+    return [Route(path, _Dispatcher(service, methods)) for path, methods in by_path.items()]
+
+
+class _Dispatcher:
+    """One path."""
+
+    def __init__(self, service: Service, methods: Mapping[str, Endpoint]) -> None:
+        self._service = service
+        self._methods = methods
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        request = Request(scope, receive)
+        endpoint = self._methods.get(request.method)
+        if endpoint is None:
+            allowed = ", ".join(self._methods)
+            problem = ProblemError(405, f"{request.url.path} takes {allowed}, not {request.method}").problem
+            answer = problem_response(problem, {"allow": allowed})
+        else:
+            answer = await self._answer(endpoint, request)
+        if answer is not None:
+            await answer(scope, receive, send)
+
+    async def _answer(self, endpoint: Endpoint, request: Request) -> Response | None:
+        try:
+            call = Call(self._service, request, _query(endpoint, request), await _body(endpoint, request))
+            if isinstance(endpoint.body, str):
+                result = await endpoint.handler(call)
+            else:
+                result = await _unless_left(request, endpoint.handler, call)
+        except ClientDisconnect:
+            return None
+        except ProblemError as error:
+            return problem_response(error.problem)
+        except FlashError as error:
+            return problem_response(problem_of(error))
+        except Exception:  # the boundary of a request: a bug ends this request, not the service
+            _log.exception("%s %r failed", request.method, request.scope["path"])
+            return problem_response(ProblemError(500, "the service failed; its log says why").problem)
+        if isinstance(result, Response) or result is _LEFT:
+            return None if result is _LEFT else result
+        return encoded(request, result, endpoint.status)
+
+
+_LEFT = object()
+
+
+async def _unless_left(request: Request, handler: Handler, call: Call) -> Any:
+    """The handler's result. A client that leaves cancels it, and with it the command that it waits for."""
+    result: Any = _LEFT
+    async with anyio.create_task_group() as tasks:
+
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            tasks.cancel_scope.cancel()
+
+        tasks.start_soon(watch)
+        try:
+            result = await handler(call)
+        except (FlashError, ProblemError) as error:
+            result = error
+        tasks.cancel_scope.cancel()
+    if isinstance(result, FlashError | ProblemError):
+        raise result
+    return result
+
+
+def _query(endpoint: Endpoint, request: Request) -> Any:
+    if endpoint.query is None:
+        return None
+    # Not Starlette's own: it loses bytes that are no UTF-8, which names of files may have.
+    text = request.scope["query_string"].decode("latin-1")
+    items = parse_qsl(text, keep_blank_values=True, errors="surrogateescape")
+    if len({name for name, _ in items}) != len(items):
+        raise ProblemError(400, "a query parameter is given twice")
+    try:
+        return msgspec.convert(dict(items), endpoint.query, strict=False)
+    except msgspec.ValidationError as error:
+        raise ProblemError(400, f"query: {error}", "SandboxRefusedError") from None
+
+
+async def _body(endpoint: Endpoint, request: Request) -> Any:
+    if isinstance(endpoint.body, str):
+        return None
+    if endpoint.body is None:
+        async for _ in request.stream():  # What nobody asked for is not kept.
+            pass
+        return None
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind not in ("application/json", MSGPACK):
+        raise ProblemError(415, f"expected application/json or {MSGPACK}, not {kind[:100]}")
+    if int(request.headers.get("content-length") or 0) > JSON_BYTES:
+        raise ProblemError(413, f"the body has more than {JSON_BYTES} bytes", "SandboxLimitError")
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > JSON_BYTES:
+            raise ProblemError(413, f"the body has more than {JSON_BYTES} bytes", "SandboxLimitError")
+    decode = msgspec.msgpack.decode if kind == MSGPACK else msgspec.json.decode
+    try:
+        return decode(bytes(data), type=endpoint.body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ProblemError(400, f"body: {error}", "SandboxRefusedError") from None
+
+
+def encoded(request: Request, value: Any, status: int) -> Response:
+    """A struct as the client wants it."""
+    if value is None:
+        return Response(status_code=204)
+    if MSGPACK in request.headers.get("accept", ""):
+        return Response(msgspec.msgpack.encode(value), status_code=status, media_type=MSGPACK)
+    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")

@@ -1,0 +1,172 @@
+"""The HTTP API, version 1: leases, snapshots, forks and the status.
+
+Commands are in `routes_commands`, files in `routes_files`, the page in `web`.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import anyio
+
+from envs.sandbox.service.endpoint import Call, Endpoint, once
+from envs.sandbox.service.wire import (
+    Fork,
+    Info,
+    Order,
+    Sandboxes,
+    SnapshotInfo,
+    Status,
+    StatusQuery,
+    Timeline,
+    WaitQuery,
+)
+
+STATUS_EVERY_S = 0.2
+"""Least time between two answers of a status that is waited for."""
+
+
+async def _order(call: Call) -> Info:
+    lease = call.service.order(call.body, call.token, call.key)
+    with anyio.move_on_after(call.query.wait):
+        await lease.settled()
+    return call.service.info(lease)
+
+
+async def _list(call: Call) -> Sandboxes:
+    return Sandboxes([call.service.info(lease) for lease in call.service.visible(call.token)])
+
+
+async def _show(call: Call) -> Info:
+    lease = call.lease
+    with anyio.move_on_after(call.query.wait):
+        await lease.settled()
+    lease.renew()
+    return call.service.info(lease)
+
+
+async def _ended(call: Call) -> Info:
+    lease = call.lease
+    with anyio.move_on_after(call.query.wait):
+        await lease.done.wait()
+    return call.service.info(lease)
+
+
+async def _renew(call: Call) -> Info:
+    return call.service.info(call.lease)
+
+
+async def _close(call: Call) -> None:
+    await call.service.pool.release(call.lease)
+
+
+async def _snapshot(call: Call) -> SnapshotInfo:
+    lease = call.lease
+    kept = await call.box.snapshot()
+    call.service.remember_snapshot(lease, kept)
+    return SnapshotInfo(kept.snapshot_id, kept.spec, kept.size)
+
+
+async def _forget(call: Call) -> None:
+    await call.service.forget(call.path["snapshot"], call.token)
+
+
+async def _fork(call: Call) -> Sandboxes:
+    lease = call.lease
+
+    async def fork() -> Sandboxes:
+        forks = await call.service.pool.fork(lease, call.body.count)
+        return Sandboxes([call.service.info(each) for each in forks])
+
+    return await once(call, lease, fork)
+
+
+async def _status(call: Call) -> Status:
+    query, books = cast("StatusQuery", call.query), call.service.pool.books
+    if query.wait:
+        await anyio.sleep(STATUS_EVERY_S)
+        with anyio.move_on_after(query.wait):
+            await books.changed_since(query.since)
+    return call.service.status(call.token)
+
+
+async def _timeline(call: Call) -> Timeline:
+    return Timeline(call.service.look_at(call.path["id"], call.token).timeline.events())
+
+
+_BOX = "/v1/sandboxes/{id}"
+
+ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/v1/sandboxes",
+        summary="Ask for a sandbox. `wait` holds the answer back until it is ready; otherwise ask again by its id.",
+        handler=_order,
+        body=Order,
+        query=WaitQuery,
+        answer=Info,
+        status=201,
+        keyed=True,
+    ),
+    Endpoint(method="GET", path="/v1/sandboxes", summary="Your sandboxes.", handler=_list, answer=Sandboxes),
+    Endpoint(
+        method="GET",
+        path=_BOX,
+        summary="One sandbox. `wait` holds the answer back while it is queued or starting.",
+        handler=_show,
+        query=WaitQuery,
+        answer=Info,
+    ),
+    Endpoint(
+        method="DELETE", path=_BOX, summary="End a sandbox, and wait until it is gone.", handler=_close, status=204
+    ),
+    Endpoint(
+        method="GET",
+        path=_BOX + "/end",
+        summary="Renew the lease. `wait` holds the answer back until the sandbox has ended.",
+        handler=_ended,
+        query=WaitQuery,
+        answer=Info,
+    ),
+    Endpoint(method="POST", path=_BOX + "/renew", summary="Renew the lease.", handler=_renew, answer=Info),
+    Endpoint(
+        method="POST",
+        path=_BOX + "/snapshot",
+        summary="Keep the files.",
+        handler=_snapshot,
+        answer=SnapshotInfo,
+        status=201,
+    ),
+    Endpoint(
+        method="DELETE",
+        path="/v1/snapshots/{snapshot}",
+        summary="Remove a snapshot that nothing runs from.",
+        handler=_forget,
+        status=204,
+    ),
+    Endpoint(
+        method="POST",
+        path=_BOX + "/fork",
+        summary="More sandboxes with the same files, which end with this one at the latest.",
+        handler=_fork,
+        body=Fork,
+        answer=Sandboxes,
+        status=201,
+        keyed=True,
+    ),
+    Endpoint(
+        method="GET",
+        path=_BOX + "/timeline",
+        summary="What was done in a sandbox.",
+        handler=_timeline,
+        answer=Timeline,
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/status",
+        summary="The whole pool. `wait` holds the answer back until it differs from version `since`.",
+        handler=_status,
+        query=StatusQuery,
+        answer=Status,
+    ),
+)

@@ -1,0 +1,265 @@
+"""The HTTP API, version 1: commands, streams, shells and jobs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, cast
+
+import anyio
+import msgspec
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from envs.sandbox.api import Chunk, JobStatus, Output, Result
+from envs.sandbox.box.text import from_wire
+from envs.sandbox.service.endpoint import Call, Endpoint, once
+from envs.sandbox.service.guard import problem_response
+from envs.sandbox.service.problems import ProblemError, problem_of
+from envs.sandbox.service.wire import (
+    NDJSON,
+    Alive,
+    Broken,
+    Interrupted,
+    JobInfo,
+    Last,
+    OutputQuery,
+    Piece,
+    Run,
+    RunInSession,
+    SessionInfo,
+    SessionResult,
+    Signal,
+    StartJob,
+    StreamLine,
+    WaitQuery,
+)
+from flash.errors import FlashError
+
+ALIVE_S = 10.0
+"""A stream that is silent for this long gets a line that says nothing, so that both ends know the other is there."""
+
+
+def _asked(body: Run | StartJob) -> dict[str, Any]:
+    """The parts of a command that may have bytes which are no UTF-8."""
+    command, env, cwd = body.command, body.env, body.cwd
+    return {
+        "command": from_wire(command) if isinstance(command, str) else [from_wire(word) for word in command],
+        "env": None if env is None else {from_wire(name): from_wire(value) for name, value in env.items()},
+        "cwd": None if cwd is None else from_wire(cwd),
+    }
+
+
+async def _run(call: Call) -> Result:
+    box, body, lease = call.box, cast("Run", call.body), call.lease
+
+    async def run() -> Result:
+        return await box.run(**_asked(body), timeout=body.timeout, stdin=body.stdin)
+
+    return await once(call, lease, run)
+
+
+async def _cancel(call: Call) -> None:
+    await call.service.cancel_call(call.lease, call.path["key"])
+
+
+async def _stream(call: Call) -> LineStream:
+    body = cast("Run", call.body)
+    return LineStream(call.box.stream(**_asked(body), timeout=body.timeout, stdin=body.stdin))
+
+
+class LineStream(Response):
+    """A running command as NDJSON. A client that leaves, or does not read, kills the command.
+
+    One task runs the command from its beginning to its end: what it holds is closed by who opened it.
+    """
+
+    def __init__(self, items: AsyncGenerator[Chunk | Result]) -> None:
+        super().__init__(media_type=NDJSON)
+        self._items = items
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the lines as they come."""
+        into, lines = anyio.create_memory_object_stream[StreamLine](1)
+        async with anyio.create_task_group() as tasks, into, lines:
+            tasks.start_soon(self._pump, into)
+            # The first line is waited for before the status is sent: an error gets a status of its own.
+            first = await lines.receive()
+            if isinstance(first, Broken):
+                await problem_response(first.problem)(scope, receive, send)
+            else:
+                tasks.start_soon(_until_left, receive, tasks.cancel_scope)
+                await self._send(first, lines, send)
+            tasks.cancel_scope.cancel()
+
+    async def _pump(self, into: MemoryObjectSendStream[StreamLine]) -> None:
+        async with aclosing(self._items):
+            try:
+                async for item in self._items:
+                    await into.send(Piece(item) if isinstance(item, Chunk) else Last(item))
+            except FlashError as error:
+                await into.send(Broken(problem_of(error)))
+
+    async def _send(self, line: StreamLine, lines: MemoryObjectReceiveStream[StreamLine], send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", NDJSON.encode())]})
+        while True:
+            more = not isinstance(line, Last | Broken)
+            await send({"type": "http.response.body", "body": msgspec.json.encode(line) + b"\n", "more_body": more})
+            if not more:
+                return
+            line = Alive()
+            with anyio.move_on_after(ALIVE_S):
+                line = await lines.receive()
+
+
+async def _until_left(receive: Receive, scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
+
+
+async def _open_session(call: Call) -> SessionInfo:
+    session = await call.service.open_session(call.lease, _name(call))
+    return SessionInfo(session.name, session.restarts)
+
+
+async def _sessions(call: Call) -> list[SessionInfo]:
+    return [SessionInfo(session.name, session.restarts) for session in call.service.sessions(call.lease)]
+
+
+async def _run_in_session(call: Call) -> SessionResult:
+    lease, body = call.lease, cast("RunInSession", call.body)
+    session = call.service.session(lease, _name(call))
+
+    async def run() -> SessionResult:
+        result = await session.run(from_wire(body.command), timeout=body.timeout)
+        return SessionResult(result, session.restarts)
+
+    return await once(call, lease, run)
+
+
+async def _interrupt(call: Call) -> Interrupted:
+    return Interrupted(await call.service.session(call.lease, _name(call)).interrupt())
+
+
+async def _close_session(call: Call) -> None:
+    await call.service.close_session(call.lease, _name(call))
+
+
+def _name(call: Call) -> str:
+    name = call.path["name"]
+    if not 1 <= len(name) <= 64 or not all(each.isascii() and (each.isalnum() or each in "._-") for each in name):
+        raise ProblemError(400, "a session's name has 1 to 64 letters, digits, '.', '_' or '-'", "SandboxRefusedError")
+    return name
+
+
+async def _start_job(call: Call) -> JobInfo:
+    lease, box, body = call.lease, call.box, cast("StartJob", call.body)
+
+    async def start() -> JobInfo:
+        job = await box.start(**_asked(body), timeout=body.timeout)
+        call.service.add_job(lease, job)
+        return JobInfo(job.job_id)
+
+    return await once(call, lease, start)
+
+
+async def _poll(call: Call) -> JobStatus:
+    job = call.service.job(call.lease, call.path["job"])
+    if call.query.wait:
+        with anyio.move_on_after(call.query.wait):
+            await job.wait(call.query.wait + 1.0)
+    return await job.poll()
+
+
+async def _signal(call: Call) -> None:
+    await call.service.job(call.lease, call.path["job"]).signal(call.body.name)
+
+
+async def _output(call: Call) -> Output:
+    job = call.service.job(call.lease, call.path["job"])
+    query = cast("OutputQuery", call.query)
+    return await job.output(query.stream, offset=query.offset, limit=query.limit)
+
+
+_BOX = "/v1/sandboxes/{id}"
+_SESSION = _BOX + "/sessions/{name}"
+_JOB = _BOX + "/jobs/{job}"
+
+ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path=_BOX + "/run",
+        summary="Run a command. A client that leaves kills it, unless it gave an idempotency key.",
+        handler=_run,
+        body=Run,
+        answer=Result,
+        keyed=True,
+    ),
+    Endpoint(
+        method="DELETE",
+        path=_BOX + "/calls/{key}",
+        summary="Cancel the call with this idempotency key; its command is killed.",
+        handler=_cancel,
+        status=204,
+    ),
+    Endpoint(
+        method="POST",
+        path=_BOX + "/stream",
+        summary="Run a command with its output as lines of JSON. A client that leaves kills it.",
+        handler=_stream,
+        body=Run,
+        answer=NDJSON,
+    ),
+    Endpoint(
+        method="GET", path=_BOX + "/sessions", summary="Open shells.", handler=_sessions, answer=list[SessionInfo]
+    ),
+    Endpoint(
+        method="PUT", path=_SESSION, summary="Open a shell.", handler=_open_session, answer=SessionInfo, status=201
+    ),
+    Endpoint(method="DELETE", path=_SESSION, summary="Close a shell.", handler=_close_session, status=204),
+    Endpoint(
+        method="POST",
+        path=_SESSION + "/run",
+        summary="Run a command in a shell.",
+        handler=_run_in_session,
+        body=RunInSession,
+        answer=SessionResult,
+        keyed=True,
+    ),
+    Endpoint(
+        method="POST",
+        path=_SESSION + "/interrupt",
+        summary="Send SIGINT to the command of a shell.",
+        handler=_interrupt,
+        answer=Interrupted,
+    ),
+    Endpoint(
+        method="POST",
+        path=_BOX + "/jobs",
+        summary="Start a command in the background.",
+        handler=_start_job,
+        body=StartJob,
+        answer=JobInfo,
+        status=201,
+        keyed=True,
+    ),
+    Endpoint(
+        method="GET",
+        path=_JOB,
+        summary="How a job stands. `wait` holds the answer back while it runs.",
+        handler=_poll,
+        query=WaitQuery,
+        answer=JobStatus,
+    ),
+    Endpoint(method="POST", path=_JOB + "/signal", summary="Signal a job.", handler=_signal, body=Signal, status=204),
+    Endpoint(
+        method="GET",
+        path=_JOB + "/output",
+        summary="A range of a job's output.",
+        handler=_output,
+        query=OutputQuery,
+        answer=Output,
+    ),
+)

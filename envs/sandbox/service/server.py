@@ -1,0 +1,174 @@
+"""The listening end: sockets and TLS; what a client may do to a connection is in `connections`.
+
+Loopback or a unix socket unless told otherwise. A public address needs TLS: a token that travels in the clear is no
+token. A unix socket is made for its owner only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import resource
+import socket
+import ssl
+import stat
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.types import ASGIApp
+
+from envs.sandbox.box.family import unwrapped_group
+from envs.sandbox.service.connections import HttpConnection, Strangers, WebSocketConnection
+from envs.sandbox.service.limits import Limits
+from flash.errors import ConfigError
+
+SHUTDOWN_S = 3
+"""Seconds for requests in progress when the service ends."""
+
+
+class Address(msgspec.Struct, frozen=True, kw_only=True):
+    """Where to listen."""
+
+    host: str = "127.0.0.1"
+    port: int = 8700
+    """0 takes any free one."""
+    unix: Path | None = None
+    """A socket of this name instead of a port."""
+    certificate: Path | None = None
+    """PEM file; with `key`, TLS."""
+    key: Path | None = None
+
+
+def open_socket(address: Address) -> socket.socket:
+    """A bound socket.
+
+    Raises:
+        ConfigError: it cannot be bound, or a public address has no TLS.
+    """
+    if (address.certificate is None) != (address.key is None):
+        raise ConfigError("TLS needs both a certificate and its key")
+    if address.unix is not None:
+        return _open_unix(address.unix)
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise ConfigError(f"cannot listen at {address.host}: {error}") from error
+    family, _, _, _, place = found[0]
+    if not ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback and address.certificate is None:
+        raise ConfigError(
+            f"{address.host} can be reached from other machines: tokens and everything in the sandboxes would travel "
+            "in the clear. Give --certificate and --key, or listen at 127.0.0.1 or at a unix socket"
+        )
+    # asyncio turns Nagle's algorithm off only where the protocol is named: with it each answer takes 40 ms longer.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(place)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"cannot listen at {address.host}:{address.port}: {error}; choose another port") from error
+    return bound
+
+
+def _open_unix(path: Path) -> socket.socket:
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ConfigError(f"{path} exists and is no socket")
+        if _answers(path):
+            raise ConfigError(f"a service listens at {path} already")
+        path.unlink()
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _only_owner():
+            bound.bind(str(path))
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"cannot listen at {path}: {error}") from error
+    return bound
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
+@contextlib.contextmanager
+def _only_owner() -> Generator[None]:
+    """What is made meanwhile can be used by its owner only, from its first moment on."""
+    before = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+class _Server(uvicorn.Server):
+    """Leaves the process's signals to their owner."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+@asynccontextmanager
+async def serving(
+    app: ASGIApp, bound: socket.socket, address: Address, limits: Limits | None = None
+) -> AsyncGenerator[str]:
+    """Serve for the time of the block. Yields the URL.
+
+    Raises:
+        ConfigError: the certificate cannot be used.
+    """
+    limits = limits or Limits()
+    connections = min(limits.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+    strangers = Strangers(min(limits.strangers, connections // 2))
+    protocols: dict[str, Any] = {
+        "http": partial(HttpConnection, limits=limits, strangers=strangers),
+        "ws": partial(WebSocketConnection, limits=limits),
+    }
+    config = uvicorn.Config(
+        app,
+        **protocols,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        ssl_certfile=address.certificate,
+        ssl_keyfile=address.key,
+        limit_concurrency=connections,
+        timeout_keep_alive=max(1, int(limits.idle_s)),
+        timeout_graceful_shutdown=SHUTDOWN_S,
+        h11_max_incomplete_event_size=limits.head_bytes,
+        ws_max_size=limits.message_bytes,
+        ws_per_message_deflate=False,
+    )
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"the certificate {address.certificate} cannot be used: {error}") from error
+    server = _Server(config)
+    try:
+        async with unwrapped_group() as tasks:
+            tasks.start_soon(server.serve, [bound])
+            yield _url(bound, address)
+            # Requests in progress have `SHUTDOWN_S` to end; uvicorn cancels the rest.
+            server.should_exit = True
+    finally:
+        bound.close()
+        if address.unix is not None:
+            address.unix.unlink(missing_ok=True)
+
+
+def _url(bound: socket.socket, address: Address) -> str:
+    if address.unix is not None:
+        return f"unix:{address.unix}"
+    host, port = bound.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if address.certificate else 'http'}://{shown}:{port}"

@@ -1,0 +1,335 @@
+"""What the HTTP service keeps beside the pool: open shells, background jobs, and the answers to repeated calls.
+
+A shell or a job belongs to a lease and ends with it. A call that carries an idempotency key is carried out once, in a
+task of the service: a client whose connection broke sends it again and gets the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import anyio
+from anyio.abc import TaskGroup, TaskStatus
+
+from envs.sandbox.api import Job, Session, Snapshot
+from envs.sandbox.box.sandbox import unwrapped_group
+from envs.sandbox.pool.lease import Lease
+from envs.sandbox.pool.pool import Pool
+from envs.sandbox.service.access import ADMIN
+from envs.sandbox.service.problems import ProblemError, problem_of
+from envs.sandbox.service.wire import HostStatus, Info, Order, Status
+from flash.errors import FlashError, SandboxBusyError, SandboxRefusedError
+
+_T = TypeVar("_T")
+
+ANSWERS_KEPT = 32
+"""Answers to calls with a key, kept per sandbox for a client that asks again."""
+JOBS_KEPT = 256
+"""Background jobs of one sandbox that can be asked for."""
+SNAPSHOTS_KNOWN = 10_000
+"""Snapshots that can be removed on request."""
+OTHERS = "others"
+"""Owners whose names a token may not know."""
+SESSIONS_OPEN = 64
+"""Shells of one sandbox."""
+
+
+class _Answer:
+    def __init__(self) -> None:
+        self.done = anyio.Event()
+        self.scope = anyio.CancelScope()
+        self.result: Any = None
+        self.error: FlashError | None = None
+
+
+class _Desk:
+    """What the clients of one lease have open."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, Session] = {}
+        self.closing: dict[str, anyio.Event] = {}
+        self.closed: dict[str, anyio.Event] = {}
+        self.jobs: dict[str, Job] = {}
+        self.answers: dict[str, _Answer] = {}
+
+
+class Service:
+    """The state behind the routes. Made by `open_service`."""
+
+    def __init__(self, pool: Pool, tasks: TaskGroup, name: str) -> None:
+        self.pool = pool
+        self.name = name
+        self.boot = uuid4().hex[:12]
+        self._tasks = tasks
+        self._desks: dict[str, _Desk] = {}
+        self._snapshots: dict[str, tuple[str, str, str]] = {}
+        """Token, host and image by id."""
+
+    # ---- leases
+
+    def order(self, order: Order, token: str, key: str) -> Lease:
+        """Ask for a sandbox on behalf of a token."""
+        owner = f"{token}/{order.owner}" if order.owner else token
+        return self.pool.order(
+            order.spec,
+            owner=owner,
+            token=token,
+            priority=order.priority,
+            on_lost=order.on_lost,
+            lease_s=order.lease_s,
+            key=key,
+        )
+
+    def lease(self, id: str, token: str) -> Lease:
+        """A lease that this token may use. A use renews it.
+
+        Raises:
+            ProblemError: there is none, or it is somebody else's; the answer does not tell which.
+        """
+        lease = self.look_at(id, token)
+        lease.renew()
+        return lease
+
+    def look_at(self, id: str, token: str) -> Lease:
+        """The same without a use: who only watches keeps nothing alive."""
+        lease = self.pool.books.find(id)
+        if lease is None or not may_use(lease, token):
+            raise ProblemError(404, f"there is no sandbox {id}", "SandboxClosedError")
+        return lease
+
+    def visible(self, token: str) -> list[Lease]:
+        """The leases that a token may use."""
+        return [lease for lease in self.pool.books.leases() if may_use(lease, token)]
+
+    def info(self, lease: Lease) -> Info:
+        """A lease, as it is shown."""
+        books = self.pool.books
+        return Info(
+            id=lease.id,
+            owner=lease.owner,
+            state=lease.state,
+            sandbox_state=self.pool.handle(lease).state,
+            reason=lease.reason,
+            spec=lease.spec,
+            host=lease.host,
+            generation=lease.generation,
+            created_at=lease.created_at,
+            lease_s=min(lease.lease_s, 1e9),
+            position=books.position(lease),
+            key=lease.key,
+            waiting_for=books.why_waiting(lease) if lease.state == "queued" and not lease.done.is_set() else "",
+            problem=problem_of(lease.error) if lease.error is not None else None,
+        )
+
+    # ---- snapshots
+
+    def remember_snapshot(self, lease: Lease, snapshot: Snapshot) -> None:
+        """Know where a snapshot is, for its removal."""
+        self._snapshots[snapshot.snapshot_id] = (lease.token, lease.host, snapshot.spec.image)
+        while len(self._snapshots) > SNAPSHOTS_KNOWN:
+            del self._snapshots[next(iter(self._snapshots))]
+
+    async def forget(self, snapshot_id: str, token: str) -> None:
+        """Remove a snapshot. Nothing when it is not known: its host removes it when its time is over."""
+        owner, host, image = self._snapshots.get(snapshot_id, ("", "", ""))
+        if image and token in (ADMIN, owner):
+            await self.pool.books.host(host).forget(image)
+            self._snapshots.pop(snapshot_id, None)
+
+    # ---- shells
+
+    async def open_session(self, lease: Lease, name: str) -> Session:
+        """Open a shell that lives until it is closed, or the lease ends."""
+        desk = self._desk(lease)
+        if name in desk.closed:
+            raise SandboxBusyError(f"a session {name!r} is open already; close it, or use another name")
+        if len(desk.closed) >= SESSIONS_OPEN:
+            raise SandboxRefusedError(f"{SESSIONS_OPEN} sessions are open; close one")
+        desk.closing[name], desk.closed[name] = anyio.Event(), anyio.Event()
+        outcome = await self._tasks.start(self._hold_session, lease, desk, name)
+        if isinstance(outcome, FlashError):
+            raise outcome
+        return outcome
+
+    async def _hold_session(
+        self, lease: Lease, desk: _Desk, name: str, *, task_status: TaskStatus[FlashError | Session]
+    ) -> None:
+        """Waits for the shell to be closed, or for the end of the lease's sandbox."""
+        started = False
+        try:
+            box = lease.box
+            async with self.pool.handle(lease).session(name) as session:
+                desk.sessions[name] = session
+                started = True
+                task_status.started(session)
+                await _first_of(desk.closing[name].wait, lease.done.wait, *([box.wait_ended] if box else ()))
+        except FlashError as error:
+            if not started:
+                task_status.started(error)
+        finally:
+            desk.sessions.pop(name, None)
+            desk.closing.pop(name)
+            desk.closed.pop(name).set()
+
+    def session(self, lease: Lease, name: str) -> Session:
+        """An open shell."""
+        session = self._desk(lease).sessions.get(name)
+        if session is None:
+            raise ProblemError(404, f"no session {name!r} is open in sandbox {lease.id}", "SandboxClosedError")
+        return session
+
+    def sessions(self, lease: Lease) -> list[Session]:
+        """All open shells."""
+        return list(self._desk(lease).sessions.values())
+
+    async def close_session(self, lease: Lease, name: str) -> None:
+        """Close a shell and wait for it. Nothing when none is open."""
+        desk = self._desk(lease)
+        if (closed := desk.closed.get(name)) is not None:
+            desk.closing[name].set()
+            await closed.wait()
+
+    # ---- jobs
+
+    def add_job(self, lease: Lease, job: Job) -> None:
+        """Remember a job for later questions."""
+        jobs = self._desk(lease).jobs
+        jobs[job.job_id] = job
+        if len(jobs) > JOBS_KEPT:
+            del jobs[next(iter(jobs))]
+
+    def job(self, lease: Lease, job_id: str) -> Job:
+        """A job that was started."""
+        job = self._desk(lease).jobs.get(job_id)
+        if job is None:
+            raise ProblemError(404, f"there is no job {job_id} in sandbox {lease.id}", "SandboxRefusedError")
+        return job
+
+    # ---- calls that are carried out once
+
+    async def once(self, lease: Lease, key: str, call: Callable[[], Awaitable[_T]]) -> _T:
+        """The answer to the call with this key: carried out if it is new, waited for if it is known."""
+        answers = self._desk(lease).answers
+        answer = answers.get(key)
+        if answer is None:
+            answer = answers[key] = _Answer()
+            self._drop_old(answers)
+            self._tasks.start_soon(self._carry_out, answer, call)
+        await answer.done.wait()
+        if answer.error is not None:
+            raise answer.error
+        return answer.result
+
+    async def _carry_out(self, answer: _Answer, call: Callable[[], Awaitable[Any]]) -> None:
+        try:
+            with answer.scope:
+                answer.result = await call()
+            if answer.scope.cancelled_caught:
+                answer.error = SandboxRefusedError("the call was cancelled by its caller")
+        except FlashError as error:
+            answer.error = error
+        finally:
+            answer.done.set()
+
+    def knows_call(self, lease: Lease, key: str) -> bool:
+        """Whether a call with this key was begun."""
+        return key in self._desk(lease).answers
+
+    async def cancel_call(self, lease: Lease, key: str) -> None:
+        """Cancel a call and wait for its end; its command is killed."""
+        if (answer := self._desk(lease).answers.get(key)) is not None:
+            answer.scope.cancel()
+            await answer.done.wait()
+
+    def _drop_old(self, answers: dict[str, _Answer]) -> None:
+        done = [key for key, answer in answers.items() if answer.done.is_set()]
+        for key in done[: max(0, len(answers) - ANSWERS_KEPT)]:
+            del answers[key]
+
+    def _desk(self, lease: Lease) -> _Desk:
+        if lease.id not in self._desks:
+            self._desks[lease.id] = _Desk()
+            self._tasks.start_soon(self._clear, lease)
+        return self._desks[lease.id]
+
+    async def _clear(self, lease: Lease) -> None:
+        """Forget what was open in a lease once it has ended."""
+        await lease.done.wait()
+        self._desks.pop(lease.id, None)
+
+    # ---- the whole
+
+    def status(self, token: str) -> Status:
+        """The pool at this moment."""
+        books = self.pool.books
+        hosts = [
+            HostStatus(
+                name=host.name,
+                cpus=host.report.capacity.millicpus / 1000,
+                memory_mib=host.report.capacity.memory_mib,
+                cpus_promised=(host.granted + host.report.others).millicpus / 1000,
+                memory_mib_promised=(host.granted + host.report.others).memory_mib,
+                why_not=host.why_not,
+                sandboxes=host.sandboxes,
+                warm=sum(host.report.warm.values()),
+                hits=host.report.hits,
+                misses=host.report.misses,
+                orphans_removed=host.report.orphans_removed,
+            )
+            for host in books.hosts()
+        ]
+        states: dict[str, int] = {}
+        for lease in books.leases():
+            states[lease.state] = states.get(lease.state, 0) + 1
+        hits, asked = sum(host.hits for host in hosts), sum(host.hits + host.misses for host in hosts)
+        return Status(
+            version=books.version,
+            service=self.name,
+            boot=self.boot,
+            hosts=hosts,
+            states=states,
+            queue=_queue_for(token, books.queue()),
+            hit_rate=hits / asked if asked else None,
+            failures=dict(books.failures),
+            recent_failures=list(books.recent_failures)[-10:] if token == ADMIN else [],
+            images_put_aside=books.images_put_aside() if token == ADMIN else {},
+            sandboxes=[self.info(lease) for lease in self.visible(token)],
+        )
+
+
+def may_use(lease: Lease, token: str) -> bool:
+    """Whether a token gives access to a lease."""
+    return token in (ADMIN, lease.token)
+
+
+def _queue_for(token: str, queue: dict[str, int]) -> dict[str, int]:
+    """Who waits, as a token may know it: its own owners by name, everybody else in one."""
+    if token == ADMIN:
+        return queue
+    shown: dict[str, int] = {}
+    for owner, number in queue.items():
+        name = owner if owner.partition("/")[0] == token else OTHERS
+        shown[name] = shown.get(name, 0) + number
+    return shown
+
+
+async def _first_of(*waits: Callable[[], Awaitable[object]]) -> None:
+    async with anyio.create_task_group() as tasks:
+
+        async def wait(one: Callable[[], Awaitable[object]]) -> None:
+            await one()
+            tasks.cancel_scope.cancel()
+
+        for each in waits:
+            tasks.start_soon(wait, each)
+
+
+@asynccontextmanager
+async def open_service(pool: Pool, name: str = "sandboxes") -> AsyncGenerator[Service]:
+    """A service over a pool for the time of the block. Calls in progress are cancelled at its end."""
+    async with unwrapped_group() as tasks:
+        yield Service(pool, tasks, name)
+        tasks.cancel_scope.cancel()

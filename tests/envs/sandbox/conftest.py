@@ -1,0 +1,137 @@
+"""What sandbox tests share: an engine where one answers, and a backend that must not leak.
+
+A test that takes `bench` runs twice: on `FakeBackend`, which needs nothing, and on real containers, where it skips when
+no engine answers. A test of the live page takes `chromium`. With FLASH_REQUIRE_CONTAINERS=1 and FLASH_REQUIRE_BROWSER=1
+they fail instead: CI must not skip them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import NoReturn
+from uuid import uuid4
+
+import anyio
+import pytest
+
+from envs.sandbox import images
+from envs.sandbox.api import Spec
+from envs.sandbox.box.sandbox import Sandbox
+from envs.sandbox.engines.docker import DockerBackend, find_engine
+from envs.sandbox.engines.fake import FakeBackend
+from flash.errors import ConfigError, SandboxError
+from tests.envs.sandbox.browser import find_browser
+
+IMAGE = "flash-sandbox-python"
+MINIMAL_IMAGE = "flash-sandbox-minimal"
+TEST_LABEL = "flash.test"
+"""On every container of these tests, with a value of its own for each."""
+
+
+def _missing(what: str, reason: str) -> NoReturn:
+    if os.environ.get(f"FLASH_REQUIRE_{what}") == "1":
+        pytest.fail(f"FLASH_REQUIRE_{what} is set, but {reason}")
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """The path of a browser."""
+    return find_browser() or _missing("BROWSER", "there is no Chromium: apt-get install chromium-headless-shell")
+
+
+@pytest.fixture(scope="session")
+def engine_url() -> str:
+    """The container engine of this machine, with the images that the tests need."""
+    url = ""
+    try:
+        url = find_engine()
+        if url.startswith("unix://"):
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(url.removeprefix("unix://"))
+    except (ConfigError, OSError) as error:
+        _missing("CONTAINERS", f"no container engine answers: {error}")
+    # Several processes may run tests on one engine; the first one makes the images.
+    name = hashlib.sha256(url.encode()).hexdigest()[:16]
+    with Path(tempfile.gettempdir(), f"flash-test-images-{os.getuid()}-{name}").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            anyio.run(_make_images, url)
+        except (ConfigError, SandboxError) as error:
+            _missing("CONTAINERS", f"the images cannot be made: {error}")
+    return url
+
+
+async def _make_images(url: str) -> None:
+    async with DockerBackend(url) as engine:
+        there = " ".join(await engine.list_images({}))
+        for name in (IMAGE, MINIMAL_IMAGE):
+            if name not in there:
+                with tempfile.TemporaryDirectory() as folder:
+                    archive = Path(folder) / "root.tar"
+                    await anyio.to_thread.run_sync(images.build, images.RECIPES[name], archive)
+                    await engine.import_image(archive, name)
+
+
+@pytest.fixture
+async def containers(engine_url) -> AsyncIterator[tuple[DockerBackend, dict[str, str]]]:
+    """The engine, and the labels by which the test's containers are known; all must be gone in the end."""
+    labels = {TEST_LABEL: uuid4().hex}
+    async with DockerBackend(engine_url) as engine:
+        yield engine, labels
+        left = await engine.list(labels)
+        for box in left:
+            await engine.delete(box.box_id)
+        snapshots = await engine.list_images(labels)
+        for name in snapshots:
+            await engine.remove_image(name)
+        assert not left, f"leaked containers: {left}"
+        assert not snapshots, f"leaked images: {snapshots}"
+
+
+class Bench:
+    """Makes sandboxes for a test, on one backend."""
+
+    def __init__(self, backend, labels: dict[str, str]) -> None:
+        self.backend = backend
+        self.labels = labels
+        self.isolated = not isinstance(backend, FakeBackend)
+
+    def sandbox(self, **options) -> Sandbox:
+        settings = options.pop("settings", None)
+        spec = Spec(image=options.pop("image", IMAGE), **options)
+        return Sandbox(self.backend, spec, labels=self.labels, settings=settings)
+
+
+@pytest.fixture(params=["fake", pytest.param("containers", marks=pytest.mark.integration)])
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def _engine_if_needed(kind, request) -> Callable[[], object] | None:
+    return request.getfixturevalue("engine_url") if kind == "containers" else None
+
+
+@pytest.fixture
+async def bench(kind, _engine_if_needed) -> AsyncIterator[Bench]:
+    """The same test on both backends; nothing may be left of it."""
+    labels = {TEST_LABEL: uuid4().hex}
+    if kind == "fake":
+        async with FakeBackend() as backend:
+            yield Bench(backend, labels)
+            assert not backend.boxes
+            assert not backend.images
+        return
+    async with DockerBackend(_engine_if_needed) as engine:
+        yield Bench(engine, labels)
+        left = await engine.list(labels)
+        for box in left:
+            await engine.delete(box.box_id)
+        assert not left, f"leaked containers: {left}"

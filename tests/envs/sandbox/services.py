@@ -1,0 +1,84 @@
+"""A whole service in the test's own process: agents as local processes, HTTP over a unix socket or loopback."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from envs.sandbox.api import Spec
+from envs.sandbox.client import SandboxClient
+from envs.sandbox.engines.backend import Backend
+from envs.sandbox.engines.engine import open_maker
+from envs.sandbox.engines.fake import FakeBackend
+from envs.sandbox.pool.books import PoolSettings
+from envs.sandbox.pool.host import HostSettings
+from envs.sandbox.pool.journal import Journal
+from envs.sandbox.pool.localhost import Identity, LocalHost
+from envs.sandbox.pool.pool import Pool, open_pool
+from envs.sandbox.service.access import ADMIN, Tokens
+from envs.sandbox.service.limits import Limits
+from envs.sandbox.service.server import Address, open_socket, serving
+from envs.sandbox.service.service import Service, open_service
+from envs.sandbox.service.web import make_app
+
+TOKEN = "t" * 32
+OTHER_TOKEN = "o" * 32
+SPEC = Spec(image="any")
+NO_WARM = HostSettings(warm_max=0, cpu_factor=100.0)
+
+
+class Running(msgspec.Struct, frozen=True):
+    """What a test may look at."""
+
+    url: str
+    client: SandboxClient
+    service: Service
+    pool: Pool
+    backend: Any
+
+
+@asynccontextmanager
+async def running(
+    folder: Path,
+    *,
+    backend: Backend | None = None,
+    journal: Journal | None = None,
+    limits: Limits | None = None,
+    address: Address | None = None,
+    settings: PoolSettings | None = None,
+    host_settings: HostSettings = NO_WARM,
+    warm: Any = (),
+    verify: Any = True,
+) -> AsyncIterator[Running]:
+    """A service and a client of it."""
+    address = address or Address(unix=folder / "s")
+    identity = Identity("test", str(folder / "lock"), "machine", "run")
+    async with (
+        _backend(backend) as engine,
+        open_maker(engine) as maker,
+        open_pool(
+            [LocalHost("here", maker, identity, settings=host_settings, warm=warm)], journal=journal, settings=settings
+        ) as pool,
+        open_service(pool) as service,
+    ):
+        app = make_app(service, Tokens({ADMIN: TOKEN, "other": OTHER_TOKEN}), limits)
+        async with (
+            serving(app, open_socket(address), address, limits) as url,
+            SandboxClient(url, TOKEN, verify=verify) as client,
+        ):
+            yield Running(url, client, service, pool, engine)
+
+
+@asynccontextmanager
+async def _backend(backend: Backend | None) -> AsyncIterator[Backend]:
+    if backend is not None:
+        yield backend
+        return
+    async with FakeBackend() as made:
+        yield made
+        assert made.boxes == {}
+        assert made.images == {}

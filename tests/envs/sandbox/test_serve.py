@@ -1,0 +1,161 @@
+"""`flash sandbox serve` as a process of its own over real containers: killed, restarted, ended."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import anyio
+import pytest
+
+from envs.sandbox.api import Spec
+from envs.sandbox.client import SandboxClient, service_token
+from envs.sandbox.engines.docker import DockerBackend
+from envs.sandbox.pool.ownership import PREFIX
+from envs.sandbox.service.wire import Order
+from flash.errors import SandboxError, SandboxLostError
+from tests.envs.sandbox.conftest import IMAGE
+
+pytestmark = [pytest.mark.anyio, pytest.mark.integration, pytest.mark.timeout(300)]
+
+SPEC = Spec(image=IMAGE, memory_mib=64)
+
+
+class Place:
+    """A state folder, and the service that runs there."""
+
+    def __init__(self, folder: Path, engine: str) -> None:
+        self.folder = folder
+        self.url = f"unix:{folder / 's'}"
+        self.arguments = ["--listen", self.url, "--state", str(folder), "--engine", engine]
+
+    @asynccontextmanager
+    async def serving(self, *more: str, end: int = signal.SIGTERM) -> AsyncIterator[subprocess.Popen[bytes]]:
+        process = self.flash("serve", *self.arguments, *more)
+        try:
+            assert process.stdout is not None
+            line = await anyio.to_thread.run_sync(process.stdout.readline)
+            assert line.startswith(b"sandboxes at unix:"), line
+            yield process
+        finally:
+            process.send_signal(end)
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(process.wait)
+            process.stdout.close()
+
+    def client(self) -> SandboxClient:
+        return SandboxClient(self.url, service_token(self.folder / "tokens"))
+
+    def flash(self, *words: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-m", "flash.cli", "sandbox", *words], stdout=subprocess.PIPE)
+
+    async def said(self, *words: str) -> tuple[int, bytes]:
+        """Exit code and output of one action of a client."""
+        where = ["--url", self.url, "--token-file", str(self.folder / "tokens")]
+        process = self.flash(words[0], *where, *words[1:])
+        output, _ = await anyio.to_thread.run_sync(process.communicate)
+        return process.returncode, output
+
+    async def containers(self, engine: str) -> int:
+        label = {f"{PREFIX}service": (self.folder / "service").read_text()}
+        async with DockerBackend(engine) as backend:
+            return len(await backend.list(label))
+
+
+@pytest.fixture
+def place(tmp_path, engine_url) -> Place:
+    return Place(tmp_path, engine_url)
+
+
+async def test_a_person_uses_the_service(place, engine_url):
+    async with place.serving():
+        assert await place.said("run", "--image", IMAGE, "--memory", "64", "echo hello; exit 3") == (3, b"hello\n")
+        async with place.client() as client, client.acquire(SPEC) as box:
+            code, listed = await place.said("ls")
+            assert code == 0
+            assert box.sandbox_id.encode() in listed
+            await box.write("f", b"content")
+            assert await place.said("run", "--in", box.sandbox_id, "cat", "f") == (0, b"content")
+            assert (await place.said("rm", box.sandbox_id))[0] == 0
+            with anyio.fail_after(30):
+                await box.wait_ended()
+    assert await place.containers(engine_url) == 0
+
+
+async def test_kill_9_of_the_service_leaks_nothing_and_loses_nothing(place, engine_url):
+    keys = [uuid4().hex for _ in range(3)]
+    order = Order(spec=SPEC, lease_s=60)
+    async with place.serving(end=signal.SIGKILL), place.client() as client:
+        first = [await client.order(order, key) for key in keys]
+        assert [info.state for info in first] == ["ready"] * 3
+        await client.attach(first[0]).write("kept", b"still here")
+    assert await place.containers(engine_url) >= 3  # And those that stood ready.
+    async with place.serving(), place.client() as client:
+        again = [await client.wait_ready(await client.order(order, key), 30, 30) for key in keys]
+        assert [info.id for info in again] == [info.id for info in first]
+        box = client.attach(again[0])
+        assert await box.read("kept") == b"still here"
+        assert (await box.run("echo works", timeout=10)).stdout == b"works\n"
+    assert await place.containers(engine_url) == 0
+
+
+async def test_a_command_that_a_restart_interrupts_is_never_reported_as_done(place, engine_url):
+    outcome: list[object] = []
+    ended = anyio.Event()
+
+    async def run(box) -> None:
+        try:
+            outcome.append(await box.run("sleep 3; echo done", timeout=60))
+        except SandboxError as error:
+            outcome.append(error)
+        ended.set()
+
+    async with AsyncExitStack() as stack:
+        async with place.serving(end=signal.SIGKILL):
+            client = await stack.enter_async_context(place.client())
+            info = await client.order(Order(spec=SPEC, lease_s=60), uuid4().hex)
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+            tasks.start_soon(run, client.attach(info))
+            await anyio.sleep(1)
+        await stack.enter_async_context(place.serving())
+        with anyio.fail_after(60):
+            await ended.wait()
+    [answer] = outcome
+    assert isinstance(answer, SandboxLostError)
+    assert "may or may not" in str(answer)
+    assert await place.containers(engine_url) == 0
+
+
+async def test_keep_leaves_the_sandboxes_for_the_next_start(place, engine_url):
+    key, order = uuid4().hex, Order(spec=SPEC, lease_s=60)
+    async with place.serving("--keep"), place.client() as client:
+        first = await client.order(order, key)
+    assert await place.containers(engine_url) >= 1
+    async with place.serving(), place.client() as client:
+        assert (await client.order(order, key)).id == first.id
+    assert await place.containers(engine_url) == 0
+
+
+async def test_two_services_cannot_share_a_state_folder(place):
+    async with place.serving():
+        process = place.flash("serve", *place.arguments[:1], f"unix:{place.folder / 't'}", *place.arguments[2:])
+        await anyio.to_thread.run_sync(process.communicate)
+        assert process.returncode == 2
+
+
+async def test_a_front_places_sandboxes_on_another_service(place, tmp_path_factory, engine_url):
+    folder = tmp_path_factory.mktemp("front")
+    front = Place(folder, engine_url)
+    async with place.serving():
+        host = f"--host=there={place.url}={place.folder / 'tokens'}"
+        async with front.serving(host), front.client() as client:
+            async with client.acquire(SPEC) as box:
+                assert (await box.run("echo through", timeout=10)).stdout == b"through\n"
+                assert (await client.list())[0].host == "there"
+            assert [info.state for info in await client.list()] == []
+    assert await place.containers(engine_url) == 0

@@ -1,0 +1,111 @@
+"""Archives of a sandbox are not trusted: nothing of them lands outside of the target, or grows beyond the caps."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+
+import pytest
+
+from envs.sandbox.box.trees import TreeLimits, pack, unpack
+from flash.errors import SandboxFileError, SandboxLimitError
+
+LIMITS = TreeLimits(total=1 << 20, entries=50)
+
+
+def archive(*members, content=b"evil"):
+    """A tar archive of (name, type, link)."""
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w") as tar:
+        for name, kind, link in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname, member.mode = kind, link, 0o6777
+            member.size = len(content) if kind == tarfile.REGTYPE else 0
+            tar.addfile(member, io.BytesIO(content))
+    sink.seek(0)
+    return sink
+
+
+FILE, LINK, HARD, FOLDER = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [("../outside", FILE, "")],
+        [("/tmp/flash-outside", FILE, "")],
+        [("a/../../outside", FILE, "")],
+        [("./outside", FILE, "")],
+        [("", FILE, "")],
+        [("link", LINK, "/etc")],
+        [("link", LINK, "../..")],
+        [("link", LINK, "..")],
+        [("link", LINK, ".."), ("link/outside", FILE, "")],
+        [("a", FOLDER, ""), ("a/up", LINK, ".."), ("b", LINK, "a/up/..")],
+        [("one", LINK, "two/.."), ("two", LINK, "."), ("three", LINK, "one/two/..")],
+        [("hard", HARD, "/etc/passwd")],
+        [("device", tarfile.CHRTYPE, "")],
+        [("pipe", tarfile.FIFOTYPE, "")],
+        [("twice", FILE, ""), ("twice", FILE, "")],
+        [("twice", LINK, "x"), ("twice", LINK, "y")],
+        [(str(n), FOLDER, "") for n in range(60)],
+    ],
+)
+def test_what_leaves_the_tree_is_refused_and_nothing_is_left(tmp_path, members):
+    target = tmp_path / "in" / "target"
+    with pytest.raises((SandboxLimitError, SandboxFileError)):
+        unpack(archive(*members), target, LIMITS)
+    assert list((tmp_path / "in").iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_bomb_of_zeros_is_stopped(tmp_path):
+    with pytest.raises(SandboxLimitError, match="bytes"):
+        unpack(archive(("big", FILE, ""), content=b"\0" * (2 << 20)), tmp_path / "target", LIMITS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_archive_is_refused(tmp_path):
+    data = archive(("file", FILE, "")).getvalue()
+    for broken in (b"", b"nonsense" * 200, data[:700], data[:100] + b"\xff" * 412 + data[512:]):
+        with pytest.raises(SandboxLimitError):
+            unpack(io.BytesIO(broken), tmp_path / "target", LIMITS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tree_comes_back_as_it_went(tmp_path):
+    source = tmp_path / "source"
+    (source / "folder" / "empty").mkdir(parents=True)
+    (source / "folder" / "file").write_bytes(b"\0\xff content")
+    (source / "folder" / "run").write_text("#!/bin/sh\n")
+    (source / "folder" / "run").chmod(0o755)
+    (source / "link").symlink_to("folder/file")
+    (source / "dangling").symlink_to("nothing")
+    sink = io.BytesIO()
+    pack(source, sink, LIMITS)
+    sink.seek(0)
+    unpack(sink, tmp_path / "target", LIMITS)
+    target = tmp_path / "target"
+    assert (target / "link").read_bytes() == b"\0\xff content"
+    assert (target / "folder" / "run").stat().st_mode & 0o777 == 0o755
+    assert (target / "folder" / "empty").is_dir()
+    assert (target / "dangling").is_symlink()
+
+
+def test_modes_that_give_rights_away_are_not_taken_over(tmp_path):
+    unpack(archive(("file", FILE, "")), tmp_path / "target", LIMITS)
+    assert (tmp_path / "target" / "file").stat().st_mode & 0o7777 == 0o755
+
+
+def test_a_download_does_not_write_over_a_folder_in_use(tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "mine").touch()
+    with pytest.raises(SandboxFileError, match="new or empty"):
+        unpack(archive(("file", FILE, "")), tmp_path / "target", LIMITS)
+    assert [path.name for path in (tmp_path / "target").iterdir()] == ["mine"]
+
+
+def test_what_is_too_large_is_not_uploaded(tmp_path):
+    (tmp_path / "big").write_bytes(b"\0" * (2 << 20))
+    with pytest.raises(SandboxLimitError, match="over"):
+        pack(tmp_path, io.BytesIO(), LIMITS)
