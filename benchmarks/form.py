@@ -20,7 +20,11 @@ from pathlib import Path
 
 import msgspec
 
-LOWER_IS_BETTER = ("_ms", "_s", "_s_per_step", "seconds", "_error", "_bytes", "_mib", "_gib")
+LOWER_IS_BETTER = (
+    *("_ms", "_ms_median", "_ms_p99", "_s", "_s_per_step", "seconds"),
+    *("_error", "_bytes", "_mib", "_gib", "start_ratio", "leaked"),
+    *("false_successes", "late_answers", "untyped_errors"),
+)
 """Endings of metrics of which less is better, unless they are rates (`…_per_s`)."""
 FIGURES = Path("docs/images/figures")
 """Where full runs draw to, seen from the root of the repository."""
