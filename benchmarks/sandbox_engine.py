@@ -95,8 +95,10 @@ def _own_podman() -> Generator[str]:
         with log.open("wb") as output:
             service = subprocess.Popen(
                 [*podman, "system", "service", "--time=0", f"unix://{socket}"],
-                # Podman leaves a copy of each imported image in its folder for temporary files.
+                # Podman leaves a copy of each imported image in its folder for temporary files, and its conmon an
+                # empty file `oom` in its working folder for each container that ran out of memory.
                 env=os.environ | {"TMPDIR": str(work)},
+                cwd=work,
                 stdout=output,
                 stderr=output,
                 # ctrl-C reaches every process of the terminal; the service must outlive ours to clean up.

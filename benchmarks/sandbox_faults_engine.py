@@ -95,6 +95,7 @@ class PodmanEngine:
                 stdout=log,
                 stderr=log,
                 env=self._environment(),
+                cwd=self.folder,
             )
         with anyio.fail_after(ANSWER_S):
             while not await self._answers():  # noqa: ASYNC110  # nothing tells when the socket is there
