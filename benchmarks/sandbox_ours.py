@@ -18,8 +18,8 @@ from envs.sandbox.box.sandbox import Sandbox
 from envs.sandbox.client import SandboxClient
 from envs.sandbox.engines.backend import Backend
 from envs.sandbox.engines.engine import open_maker
-from envs.sandbox.pool.host import HostSettings
-from envs.sandbox.pool.localhost import Identity, LocalHost
+from envs.sandbox.pool.host import HostSettings, Identity
+from envs.sandbox.pool.localhost import LocalHost
 from envs.sandbox.pool.ownership import PREFIX, OwnerLock
 from envs.sandbox.pool.pool import Pool, open_pool
 from envs.sandbox.service.access import ADMIN, Tokens

@@ -22,8 +22,8 @@ import numpy as np
 from benchmarks.form import Row
 from envs.sandbox.api import Spec
 from envs.sandbox.pool.books import Books, PoolSettings
-from envs.sandbox.pool.host import HostSettings
-from envs.sandbox.pool.localhost import Identity, LocalHost
+from envs.sandbox.pool.host import HostSettings, Identity
+from envs.sandbox.pool.localhost import LocalHost
 from envs.sandbox.pool.ownership import Alive, Labels
 from envs.sandbox.pool.placement import NOTHING, Demand
 from envs.sandbox.pool.pool import Pool, open_pool

@@ -185,7 +185,8 @@ async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: 
     from envs.sandbox.client import SandboxClient, service_token
     from envs.sandbox.engines.docker import DockerBackend
     from envs.sandbox.engines.engine import open_maker
-    from envs.sandbox.pool.localhost import Identity, LocalHost
+    from envs.sandbox.pool.host import Identity
+    from envs.sandbox.pool.localhost import LocalHost
     from envs.sandbox.pool.remotehost import RemoteHost
 
     hosts: list[Host] = []

@@ -37,6 +37,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     cpus: int
     memory: int
     """Bytes."""
+    here: bool
+    """Its containers run on this machine."""
 
 
 class BoxInfo(msgspec.Struct, frozen=True):

@@ -29,6 +29,7 @@ from envs.sandbox.engines import profiles
 from envs.sandbox.engines.backend import AGENT_ADDRESS, BoxInfo, BoxStats, EngineInfo, Surroundings
 from envs.sandbox.engines.dockerparts import AttachedLink, Failing, folder_in_tar, in_tar, pieces_of
 from envs.sandbox.engines.leftovers import kill_leftovers
+from envs.sandbox.engines.machine import memory_bytes
 from envs.sandbox.engines.seccomp import podman_filter
 from flash.errors import (
     ConfigError,
@@ -136,6 +137,8 @@ class DockerBackend:
             default_runtime=str(info.get("DefaultRuntime", "")),
             cpus=int(info.get("NCPU", 1)),
             memory=int(info.get("MemTotal", 0)),
+            # A unix socket may be forwarded, or lead into a virtual machine, whose memory is another.
+            here=self.url.startswith("unix://") and info.get("MemTotal") == memory_bytes()["MemTotal"],
         )
 
     async def create(self, spec: Spec, *, name: str, labels: Mapping[str, str]) -> str:

@@ -14,7 +14,8 @@ from anyio.abc import TaskGroup, TaskStatus
 from envs.sandbox.api import SandboxLike, Spec
 from envs.sandbox.box.sandbox import SNAPSHOT_LABEL, Sandbox, Settings, unwrapped_group
 from envs.sandbox.engines.backend import Backend
-from envs.sandbox.pool.host import Container
+from envs.sandbox.engines.machine import MachineMeter
+from envs.sandbox.pool.host import Container, Load
 from envs.sandbox.pool.ownership import PREFIX
 from envs.sandbox.pool.placement import Demand
 from flash.errors import SandboxError
@@ -30,6 +31,7 @@ class EngineMaker:
         self._tasks = tasks
         self._settings = settings
         self._capacity: Demand | None = None
+        self._meter: MachineMeter | None = None
 
     async def capacity(self) -> Demand:
         """What the engine's machine has."""
@@ -37,7 +39,12 @@ class EngineMaker:
             # Once: it stays the same, and Podman takes a second of CPU to answer.
             info = await self._backend.info()
             self._capacity = Demand(1000 * info.cpus, info.memory // _MIB)
+            self._meter = MachineMeter() if info.here else None
         return self._capacity
+
+    def load(self) -> Load | None:
+        """What the engine's machine does; None where that is not this machine."""
+        return self._meter.read() if self._meter else None
 
     async def make(self, spec: Spec, box: str, labels: Mapping[str, str]) -> SandboxLike:
         """A started sandbox."""

@@ -112,7 +112,7 @@ class FakeBackend:
 
     async def info(self) -> EngineInfo:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return EngineInfo("fake", False, ("none",), "none", os.cpu_count() or 1, memory)
+        return EngineInfo("fake", False, ("none",), "none", os.cpu_count() or 1, memory, here=True)
 
     async def create(self, spec: Spec, *, name: str, labels: Mapping[str, str]) -> str:
         await anyio.sleep(self.faults.create_delay)

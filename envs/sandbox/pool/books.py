@@ -21,6 +21,8 @@ from flash.errors import SandboxBusyError, SandboxError, SandboxStartError
 
 _log = logging.getLogger(__name__)
 
+REASONS = 3
+"""Hosts that take no sandboxes of which a waiting request is told why."""
 FAILURES_KEPT = 50
 """Failures shown with their message."""
 ENDED_KEPT = 200
@@ -119,7 +121,8 @@ class Books:
     def why_waiting(self, lease: Lease) -> str:
         """What a lease waits for."""
         if self._admission.is_waiting(lease.id):
-            return self._admission.why_waiting(lease.id)
+            closed = [f"; {host.name}: {host.why_not}" for host in self.hosts() if host.why_not]
+            return self._admission.why_waiting(lease.id) + "".join(closed[:REASONS])
         return f"it is starting on {lease.host}" if lease.host else "its host does not answer"
 
     def position(self, lease: Lease) -> int | None:

@@ -14,6 +14,7 @@ import msgspec
 from anyio.abc import TaskStatus
 
 from envs.sandbox.api import SandboxLike, Spec
+from envs.sandbox.pool.ownership import OwnerLock, machine
 from envs.sandbox.pool.placement import NOTHING, Demand
 
 
@@ -27,6 +28,17 @@ class Ticket(msgspec.Struct, frozen=True):
     spec: Spec
     snapshots: tuple[str, ...] = ()
     """After a restart: the images made of it that somebody knows of."""
+
+
+class Load(msgspec.Struct, frozen=True):
+    """What a host's machine does, measured, with everything that runs on it."""
+
+    cpus_busy: float | None
+    """On average since the last look; None at the first."""
+    cpus: int
+    memory_used_mib: int
+    """Without what the kernel gives back at once, like its cache of files."""
+    memory_mib: int
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -43,6 +55,8 @@ class Report(msgspec.Struct, frozen=True):
     hits: int = 0
     misses: int = 0
     orphans_removed: int = 0
+    load: Load | None = None
+    """None where it is not measured."""
 
 
 class Host(Protocol):
@@ -83,6 +97,20 @@ class Host(Protocol):
         ...
 
 
+class Identity(msgspec.Struct, frozen=True):
+    """Which service this is, as its containers' labels say."""
+
+    service: str
+    lock: str
+    machine: str
+    run: str
+
+    @classmethod
+    def of(cls, service: str, lock: OwnerLock) -> Identity:
+        """For a service that holds its lock."""
+        return cls(service, str(lock.path), machine(), uuid4().hex[:12])
+
+
 class Container(msgspec.Struct, frozen=True):
     """One container, or the image that a snapshot is, as the engine lists it."""
 
@@ -97,6 +125,10 @@ class Maker(Protocol):
 
     async def capacity(self) -> Demand:
         """What the engine's machine has. Raises SandboxError when the engine does not answer the first time."""
+        ...
+
+    def load(self) -> Load | None:
+        """What the engine's machine does; None where that is not this machine."""
         ...
 
     async def make(self, spec: Spec, box: str, labels: Mapping[str, str]) -> SandboxLike:
@@ -123,6 +155,8 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     """CPUs promised per CPU there: a sandbox of a rollout waits for the model most of the time."""
     memory_factor: float = 0.8
     """Share of the memory that may be promised."""
+    memory_reserve: float = 0.05
+    """Share of the machine's memory that must be free, whoever uses the rest, for more sandboxes to start."""
     starts_at_once: int = 8
     """Sandboxes started at the same time."""
     look_s: float = 15.0

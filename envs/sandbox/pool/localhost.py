@@ -12,40 +12,33 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from uuid import uuid4
 
 import anyio
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
 from envs.sandbox.api import SandboxLike, Spec
-from envs.sandbox.box.sandbox import LIFE, LIFE_LABEL, SNAPSHOT_LABEL, from_snapshot
-from envs.sandbox.pool.host import Container, HostSettings, Maker, Report, Ticket, demand, new_box_id, warm_key
-from envs.sandbox.pool.ownership import PREFIX, Alive, Labels, OwnerLock, Verdict, machine, owner_alive, verdict
+from envs.sandbox.box.sandbox import SNAPSHOT_LABEL, from_snapshot
+from envs.sandbox.pool.host import (
+    Container,
+    HostSettings,
+    Identity,
+    Load,
+    Maker,
+    Report,
+    Ticket,
+    demand,
+    new_box_id,
+    warm_key,
+)
+from envs.sandbox.pool.ownership import PREFIX, Alive, Labels, owner_alive
 from envs.sandbox.pool.placement import NOTHING, Demand
 from envs.sandbox.pool.quarantine import Quarantine
+from envs.sandbox.pool.reaper import Reaper
 from envs.sandbox.pool.warm import WarmPolicy
 from flash.errors import SandboxError, SandboxStartError
 
 _log = logging.getLogger(__name__)
-
-
-FORGET_PAUSE_S = 1.0
-"""Seconds between two attempts to remove a snapshot, while the engine is perhaps restarting."""
-
-
-class Identity(msgspec.Struct, frozen=True):
-    """Which service this is, as its containers' labels say."""
-
-    service: str
-    lock: str
-    machine: str
-    run: str
-
-    @classmethod
-    def of(cls, service: str, lock: OwnerLock) -> Identity:
-        """For a service that holds its lock."""
-        return cls(service, str(lock.path), machine(), uuid4().hex[:12])
 
 
 class _Ready(msgspec.Struct):
@@ -78,7 +71,6 @@ class LocalHost:
         self._specs = {warm_key(spec): spec for spec, _ in warm}
         self._policy = WarmPolicy(fixed=fixed, learned_max=self._settings.warm_max, window=self._settings.idle_warm_s)
         self._warm_failures = Quarantine(threshold=1, cooldown=5.0)
-        self._alive = alive
         self._wall = wall
         self._capacity = NOTHING
         self._why = "the engine was not asked yet"
@@ -86,13 +78,8 @@ class LocalHost:
         """Every sandbox of ours, from before it is made until its container is gone."""
         self._ready: list[_Ready] = []
         self._warming: dict[str, int] = {}
-        self._orphans: dict[str, float] = {}
-        """Loop time at which a container was first seen without its owner."""
-        self._forgotten: set[str] = set()
-        """Snapshots whose removal failed: removed at the next look."""
-        self._restored: dict[str, Ticket] = {}
-        """Of an earlier life, by sandbox."""
-        self._removed = 0
+        self._load: Load | None = None
+        self._reaper = Reaper(maker, identity, self._settings, alive=alive, wall=wall)
         self._starts = anyio.Semaphore(self._settings.starts_at_once)
         self._wake = anyio.Event()
         self._changed: Callable[[], None] = lambda: None
@@ -119,7 +106,8 @@ class LocalHost:
             ready,
             policy.hits.total(),
             policy.misses.total(),
-            self._removed,
+            self._reaper.removed,
+            self._load,
         )
 
     def take(self, spec: Spec) -> SandboxLike | None:
@@ -149,19 +137,7 @@ class LocalHost:
 
     async def forget(self, image: str) -> None:
         """Remove a snapshot."""
-        try:
-            with anyio.fail_after(self._settings.close_s):
-                await self._forget(image)
-        except TimeoutError:
-            self._forgotten.add(image)
-
-    async def _forget(self, image: str) -> None:
-        while True:
-            try:
-                return await self._maker.remove(image, image=True)
-            except SandboxError as error:
-                _log.warning("snapshot %s cannot be removed yet: %s", image, error)
-                await anyio.sleep(FORGET_PAUSE_S)
+        await self._reaper.forget(image)
 
     async def recover(self, tickets: Sequence[Ticket]) -> dict[str, SandboxLike]:
         """Adopt what still runs of these; remove the rest of ours."""
@@ -169,7 +145,7 @@ class LocalHost:
             self._capacity = self._promised(await self._maker.capacity())
             containers = await self._maker.containers()
         self._why = ""
-        boxes = [each for each in containers if not each.image and self._ours(each) is not None]
+        boxes = [each for each in containers if not each.image and self._reaper.is_ours(each)]
         # A snapshot in the making has a second container with the labels of its sandbox.
         ours = {each.labels[f"{PREFIX}box"]: each for each in boxes if SNAPSHOT_LABEL not in each.labels}
         adopted: dict[str, SandboxLike] = {}
@@ -192,15 +168,10 @@ class LocalHost:
                     how = "is gone" if container is None else "does not run"
                     _log.warning("sandbox %s of lease %s: its container %s", ticket.box, ticket.lease, how)
         kept = {ours[box].id for box in adopted}
-        self._restored = {ticket.box: ticket for ticket in tickets}
-        images = [each for each in containers if each.image and self._is_untold(each)]
-        await self._remove_all([*(each for each in boxes if each.id not in kept), *images])
+        self._reaper.restored(tickets)
+        images = [each for each in containers if each.image and self._reaper.is_untold(each)]
+        await self._reaper.remove_all([*(each for each in boxes if each.id not in kept), *images])
         return adopted
-
-    def _is_untold(self, image: Container) -> bool:
-        """A snapshot whose maker did not live to tell of it."""
-        ticket = self._restored.get(image.labels.get(f"{PREFIX}box", ""))
-        return ticket is not None and image.id not in ticket.snapshots
 
     async def run(
         self, changed: Callable[[], None], *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
@@ -372,9 +343,19 @@ class LocalHost:
             except (SandboxError, TimeoutError) as error:
                 self._set_health(f"the engine does not answer: {error or type(error).__name__}")
             else:
-                self._set_health("")
-                await self._remove_all([each for each in containers if self._is_leftover(each)])
+                self._load = self._maker.load()
+                self._set_health(self._too_full())
+                await self._reaper.remove_all(self._reaper.leftovers(containers, self._known))
             await anyio.sleep(self._settings.look_s)
+
+    def _too_full(self) -> str:
+        """Why the machine has no memory for one more, whatever was promised: other programs run there too."""
+        if self._load is None:
+            return ""
+        free, whole = self._load.memory_mib - self._load.memory_used_mib, self._load.memory_mib
+        if free >= self._settings.memory_reserve * whole:
+            return ""
+        return f"its machine has {free} of {whole} MiB of memory free; sandboxes wait until others let go of some"
 
     def _set_health(self, why: str) -> None:
         if why and not self._why:
@@ -383,42 +364,3 @@ class LocalHost:
             self._wake.set()
         self._why = why
         self._changed()
-
-    def _ours(self, container: Container) -> Labels | None:
-        labels = Labels.read(container.labels)
-        return labels if labels is not None and labels.service == self._identity.service else None
-
-    def _is_leftover(self, container: Container) -> bool:
-        labels = Labels.read(container.labels)
-        if labels is None:
-            return False
-        if labels.service == self._identity.service:
-            if container.image:
-                late = self._wall() > labels.deadline + self._settings.snapshot_s
-                # An engine may finish a snapshot after its maker's end.
-                untold = container.labels.get(LIFE_LABEL) != LIFE and self._is_untold(container)
-                return late or untold or container.id in self._forgotten
-            return labels.box not in self._known
-        judged = verdict(labels, self._alive(labels, self._identity.machine), self._wall())
-        if judged is not Verdict.ORPHAN:
-            self._orphans.pop(container.id, None)
-            return judged is Verdict.REMOVE
-        # Counted on the loop's clock from when it was seen: a jump of the wall clock removes nothing.
-        now = anyio.current_time()
-        return now - self._orphans.setdefault(container.id, now) >= self._settings.orphan_grace_s
-
-    async def _remove_all(self, containers: Sequence[Container]) -> None:
-        async def remove(container: Container) -> None:
-            try:
-                with anyio.fail_after(self._settings.close_s):
-                    await self._maker.remove(container.id, image=container.image)
-            except (SandboxError, TimeoutError) as error:
-                _log.warning("container %s cannot be removed yet: %s", container.id, error)
-                return
-            self._removed += 1
-            self._orphans.pop(container.id, None)
-            self._forgotten.discard(container.id)
-
-        async with anyio.create_task_group() as tasks:
-            for container in containers:
-                tasks.start_soon(remove, container)

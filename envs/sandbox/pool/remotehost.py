@@ -14,7 +14,7 @@ from anyio.abc import TaskStatus
 
 from envs.sandbox.api import SandboxLike, Spec
 from envs.sandbox.client import LEASE_S, POLL_S, SandboxClient
-from envs.sandbox.pool.host import Report, Ticket
+from envs.sandbox.pool.host import Load, Report, Ticket
 from envs.sandbox.pool.placement import NOTHING, Demand
 from envs.sandbox.service.wire import Info, Order, Status
 from flash.errors import SandboxError
@@ -143,8 +143,23 @@ def report_of(status: Status) -> Report:
         hits=sum(host.hits for host in hosts),
         misses=sum(host.misses for host in hosts),
         orphans_removed=sum(host.orphans_removed for host in status.hosts),
+        load=_load(status),
     )
 
 
 def _sum(status: Status) -> Demand:
     return Demand(sum(round(1000 * host.cpus) for host in status.hosts), sum(host.memory_mib for host in status.hosts))
+
+
+def _load(status: Status) -> Load | None:
+    """Of all its machines together; None unless each is measured."""
+    loads = [host.load for host in status.hosts if host.load is not None]
+    if not loads or len(loads) < len(status.hosts):
+        return None
+    busy = [load.cpus_busy for load in loads if load.cpus_busy is not None]
+    return Load(
+        sum(busy) if len(busy) == len(loads) else None,
+        sum(load.cpus for load in loads),
+        sum(load.memory_used_mib for load in loads),
+        sum(load.memory_mib for load in loads),
+    )

@@ -32,7 +32,7 @@ from envs.sandbox.api import (
     Terminal,
 )
 from envs.sandbox.box.sandbox import LIFE, LIFE_LABEL, SNAPSHOT_NAME
-from envs.sandbox.pool.host import Container
+from envs.sandbox.pool.host import Container, Load
 from envs.sandbox.pool.placement import Demand
 from flash.errors import SandboxClosedError, SandboxLostError, SandboxRefusedError, SandboxStartError
 
@@ -53,6 +53,8 @@ class SimulatedMaker:
         self.frozen = False
         """The process that uses the engine is dead: what it still does has no effect."""
         self.bad_images: set[str] = set()
+        self.measured: Load | None = None
+        """What the machine does."""
         self.most = 0
         """Containers at once, at the worst."""
         self.made = 0
@@ -66,6 +68,10 @@ class SimulatedMaker:
         """What the machine has."""
         await self._answer(0.0)
         return self._whole
+
+    def load(self) -> Load | None:
+        """What the machine does."""
+        return self.measured
 
     async def make(self, spec: Spec, box: str, labels: Mapping[str, str]) -> SandboxLike:
         """Start one. The container exists from the first half of the time on, like a real one."""

@@ -77,7 +77,8 @@ async def open_supply(source: Source, owner: str) -> AsyncGenerator[Supply]:
 async def _pool(stack: AsyncExitStack) -> Supply:
     from envs.sandbox.engines.docker import DockerBackend
     from envs.sandbox.engines.engine import open_maker
-    from envs.sandbox.pool.localhost import Identity, LocalHost
+    from envs.sandbox.pool.host import Identity
+    from envs.sandbox.pool.localhost import LocalHost
     from envs.sandbox.pool.ownership import OwnerLock, runtime_folder
     from envs.sandbox.pool.pool import open_pool
 

@@ -278,6 +278,7 @@ class Service:
                 hits=host.report.hits,
                 misses=host.report.misses,
                 orphans_removed=host.report.orphans_removed,
+                load=host.report.load,
             )
             for host in books.hosts()
         ]

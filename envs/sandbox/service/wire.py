@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from envs.sandbox.api import Chunk, FileInfo, Result, Spec, State, StreamName
 from envs.sandbox.pool.books import Failure
+from envs.sandbox.pool.host import Load
 from envs.sandbox.pool.timeline import Event
 
 BINARY = "application/octet-stream"
@@ -244,6 +245,8 @@ class HostStatus(msgspec.Struct, frozen=True):
     hits: int
     misses: int
     orphans_removed: int
+    load: Load | None
+    """Of its machine; null where it is not measured."""
 
 
 class Status(msgspec.Struct, frozen=True):

@@ -9,9 +9,9 @@ import anyio
 
 from envs.sandbox.api import Spec
 from envs.sandbox.pool.books import PoolSettings
-from envs.sandbox.pool.host import HostSettings
+from envs.sandbox.pool.host import HostSettings, Identity
 from envs.sandbox.pool.journal import Entry, MemoryJournal
-from envs.sandbox.pool.localhost import Identity, LocalHost
+from envs.sandbox.pool.localhost import LocalHost
 from envs.sandbox.pool.ownership import Alive
 from envs.sandbox.pool.placement import Demand
 from envs.sandbox.pool.pool import Pool, open_pool

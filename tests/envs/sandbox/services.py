@@ -15,9 +15,9 @@ from envs.sandbox.engines.backend import Backend
 from envs.sandbox.engines.engine import open_maker
 from envs.sandbox.engines.fake import FakeBackend
 from envs.sandbox.pool.books import PoolSettings
-from envs.sandbox.pool.host import HostSettings
+from envs.sandbox.pool.host import HostSettings, Identity
 from envs.sandbox.pool.journal import Journal
-from envs.sandbox.pool.localhost import Identity, LocalHost
+from envs.sandbox.pool.localhost import LocalHost
 from envs.sandbox.pool.pool import Pool, open_pool
 from envs.sandbox.service.access import ADMIN, Tokens
 from envs.sandbox.service.limits import Limits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import AsyncExitStack
 
 import anyio
@@ -55,7 +56,7 @@ async def fill(world, stack: AsyncExitStack) -> list[str]:
 
 
 async def test_the_live_page_shows_the_pool_and_gives_a_terminal(tmp_path, chromium):
-    settings = HostSettings(warm_max=0, cpu_factor=5.0 / (os.cpu_count() or 1))
+    settings = HostSettings(warm_max=0, look_s=0.5, cpu_factor=5.0 / (os.cpu_count() or 1))
     async with (
         running(tmp_path, address=Address(port=0), host_settings=settings, warm=[(SMALL, 1)]) as world,
         AsyncExitStack() as stack,
@@ -74,7 +75,11 @@ async def test_the_live_page_shows_the_pool_and_gives_a_terminal(tmp_path, chrom
 
         await page.until(shown(box.sandbox_id))
         assert "admin/step-41" in await page.value(text("sandboxes"))
-        assert "here" in await page.value(text("hosts"))
+        hosts = await page.value(text("hosts"))
+        assert "here" in hosts
+        # CPUs busy, memory in use, CPUs promised, memory promised.
+        assert len(re.findall(r"[\d.]+ of [\d.]+ GiB", hosts)) == 2
+        assert re.search(rf"[\d.]+ of {os.cpu_count()}\b", hosts)
         await page.until(f"{text('tiles')}.includes('warm hit rate')")
         await page.until(f"/admin.step-42\\s+[1-4]/.test({text('queue')})")
         assert "SandboxStartError" in await page.value(text("failures"))

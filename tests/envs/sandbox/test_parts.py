@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -12,14 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.sandbox.api import Spec
+from envs.sandbox.engines.machine import MachineMeter
+from envs.sandbox.pool.host import Load
 from envs.sandbox.pool.journal import Entry, SqliteJournal
 from envs.sandbox.pool.ownership import Alive, Labels, OwnerLock, Verdict, machine, owner_alive, verdict
 from envs.sandbox.pool.quarantine import Quarantine
+from envs.sandbox.pool.remotehost import report_of
 from envs.sandbox.pool.warm import WarmPolicy
 from envs.sandbox.service.openapi import document
 from envs.sandbox.service.problems import STATUS, error_of, problem_of
 from envs.sandbox.service.server import Address, open_socket
 from envs.sandbox.service.web import ENDPOINTS
+from envs.sandbox.service.wire import HostStatus, Status
 from flash import errors
 from flash.errors import ConfigError
 
@@ -58,6 +63,34 @@ def test_a_lock_dies_with_its_process(tmp_path):
         process.kill()
         process.wait()
         assert owner_alive(mine, machine()) is Alive.NO
+
+
+def test_the_load_of_a_machine_is_measured_between_two_readings(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    (tmp_path / "meminfo").write_text(
+        "MemTotal: 4096000 kB\nMemFree: 1 kB\nMemAvailable: 1024000 kB\nHugePages_Total: 0\n"
+    )
+    # User, nice, system, idle, iowait, irq, softirq, steal; the guest's time is part of the user's.
+    (tmp_path / "stat").write_text("cpu  100 0 50 800 50 0 0 0 100 0\ncpu0 1 2 3\n")
+    meter = MachineMeter(tmp_path)
+    assert meter.read() == Load(None, 4, 3000, 4000)
+    (tmp_path / "stat").write_text("cpu  150 0 60 1100 80 5 5 5 150 0\ncpu0 1 2 3\n")
+    # 75 of 405 ticks.
+    assert meter.read() == Load(0.74, 4, 3000, 4000)
+
+
+def test_a_front_adds_up_the_loads_of_a_hosts_machines():
+    def host(load: Load | None) -> HostStatus:
+        return HostStatus("h", 4.0, 1000, 1.0, 100, "", 1, 0, 0, 0, 0, load)
+
+    def status(*loads: Load | None) -> Status:
+        return Status(1, "s", "b", [host(load) for load in loads], {}, {}, None, {}, [], {}, [])
+
+    one = Load(0.5, 2, 100, 1000)
+    assert report_of(status(one, one)).load == Load(1.0, 4, 200, 2000)
+    assert report_of(status(one, Load(None, 2, 100, 1000))).load == Load(None, 4, 200, 2000)
+    assert report_of(status(one, None)).load is None
+    assert report_of(status()).load is None
 
 
 def test_who_may_be_removed():

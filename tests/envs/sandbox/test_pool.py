@@ -6,7 +6,7 @@ import anyio
 import msgspec
 import pytest
 
-from envs.sandbox.pool.host import HostSettings
+from envs.sandbox.pool.host import HostSettings, Load
 from envs.sandbox.pool.journal import MemoryJournal
 from envs.sandbox.pool.ownership import Alive, Labels
 from envs.sandbox.pool.simulated import SimulatedBox
@@ -305,7 +305,7 @@ async def test_while_the_engine_is_down_requests_wait_and_are_served_afterwards(
         await anyio.sleep(20)
         [host] = pool.books.hosts()
         assert host.why_not == "the engine does not answer: the engine does not answer"
-        with pytest.raises(SandboxBusyError, match="0 of 1 hosts take new ones"):
+        with pytest.raises(SandboxBusyError, match="0 of 1 hosts take new ones; a: the engine does not answer"):
             async with pool.acquire(SPEC, deadline=5):
                 pass
         async with anyio.create_task_group() as tasks:
@@ -553,3 +553,17 @@ async def test_a_service_that_comes_back_within_the_grace_keeps_its_containers()
         state["other"] = Alive.NO
         await anyio.sleep(40)
         assert box.container_id in maker.boxes
+
+
+async def test_a_host_whose_machine_has_no_memory_left_takes_no_sandboxes_until_it_has():
+    maker = engine(4)
+    maker.measured = Load(1.0, 4, 96_000, 100_000)
+    async with pool_of(maker) as pool:
+        await anyio.sleep(1)
+        with pytest.raises(SandboxBusyError, match="4000 of 100000 MiB of memory free"):
+            async with pool.acquire(SPEC, deadline=20):
+                pass
+        maker.measured = Load(1.0, 4, 95_000, 100_000)
+        async with pool.acquire(SPEC, deadline=20) as box:
+            assert (await box.run("true", timeout=1)).ok
+        assert pool.books.hosts()[0].report.load == maker.measured

@@ -71,6 +71,8 @@ function draw(status) {
   drawTiles(status);
   fill("hosts", status.hosts.map((host) => [
     host.name,
+    host.load && host.load.cpus_busy !== null ? meter(host.load.cpus_busy, host.load.cpus, `${rounded(host.load.cpus_busy)} of ${host.load.cpus}`) : "–",
+    host.load ? meter(host.load.memory_used_mib, host.load.memory_mib, `${gib(host.load.memory_used_mib)} of ${gib(host.load.memory_mib)} GiB`) : "–",
     meter(host.cpus_promised, host.cpus, `${rounded(host.cpus_promised)} of ${rounded(host.cpus)}`),
     meter(host.memory_mib_promised, host.memory_mib, `${gib(host.memory_mib_promised)} of ${gib(host.memory_mib)} GiB`),
     host.sandboxes, host.warm, host.hits + host.misses ? `${percent(host.hits / (host.hits + host.misses))} of ${host.hits + host.misses}` : "–",

@@ -1,0 +1,122 @@
+"""Which of an engine's containers and snapshots nobody owns any more, and their removal.
+
+Decides from labels alone, so that any service that reaches the engine cleans up after any other.
+
+Conservation: every container with our service's label is known to its host, or removed at the host's next look.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+
+import anyio
+
+from envs.sandbox.box.sandbox import LIFE, LIFE_LABEL
+from envs.sandbox.pool.host import Container, HostSettings, Identity, Maker, Ticket
+from envs.sandbox.pool.ownership import PREFIX, Alive, Labels, Verdict, verdict
+from flash.errors import SandboxError
+
+_log = logging.getLogger(__name__)
+
+FORGET_PAUSE_S = 1.0
+"""Seconds between two attempts to remove a snapshot, while the engine is perhaps restarting."""
+
+
+class Reaper:
+    """Removes what nobody owns from one engine."""
+
+    def __init__(
+        self,
+        maker: Maker,
+        identity: Identity,
+        settings: HostSettings,
+        *,
+        alive: Callable[[Labels, str], Alive],
+        wall: Callable[[], float],
+    ) -> None:
+        """`alive` and `wall` are replaced in tests."""
+        self.removed = 0
+        """Containers and snapshots removed so far."""
+        self._maker = maker
+        self._identity = identity
+        self._settings = settings
+        self._alive = alive
+        self._wall = wall
+        self._orphans: dict[str, float] = {}
+        """Loop time at which a container was first seen without its owner."""
+        self._forgotten: set[str] = set()
+        """Snapshots whose removal failed: removed at the next look."""
+        self._restored: dict[str, Ticket] = {}
+        """Of an earlier life, by sandbox."""
+
+    def restored(self, tickets: Sequence[Ticket]) -> None:
+        """What an earlier life of the service knew of."""
+        self._restored = {ticket.box: ticket for ticket in tickets}
+
+    def is_ours(self, container: Container) -> bool:
+        """Whether this service made it, in this life or an earlier one."""
+        labels = Labels.read(container.labels)
+        return labels is not None and labels.service == self._identity.service
+
+    def is_untold(self, image: Container) -> bool:
+        """Whether it is a snapshot whose maker did not live to tell of it."""
+        ticket = self._restored.get(image.labels.get(f"{PREFIX}box", ""))
+        return ticket is not None and image.id not in ticket.snapshots
+
+    def leftovers(self, containers: Sequence[Container], known: Collection[str]) -> list[Container]:
+        """Those to remove now. `known`: our sandboxes that live or are being made."""
+        return [each for each in containers if self._is_leftover(each, known)]
+
+    def _is_leftover(self, container: Container, known: Collection[str]) -> bool:
+        labels = Labels.read(container.labels)
+        if labels is None:
+            return False
+        if labels.service == self._identity.service:
+            if container.image:
+                late = self._wall() > labels.deadline + self._settings.snapshot_s
+                # An engine may finish a snapshot after its maker's end.
+                untold = container.labels.get(LIFE_LABEL) != LIFE and self.is_untold(container)
+                return late or untold or container.id in self._forgotten
+            return labels.box not in known
+        judged = verdict(labels, self._alive(labels, self._identity.machine), self._wall())
+        if judged is not Verdict.ORPHAN:
+            self._orphans.pop(container.id, None)
+            return judged is Verdict.REMOVE
+        # Counted on the loop's clock from when it was seen: a jump of the wall clock removes nothing.
+        now = anyio.current_time()
+        return now - self._orphans.setdefault(container.id, now) >= self._settings.orphan_grace_s
+
+    async def remove_all(self, containers: Sequence[Container]) -> None:
+        """Remove these. What cannot be removed now is a leftover at the next look again."""
+
+        async def remove(container: Container) -> None:
+            try:
+                with anyio.fail_after(self._settings.close_s):
+                    await self._maker.remove(container.id, image=container.image)
+            except (SandboxError, TimeoutError) as error:
+                _log.warning("container %s cannot be removed yet: %s", container.id, error)
+                return
+            self.removed += 1
+            self._orphans.pop(container.id, None)
+            self._forgotten.discard(container.id)
+
+        async with anyio.create_task_group() as tasks:
+            for container in containers:
+                tasks.start_soon(remove, container)
+
+    async def forget(self, image: str) -> None:
+        """Remove a snapshot now, or at the next look if the engine does not answer in time."""
+        try:
+            with anyio.fail_after(self._settings.close_s):
+                await self._forget(image)
+        except TimeoutError:
+            self._forgotten.add(image)
+
+    async def _forget(self, image: str) -> None:
+        while True:
+            try:
+                return await self._maker.remove(image, image=True)
+            except SandboxError as error:
+                _log.warning("snapshot %s cannot be removed yet: %s", image, error)
+                await anyio.sleep(FORGET_PAUSE_S)
