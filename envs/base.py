@@ -27,6 +27,8 @@ from envs.threaded import Threaded
 from flash.errors import EnvError, RewardError
 from flash.types import Message, Observation
 
+NOTE_LENGTH = 2000
+"""Characters kept of a note."""
 HELD_OUT = 1 << 31
 """First seed of the held-out problems."""
 
@@ -169,6 +171,36 @@ def check_step_result(result: object) -> StepResult:
         _flag("truncated", truncated),
         _info("step", info),
     )
+
+
+def metrics_of(info: Info) -> dict[str, float]:
+    """`info["metrics"]`: what the environment measured in this step. Of each name the mean over a batch is logged.
+
+    Raises:
+        EnvError: it does not map names to finite numbers.
+    """
+    metrics = info.get("metrics", {})
+    if not isinstance(metrics, Mapping):
+        raise EnvError(f"info['metrics'] of step() must map names to numbers, but is {metrics!r}")
+    numbers: dict[str, float] = {}
+    for name, value in cast("Mapping[object, object]", metrics).items():
+        number = float(cast("float", value)) if isinstance(value, (Real, np.bool_)) else math.nan
+        if not (isinstance(name, str) and name and math.isfinite(number)):
+            raise EnvError(f"info['metrics'] of step() must map names to finite numbers, but holds {name!r}: {value!r}")
+        numbers[name] = number
+    return numbers
+
+
+def note_of(info: Info) -> str:
+    """`info["note"]`: what the environment says of the response, for people who read the samples of a run.
+
+    Raises:
+        EnvError: it is no text.
+    """
+    note = info.get("note", "")
+    if not isinstance(note, str):
+        raise EnvError(f"info['note'] of step() must be text, but is {note!r} of type {type(note).__name__}")
+    return note[:NOTE_LENGTH]
 
 
 def check_reward(reward: object) -> float:

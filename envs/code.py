@@ -2,8 +2,8 @@
 
 Problems come from a data set, in several languages if it likes, or are made (`envs.linear`). The answer ends the
 episode. The reward is 1 when all tests pass, or the share of those that do. A program that crashes, hangs, takes too
-much memory or prints something else has failed a test; `info` says how. A sandbox that fails is replaced and, if that
-does not help, ends the episode with its error: never with a reward.
+much memory or prints something else has failed a test; the metrics count how. A sandbox that fails is replaced and, if
+that does not help, ends the episode with its error: never with a reward.
 
 The environment must have its answers judged somewhere: see `envs.judge` for what a program may and may not do there,
 and `envs.sandbox` for the sandboxes.
@@ -191,7 +191,8 @@ class CodeEnv:
         judge = await shared_judge(self._bench, type(self).supply)
         verdict = await judge.judge(action, self._suite, self._languages, self._limits, every=self._every)
         reward = verdict.share if self._every else float(verdict.passed == verdict.total)
-        return "", reward, True, False, msgspec.structs.asdict(verdict)
+        info = {**msgspec.structs.asdict(verdict), "metrics": verdict.metrics(), "note": verdict.note()}
+        return "", reward, True, False, info
 
     async def close(self) -> None:
         """Nothing is held: sandboxes are the node's, and given back within a step."""

@@ -16,7 +16,7 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import anyio
 import msgspec
@@ -160,6 +160,15 @@ class Verdict(msgspec.Struct, frozen=True):
     def share(self) -> float:
         """Of the tests, those that passed."""
         return self.passed / self.total
+
+    def metrics(self) -> dict[str, float]:
+        """The share, and for each way to fail whether it was the one."""
+        ways = (cause for cause in get_args(Cause) if cause != "passed")
+        return {"tests_passed": self.share} | {cause.replace(" ", "_"): float(cause == self.cause) for cause in ways}
+
+    def note(self) -> str:
+        """One text of cause and detail."""
+        return f"{self.cause}: {self.detail}" if self.detail else self.cause
 
 
 def languages_with(own: Mapping[str, Any]) -> dict[str, Language]:

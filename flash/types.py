@@ -113,6 +113,10 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     """Seconds from there to its last token."""
     env_s: float
     """Seconds of the environment's step after it."""
+    metrics: dict[str, float] = {}
+    """What the environment measured."""
+    note: str = ""
+    """What it says of the response, for people."""
 
 
 class Trajectory(msgspec.Struct, frozen=True, tag=True):
@@ -141,6 +145,10 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True):
     def behaviour(self) -> Float32Array:
         """float32 [A]."""
         return np.frombuffer(self.logprobs, dtype="<f4")
+
+    def env_metrics(self) -> dict[str, float]:
+        """What the environment measured; of several turns the last word counts."""
+        return {name: value for turn in self.turns for name, value in turn.metrics.items()}
 
     @property
     def length(self) -> int:

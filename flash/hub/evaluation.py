@@ -14,6 +14,7 @@ import msgspec
 
 from flash.config import EvalConfig
 from flash.hub.buffer import RETRIED
+from flash.hub.metrics import env_metrics
 from flash.hub.tasks import held_out_tasks
 from flash.observe.stats import mean_interval, pass_at_k
 from flash.types import Failure, Lease, Outcome, Task, Trajectory
@@ -38,6 +39,7 @@ class EvalRound:
         """Samples that failed for good."""
         self.versions: set[int] = set()
         """Versions that sampled at least one token."""
+        self._measured: list[dict[str, float]] = []
 
     def lease(self, versions: Sequence[int]) -> Lease | None:
         """The next task, for a node whose engines run these versions: one must run at least the round's."""
@@ -58,6 +60,7 @@ class EvalRound:
         if isinstance(result, Trajectory):
             self.rewards.setdefault(task.group_id, []).append(result.reward)
             self.versions.update(run.version for run in result.versions)
+            self._measured.append(result.env_metrics())
         elif result.outcome is Outcome.CANCELLED:
             self._queue.appendleft(task)
         elif result.outcome in RETRIED and task.attempt < self._retries:
@@ -75,7 +78,7 @@ class EvalRound:
         return not self._queue and not self._leases
 
     def row(self) -> dict[str, float]:
-        """Mean reward with its 95 % confidence interval, and pass@k for k = samples per problem."""
+        """Mean reward with its 95 % confidence interval, pass@k for k = samples per problem, the environment's own."""
         groups = self.rewards.values()
         flat = [reward for answers in groups for reward in answers]
         interval = mean_interval(flat, [problem for problem, answers in self.rewards.items() for _ in answers])
@@ -93,6 +96,7 @@ class EvalRound:
             "problems": len(self.rewards),
             "samples": len(flat),
             "missing": self.missing,
+            **env_metrics(self._measured),
         }
 
 

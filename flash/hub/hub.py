@@ -382,14 +382,14 @@ class Hub:
     def _commit(self, request: p.Commit) -> p.Ack:
         if request.step != self._version or len(self._fetched) != self._config.trainer_world_size:
             raise ContractError(f"step {request.step} was committed while the run is at {self._version}")
-        samples = sum(len(shard.samples) for shard in self._shards)
+        trained = [sample.trajectory for shard in self._shards for sample in shard.samples]
         self._shards, self._fetched = [], set()
         self.buffer.commit(self._version)
         self._version += 1
         self._progress += 1
         engines = [engine for node in self._engines.values() for engine in node.values()]
         self._observer.step(
-            self._metrics.row(self._version, samples, request.metrics, self.buffer, engines, self._now())
+            self._metrics.row(self._version, trained, request.metrics, self.buffer, engines, self._now())
         )
         self._notify()
         return p.Ack()

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from flash.hub.buffer import SampleBuffer
 from flash.hub.protocol import EngineStatus
-from flash.types import Outcome
+from flash.types import Outcome, Trajectory
+
+ENV_PREFIX = "env/"
+"""Begins the names of what environments measure, so that they meet no other metric."""
+
+
+def env_metrics(measured: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the trajectories that have it."""
+    values: dict[str, list[float]] = {}
+    for metrics in measured:
+        for name, value in metrics.items():
+            values.setdefault(ENV_PREFIX + name, []).append(value)
+    return {name: math.fsum(each) / len(each) for name, each in sorted(values.items())}
 
 
 class StepMetrics:
@@ -29,13 +41,13 @@ class StepMetrics:
     def row(
         self,
         version: int,
-        samples: int,
+        trajectories: Sequence[Trajectory],
         trainer: Mapping[str, float],
         buffer: SampleBuffer,
         engines: Sequence[EngineStatus],
         now: float,
     ) -> dict[str, float]:
-        """The row of the step that made `version` out of `samples` samples. Times in seconds, `now` in Unix seconds."""
+        """The row of the step that made `version` out of these. Times in seconds, `now` in Unix seconds."""
         ledger = buffer.ledger
         elapsed = max(now - (self._since if self._since is not None else now), 1e-9)
         generated = ledger.generated_tokens - self._generated_tokens
@@ -47,7 +59,7 @@ class StepMetrics:
             "step": version - 1,
             "version": version,
             "time": now,
-            "samples": samples,
+            "samples": len(trajectories),
             "trainer_wait_s": wait,
             "trainer_wait_share": wait / elapsed,
             "interval_s": elapsed,
@@ -61,4 +73,5 @@ class StepMetrics:
             "wasted_tokens": sum(ledger.discarded_tokens.values()),
             "filtered": ledger.filtered,
             "given_up": sum(ledger.given_up.values()),
+            **env_metrics(trajectory.env_metrics() for trajectory in trajectories),
         }

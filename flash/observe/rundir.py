@@ -47,6 +47,8 @@ class SampleTurn(msgspec.Struct, frozen=True):
     reward: float
     generate_s: float
     env_s: float
+    metrics: dict[str, float] = {}
+    note: str = ""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -127,7 +129,10 @@ def readable(trajectory: Trajectory, step: int, tokens: Sequence[str]) -> Sample
         seed=task.seed,
         outcome=Outcome(trajectory.outcome),
         reward=trajectory.reward,
-        turns=[SampleTurn(t.observation, t.action, t.reward, t.generate_s, t.env_s) for t in trajectory.turns],
+        turns=[
+            SampleTurn(t.observation, t.action, t.reward, t.generate_s, t.env_s, t.metrics, t.note)
+            for t in trajectory.turns
+        ],
         tokens=list(tokens),
         action_spans=trajectory.action_spans,
         versions=trajectory.versions,

@@ -16,7 +16,7 @@ import anyio
 import msgspec
 import numpy as np
 
-from envs.base import Environment, StepResult, check_reset_result, check_step_result
+from envs.base import Environment, StepResult, check_reset_result, check_step_result, metrics_of, note_of
 from flash.errors import DeadlineError, EngineError, EnvError, RewardError
 from flash.rollout.engine import Request, SamplingSettings
 from flash.rollout.phases import Phases
@@ -170,8 +170,9 @@ class Episode:
             said.say(completion)
             generate_s = self._now() - start
             action = self._tokenizer.decode(completion.token_ids)
-            (following, reward, terminated, truncated, _), env_s = await self._step(env, life, action)
-            said.turns.append(Turn(_text(observation), action, reward, start, generate_s, env_s))
+            (following, reward, terminated, truncated, info), env_s = await self._step(env, life, action)
+            measured, note = metrics_of(info), note_of(info)
+            said.turns.append(Turn(_text(observation), action, reward, start, generate_s, env_s, measured, note))
             cut = completion.finish == "length"
             if terminated or truncated:
                 return said.trajectory(life.task, Outcome.TRUNCATED if truncated or cut else Outcome.OK)

@@ -9,12 +9,15 @@ import pytest
 from envs.arithmetic import Arithmetic
 from envs.base import (
     HELD_OUT,
+    NOTE_LENGTH,
     Checked,
     Environment,
     WarmStart,
     check_reset_result,
     check_step_result,
     is_held_out,
+    metrics_of,
+    note_of,
     wrap,
 )
 from flash.errors import EnvError, RewardError
@@ -53,6 +56,29 @@ def test_an_observation_that_is_neither_text_nor_messages_is_refused(observation
 def test_info_that_is_no_dict_is_refused(info):
     with pytest.raises(EnvError, match="info of reset"):
         check_reset_result(("prompt", info))
+
+
+def test_the_metrics_of_a_step_are_finite_numbers_with_names():
+    assert metrics_of({}) == {}
+    assert metrics_of({"metrics": {"steps": 3, "won": True, "loss": np.float32(0.5)}, "other": object()}) == {
+        "steps": 3.0,
+        "won": 1.0,
+        "loss": 0.5,
+    }
+
+
+@pytest.mark.parametrize("metrics", [None, [1.0], {"x": "1"}, {"x": float("nan")}, {"": 1.0}, {3: 1.0}, {"x": None}])
+def test_metrics_that_are_no_numbers_are_refused(metrics):
+    with pytest.raises(EnvError, match=r"info\['metrics'\] of step\(\) must map names to"):
+        metrics_of({"metrics": metrics})
+
+
+def test_a_note_is_text_of_bounded_length():
+    assert note_of({}) == ""
+    assert note_of({"note": "lost"}) == "lost"
+    assert len(note_of({"note": "x" * 10_000})) == NOTE_LENGTH
+    with pytest.raises(EnvError, match="must be text"):
+        note_of({"note": 3})
 
 
 def test_message_dicts_become_messages():

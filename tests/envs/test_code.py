@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from envs.base import HELD_OUT, Checked, Prepared, WarmStart
+from envs.base import HELD_OUT, Checked, Prepared, WarmStart, metrics_of, note_of
 from envs.code import CodeEnv
 from envs.mixture import Mixture
 from envs.shared import sharing
@@ -76,6 +76,17 @@ async def test_made_problems_are_solved_by_their_examples_and_by_any_program_tha
             assert (reward, info["cause"], info["passed"]) == (1.0, "passed", 3)
         reward, info = await judged(env, 5, "exit 3")
         assert (reward, info["cause"]) == (0.0, "crash")
+        assert metrics_of(info) == {
+            "tests_passed": 0.0,
+            "no_program": 0.0,
+            "compile": 0.0,
+            "wrong_output": 0.0,
+            "too_much_output": 0.0,
+            "crash": 1.0,
+            "timeout": 0.0,
+            "memory": 0.0,
+        }
+        assert note_of(info).startswith("crash: ")
     characters = set("".join(example.prompt + example.answer for example in env.solved_examples(500, seed=2)))
     assert characters == set(env.alphabet())
     assert len(set(env.alphabet())) == len(env.alphabet())

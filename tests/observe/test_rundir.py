@@ -170,7 +170,17 @@ def test_a_readable_sample_shows_texts_versions_and_ages(directory: RunDirectory
         "seed": 99,
         "outcome": "ok",
         "reward": 0.5,
-        "turns": [{"observation": "1+1=", "action": "2", "reward": 0.5, "generate_s": 0.1, "env_s": 0.2}],
+        "turns": [
+            {
+                "observation": "1+1=",
+                "action": "2",
+                "reward": 0.5,
+                "generate_s": 0.1,
+                "env_s": 0.2,
+                "metrics": {},
+                "note": "",
+            }
+        ],
         "tokens": ["1", "+", "a", "b", "c", "d"],
         "action_spans": [[2, 6]],
         "versions": [[10, 3], [12, 1]],

@@ -166,6 +166,21 @@ def test_law_4_tokens_are_only_appended_over_five_turns() -> None:
     assert env.actions == FIVE
 
 
+def test_what_the_environment_measures_stays_with_its_turn_and_the_last_word_counts() -> None:
+    first, second = {"metrics": {"moves": 1, "lost": 2.0}}, {"metrics": {"moves": 2}, "note": "won"}
+    env = Env(("on", 0.0, False, False, first), ("over", 1.0, True, False, second))
+    trajectory = succeed(env, Script(say("a"), say("b")))
+    assert [turn.metrics for turn in trajectory.turns] == [{"moves": 1.0, "lost": 2.0}, {"moves": 2.0}]
+    assert [turn.note for turn in trajectory.turns] == ["", "won"]
+    assert trajectory.env_metrics() == {"moves": 2.0, "lost": 2.0}
+
+
+def test_metrics_that_are_no_numbers_end_the_episode_with_an_error() -> None:
+    failure = fail(Env(("over", 1.0, True, False, {"metrics": {"moves": "two"}})), Script(say("a")))
+    assert failure.outcome is Outcome.ENV_ERROR
+    assert "holds 'moves': 'two'" in failure.message
+
+
 def test_each_action_token_keeps_its_span_its_log_prob_and_its_place_in_the_mask() -> None:
     trajectory = succeed(*five_turns())
     tokens, mask = trajectory.tokens(), trajectory.action_mask()
