@@ -1,9 +1,9 @@
 """Off-policy methods side by side on data of an exact age, on a small model that learns two-digit sums.
 
 Every cell is one run of the system's own trainer in one process on one core: a method, an age of 0 to 16 versions, a
-seed. All share the model, the batches' problems, the learning rate (chosen on grpo at α = 0) and two updates per
-version. A cell counts as collapsed when its final accuracy is below half of its own best or below its start.
-Finished cells are kept in a folder and not run again, so the grid can be run in pieces.
+seed. All share the model, the batches' problems, the learning rate and two updates per version. A cell counts as
+collapsed when its final accuracy is below half of its own best or below its start. Finished cells are kept in a folder
+and not run again, so the grid can be run in pieces.
 
 Further options: --cells FOLDER (default outputs/offpolicy), --workers N (default: one per usable core), --limit-s S
 (start no cell that would end later), --methods A,B,… and --alphas 0,2,… and --seeds N (a part of the grid),

@@ -158,9 +158,9 @@ def accuracy_table(summaries: Sequence[Summary]) -> str:
     """Markdown: final accuracy and its half interval by method and alpha, and how many runs collapsed."""
 
     def cell(summary: Summary) -> str:
-        half = (summary.high - summary.low) / 2
+        half = f" ± {(summary.high - summary.low) / 2:.3f}" if summary.seeds > 1 else ""
         collapsed = f", {summary.collapses} of {summary.seeds} collapsed" if summary.collapses else ""
-        return f"{summary.mean:.3f} ± {half:.3f}{collapsed}"
+        return f"{summary.mean:.3f}{half}{collapsed}"
 
     return _table(summaries, "final held-out accuracy", cell)
 
