@@ -309,10 +309,11 @@ class LLMProxy:
         if len(slot.running) > 1:
             return
         now = self._now()
-        if slot.idle_since is not None:
-            slot.idle_s += now - slot.idle_since
+        idle = now - slot.idle_since if slot.idle_since is not None else 0.0
+        slot.idle_s += idle
         slot.idle_since = None
-        if slot.busy_since is None or (slot.bars and now - slot.bars[-1].stop > MERGE_GAP_S):
+        # The last bar cannot tell: it is a swap's, or has left with a report.
+        if slot.busy_since is None or idle > MERGE_GAP_S:
             slot.busy_since = now
 
     def _end(self, slot: _Slot, scope: anyio.CancelScope) -> None:

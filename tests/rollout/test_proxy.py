@@ -255,6 +255,29 @@ def test_an_engines_death_is_noticed_by_its_own_requests_too() -> None:
     run(scenario)
 
 
+def test_the_timeline_leaves_out_idle_time_also_after_a_report_and_a_swap() -> None:
+    async def scenario() -> None:
+        house = House(engine())
+        await house.load_all()
+        await house.ask(0, 2)
+        first = house.proxy.report()[1]
+        await anyio.sleep(10)
+        await house.ask(1, 2)
+        await anyio.sleep(10)
+        await house.proxy.load(0, published(1))
+        await house.ask(2, 2)
+        bars = [(bar.name, bar.start, bar.stop) for bar in [*first, *house.proxy.report()[1]]]
+        assert bars == [
+            ("swap", 0.0, 0.5),
+            ("generate", 0.5, 2.5),
+            ("generate", 12.5, 14.5),
+            ("swap", 24.5, 25.0),
+            ("generate", 25.0, 27.0),
+        ]
+
+    run(scenario)
+
+
 def test_a_request_that_an_engine_fails_is_tried_on_each_other_engine_once() -> None:
     async def scenario() -> None:
         house = House(engine(), engine())
