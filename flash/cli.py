@@ -66,9 +66,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; files and overrides may also stand behind options, where argparse alone does not look for them."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    unknown = [argument for argument in rest if argument.startswith("-") or "config" not in arguments]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        arguments.config += rest
+    return arguments
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `flash`; the exit code. 2 means wrong input, 130 an interrupt."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     try:
         if arguments.command == "train":
             return _train(arguments)
