@@ -196,7 +196,10 @@ def section_in(annotation: Any) -> type[Section] | None:
 
 
 def _suggest_key(prefix: str, key: str, siblings: Iterable[str]) -> str:
-    """The nearest key of the same table, or else the key of nearly that name in another one."""
+    """The key of that very name in other tables, the nearest one of the same table, or else the nearest in another."""
+    same = [f"`{path}`" for path in key_paths() if path.rpartition(".")[2] == key]
+    if same:
+        return f"; did you mean {' or '.join(same)}?"
     here = suggest(key, siblings, prefix)
     if here:
         return here

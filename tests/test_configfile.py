@@ -120,6 +120,9 @@ def test_an_override_of_another_form_is_refused(override):
     ("override", "message"),
     [
         ("train.batchsize=64", "`train.batchsize` (override): no such key; did you mean `train.batch_size`?"),
+        ("train.steps=9", "`train.steps` (override): no such key; did you mean `run.steps`?"),
+        ("run.samples=2", "`run.samples` (override): no such key; did you mean `eval.samples`?"),
+        ("eval.seed=2", "`eval.seed` (override): no such key; did you mean `run.seed` or `tiny_model.seed`?"),
         ("trian.batch_size=64", "`trian` (override): no such key; did you mean `train`?"),
         ("async_ratio=0", "`async_ratio` (override): no such key; did you mean `train.async_ratio`?"),
         ("engine.zzzzz=0", "`engine.zzzzz` (override): no such key"),
