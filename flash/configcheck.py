@@ -26,6 +26,7 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 """`name` or `owner/name`: anything else is a path."""
 
 ENVIRONMENT_METHODS = ("reset", "step", "close")
+WARM_START_METHODS = ("solved_examples", "alphabet")
 
 SPREADS = tuple(field.name for field in msgspec.structs.fields(SimulateConfig) if field.type is str)
 """Keys of `[simulate]` that hold distributions."""
@@ -61,7 +62,7 @@ def optimizer_rule(config: Config) -> Iterator[Problem]:
 
 
 def environment_rule(config: Config) -> Iterator[Problem]:
-    """The environment exists, has the interface, and takes its options."""
+    """The environment exists, has the interface, takes its options, and can teach a tiny model where it has to."""
     try:
         env = load_object(config.env.path)
     except ConfigError as error:
@@ -74,6 +75,12 @@ def environment_rule(config: Config) -> Iterator[Problem]:
         return
     kwargs, problems = examine_options(cast("type[object]", env), config.env.options, "env.options")
     yield from problems or _own_check(env, kwargs)
+    if config.tiny_model is not None and not all(callable(getattr(env, name, None)) for name in WARM_START_METHODS):
+        message = (
+            f"`{config.env.path}` has no solved examples to teach a tiny model with: give it the methods "
+            "solved_examples and alphabet (docs/environments.md), or leave [tiny_model] out and name another model"
+        )
+        yield Problem("tiny_model", message)
 
 
 def _own_check(env: type[object], kwargs: dict[str, Any]) -> Iterator[Problem]:

@@ -52,6 +52,9 @@ def _load_module(name: str) -> Any:
         raise ConfigError(f"there is no module `{missing}`{_nearest_module(missing)} (looked in {here} too)")
     try:
         return importlib.import_module(name)
+    except SyntaxError as error:
+        place = f"{error.filename}, line {error.lineno}"
+        raise ConfigError(f"importing `{name}` failed: SyntaxError: {error.msg} ({place})") from error
     except Exception as error:  # the module is the user's: whatever it raises on import is wrong input
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
@@ -87,7 +90,7 @@ def load_objective(name: str) -> type[Objective]:
     """The objective of this name (see `algorithms.OBJECTIVES`) or import path.
 
     Raises:
-        ConfigError: there is none, or the path names something else.
+        ConfigError: there is none, or the path names something else, or it has no formula.
     """
     if ":" not in name and name not in OBJECTIVES:
         known = ", ".join(f"`{one}`" for one in OBJECTIVES)
@@ -95,6 +98,8 @@ def load_objective(name: str) -> type[Objective]:
     found = load_object(OBJECTIVES.get(name, name))
     if not (isinstance(found, type) and issubclass(found, Objective)):
         raise ConfigError(f"`{name}` is not a subclass of `algorithms.base:Objective`")
+    if found.__call__ is Objective.__call__:
+        raise ConfigError(f"`{name}` does not define `__call__(self, tokens)`, the formula of its loss")
     return found
 
 

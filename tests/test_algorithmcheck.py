@@ -18,11 +18,15 @@ class LogLinear(Objective):
     def proximal_policy(self):
         return "loglinear"
 
+    def __call__(self, tokens): ...
+
 class Choosy(Objective):
     size: int = 1
     def __post_init__(self):
         if self.size > 2:
             raise ValueError("size is too large")
+
+    def __call__(self, tokens): ...
 """
 
 

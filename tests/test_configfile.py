@@ -19,6 +19,8 @@ from algorithms.base import Objective
 class Uncorrected(Objective):
     corrects_staleness = False
 
+    def __call__(self, tokens): ...
+
 class Refusing:
     def __init__(self, size: int = 1): ...
     def reset(self, seed): ...
@@ -300,6 +302,10 @@ def test_a_file_that_is_not_text_is_refused(project):
         ),
         (["cluster.node_cpus=[]"], "`cluster.node_cpus` (override): expected one or more of this machine's cores 0 to"),
         (["cluster.trainer_cpus=[9999]"], "`cluster.trainer_cpus` (override): expected one or more of this machine's"),
+        (
+            ["env.path=my_module_for_config:Refusing", "tiny_model.layers=1"],
+            "`my_module_for_config:Refusing` has no solved examples to teach a tiny model with: give it the methods",
+        ),
         (
             ["run.resume=true"],
             "`run.resume` (override): there is no run to continue: the folder outputs/a-run does not",

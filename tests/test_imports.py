@@ -98,6 +98,19 @@ def test_a_missing_module_names_the_nearest(path, message):
         load_object(path)
 
 
+def test_a_syntax_error_names_its_own_line(here):
+    (here / "failing_module.py").write_text("x = 1\ndef f(:")
+    with pytest.raises(ConfigError, match=r"SyntaxError: [^(]*\([^()]*failing_module\.py, line 2\)$"):
+        load_object("failing_module:X")
+
+
+def test_an_objective_without_a_formula_is_refused(here):
+    source = "from algorithms.base import Objective\nclass Mine(Objective, frozen=True):\n    cap: float = 1.0"
+    (here / "own_objective.py").write_text(source)
+    with pytest.raises(ConfigError, match=r"^`own_objective:Mine` does not define `__call__\(self, tokens\)`"):
+        load_objective("own_objective:Mine")
+
+
 def test_a_module_of_the_current_directory_is_found(here):
     (here / "beside_the_config.py").write_text("class Mine: ...")
     assert load_object("beside_the_config:Mine").__name__ == "Mine"
