@@ -16,6 +16,7 @@ from flash.hub.hub import Hub
 from flash.observe.observer import MemoryObserver
 from flash.types import Canary, Failure, Lease, Outcome, Published
 from tests.hub.cases import trajectory
+from tests.metrics_page import unlisted
 
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
@@ -167,3 +168,5 @@ async def test_what_environments_measure_is_averaged_over_each_batch_and_each_ev
     (row,) = driver.observer.steps
     assert {name: row[name] for name in row if name.startswith("env/")} == {"env/moves": 4.0, "env/won": 0.5}
     assert (row["samples"], row["loss"]) == (4, 0.1)
+    assert unlisted(row) == []
+    assert unlisted(driver.observer.evaluations[0], "evals.jsonl") == []

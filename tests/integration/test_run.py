@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.metrics_page import unlisted
+
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 REPOSITORY = Path(__file__).parents[2]
@@ -162,6 +164,8 @@ def test_a_run_leaves_metrics_summary_plots_model_and_no_process(start: Callable
     assert run.wait() == 0, run.text()
     assert [row["step"] for row in run.rows()] == list(range(6))
     assert [row["step"] for row in run.rows("evals.jsonl")] == [0, 3, 6]
+    for file in ("metrics.jsonl", "evals.jsonl"):
+        assert unlisted({name for row in run.rows(file) for name in row}, file) == []
     summary = run.summary()
     assert summary["max_age"] <= 1
     assert summary["samples"] == summary["ledger"]["trained"] == 6 * 32
