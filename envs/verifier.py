@@ -88,7 +88,7 @@ async def _awaited(
             return await verifier(completion, answer), None
         except EnvError:
             raise
-        except Exception as error:  # the supervised boundary to code that is not ours
+        except (Exception, SystemExit) as error:  # the supervised boundary to code that is not ours, sys.exit included
             return None, f"it raised {type(error).__name__}: {error}"
     return None, f"no answer within {timeout:g} s; raise the environment's timeout"
 
@@ -129,5 +129,5 @@ def _score(verifier: _Plain, completion: str, answer: str) -> tuple[object, str 
         return check_reward(verifier(completion, answer)), None
     except RewardError as error:
         return None, str(error)
-    except Exception as error:  # the supervised boundary to code that is not ours
+    except (Exception, SystemExit) as error:  # the supervised boundary to code that is not ours, sys.exit included
         return None, f"it raised {type(error).__name__}: {error}"

@@ -228,7 +228,8 @@ class Episode:
                 return await call()
             except EnvError:
                 raise
-            except Exception as error:  # the supervised boundary to code that is not ours
+            # The supervised boundary to code that is not ours, which may call sys.exit: that would end the whole node.
+            except (Exception, SystemExit) as error:
                 raise EnvError(f"environment {what} raised {_where(error)}") from error
             except anyio.get_cancelled_exc_class() as error:
                 if anyio.current_effective_deadline() == -math.inf:

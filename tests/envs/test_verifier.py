@@ -38,6 +38,7 @@ async def test_an_inline_verifier_runs_in_this_process():
         (f"{HERE}:raises", "it raised LookupError: no such answer"),
         (f"{HERE}:raises_unpicklable", "it raised Local"),
         (f"{HERE}:dies", "its worker process died"),
+        (f"{HERE}:exits", "it raised SystemExit: 3"),
         (f"{HERE}:gives_nan", "must be a finite number, but is nan"),
         (f"{HERE}:gives_none", "must be a finite number, but is None"),
         (f"{__name__}:raises_inline", "it raised LookupError: no such answer"),

@@ -368,6 +368,12 @@ def test_a_first_observation_without_tokens_or_without_room_is_an_error_of_the_e
     assert text in failure.message
 
 
+def test_an_environment_that_exits_python_is_an_error_of_its_own_and_not_the_end_of_the_node() -> None:
+    failure = fail(Env(SystemExit(3)), Script(say("a")))
+    assert failure.outcome == Outcome.ENV_ERROR
+    assert "environment step 1 (seed 5) raised SystemExit: 3" in failure.message
+
+
 class Broken(Env):
     """Cannot be closed."""
 
