@@ -7,6 +7,7 @@ goes wrong becomes a typed `Failure`; only cancellation passes through. The envi
 
 from __future__ import annotations
 
+import inspect
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
@@ -225,7 +226,10 @@ class Episode:
         """One call into the user's environment: its exceptions and its silence become typed."""
         with anyio.move_on_after(timeout):
             try:
-                return await call()
+                result = call()
+                if not inspect.isawaitable(result):
+                    raise EnvError(f"environment {what}: make reset, step and close all `async def`, or none of them")
+                return await result
             except EnvError:
                 raise
             # The supervised boundary to code that is not ours, which may call sys.exit: that would end the whole node.

@@ -374,6 +374,21 @@ def test_an_environment_that_exits_python_is_an_error_of_its_own_and_not_the_end
     assert "environment step 1 (seed 5) raised SystemExit: 3" in failure.message
 
 
+class HalfBlocking(Env):
+    """One of its methods is no coroutine."""
+
+    def step(self, action: str) -> Any:
+        return end(1.0)
+
+
+def test_an_environment_that_is_asynchronous_in_part_is_told_so() -> None:
+    failure = fail(HalfBlocking(), Script(say("a")))
+    assert failure.outcome == Outcome.ENV_ERROR
+    assert failure.message == (
+        "environment step 1 (seed 5): make reset, step and close all `async def`, or none of them"
+    )
+
+
 class Broken(Env):
     """Cannot be closed."""
 
