@@ -7,7 +7,9 @@ On one machine the rendezvous is private to the job. In a job of several nodes e
 from __future__ import annotations
 
 import logging
+import math
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +18,9 @@ from flash.errors import ConfigError
 
 QUIET = ("torch.distributed", "torch.distributed.elastic")
 """Loggers that repeat at length what our own error has said."""
+
+TORCHRUN_MARGIN_S = 30
+"""Seconds beyond deadlines.shutdown after which torchrun kills what has not ended: a checkpoint must not be cut off."""
 
 
 def torchrun_arguments(config: Config, environment: dict[str, str]) -> list[str]:
@@ -43,6 +48,12 @@ def torchrun_arguments(config: Config, environment: dict[str, str]) -> list[str]
     return [f"--nnodes={nodes}", f"--node-rank={node}", *rendezvous, *shared]
 
 
+def resume_command(paths: Sequence[str], overrides: Sequence[str]) -> str:
+    """What to type to continue the same run, whose name may be an override."""
+    kept = [override for override in overrides if not override.startswith("run.resume=")]
+    return shlex.join(["flash", "train", *paths, *kept, "--resume"])
+
+
 def launch(config: Config, paths: Sequence[str], overrides: Sequence[str]) -> int:
     """Run the job on this node to its end; the exit code."""
     extra = list(overrides)
@@ -57,11 +68,13 @@ def launch(config: Config, paths: Sequence[str], overrides: Sequence[str]) -> in
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # As a variable, since not every torch that we work with has the option.
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(TORCHRUN_MARGIN_S + math.ceil(config.deadlines.shutdown))
     try:
         run(parse_args([*options, "-m", "flash.worker", *paths, *extra]))
     except ChildFailedError:
         return 1
     except SignalException:
-        sys.stderr.write(f"flash: interrupted; go on with: flash train {' '.join(paths)} --resume\n")
+        sys.stderr.write(f"flash: interrupted; go on with: {resume_command(paths, overrides)}\n")
         return 130
     return 0
