@@ -115,5 +115,5 @@ class HfTokenizer:
             roles = ", ".join(message.role for message in messages)
             raise EnvError(
                 f"the chat template of {self._path} cannot show these messages ({roles}): {error}; let the environment "
-                "show text or other messages, or use a model with another template"
+                'show text (a data set with template = "plain") or other messages, or use a model with another template'
             ) from error
