@@ -41,6 +41,9 @@ def algorithm_rule(config: Config) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem("algorithm.options", str(error))
         return
+    if "ewma_decay" in config.algorithm.options and objective.proximal_policy != "ewma":
+        message = f"has no effect: proximal is {objective.proximal_policy!r}; expected 'ewma' beside it"
+        yield Problem("algorithm.options.ewma_decay", message)
     advantage = config.algorithm.advantage or objective.advantage
     yield from _advantage(config, objective, advantage)
     yield from _aggregation(config, config.algorithm.aggregation or objective.aggregation)

@@ -119,6 +119,10 @@ def resolve(*overrides: str) -> Config:
             ["algorithm.advantage=gae", "critic.path=model/nothing"],
             "`critic.path` (override): model/nothing is no Hugging Face model",
         ),
+        (
+            ["algorithm.options.ewma_decay=0.5"],
+            "`algorithm.options.ewma_decay` (override): has no effect: proximal is 'recompute'; expected 'ewma'",
+        ),
         (["rollout.top_p=0.9"], "`rollout.top_p` (override): no such key"),
         (["rollout.top_k=20"], "`rollout.top_k` (override): no such key"),
     ],
