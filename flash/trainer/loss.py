@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from algorithms.base import Objective, PackedTokens, Proximal
+from algorithms.base import Objective, ObjectiveOutput, PackedTokens, Proximal
 from algorithms.kl import kl
 from algorithms.proximal import loglinear
 from flash.config import AlgorithmConfig
+from flash.errors import ConfigError
 from flash.trainer.firstpass import Facts
 from flash.trainer.logprobs import TokenLogprobs
 from flash.trainer.packing import MicroBatch
@@ -71,12 +72,28 @@ def first_logprobs(now: TokenLogprobs, facts: Facts) -> Tensor:
     return now.logp_T.detach() if facts.first_T is None else facts.first_T
 
 
+def _checked(output: object, objective: Objective, mask_T: Tensor) -> ObjectiveOutput:
+    """What an objective returned, which may be the user's own. A mean, say, would be spread over all tokens unseen."""
+    if not isinstance(output, ObjectiveOutput):
+        found = type(output).__name__
+    else:
+        shapes = {"loss_T": tuple(output.loss_T.shape)} | {name: tuple(x.shape) for name, x in output.stats.items()}
+        wrong = [f"{name} of shape {shape}" for name, shape in shapes.items() if shape != tuple(mask_T.shape)]
+        if not wrong:
+            return output
+        found = ", ".join(wrong)
+    raise ConfigError(
+        f"algorithm.objective: {type(objective).__name__} must return ObjectiveOutput(loss_T, stats) with one number "
+        f"per token, shape {tuple(mask_T.shape)}, but returned {found}"
+    )
+
+
 def token_loss(
     objective: Objective, algorithm: AlgorithmConfig, tokens: PackedTokens, facts: Facts, entropy_T: Tensor
 ) -> TokenLoss:
     """The loss of each token before aggregation."""
     mask_T = tokens.mask_T
-    output = objective(tokens)
+    output = _checked(objective(tokens), objective, mask_T)
     correction_T = torch.ones_like(tokens.behaviour_T)
     for correction in algorithm.corrections:
         correction_T = correction_T * correction(tokens)

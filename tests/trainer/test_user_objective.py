@@ -34,6 +34,16 @@ class Powered(Objective, frozen=True):
     def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
         weight_T = tokens.advantage_T.sign() * tokens.advantage_T.abs() ** self.power
         return ObjectiveOutput(-weight_T * tokens.logp_T, {"weight": weight_T})
+
+
+class Averaged(Powered, frozen=True):
+    def __call__(self, tokens):
+        return ObjectiveOutput(super().__call__(tokens).loss_T.mean(), {})
+
+
+class Bare(Powered, frozen=True):
+    def __call__(self, tokens):
+        return super().__call__(tokens).loss_T
 '''
 
 
@@ -88,3 +98,19 @@ def test_its_options_and_what_it_says_of_itself_are_checked_before_anything_star
         load([settings], ["train.async_ratio=1"])
     with pytest.raises(ConfigError, match=r"no `Powred`; did you mean `Powered`\?"):
         load([settings], ["algorithm.objective=my_objectives.powered:Powred"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "Averaged",
+            r"Averaged must return .* one number per token, shape \(\d+,\), but .* loss_T of shape \(\)$",
+        ),
+        ("Bare", r"Bare must return ObjectiveOutput\(loss_T, stats\) .* but returned Tensor$"),
+    ],
+)
+def test_a_loss_that_is_not_one_number_per_token_is_refused(settings: Path, name: str, message: str) -> None:
+    trainer = Trainer(load([settings], [f"algorithm.objective=my_objectives.powered:{name}"]))
+    with pytest.raises(ConfigError, match=message):
+        trainer.train_step(random_shard())
