@@ -6,6 +6,7 @@ task of the service: a client whose connection broke sends it again and gets the
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ OTHERS = "others"
 """Owners whose names a token may not know."""
 SESSIONS_OPEN = 64
 """Shells of one sandbox."""
+_PART_OF_ID = re.compile(r"(sha256:)?[0-9a-f]{1,63}", re.IGNORECASE)
 
 
 class _Answer:
@@ -71,7 +73,17 @@ class Service:
     # ---- leases
 
     def order(self, order: Order, token: str, key: str) -> Lease:
-        """Ask for a sandbox on behalf of a token."""
+        """Ask for a sandbox on behalf of a token.
+
+        Raises:
+            SandboxError: as of `Pool.order`; or the image could be the beginning of an id, which engines complete.
+        """
+        if _PART_OF_ID.fullmatch(order.spec.image):
+            # A few digits, tried one after another, would find the snapshots of others.
+            raise SandboxRefusedError(
+                f"{order.spec.image!r} could be the beginning of an image's id; give a name with its tag, such as "
+                f"{order.spec.image}:latest, or the whole id"
+            )
         owner = f"{token}/{order.owner}" if order.owner else token
         return self.pool.order(
             order.spec,

@@ -22,7 +22,13 @@ from envs.sandbox.service.limits import Limits
 from envs.sandbox.service.logs import OneLine
 from envs.sandbox.service.web import ASSETS, make_routes
 from flash import sandboxcli
-from flash.errors import SandboxClosedError, SandboxError, SandboxFileError, SandboxLimitError
+from flash.errors import (
+    SandboxClosedError,
+    SandboxError,
+    SandboxFileError,
+    SandboxLimitError,
+    SandboxRefusedError,
+)
 from tests.envs.sandbox.raw import bare, bearer, connected, head
 from tests.envs.sandbox.services import OTHER_TOKEN, SPEC, TOKEN, running
 
@@ -147,6 +153,17 @@ async def test_a_token_reaches_only_its_own_sandboxes(tmp_path):
             async with other.acquire(SPEC) as theirs:
                 assert (await world.client.find(theirs.sandbox_id)).sandbox_id == theirs.sandbox_id
         assert (await box.run("true", timeout=10)).ok
+
+
+@pytest.mark.parametrize("image", ["9", "9179a5ee", "9179A5EE", "f" * 63, "sha256:9179a5"])
+async def test_the_files_of_others_are_not_found_by_the_beginning_of_an_images_id(tmp_path, image):
+    async with running(tmp_path) as world:
+        with pytest.raises(SandboxRefusedError, match="give a name with its tag"):
+            async with world.client.acquire(msgspec.structs.replace(SPEC, image=image)):
+                pass
+        for whole in ("f" * 64, "sha256:" + "f" * 64, "ada:latest", "localhost/ada", "img"):
+            async with world.client.acquire(msgspec.structs.replace(SPEC, image=whole)):
+                pass
 
 
 async def test_a_browser_logs_in_once_and_other_sites_cannot_use_its_cookie(tmp_path):
