@@ -5,6 +5,7 @@ Everything that the live page and the service show is read here; `version` grows
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 import anyio
 import msgspec
 
+from envs.sandbox.api import Spec
 from envs.sandbox.pool.admission import Admission, Request
 from envs.sandbox.pool.host import Host, Report, demand, warm_key
 from envs.sandbox.pool.lease import Lease
@@ -87,8 +89,8 @@ class Books:
         self._ended: dict[str, Lease] = {}
         self._by_key: dict[tuple[str, str], Lease] = {}
         self._bad_hosts = Quarantine(threshold=settings.quarantine_threshold, cooldown=settings.quarantine_s)
-        self._bad_images = Quarantine(threshold=settings.quarantine_threshold, cooldown=settings.quarantine_s)
-        self._good_images: set[str] = set()
+        self._bad_kinds = Quarantine(threshold=settings.quarantine_threshold, cooldown=settings.quarantine_s)
+        self._good_kinds: set[str] = set()
         """Started somewhere at least once."""
         self.failures: Counter[str] = Counter()
         """By class of error."""
@@ -153,8 +155,8 @@ class Books:
         return listed
 
     def images_put_aside(self) -> dict[str, str]:
-        """Images in quarantine, and why."""
-        return {image: self._bad_images.why(image) for image in self._bad_images.listed(anyio.current_time())}
+        """Images of the kinds in quarantine, and why."""
+        return {_image_of(kind): self._bad_kinds.why(kind) for kind in self._bad_kinds.listed(anyio.current_time())}
 
     async def changed_since(self, version: int) -> int:
         """Wait until there is a newer version; its number."""
@@ -170,7 +172,7 @@ class Books:
         Raises:
             SandboxError: it would wait in vain, or too many do.
         """
-        self.refuse_bad_image(lease.spec.image)
+        self.refuse_bad_kind(lease.spec)
         self._admission.submit(request_of(lease, only))
         self.add(lease)
 
@@ -234,22 +236,23 @@ class Books:
 
     def started(self, lease: Lease) -> None:
         """A start succeeded."""
-        self._good_images.add(lease.spec.image)
+        kind = _kind(lease.spec)
+        self._good_kinds.add(kind)
         self._bad_hosts.succeeded(lease.host)
-        self._bad_images.succeeded(lease.spec.image)
+        self._bad_kinds.succeeded(kind)
 
     def start_failed(self, lease: Lease, error: SandboxError) -> bool:
         """Book a failed start; whether the host is put aside by it.
 
-        An image that never started is blamed itself; if it has started before, its host is. A host without room is
-        nobody's fault.
+        A kind of sandbox that never started is blamed itself: it may ask for what cannot be, and nobody else must
+        suffer from that. If it has started before, its host is blamed. A host without room is nobody's fault.
         """
         self.failed(error, lease.host)
         if isinstance(error, SandboxBusyError):
             return False
         now = anyio.current_time()
-        if lease.spec.image not in self._good_images:
-            self._bad_images.failed(lease.spec.image, str(error), now)
+        if (kind := _kind(lease.spec)) not in self._good_kinds:
+            self._bad_kinds.failed(kind, str(error), now)
             return False
         return self._bad_hosts.failed(lease.host, str(error), now)
 
@@ -261,19 +264,29 @@ class Books:
         _log.warning("%s: %s: %s", where, cause, error)
         self.changed()
 
-    def refuse_bad_image(self, image: str) -> None:
+    def refuse_bad_kind(self, spec: Spec) -> None:
         """Answer at once where a start would only fail.
 
         Raises:
-            SandboxStartError: the image is in quarantine.
+            SandboxStartError: this kind is in quarantine.
         """
-        if remaining := self._bad_images.remaining(image, anyio.current_time()):
+        kind = _kind(spec)
+        if remaining := self._bad_kinds.remaining(kind, anyio.current_time()):
             raise SandboxStartError(
-                f"sandboxes of {image} only fail; it is tried again in {remaining:.0f} s. "
-                f"The last time: {self._bad_images.why(image)}"
+                f"sandboxes of {spec.image} only fail; it is tried again in {remaining:.0f} s. "
+                f"The last time: {self._bad_kinds.why(kind)}"
             )
 
 
 def request_of(lease: Lease, only: str | None = None) -> Request:
     """A lease, as admission sees it."""
     return Request(lease.id, lease.owner, demand(lease.spec), lease.priority, warm_key(lease.spec), only)
+
+
+def _kind(spec: Spec) -> str:
+    """The image, and a short mark of everything else that a start depends on."""
+    return f"{spec.image} {hashlib.sha256(warm_key(spec).encode()).hexdigest()[:16]}"
+
+
+def _image_of(kind: str) -> str:
+    return kind.rpartition(" ")[0]

@@ -284,7 +284,7 @@ class Pool:
                 self.books.started(lease)
                 lease.starts = 0
                 return box
-            self.books.refuse_bad_image(lease.spec.image)
+            self.books.refuse_bad_kind(lease.spec)
             lease.set("queued", "to be tried again")
             self.books.put_back(lease, avoid)
 

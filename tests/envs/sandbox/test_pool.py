@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import anyio
 import msgspec
 import pytest
 
+from envs.sandbox.api import SandboxLike, Spec
 from envs.sandbox.pool.host import HostSettings, Load
 from envs.sandbox.pool.journal import MemoryJournal
 from envs.sandbox.pool.ownership import Alive, Labels
-from envs.sandbox.pool.simulated import SimulatedBox
+from envs.sandbox.pool.placement import Demand
+from envs.sandbox.pool.simulated import SimulatedBox, SimulatedMaker
 from flash.errors import (
     SandboxBusyError,
     SandboxClosedError,
@@ -295,6 +299,33 @@ async def test_a_host_that_fails_where_others_do_not_is_put_aside_and_comes_back
         bad.bad_images.clear()
         async with pool.acquire(SPEC), pool.acquire(SPEC):
             assert bad.made > made
+
+
+class _NoSuchFolder(SimulatedMaker):
+    """An engine on which sandboxes with one working directory cannot be made."""
+
+    async def make(self, spec: Spec, box: str, labels: Mapping[str, str]) -> SandboxLike:
+        if spec.workdir == "/bin":
+            raise SandboxStartError("user 1000 cannot write to /bin")
+        return await super().make(spec, box, labels)
+
+
+@pytest.mark.parametrize("known", [False, True])
+async def test_who_asks_for_what_cannot_be_puts_neither_a_host_nor_an_image_aside_for_others(known):
+    wrong = msgspec.structs.replace(SPEC, workdir="/bin")
+    async with pool_of(_NoSuchFolder(Demand(8000, 100_000)), quarantine_threshold=3, quarantine_s=30) as pool:
+        if known:
+            async with pool.acquire(SPEC):
+                pass
+        with pytest.raises(SandboxStartError, match="cannot write"):
+            async with pool.acquire(wrong):
+                pass
+        with pytest.raises(SandboxStartError, match="only fail; it is tried again in 30 s"):
+            async with pool.acquire(wrong):
+                pass
+        async with pool.acquire(SPEC, deadline=5):
+            assert pool.books.images_put_aside() == {"img": "user 1000 cannot write to /bin"}
+            assert [each.why_not for each in pool.books.hosts()] == [""]
 
 
 async def test_while_the_engine_is_down_requests_wait_and_are_served_afterwards():
