@@ -35,7 +35,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     image: _Name
     """An image that the engine has. It needs a shell at /bin/sh; with Python 3.6+ it gets the full agent."""
     profile: Profile = "strict"
-    cpus: Annotated[float, Meta(gt=0, le=1024)] = 1.0
+    cpus: Annotated[float, Meta(ge=0.01, le=1024)] = 1.0
+    """Engines give no less, and take next to nothing for no limit at all."""
     memory_mib: Annotated[int, Meta(ge=16, le=4 << 20)] = 512
     """Hard limit, without swap. Files in memory (/work and /tmp under `strict`) count."""
     pids: Annotated[int, Meta(ge=8, le=1 << 20)] = 256

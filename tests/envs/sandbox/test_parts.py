@@ -8,13 +8,14 @@ import socket
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.machine import MachineMeter
-from envs.sandbox.pool.host import Load
+from envs.sandbox.pool.host import Load, demand
 from envs.sandbox.pool.journal import Entry, SqliteJournal
 from envs.sandbox.pool.ownership import Alive, Labels, OwnerLock, Verdict, machine, owner_alive, verdict
 from envs.sandbox.pool.quarantine import Quarantine
@@ -35,6 +36,12 @@ def test_labels_survive_the_engine():
     assert Labels.read(LABELS.as_dict()) == LABELS
     assert Labels.read({"other": "label"}) is None
     assert Labels.read({**LABELS.as_dict(), "flash.sandbox.deadline": "soon"}) is None
+
+
+def test_too_small_a_share_of_a_cpu_is_refused_and_not_taken_for_no_limit():
+    with pytest.raises(msgspec.ValidationError, match=r">= 0.01 - at `\$.cpus`"):
+        msgspec.convert({"image": "i", "cpus": 1e-10}, Spec)
+    assert demand(msgspec.convert({"image": "i", "cpus": 0.01}, Spec)).millicpus == 10
 
 
 def test_a_lock_tells_whether_its_owner_lives(tmp_path):
