@@ -170,7 +170,8 @@ class Calls:
                     raise self._translated(path, seconds).late()
                 break
             except _BrokenError as error:
-                if not (repeatable or error.unsent) or anyio.current_time() >= give_up:
+                # Another attempt that begins too late would only say that time is up, and not why.
+                if not (repeatable or error.unsent) or anyio.current_time() + pause >= give_up:
                     raise error.final from error
                 if not error.unsent and boot:
                     headers["flash-boot"] = boot
