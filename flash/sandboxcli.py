@@ -246,11 +246,9 @@ def parse_address(listen: str, certificate: Path | None, key: Path | None) -> Ad
 
 @asynccontextmanager
 async def _client(arguments: argparse.Namespace) -> AsyncGenerator[SandboxClient]:
-    import ssl
+    from envs.sandbox.client import SandboxClient, service_token, trusting
 
-    from envs.sandbox.client import SandboxClient, service_token
-
-    verify = ssl.create_default_context(cafile=arguments.ca) if arguments.ca else True
+    verify = trusting(arguments.ca)
     token = os.environ.get("FLASH_SANDBOX_TOKEN") or service_token(arguments.token_file)
     async with SandboxClient(arguments.url, token, verify=verify) as client:
         yield client

@@ -177,6 +177,18 @@ class SandboxClient:
             pass  # It cannot be reached, or was never made; its lease runs out by itself.
 
 
+def trusting(ca: Path | None) -> ssl.SSLContext | bool:
+    """How a service's certificate is checked: by this authority, or by the public ones.
+
+    Raises:
+        ConfigError: the file is no certificate.
+    """
+    try:
+        return ssl.create_default_context(cafile=ca) if ca else True
+    except OSError as error:
+        raise ConfigError(f"{ca} cannot be used as a certificate authority: {error}") from error
+
+
 def service_token(path: Path, name: str = ADMIN) -> str:
     """A token of a token file on this machine.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import ssl
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -96,8 +95,8 @@ async def _pool(stack: AsyncExitStack) -> Supply:
 
 
 async def _client(stack: AsyncExitStack, source: Source, owner: str) -> Supply:
-    from envs.sandbox.client import SandboxClient, service_token
+    from envs.sandbox.client import SandboxClient, service_token, trusting
 
     token = os.environ.get("FLASH_SANDBOX_TOKEN") or service_token(Path(source.token_file or ""))
-    verify = ssl.create_default_context(cafile=source.ca) if source.ca else True
+    verify = trusting(Path(source.ca) if source.ca else None)
     return await stack.enter_async_context(SandboxClient(source.at, token, owner=owner, verify=verify))

@@ -40,7 +40,7 @@ class Calls:
         """`url`: http://…, https://… or unix:/path.
 
         Raises:
-            ConfigError: it is none of these.
+            ConfigError: it is none of these, or no token.
         """
         self.url = url
         self.token = token
@@ -50,9 +50,19 @@ class Calls:
         unix = url.removeprefix("unix:") if url.startswith("unix:") else None
         if unix is None and not url.startswith(("http://", "https://")):
             raise ConfigError(f"expected http://…, https://… or unix:/path as the address of the service, not {url!r}")
+        try:
+            parsed = httpx.URL("http://sandboxes" if unix is not None else url)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"{url!r} is no address of a service: {error}") from error
+        if unix == "" or not parsed.host or not 0 <= (parsed.port or 0) <= 65535:
+            raise ConfigError(f"{url!r} is no address of a service; expected http://HOST:PORT or unix:/path")
+        if not token or not (token.isascii() and token.isprintable()):
+            raise ConfigError(
+                "the token is empty or has characters that a header cannot carry; look at where it is from"
+            )
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._client = httpx.AsyncClient(
-            base_url="http://sandboxes" if unix else url,
+            base_url=parsed,
             transport=httpx.AsyncHTTPTransport(uds=unix, limits=limits) if unix else None,
             limits=limits,
             verify=self.verify,

@@ -10,16 +10,19 @@ import pytest
 
 from envs.sandbox.api import Chunk, Result
 from envs.sandbox.box.sandbox import Sandbox
+from envs.sandbox.client import SandboxClient, trusting
 from envs.sandbox.engines.engine import open_maker
 from envs.sandbox.engines.fake import FakeBackend
+from envs.sandbox.remote.httpcalls import REPEAT_S
 from flash.errors import (
+    ConfigError,
     SandboxBusyError,
     SandboxClosedError,
     SandboxFileError,
     SandboxLostError,
     SandboxTimeoutError,
 )
-from tests.envs.sandbox.services import SPEC, running
+from tests.envs.sandbox.services import SPEC, TOKEN, running
 
 pytestmark = pytest.mark.anyio
 
@@ -265,3 +268,33 @@ async def test_a_job_of_a_lost_sandbox_is_not_taken_for_one_of_the_next(tmp_path
         assert after.job_id != before.job_id
         with pytest.raises(SandboxLostError):
             await before.wait(10)
+
+
+@pytest.mark.virtual
+async def test_a_service_that_does_not_run_is_said_to_be_out_of_reach(tmp_path):
+    begin = anyio.current_time()
+    with pytest.raises(SandboxLostError, match=r"cannot be reached: ConnectError.*does the service run"):
+        async with SandboxClient(f"unix:{tmp_path / 'nobody'}", TOKEN):
+            pass
+    assert anyio.current_time() - begin < REPEAT_S
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:99999", "http://", "unix:", "127.0.0.1:8700"])
+def test_an_address_that_is_none_is_refused(url):
+    with pytest.raises(ConfigError, match=r"address of (the|a) service"):
+        SandboxClient(url, TOKEN)
+
+
+@pytest.mark.parametrize("token", ["", "tokén" * 8, "a token\nof two lines"])
+def test_a_token_that_no_header_can_carry_is_refused(token):
+    with pytest.raises(ConfigError, match="a header cannot carry") as refused:
+        SandboxClient("http://127.0.0.1:8700", token)
+    assert not token or token not in str(refused.value)
+
+
+def test_an_authority_that_is_no_certificate_is_refused(tmp_path):
+    (tmp_path / "ca.pem").write_text("junk")
+    for path in (tmp_path / "ca.pem", tmp_path / "nothing"):
+        with pytest.raises(ConfigError, match="cannot be used as a certificate authority"):
+            trusting(path)
+    assert trusting(None) is True
