@@ -10,13 +10,13 @@ import sys
 import termios
 import tty
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from flash.errors import ConfigError
+from flash.errors import ConfigError, SandboxError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 DEFAULT_URL = "http://127.0.0.1:8700"
 FAILED = 125
 """Exit code of `run` when there is no result of the command, as with other container tools."""
+END_OF_INPUT = b"\x04"
+"""What a terminal takes for the end of what is typed."""
+END_EVERY_S = 0.3
 
 
 def add_parser(commands: Any) -> None:
@@ -114,6 +117,15 @@ def main(arguments: argparse.Namespace) -> int:
     }
     try:
         return anyio.run(actions[arguments.action], arguments)
+    except BrokenPipeError:
+        # Who reads what we say has left. The end of the process must not try to say the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except SandboxError as error:
+        if arguments.action != "run":
+            raise
+        sys.stderr.write(f"flash: error: {error}\n")
+        return FAILED
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed; pip install 'flash-rl[sandbox]'") from error
 
@@ -156,7 +168,10 @@ async def _serve(arguments: argparse.Namespace) -> int:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     state: Path = arguments.state
-    await anyio.Path(state).mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        await anyio.Path(state).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--state {state}: {error.strerror}; name a folder that can be made") from error
     tokens = read_tokens(state / "tokens")
     address = parse_address(arguments.listen, arguments.certificate, arguments.key)
     async with AsyncExitStack() as stack:
@@ -297,12 +312,20 @@ async def _join(terminal: Terminal) -> None:
     async with anyio.create_task_group() as tasks:
 
         async def type_in() -> None:
+            last = b"\n"
             while True:
-                await anyio.wait_readable(sys.stdin)
+                # A file cannot be waited for, and has no need of it.
+                with suppress(PermissionError):
+                    await anyio.wait_readable(sys.stdin)
                 data = os.read(sys.stdin.fileno(), 4096)
-                if not data:
-                    return
-                await terminal.write(data)
+                if data:
+                    last = data[-1:]
+                    await terminal.write(data)
+                    continue
+                # Counts at the beginning of a line only. Again: what comes while a program begins or ends may be lost.
+                await terminal.write(END_OF_INPUT if last == b"\n" else b"\n" + END_OF_INPUT)
+                last = b"\n"
+                await anyio.sleep(END_EVERY_S)
 
         async def resize() -> None:
             with anyio.open_signal_receiver(signal.SIGWINCH) as changes:

@@ -19,6 +19,7 @@ from envs.sandbox.engines.docker import DockerBackend
 from envs.sandbox.pool.ownership import PREFIX
 from envs.sandbox.service.wire import Order
 from flash.errors import SandboxError, SandboxLostError
+from flash.sandboxcli import FAILED
 from tests.envs.sandbox.conftest import IMAGE
 
 pytestmark = [pytest.mark.anyio, pytest.mark.integration, pytest.mark.timeout(300)]
@@ -85,6 +86,42 @@ async def test_a_person_uses_the_service(place, engine_url):
             with anyio.fail_after(30):
                 await box.wait_ended()
     assert await place.containers(engine_url) == 0
+
+
+async def test_a_run_without_a_result_is_told_from_a_command_that_failed(place):
+    async with place.serving():
+        assert await place.said("run", "--in", "nothing", "true") == (FAILED, b"")
+        assert await place.said("run", "--image", "flash-no-such-image", "true") == (FAILED, b"")
+
+
+async def test_a_reader_that_leaves_ends_a_run_without_a_traceback(place):
+    async with place.serving():
+        where = f"--url {place.url} --token-file {place.folder / 'tokens'} --image {IMAGE} --memory 64"
+        line = f"{sys.executable} -m flash.cli sandbox run {where} yes | head -1; echo ${{PIPESTATUS[0]}}"
+        done = await anyio.run_process(["bash", "-c", line])
+        assert (done.stdout, done.stderr) == (b"y\n141\n", b"")
+
+
+async def test_a_shell_whose_input_is_a_file_ends_with_it(place):
+    path = place.folder / "typed"
+    path.write_text("echo $((6 * 7))")
+    async with place.serving():
+        where = ["--url", place.url, "--token-file", str(place.folder / "tokens"), "--image", IMAGE, "--memory", "64"]
+        for typed in (path, Path("/dev/null")):
+            with typed.open() as file, anyio.fail_after(60):
+                command = [sys.executable, "-m", "flash.cli", "sandbox", "shell", *where]
+                done = await anyio.run_process(command, stdin=file, check=False)
+            assert (done.returncode, done.stderr) == (0, b"")
+
+
+async def test_a_state_folder_that_cannot_be_made_is_told(place):
+    blocked = place.folder / "file"
+    blocked.touch()
+    command = [sys.executable, "-m", "flash.cli", "sandbox", "serve", "--state", str(blocked / "state")]
+    done = await anyio.run_process(command, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"flash: error: --state ")
+    assert done.stderr.count(b"\n") == 1
 
 
 async def test_kill_9_of_the_service_leaks_nothing_and_loses_nothing(place, engine_url):
