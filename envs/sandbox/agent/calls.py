@@ -88,7 +88,8 @@ def job_wait(agent: object, call: int, argument: dict) -> None:
 def job_signal(agent: object, call: int, argument: dict) -> None:
     """Signal a job."""
     number = getattr(_signal, argument["signal"], None)
-    if not argument["signal"].startswith("SIG") or not isinstance(number, int):
+    # Not what is done about signals either: SIG_IGN has the number of SIGHUP.
+    if not argument["signal"].startswith("SIG") or argument["signal"][3:4] == "_" or not isinstance(number, int):
         raise Refusal("request", "there is no signal {}".format(argument["signal"]))
     agent.job(argument).signal(number)
     agent.reply(call, RESULT, None)

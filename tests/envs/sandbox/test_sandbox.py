@@ -93,8 +93,9 @@ async def test_a_job_is_signalled(bench):
         await job.signal("SIGHUP")
         assert (await job.wait(LIMIT)).exit_code == 4
         await job.signal("SIGKILL")
-        with pytest.raises(SandboxRefusedError, match="no signal"):
-            await job.signal("SIGNOTHING")
+        for name in ("SIGNOTHING", "SIG_IGN", "SIG_BLOCK"):
+            with pytest.raises(SandboxRefusedError, match="no signal"):
+                await job.signal(name)
         timed = await box.start("sleep 100", timeout=0.2)
         assert (await timed.wait(LIMIT)).timed_out
 
