@@ -57,7 +57,8 @@ class Write:
         self.path = path
         self.append = append
         folder, name = os.path.split(path)
-        self.temporary = os.path.join(folder, ".{}.{}".format(name[:64], binascii.hexlify(os.urandom(6)).decode()))
+        # Short: a name has at most 255 bytes, and a character up to four of them.
+        self.temporary = os.path.join(folder, ".{}.{}".format(name[:48], binascii.hexlify(os.urandom(6)).decode()))
         self.data = bytearray()
         self.fd = -1
         if not name:

@@ -61,6 +61,14 @@ async def test_a_file_is_replaced_in_one_step(bench):
         assert names == {"file", "stop"}
 
 
+@pytest.mark.parametrize("name", ["a" * 255, "\U0001f600" * 63, "\udcff" * 255])
+async def test_a_name_may_be_as_long_as_the_system_allows(bench, name):
+    async with bench.sandbox() as box:
+        await box.write(name, b"content")
+        assert await box.read(name) == b"content"
+        assert [each.name for each in await box.list()] == [name]
+
+
 async def test_a_link_is_replaced_and_not_followed_by_a_write(bench):
     async with bench.sandbox() as box:
         await box.run("echo target > target; ln -s target link", timeout=LIMIT)
