@@ -126,8 +126,12 @@ def unpack(source: IO[bytes], target: Path, limits: TreeLimits) -> None:
         SandboxLimitError: it is too large, or tries to leave the tree.
         SandboxFileError: the target is in the way, or cannot be written.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".flash-download-", dir=target.parent) as folder:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        place = tempfile.TemporaryDirectory(prefix=".flash-download-", dir=target.parent)
+    except OSError as error:
+        raise SandboxFileError(f"{target} cannot be written: {error}") from error
+    with place as folder:
         root = Path(folder, "root")
         try:
             single = _Unpacking(root, limits).run(source)

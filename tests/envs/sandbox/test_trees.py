@@ -105,6 +105,12 @@ def test_a_download_does_not_write_over_a_folder_in_use(tmp_path):
     assert [path.name for path in (tmp_path / "target").iterdir()] == ["mine"]
 
 
+def test_a_download_to_where_no_folder_can_be_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SandboxFileError, match="cannot be written"):
+        unpack(archive(("file", FILE, "")), tmp_path / "file" / "target", LIMITS)
+
+
 def test_what_is_too_large_is_not_uploaded(tmp_path):
     (tmp_path / "big").write_bytes(b"\0" * (2 << 20))
     with pytest.raises(SandboxLimitError, match="over"):
