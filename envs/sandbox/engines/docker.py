@@ -91,6 +91,9 @@ class DockerBackend:
     Args:
         url: `unix:///path` or `http://host:port`; DOCKER_HOST, or the first of `SOCKETS` that exists, by default.
         deadlines: of requests to the engine.
+
+    Raises:
+        ConfigError: there is no engine, or the address is none that can be reached.
     """
 
     _docker: aiodocker.Docker
@@ -98,6 +101,8 @@ class DockerBackend:
 
     def __init__(self, url: str | None = None, *, deadlines: Deadlines | None = None) -> None:
         self.url = url or find_engine()
+        if not self.url.startswith(("unix://", "http://", "https://", "tcp://")):
+            raise ConfigError(f"expected unix:///path or tcp://HOST:PORT as the engine's address, not {self.url!r}")
         self._deadlines = deadlines or Deadlines()
         self._creating = anyio.CapacityLimiter(CREATES)
         self._executing = anyio.CapacityLimiter(EXECS)

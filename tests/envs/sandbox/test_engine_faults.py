@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from envs.sandbox.engines.docker import DockerBackend
-from flash.errors import SandboxLostError
+from flash.errors import ConfigError, SandboxLostError
 
 pytestmark = pytest.mark.anyio
 
@@ -63,3 +63,9 @@ async def test_an_engine_that_is_gone_is_not_said_to_refuse(tmp_path):
     async with DockerBackend(f"unix://{tmp_path / 'nothing'}") as backend:
         with pytest.raises(SandboxLostError, match="cannot be reached"):
             await backend.list({})
+
+
+@pytest.mark.parametrize("url", ["engine", "/run/podman/podman.sock", "ssh://host", "unix:run/podman.sock"])
+def test_an_address_that_is_no_engines_is_refused(url):
+    with pytest.raises(ConfigError, match="as the engine's address, not"):
+        DockerBackend(url)
