@@ -6,6 +6,7 @@ returns is encoded; what it raises becomes a problem. A client that leaves cance
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -99,7 +100,8 @@ async def once(call: Call, lease: Lease, work: Callable[[], Awaitable[_T]]) -> _
     if expected and expected != call.service.boot and not call.service.knows_call(lease, call.key):
         # Sent again after a restart: whether the first attempt was carried out is not known any more.
         raise SandboxLostError("the service was restarted meanwhile; the call may or may not have been carried out")
-    return await call.service.once(lease, call.key, work)
+    asked = hashlib.sha256(msgspec.msgpack.encode((call.request.scope["path"], call.body))).digest()
+    return await call.service.once(lease, call.key, asked, work)
 
 
 def routes(service: Service, endpoints: Sequence[Endpoint]) -> list[Route]:

@@ -40,7 +40,8 @@ _PART_OF_ID = re.compile(r"(sha256:)?[0-9a-f]{1,63}", re.IGNORECASE)
 
 
 class _Answer:
-    def __init__(self) -> None:
+    def __init__(self, asked: bytes) -> None:
+        self.asked = asked
         self.done = anyio.Event()
         self.scope = anyio.CancelScope()
         self.result: Any = None
@@ -222,14 +223,21 @@ class Service:
 
     # ---- calls that are carried out once
 
-    async def once(self, lease: Lease, key: str, call: Callable[[], Awaitable[_T]]) -> _T:
-        """The answer to the call with this key: carried out if it is new, waited for if it is known."""
+    async def once(self, lease: Lease, key: str, asked: bytes, call: Callable[[], Awaitable[_T]]) -> _T:
+        """The answer to the call with this key: carried out if it is new, waited for if it is known.
+
+        Raises:
+            SandboxRefusedError: what was `asked` with this key before is something else.
+            SandboxError: as of the call.
+        """
         answers = self._desk(lease).answers
         answer = answers.get(key)
         if answer is None:
-            answer = answers[key] = _Answer()
+            answer = answers[key] = _Answer(asked)
             self._drop_old(answers)
             self._tasks.start_soon(self._carry_out, answer, call)
+        elif answer.asked != asked:
+            raise SandboxRefusedError(f"the idempotency key {key!r} was used for another call; use a new one")
         await answer.done.wait()
         if answer.error is not None:
             raise answer.error

@@ -155,6 +155,19 @@ async def test_a_token_reaches_only_its_own_sandboxes(tmp_path):
         assert (await box.run("true", timeout=10)).ok
 
 
+async def test_a_key_that_was_used_for_another_call_is_refused(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as box, bare(world, **bearer()) as raw:
+        path, keyed = f"/v1/sandboxes/{box.sandbox_id}", {"idempotency-key": "k"}
+        first = await raw.post(f"{path}/run", json={"command": "echo one", "timeout": 10}, headers=keyed)
+        again = await raw.post(f"{path}/run", json={"command": "echo one", "timeout": 10}, headers=keyed)
+        assert again.json() == first.json()
+        other = await raw.post(f"{path}/run", json={"command": "echo two", "timeout": 10}, headers=keyed)
+        fork = await raw.post(f"{path}/fork", json={"count": 1}, headers=keyed)
+        for refused in (other, fork):
+            assert (refused.status_code, refused.json()["cause"]) == (422, "SandboxRefusedError")
+            assert "was used for another call" in refused.json()["detail"]
+
+
 @pytest.mark.parametrize("image", ["9", "9179a5ee", "9179A5EE", "f" * 63, "sha256:9179a5"])
 async def test_the_files_of_others_are_not_found_by_the_beginning_of_an_images_id(tmp_path, image):
     async with running(tmp_path) as world:
