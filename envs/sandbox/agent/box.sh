@@ -28,7 +28,8 @@ while read -r verb word seconds limit script; do
   wait "$run"
   code=$?
   if [ -e "$d/timed" ]; then wait "$watch"; timed=1; else timed=0; fi
-  kill -KILL -"$watch" -"$run" 2>/dev/null
+  # Itself too: it may not have made its group yet, and would then be waited for.
+  kill -KILL -"$watch" "$watch" -"$run" 2>/dev/null
   # Something that left the process group may hold the pipes for ever.
   setsid /bin/sh -c 'sleep 1; kill -KILL "$1" "$2"' guard "$out" "$err" </dev/null >/dev/null 2>&1 & guard=$!
   wait "$out"
