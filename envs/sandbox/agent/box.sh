@@ -1,7 +1,8 @@
 # The agent for sandboxes without Python: one command at a time, lines in, lines and bytes out.
 #
-#     to us    RUN word seconds limit script-in-base64
+#     to us    RUN word seconds limit bytes-of-script script-in-base64
 #     from us  END word exit-code timed-out bytes-of-stdout bytes-of-stderr, then these bytes
+#              FULL word, when there was no room for the script or its output
 #
 # One more byte than the limit is sent of a stream that was longer. Needs what busybox has.
 d=/tmp/.flash-agent
@@ -9,15 +10,18 @@ mkdir -m 700 "$d" && mkfifo "$d/o" "$d/e" || exit 1
 printf '%s shell %s\n' "$1" "$(id -u)"
 
 keep() {
-  head -c "$2" >"$d/$1.kept"
+  # Not by its exit code: that of busybox is 0 where there is no room.
+  said=$(head -c "$2" 2>&1 >"$d/$1.kept") || said=failed
   cat >/dev/null
+  [ -z "$said" ]
 }
 
-while read -r verb word seconds limit script; do
+while read -r verb word seconds limit size script; do
   [ "$verb" = RUN ] || exit 1
   rm -f "$d/timed"
-  if ! printf %s "$script" | base64 -d >"$d/script"; then
-    printf 'END %s 125 0 0 0\n' "$word"
+  printf %s "$script" | base64 -d >"$d/script" 2>/dev/null
+  if [ "$(wc -c <"$d/script")" -ne "$size" ]; then
+    printf 'FULL %s\n' "$word"
     continue
   fi
   keep o $((limit + 1)) <"$d/o" & out=$!
@@ -32,10 +36,17 @@ while read -r verb word seconds limit script; do
   kill -KILL -"$watch" "$watch" -"$run" 2>/dev/null
   # Something that left the process group may hold the pipes for ever.
   setsid /bin/sh -c 'sleep 1; kill -KILL "$1" "$2"' guard "$out" "$err" </dev/null >/dev/null 2>&1 & guard=$!
-  wait "$out"
-  wait "$err"
-  kill -KILL -"$guard" 2>/dev/null
+  lost=0
+  for kept in "$out" "$err"; do
+    wait "$kept"
+    if [ $? = 1 ]; then lost=1; fi
+  done
+  kill -KILL -"$guard" "$guard" 2>/dev/null
   wait "$watch" "$guard" 2>/dev/null
+  if [ "$lost" = 1 ]; then
+    printf 'FULL %s\n' "$word"
+    continue
+  fi
   printf 'END %s %s %s %s %s\n' "$word" "$code" "$timed" "$(wc -c <"$d/o.kept")" "$(wc -c <"$d/e.kept")"
   cat "$d/o.kept" "$d/e.kept"
 done

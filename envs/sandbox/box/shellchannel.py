@@ -26,7 +26,7 @@ from envs.sandbox.box.commands import ANSWER_SECONDS, Ending
 from envs.sandbox.box.frames import PIECE, Kind
 from envs.sandbox.box.link import NoLink
 from envs.sandbox.engines.backend import Link
-from flash.errors import SandboxLostError
+from flash.errors import SandboxLimitError, SandboxLostError
 
 PROTOCOL = 1
 LINE_BYTES = 4096
@@ -104,8 +104,11 @@ class ShellChannel(Channel):
                     while not self._waiting:
                         self._work = anyio.Event()
                         await self._work.wait()
+                    number, operation, asked = self._waiting.popleft()
                     try:
-                        await self._carry_out(*self._waiting.popleft())
+                        await self._carry_out(number, operation, asked)
+                    except SandboxLimitError as reason:
+                        self._take(number, Kind.FAILURE, ("limit", str(reason)))
                     except SandboxLostError as reason:
                         error = reason
                         tasks.cancel_scope.cancel()
@@ -159,13 +162,14 @@ class ShellChannel(Channel):
         """Run a script; how it ended, and its output."""
         started = anyio.current_time()
         script = f"cd {shlex.quote(self._workdir)} || exit 125\n{script}\n"
-        encoded = base64.b64encode(script.encode("utf-8", "surrogateescape")).decode()
+        data = script.encode("utf-8", "surrogateescape")
+        encoded = base64.b64encode(data).decode()
         # Busybox may sleep whole seconds only.
         word = secrets.token_hex(8)
         self._room = LINE_BYTES + 2 * (limit + 1)
         if self._buffer:
             raise SandboxLostError("something in the sandbox wrote where only its agent may")
-        await self._shell.send(f"RUN {word} {max(1, round(seconds))} {limit} {encoded}\n".encode())
+        await self._shell.send(f"RUN {word} {max(1, round(seconds))} {limit} {len(data)} {encoded}\n".encode())
         code, timed, out_size, err_size = _ending(await self._line(), word, limit + 1)
         out, err = await self._bytes(out_size), await self._bytes(err_size)
         ending = Ending(
@@ -197,7 +201,11 @@ class ShellChannel(Channel):
 
 
 def _ending(line: bytes, word: str, most: int) -> tuple[int, bool, int, int]:
-    """Exit code, whether it timed out, and the sizes of its output. Raises SandboxLostError."""
+    """Exit code, whether it timed out, and the sizes of its output. Raises SandboxLimitError, SandboxLostError."""
+    if line == f"FULL {word}\n".encode():
+        raise SandboxLimitError(
+            "/tmp has no room for the command or its output; it may or may not have been carried out"
+        )
     given = re.fullmatch(rb"END ([0-9a-f]+) ([0-9]{1,3}) ([01]) +([0-9]{1,9}) +([0-9]{1,9})\n", line)
     if given is None or given[1] != word.encode() or max(int(given[4]), int(given[5])) > most:
         raise SandboxLostError("something in the sandbox answered instead of its agent")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flash.errors import SandboxFileError, SandboxLostError, SandboxRefusedError
+from flash.errors import SandboxFileError, SandboxLimitError, SandboxLostError, SandboxRefusedError
 from tests.envs.sandbox.conftest import MINIMAL_IMAGE
 
 pytestmark = [
@@ -57,6 +57,21 @@ async def test_what_a_shell_cannot_do_is_refused(bench, tmp_path):
         with pytest.raises(SandboxRefusedError, match="no Python"):
             await box.list()
         assert (await box.run("echo on", timeout=LIMIT)).stdout == b"on\n"
+
+
+async def test_where_there_is_no_room_no_command_seems_to_have_succeeded(bench):
+    async with bench.sandbox(image=MINIMAL_IMAGE) as box:
+        commands = ["head -c 1000000000 /dev/zero >/tmp/x; echo out", "echo on", "true " + "x" * 9000]
+        for command in commands:
+            with pytest.raises(SandboxLimitError, match="no room for the command or its output"):
+                await box.run(command, timeout=60)
+        assert (await box.run("rm /tmp/x", timeout=LIMIT)).ok
+        assert (await box.run("echo on", timeout=LIMIT)).stdout == b"on\n"
+
+
+async def test_a_short_command_is_answered_at_once(bench):
+    async with bench.sandbox(image=MINIMAL_IMAGE) as box:
+        assert sorted([(await box.run("exit 3", timeout=LIMIT)).wall_s for _ in range(5)])[2] < 0.5
 
 
 async def test_a_command_that_answers_for_the_agent_deceives_nobody(bench):
