@@ -1,4 +1,4 @@
-"""A persistent bash. It gets each command as one string over a descriptor of its own, and answers on another one.
+"""A persistent bash. It reads each command as one quoted string from its input, and answers on a descriptor of its own.
 
 Law: whatever a command prints, reads, redefines or leaves open, the answer to it is told from all others by a random
 token, which the shell is told only after the command has ended.
@@ -25,19 +25,21 @@ from envs.sandbox.agent.process import (
     tree,
 )
 
-ASK, TELL = 198, 199
-"""The shell's descriptors for commands and answers: above what scripts use, and below what bash moves its own to."""
-LOOP = r"""_flash_status() { return $1; }
-while { IFS= builtin read -r -d '' -u ASK _flash; } 2>/dev/null; do
-  builtin eval "$_flash" </dev/null ASK<&- TELL>&-
-  { _flash=$?; IFS= builtin read -r -d '' -u ASK _flash_tell; builtin eval "$_flash_tell"; } 2>/dev/null
-done""".replace("ASK", str(ASK)).replace("TELL", str(TELL))
-"""Each command comes as two strings: what to run, without our descriptors, and what to say when it has ended. Two,
-because a syntax error in the first ends all of it."""
-SAY = r"""builtin printf '%s\0' TOKEN "$_flash" "$PWD" >&TELL
-{ builtin declare -p; builtin declare -f; builtin set +o; builtin shopt -p; builtin umask -p
-  builtin printf '\0'; } >&TELL
-""".replace("TELL", str(TELL))
+TELL = 199
+"""The shell's descriptor for answers: above what scripts use, and below what bash moves its own to."""
+BEGIN = b"_flash_status() { return $1; }\n"
+TURN = rb"""
+\builtin eval %s </dev/null TELL>&-
+
+{ _flash=$?; %s
+} 2>/dev/null
+""".replace(b"TELL", str(TELL).encode())
+"""What to run, without our descriptors, and what to say when it has ended. The shell reads it as lines of its script: a
+loop of ours would be ended by a stray `break`. The first empty line ends what others have written there, the second one
+what the parser still waits for after a syntax error. A name is quoted against aliases."""
+SAY = r"""\builtin printf '%s\0' TOKEN "$_flash" "$PWD" >&TELL
+{ \builtin declare -p; \builtin declare -f; \builtin set +o; \builtin shopt -p; \builtin umask -p
+  \builtin printf '\0'; } >&TELL""".replace("TELL", str(TELL))
 RESTORE = "{ builtin cd %s; builtin eval %s; } >/dev/null 2>&1"
 STATE_LIMIT = 1 << 22
 """Bytes of a shell's state that are kept; one with more starts anew after a command that ended it."""
@@ -101,12 +103,11 @@ class Shell:
         """Start a shell with the state that was written down last."""
         asks, tells = os.pipe(), os.pipe()
         # Above the numbers that the shell gets: copying one must not overwrite the next.
-        ask = fcntl.fcntl(asks[0], fcntl.F_DUPFD_CLOEXEC, TELL + 1)
         tell = fcntl.fcntl(tells[1], fcntl.F_DUPFD_CLOEXEC, TELL + 1)
-        files = {0: self.agent.null, 1: self.ends[0], 2: self.ends[1], ASK: ask, TELL: tell}
+        files = {0: asks[0], 1: self.ends[0], 2: self.ends[1], TELL: tell}
         env = dict(self.agent.env)
         env[MARK] = self.mark
-        argv = ["bash", "--noprofile", "--norc", "-c", LOOP, "bash"]
+        argv = ["bash", "--noprofile", "--norc", "-s"]
         try:
             self.pid = spawn(self.agent.bash, argv, env, self.agent.resolve("."), files, False)
         except OSError as error:
@@ -116,13 +117,13 @@ class Shell:
             code = "limit" if error.errno in NO_SPACE else "file"
             raise Refusal(code, "no shell can be started: {}".format(os.strerror(error.errno)))
         finally:
-            for fd in (asks[0], tells[1], ask, tell):
+            for fd in (asks[0], tells[1], tell):
                 os.close(fd)
         self.agent.children[self.pid] = self
         self.leaders.append(self.pid)
         prefer_for_oom(self.pid)
         self.answer = bytearray()
-        self.ask, self.outgoing = asks[1], bytearray()
+        self.ask, self.outgoing = asks[1], bytearray(BEGIN)
         os.set_blocking(self.ask, False)
         self.tell = Pipe(self.agent.loop, tells[0], self.hear)
         if self.state:
@@ -181,7 +182,7 @@ class Shell:
 
     def say(self, command: bytes, answer: bytes) -> None:
         """Send one command to the shell, and what to answer."""
-        self.outgoing += command + b"\0" + answer + b"\0"
+        self.outgoing += TURN % (quote(command), answer)
         self.write()
 
     def write(self) -> None:

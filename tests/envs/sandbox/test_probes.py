@@ -67,6 +67,26 @@ async def test_an_unset_variable_and_a_syntax_error_do_not_end_the_session(bench
         assert await works(box, session)
 
 
+@pytest.mark.parametrize("word", ["break", "continue", "break 3", "continue 2"])
+async def test_a_break_outside_of_a_loop_skips_nothing(bench, word):
+    async with bench.sandbox() as box, box.session() as session:
+        for runner in (box, session):
+            answer = await runner.run(f"{word}; echo on; (exit 4)", timeout=LIMIT)
+            assert (answer.exit_code, answer.stdout) == (4, b"on\n")
+            assert b"only meaningful in a" in answer.stderr
+        assert await works(box, session)
+
+
+BROKEN = ("'", '"', "`", "(", ")", "{", "}", "((", "[[", "$(", "${x", "if", "for x", "case x in", "x() {", "cat <<X\na")
+
+
+async def test_what_is_left_open_in_one_command_is_no_part_of_the_next(bench):
+    async with bench.sandbox() as box, box.session() as session:
+        for text in BROKEN:
+            await session.run(text, timeout=LIMIT)
+            assert await works(box, session), text
+
+
 async def test_the_status_of_a_command_is_seen_by_the_next(bench):
     async with bench.sandbox() as box, box.session() as session:
         assert (await session.run("(exit 42)", timeout=LIMIT)).exit_code == 42
@@ -99,6 +119,9 @@ async def test_output_like_a_frame_or_an_answer_is_output(bench):
             assert answer.stdout.count(b"SHELLPS1PREFIX") == 2
             assert answer.stderr.count(b"\xff\xff\xff\xff") == 1
         forged = "for fd in /proc/$$/fd/*; do printf 'aaaa\\0000\\0/\\0x\\000' > $fd; done 2>/dev/null; (exit 5)"
+        assert (await session.run(forged, timeout=LIMIT)).exit_code == 5
+        assert await works(box, session)
+        forged = "for fd in /proc/$$/fd/*; do printf 'aaaa' > $fd; done 2>/dev/null; (exit 5)"
         assert (await session.run(forged, timeout=LIMIT)).exit_code == 5
         assert await works(box, session)
 
