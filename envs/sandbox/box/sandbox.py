@@ -317,6 +317,9 @@ class Sandbox(RemoteCommands, RemoteFiles):
         if found is None or not found.running or AGENT_SECRET not in found.labels:
             raise SandboxLostError(f"container {self._box_id[:20]} does not run, or is no sandbox")
         self._name, self._secret = found.name, found.labels[AGENT_SECRET]
+        # What is made of it has to be found like what it was made as; the image's labels are among its own.
+        own = (AGENT_SECRET, SNAPSHOT_LABEL, LIFE_LABEL)
+        self._labels = {name: value for name, value in found.labels.items() if name not in own}
 
     async def _introduce(self, link: Link, *, fresh: bool) -> Channel:
         """Start the agent, or prove to it that it may trust us."""

@@ -126,7 +126,8 @@ class FakeBackend:
             shutil.copytree(image[0], folder, symlinks=True)
         else:
             folder.mkdir()
-        self.boxes[box_id] = _Box(box_id, name, spec, labels, folder)
+        # As engines do, with the labels of the image.
+        self.boxes[box_id] = _Box(box_id, name, spec, {**(image[1] if image else {}), **labels}, folder)
         return box_id
 
     async def start(self, box_id: str) -> None:

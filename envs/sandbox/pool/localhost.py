@@ -18,7 +18,7 @@ import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
 from envs.sandbox.api import SandboxLike, Spec
-from envs.sandbox.box.sandbox import SNAPSHOT_LABEL, from_snapshot
+from envs.sandbox.box.sandbox import from_snapshot
 from envs.sandbox.pool.host import (
     Container,
     HostSettings,
@@ -146,8 +146,8 @@ class LocalHost:
             containers = await self._maker.containers()
         self._why = ""
         boxes = [each for each in containers if not each.image and self._reaper.is_ours(each)]
-        # A snapshot in the making has a second container with the labels of its sandbox.
-        ours = {each.labels[f"{PREFIX}box"]: each for each in boxes if SNAPSHOT_LABEL not in each.labels}
+        # A snapshot in the making has a second container with the labels of its sandbox. It never runs, and gives way.
+        ours = {each.labels[f"{PREFIX}box"]: each for each in sorted(boxes, key=lambda each: each.running)}
         adopted: dict[str, SandboxLike] = {}
 
         async def adopt(ticket: Ticket, container: Container) -> None:

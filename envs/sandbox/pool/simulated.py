@@ -31,7 +31,7 @@ from envs.sandbox.api import (
     State,
     Terminal,
 )
-from envs.sandbox.box.sandbox import LIFE, LIFE_LABEL, SNAPSHOT_NAME
+from envs.sandbox.box.sandbox import LIFE, LIFE_LABEL, SNAPSHOT_LABEL, SNAPSHOT_NAME
 from envs.sandbox.pool.host import Container, Load
 from envs.sandbox.pool.placement import Demand
 from flash.errors import SandboxClosedError, SandboxLostError, SandboxRefusedError, SandboxStartError
@@ -76,7 +76,8 @@ class SimulatedMaker:
     async def make(self, spec: Spec, box: str, labels: Mapping[str, str]) -> SandboxLike:
         """Start one. The container exists from the first half of the time on, like a real one."""
         await self._answer(self._seconds(self._start_s) / 2)
-        made = SimulatedBox(self, box, spec, labels)
+        # As engines do, with the labels of the image.
+        made = SimulatedBox(self, box, spec, {**self.snapshots.get(spec.image, {}), **labels})
         self.boxes[made.container_id] = made
         self.made += 1
         self.most = max(self.most, len(self.boxes))
@@ -96,7 +97,7 @@ class SimulatedMaker:
     async def containers(self) -> list[Container]:
         """All of them."""
         await self._answer(0.0)
-        listed = [Container(id, box.labels, True) for id, box in self.boxes.items()]
+        listed = [Container(id, box.labels, box.running) for id, box in self.boxes.items()]
         return listed + [Container(name, labels, False, image=True) for name, labels in self.snapshots.items()]
 
     async def remove(self, id: str, *, image: bool = False) -> None:
@@ -122,6 +123,8 @@ class SimulatedBox:
     def __init__(self, maker: SimulatedMaker, box: str, spec: Spec, labels: Mapping[str, str]) -> None:
         self.labels = labels
         self.container_id = uuid4().hex
+        self.running = True
+        """Its container was started."""
         self._maker = maker
         self._id = box
         self._spec = spec
@@ -232,7 +235,7 @@ class SimulatedBox:
         """An image that starts like its own."""
         self._check()
         name = f"{SNAPSHOT_NAME}:{uuid4().hex[:20]}"
-        self._maker.snapshots[name] = {**self.labels, LIFE_LABEL: LIFE}
+        self._maker.snapshots[name] = {**self.labels, SNAPSHOT_LABEL: self.sandbox_id, LIFE_LABEL: LIFE}
         return Snapshot(name, msgspec.structs.replace(self._spec, image=name), 0)
 
     async def fork(self, count: int) -> list[SandboxLike]:

@@ -134,6 +134,7 @@ def test_a_snapshot_in_the_making_is_not_taken_for_its_sandbox():
                 await pool.wait_ready(lease, 5)
                 box = box_of(pool, lease.id)
             holder = SimulatedBox(life.maker, "holder", SPEC, {**box.labels, SNAPSHOT_LABEL: "x"})
+            holder.running = False
             both = [(holder.container_id, holder), *life.maker.boxes.items()]
             life.maker.boxes = dict(both if holder_first else reversed(both))
             async with life.last() as pool:

@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from envs.sandbox.api import Result
-from envs.sandbox.box.sandbox import Sandbox, Settings
+from envs.sandbox.box.sandbox import SNAPSHOT_LABEL, Sandbox, Settings
 from flash.errors import (
     SandboxBusyError,
     SandboxClosedError,
@@ -311,6 +311,19 @@ async def test_another_host_takes_over_with_jobs_and_files_as_they_were(bench):
             # Nobody could close the shell of the host before.
             async with second.session("left") as session:
                 assert (await session.run("echo new", timeout=LIMIT)).stdout == b"new\n"
+        tasks.cancel_scope.cancel()
+
+
+@CONTAINERS
+async def test_what_is_made_of_a_sandbox_that_was_taken_over_is_found_by_its_labels(bench):
+    async with anyio.create_task_group() as tasks:
+        first = await tasks.start(bench.sandbox().keep)
+        async with Sandbox(bench.backend, first.spec, adopt=first.box_id) as second:
+            (fork,) = await second.fork(1)
+            (image,) = (await bench.backend.list_images(bench.labels)).values()
+            assert image[SNAPSHOT_LABEL] == first.sandbox_id
+            found = {box.name for box in await bench.backend.list(bench.labels)}
+            assert found == {first.sandbox_id, fork.sandbox_id}
         tasks.cancel_scope.cancel()
 
 

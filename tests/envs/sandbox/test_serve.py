@@ -130,7 +130,9 @@ async def test_kill_9_of_the_service_leaks_nothing_and_loses_nothing(place, engi
     async with place.serving(end=signal.SIGKILL), place.client() as client:
         first = [await client.order(order, key) for key in keys]
         assert [info.state for info in first] == ["ready"] * 3
-        await client.attach(first[0]).write("kept", b"still here")
+        origin = client.attach(first[0])
+        await origin.write("kept", b"still here")
+        (fork,) = await origin.fork(1)
     assert await place.containers(engine_url) >= 3  # And those that stood ready.
     async with place.serving(), place.client() as client:
         again = [await client.wait_ready(await client.order(order, key), 30, 30) for key in keys]
@@ -138,6 +140,8 @@ async def test_kill_9_of_the_service_leaks_nothing_and_loses_nothing(place, engi
         box = client.attach(again[0])
         assert await box.read("kept") == b"still here"
         assert (await box.run("echo works", timeout=10)).stdout == b"works\n"
+        (found,) = [info for info in await client.list() if info.id == fork.sandbox_id]
+        assert await client.attach(found).read("kept") == b"still here"
     assert await place.containers(engine_url) == 0
 
 
