@@ -310,12 +310,15 @@ class Pool:
         if lease.box is not None:
             await self._close_box(lease.box)
         lease.cleared = True
-        for image, host in lease.snapshots:
-            await self.books.host(host).forget(image)
+        await self._forget_snapshots(lease)
         await self._journal.drop(lease.id)
         lease.box = None
         self.books.remove(lease)
         lease.done.set()
+
+    async def _forget_snapshots(self, lease: Lease) -> None:
+        for image, host in lease.snapshots:
+            await self.books.host(host).forget(image)
 
     async def _close_box(self, box: SandboxLike) -> None:
         try:
@@ -398,11 +401,14 @@ class Pool:
         if entry.ready or entry.generation:
             self._lost_in_restart(lease)
         lease.box_id, lease.hard_until, lease.granted = "", math.inf, anyio.Event()
-        lease.snapshots.clear()
+        # Those that its forks began from before it was lost: removed with it, as far as their hosts are still ours.
+        ours = {host.name for host in self.books.hosts()}
+        lease.snapshots[:] = [(image, host) for image, host in lease.snapshots if host in ours]
         try:
             self.books.submit(lease, only)
         except SandboxError as error:
             _log.warning("lease %s of an earlier life is given up: %s", lease.id, error)
+            await self._forget_snapshots(lease)
             await self._journal.drop(lease.id)
             lease.done.set()
             return

@@ -86,6 +86,30 @@ def test_forks_end_with_their_origin_also_after_a_restart():
     run_virtual(main)
 
 
+def test_the_snapshots_of_a_sandbox_that_is_made_again_end_with_it_after_two_restarts():
+    async def main() -> None:
+        life = Life()
+        async with life.service() as pool:
+            lease = pool.order(SPEC, owner="x", on_lost="recreate")
+            await pool.wait_ready(lease, 5)
+            await pool.fork(lease, 1)
+            origin = box_of(pool, lease.id).container_id
+        del life.maker.boxes[origin]
+        # The second life ends while the sandbox is made again.
+        async with life.service() as pool:
+            while find(pool, lease.id).state != "starting":  # noqa: ASYNC110  # the virtual clock waits for nobody
+                await anyio.sleep(0.01)
+        entry = life.journal.entries[lease.id]
+        assert not entry.ready
+        assert entry.snapshots
+        async with life.last() as pool:
+            assert find(pool, lease.id).state == "ready"
+            await pool.release(find(pool, lease.id))
+            assert life.maker.snapshots == {}
+
+    run_virtual(main)
+
+
 def test_forks_whose_origin_ended_before_the_restart_end_too():
     async def main() -> None:
         life = Life()
