@@ -408,11 +408,15 @@ class Pool:
             self.books.submit(lease, only)
         except SandboxError as error:
             _log.warning("lease %s of an earlier life is given up: %s", lease.id, error)
-            await self._forget_snapshots(lease)
-            await self._journal.drop(lease.id)
-            lease.done.set()
+            # Not here: an engine that does not answer must not hold up the start of the service.
+            self._tasks.start_soon(self._give_up, lease, name=f"lease {lease.id}")
             return
         self._tasks.start_soon(self._serve, lease, name=f"lease {lease.id}")
+
+    async def _give_up(self, lease: Lease) -> None:
+        await self._forget_snapshots(lease)
+        await self._journal.drop(lease.id)
+        lease.done.set()
 
 
 @asynccontextmanager

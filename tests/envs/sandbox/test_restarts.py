@@ -110,6 +110,28 @@ def test_the_snapshots_of_a_sandbox_that_is_made_again_end_with_it_after_two_res
     run_virtual(main)
 
 
+def test_a_lease_that_is_given_up_at_the_start_leaves_no_snapshot_and_holds_up_nobody():
+    async def main() -> None:
+        life = Life()
+        async with life.service() as pool:
+            lease = pool.order(SPEC, owner="x")
+            await pool.wait_ready(lease, 5)
+            await pool.fork(lease, 1)
+        # As if it had been lost and was to be made again.
+        entry = life.journal.entries[lease.id]
+        life.journal.entries = {lease.id: msgspec.structs.replace(entry, ready=False, host="", box="")}
+        life.maker.down = True
+        began = anyio.current_time()
+        async with pool_of(life.maker, journal=life.journal, max_waiting=0):
+            assert anyio.current_time() - began < 1
+            life.maker.down = False
+            await anyio.sleep(10)
+            assert life.maker.snapshots == {}
+            assert life.journal.entries == {}
+
+    run_virtual(main)
+
+
 def test_forks_whose_origin_ended_before_the_restart_end_too():
     async def main() -> None:
         life = Life()
