@@ -21,14 +21,9 @@ lint: env
 
 # Every benchmark, then the tables of docs/figures.md; `make bench BENCH_ARGS=--quick` for the short form.
 bench: env
-	@mkdir -p benchmarks/results
-	@set -e; for file in $$(grep -l '^    main(' benchmarks/*.py); do \
-		name=$$(basename $$file .py); \
-		$(BIN)/python -m benchmarks.$$name $(BENCH_ARGS) --json benchmarks/results/$$name.json; \
-	done
-	$(BIN)/python -m benchmarks.figure
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
-# docs/configuration.md, from the docstrings of flash/config.py.
+# docs/configuration.md, from the docstrings of flash/config/tree.py.
 docs: env
 	$(BIN)/python scripts/config_docs.py
 

@@ -1,4 +1,4 @@
-"""The form all benchmarks share: `python -m benchmarks.<name> [--quick] [--json FILE] [--plot FILE]`.
+"""The form all benchmarks share: `python -m benchmarks.<family>.<name> [--quick] [--json FILE] [--plot FILE]`.
 
 A benchmark is a function from Args to rows. `main` parses the arguments, prints what the benchmark ran on and the rows
 as a table, writes the rows as JSON, and draws them where the benchmark has a plot: on full runs to
@@ -26,8 +26,14 @@ LOWER_IS_BETTER = (
     *("false_successes", "late_answers", "untyped_errors"),
 )
 """Endings of metrics of which less is better, unless they are rates (`…_per_s`)."""
-FIGURES = Path("docs/images/figures")
-"""Where full runs draw to, seen from the root of the repository."""
+ROOT = Path(__file__).resolve().parent.parent
+"""Of the repository."""
+WORKLOADS = ROOT / "benchmarks" / "workloads"
+"""Configurations that are measured."""
+RESULTS = ROOT / "benchmarks" / "results"
+"""Rows that are kept."""
+FIGURES = ROOT / "docs" / "images" / "figures"
+"""Where full runs draw to."""
 COMMAND_TIMEOUT_S = 10
 """Longest wait for git and nvidia-smi, which only describe the machine."""
 
@@ -85,7 +91,9 @@ def main(
     parser.add_argument("--quick", action="store_true", help="a smaller version, within a minute or two")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
     if plot is not None:
-        parser.add_argument("--plot", type=Path, metavar="FILE", help=f"draw the rows to FILE; full runs: {FIGURES}")
+        parser.add_argument(
+            "--plot", type=Path, metavar="FILE", help="draw the rows to FILE; full runs: docs/images/figures"
+        )
     args = parser.parse_args(argv)
     picture: Path | None = None
     if plot is not None:

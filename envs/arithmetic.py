@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable
 from typing import Final
 
-from envs.base import Info, SolvedExample, StepResult, is_held_out
+from flash.environment.interface import Info, SolvedExample, StepResult, is_held_out
 from flash.errors import ConfigError, EnvError
 
 OPERATORS: Final[dict[str, Callable[[int, int], int]]] = {

@@ -19,7 +19,7 @@ import anyio
 import msgspec
 
 from envs.arithmetic import in_held_out_part
-from envs.base import Info, SolvedExample, StepResult, is_held_out
+from flash.environment.interface import Info, SolvedExample, StepResult, is_held_out
 from flash.errors import ConfigError, EnvError
 
 MIN_DIGITS, MAX_DIGITS = 2, 18

@@ -5,7 +5,7 @@ episode. The reward is 1 when all tests pass, or the share of those that do. A p
 much memory or prints something else has failed a test; the metrics count how. A sandbox that fails is replaced and, if
 that does not help, ends the episode with its error: never with a reward.
 
-The environment must have its answers judged somewhere: see `envs.judge` for what a program may and may not do there,
+The environment must have its answers judged somewhere: see `envs.judging` for what a program may and may not do there,
 and `envs.sandbox` for the sandboxes.
 """
 
@@ -20,21 +20,13 @@ from typing import Any, ClassVar, Literal
 import anyio.to_thread
 import msgspec
 
-from envs.base import Info, SolvedExample, StepResult, is_held_out
-from envs.judge import (
-    Language,
-    Suite,
-    SupplyOpener,
-    bench_of,
-    check_suite,
-    languages_with,
-    limits_of,
-    shared_judge,
-)
+from envs.data.split import Prompt, Split, divide, read_prompt, show_prompt
+from envs.data.tables import column_names, read_rows
+from envs.judging.judge import SupplyOpener, shared_judge
+from envs.judging.options import Language, Suite, bench_of, check_suite, languages_with, limits_of
 from envs.linear import PROGRAMS, check_linear, draw_linear
-from envs.sandbox.pool.supply import open_supply
-from envs.split import Prompt, Split, divide, read_prompt, show_prompt
-from envs.tables import column_names, read_rows
+from envs.sandbox.open import open_supply
+from flash.environment.interface import Info, SolvedExample, StepResult, is_held_out
 from flash.errors import ConfigError, EnvError
 from flash.types import Observation
 
@@ -70,12 +62,12 @@ class CodeEnv:
         held_out_path: another such data set for evaluation. None: a part of `path` is kept aside.
         held_out_fraction: the share of the distinct prompts that is kept aside then.
         language: of made problems, and of rows without a column `language`.
-        languages: more languages, or others in the place of the known ones: see `envs.judge.Language`.
+        languages: more languages, or others in the place of the known ones: see `envs.judging.options.Language`.
         largest: largest coefficient of made problems.
         tests: hidden tests of each made problem.
         reward: `all`, for passing all tests, or the `share` of tests that pass.
-        limits: what a program may use: see `envs.judge.Limits`.
-        sandboxes: where programs run: see `envs.judge.Bench`.
+        limits: what a program may use: see `envs.judging.options.Limits`.
+        sandboxes: where programs run: see `envs.judging.options.Bench`.
         system_prompt: comes before each prompt: as system message, or as text in front of plain text.
         template: `chat` sends a text prompt as user message through the model's chat template, `plain` as it is.
             Made problems are always plain.

@@ -15,7 +15,7 @@ import math
 import random
 
 from envs.arithmetic import in_held_out_part
-from envs.base import Info, SolvedExample, StepResult, is_held_out
+from flash.environment.interface import Info, SolvedExample, StepResult, is_held_out
 from flash.errors import ConfigError, EnvError
 
 MAX_LONGEST = 4000

@@ -1,6 +1,6 @@
 """DatasetEnv: one question, one answer, one score, from a data set with a prompt and an answer column.
 
-How rows are divided and dealt to seeds is in `envs.split`. They are read once per process.
+How rows are divided and dealt to seeds is in `envs.data.split`. They are read once per process.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, Literal
 import anyio.to_thread
 import msgspec
 
-from envs.base import Info, StepResult
-from envs.split import Prompt, Split, divide, read_prompt, show_prompt
-from envs.tables import column_names, read_columns
-from envs.verifier import load_verifier, verify
+from envs.data.split import Prompt, Split, divide, read_prompt, show_prompt
+from envs.data.tables import column_names, read_columns
+from envs.rewards.verifier import load_verifier, verify
+from flash.environment.interface import Info, StepResult
 from flash.errors import ConfigError, EnvError
 from flash.types import Observation
 
@@ -57,7 +57,7 @@ class DatasetEnv:
         answer_column: str = "answer",
         held_out_path: str | None = None,
         held_out_fraction: float = 0.05,
-        verifier: str = "flash.rewards.exact:exact_match",
+        verifier: str = "envs.rewards.exact:exact_match",
         system_prompt: str | None = None,
         template: Literal["chat", "plain"] = "chat",
         timeout: float = 30.0,
@@ -77,7 +77,7 @@ class DatasetEnv:
         answer_column: str = "answer",
         held_out_path: str | None = None,
         held_out_fraction: float = 0.05,
-        verifier: str = "flash.rewards.exact:exact_match",
+        verifier: str = "envs.rewards.exact:exact_match",
         system_prompt: str | None = None,
         template: str = "chat",
         timeout: float = 30.0,

@@ -12,8 +12,8 @@ import random
 import msgspec
 
 from envs.arithmetic import in_held_out_part
-from envs.base import SolvedExample
-from envs.judge import Case
+from envs.judging.options import Case
+from flash.environment.interface import SolvedExample
 from flash.errors import ConfigError
 
 PROGRAMS = {

@@ -14,9 +14,18 @@ from typing import Any, cast
 
 import msgspec
 
-from envs.base import Environment, Info, Prepared, SolvedExample, StepResult, SyncEnvironment, WarmStart, wrap
+from flash.config.objects import check_options, load_object
+from flash.environment.interface import (
+    Environment,
+    Info,
+    Prepared,
+    SolvedExample,
+    StepResult,
+    SyncEnvironment,
+    WarmStart,
+)
+from flash.environment.threaded import wrap
 from flash.errors import ConfigError, EnvError
-from flash.imports import check_options, load_object
 from flash.types import Observation
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -131,8 +140,8 @@ class Mixture:
         silent = [name for name, env in envs.items() if not isinstance(env, WarmStart)]
         if silent:
             raise ConfigError(
-                f"of the mixture's kinds, {', '.join(silent)} cannot show solved examples (see WarmStart in "
-                "envs/base.py), which a tiny model is taught with: set model.path to an existing model"
+                f"of the mixture's kinds, {', '.join(silent)} cannot show solved examples (see "
+                "flash.environment.WarmStart), which a tiny model is taught with: set model.path to an existing model"
             )
         return cast("dict[str, WarmStart]", envs)
 

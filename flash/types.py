@@ -271,3 +271,7 @@ class Activity(msgspec.Struct, frozen=True, array_like=True):
     name: str
     start: float
     stop: float
+
+
+RETRIED = frozenset({Outcome.ENV_ERROR, Outcome.ENV_TIMEOUT, Outcome.REWARD_ERROR, Outcome.ENGINE_ERROR})
+"""Failures of the infrastructure: tried again within the budget. A cancelled task is always tried again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flash.configdocs import markdown
+from flash.config.reference import markdown
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 

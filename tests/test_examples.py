@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flash import configcheck
-from flash.configfile import dump, load
+from flash.config.check import check
+from flash.config.load import dump, load
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.toml"))
 
@@ -44,7 +44,7 @@ def test_an_example_resolves_and_survives_being_written_down(example, overrides,
     config = load([example], overrides(example))
     (tmp_path / "resolved.toml").write_text(dump(config))
     assert load([tmp_path / "resolved.toml"]) == config
-    assert configcheck.check(config) == []
+    assert check(config) == []
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)

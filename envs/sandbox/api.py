@@ -1,6 +1,6 @@
 """What a sandbox is to its users: the types and interfaces that the local class, the service and its client share.
 
-`envs.sandbox.box.sandbox.Sandbox` implements `SandboxLike` over a container engine of this machine; the client of the
+`envs.sandbox.local.sandbox.Sandbox` implements `SandboxLike` over a container engine of this machine; the client of the
 service implements it over HTTP. Code written against this module runs with either.
 
 Every answer is final and true: a `Result` is what the operating system said of the command; a call that has none raises
@@ -323,3 +323,6 @@ class SandboxLike(Commands, Files, Protocol):
     async def close(self) -> None:
         """End it and remove its container. May be called more than once."""
         ...
+
+
+OnLost = Literal["fail", "recreate"]

@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 
 from envs.sandbox.api import Result, Spec
-from envs.sandbox.box.sandbox import Sandbox
 from envs.sandbox.engines import profiles
 from envs.sandbox.engines.backend import Backend
+from envs.sandbox.local.sandbox import Sandbox
 from flash.errors import SandboxError
 
 _log = logging.getLogger(__name__)

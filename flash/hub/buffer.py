@@ -29,10 +29,8 @@ from flash.hub.groups import Group, GroupFilter, Member
 from flash.hub.leases import Leases
 from flash.hub.ledger import Ledger
 from flash.hub.tasks import Cursor, TaskSource
-from flash.types import Failure, Lease, Outcome, Task, Trajectory
+from flash.types import RETRIED, Failure, Lease, Outcome, Task, Trajectory
 
-RETRIED = frozenset({Outcome.ENV_ERROR, Outcome.ENV_TIMEOUT, Outcome.REWARD_ERROR, Outcome.ENGINE_ERROR})
-"""Failures of the infrastructure: tried again within the budget. A cancelled task is always tried again."""
 FILTER_BREAKER = 20
 """Batches' worth of groups filtered out in a row, none kept between, that stop a run which filters everything."""
 

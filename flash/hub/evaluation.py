@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from flash.config import EvalConfig
-from flash.hub.buffer import RETRIED
+from flash.config.tree import EvalConfig
 from flash.hub.metrics import env_metrics
 from flash.hub.tasks import held_out_tasks
 from flash.observe.stats import mean_interval, pass_at_k
-from flash.types import Failure, Lease, Outcome, Task, Trajectory
+from flash.types import RETRIED, Failure, Lease, Outcome, Task, Trajectory
 
 LEASE_BASE = 1 << 40
 """Lease ids of evaluations start here, far above those of training."""

@@ -8,13 +8,14 @@ The hub owns no task: its methods run in the tasks of whoever calls them, and `r
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import anyio
 import msgspec
 
 import flash.errors
-from flash.config import Config, RolloutConfig
+from flash.config.tree import Config, RolloutConfig
 from flash.errors import ContractError, DeadlineError, FlashError, PeerLostError
 from flash.hub import protocol as p
 from flash.hub.batching import deal
@@ -26,6 +27,7 @@ from flash.hub.metrics import StepMetrics
 from flash.hub.tasks import TaskSource
 from flash.observe.observer import Observer
 from flash.types import Activity, Failure, Lease, Published, Shard, Trajectory
+from flash.waiting import deadline
 
 LEASES_AT_ONCE = 256
 """Leases of one reply: thousands would hold the loop for a quarter of a second, and the node asks again at once."""
@@ -154,20 +156,17 @@ class Hub:
                 seconds = deadlines.shutdown
             elif self._published is None:
                 seconds = deadlines.rendezvous
-            with anyio.move_on_after(seconds) as scope:
+            look_at = "the trainer ranks" if training else "engines and environments"
+            with deadline(seconds, partial(self._stalled, training), look_at):
                 stopping = self._stopping
                 await self._until(
                     lambda seen=seen, stopping=stopping: (
                         self._progress != seen or self._stopping != stopping or len(self._gone) == world
                     )
                 )
-            if scope.cancelled_caught:
-                raise self._stalled(training, seconds)
         if self._stopping != "interrupted":
-            with anyio.move_on_after(deadlines.step) as scope:
+            with deadline(deadlines.step, "the last evaluation", "the engines and eval.problems"):
                 await self._until(lambda: self._evaluations.done)
-            if scope.cancelled_caught:
-                raise DeadlineError("the last evaluation", deadlines.step, "the engines and eval.problems")
         self._done = True
         self._notify()
         self.buffer.check()
@@ -177,11 +176,12 @@ class Hub:
         """Wait, under the caller's deadline, until every node has taken note of the end and closed its connection."""
         await self._until(lambda: not self._engines)
 
-    def _stalled(self, training: bool, seconds: float) -> DeadlineError:
+    def _stalled(self, training: bool) -> str:
+        """What the run waits for."""
         if training:
-            return DeadlineError(f"the trainer ranks to finish step {self._version}", seconds, "the trainer ranks")
+            return f"the trainer ranks to finish step {self._version}"
         where = f"{self.buffer.ready_groups} of {self._contract.groups_per_batch} groups are complete"
-        return DeadlineError(f"a batch for step {self._version} ({where})", seconds, "engines and environments")
+        return f"a batch for step {self._version} ({where})"
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

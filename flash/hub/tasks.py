@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from envs.base import HELD_OUT
+from flash.environment.interface import HELD_OUT
 from flash.errors import BreakerError
 from flash.types import Task
 

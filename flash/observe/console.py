@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TextIO
 
-from flash.config import Config
+from flash.config.tree import Config
 from flash.observe.rundir import RunDirectory
 from flash.observe.summary import Summary, number
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol
 
-from flash import configfile
-from flash.config import Config
+from flash.config.load import dump
+from flash.config.tree import Config
 from flash.observe.console import Console
 from flash.observe.rundir import RunDirectory, readable, sample_times
 from flash.observe.summary import summarise
@@ -42,7 +42,7 @@ class Recorder:
         self._tokenizer = tokenizer
         self._now = now
         self._restarts = restarts
-        self.directory = RunDirectory.open(config.run_dir, configfile.dump(config), resume_at)
+        self.directory = RunDirectory.open(config.run_dir, dump(config), resume_at)
         earlier = self.directory.read_metrics()
         # A resumed run's clock continues where its last recorded step stood.
         self._begun = now() - (float(earlier[-1].get("wall_s", 0.0)) if earlier else 0.0)

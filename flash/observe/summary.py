@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from flash.config import Config
+from flash.config.tree import Config
 
 Row = Mapping[str, Any]
 

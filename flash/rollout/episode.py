@@ -17,7 +17,8 @@ import anyio
 import msgspec
 import numpy as np
 
-from envs.base import Environment, StepResult, check_reset_result, check_step_result, metrics_of, note_of
+from flash.environment.interface import Environment, StepResult
+from flash.environment.results import check_reset_result, check_step_result, metrics_of, note_of
 from flash.errors import DeadlineError, EngineError, EnvError, RewardError
 from flash.rollout.engine import Request, SamplingSettings
 from flash.rollout.phases import Phases

@@ -1,9 +1,9 @@
 """The rollout side of one node: engines, proxy, episodes and scheduler in one task group.
 
-Lifecycle: what environments share is opened (`envs.shared`) → engines start → each loads the newest published version
-whenever it is behind, on its own → the scheduler turns leases into results until the hub has no more → engines close,
-then what was shared. An engine that dies leaves its requests to the others; the death of the last one ends the node
-with its error.
+Lifecycle: what environments share is opened (`flash.environment.shared`) → engines start → each loads the newest
+published version whenever it is behind, on its own → the scheduler turns leases into results until the hub has no more
+→ engines close, then what was shared. An engine that dies leaves its requests to the others; the death of the last one
+ends the node with its error.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Protocol
 
 import anyio
 
-from envs.base import Environment
-from envs.shared import sharing
-from flash.config import Config
-from flash.errors import ContractError, DeadlineError, EngineDeadError, FlashError
+from flash.config.tree import Config
+from flash.environment.interface import Environment
+from flash.environment.shared import sharing
+from flash.errors import ContractError, EngineDeadError
 from flash.hub import protocol as p
 from flash.rollout.engine import Engine, SamplingSettings
 from flash.rollout.episode import Episode, EpisodeSettings, Tokenizer
@@ -25,6 +25,7 @@ from flash.rollout.phases import phases
 from flash.rollout.proxy import LLMProxy, ProxySettings, start_engines
 from flash.rollout.scheduler import MOST_EPISODES, Scheduler
 from flash.types import Lease
+from flash.waiting import deadline
 
 COLLECTION_THRESHOLDS = (200_000, 10, 10)
 """Of Python's cyclic garbage collector while a node serves. Episodes leave no cycles behind, but they live long enough
@@ -122,14 +123,8 @@ class RolloutNode:
         if self._prepare is None:
             return
         seconds = self._config.deadlines.env_reset
-        try:
-            with anyio.fail_after(seconds):
-                await self._prepare()
-        except TimeoutError as error:
-            if isinstance(error, FlashError):
-                raise
-            look_at = "the environment's `prepare`, and deadlines.env_reset"
-            raise DeadlineError("the environment to be ready", seconds, look_at) from None
+        with deadline(seconds, "the environment to be ready", "its `prepare`, and deadlines.env_reset"):
+            await self._prepare()
 
     async def _serve_hub(self) -> None:
         thresholds = gc.get_threshold()

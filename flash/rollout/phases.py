@@ -18,7 +18,7 @@ from typing import Protocol
 
 import anyio
 
-from flash.config import Config
+from flash.config.tree import Config
 from flash.types import Lease
 
 GroupKey = tuple[str, int]

@@ -16,13 +16,14 @@ from typing import Literal
 import anyio
 import msgspec
 
-from flash.errors import DeadlineError, EngineDeadError, EngineError
+from flash.errors import EngineDeadError, EngineError
 from flash.hub.protocol import EngineStatus
 from flash.rollout.concurrency import ConcurrencyLimit
 from flash.rollout.engine import Engine, Request
 from flash.rollout.response import Response
 from flash.rollout.routing import Router, Ticket
 from flash.types import Activity, Completion, Published
+from flash.waiting import deadline
 
 MERGE_GAP_S = 0.05
 """Idle gaps shorter than this are not drawn on the timeline: they are scheduling noise, though they count as idle."""
@@ -126,14 +127,13 @@ class LLMProxy:
             DeadlineError: the response took longer than `timeout`.
         """
         ticket, response = Ticket(affinity, min_version), Response(request)
-        with anyio.move_on_after(timeout):
+        with deadline(timeout, "a response", lambda: self._whereabouts(min_version)):
             while (whole := response.exhausted()) is None:
                 engine = await self._admit(ticket)
                 whole = await self._stream(engine, ticket, response, progress)
                 if whole is not None:
                     break
             return whole
-        raise DeadlineError("a response", timeout, self._whereabouts(min_version))
 
     async def _admit(self, ticket: Ticket) -> int:
         """Wait for an engine; returns the one that holds the ticket from then on."""
@@ -268,13 +268,14 @@ class LLMProxy:
     async def _emptied(self, engine: int, what: str, seconds: float) -> None:
         """Wait until an engine that is closed holds no request."""
         slot, lane = self._slots[engine], self._router.lanes[engine]
-        with anyio.move_on_after(seconds):
+
+        def waited_for() -> str:
+            return f"{lane.held} requests of engine {slot.index} {what} before its swap"
+
+        with deadline(seconds, waited_for, "the engine, deadlines.swap and rollout.swap"):
             while lane.held:
                 slot.emptied = anyio.Event()
                 await slot.emptied.wait()
-            return
-        waited_for = f"{lane.held} requests of engine {slot.index} {what} before its swap"
-        raise DeadlineError(waited_for, seconds, "the engine, deadlines.swap and rollout.swap")
 
     def _move_all(self, slot: _Slot) -> None:
         for scope in slot.running:
@@ -354,10 +355,7 @@ class LLMProxy:
 
 async def start_engines(engines: Sequence[Engine], timeout: float) -> None:
     """Start all engines at once. Raises DeadlineError, EngineError."""
-    try:
-        with anyio.fail_after(timeout):
-            async with anyio.create_task_group() as group:
-                for engine in engines:
-                    group.start_soon(engine.start)
-    except TimeoutError:
-        raise DeadlineError("the engines to start", timeout, "the engines' output and deadlines.engine_start") from None
+    with deadline(timeout, "the engines to start", "the engines' output and deadlines.engine_start"):
+        async with anyio.create_task_group() as group:
+            for engine in engines:
+                group.start_soon(engine.start)

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from flash.config import ModelConfig
+from flash.config.tree import ModelConfig
 from flash.errors import ConfigError, EnvError
 from flash.types import Message, Observation
 

@@ -23,12 +23,13 @@ from typing import Any, Literal
 import anyio
 import anyio.to_thread
 
-from flash.config import Config
+from flash.config.tree import Config
 from flash.errors import DeadlineError, EngineDeadError, EngineError, FlashError, WeightsError
 from flash.rollout.engine import Pressure, Progress, Request, SamplingSettings
 from flash.rollout.vllm_pressure import PressureGauge
 from flash.rollout.vllm_start import configure, engine_environment
 from flash.types import Completion, Published, VersionRun
+from flash.waiting import deadline
 from flash.weights.canary import check_canary
 from flash.weights.update import UpdateInfo, decode_update, place_engine
 
@@ -92,15 +93,15 @@ class VLLMEngine:
         """
         seconds = self._config.deadlines.engine_start
         try:
-            with anyio.fail_after(seconds):
+            with deadline(seconds, f"engine {self._index} to start", "vLLM's log above"):
                 await anyio.to_thread.run_sync(self._construct, abandon_on_cancel=True)
                 self._watch()
                 # The first call starts vLLM's reading task, without which an engine's death goes unnoticed.
                 await self._llm.get_supported_tasks()
                 await self._llm.update_weight_version(str(FIRST_VERSION))
-        except TimeoutError as error:
+        except DeadlineError:
             await self._give_up()
-            raise DeadlineError(f"engine {self._index} to start", seconds, "vLLM's log above") from error
+            raise
         except Exception as error:  # vLLM's start fails with anything, from ValueError to pydantic's errors
             await self._give_up()
             raise EngineError(f"engine {self._index} did not start: {error}; see vLLM's log above") from error
@@ -169,20 +170,18 @@ class VLLMEngine:
         seconds = self._config.deadlines.swap
         version = published.version
         observed: list[float] = []
-        with anyio.CancelScope(deadline=anyio.current_time() + seconds) as scope:
-            self._swap_scope = scope
-            try:
+        waited_for, look_at = f"engine {self._index} to load version {version}", "vLLM's log and the trainer's rank 0"
+        try:
+            with deadline(seconds, waited_for, look_at) as self._swap_scope:
                 info = decode_update(published.update_info)
                 observed = await self._swap(info, version, published.canary.token_ids, keep_cache=keep_cache)
-            except Exception as error:  # whatever went wrong in vLLM's worker arrives as a bare Exception
-                raise self._swap_error(error, version) from error
-            finally:
-                self._swap_scope = None
-        if scope.cancelled_caught:
-            self._check_alive()
-            raise DeadlineError(
-                f"engine {self._index} to load version {version}", seconds, "vLLM's log and the trainer's rank 0"
-            )
+        except DeadlineError:
+            self._check_alive()  # its death cancels the swap too
+            raise
+        except Exception as error:  # whatever went wrong in vLLM's worker arrives as a bare Exception
+            raise self._swap_error(error, version) from error
+        finally:
+            self._swap_scope = None
         gap = check_canary(
             published.canary,
             observed,

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flash.config import Config
+from flash.config.tree import Config
 from flash.rollout.vllm_pressure import PressureGauge, stat_logger
 from flash.weights.plugin import NODE_PID
 from flash.weights.update import TCP_BACKEND

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from flash.config import Config
-from flash.simulate.settings import SimulateConfig
-from flash.simulate.spread import parse_spread, uniform
+from flash.config.simulate import SimulateConfig
+from flash.config.spread import parse_spread, uniform
+from flash.config.tree import Config
 
 EPISODES = 2048
 """Episodes drawn to know the workload; fewer where they have many turns."""
@@ -163,7 +163,7 @@ class Quantities(msgspec.Struct, frozen=True, kw_only=True):
 def quantities(config: Config, ledger: Mapping[str, int]) -> Quantities:
     """Work out what a configuration's step consists of; the ledger tells how many samples filters cost."""
     simulate, rollout, train = config.simulate, config.rollout, config.train
-    assert simulate is not None, "flash.configcheck.simulated_rule"
+    assert simulate is not None, "flash.config.check.simulated_rule"
     drawn = draw_episodes(simulate, rollout.max_new_tokens, rollout.max_turns)
     trained = ledger.get("trained", 0)
     kept = trained / (trained + ledger.get("filtered", 0)) if trained else 1.0

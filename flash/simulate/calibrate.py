@@ -27,8 +27,8 @@ import numpy as np
 import numpy.typing as npt
 import tomli_w
 
-from flash import configfile
-from flash.config import Config
+from flash.config.load import load
+from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.observe.rundir import RunDirectory, SampleTimes, TurnTimes
 from flash.observe.series import Floats, covered_until
@@ -102,7 +102,7 @@ def calibrate(run_dir: Path) -> Calibration:
             f"and at least {LEAST_STEPS} steps in metrics.jsonl"
         )
     # Read as a simulation's: the run's model and devices need not be at hand.
-    config = configfile.load([directory.config], ["simulate={}"], simulated=True)
+    config = load([directory.config], ["simulate={}"], simulated=True)
     spans = directory.read_spans()
     hardware = placement(config)
     engines = hardware["rollout_gpus"] // hardware["gpus_per_engine"]

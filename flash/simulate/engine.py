@@ -29,9 +29,9 @@ import anyio
 import anyio.lowlevel
 import msgspec
 
+from flash.config.simulate import SimulateConfig
 from flash.errors import EngineDeadError
 from flash.rollout.engine import Pressure, Progress, Request
-from flash.simulate.settings import SimulateConfig
 from flash.simulate.steps import PrefixCache, Sequence, Stretch
 from flash.simulate.workload import episode_of, turn_of
 from flash.types import Completion, Published

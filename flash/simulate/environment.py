@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import anyio
 
-from envs.base import Info, StepResult
+from flash.environment.interface import Info, StepResult
 from flash.errors import EnvError
 from flash.simulate.workload import Workload, env_key, tokens
 from flash.types import Observation

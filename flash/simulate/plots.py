@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from flash.simulate.command import Cell
+    from flash.simulate.report import Cell
 
 HEIGHT = 3.4
 """Inches."""

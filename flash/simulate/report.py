@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from flash.simulate.bounds import Bound
+
 
 class SimReport(msgspec.Struct, frozen=True, kw_only=True):
     """One simulated run, from its first lease of a training sample to its last commit. Seconds are simulated ones
@@ -43,3 +45,23 @@ class SimReport(msgspec.Struct, frozen=True, kw_only=True):
     """Real seconds that the simulation took."""
     loop_lag_p99_ms: float
     """Of all passes of the event loop, 1 % took longer than this in real time."""
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """One simulated configuration."""
+
+    values: dict[str, str]
+    """The swept keys' values, as they were given; empty where nothing is swept."""
+    report: SimReport
+    bounds: list[Bound]
+
+    @property
+    def oldest(self) -> int:
+        """Age of the oldest trained token."""
+        return max((age for age, tokens in self.report.ages.items() if tokens), default=0)
+
+    @property
+    def waste(self) -> float:
+        """Share of the generated tokens that nothing was learnt from."""
+        ledger = self.report.ledger
+        return ledger.get("discarded_tokens", 0) / max(ledger.get("generated_tokens", 0), 1)

@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flash.config import Config
+from flash.config.spread import parse_spread
+from flash.config.tree import Config
 from flash.observe.series import Floats
 from flash.simulate.report import SimReport
-from flash.simulate.spread import parse_spread
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
     from flash.simulate.calibrate import Calibration
-    from flash.simulate.command import Cell
+    from flash.simulate.report import Cell
 
 BAR = 32
 """Characters of a full bar."""
@@ -29,7 +29,7 @@ def print_run(config: Config, cell: Cell) -> None:
     """One simulated run."""
     report, console = cell.report, _console()
     simulate = config.simulate
-    assert simulate is not None, "flash.configcheck.simulated_rule"
+    assert simulate is not None, "flash.config.check.simulated_rule"
     console.print(
         f"{config.run.name}: {simulate.rollout_gpus} GPUs generate, {simulate.gpus - simulate.rollout_gpus} train; "
         f"{report.steps} steps of {config.train.batch_size} samples, async_ratio {config.train.async_ratio:g}"

@@ -13,10 +13,10 @@ from typing import Protocol
 import anyio
 import msgspec
 
-from flash.config import Config
+from flash.config.simulate import SimulateConfig
+from flash.config.tree import Config
 from flash.errors import ContractError
 from flash.hub import protocol as p
-from flash.simulate.settings import SimulateConfig
 from flash.types import Canary, Published, Shard
 
 

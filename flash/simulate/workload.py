@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 from statistics import NormalDist
 
+from flash.config.simulate import SimulateConfig
+from flash.config.spread import Spread, parse_spread, uniform
 from flash.rollout.episode import KEYS_PER_TASK
-from flash.simulate.settings import SimulateConfig
-from flash.simulate.spread import Spread, parse_spread, uniform
 
 ENVS_PER_PROBLEM = 1 << 20
 """Environments of one problem that have names of their own."""

@@ -18,9 +18,9 @@ from itertools import pairwise
 import anyio
 import msgspec
 
-from envs.base import Environment
-from flash.config import ClusterConfig, Config
-from flash.errors import FlashError
+from flash.config.simulate import SimulateConfig
+from flash.config.tree import ClusterConfig, Config
+from flash.environment.interface import Environment
 from flash.hub import protocol as p
 from flash.hub.hub import Hub, RunEnd
 from flash.observe.observer import Observer
@@ -31,10 +31,10 @@ from flash.simulate.engine import SimEngine
 from flash.simulate.environment import SimEnvironment, SimTokenizer
 from flash.simulate.meter import BUSY, Meter
 from flash.simulate.report import SimReport
-from flash.simulate.settings import SimulateConfig
 from flash.simulate.trainer import SimTrainer
 from flash.simulate.workload import Workload
 from flash.types import Activity, Task, Trajectory
+from flash.waiting import deadline, first_error
 
 LIFTED_S = 1e6
 """A lifted deadline: longer than any step that makes sense, and still an end for one that never comes."""
@@ -52,7 +52,7 @@ def simulate(config: Config) -> SimReport:
     try:
         world, end, lag = anyio.run(_run, config, backend="asyncio", backend_options={"loop_factory": _TimedLoop})
     except BaseExceptionGroup as group:
-        raise _first(group) from None
+        raise first_error(group) from None
     return world.report(end, time.perf_counter() - started, lag)
 
 
@@ -95,7 +95,7 @@ class Connection:
 
     async def call(self, request: p.Request, *, timeout: float) -> p.Reply:
         """Ask the hub."""
-        with anyio.fail_after(timeout):
+        with deadline(timeout, f"the reply to {type(request).__name__}", "the hub of this process"):
             reply = await self._hub.handle(request)
         if self._watch is not None:
             self._watch(request, reply)
@@ -345,12 +345,3 @@ def _shares(seconds: Mapping[str, float], total: float) -> dict[str, float]:
 
 def _mean(counts: Counter[int]) -> float:
     return sum(value * count for value, count in counts.items()) / max(1, counts.total())
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of our own, else the first of all."""
-    ours, others = group.split(FlashError)
-    error: BaseException = ours or others or group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

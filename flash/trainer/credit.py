@@ -24,7 +24,7 @@ from algorithms.advantages import (
 from algorithms.base import Advantage
 from algorithms.shaping import Shaping
 from algorithms.staleness import Staleness
-from flash.config import AlgorithmConfig
+from flash.config.tree import AlgorithmConfig
 from flash.errors import ContractError
 from flash.trainer.packing import MicroBatch
 from flash.types import BatchSample, Shard

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
-from flash.config import Config
+from flash.config.tree import Config
 from flash.errors import ConfigError, ContractError
 from flash.trainer.model import PackedLayout, load_model, packed_layout, reshard, shard_model
 from flash.trainer.optimizer import apply_gradient, make_optimizer

@@ -19,7 +19,7 @@ from algorithms.advantages import FloatArray, whiten
 from algorithms.base import Advantage, Proximal
 from algorithms.gae import discounted_sums, gae
 from algorithms.kl import kl
-from flash.config import Config
+from flash.config.tree import Config
 from flash.errors import ContractError
 from flash.trainer.collectives import gather_rows, raise_together
 from flash.trainer.credit import Credit

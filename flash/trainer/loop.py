@@ -12,7 +12,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from flash.config import Config
+from flash.config.tree import Config
 from flash.errors import ContractError
 from flash.hub import protocol as p
 from flash.trainer import checkpoint

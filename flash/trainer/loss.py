@@ -15,7 +15,7 @@ from torch import Tensor
 from algorithms.base import Objective, ObjectiveOutput, PackedTokens, Proximal
 from algorithms.kl import kl
 from algorithms.proximal import loglinear
-from flash.config import AlgorithmConfig
+from flash.config.tree import AlgorithmConfig
 from flash.errors import ConfigError
 from flash.trainer.firstpass import Facts
 from flash.trainer.logprobs import TokenLogprobs

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
-from flash.config import ModelConfig
+from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
 from flash.trainer.output_layer import replace_output_layer
 

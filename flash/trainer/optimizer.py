@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from flash.config import TrainConfig
+from flash.config.tree import TrainConfig
 from flash.errors import ContractError
 
 

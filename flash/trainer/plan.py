@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from algorithms.base import Advantage
-from flash.config import Config
+from flash.config.tree import Config
 from flash.errors import ContractError
 from flash.trainer.collectives import gather_rows, raise_together
 from flash.trainer.credit import Credit, assign_credit

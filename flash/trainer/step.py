@@ -24,9 +24,9 @@ from transformers import PreTrainedModel
 
 from algorithms.aggregation import token_weights
 from algorithms.base import Advantage, Aggregation, Objective, PackedTokens
-from flash.config import AlgorithmConfig, Config
+from flash.config.objects import check_options, load_objective
+from flash.config.tree import AlgorithmConfig, Config
 from flash.errors import ConfigError
-from flash.imports import check_options, load_objective
 from flash.trainer.collectives import gather_ragged
 from flash.trainer.critic import Critic
 from flash.trainer.ewma import start_average, update_average

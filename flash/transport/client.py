@@ -21,6 +21,7 @@ from flash.errors import DeadlineError, FlashError, PeerLostError, TransportErro
 from flash.transport.auth import check_token, prove_to_server
 from flash.transport.connection import Connection, tune
 from flash.transport.frames import Frame, Kind, Refusal
+from flash.waiting import deadline, unwrapped_group
 
 ReplyT = TypeVar("ReplyT")
 
@@ -37,7 +38,7 @@ async def connect(
     token: bytes,
     name: str,
     reply_type: type[ReplyT],
-    deadline: float,
+    seconds: float,
     *,
     server: str = "hub",
 ) -> AsyncGenerator[Client[ReplyT]]:
@@ -49,7 +50,7 @@ async def connect(
         token: the run's token.
         name: what this process is called in the server's messages.
         reply_type: the struct, or tagged union of structs, that the server answers with.
-        deadline: seconds until the connection must stand.
+        seconds: until the connection must stand.
         server: what the server is called in error messages.
 
     Raises:
@@ -59,27 +60,20 @@ async def connect(
     """
     check_token(token)
     where = f"{server} at {host}:{port}"
-    body_error: Exception | None = None
-    async with await _open(host, port, token, name, deadline, where) as stream:
+    async with await _open(host, port, token, name, seconds, where) as stream, unwrapped_group() as tasks:
         client = Client(Connection(stream, where), where, reply_type)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(client.run)
-            try:
-                yield client
-            except Exception as error:
-                # Raised again below: the task group would wrap the caller's own error in a group.
-                body_error = error
-            finally:
-                client.close()
-                tasks.cancel_scope.cancel()
-    if body_error is not None:
-        raise body_error
+        tasks.start_soon(client.run)
+        try:
+            yield client
+        finally:
+            client.close()
+            tasks.cancel_scope.cancel()
 
 
-async def _open(host: str, port: int, token: bytes, name: str, deadline: float, where: str) -> SocketStream:
+async def _open(host: str, port: int, token: bytes, name: str, seconds: float, where: str) -> SocketStream:
     """A stream on which both ends have proven the token."""
     try:
-        with anyio.fail_after(deadline):
+        with deadline(seconds, f"{where} to accept us", f"whether {host}:{port} can be reached"):
             stream = await anyio.connect_tcp(host, port)
             try:
                 tune(stream)
@@ -88,8 +82,8 @@ async def _open(host: str, port: int, token: bytes, name: str, deadline: float, 
                 await anyio.aclose_forcefully(stream)
                 raise
             return stream
-    except TimeoutError:
-        raise DeadlineError(f"{where} to accept us", deadline, f"whether {host}:{port} can be reached") from None
+    except DeadlineError:
+        raise
     except OSError as error:
         raise PeerLostError(
             f"cannot connect to {where}: {error.__cause__ or error}; is it running, and may this machine reach it?"

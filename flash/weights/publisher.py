@@ -5,12 +5,12 @@ Invariant: once announced, a version's tensors never change, although the traine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 
-from flash.config import Config
+from flash.config.tree import Config
 
 
 class WeightPublisher(Protocol):
@@ -58,18 +58,3 @@ def make_publisher(config: Config, rank: int, host: str) -> WeightPublisher:
     engines = sum(config.engines_on(node) for node in range(config.cluster.nodes))
     workers = engines * config.engine.tensor_parallel
     return NcclPublisher(rank, host, dtype, timeout_s, workers, NcclLink())
-
-
-def stage(
-    tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, device: str | None = "cpu"
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Contiguous private copies in the engines' dtype; `device` None leaves each tensor where it is."""
-    for name, tensor in tensors:
-        target = dtype if tensor.is_floating_point() else tensor.dtype
-        copy = tensor.detach().to(device=device or tensor.device, dtype=target, copy=True)
-        yield name, copy.contiguous()
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` → `bfloat16`, as the receivers expect it."""
-    return str(dtype).removeprefix("torch.")

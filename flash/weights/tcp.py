@@ -30,7 +30,7 @@ import msgspec
 import torch
 
 from flash.errors import DeadlineError, TransportError, WeightsError
-from flash.weights.publisher import dtype_name, stage
+from flash.weights.staging import dtype_name, stage
 from flash.weights.update import UpdateInfo, encode_update
 
 MAGIC = b"FLASHW01"

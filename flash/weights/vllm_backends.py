@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from flash.errors import DeadlineError
-from flash.weights.publisher import dtype_name, stage
+from flash.weights.staging import dtype_name, stage
 from flash.weights.update import TRAINER_RANKS, UpdateInfo, encode_update
 
 VERSIONS_KEPT = 2

@@ -17,7 +17,7 @@ from algorithms.corrections import Geometric, IcePop, SequenceMask, TokenTis
 from algorithms.kl import Kl
 from algorithms.shaping import LengthPenalty, Overlong
 from algorithms.staleness import ExponentialStaleness
-from flash.configdocs import field_docs
+from flash.config.reference import field_docs
 from tests.algorithms.cases import objective_class
 
 MODULES = [module.name for module in pkgutil.iter_modules(algorithms.__path__)]

@@ -3,7 +3,7 @@ import anyio.lowlevel
 import pytest
 
 from envs.arithmetic import OPERATORS, Arithmetic, in_held_out_part
-from envs.base import HELD_OUT, Environment
+from flash.environment.interface import HELD_OUT, Environment
 from flash.errors import ConfigError, EnvError
 
 TWO_DIGIT_SUMS = {f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)}

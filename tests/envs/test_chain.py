@@ -5,8 +5,8 @@ import anyio
 import pytest
 
 from envs.arithmetic import in_held_out_part
-from envs.base import HELD_OUT, Environment, WarmStart
 from envs.chain import ChainedSums, _instances
+from flash.environment.interface import HELD_OUT, Environment, WarmStart
 from flash.errors import ConfigError, EnvError
 
 

@@ -9,12 +9,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from envs.base import HELD_OUT, Checked, Prepared, WarmStart, metrics_of, note_of
 from envs.code import CodeEnv
 from envs.mixture import Mixture
-from envs.shared import sharing
+from flash.config.objects import check_options
+from flash.environment.interface import HELD_OUT, Checked, Prepared, WarmStart
+from flash.environment.results import metrics_of, note_of
+from flash.environment.shared import sharing
 from flash.errors import ConfigError, EnvError, SandboxLostError, SandboxStartError
-from flash.imports import check_options
 from tests.envs.boxes import ScriptedSupply, local_processes
 
 ROWS = [
@@ -271,5 +272,5 @@ def test_a_data_set_needs_its_columns_and_has_no_solved_examples(data):
 
 def test_importing_it_needs_no_container_engine_and_no_torch():
     heavy = "aiodocker", "aiohttp", "httpx", "torch"
-    code = f"import sys, envs.code, flash.rewards.code; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, envs.code, envs.rewards.code; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

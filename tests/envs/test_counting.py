@@ -3,8 +3,8 @@ import statistics
 import pytest
 
 from envs.arithmetic import in_held_out_part
-from envs.base import HELD_OUT, Environment, WarmStart
 from envs.counting import Counting
+from flash.environment.interface import HELD_OUT, Environment, WarmStart
 from flash.errors import ConfigError, EnvError
 
 

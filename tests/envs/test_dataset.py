@@ -4,8 +4,8 @@ import anyio
 import pytest
 
 from envs import dataset
-from envs.base import HELD_OUT, Checked, Environment
 from envs.dataset import DatasetEnv
+from flash.environment.interface import HELD_OUT, Checked, Environment
 from flash.errors import ConfigError, EnvError, RewardError
 from flash.types import Message
 
@@ -129,7 +129,7 @@ async def test_the_answer_is_scored_by_the_verifier(tmp_path):
     ("name", "timeout", "message"), [("raises", 60, "LookupError"), ("hangs", 0.2, "no answer within")]
 )
 async def test_a_failing_verifier_is_a_reward_error(rows, name, timeout, message):
-    env = env_of(rows, verifier=f"tests.envs.verifiers:{name}", timeout=timeout)
+    env = env_of(rows, verifier=f"tests.envs.rewards.verifiers:{name}", timeout=timeout)
     await env.reset(0)
     with pytest.raises(RewardError, match=message):
         await env.step("x")
@@ -149,7 +149,7 @@ async def test_a_step_before_reset_is_an_environment_error(rows):
         ({"held_out_path": "nowhere.jsonl"}, "no data set at nowhere"),
         ({"held_out_fraction": 0.0}, "held_out_fraction must lie"),
         ({"held_out_fraction": 1.0}, "held_out_fraction must lie"),
-        ({"verifier": "flash.rewards.exact:nothing"}, "no verifier"),
+        ({"verifier": "envs.rewards.exact:nothing"}, "no verifier"),
         ({"template": "xml"}, "chat or plain"),
         ({"timeout": 0}, "timeout must be"),
     ],

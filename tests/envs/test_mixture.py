@@ -4,10 +4,10 @@ import anyio.lowlevel
 import pytest
 
 from envs.arithmetic import Arithmetic
-from envs.base import HELD_OUT, Checked, Environment, Kinds, WarmStart
 from envs.mixture import Mixture
+from flash.config.objects import check_options
+from flash.environment.interface import HELD_OUT, Checked, Environment, Kinds, WarmStart
 from flash.errors import ConfigError, EnvError
-from flash.imports import check_options
 
 KINDS = {
     "easy": {"path": "envs.arithmetic:Arithmetic", "options": {"digits": 1}, "weight": 3},
@@ -136,7 +136,7 @@ def test_the_configurations_form_of_the_options_is_taken():
         ({"a": {}}, r"`kinds.a.path`: is missing"),
         ({"a": {"path": "envs.arithmetic:Arithmetik"}}, r"`kinds.a.path`: .* did you mean `Arithmetic`"),
         ({"a": {"path": f"{__name__}:NoEnvironment"}}, r"`kinds.a.path`: .* is not an environment"),
-        ({"a": {"path": "envs.base:wrap"}}, r"`kinds.a.path`: .* is not an environment"),
+        ({"a": {"path": "flash.environment.threaded:wrap"}}, r"`kinds.a.path`: .* is not an environment"),
         ({"a": {"path": "envs.mixture:Mixture"}}, "a mixture cannot hold a mixture"),
         ({"a": BLOCKING | {"wait": 1}}, r"`kinds.a.wait`: .*did you mean `weight`"),
         ({"a": BLOCKING | {"weight": 0}}, r"`kinds.a.weight`: expected a number above 0"),

@@ -9,7 +9,7 @@ import anyio
 import msgspec
 import pytest
 
-from flash.config import Config
+from flash.config.tree import Config
 from flash.errors import BreakerError
 from flash.hub import protocol as p
 from flash.hub.hub import Hub

@@ -79,7 +79,7 @@ class Run:
         self.output = folder / "output.txt"
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "flash.cli", "train", str(config), *arguments],
+                [sys.executable, "-m", "flash", "train", str(config), *arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=REPOSITORY,
@@ -116,7 +116,7 @@ class Run:
         """The process id of trainer rank 0."""
         for pid in self.processes():
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if b"LOCAL_RANK=1" in environment and b"flash.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"LOCAL_RANK=1" in environment and b"flash.run.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return pid
         raise AssertionError("no trainer rank is running")
 

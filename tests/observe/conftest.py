@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flash.config import Config, EnvConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
+from flash.config.tree import Config, EnvConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
 from flash.observe.rundir import RunDirectory
 
 

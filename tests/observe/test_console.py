@@ -4,7 +4,7 @@ import io
 import math
 from pathlib import Path
 
-from flash.config import Config
+from flash.config.tree import Config
 from flash.observe.console import HEADER_EVERY, Console
 from flash.observe.summary import summarise
 from tests.observe.sample_rows import eval_row, metrics_row

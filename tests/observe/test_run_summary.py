@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from flash.config import Config
+from flash.config.tree import Config
 from flash.observe.summary import Summary, summarise
 from tests.observe.sample_rows import eval_row, metrics_row
 

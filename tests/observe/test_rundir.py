@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from flash.config import Config
+from flash.config.tree import Config
 from flash.errors import RunDirectoryError
 from flash.observe.rundir import RunDirectory, SampleTimes, TurnTimes, readable, sample_times, write_atomically
 from flash.observe.summary import summarise

@@ -10,9 +10,10 @@ import anyio
 import msgspec
 import pytest
 
-from envs.base import HELD_OUT, wrap
-from envs.shared import shared
-from flash.config import Config
+from flash.config.tree import Config
+from flash.environment.interface import HELD_OUT
+from flash.environment.shared import shared
+from flash.environment.threaded import wrap
 from flash.errors import BreakerError, DeadlineError, FlashError, PeerLostError, SandboxStartError
 from flash.hub import protocol as p
 from flash.hub.hub import Hub, RunEnd

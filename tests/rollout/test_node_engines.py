@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.base import wrap
-from flash.config import Config
+from flash.config.tree import Config
+from flash.environment.threaded import wrap
 from flash.hub import protocol as p
 from flash.rollout.fake_engine import FakeEngine
 from flash.rollout.node import RolloutNode

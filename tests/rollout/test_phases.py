@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.config import Config
+from flash.config.tree import Config
 from flash.rollout.phases import (
     FreePhases,
     GroupBarrier,

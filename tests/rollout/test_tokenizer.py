@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from flash.config import ModelConfig
+from flash.config.tree import ModelConfig
 from flash.errors import EnvError
 from flash.rollout.tokenizer import HfTokenizer
 from flash.types import Message

@@ -21,7 +21,7 @@ import anyio.from_thread
 import msgspec
 import pytest
 
-from flash.config import Config
+from flash.config.tree import Config
 from flash.errors import EngineDeadError, EngineError, WeightsError
 from flash.rollout.engine import Pressure, Progress, Request, SamplingSettings
 from flash.rollout.vllm_engine import VLLMEngine

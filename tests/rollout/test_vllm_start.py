@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from flash.config import Config
+from flash.config.tree import Config
 from flash.rollout.vllm_start import engine_args, engine_environment, engine_variables
 
 TORCHRUN = {

@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from flash.config import Config, EngineConfig, EnvConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
+from flash.config.simulate import SimulateConfig
+from flash.config.tree import Config, EngineConfig, EnvConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 from flash.simulate.bounds import (
     async_bound,
     best_split,
@@ -13,7 +14,6 @@ from flash.simulate.bounds import (
     queue_bound,
     sync_bound,
 )
-from flash.simulate.settings import SimulateConfig
 
 
 def config(alpha: float = 2.0, **settings: object) -> Config:

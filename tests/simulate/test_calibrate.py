@@ -9,8 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from flash import configfile
-from flash.config import (
+from flash.cli.calibrate import predicted_step_s
+from flash.config.load import dump, load
+from flash.config.simulate import SimulateConfig
+from flash.config.spread import parse_spread
+from flash.config.tree import (
     ClusterConfig,
     Config,
     EngineConfig,
@@ -25,12 +28,9 @@ from flash.observe.rundir import RunDirectory, SampleTimes, TurnTimes, sample_ti
 from flash.rollout.engine import Request, SamplingSettings
 from flash.simulate.calibrate import calibrate, fit_training, fit_workload, gather
 from flash.simulate.clock import run_virtual
-from flash.simulate.command import predicted_step_s
 from flash.simulate.engine import SimEngine
 from flash.simulate.fitting import nonnegative_fit, spread_of
 from flash.simulate.report import SimReport
-from flash.simulate.settings import SimulateConfig
-from flash.simulate.spread import parse_spread
 from flash.simulate.workload import tokens
 from flash.simulate.world import World
 from flash.types import Activity, Canary, Completion, Published, Trajectory
@@ -96,7 +96,7 @@ def machine() -> Machine:
 @pytest.fixture
 def run_dir(machine: Machine, tmp_path: Path) -> Path:
     """What a recorder would have written of the machine's run, eight groups to a step."""
-    directory = RunDirectory.open(tmp_path / "measured", configfile.dump(config(tmp_path)))
+    directory = RunDirectory.open(tmp_path / "measured", dump(config(tmp_path)))
     groups = sorted(machine.turns)
     time = 0.0
     for step, start in enumerate(range(0, len(groups), 8)):
@@ -135,7 +135,7 @@ def test_the_fit_tells_how_much_it_leaves_unexplained(run_dir: Path):
 def test_the_table_overlays_the_runs_own_configuration(run_dir: Path):
     fitted = calibrate(run_dir)
     (run_dir / "fitted.toml").write_text(fitted.toml())
-    merged = configfile.load([run_dir / "config.toml", run_dir / "fitted.toml"], simulated=True)
+    merged = load([run_dir / "config.toml", run_dir / "fitted.toml"], simulated=True)
     assert merged.simulate is not None
     assert merged.simulate.gpus == 2
     assert merged.simulate.rollout_gpus == 1
@@ -165,7 +165,7 @@ class Book:
 
 def recorded(config: Config) -> SimReport:
     """Simulate a run that leaves a run directory behind."""
-    directory = RunDirectory.open(config.run_dir, configfile.dump(msgspec.structs.replace(config, simulate=None)))
+    directory = RunDirectory.open(config.run_dir, dump(msgspec.structs.replace(config, simulate=None)))
 
     async def run() -> SimReport:
         world = World(config, Book(directory))

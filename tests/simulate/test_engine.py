@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flash.config.simulate import SimulateConfig
 from flash.errors import EngineDeadError
 from flash.rollout.engine import Progress, Request, SamplingSettings
 from flash.simulate.clock import run_virtual
 from flash.simulate.engine import SimEngine
-from flash.simulate.settings import SimulateConfig
 from flash.types import Canary, Completion, Published, VersionRun
 
 NEVER = 1_000_000

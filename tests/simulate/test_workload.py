@@ -8,9 +8,9 @@ from typing import Any
 import anyio
 import pytest
 
+from flash.config.simulate import SimulateConfig
 from flash.rollout.episode import response_key
 from flash.simulate.environment import SimEnvironment, SimTokenizer
-from flash.simulate.settings import SimulateConfig
 from flash.simulate.workload import Workload, env_key, episode_of, turn_of
 from flash.types import Task
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flash.config import Config
+from flash.config.tree import Config
 from flash.errors import BreakerError
 from flash.hub.tasks import TaskSource
 from flash.rollout.episode import response_key

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from flash.config import Config
+from flash.config.tree import Config
 from flash.trainer.critic import Critic
 from flash.trainer.model import trainer_mesh
 from flash.trainer.packing import DUMMY, MicroBatch

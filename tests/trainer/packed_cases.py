@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PhiConfig, PhiForCausalLM, PreTrainedModel
 
-from flash.config import ModelConfig
+from flash.config.tree import ModelConfig
 from flash.trainer.logprobs import token_logprobs
 from flash.trainer.model import load_model, shard_model, trainer_mesh
 from tests.trainer.trainer_cases import VOCABULARY

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from flash.config import ModelConfig
+from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
 from flash.trainer.logprobs import token_logprobs
 from flash.trainer.model import load_model, named_full_tensors, shard_model, trainer_mesh

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from flash.config import TrainConfig
+from flash.config.tree import TrainConfig
 from flash.errors import ConfigError, ContractError
 from flash.trainer.optimizer import learning_rate
 from flash.trainer.step import Trainer

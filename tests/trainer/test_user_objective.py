@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flash.configfile import load
+from flash.config.load import load
 from flash.errors import ConfigError
 from flash.trainer.step import Trainer
 from tests.trainer.step_reference import group_credit, tokens_of

@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from flash.config import Config
+from flash.config.tree import Config
 from flash.trainer.step import Trainer
 from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 

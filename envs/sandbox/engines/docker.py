@@ -27,7 +27,7 @@ from aiodocker.stream import Stream
 from envs.sandbox.api import Spec
 from envs.sandbox.engines import profiles
 from envs.sandbox.engines.backend import AGENT_ADDRESS, BoxInfo, BoxStats, EngineInfo, Surroundings
-from envs.sandbox.engines.dockerparts import AttachedLink, Failing, folder_in_tar, in_tar, pieces_of
+from envs.sandbox.engines.docker_parts import AttachedLink, Failing, folder_in_tar, in_tar, pieces_of
 from envs.sandbox.engines.leftovers import kill_leftovers
 from envs.sandbox.engines.machine import memory_bytes
 from envs.sandbox.engines.seccomp import podman_filter

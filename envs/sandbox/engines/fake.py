@@ -26,7 +26,7 @@ import msgspec
 from anyio.abc import Process
 
 from envs.sandbox.api import Spec
-from envs.sandbox.box import bundle
+from envs.sandbox.engines import bundle
 from envs.sandbox.engines.backend import BoxInfo, BoxStats, EngineInfo, Surroundings
 from flash.errors import SandboxLostError, SandboxStartError
 

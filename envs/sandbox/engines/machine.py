@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from envs.sandbox.pool.host import Load
+import msgspec
 
 _KIB = 1024
 _MIB = 1 << 20
@@ -52,3 +52,14 @@ def memory_bytes(proc: Path = Path("/proc")) -> dict[str, int]:
     """/proc/meminfo, in bytes."""
     rows = (row.split() for row in (proc / "meminfo").read_text().splitlines())
     return {row[0].rstrip(":"): int(row[1]) * _KIB for row in rows if row[-1] == "kB"}
+
+
+class Load(msgspec.Struct, frozen=True):
+    """What a host's machine does, measured, with everything that runs on it."""
+
+    cpus_busy: float | None
+    """On average since the last look; None at the first."""
+    cpus: int
+    memory_used_mib: int
+    """Without what the kernel gives back at once, like its cache of files."""
+    memory_mib: int

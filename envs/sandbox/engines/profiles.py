@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from envs.sandbox.api import Spec
-from envs.sandbox.box import bundle
+from envs.sandbox.engines import bundle
 from flash.errors import SandboxRefusedError
 
 USER = "1000:1000"

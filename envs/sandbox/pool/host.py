@@ -1,7 +1,7 @@
 """What the pool needs of a host, and what a host needs of its engine.
 
 `Host` is the pool's side: a place with a capacity that starts sandboxes. `Maker` is the engine's side: it makes, finds
-and removes containers. `envs.sandbox.pool.localhost` stands between the two.
+and removes containers. `envs.sandbox.pool.local_host` stands between the two.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import msgspec
 from anyio.abc import TaskStatus
 
 from envs.sandbox.api import SandboxLike, Spec
+from envs.sandbox.engines.machine import Load
 from envs.sandbox.pool.ownership import OwnerLock, machine
 from envs.sandbox.pool.placement import NOTHING, Demand
 
@@ -28,17 +29,6 @@ class Ticket(msgspec.Struct, frozen=True):
     spec: Spec
     snapshots: tuple[str, ...] = ()
     """After a restart: the images made of it that somebody knows of."""
-
-
-class Load(msgspec.Struct, frozen=True):
-    """What a host's machine does, measured, with everything that runs on it."""
-
-    cpus_busy: float | None
-    """On average since the last look; None at the first."""
-    cpus: int
-    memory_used_mib: int
-    """Without what the kernel gives back at once, like its cache of files."""
-    memory_mib: int
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -19,12 +19,11 @@ from typing import Literal
 
 import anyio
 
-from envs.sandbox.api import Result, SandboxLike, Spec
+from envs.sandbox.api import OnLost, Result, SandboxLike, Spec
 from envs.sandbox.pool.timeline import Timeline
 from flash.errors import SandboxClosedError, SandboxError, SandboxLostError, SandboxTimeoutError
 
 LeaseState = Literal["queued", "starting", "ready", "failed", "closed"]
-OnLost = Literal["fail", "recreate"]
 
 REMADE_WAIT_S = 20.0
 """Seconds for which a call waits while its lost sandbox is made again: less than callers wait beyond their timeout."""

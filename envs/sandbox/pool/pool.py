@@ -20,14 +20,13 @@ from uuid import uuid4
 import anyio
 from anyio.abc import TaskGroup
 
-from envs.sandbox.api import SandboxLike, Snapshot, Spec
-from envs.sandbox.box.sandbox import unwrapped_group
-from envs.sandbox.pool.books import Books, PoolSettings
+from envs.sandbox.api import OnLost, SandboxLike, Snapshot, Spec
 from envs.sandbox.pool.entries import entry_of, lease_of
 from envs.sandbox.pool.host import Host, Ticket, new_box_id
 from envs.sandbox.pool.journal import Entry, Journal, MemoryJournal
-from envs.sandbox.pool.lease import Lease, OnLost
+from envs.sandbox.pool.lease import Lease
 from envs.sandbox.pool.leased import Leased
+from envs.sandbox.pool.state import Books, PoolSettings
 from flash.errors import (
     SandboxBusyError,
     SandboxClosedError,
@@ -36,6 +35,7 @@ from flash.errors import (
     SandboxRefusedError,
     SandboxStartError,
 )
+from flash.waiting import unwrapped_group
 
 _log = logging.getLogger(__name__)
 

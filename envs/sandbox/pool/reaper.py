@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import anyio
 
-from envs.sandbox.box.sandbox import LIFE, LIFE_LABEL
+from envs.sandbox.local.snapshots import LIFE, LIFE_LABEL
 from envs.sandbox.pool.host import Container, HostSettings, Identity, Maker, Ticket
 from envs.sandbox.pool.ownership import PREFIX, Alive, Labels, Verdict, verdict
 from flash.errors import SandboxError

@@ -31,8 +31,9 @@ from envs.sandbox.api import (
     State,
     Terminal,
 )
-from envs.sandbox.box.sandbox import LIFE, LIFE_LABEL, SNAPSHOT_LABEL, SNAPSHOT_NAME
-from envs.sandbox.pool.host import Container, Load
+from envs.sandbox.engines.machine import Load
+from envs.sandbox.local.snapshots import LIFE, LIFE_LABEL, SNAPSHOT_LABEL, SNAPSHOT_NAME
+from envs.sandbox.pool.host import Container
 from envs.sandbox.pool.placement import Demand
 from flash.errors import SandboxClosedError, SandboxLostError, SandboxRefusedError, SandboxStartError
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from envs.sandbox.box.text import one_line
+from envs.sandbox.text import one_line
 
 KEPT = 300
 """Events kept per sandbox, the newest ones."""

@@ -20,10 +20,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from envs.sandbox.pool.lease import Lease
+from envs.sandbox.protocol.problems import ProblemError, problem_of
+from envs.sandbox.protocol.wire import MSGPACK, Body
 from envs.sandbox.service.guard import problem_response
-from envs.sandbox.service.problems import ProblemError, problem_of
 from envs.sandbox.service.service import Service
-from envs.sandbox.service.wire import MSGPACK, Body
 from flash.errors import FlashError, SandboxLostError
 
 _log = logging.getLogger(__name__)

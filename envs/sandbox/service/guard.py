@@ -17,10 +17,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from envs.sandbox.service.access import COOKIE, COOKIE_S, Tokens
+from envs.sandbox.protocol.problems import MEDIA_TYPE, ProblemError
+from envs.sandbox.protocol.tokens import COOKIE, COOKIE_S, Tokens
+from envs.sandbox.protocol.wire import Problem
 from envs.sandbox.service.limits import Limits
-from envs.sandbox.service.problems import MEDIA_TYPE, ProblemError
-from envs.sandbox.service.wire import Problem
 
 LOGIN_BYTES = 4096
 """Largest login form."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from envs.sandbox.box.text import one_line
+from envs.sandbox.text import one_line
 
 
 class OneLine(logging.Formatter):

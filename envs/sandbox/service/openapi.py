@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
+from envs.sandbox.protocol.problems import MEDIA_TYPE
+from envs.sandbox.protocol.wire import MSGPACK, Problem, StreamLine
 from envs.sandbox.service.endpoint import Endpoint
-from envs.sandbox.service.problems import MEDIA_TYPE
-from envs.sandbox.service.wire import MSGPACK, Problem, StreamLine
 
 _REF = "#/components/schemas/{name}"
 

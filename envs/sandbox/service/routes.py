@@ -9,8 +9,7 @@ from typing import cast
 
 import anyio
 
-from envs.sandbox.service.endpoint import Call, Endpoint, once
-from envs.sandbox.service.wire import (
+from envs.sandbox.protocol.wire import (
     Fork,
     Info,
     Order,
@@ -21,6 +20,7 @@ from envs.sandbox.service.wire import (
     Timeline,
     WaitQuery,
 )
+from envs.sandbox.service.endpoint import Call, Endpoint, once
 
 STATUS_EVERY_S = 0.2
 """Least time between two answers of a status that is waited for."""

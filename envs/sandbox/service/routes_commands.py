@@ -13,11 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from envs.sandbox.api import Chunk, JobStatus, Output, Result
-from envs.sandbox.box.text import from_wire
-from envs.sandbox.service.endpoint import Call, Endpoint, once
-from envs.sandbox.service.guard import problem_response
-from envs.sandbox.service.problems import ProblemError, problem_of
-from envs.sandbox.service.wire import (
+from envs.sandbox.protocol.problems import ProblemError, problem_of
+from envs.sandbox.protocol.wire import (
     NDJSON,
     Alive,
     Broken,
@@ -35,6 +32,9 @@ from envs.sandbox.service.wire import (
     StreamLine,
     WaitQuery,
 )
+from envs.sandbox.service.endpoint import Call, Endpoint, once
+from envs.sandbox.service.guard import problem_response
+from envs.sandbox.text import from_wire
 from flash.errors import FlashError
 
 ALIVE_S = 10.0

@@ -1,6 +1,6 @@
 """The HTTP API, version 1: files and trees.
 
-Trees travel as tar archives. They are unpacked here by `envs.sandbox.box.trees`, which trusts neither end.
+Trees travel as tar archives. They are unpacked here by `envs.sandbox.trees`, which trusts neither end.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import anyio.to_thread
 import msgspec
 from starlette.responses import Response, StreamingResponse
 
-from envs.sandbox.box.text import to_wire
-from envs.sandbox.box.trees import TreeLimits, pack, unpack
+from envs.sandbox.protocol.wire import BINARY, TAR, Listing, PathQuery, ReadQuery, WriteQuery
 from envs.sandbox.service.endpoint import Call, Endpoint
-from envs.sandbox.service.wire import BINARY, TAR, Listing, PathQuery, ReadQuery, WriteQuery
+from envs.sandbox.text import to_wire
+from envs.sandbox.trees import TreeLimits, pack, unpack
 
 _T = TypeVar("_T")
 

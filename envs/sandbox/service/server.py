@@ -23,10 +23,10 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
-from envs.sandbox.box.family import unwrapped_group
 from envs.sandbox.service.connections import HttpConnection, Strangers, WebSocketConnection
 from envs.sandbox.service.limits import Limits
 from flash.errors import ConfigError
+from flash.waiting import unwrapped_group
 
 SHUTDOWN_S = 3
 """Seconds for requests in progress when the service ends."""

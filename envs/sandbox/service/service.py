@@ -16,13 +16,13 @@ import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
 from envs.sandbox.api import Job, Session, Snapshot
-from envs.sandbox.box.sandbox import unwrapped_group
 from envs.sandbox.pool.lease import Lease
 from envs.sandbox.pool.pool import Pool
-from envs.sandbox.service.access import ADMIN
-from envs.sandbox.service.problems import ProblemError, problem_of
-from envs.sandbox.service.wire import HostStatus, Info, Order, Status
+from envs.sandbox.protocol.problems import ProblemError, problem_of
+from envs.sandbox.protocol.tokens import ADMIN
+from envs.sandbox.protocol.wire import HostStatus, Info, Order, Status
 from flash.errors import FlashError, SandboxBusyError, SandboxRefusedError
+from flash.waiting import unwrapped_group
 
 _T = TypeVar("_T")
 

@@ -13,10 +13,10 @@ import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from envs.sandbox.api import Terminal
+from envs.sandbox.protocol.problems import ProblemError
+from envs.sandbox.protocol.wire import TerminalQuery
 from envs.sandbox.service.guard import problem_response
-from envs.sandbox.service.problems import ProblemError
 from envs.sandbox.service.service import Service
-from envs.sandbox.service.wire import TerminalQuery
 from flash.errors import FlashError
 
 CLOSED = 1000

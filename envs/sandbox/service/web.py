@@ -14,13 +14,13 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
+from envs.sandbox.protocol.problems import TITLES, ProblemError
+from envs.sandbox.protocol.tokens import COOKIE, Tokens
 from envs.sandbox.service import routes, routes_commands, routes_files
-from envs.sandbox.service.access import COOKIE, Tokens
 from envs.sandbox.service.endpoint import routes as routes_of
 from envs.sandbox.service.guard import Guard, problem_response
 from envs.sandbox.service.limits import Limits
 from envs.sandbox.service.openapi import document
-from envs.sandbox.service.problems import TITLES, ProblemError
 from envs.sandbox.service.service import Service
 from envs.sandbox.service.terminal import serve_terminal
 

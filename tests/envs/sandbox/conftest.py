@@ -22,9 +22,9 @@ import pytest
 
 from envs.sandbox import images
 from envs.sandbox.api import Spec
-from envs.sandbox.box.sandbox import Sandbox
 from envs.sandbox.engines.docker import DockerBackend, find_engine
 from envs.sandbox.engines.fake import FakeBackend
+from envs.sandbox.local.sandbox import Sandbox
 from flash.errors import ConfigError, SandboxError
 from tests.envs.sandbox.browser import find_browser
 

@@ -8,14 +8,14 @@ from typing import Any
 import anyio
 
 from envs.sandbox.api import Spec
-from envs.sandbox.pool.books import PoolSettings
 from envs.sandbox.pool.host import HostSettings, Identity
 from envs.sandbox.pool.journal import Entry, MemoryJournal
-from envs.sandbox.pool.localhost import LocalHost
+from envs.sandbox.pool.local_host import LocalHost
 from envs.sandbox.pool.ownership import Alive
 from envs.sandbox.pool.placement import Demand
 from envs.sandbox.pool.pool import Pool, open_pool
 from envs.sandbox.pool.simulated import SimulatedBox, SimulatedMaker
+from envs.sandbox.pool.state import PoolSettings
 
 SPEC = Spec(image="img")
 FEW_WARM = HostSettings(cpu_factor=1.0, memory_factor=1.0, warm_max=0)

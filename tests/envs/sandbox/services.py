@@ -10,16 +10,16 @@ from typing import Any
 import msgspec
 
 from envs.sandbox.api import Spec
-from envs.sandbox.client import SandboxClient
 from envs.sandbox.engines.backend import Backend
-from envs.sandbox.engines.engine import open_maker
 from envs.sandbox.engines.fake import FakeBackend
-from envs.sandbox.pool.books import PoolSettings
+from envs.sandbox.pool.engine_maker import open_maker
 from envs.sandbox.pool.host import HostSettings, Identity
 from envs.sandbox.pool.journal import Journal
-from envs.sandbox.pool.localhost import LocalHost
+from envs.sandbox.pool.local_host import LocalHost
 from envs.sandbox.pool.pool import Pool, open_pool
-from envs.sandbox.service.access import ADMIN, Tokens
+from envs.sandbox.pool.state import PoolSettings
+from envs.sandbox.protocol.tokens import ADMIN, Tokens
+from envs.sandbox.remote.client import SandboxClient
 from envs.sandbox.service.limits import Limits
 from envs.sandbox.service.server import Address, open_socket, serving
 from envs.sandbox.service.service import Service, open_service

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from envs.sandbox.api import Chunk, Result
-from envs.sandbox.box.sandbox import Sandbox
-from envs.sandbox.client import SandboxClient, trusting
-from envs.sandbox.engines.engine import open_maker
 from envs.sandbox.engines.fake import FakeBackend
-from envs.sandbox.remote.httpcalls import REPEAT_S
+from envs.sandbox.local.sandbox import Sandbox
+from envs.sandbox.pool.engine_maker import open_maker
+from envs.sandbox.remote.calls import REPEAT_S
+from envs.sandbox.remote.client import SandboxClient, trusting
 from flash.errors import (
     ConfigError,
     SandboxBusyError,

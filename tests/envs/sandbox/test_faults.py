@@ -1,4 +1,4 @@
-"""A short form of `benchmarks.sandbox_faults`: real containers, with everything killed at random under load."""
+"""A short form of `benchmarks.sandbox.faults`: real containers, with everything killed at random under load."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from benchmarks.sandbox_faults import Plan, faults, rows
+from benchmarks.sandbox.faults import Plan, faults, rows
 
 pytestmark = [pytest.mark.anyio, pytest.mark.integration, pytest.mark.timeout(500)]
 

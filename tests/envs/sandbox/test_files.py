@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from envs.sandbox.box.trees import TreeLimits
+from envs.sandbox.trees import TreeLimits
 from flash.errors import SandboxError, SandboxFileError, SandboxLimitError
 
 pytestmark = pytest.mark.anyio

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.sandbox.agent import wire
-from envs.sandbox.box import bundle
-from envs.sandbox.box.frames import MAX_FRAME, Decoder, encode
-from envs.sandbox.box.link import greet
+from envs.sandbox.engines import bundle
+from envs.sandbox.local.frames import MAX_FRAME, Decoder, encode
+from envs.sandbox.local.greeting import greet
 from flash.errors import SandboxLostError, SandboxStartError
 
 values = st.recursive(

@@ -8,11 +8,12 @@ import anyio
 import pytest
 
 from envs.code import CodeEnv
-from envs.judge import Bench, Case, Limits, Suite, languages_with, shared_judge
+from envs.judging.judge import shared_judge
+from envs.judging.options import Bench, Case, Limits, Suite, languages_with
 from envs.linear import PROGRAMS
 from envs.sandbox.engines.docker import DockerBackend
 from envs.sandbox.pool.ownership import PREFIX
-from envs.shared import sharing
+from flash.environment.shared import sharing
 from flash.errors import ConfigError, SandboxStartError
 from tests.envs.sandbox.services import TOKEN, running
 

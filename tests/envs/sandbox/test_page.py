@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from envs.sandbox.pool.host import HostSettings
+from envs.sandbox.protocol.wire import Order
 from envs.sandbox.service.server import Address
-from envs.sandbox.service.wire import Order
 from flash.errors import SandboxError, SandboxStartError
 from tests.envs.sandbox.browser import browser
 from tests.envs.sandbox.services import SPEC, TOKEN, running

@@ -14,18 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.sandbox.api import Spec
-from envs.sandbox.engines.machine import MachineMeter
-from envs.sandbox.pool.host import Load, demand
+from envs.sandbox.engines.machine import Load, MachineMeter
+from envs.sandbox.pool.host import demand
 from envs.sandbox.pool.journal import Entry, SqliteJournal
 from envs.sandbox.pool.ownership import Alive, Labels, OwnerLock, Verdict, machine, owner_alive, verdict
 from envs.sandbox.pool.quarantine import Quarantine
-from envs.sandbox.pool.remotehost import report_of
 from envs.sandbox.pool.warm import WarmPolicy
+from envs.sandbox.protocol.problems import STATUS, error_of, problem_of
+from envs.sandbox.protocol.wire import HostStatus, Status
+from envs.sandbox.remote.host import report_of
 from envs.sandbox.service.openapi import document
-from envs.sandbox.service.problems import STATUS, error_of, problem_of
 from envs.sandbox.service.server import Address, open_socket
 from envs.sandbox.service.web import ENDPOINTS
-from envs.sandbox.service.wire import HostStatus, Status
 from flash import errors
 from flash.errors import ConfigError
 

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from envs.sandbox.api import SandboxLike, Spec
-from envs.sandbox.pool.host import HostSettings, Load
+from envs.sandbox.engines.machine import Load
+from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.pool.journal import MemoryJournal
 from envs.sandbox.pool.ownership import Alive, Labels
 from envs.sandbox.pool.placement import Demand

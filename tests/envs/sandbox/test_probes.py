@@ -8,8 +8,8 @@ import anyio
 import pytest
 
 from envs.sandbox.api import Chunk, Result, Spec
-from envs.sandbox.box.sandbox import Sandbox
 from envs.sandbox.engines.fake import FakeBackend
+from envs.sandbox.local.sandbox import Sandbox
 from flash.errors import SandboxBusyError, SandboxLostError
 
 pytestmark = pytest.mark.anyio

@@ -9,13 +9,13 @@ from pathlib import Path
 import anyio
 import pytest
 
-from envs.sandbox.client import SandboxClient
-from envs.sandbox.pool.books import PoolSettings
 from envs.sandbox.pool.host import HostSettings, Ticket
 from envs.sandbox.pool.journal import MemoryJournal
 from envs.sandbox.pool.lease import Lease
 from envs.sandbox.pool.pool import Pool, open_pool
-from envs.sandbox.pool.remotehost import RemoteHost
+from envs.sandbox.pool.state import PoolSettings
+from envs.sandbox.remote.client import SandboxClient
+from envs.sandbox.remote.host import RemoteHost
 from flash.errors import SandboxClosedError, SandboxError, SandboxLostError
 from tests.envs.sandbox.services import NO_WARM, SPEC, TOKEN, Running, running
 

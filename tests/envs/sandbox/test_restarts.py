@@ -8,7 +8,7 @@ import anyio
 import msgspec
 import pytest
 
-from envs.sandbox.box.sandbox import SNAPSHOT_LABEL
+from envs.sandbox.local.snapshots import SNAPSHOT_LABEL
 from envs.sandbox.pool.journal import MemoryJournal
 from envs.sandbox.pool.lease import PROBE_S, REMADE_WAIT_S, Lease
 from envs.sandbox.pool.simulated import SimulatedBox

@@ -6,7 +6,8 @@ import anyio
 import pytest
 
 from envs.sandbox.api import Result
-from envs.sandbox.box.sandbox import SNAPSHOT_LABEL, Sandbox, Settings
+from envs.sandbox.local.sandbox import Sandbox, Settings
+from envs.sandbox.local.snapshots import SNAPSHOT_LABEL
 from flash.errors import (
     SandboxBusyError,
     SandboxClosedError,
@@ -282,7 +283,7 @@ async def test_a_snapshot_outlives_its_sandbox(bench):
 
 @CONTAINERS
 async def test_the_own_layer_of_a_build_sandbox_is_in_its_snapshot_and_limited(bench, monkeypatch):
-    monkeypatch.setattr("envs.sandbox.box.watches.DISK_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("envs.sandbox.local.watches.DISK_LOOK_SECONDS", 0.2)
     async with bench.sandbox(profile="build", disk_mib=8) as box:
         await box.write("kept", b"data")
         (fork,) = await box.fork(1)

@@ -16,12 +16,12 @@ from starlette.routing import Route, WebSocketRoute
 from websockets.asyncio.client import unix_connect
 from websockets.exceptions import InvalidStatus
 
-from envs.sandbox.client import SandboxClient
-from envs.sandbox.service.access import ADMIN, COOKIE, Tokens
+from envs.sandbox import cli as sandboxcli
+from envs.sandbox.protocol.tokens import ADMIN, COOKIE, Tokens
+from envs.sandbox.remote.client import SandboxClient
 from envs.sandbox.service.limits import Limits
 from envs.sandbox.service.logs import OneLine
 from envs.sandbox.service.web import ASSETS, make_routes
-from flash import sandboxcli
 from flash.errors import (
     SandboxClosedError,
     SandboxError,

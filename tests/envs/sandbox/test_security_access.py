@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from envs.sandbox.service.access import ADMIN, Tokens, read_tokens
+from envs.sandbox.protocol.tokens import ADMIN, Tokens, read_tokens
 from envs.sandbox.service.server import Address, open_socket
 from flash.errors import ConfigError
 from tests.envs.sandbox.services import OTHER_TOKEN, TOKEN

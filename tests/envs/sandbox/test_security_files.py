@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs.sandbox.box.trees import TreeLimits, pack, unpack
+from envs.sandbox.trees import TreeLimits, pack, unpack
 from flash.errors import SandboxError, SandboxFileError, SandboxLimitError
 from tests.envs.sandbox.raw import bare, bearer
 from tests.envs.sandbox.services import SPEC, TOKEN, running

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from envs.sandbox.agent import wire
 from envs.sandbox.api import Result
-from envs.sandbox.box.channel import OUTPUT_WINDOW, Channel
-from envs.sandbox.box.commands import Ending
-from envs.sandbox.box.files import RemoteFiles
-from envs.sandbox.box.frames import MAX_FRAME, Decoder, encode
-from envs.sandbox.box.shellchannel import ShellChannel
+from envs.sandbox.local.channel import OUTPUT_WINDOW, Channel
+from envs.sandbox.local.commands import Ending
+from envs.sandbox.local.files import RemoteFiles
+from envs.sandbox.local.frames import MAX_FRAME, Decoder, encode
+from envs.sandbox.local.shell_channel import ShellChannel
 from flash.errors import SandboxError, SandboxLostError, SandboxRefusedError
 from tests.envs.sandbox.services import SPEC
 

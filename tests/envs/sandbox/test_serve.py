@@ -14,12 +14,12 @@ import anyio
 import pytest
 
 from envs.sandbox.api import Spec
-from envs.sandbox.client import SandboxClient, service_token
+from envs.sandbox.cli import FAILED
 from envs.sandbox.engines.docker import DockerBackend
 from envs.sandbox.pool.ownership import PREFIX
-from envs.sandbox.service.wire import Order
+from envs.sandbox.protocol.wire import Order
+from envs.sandbox.remote.client import SandboxClient, service_token
 from flash.errors import SandboxError, SandboxLostError
-from flash.sandboxcli import FAILED
 from tests.envs.sandbox.conftest import IMAGE
 
 pytestmark = [pytest.mark.anyio, pytest.mark.integration, pytest.mark.timeout(300)]
@@ -53,7 +53,7 @@ class Place:
         return SandboxClient(self.url, service_token(self.folder / "tokens"))
 
     def flash(self, *words: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-m", "flash.cli", "sandbox", *words], stdout=subprocess.PIPE)
+        return subprocess.Popen([sys.executable, "-m", "flash", "sandbox", *words], stdout=subprocess.PIPE)
 
     async def said(self, *words: str) -> tuple[int, bytes]:
         """Exit code and output of one action of a client."""
@@ -97,7 +97,7 @@ async def test_a_run_without_a_result_is_told_from_a_command_that_failed(place):
 async def test_a_reader_that_leaves_ends_a_run_without_a_traceback(place):
     async with place.serving():
         where = f"--url {place.url} --token-file {place.folder / 'tokens'} --image {IMAGE} --memory 64"
-        line = f"{sys.executable} -m flash.cli sandbox run {where} yes | head -1; echo ${{PIPESTATUS[0]}}"
+        line = f"{sys.executable} -m flash sandbox run {where} yes | head -1; echo ${{PIPESTATUS[0]}}"
         done = await anyio.run_process(["bash", "-c", line])
         assert (done.stdout, done.stderr) == (b"y\n141\n", b"")
 
@@ -109,7 +109,7 @@ async def test_a_shell_whose_input_is_a_file_ends_with_it(place):
         where = ["--url", place.url, "--token-file", str(place.folder / "tokens"), "--image", IMAGE, "--memory", "64"]
         for typed in (path, Path("/dev/null")):
             with typed.open() as file, anyio.fail_after(60):
-                command = [sys.executable, "-m", "flash.cli", "sandbox", "shell", *where]
+                command = [sys.executable, "-m", "flash", "sandbox", "shell", *where]
                 done = await anyio.run_process(command, stdin=file, check=False)
             assert (done.returncode, done.stderr) == (0, b"")
 
@@ -117,7 +117,7 @@ async def test_a_shell_whose_input_is_a_file_ends_with_it(place):
 async def test_a_state_folder_that_cannot_be_made_is_told(place):
     blocked = place.folder / "file"
     blocked.touch()
-    command = [sys.executable, "-m", "flash.cli", "sandbox", "serve", "--state", str(blocked / "state")]
+    command = [sys.executable, "-m", "flash", "sandbox", "serve", "--state", str(blocked / "state")]
     done = await anyio.run_process(command, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith(b"flash: error: --state ")

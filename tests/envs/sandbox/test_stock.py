@@ -5,8 +5,8 @@ import anyio.lowlevel
 import pytest
 
 from envs.sandbox.api import Spec
-from envs.sandbox.box.wipe import KILL_AFTER_S
-from envs.sandbox.pool.stock import IDLE_S, open_stock
+from envs.sandbox.reuse.stock import IDLE_S, open_stock
+from envs.sandbox.reuse.wipe import KILL_AFTER_S
 from flash.errors import SandboxBusyError, SandboxLostError, SandboxStartError
 from tests.envs.boxes import FINE, ScriptedSupply, result
 

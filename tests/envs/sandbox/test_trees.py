@@ -7,7 +7,7 @@ import tarfile
 
 import pytest
 
-from envs.sandbox.box.trees import TreeLimits, pack, unpack
+from envs.sandbox.trees import TreeLimits, pack, unpack
 from flash.errors import SandboxFileError, SandboxLimitError
 
 LIMITS = TreeLimits(total=1 << 20, entries=50)

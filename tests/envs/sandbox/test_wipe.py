@@ -6,9 +6,9 @@ import anyio
 import pytest
 
 from envs.sandbox.api import Spec
-from envs.sandbox.box.sandbox import Sandbox
-from envs.sandbox.box.wipe import look, wipe
 from envs.sandbox.engines.fake import FakeBackend
+from envs.sandbox.local.sandbox import Sandbox
+from envs.sandbox.reuse.wipe import look, wipe
 from tests.envs.sandbox.conftest import IMAGE
 
 _POSIX_QUEUE = "import ctypes; ctypes.CDLL(None).mq_open(b'/x', 0o102, 0o666, None)"

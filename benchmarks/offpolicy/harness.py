@@ -1,0 +1,216 @@
+"""One cell of the off-policy comparison: training on data of an exact age, in one process, on one core.
+
+The trainer is the system's own (`flash.trainer.step.Trainer`, one rank). Rollouts are replaced by a sampler that acts
+with each version as soon as it is made, and by a queue in which batches wait until they are `alpha` versions old.
+
+`python -m benchmarks.offpolicy.harness FOLDER [--core N] < CELL` runs the cell and leaves its result in the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from benchmarks.offpolicy.cells import Cell, Folder, Point, Result
+from benchmarks.offpolicy.sampler import Answer, Sampler
+from envs.arithmetic import Arithmetic
+from flash.environment.interface import HELD_OUT
+from flash.errors import ContractError
+from flash.trainer.logprobs import canary_logprobs
+from flash.trainer.model import named_full_tensors
+from flash.trainer.step import Trainer
+from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
+
+SEED_STRIDE = 1 << 20
+"""Problems that one seed may use: those of another begin after them."""
+PARITY = 1e-4
+"""Largest difference of log-probs between the sampler and the trainer at equal weights."""
+MEASURED = {"reward": "reward_mean", "entropy": "entropy", "grad_norm": "grad_norm", "clipped": "clip_fraction"}
+"""Field of `Point` → the trainer's metric."""
+
+Batch = TypeVar("Batch")
+
+
+def lagged(alpha: int, steps: int, sample: Callable[[int], Batch]) -> Iterator[Batch]:
+    """The batch of each step, sampled `alpha` versions before it is trained.
+
+    `sample(step)` makes the batch that this step will train, with the weights at the moment of the call. Between two
+    batches the caller makes the next version, so that version v samples for step v + alpha. Version 0 also samples
+    for the steps before alpha: step n trains on version max(0, n − alpha), whose age is min(n, alpha). Exactly `steps`
+    batches are sampled.
+    """
+    waiting: deque[Batch] = deque()
+    for version in range(steps):
+        first = version + alpha if version else 0
+        waiting.extend(sample(step) for step in range(first, min(version + alpha + 1, steps)))
+        yield waiting.popleft()
+
+
+class Problems:
+    """Problems of `envs.arithmetic`, each with an instance that judges its answers."""
+
+    def __init__(self, seeds: range, options: Mapping[str, Any]) -> None:
+        self._envs = [Arithmetic(**options) for _ in seeds]
+
+        async def reset() -> list[str]:
+            return [(await env.reset(seed))[0] for env, seed in zip(self._envs, seeds, strict=True)]
+
+        self.prompts = asyncio.run(reset())
+
+    def rewards(self, answers: list[Answer]) -> list[float]:
+        """Of the same number of answers to each problem, those of a problem in a row."""
+        copies = len(answers) // len(self._envs)
+
+        async def judge() -> list[float]:
+            return [(await self._envs[place // copies].step(one.text))[1] for place, one in enumerate(answers)]
+
+        return asyncio.run(judge())
+
+
+class Rollouts:
+    """Makes batches and evaluates, with the weights that the sampler has."""
+
+    def __init__(self, cell: Cell, sampler: Sampler) -> None:
+        self._cell, self._sampler = cell, sampler
+        self._options = cell.tables()["env"]["options"]
+        self._held_out = Problems(range(HELD_OUT, HELD_OUT + cell.setting.problems), self._options)
+
+    def batch(self, step: int, version: int) -> list[Trajectory]:
+        """What step `step` will train. Its problems depend on the seed and the step only, not on the method."""
+        setting = self._cell.setting
+        groups = setting.batch_size // setting.group_size
+        first = self._cell.seed * SEED_STRIDE + step * groups
+        seeds = range(first, first + groups)
+        problems = Problems(seeds, self._options)
+        answers = self._sampler.sample(
+            problems.prompts,
+            copies=setting.group_size,
+            limit=setting.max_new_tokens,
+            generator=torch.Generator().manual_seed(first),
+        )
+        rewards = problems.rewards(answers)
+        return [
+            make_trajectory(Task(number, seed, number % setting.group_size, seed), answer, reward, version)
+            for number, (answer, reward, seed) in enumerate(
+                zip(answers, rewards, (seed for seed in seeds for _ in range(setting.group_size)), strict=True)
+            )
+        ]
+
+    def accuracy(self) -> tuple[float, Answer]:
+        """Share of the held-out problems that are answered right, and one of the answers."""
+        limit = self._cell.setting.max_new_tokens
+        answers = self._sampler.sample(self._held_out.prompts, copies=1, limit=limit, generator=None)
+        rewards = self._held_out.rewards(answers)
+        return sum(rewards) / len(rewards), answers[0]
+
+
+def make_trajectory(task: Task, answer: Answer, reward: float, version: int) -> Trajectory:
+    """A finished episode of one turn, all of it sampled by one version."""
+    tokens = [*answer.prompt, *answer.tokens]
+    return Trajectory(
+        task=task,
+        outcome=Outcome.TRUNCATED if answer.truncated else Outcome.OK,
+        reward=reward,
+        token_ids=torch.tensor(tokens, dtype=torch.int32).numpy().tobytes(),
+        action_spans=[Span(len(answer.prompt), len(tokens))],
+        logprobs=torch.tensor(answer.logp).numpy().tobytes(),
+        versions=[VersionRun(version, len(answer.tokens))],
+        turns=[Turn("", answer.text, reward, 0.0, 0.0, 0.0)],
+    )
+
+
+def make_shard(batch: list[Trajectory], step: int, alpha: int) -> Shard:
+    """The whole batch, for the only rank."""
+    return Shard(
+        step=step,
+        min_version=max(0, step - alpha),
+        samples=[ShardSample(index, one) for index, one in enumerate(batch)],
+        batch=[one.entry() for one in batch],
+        total_tokens=sum(one.action_count for one in batch),
+        total_sequences=len(batch),
+    )
+
+
+def run(cell: Cell) -> Result:
+    """Train as the cell says.
+
+    Raises:
+        ConfigError: the trainer refuses the cell's configuration.
+        ContractError: the age of a batch, or the sampler's log-probs, are not what they should be.
+    """
+    trainer = Trainer(cell.config())
+    sampler = Sampler(cell.setting.model_path)
+    rollouts = Rollouts(cell, sampler)
+    curve = [evaluate(rollouts, trainer, 0, [])]
+    tokens, recent = 0, list[dict[str, float]]()
+    for step, batch in enumerate(
+        lagged(cell.alpha, cell.setting.steps, lambda step: rollouts.batch(step, trainer.version))
+    ):
+        shard = make_shard(batch, step, cell.alpha)
+        recent.append(trainer.train_step(shard))
+        tokens += shard.total_tokens
+        sampler.load(named_full_tensors(trainer.model))
+        if trainer.version % cell.setting.eval_every == 0 or trainer.version == cell.setting.steps:
+            curve.append(evaluate(rollouts, trainer, tokens, recent))
+            recent.clear()
+    return Result(
+        cell=cell,
+        curve=curve,
+        skipped_updates=trainer.skipped_steps,
+        cpu_s=round(time.process_time(), 1),
+    )
+
+
+def evaluate(rollouts: Rollouts, trainer: Trainer, tokens: int, recent: list[dict[str, float]]) -> Point:
+    """Held-out accuracy now, and the means of the steps since the last evaluation."""
+    accuracy, answer = rollouts.accuracy()
+    check_parity(trainer, answer)
+    count = max(len(recent), 1)
+    means = {field: sum(one.get(name, 0.0) for one in recent) / count for field, name in MEASURED.items()}
+    return Point(trainer.version, tokens, accuracy, **{field: round(mean, 5) for field, mean in means.items()})
+
+
+def check_parity(trainer: Trainer, answer: Answer) -> None:
+    """The sampler must hold the trainer's weights, and compute what it computes."""
+    expected = canary_logprobs(trainer.model, [*answer.prompt, *answer.tokens])[-len(answer.logp) :]
+    gap = max(abs(one - other) for one, other in zip(expected, answer.logp, strict=True))
+    if not gap <= PARITY:
+        raise ContractError(
+            f"version {trainer.version}: the log-probs of the sampler and the trainer differ by {gap:.2g}, "
+            f"expected at most {PARITY:g}"
+        )
+
+
+def run_described(argv: list[str] | None = None) -> None:
+    """Run the cell that standard input describes."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.offpolicy.harness", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--core", type=int)
+    args = parser.parse_args(argv)
+    if args.core is not None:
+        os.sched_setaffinity(0, {args.core})
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    cell = msgspec.json.decode(sys.stdin.buffer.read(), type=Cell)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        Folder(args.folder).save(run(cell))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_described()

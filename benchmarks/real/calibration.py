@@ -1,0 +1,65 @@
+"""How well `flash simulate` predicts real runs on two cores, with constants fitted by `flash calibrate`.
+
+An asynchronous run of RL on two-digit sums is measured, with the engine on core 0 and the trainer on core 1. The
+constants fitted to it predict that run itself, and two that the fit has not seen: synchronous training, and
+asynchronous training with batches of half the size. Errors are of the step time, without the first step.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.form import Args, Row, main
+from benchmarks.real.async_vs_sync import PINNED, WORKLOAD
+from flash.cli.calibrate import predicted_step_s
+from flash.observe.rundir import RunDirectory
+from flash.observe.summary import by_step
+from flash.simulate.calibrate import calibrate, measured_step_s
+
+RUNS = {
+    "async, the run fitted to": ["train.async_ratio=1"],
+    "sync": ["train.async_ratio=0"],
+    "async, half the batch": ["train.async_ratio=1", "train.batch_size=256"],
+}
+GOAL = 0.1
+"""Largest error of a prediction."""
+RUN_TIMEOUT_S = 1800
+"""Longest wait for one run."""
+
+
+def train(name: str, overrides: list[str]) -> Path:
+    """One real run; its directory."""
+    command = [sys.executable, "-m", "flash", "train", str(WORKLOAD), f"run.name={name}", *PINNED, *overrides]
+    subprocess.run(command, check=True, timeout=RUN_TIMEOUT_S)
+    return Path("outputs") / name
+
+
+def predict(args: Args) -> list[Row]:
+    """Measure, fit, predict."""
+    steps = f"run.steps={10 if args.quick else 30}"
+    folders = {
+        case: train(f"bench-calibration-{number}", [steps, *overrides])
+        for number, (case, overrides) in enumerate(RUNS.items())
+    }
+    first = next(iter(folders.values()))
+    fitted = calibrate(first)
+    table = first / "fitted.toml"
+    table.write_text(fitted.toml())
+    rows: list[Row] = []
+    for case, folder in folders.items():
+        measured = measured_step_s(by_step(RunDirectory(folder).read_metrics()))
+        simulated = float(predicted_step_s(folder / "config.toml", table).mean())
+        rows += [
+            Row(case, "step_s", "s", simulated, measured, None),
+            Row(case, "relative_error", "share", abs(simulated / measured - 1), None, GOAL),
+        ]
+    for part in fitted.parts:
+        rows.append(Row(f"fit: {part.what}", "residual_error", "share", part.residual, None, None))
+        rows += [Row(f"fit: {part.what}", name, "s", value, None, None) for name, value in part.constants.items()]
+    return rows
+
+
+if __name__ == "__main__":
+    main("calibration", __doc__ or "", predict)

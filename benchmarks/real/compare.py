@@ -1,0 +1,100 @@
+"""Real runs of one workload, synchronous against asynchronous: what `real_rlvr` and `real_agentic` share.
+
+All runs go through `flash train` with the same seed, model, environment, batch and number of samples, the node loop and
+its engine on core 0, the trainer on core 1: each core stands for one device. Seconds run from the end of the first
+evaluation, when rollouts begin, to the last commit.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.form import Row
+
+PINNED = ["cluster.node_cpus=[0]", "cluster.trainer_cpus=[1]"]
+SYNCHRONOUS = [
+    "train.async_ratio=0",
+    "rollout.queue_scheduling=false",
+    "rollout.replicate_prompts=false",
+    "rollout.env_async=false",
+]
+MODES = {
+    "synchronous": SYNCHRONOUS,
+    "techniques, α = 0": ["train.async_ratio=0"],
+    "techniques, α = 2": ["train.async_ratio=2"],
+}
+"""Overrides of each mode. The techniques are on by default."""
+SOME_STEPS = 10
+"""Steps over whose samples `first_rewards` and `last_rewards` are averaged: what the policy got while it learned."""
+RUN_TIMEOUT_S = 1800
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """One run."""
+
+    seconds: float
+    summary: dict[str, Any]
+    evals: list[dict[str, Any]]
+    metrics: list[dict[str, Any]]
+
+    def mean(self, name: str, steps: slice = slice(None)) -> float:
+        """A metric, averaged over the steps."""
+        rows = self.metrics[steps]
+        return sum(row[name] for row in rows) / len(rows)
+
+
+def train(workload: Path, name: str, overrides: list[str]) -> Measured:
+    """Run `flash train` and read what it left behind."""
+    command = [sys.executable, "-m", "flash", "train", str(workload), f"run.name={name}", *PINNED, *overrides]
+    subprocess.run(command, check=True, timeout=RUN_TIMEOUT_S)
+    run_dir = Path("outputs") / name
+    evals, metrics = (_rows(run_dir / file) for file in ("evals.jsonl", "metrics.jsonl"))
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return Measured(metrics[-1]["time"] - evals[0]["time"], summary, evals, metrics)
+
+
+def compare(workload: Path, steps: int, goal: float, reference: float) -> list[Row]:
+    """All modes, and the rows they give. `reference` is the paper's speed-up."""
+    runs = {
+        case: train(workload, f"bench-{workload.stem}-{number}", [*overrides, f"run.steps={steps}"])
+        for number, (case, overrides) in enumerate(MODES.items())
+    }
+    synchronous, between, ours = runs.values()
+    rows = [
+        Row("α = 2 over synchronous", "speedup", "x", synchronous.seconds / ours.seconds, reference, goal),
+        Row("techniques alone over synchronous", "speedup", "x", synchronous.seconds / between.seconds),
+        # Of their intervals: 1 when the final accuracies cannot be told apart.
+        Row("final accuracies agree", "overlap", "0 or 1", _overlap(synchronous.evals[-1], ours.evals[-1]), None, 1),
+    ]
+    for case, run in runs.items():
+        first, last = run.evals[0], run.evals[-1]
+        rows += [
+            Row(case, "seconds", "s", run.seconds),
+            Row(case, "samples", "samples", run.summary["samples"]),
+            Row(case, "first_accuracy", "share", first["mean_reward"]),
+            Row(case, "final_accuracy", "share", last["mean_reward"]),
+            Row(case, "final_accuracy_low", "share", last["low"]),
+            Row(case, "final_accuracy_high", "share", last["high"]),
+            Row(case, "first_rewards", "reward", run.mean("reward_mean", slice(SOME_STEPS))),
+            Row(case, "last_rewards", "reward", run.mean("reward_mean", slice(-SOME_STEPS, None))),
+            Row(case, "trainer_busy_share", "share", 1 - run.summary["trainer_wait_share"]),
+            Row(case, "engine_busy_share", "share", 1 - run.summary["engine_idle_share"]),
+            Row(case, "trainer_wait_s_per_step", "s", run.mean("trainer_wait_s")),
+            Row(case, "trainer_step_s_per_step", "s", run.mean("trainer_step_s")),
+            Row(case, "oldest_trained_age", "versions", run.summary["max_age"]),
+        ]
+    return rows
+
+
+def _overlap(one: dict[str, Any], other: dict[str, Any]) -> float:
+    return float(one["low"] <= other["high"] and other["low"] <= one["high"])
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]

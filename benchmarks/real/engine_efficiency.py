@@ -1,0 +1,242 @@
+"""What the path Hub → Episode → LLMProxy → vLLM costs over vLLM alone.
+
+One engine serves the same requests three ways, in turns, in one process: through the whole rollout path (hub over TCP,
+leases, environment, trajectories pushed back), through a bare `AsyncLLM` given all requests at once, and, in a second
+engine, through vLLM's offline `LLM.generate`. Answers have a fixed length: the model has no end-of-text token.
+`efficiency` is our tokens per second over the other's; the median of the rounds. It can exceed 1: our engine asks vLLM
+for its flat form of log-probs, the bare one uses the form that `AsyncLLM` gives by default.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import secrets
+import shutil
+import signal
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import msgspec
+
+from benchmarks.form import Args, Row, main
+from envs.arithmetic import Arithmetic
+from flash.config.tree import Config, TinyModelConfig
+from flash.environment.interface import Environment
+from flash.environment.threaded import wrap
+from flash.errors import EngineDeadError
+from flash.hub import protocol as p
+from flash.hub.hub import Hub
+from flash.observe.observer import MemoryObserver
+from flash.rollout.engine import Pressure
+from flash.rollout.node import RolloutNode
+from flash.rollout.tokenizer import HfTokenizer
+from flash.rollout.vllm_engine import VLLMEngine
+from flash.transport.client import connect
+from flash.transport.server import serve
+from flash.types import Canary, Published
+
+GOAL = 0.95
+FIRST_VERSION = 10
+OFFLINE_TIMEOUT_S = 1800
+"""Longest wait for all rounds of the offline engine."""
+"""Versions of the rounds start here: below, the hub would ask for evaluations."""
+
+
+class Resident:
+    """An engine that stays up from round to round: what it is asked passes through, starting and closing do not."""
+
+    def __init__(self, engine: VLLMEngine, version: int) -> None:
+        self._engine = engine
+        self.version = version
+        self.generate = engine.generate
+
+    @property
+    def pressure(self) -> Pressure:
+        return self._engine.pressure
+
+    async def start(self) -> None:
+        await anyio.lowlevel.checkpoint()
+
+    async def load(self, published: Published, *, keep_cache: bool) -> float:
+        return 0.0
+
+    async def wait_dead(self) -> EngineDeadError:
+        return await self._engine.wait_dead()
+
+    async def close(self) -> None:
+        await anyio.lowlevel.checkpoint()
+
+
+def endless_model(folder: Path) -> Path:
+    """A tiny model whose answers only end at the token limit."""
+    from flash.trainer.tiny_model import make_tiny_model
+
+    shutil.rmtree(folder, ignore_errors=True)
+    tiny = TinyModelConfig(warm_start_steps=0)
+    make_tiny_model(folder, tiny, "envs.arithmetic:Arithmetic", {}, lambda step, steps, loss: None)
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        file = folder / name
+        if file.is_file():
+            content = json.loads(file.read_text())
+            content = {key: value for key, value in content.items() if key not in ("eos_token_id", "eos_token")}
+            file.write_text(json.dumps(content))
+    return folder
+
+
+def config_for(model: Path, tokens: int, requests: int) -> Config:
+    """One step of `requests` samples with `tokens` tokens each."""
+    return msgspec.convert(
+        {
+            "run": {"name": "bench-engine", "steps": 1},
+            "model": {"path": str(model), "dtype": "float32", "max_length": tokens + 16},
+            "env": {"path": "envs.arithmetic:Arithmetic"},
+            "rollout": {"group_size": 8, "max_new_tokens": tokens},
+            "train": {"batch_size": requests, "async_ratio": 0.0},
+            "engine": {"max_sequences": 256, "enforce_eager": True},
+            "eval": {"every": 0},
+            "cluster": {"gpus_per_node": 0},
+        },
+        Config,
+    )
+
+
+async def through_flash(config: Config, engine: VLLMEngine, version: int, tokenizer: HfTokenizer) -> float:
+    """Seconds from the first lease to the batch, through the whole path."""
+    now = anyio.current_time
+    hub = Hub(config, MemoryObserver(), now=now)
+    token = secrets.token_bytes(32)
+
+    async def handler(peer: object, request: p.Request) -> p.Reply:
+        return await hub.handle(request)
+
+    def make_env(kind: str) -> Environment:
+        return wrap(Arithmetic())
+
+    async with anyio.create_task_group() as group:
+        port = await group.start(partial(serve, deadline=30.0), "127.0.0.1", 0, token, p.Request, handler)
+        async with connect("127.0.0.1", port, token, "node-0", p.Reply, 30.0) as link:
+            node = RolloutNode(0, config, [Resident(engine, version)], 0, tokenizer, make_env, link, now=now)
+            await hub.handle(p.PublishRequest(Published(version, "tcp", b"", Canary([], []))))
+            start = time.perf_counter()
+            group.start_soon(node.run)
+            await hub.handle(p.EngineReport(0, [p.EngineStatus(0, version, 0.0, 0.0, 0.0)], []))
+            reply = await hub.handle(p.BatchRequest(0, 0, []))
+            seconds = time.perf_counter() - start
+            assert isinstance(reply, p.BatchReply)
+            assert reply.shard is not None
+            assert len(reply.shard.samples) == config.train.batch_size
+            group.cancel_scope.cancel()
+    return seconds
+
+
+async def through_engine(engine: Any, prompts: Sequence[list[int]], tokens: int) -> float:
+    """Seconds for a bare AsyncLLM given all requests at once, streaming as ours does."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    params = SamplingParams(
+        temperature=1.0, max_tokens=tokens, logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA
+    )
+    identity = secrets.token_hex(4)
+
+    async def one(index: int) -> None:
+        async for _ in engine.generate({"prompt_token_ids": prompts[index]}, params, f"{identity}.{index}"):
+            pass
+
+    start = time.perf_counter()
+    async with anyio.create_task_group() as group:
+        for index in range(len(prompts)):
+            group.start_soon(one, index)
+    return time.perf_counter() - start
+
+
+def offline(model: str, prompts: list[list[int]], tokens: int, rounds: int, answer: Any) -> None:
+    """Seconds per round of vLLM's offline `generate`; runs in a process of its own."""
+    os.setsid()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model=model, dtype="float32", max_model_len=tokens + 16, max_num_seqs=256, enforce_eager=True,
+              kv_cache_memory_bytes=2**30)  # fmt: skip
+    params = SamplingParams(temperature=1.0, max_tokens=tokens, logprobs=0, detokenize=False)
+    seconds: list[float] = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
+    answer.send(seconds[1:])
+
+
+def offline_seconds(model: str, prompts: list[list[int]], tokens: int, rounds: int) -> list[float]:
+    """What `offline` measures. Raises RuntimeError when it dies or takes too long."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=offline, args=(model, prompts, tokens, rounds, sender))
+    child.start()
+    sender.close()  # the child's own end is the last: its death is the end of the pipe
+    try:
+        if not receiver.poll(OFFLINE_TIMEOUT_S):
+            raise RuntimeError(f"vLLM's offline generate took longer than {OFFLINE_TIMEOUT_S} s; see its output above")
+        return receiver.recv()
+    except EOFError:
+        raise RuntimeError("vLLM's offline generate ended without a result; see its output above") from None
+    finally:
+        # With all processes of its engine: vLLM's own shutdown can wait for them forever.
+        assert child.pid is not None
+        with suppress(ProcessLookupError):  # it died before it had a group of its own
+            os.killpg(child.pid, signal.SIGKILL)
+        child.join(60)
+
+
+async def measure(
+    config: Config, prompts: list[list[int]], tokens: int, rounds: int
+) -> tuple[list[float], list[float]]:
+    """Seconds per round through us and through the bare engine, in turns."""
+    engine = VLLMEngine(config, 0)
+    tokenizer = HfTokenizer(config.model)
+    await engine.start()
+    try:
+        ours: list[float] = []
+        bare: list[float] = []
+        for index in range(rounds + 1):
+            bare.append(await through_engine(engine._llm, prompts, tokens))  # the object inside, on purpose
+            # The label of the tokens that follow; without it they would count as older than the round.
+            await engine._llm.update_weight_version(str(FIRST_VERSION + index))
+            ours.append(await through_flash(config, engine, FIRST_VERSION + index, tokenizer))
+        return ours[1:], bare[1:]
+    finally:
+        await engine.close()
+
+
+def compare(args: Args) -> list[Row]:
+    """All cases."""
+    model = endless_model(Path("outputs") / "models" / "bench-endless")
+    rounds = 2 if args.quick else 5
+    rows: list[Row] = []
+    for tokens, requests in ((16, 512 if args.quick else 1024), (256, 64 if args.quick else 128)):
+        config = config_for(model, tokens, requests)
+        render = HfTokenizer(config.model).render
+        prompts = [render(f"{index % 90 + 10}+{index % 89 + 10}=") for index in range(requests)]
+        ours, bare = anyio.run(measure, config, prompts, tokens, rounds)
+        batch = offline_seconds(str(model), prompts, tokens, rounds)
+        case = f"{requests} x {tokens} tokens"
+        total = requests * tokens
+        mid = {name: statistics.median(s) for name, s in (("ours", ours), ("bare", bare), ("offline", batch))}
+        rows += [
+            Row(f"{case}, against bare AsyncLLM", "efficiency", "share", mid["bare"] / mid["ours"], None, GOAL),
+            Row(f"{case}, against offline generate", "efficiency", "share", mid["offline"] / mid["ours"], None, None),
+            Row(case, "tokens_per_second", "tokens/s", total / mid["ours"], total / mid["bare"], None),
+        ]
+    return rows
+
+
+if __name__ == "__main__":
+    main("engine_efficiency", __doc__ or "", compare)

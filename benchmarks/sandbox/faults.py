@@ -1,0 +1,283 @@
+"""Sandboxes under faults: containers, the service and its engine are killed while users work.
+
+Users in several processes hold sandboxes over `SandboxClient`: commands, shells, jobs, files, forks, with deadlines,
+some cancelled. Meanwhile `kill -9` hits the agent, the `conmon` and the runtime of random containers, the service
+(`flash sandbox serve`, started again at once with the same state), and the engine (`podman system service`, started
+again on the same root). Needs root, Debian's `podman` and `runc`, and packages for the image.
+
+The law: nothing is left, nobody is told of a success that was none, and everybody is answered in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import cast
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from benchmarks.form import Args, Row
+from benchmarks.form import main as benchmark
+from benchmarks.sandbox.faults_engine import PodmanEngine, Process, send_kill
+from benchmarks.sandbox.faults_tally import GRACE_S, Tally
+from envs.sandbox.engines.docker import DockerBackend
+from envs.sandbox.local.snapshots import SNAPSHOT_LABEL
+from envs.sandbox.pool.ownership import PREFIX
+from envs.sandbox.remote.client import LEASE_S, SandboxClient, service_token
+from flash.errors import SandboxError
+
+SERVE_S = 60.0
+"""Seconds for the service to say that it listens."""
+SETTLE_S = LEASE_S + 60.0
+"""Seconds after the load for everything to be gone: a lease that could not be given back runs out first."""
+END_S = 60.0
+"""Seconds for the service to end when asked to, and for processes of removed containers to go."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """How hard it is tried."""
+
+    seconds: float = 180.0
+    seed: int = 0
+    processes: int = 2
+    users: int = 4
+    """In each process."""
+    container_every_s: float = 2.0
+    """Mean time between two kills of a part of a container."""
+    service_every_s: float = 20.0
+    engine_every_s: float = 15.0
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of it."""
+
+    tally: Tally
+    faults: dict[str, int]
+    leaked: list[str]
+    """Containers and snapshots that the engine has in the end, or its storage alone."""
+    leftovers: list[str]
+    """Processes of containers that are gone."""
+    settled_s: float
+    seconds: float
+
+
+class Serving:
+    """The service as a process of its own."""
+
+    def __init__(self, folder: Path, engine: str) -> None:
+        self.folder = folder
+        self.url = f"unix:{folder / 's'}"
+        self.tokens = folder / "tokens"
+        self.log = folder / "serve.log"
+        self._engine = engine
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        """Start it, and wait until it listens."""
+        words = ["sandbox", "serve", "--listen", self.url, "--state", str(self.folder), "--engine", self._engine]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(  # noqa: ASYNC220  # starting it does not wait
+                [sys.executable, "-m", "flash", *words], stdout=subprocess.PIPE, stderr=log
+            )
+        assert self._process.stdout is not None
+        with anyio.fail_after(SERVE_S):
+            line = await anyio.to_thread.run_sync(self._process.stdout.readline, abandon_on_cancel=True)
+        if not line.startswith(b"sandboxes at"):
+            raise RuntimeError(f"the service did not start; see {self.log}:\n{self.log.read_text()[-2000:]}")
+
+    async def end(self, number: signal.Signals) -> None:
+        """End it: SIGKILL at once, SIGTERM with everything closed."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        process.send_signal(number)
+        with anyio.CancelScope(shield=True):
+            with suppress(subprocess.TimeoutExpired):
+                await anyio.to_thread.run_sync(process.wait, END_S)
+            if process.poll() is None:
+                process.kill()
+                await anyio.to_thread.run_sync(process.wait)
+                raise RuntimeError(f"the service did not end within {END_S:g} s; see {self.log}")
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+class Faults:
+    """Kills at random moments. One kind of kill does not wait for another."""
+
+    def __init__(self, plan: Plan, engine: PodmanEngine, serving: Serving) -> None:
+        self.counts: Counter[str] = Counter()
+        self._plan = plan
+        self._rng = random.Random(plan.seed)
+        self._engine = engine
+        self._serving = serving
+
+    async def run(self) -> None:
+        """Until the load is over."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._each, self._plan.container_every_s, self._container)
+            tasks.start_soon(self._each, self._plan.service_every_s, self._service)
+            tasks.start_soon(self._each, self._plan.engine_every_s, self._podman)
+            await anyio.sleep(self._plan.seconds)
+            tasks.cancel_scope.cancel()
+
+    async def _each(self, mean_s: float, kill: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await anyio.sleep(min(self._rng.expovariate(1 / mean_s), 3 * mean_s))
+            # What was killed must be there again, also when the load ends now.
+            with anyio.CancelScope(shield=True):
+                await kill()
+
+    async def _container(self) -> None:
+        """A part of one: its agent, its conmon, both, or a runtime that is at work."""
+        found = await anyio.to_thread.run_sync(self._engine.processes)
+        kind = self._rng.choices(["agent", "conmon", "runtime"], [5, 3, 3])[0]
+        some = [each for each in found if each.kind == kind and "flash-snapshot" not in each.command]
+        if some:
+            victim = self._rng.choice(some)
+            if send_kill(victim.pid):
+                self.counts[f"kills_of_{kind}"] += 1
+
+    async def _service(self) -> None:
+        await self._serving.end(signal.SIGKILL)
+        self.counts["kills_of_service"] += 1
+        await self._serving.start()
+
+    async def _podman(self) -> None:
+        self._engine.kill()
+        self.counts["kills_of_engine"] += 1
+        await anyio.sleep(self._rng.choice([0, 0, 0.5, 3.0]))
+        await self._engine.start()
+
+
+async def faults(plan: Plan, folder: Path | None = None) -> Outcome:
+    """One run. `folder`: for the state of the service; one beside the engine's by default, which is removed."""
+    async with PodmanEngine() as engine:
+        state = folder or engine.folder / "state"
+        state.mkdir(mode=0o700, exist_ok=True)
+        serving = Serving(state, engine.url)
+        await serving.start()
+        try:
+            injected = Faults(plan, engine, serving)
+            tally = Tally()
+            begin = time.monotonic()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(injected.run)
+                for number in range(plan.processes):
+                    tasks.start_soon(_load, plan, serving, plan.seed * 1000 + number, tally)
+            seconds = time.monotonic() - begin
+            settled = await _settle(engine, serving)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await serving.end(signal.SIGTERM)
+        leaked, leftovers = await _left(engine)
+        return Outcome(
+            tally=tally,
+            faults=dict(injected.counts),
+            leaked=leaked,
+            leftovers=leftovers,
+            settled_s=settled,
+            seconds=seconds,
+        )
+
+
+async def _load(plan: Plan, serving: Serving, seed: int, tally: Tally) -> None:
+    words = [serving.url, str(serving.tokens), str(plan.seconds), str(plan.users), str(seed)]
+    done = await anyio.run_process(
+        [sys.executable, "-m", "benchmarks.sandbox.faults_load", *words], stderr=None, check=False
+    )
+    if done.returncode != 0:
+        tally.untyped.append(f"a client process ended with {done.returncode}")
+    else:
+        tally.add(msgspec.json.decode(done.stdout, type=Tally))
+
+
+async def _settle(engine: PodmanEngine, serving: Serving) -> float:
+    """Wait until the service has given up every sandbox, and the engine has only those that stand ready; seconds."""
+    begin = time.monotonic()
+    token = service_token(serving.tokens)
+    async with DockerBackend(engine.url) as backend, SandboxClient(serving.url, token) as client:
+        while time.monotonic() - begin < SETTLE_S:
+            with suppress(SandboxError):
+                status = await client.status()
+                boxes = await backend.list({f"{PREFIX}service": ""})
+                snapshots = await backend.list_images({SNAPSHOT_LABEL: ""})
+                warm = sum(host.warm for host in status.hosts)
+                if not status.sandboxes and not snapshots and len(boxes) <= warm:
+                    break
+            await anyio.sleep(0.5)
+    return time.monotonic() - begin
+
+
+async def _left(engine: PodmanEngine) -> tuple[list[str], list[str]]:
+    """What the engine still has, and which processes outlived their containers."""
+    async with DockerBackend(engine.url) as backend:
+        leaked = [f"container {box.name} ({box.labels})" for box in await backend.list({})]
+        leaked += [f"snapshot {name}" for name in await backend.list_images({SNAPSHOT_LABEL: ""})]
+    leaked += [f"storage of {name}" for name in await anyio.to_thread.run_sync(engine.external)]
+    processes: list[Process] = []
+    with anyio.move_on_after(END_S):
+        # A `conmon` ends a moment after its container.
+        while processes := await anyio.to_thread.run_sync(engine.processes):  # noqa: ASYNC110  # nobody tells us
+            await anyio.sleep(0.5)
+    return leaked, [f"{each.kind} {each.pid}: {each.command}" for each in processes]
+
+
+def rows(outcome: Outcome) -> list[Row]:
+    """The figures."""
+    tally, case = outcome.tally, f"faults for {outcome.seconds:.0f} s"
+    figures = [
+        Row(case, "leaked", "containers", len(outcome.leaked), goal=0),
+        Row(case, "processes_leaked", "processes", len(outcome.leftovers), goal=0),
+        Row(case, "false_successes", "answers", len(tally.false), goal=0),
+        Row(case, "late_answers", f"answers > {GRACE_S:g} s late", len(tally.late), goal=0),
+        Row(case, "untyped_errors", "answers", len(tally.untyped), goal=0),
+        Row(case, "worst_lateness_s", f"s ({tally.latest})", tally.overtime_s, goal=GRACE_S),
+        Row(case, "settling_s", "s", outcome.settled_s, goal=SETTLE_S),
+        Row(case, "commands_per_s", "commands/s", tally.done / outcome.seconds),
+        Row(case, "checks", "proofs", tally.checks),
+    ]
+    figures += [Row(case, name, "kills", number) for name, number in sorted(outcome.faults.items())]
+    return figures + [Row("answers", name, "calls", number) for name, number in sorted(tally.answers.items())]
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """`--minutes` and `--seed`, and the options of every benchmark."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--seed", type=int, default=0)
+    own, rest = parser.parse_known_args(argv)
+
+    def run(args: Args) -> list[Row]:
+        if os.geteuid() != 0:
+            raise SystemExit("the fault run starts a container engine of its own, which needs root")
+        seconds = 30.0 if args.quick else 60.0 * own.minutes
+        outcome = anyio.run(faults, Plan(seconds=seconds, seed=own.seed))
+        for title in ("leaked", "leftovers"):
+            _show(title, cast("list[str]", getattr(outcome, title)))
+        for title in ("false", "late", "untyped"):
+            _show(title, cast("list[str]", getattr(outcome.tally, title)))
+        return rows(outcome)
+
+    description = "sandboxes while containers, service and engine are killed [--minutes 3] [--seed 0]"
+    return benchmark("sandbox_faults", description, run, rest)
+
+
+def _show(title: str, lines: Sequence[str]) -> None:
+    for line in lines[:20]:
+        print(f"{title}: {line}")
+
+
+if __name__ == "__main__":
+    main()

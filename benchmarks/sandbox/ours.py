@@ -1,0 +1,198 @@
+"""Our half of `benchmarks.sandbox.run`: what is timed, on real containers."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import anyio
+import msgspec
+
+from benchmarks.sandbox.engine import IMAGE
+from envs.sandbox.api import Result, SandboxLike, Session, Spec
+from envs.sandbox.engines.backend import Backend
+from envs.sandbox.local.sandbox import Sandbox
+from envs.sandbox.pool.engine_maker import open_maker
+from envs.sandbox.pool.host import HostSettings, Identity
+from envs.sandbox.pool.local_host import LocalHost
+from envs.sandbox.pool.ownership import PREFIX, OwnerLock
+from envs.sandbox.pool.pool import Pool, open_pool
+from envs.sandbox.protocol.tokens import ADMIN, Tokens
+from envs.sandbox.remote.client import SandboxClient
+from envs.sandbox.service.server import Address, open_socket, serving
+from envs.sandbox.service.service import open_service
+from envs.sandbox.service.web import make_app
+from flash.errors import SandboxError
+
+SPEC = Spec(image=IMAGE)
+SMALL = Spec(image=IMAGE, cpus=0.25, memory_mib=128)
+"""For many at a time."""
+COMMAND_S = 60.0
+READY_S = 120.0
+"""Longest wait for a ready sandbox."""
+ONLY_FIXED = HostSettings(warm_max=0)
+"""Keeps as many sandboxes ready as it is told to, and learns nothing."""
+
+
+def checked(result: Result) -> Result:
+    """A result, if the command did what it should. Raises RuntimeError: the figures would mean nothing."""
+    if not result.ok:
+        raise RuntimeError(f"a command failed: {result}")
+    return result
+
+
+async def timed(call: Callable[[], Awaitable[Result]], count: int) -> list[float]:
+    """Seconds of each of `count` calls."""
+    taken: list[float] = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        result = await call()
+        taken.append(time.perf_counter() - begin)
+        checked(result)
+    return taken
+
+
+async def session(shell: Session, count: int) -> list[float]:
+    """Commands in a shell that stays."""
+    return await timed(lambda: shell.run("true", timeout=COMMAND_S), count)
+
+
+async def fresh(box: SandboxLike, count: int) -> list[float]:
+    """Commands by themselves."""
+    return await timed(lambda: box.run(["true"], timeout=COMMAND_S), count)
+
+
+async def cold_start(backend: Backend, labels: dict[str, str]) -> float:
+    """Seconds from nothing to the result of a first command."""
+    begin = time.perf_counter()
+    async with Sandbox(backend, SPEC, labels=labels) as box:
+        result = await box.run(["true"], timeout=COMMAND_S)
+        taken = time.perf_counter() - begin
+    checked(result)
+    return taken
+
+
+async def engine_start(backend: Backend, labels: dict[str, str]) -> float:
+    """Seconds that the engine takes to make and start the same container, without anything of ours in it."""
+    begin = time.perf_counter()
+    box_id = await backend.create(SPEC, name=f"bare-{uuid4().hex[:20]}", labels=labels)
+    try:
+        await backend.start(box_id)
+        return time.perf_counter() - begin
+    finally:
+        with anyio.CancelScope(shield=True):
+            await backend.delete(box_id)
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """A pool over one engine."""
+
+    pool: Pool
+    host: LocalHost
+    label: dict[str, str]
+    """On every container of it."""
+
+    async def ready(self, number: int) -> None:
+        """Return once this many sandboxes stand ready."""
+        with anyio.fail_after(READY_S):
+            while True:
+                version = self.pool.books.version
+                if sum(self.host.report().warm.values()) >= number:
+                    return
+                await self.pool.books.changed_since(version)
+
+
+@asynccontextmanager
+async def open_local_pool(
+    backend: Backend, settings: HostSettings | None = None, warm: Sequence[tuple[Spec, int]] = ()
+) -> AsyncGenerator[Opened]:
+    """A pool as the service has it."""
+    with tempfile.TemporaryDirectory(prefix="flash-bench-") as folder, OwnerLock(Path(folder) / "lock") as lock:
+        identity = Identity.of(f"benchmark-{uuid4().hex[:12]}", lock)
+        async with open_maker(backend) as maker:
+            host = LocalHost("here", maker, identity, settings=settings, warm=warm)
+            async with open_pool([host]) as pool:
+                yield Opened(pool, host, {f"{PREFIX}service": identity.service})
+
+
+@asynccontextmanager
+async def over_http(backend: Backend) -> AsyncGenerator[SandboxLike]:
+    """A sandbox of a service, used over HTTP at loopback. Service and client are in this process."""
+    token, address = uuid4().hex, Address(port=0)
+    async with (
+        open_local_pool(backend, ONLY_FIXED) as opened,
+        open_service(opened.pool) as service,
+        serving(make_app(service, Tokens({ADMIN: token})), open_socket(address), address) as url,
+        SandboxClient(url, token) as client,
+        client.acquire(SPEC, deadline=READY_S) as box,
+    ):
+        yield box
+
+
+async def warm_starts(backend: Backend, count: int) -> list[float]:
+    """Seconds from asking a pool for a sandbox, of which one stands ready, to the result of a first command."""
+    taken: list[float] = []
+    async with open_local_pool(backend, ONLY_FIXED, [(SPEC, 1)]) as opened:
+        for _ in range(count):
+            await opened.ready(1)
+            begin = time.perf_counter()
+            async with opened.pool.acquire(SPEC, deadline=READY_S) as box:
+                result = await box.run(["true"], timeout=COMMAND_S)
+                taken.append(time.perf_counter() - begin)
+                checked(result)
+    return taken
+
+
+class Crowd(msgspec.Struct):
+    """Many sandboxes through one pool."""
+
+    seconds: float = 0.0
+    """Until the last one was removed."""
+    first_results_s: list[float] = []
+    """From asking for a sandbox to its first result."""
+    errors: list[str] = []
+    left: int = 0
+    """Containers in the end."""
+
+
+async def crowd(backend: Backend, count: int, at_once: int) -> Crowd:
+    """Each sandbox is asked for, used for a few commands, and given back."""
+    seen = Crowd()
+    async with open_local_pool(backend) as opened:
+        await opened.pool.books.changed_since(0)
+        numbers = iter(range(count))
+        begin = time.perf_counter()
+
+        async def work() -> None:
+            for number in numbers:
+                try:
+                    await _use(opened.pool, number, seen)
+                except SandboxError as error:
+                    seen.errors.append(f"{type(error).__name__}: {error}")
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(at_once):
+                tasks.start_soon(work)
+        seen.seconds = time.perf_counter() - begin
+        label = opened.label
+    seen.left = len(await backend.list(label))
+    return seen
+
+
+async def _use(pool: Pool, number: int, seen: Crowd) -> None:
+    """A few commands, whose results must be this sandbox's own."""
+    begin = time.perf_counter()
+    async with pool.acquire(SMALL, owner=f"owner-{number % 4}", deadline=600.0) as box:
+        first = await box.run(f"echo {number}", timeout=COMMAND_S)
+        seen.first_results_s.append(time.perf_counter() - begin)
+        await box.write("number", str(number).encode())
+        second = await box.run(["cat", "number"], timeout=COMMAND_S)
+        async with box.session() as shell:
+            third = await shell.run("read -r n < number; echo $n; (exit 3)", timeout=COMMAND_S)
+    for result, code in ((first, 0), (second, 0), (third, 3)):
+        if result.exit_code != code or result.stdout.strip() != str(number).encode():
+            raise RuntimeError(f"sandbox {number} gave another one's result: {result}")

@@ -1,0 +1,240 @@
+"""How fast sandboxes are, side by side with swe-rex on the same machine, engine and image.
+
+`round-trips`: `true` in a shell that stays and as a command of its own, over the sandbox's one channel, and over the
+HTTP service. `starts`: from asking for a sandbox to the result of its first command: with one ready in the pool, and
+from nothing; `bound` is what the engine alone takes to create and start the same container. `crowd`: 200 sandboxes
+asked for, used and removed through the pool, 16 at a time. `scheduler`: 2,000 sandboxes at a time over simulated hosts.
+
+`reference` is swe-rex 1.4.0: its server runs in a container of the same image with the same limits, its client in an
+environment of its own under build/swerex; see `benchmarks.sandbox.swerex`. Measurements of both take turns. In the
+pool's figures the other work goes on meanwhile: a sandbox that is taken is replaced at once, on the same cores.
+
+The engine is the one of DOCKER_HOST, or a Podman service of this benchmark's own. `--case NAME` measures a part,
+`--without-swerex` leaves the peer out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from uuid import uuid4
+
+import anyio
+import msgspec
+import numpy as np
+
+from benchmarks.form import Args, Row
+from benchmarks.sandbox import ours
+from benchmarks.sandbox.engine import IMAGE, engine, ensure_image
+from benchmarks.sandbox.scheduler import scheduler
+from benchmarks.sandbox.swerex import SWEREX, SweRex, connected
+from envs.sandbox.engines.backend import Backend
+from envs.sandbox.engines.docker import DockerBackend
+from envs.sandbox.local.sandbox import Sandbox
+
+ROUND_TRIP_MS = 1.0
+SPEEDUP = 50.0
+WARM_MS = 20.0
+OVER_ENGINE = 1.3
+"""Goals."""
+LABEL = "flash.benchmark"
+"""On the containers that no pool makes."""
+WARM_UP = 20
+"""Commands before the first that is timed."""
+
+
+class Size(msgspec.Struct, frozen=True):
+    """How often what is measured. Rounds of ours and of swe-rex take turns."""
+
+    rounds: int
+    session: int
+    fresh: int
+    over_http: int
+    swerex_session: int
+    swerex_execute: int
+    warm: int
+    cold: int
+    crowd: int
+    at_once: int
+
+
+FULL = Size(5, 1000, 400, 200, 20, 60, 40, 20, 200, 16)
+QUICK = Size(2, 200, 50, 40, 5, 20, 5, 2, 16, 8)
+
+
+class Bed(msgspec.Struct, frozen=True):
+    """What the measurements share."""
+
+    backend: Backend
+    labels: dict[str, str]
+    peer: SweRex | None
+    size: Size
+
+
+async def round_trips(bed: Bed) -> list[Row]:
+    """Rows of commands in running sandboxes."""
+    size, peer = bed.size, bed.peer
+    kinds = ("session", "fresh", "http", "swerex session", "swerex execute")
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    async with (
+        Sandbox(bed.backend, ours.SPEC, labels=bed.labels) as box,
+        box.session() as shell,
+        ours.over_http(bed.backend) as remote,
+        remote.session() as remote_shell,
+    ):
+        await ours.session(shell, WARM_UP)
+        await ours.session(remote_shell, WARM_UP)
+        if peer is not None:
+            await peer.start()
+            await peer.open_session()
+            await peer.session(1)
+        for _ in range(size.rounds):
+            seconds["session"] += await ours.session(shell, size.session)
+            seconds["fresh"] += await ours.fresh(box, size.fresh)
+            seconds["http"] += await ours.session(remote_shell, size.over_http)
+            if peer is not None:
+                seconds["swerex session"] += await peer.session(size.swerex_session)
+                seconds["swerex execute"] += await peer.execute(size.swerex_execute)
+        if peer is not None:
+            await peer.stop()
+    return [
+        *latencies("command in a session", "round_trip", seconds["session"], seconds["swerex session"], ROUND_TRIP_MS),
+        *speedup("command in a session", seconds["session"], seconds["swerex session"], SPEEDUP),
+        *latencies("fresh command", "round_trip", seconds["fresh"], seconds["swerex execute"]),
+        *speedup("fresh command", seconds["fresh"], seconds["swerex execute"]),
+        *latencies("command in a session, over HTTP", "round_trip", seconds["http"], seconds["swerex session"]),
+    ]
+
+
+async def starts(bed: Bed) -> list[Row]:
+    """Rows of getting a sandbox."""
+    cold: list[float] = []
+    bare: list[float] = []
+    theirs: list[float] = []
+    # The first of each reads files that the machine has not read yet.
+    await ours.cold_start(bed.backend, bed.labels)
+    await ours.engine_start(bed.backend, bed.labels)
+    if bed.peer is not None:
+        await bed.peer.start()
+        await bed.peer.stop()
+    for _ in range(bed.size.cold):
+        cold.append(await ours.cold_start(bed.backend, bed.labels))
+        bare.append(await ours.engine_start(bed.backend, bed.labels))
+        if bed.peer is not None:
+            theirs.append(await bed.peer.start())
+            await bed.peer.stop()
+    warm = await ours.warm_starts(bed.backend, bed.size.warm)
+    engine_ms = statistics.median(bare) * 1e3
+    ratio = statistics.median(cold) / statistics.median(bare)
+    case = "start to first command"
+    return [
+        *latencies(f"{case}, one ready", "start", warm, theirs, WARM_MS),
+        *speedup(f"{case}, one ready", warm, theirs),
+        *latencies(f"{case}, from nothing", "start", cold, theirs, bound=engine_ms),
+        Row(f"{case}, from nothing", "start_ratio", "x the engine", ratio, goal=OVER_ENGINE),
+        *speedup(f"{case}, from nothing", cold, theirs),
+    ]
+
+
+async def crowd(bed: Bed) -> list[Row]:
+    """Rows of many sandboxes through the pool."""
+    count, at_once = bed.size.crowd, bed.size.at_once
+    seen = await ours.crowd(bed.backend, count, at_once)
+    for error in seen.errors:
+        print(f"a sandbox failed: {error}", flush=True)
+    case = f"{count} sandboxes, {at_once} at a time"
+    return [
+        Row(case, "sandboxes_per_s", "1/s", count / seen.seconds),
+        *latencies(case, "first_result", seen.first_results_s, []),
+        Row(case, "served", "share", 1 - len(seen.errors) / count, goal=1),
+        Row(case, "leaked", "containers", seen.left, goal=0),
+    ]
+
+
+CASES = {"round-trips": round_trips, "starts": starts, "crowd": crowd}
+SCHEDULER = "scheduler"
+"""The case that needs no engine."""
+WITH_SWEREX = ("round-trips", "starts")
+
+
+def latencies(
+    case: str,
+    what: str,
+    seconds: Sequence[float],
+    reference: Sequence[float],
+    goal_ms: float | None = None,
+    bound: float | None = None,
+) -> list[Row]:
+    """Median and 99th percentile; the goal is the median's."""
+    middle, high = milliseconds(seconds)
+    other = milliseconds(reference) if reference else (None, None)
+    return [
+        Row(case, f"{what}_ms_median", "ms", middle, other[0], goal_ms, bound=bound),
+        Row(case, f"{what}_ms_p99", "ms", high, other[1]),
+    ]
+
+
+def speedup(case: str, seconds: Sequence[float], reference: Sequence[float], goal: float | None = None) -> list[Row]:
+    """How many times ours is faster in the median; no row where there is nothing to compare with."""
+    if not reference:
+        return []
+    return [Row(case, "speedup", "x", statistics.median(reference) / statistics.median(seconds), goal=goal)]
+
+
+def milliseconds(seconds: Sequence[float]) -> tuple[float, float]:
+    """Median and 99th percentile."""
+    return statistics.median(seconds) * 1e3, float(np.percentile(seconds, 99)) * 1e3
+
+
+async def in_containers(url: str, cases: Sequence[str], with_swerex: bool, size: Size) -> list[Row]:
+    """The rows of these cases. Raises RuntimeError when a container is left behind."""
+    rows: list[Row] = []
+    labels = {LABEL: uuid4().hex}
+    async with DockerBackend(url) as backend:
+        await ensure_image(backend)
+        info = await backend.info()
+        print(f"  engine   {info.name}, {info.default_runtime}, {info.cpus} cores; image {IMAGE}")
+        async with _peer(backend, url, labels, with_swerex and any(case in WITH_SWEREX for case in cases)) as peer:
+            bed = Bed(backend, labels, peer, size)
+            for case in cases:
+                rows += await CASES[case](bed)
+        left = await backend.list(labels)
+        if left:
+            raise RuntimeError(f"{len(left)} containers were left behind: {', '.join(box.name for box in left)}")
+    return rows
+
+
+@asynccontextmanager
+async def _peer(backend: Backend, url: str, labels: dict[str, str], wanted: bool) -> AsyncGenerator[SweRex | None]:
+    if not wanted:
+        print("  peer     left out\n", flush=True)
+        yield None
+        return
+    async with Sandbox(backend, ours.SPEC, labels=labels) as box:
+        image_python = box.hello.version
+    async with connected(url, ours.SPEC, labels, image_python) as peer:
+        print(f"  peer     {SWEREX}, its server in a container of the same image over the host's network\n", flush=True)
+        yield peer
+
+
+def measure(cases: Sequence[str], with_swerex: bool, args: Args) -> list[Row]:
+    """All rows."""
+    rows: list[Row] = []
+    in_engine = [case for case in cases if case in CASES]
+    if in_engine:
+        with engine() as url:
+            rows += anyio.run(in_containers, url, in_engine, with_swerex, QUICK if args.quick else FULL)
+    if SCHEDULER in cases:
+        rows += scheduler(args.quick)
+    return rows
+
+
+def arguments(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
+    """The cases, whether swe-rex is measured, and what is left for the form all benchmarks share."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--case", choices=[*CASES, SCHEDULER], action="append")
+    parser.add_argument("--without-swerex", action="store_true")
+    own, rest = parser.parse_known_args(argv)
+    return own.case or [*CASES, SCHEDULER], not own.without_swerex, rest

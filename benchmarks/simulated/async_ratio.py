@@ -1,0 +1,72 @@
+"""Throughput and age by async ratio, at 40 GPUs.
+
+Simulated. The peer's column is ROLL Flash's rules; rows named AReaL hold AReaL's, whose admission bounds the average
+age and whose consumption checks nothing: with 1 % of the answers forty times longer its oldest token is far older than
+η. `gain_at_2` is how much of the gain from α = 0 to 8 is there at α = 2; published: nearly all.
+"""
+
+from __future__ import annotations
+
+from benchmarks.form import Args, Row, main
+from benchmarks.simulated.figure import capacity_s, change, lines, ours, workload
+from benchmarks.simulated.peers.areal import Rules as Areal
+from benchmarks.simulated.peers.areal import areal
+from benchmarks.simulated.peers.roll_flash import Rules, roll_flash
+
+STRAGGLERS = f"values({', '.join(['400'] * 99)}, 16000)"
+"""Tokens: 1 % are forty times longer."""
+
+
+def measure(args: Args) -> list[Row]:
+    """Throughput by α, then ages under stragglers."""
+    batch, steps = (512, 5) if args.quick else (1024, 16)
+    base = workload(
+        "rlvr_long", run={"steps": steps}, train={"batch_size": batch}, simulate={"gpus": 40, "rollout_gpus": 28}
+    )
+    rows: list[Row] = []
+    own: dict[int, float] = {}
+    for ratio in (0, 2, 8) if args.quick else (0, 1, 2, 4, 8):
+        config = change(base, train={"async_ratio": ratio})
+        report = ours(config)
+        peer = roll_flash(config, Rules(async_ratio=ratio))
+        other = areal(config, Areal(eta=ratio))
+        own[ratio] = report.samples_per_s
+        bound = batch / capacity_s(config, report)
+        rows.append(
+            Row(f"{ratio}", "samples_per_s", "samples/s", own[ratio], None, None, peer.samples_per_s, bound),
+        )
+        rows.append(
+            Row(f"{ratio}, AReaL", "areal_samples_per_s", "samples/s", own[ratio], None, None, other.samples_per_s)
+        )
+        rows.append(Row(f"{ratio}, AReaL", "age_versions", "versions", max(report.ages), None, None, other.oldest_age))
+    gain = (own[2] - own[0]) / (own[8] - own[0])
+    rows.append(Row("2 of 8", "gain_at_2", "share", gain, None, 0.9))
+    return [*rows, *stragglers(args)]
+
+
+def stragglers(args: Args) -> list[Row]:
+    """1 % stragglers at α = η = 2."""
+    config = workload(
+        "rlvr_long",
+        run={"steps": 30 if args.quick else 80},
+        train={"batch_size": 256, "async_ratio": 2},
+        simulate={"gpus": 16, "rollout_gpus": 8, "response_tokens": STRAGGLERS, "length_correlation": 0},
+    )
+    report, other = ours(config), areal(config, Areal(eta=2))
+    ages = Row("stragglers, AReaL", "age_versions", "versions", max(report.ages), None, None, other.oldest_age)
+    return [
+        ages,
+        Row(
+            "stragglers, AReaL",
+            "areal_samples_per_s",
+            "samples/s",
+            report.samples_per_s,
+            None,
+            None,
+            other.samples_per_s,
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    main("async_ratio", __doc__ or "", measure, plot=lines("Async ratio", "α", "samples/s", "samples_per_s"))

@@ -1,0 +1,45 @@
+"""Throughput by the number of GPUs that serve engines, of 40, at α = 2.
+
+Simulated, long-tailed answers. `best_rollout_gpus` compares the best split that was simulated with β*, which the
+published formula predicts from the workload alone.
+"""
+
+from __future__ import annotations
+
+from benchmarks.form import Args, Row, main
+from benchmarks.simulated.figure import capacity_s, lines, ours, workload
+from benchmarks.simulated.peers.roll_flash import Rules, roll_flash
+from flash.simulate.bounds import best_split, quantities
+
+GPUS = 40
+
+
+def measure(args: Args) -> list[Row]:
+    """Throughput by split, and the best one."""
+    batch, steps = (512, 5) if args.quick else (1024, 8)
+    rows: list[Row] = []
+    share = 0.0
+    for serving in (20, 28, 32) if args.quick else (16, 20, 24, 28, 32, 36):
+        config = workload(
+            "rlvr_long",
+            run={"steps": steps},
+            train={"batch_size": batch},
+            simulate={"gpus": GPUS, "rollout_gpus": serving},
+        )
+        report = ours(config)
+        peer = roll_flash(config, Rules(async_ratio=config.train.async_ratio)).samples_per_s
+        bound = batch / capacity_s(config, report)
+        rows.append(
+            Row(f"{serving} of {GPUS}", "samples_per_s", "samples/s", report.samples_per_s, None, None, peer, bound)
+        )
+        q = quantities(config, report.ledger)
+        share = best_split(q.samples, q.generate_all_s, q.longest_s, q.train_s, q.gpus, q.async_ratio)
+    best = max(rows, key=lambda row: row.ours)
+    predicted = GPUS * (1 - share)
+    rows.append(Row("best split", "best_rollout_gpus", "GPUs", float(best.case.split()[0]), predicted))
+    return rows
+
+
+if __name__ == "__main__":
+    plot = lines("Split of 40 GPUs", "GPUs that serve engines", "samples/s", "samples_per_s")
+    main("gpu_split", __doc__ or "", measure, plot=plot)

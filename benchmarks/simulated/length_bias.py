@@ -1,0 +1,63 @@
+"""Which lengths are trained first: complete groups in any order favour short answers, `rollout.fifo_window` does not.
+
+Simulated: lognormal answers with a deviation above their mean, batches of 128 samples in groups of 8, two engines that
+run four batches at once, so that the order in which samples end is far from that in which they begin, a trainer as fast
+as the engines. For each async ratio and window: the mean length of a trained sample over that of an issued one, in the
+first steps of a run and over a long one, what part of the throughput without a window is left, and the share of
+generated tokens that were trained. A window of 1 batch is strict order of issue.
+"""
+
+from __future__ import annotations
+
+from benchmarks.form import Args, Row, main
+from benchmarks.simulated.configure import STEP_S, TWO_ENGINES, configure
+from flash.simulate.report import SimReport
+from flash.simulate.world import simulate
+
+MEAN, DEVIATION = 400, 500
+"""Tokens."""
+BATCH, PLACES = 128, 256
+FIRST = 4
+"""Steps of a run that count as its first."""
+CASES = ((2, (None, 2.0, 1.0)), (8, (None, 4.0, 2.0, 1.0)))
+"""Async ratio, and windows in batches."""
+
+
+def run(async_ratio: float, window: float | None, steps: int) -> SimReport:
+    """One simulated run."""
+    return simulate(
+        configure(
+            run={"name": "length_bias", "steps": steps},
+            rollout={"group_size": 8, "fifo_window": window},
+            train={"batch_size": BATCH, "async_ratio": async_ratio},
+            engine={"max_sequences": PLACES},
+            simulate=TWO_ENGINES
+            | {
+                "train_step_s": BATCH * MEAN * STEP_S / (2 * PLACES),
+                "response_tokens": f"lognormal({MEAN}, {DEVIATION}, low=1)",
+            },
+        )
+    )
+
+
+def measure(args: Args) -> list[Row]:
+    """Rows per async ratio and window."""
+    steps = 20 if args.quick else 60
+    rows: list[Row] = []
+    for ratio, windows in CASES:
+        free = run(ratio, None, steps)
+        for window in windows:
+            case = f"α = {ratio}, " + ("any order" if window is None else f"window {window:g}")
+            first, whole = run(ratio, window, FIRST), run(ratio, window, steps)
+            used = 1 - whole.ledger["discarded_tokens"] / whole.ledger["generated_tokens"]
+            rows += [
+                Row(case, f"length_in_{FIRST}_steps", "share", first.mean_trained_length / free.mean_issued_length),
+                Row(case, f"length_in_{steps}_steps", "share", whole.mean_trained_length / free.mean_issued_length),
+                Row(case, "throughput_of_any_order", "share", whole.samples_per_s / free.samples_per_s),
+                Row(case, "tokens_used", "share", used),
+            ]
+    return rows
+
+
+if __name__ == "__main__":
+    main("length_bias", __doc__ or "", measure)

@@ -1,0 +1,143 @@
+"""ROLL Flash on multi-turn tasks, by its rules.
+
+A fixed set of environments: G + `extra_groups` groups of `group_size` + `extra_per_group`. Each environment works on
+its own, and keeps to one engine. A group may open one episode per step, ⌈α⌉ ahead of the trainer; an environment that
+is free joins the oldest one of its group that still wants members. The first `group_size` finishers make an episode
+complete and the first G episodes make the batch, by the step in which they were opened, oldest first, with a wait for
+each older step. The others run on to their end, are discarded, and keep their environment busy meanwhile. At each step
+the running requests are aborted, all engines are updated together, and the turn starts again.
+"""
+
+from __future__ import annotations
+
+import math
+
+import anyio
+import msgspec
+from anyio.abc import TaskGroup
+
+from benchmarks.simulated.peers.roll_flash import ENGINE_LIMIT
+from benchmarks.simulated.peers.world import Finished, PeerReport, World
+from flash.config.tree import Config
+from flash.simulate.clock import run_virtual
+from flash.types import Task
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """Switches of the system."""
+
+    async_ratio: float = 0.0
+    extra_groups: int = 0
+    extra_per_group: int = 0
+    colocated: bool = False
+
+
+def roll_agentic(config: Config, rules: Rules) -> PeerReport:
+    """Simulate a whole run."""
+    world = World(
+        config,
+        colocated=rules.colocated,
+        limit=ENGINE_LIMIT,
+        keep_partial=False,
+        extra_members=rules.extra_per_group,
+    )
+    return run_virtual(RollAgentic(world, rules).run)
+
+
+class _Episode:
+    """One prompt that a group of environments plays."""
+
+    def __init__(self, step: int, tasks: list[Task]) -> None:
+        self.step = step
+        self.unclaimed = list(reversed(tasks))
+        self.finished: list[Finished] = []
+        self.dropped = False
+
+
+class RollAgentic:
+    """One run. Use once."""
+
+    def __init__(self, world: World, rules: Rules) -> None:
+        self._world = world
+        self._rules = rules
+        self._slots = world.groups_per_batch + rules.extra_groups
+        self._open: list[list[_Episode]] = [[] for _ in range(self._slots)]
+        """Per group of environments, the episodes that are not complete."""
+        self._opened = [0] * self._slots
+        self._complete: list[_Episode] = []
+        self._step = -1
+        self._changed = anyio.Event()
+
+    async def run(self) -> PeerReport:
+        """All steps."""
+        world = self._world
+        async with anyio.create_task_group() as environments:
+            for step in range(world.config.run.steps):
+                await world.router.pause()
+                await world.publish()
+                world.router.resume()
+                self._advance(step)
+                if step == 0:
+                    self._start(environments)
+                await world.train(await self._batch())
+            environments.cancel_scope.cancel()
+        return world.report()
+
+    def _start(self, environments: TaskGroup) -> None:
+        members = self._world.config.rollout.group_size + self._rules.extra_per_group
+        for slot in range(self._slots):
+            for member in range(members):
+                home = (slot * members + member) % len(self._world.engines)
+                environments.start_soon(self._environment, slot, home)
+
+    def _advance(self, step: int) -> None:
+        self._step = step
+        oldest = step - math.ceil(self._rules.async_ratio)
+        self._complete = [episode for episode in self._complete if episode.step >= oldest]
+        for slot, episodes in enumerate(self._open):
+            for episode in episodes:
+                episode.dropped = episode.step < oldest
+            self._open[slot] = [episode for episode in episodes if not episode.dropped]
+        self._change()
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def _environment(self, slot: int, home: int) -> None:
+        """One environment: an episode after the other."""
+        while True:
+            while (episode := self._join(slot)) is None:
+                await self._changed.wait()
+            finished = await self._world.play(episode.unclaimed.pop(), home)
+            if episode.dropped or episode not in self._open[slot]:
+                continue
+            episode.finished.append(finished)
+            if len(episode.finished) == self._world.config.rollout.group_size:
+                self._open[slot].remove(episode)
+                self._complete.append(episode)
+                self._change()
+
+    def _join(self, slot: int) -> _Episode | None:
+        for episode in self._open[slot]:
+            if episode.unclaimed:
+                return episode
+        if self._opened[slot] >= self._step + 1 + math.ceil(self._rules.async_ratio):
+            return None
+        # Episodes of steps that went by without this group are skipped, not caught up with.
+        self._opened[slot] = max(self._opened[slot], self._step) + 1
+        episode = _Episode(self._step, self._world.tasks.issue_group())
+        self._open[slot].append(episode)
+        return episode
+
+    async def _batch(self) -> list[list[Finished]]:
+        wanted = self._world.groups_per_batch
+        while True:
+            older = any(episode.step < self._step for episodes in self._open for episode in episodes)
+            ready = sorted(self._complete, key=lambda episode: episode.step)
+            old = [episode for episode in ready if episode.step < self._step]
+            if len(old) >= wanted or (not older and len(ready) >= wanted):
+                chosen = ready[:wanted]
+                self._complete = [episode for episode in self._complete if episode not in chosen]
+                return [episode.finished for episode in chosen]
+            await self._changed.wait()

@@ -1,0 +1,152 @@
+"""ROLL Flash on single-turn tasks, by its rules.
+
+Admission per prompt, cumulative: B + ⌈αB⌉ at the first step, B more at each later one; a filtered prompt is replaced.
+With `extra_prompts`, so many more than a batch are kept running all the time. The candidates of a prompt are requests
+of their own, at most 128 at once on an engine. A batch takes prompts by the step in which they began, oldest first, and
+waits for each older step before a newer one. At each step: no new request begins, prompts older than ⌈α⌉ steps are
+dropped, running requests are aborted and waited for (queued ones still run to their end), all engines are updated
+together and lose their cache, then everything goes on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import anyio
+import msgspec
+from anyio.abc import TaskGroup
+
+from benchmarks.simulated.peers.world import Finished, PeerReport, World
+from flash.config.tree import Config
+from flash.simulate.clock import run_virtual
+from flash.types import Task
+
+ENGINE_LIMIT = 128
+"""Requests at once on an engine."""
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """Switches of the system."""
+
+    async_ratio: float = 0.0
+    replicate: bool = True
+    """Candidates are placed one by one; off: the candidates of a prompt share an engine."""
+    extra_prompts: int | None = None
+    """Prompts kept running beyond a batch; None: only as many are admitted as the steps need."""
+    colocated: bool = False
+    """Generation and training take turns on all GPUs; only without asynchrony."""
+    limit: int = ENGINE_LIMIT
+
+
+def roll_flash(config: Config, rules: Rules) -> PeerReport:
+    """Simulate a whole run."""
+    world = World(config, colocated=rules.colocated, limit=rules.limit)
+    return run_virtual(RollFlash(world, rules).run)
+
+
+class Cohort:
+    """The prompts that began in one step."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, anyio.CancelScope] = {}
+        self.finished: list[list[Finished]] = []
+        self._changed = anyio.Event()
+
+    def change(self) -> None:
+        """Wake who waits for this step's prompts."""
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def take(self, count: int, *, growing: bool = False) -> list[list[Finished]]:
+        """Up to `count` finished prompts; waits for them while prompts of the step run, or while it is `growing`."""
+        while len(self.finished) < count and (self.running or growing):
+            await self._changed.wait()
+        taken, self.finished = self.finished[:count], self.finished[count:]
+        return taken
+
+
+class RollFlash:
+    """One run. Use once."""
+
+    def __init__(self, world: World, rules: Rules) -> None:
+        self._world = world
+        self._rules = rules
+        self._cohorts: dict[int, Cohort] = {}
+        self._step = -1
+        self._admitted = 0
+        """Prompts that the steps so far may use."""
+        self._completed = 0
+        self._homes = itertools.cycle(range(len(world.engines)))
+
+    async def run(self) -> PeerReport:
+        """All steps."""
+        world = self._world
+        async with anyio.create_task_group() as prompts:
+            for step in range(world.config.run.steps):
+                await self._update()
+                self._advance(step, prompts)
+                batch = await self._batch()
+                if self._rules.async_ratio == 0:
+                    self._drop(step + 1)
+                await world.train(batch)
+            prompts.cancel_scope.cancel()
+        return world.report()
+
+    async def _update(self) -> None:
+        await self._world.router.pause()
+        await self._world.publish()
+        self._world.router.resume()
+
+    def _advance(self, step: int, prompts: TaskGroup) -> None:
+        batch, ratio = self._world.groups_per_batch, self._rules.async_ratio
+        self._drop(step - math.ceil(ratio))
+        self._step = step
+        self._admitted += batch + (math.ceil(batch * ratio) if step == 0 else 0)
+        self._cohorts[step] = Cohort()
+        self._prompts = prompts
+        self._admit()
+
+    def _drop(self, oldest: int) -> None:
+        """Forget the prompts of the steps before `oldest`, running or finished; others take their places."""
+        for step in [step for step in self._cohorts if step < oldest]:
+            cohort = self._cohorts.pop(step)
+            self._completed -= len(cohort.finished)
+            for scope in cohort.running.values():
+                scope.cancel()
+
+    def _admit(self) -> None:
+        running = sum(len(cohort.running) for cohort in self._cohorts.values())
+        extra = self._rules.extra_prompts
+        most = 0 if extra is None else self._world.groups_per_batch + extra
+        while running + self._completed < self._admitted or running < most:
+            tasks = self._world.tasks.issue_group()
+            cohort = self._cohorts[self._step]
+            cohort.running[tasks[0].group_id] = anyio.CancelScope()
+            self._prompts.start_soon(self._prompt, tasks, cohort)
+            running += 1
+
+    async def _prompt(self, tasks: list[Task], cohort: Cohort) -> None:
+        group: list[Finished] = []
+        home = None if self._rules.replicate else next(self._homes)
+        with cohort.running[tasks[0].group_id] as scope:
+            async with anyio.create_task_group() as candidates:
+                for task in tasks:
+                    candidates.start_soon(self._candidate, task, home, group)
+        del cohort.running[tasks[0].group_id]
+        if scope.cancelled_caught:
+            return
+        if self._world.keeps(group):
+            cohort.finished.append(group)
+            self._completed += 1
+        cohort.change()
+        self._admit()
+
+    async def _candidate(self, task: Task, home: int | None, group: list[Finished]) -> None:
+        group.append(await self._world.play(task, home))
+
+    async def _batch(self) -> list[list[Finished]]:
+        wanted, batch = self._world.groups_per_batch, []
+        for step in sorted(self._cohorts):
+            batch += await self._cohorts[step].take(wanted - len(batch), growing=step == self._step)
+        return batch

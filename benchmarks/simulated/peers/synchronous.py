@@ -1,0 +1,66 @@
+"""The synchronous baseline: generate a batch, then train on it, on the same GPUs.
+
+Rules: B samples are issued at once and all are waited for; where groups are filtered, whole further batches are issued
+until enough have passed. Rewards are computed after the generation of the batch. With `replicate` off the samples of a
+prompt are one request, on one engine. With `env_async` off the environments step together. All engines are updated
+after the step.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import anyio
+import msgspec
+
+from benchmarks.simulated.peers.world import Finished, PeerReport, World
+from flash.config.tree import Config
+from flash.rollout.phases import FreePhases, LockStep, Phases
+from flash.simulate.clock import run_virtual
+from flash.types import Task
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """Switches of the baseline."""
+
+    replicate: bool = False
+    env_async: bool = False
+    colocated: bool = True
+
+
+def synchronous(config: Config, rules: Rules = Rules()) -> PeerReport:  # noqa: B008 (frozen)
+    """Simulate a whole run."""
+    return run_virtual(_Synchronous(World(config, colocated=rules.colocated), rules).run)
+
+
+class _Synchronous:
+    def __init__(self, world: World, rules: Rules) -> None:
+        self._world = world
+        self._rules = rules
+        self._homes = itertools.cycle(range(len(world.engines)))
+
+    async def run(self) -> PeerReport:
+        world = self._world
+        await world.publish()
+        for _ in range(world.config.run.steps):
+            passed: list[list[Finished]] = []
+            while len(passed) < world.groups_per_batch:
+                passed += [group for group in await self._wave() if world.keeps(group)]
+            await world.train(passed[: world.groups_per_batch])
+            await world.publish()
+        return world.report()
+
+    async def _wave(self) -> list[list[Finished]]:
+        """A whole batch of groups, all waited for, then their rewards."""
+        groups: list[list[Finished]] = [[] for _ in range(self._world.groups_per_batch)]
+        phases = FreePhases() if self._rules.env_async else LockStep()
+        async with anyio.create_task_group() as episodes:
+            for group in groups:
+                home = None if self._rules.replicate else next(self._homes)
+                for task in self._world.tasks.issue_group():
+                    episodes.start_soon(self._play, task, home, phases, group)
+        await anyio.sleep(max(sample.reward_s for group in groups for sample in group))
+        return groups
+
+    async def _play(self, task: Task, home: int | None, phases: Phases, group: list[Finished]) -> None:
+        group.append(await self._world.play(task, home, phases, wait_for_reward=False))

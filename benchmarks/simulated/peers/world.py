@@ -1,0 +1,216 @@
+"""What the peers' policies share: simulated engines, environments, a trainer, and the books of a run.
+
+A run is described by the same configuration as one of ours, and its samples are drawn from the same workload by the
+same keys: a response has the same length under every policy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import anyio
+import msgspec
+
+from benchmarks.simulated.peers.router import PeerEngine, Router
+from flash.config.simulate import SimulateConfig
+from flash.config.tree import Config
+from flash.hub.tasks import TaskSource
+from flash.rollout.episode import response_key
+from flash.rollout.phases import FreePhases, Phases
+from flash.simulate.workload import Workload, env_key
+from flash.types import Canary, Lease, Published, Task
+
+NEVER = 1 << 30
+"""Steps between two deliveries where nobody reads along."""
+
+
+class PeerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run of a peer showed. Steady state leaves the first step out."""
+
+    seconds: float
+    """Simulated, start to the end of the last step."""
+    step_s: float
+    """Seconds per step in steady state."""
+    samples_per_s: float
+    """Trained samples per second in steady state."""
+    trainer_busy: float
+    """Share of all the time."""
+    oldest_age: int
+    """Versions that the oldest trained token was behind its trainer."""
+    generated_tokens: int
+    """Tokens of all ended responses and of aborted ones."""
+    trained_tokens: int
+
+    @property
+    def waste(self) -> float:
+        """Share of the generated tokens that were not trained."""
+        return 1 - self.trained_tokens / max(1, self.generated_tokens)
+
+
+class Finished(msgspec.Struct):
+    """One sample that came home."""
+
+    task: Task
+    reward: float
+    reward_s: float
+    """Seconds that its reward takes, where it was not waited for."""
+    tokens: int
+    """Sampled tokens."""
+    length: int
+    """Tokens of its whole trajectory."""
+    oldest_version: int
+
+
+class World:
+    """Engines, environments and trainer of one run.
+
+    Args:
+        config: hardware, workload, batch and group size; its switches are the policy's business.
+        colocated: generation and training take turns on all GPUs.
+        limit: requests at once on an engine that the policy's router allows; None: what the engine itself runs.
+        keep_partial: see `Router`.
+        extra_members: samples of a group beyond its size.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        colocated: bool,
+        limit: int | None = None,
+        keep_partial: bool = True,
+        extra_members: int = 0,
+    ) -> None:
+        assert config.simulate is not None
+        self.config = config
+        self.settings: SimulateConfig = config.simulate
+        self.workload = make_workload(config, extra_members)
+        self.tasks = TaskSource(config.run.seed, config.rollout.group_size + extra_members)
+        gpus = self.settings.gpus if colocated else self.settings.rollout_gpus
+        self._train_gpus = self.settings.gpus if colocated else self.settings.gpus - self.settings.rollout_gpus
+        self.engines = [
+            PeerEngine(self.settings, config.engine.max_sequences, self.workload.response_tokens, NEVER)
+            for _ in range(gpus // self.settings.gpus_per_engine)
+        ]
+        self.router = Router(self.engines, limit, keep_partial=keep_partial)
+        self.version = -1
+        self._environments: Counter[int] = Counter()
+        self._generated = 0
+        self._trained = 0
+        self._train_s = 0.0
+        self._oldest_age = 0
+        self._commits: list[float] = []
+
+    @property
+    def groups_per_batch(self) -> int:
+        """G."""
+        return self.config.groups_per_batch
+
+    # -- rollout -----------------------------------------------------------------------------------------------------
+
+    async def play(
+        self,
+        task: Task,
+        home: int | None = None,
+        phases: Phases | None = None,
+        *,
+        wait_for_reward: bool = True,
+    ) -> Finished:
+        """One episode, tried again with a new environment as often as one does not answer in time."""
+        phases = phases or FreePhases()
+        lease = Lease(task.task_id, task, 0)
+        phases.enter(lease)
+        try:
+            while True:
+                finished = await self._try(task, home, phases, lease)
+                if finished is not None:
+                    break
+        finally:
+            phases.leave(lease)
+        if wait_for_reward:
+            await anyio.sleep(finished.reward_s)
+        return finished
+
+    async def _try(self, task: Task, home: int | None, phases: Phases, lease: Lease) -> Finished | None:
+        work, deadline = self.workload, self.config.deadlines.env_step
+        name = env_key(task.seed, self._environments[task.seed])
+        self._environments[task.seed] += 1
+        turns = work.turns(task.seed)
+        stop_turn = work.stop_turn(name, turns)
+        await anyio.sleep(work.reset_seconds(name))
+        await phases.stepped(lease)
+        context, sampled = work.prompt(task.seed), 0
+        oldest: int | None = None
+        for turn in range(turns):
+            limit = self.config.rollout.max_new_tokens
+            response = await self.router.generate(context, response_key(task, turn), limit, home)
+            self._generated += response.tokens + response.discarded
+            sampled += response.tokens
+            assert response.oldest_version is not None
+            oldest = response.oldest_version if oldest is None else min(oldest, response.oldest_version)
+            await phases.generated(lease)
+            if turn == stop_turn:
+                await anyio.sleep(deadline)
+                return None
+            await anyio.sleep(work.env_seconds(name, turn))
+            await phases.stepped(lease)
+            shown = work.observation_tokens(name, turn) if turn + 1 < turns else 0
+            context = context + [0] * (response.tokens + shown)
+        assert oldest is not None
+        reward = work.reward(task.seed, name)
+        return Finished(task, reward, work.reward_seconds(name), sampled, len(context), oldest)
+
+    def keeps(self, group: Sequence[Finished]) -> bool:
+        """Whether dynamic filtering lets a group into a batch."""
+        rewards, rollout = [sample.reward for sample in group], self.config.rollout
+        if rollout.drop_equal_rewards and max(rewards) == min(rewards):
+            return False
+        low, high = rollout.accuracy_bounds or (0.0, 1.0)
+        return low <= sum(rewards) / len(rewards) <= high
+
+    # -- weights and training ----------------------------------------------------------------------------------------
+
+    async def publish(self) -> None:
+        """Bring the next version to all engines together; running sequences have their cache made again."""
+        self.version += 1
+        published = Published(self.version, "tcp", b"", Canary([], []))
+        async with anyio.create_task_group() as loads:
+            for engine in self.engines:
+                loads.start_soon(_load, engine, published)
+
+    async def train(self, batch: Sequence[Sequence[Finished]]) -> None:
+        """One step on the groups of a batch."""
+        samples = [sample for group in batch for sample in group]
+        length = sum(sample.length for sample in samples)
+        seconds = self.settings.train_step_s + length * self.settings.train_token_s / self._train_gpus
+        await anyio.sleep(seconds)
+        self._train_s += seconds
+        self._trained += sum(sample.tokens for sample in samples)
+        self._oldest_age = max(self._oldest_age, *(self.version - sample.oldest_version for sample in samples))
+        self._commits.append(anyio.current_time())
+
+    def report(self) -> PeerReport:
+        """The run, after its last step."""
+        first, last, steps = self._commits[0], self._commits[-1], len(self._commits)
+        step_s = (last - first) / (steps - 1) if steps > 2 else last / steps
+        return PeerReport(
+            seconds=last,
+            step_s=step_s,
+            samples_per_s=self.config.train.batch_size / step_s,
+            trainer_busy=self._train_s / last,
+            oldest_age=self._oldest_age,
+            generated_tokens=self._generated,
+            trained_tokens=self._trained,
+        )
+
+
+def make_workload(config: Config, extra_members: int = 0) -> Workload:
+    """The workload of a configuration."""
+    assert config.simulate is not None
+    members = config.rollout.group_size + extra_members
+    return Workload(config.simulate, config.run.seed, config.rollout.max_new_tokens, members)
+
+
+async def _load(engine: PeerEngine, published: Published) -> None:
+    await engine.load(published, keep_cache=False)

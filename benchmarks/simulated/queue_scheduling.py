@@ -1,0 +1,43 @@
+"""Queue scheduling with dynamic filtering, against batches that are issued again until enough prompts have passed.
+
+Simulated. Baseline: whole batches, all waited for. ROLL Flash: as many prompts as a batch needs, and the extra ones,
+are kept running until enough have passed; the rest of a step is thrown away. Ours has as many prompts in flight as
+that policy starts in a step: a batch beyond the needed ones, and the extra ones; what is too many is cancelled at once.
+"""
+
+from __future__ import annotations
+
+from benchmarks.form import Args, Row, main
+from benchmarks.simulated.figure import bars, capacity_s, change, ours, speedup, workload
+from benchmarks.simulated.peers.roll_flash import Rules, roll_flash
+from benchmarks.simulated.peers.synchronous import Rules as Baseline
+from benchmarks.simulated.peers.synchronous import synchronous
+
+CASES = ((8, 0, 58.0, 125 / 58), (8, 16, 37.0, 125 / 37), (128, 0, None, 2.5))
+"""Prompts per batch, extra prompts, published seconds, published speed-up."""
+BATCHES_S = 125.0
+"""Published seconds of whole batches of 8×8."""
+
+
+def measure(args: Args) -> list[Row]:
+    """The baseline as both simulate it, then seconds and speed-up of each case."""
+    rows: list[Row] = []
+    for groups, extra, seconds, published in CASES:
+        steps = (12 if args.quick else 60) if groups == 8 else (2 if args.quick else 6)
+        config = workload("queue_scheduling", run={"steps": steps}, train={"batch_size": groups * 8})
+        batches_s = synchronous(config, Baseline(colocated=False, env_async=True, replicate=True)).step_s
+        if extra == 0:
+            own_s = ours(config, queue_scheduling=False).step_s
+            known = BATCHES_S if groups == 8 else None
+            rows.append(Row(f"{groups}x8, whole batches", "step_s", "s", own_s, known, None, batches_s))
+        case = f"{groups}x8, {extra} extra prompts"
+        config = change(config, rollout={"extra_groups": groups + extra})
+        peer_s = roll_flash(config, Rules(extra_prompts=extra)).step_s
+        report = ours(config)
+        rows.append(Row(case, "step_s", "s", report.step_s, seconds, None, peer_s))
+        rows += speedup(case, batches_s, report.step_s, peer_s, capacity_s(config, report), published)
+    return rows
+
+
+if __name__ == "__main__":
+    main("queue_scheduling", __doc__ or "", measure, plot=bars("Queue scheduling", "speed-up over whole batches"))

@@ -1,0 +1,81 @@
+"""Throughput from 16 to 128 GPUs, for long-tailed and for short answers.
+
+Simulated, at a fixed batch: a larger machine has less work per GPU and the same longest answer. The share of engines
+is the same at every size. `scaling` is the throughput at 128 GPUs over that at 16; 8 is the limit. At α = 2 the longest
+answers do not fit into three steps of 128 GPUs; the rows with α = 4 give them five.
+"""
+
+from __future__ import annotations
+
+import math
+
+from benchmarks.form import Args, Row, main
+from benchmarks.simulated.figure import CLOSE, capacity_s, lines, ours, workload
+from benchmarks.simulated.peers.roll_flash import Rules, roll_flash
+from benchmarks.simulated.peers.synchronous import Rules as Baseline
+from benchmarks.simulated.peers.synchronous import synchronous
+
+PUBLISHED = 7.6
+GOAL = 7.9
+SHARES = {"long": 0.75, "short": 0.5625}
+"""Of the GPUs that serve engines."""
+SIZES = (16, 32, 64, 128)
+ENDS = (16, 128)
+
+
+def measure(args: Args) -> list[Row]:
+    """Throughput by size and the scaling, for each workload and async ratio."""
+    sizes = ENDS if args.quick else SIZES
+    rows = [*scale("long", 2, sizes, args.quick), *scale("short", 2, ENDS, args.quick)]
+    return rows if args.quick else [*rows, *scale("long", 4, ENDS, args.quick)]
+
+
+def scale(kind: str, ratio: int, sizes: tuple[int, ...], quick: bool) -> list[Row]:
+    """One workload at one async ratio."""
+    label = kind if ratio == 2 else f"{kind}, async ratio {ratio}"
+    rows: list[Row] = []
+    sync: list[float] = []
+    for gpus in sizes:
+        config = workload(
+            f"rlvr_{kind}",
+            run={"steps": 4 if quick else 5 + ratio},
+            train={"batch_size": 1024 if quick else 4096, "async_ratio": ratio},
+            simulate={"gpus": gpus, "rollout_gpus": round(SHARES[kind] * gpus)},
+        )
+        report = ours(config)
+        peer = roll_flash(config, Rules(async_ratio=ratio)).samples_per_s
+        bound = config.train.batch_size / capacity_s(config, report)
+        rows.append(
+            Row(f"{gpus} GPUs, {label}", "samples_per_s", "samples/s", report.samples_per_s, None, None, peer, bound)
+        )
+        if ratio == 2:
+            sync.append(synchronous(config, Baseline(env_async=True)).samples_per_s)
+    first, last = rows[0], rows[-1]
+    assert first.peer
+    assert last.peer
+    assert first.bound
+    assert last.bound
+    case, peer_scaling = f"16 to 128 GPUs, {label}", last.peer / first.peer
+    published, goal = (PUBLISHED, GOAL) if kind == "long" else (None, None)
+    scaling = last.ours / first.ours
+    rows.append(
+        Row(
+            case,
+            "scaling",
+            "x",
+            scaling,
+            published,
+            goal,
+            peer_scaling,
+            (last.bound or 0.0) / (first.bound or math.nan),
+        )
+    )
+    if published is not None and ratio == 2:
+        rows.append(Row(case, "reproduction_error", "share", abs(peer_scaling / published - 1), None, CLOSE))
+    if sync:
+        rows.append(Row(f"{case}, synchronous", "scaling", "x", sync[-1] / sync[0]))
+    return rows
+
+
+if __name__ == "__main__":
+    main("scaling", __doc__ or "", measure, plot=lines("Throughput by size", "GPUs", "samples/s", "samples_per_s"))

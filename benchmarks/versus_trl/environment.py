@@ -1,0 +1,74 @@
+"""The Python environment that TRL runs in: made once under `build/trl`, with pinned versions.
+
+It shares nothing with Flash's own environment, but torch, transformers and the packages that Flash's environments need
+have the same versions in both. On machines without a GPU torch is the CPU build; FLASH_TORCH_SPEC names another
+requirement, as for scripts/install.py. About 1.3 GB.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from importlib import metadata
+from pathlib import Path
+
+from benchmarks.form import ROOT
+
+FOLDER = ROOT / "build" / "trl"
+STAMP = "requirements.txt"
+"""Written last: an environment without it is not finished."""
+
+PINNED = ("trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0")
+SHARED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "anyio", "tomli-w")
+"""Taken in the version that Flash runs with."""
+
+INSTALL_TIMEOUT_S = 1800
+
+
+def requirements() -> list[str]:
+    """What pip is asked for."""
+    shared = [f"{name}=={_version(name)}" for name in SHARED]
+    if spec := os.environ.get("FLASH_TORCH_SPEC"):
+        shared[0] = spec
+    return [*PINNED, *shared]
+
+
+def python() -> Path:
+    """The environment's Python; the environment is made first unless it is there.
+
+    Raises:
+        subprocess.CalledProcessError: pip could not install it; its output was shown.
+    """
+    wanted = "\n".join(requirements()) + "\n"
+    executable, stamp = FOLDER / "bin" / "python", FOLDER / STAMP
+    if stamp.exists() and stamp.read_text() == wanted:
+        return executable
+    print(f"making {FOLDER} (once): {', '.join(PINNED)}", flush=True)
+    venv.create(FOLDER, clear=True, with_pip=True)
+    command = [executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *requirements()]
+    subprocess.run(command, check=True, timeout=INSTALL_TIMEOUT_S)
+    stamp.write_text(wanted)
+    return executable
+
+
+def variables(threads: int) -> dict[str, str]:
+    """The environment variables of TRL's process: the repository on its path, and no network."""
+    return os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+def _version(name: str) -> str:
+    """Without the local part, by which the same release is called `2.13.0+cpu` in one index and `2.13.0` in another."""
+    return metadata.version(name).partition("+")[0]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{python()}\n")

@@ -1,0 +1,110 @@
+"""The held-out accuracy of saved weights: one evaluator for both systems, outside of their clocks.
+
+Answers come from transformers' `generate`, greedy or sampled as `[eval]` says, with the same random numbers for every
+set of weights.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.versus_trl.problems import held_out_seeds, prompts, rewards
+from flash.config.tree import Config
+from flash.observe.stats import Interval, mean_interval
+
+BATCH = 512
+"""Answers generated at once."""
+
+
+def accuracies(config: Config, saved: Iterable[tuple[int, Path]]) -> Iterator[tuple[int, Interval]]:
+    """The untrained policy's accuracy as that of step 0, then that of each saved step.
+
+    `saved` holds steps with their safetensors files or, from Flash, checkpoint folders.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(config.model.path)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    yield 0, accuracy(config, model.eval(), tokenizer)
+    for step, place in saved:
+        load_weights(model, place)
+        yield step, accuracy(config, model, tokenizer)
+
+
+def accuracy(config: Config, model: Any, tokenizer: Any) -> Interval:
+    """Mean reward over the held-out problems with its 95 % confidence interval."""
+    import torch
+
+    seeds = held_out_seeds(config)
+    shown = prompts(config, seeds)
+    torch.manual_seed(config.run.seed)
+    answers: list[str] = []
+    for start in range(0, len(shown), BATCH):
+        answers += generate(config, model, tokenizer, shown[start : start + BATCH])
+    return mean_interval(rewards(config, seeds, answers))
+
+
+def generate(config: Config, model: Any, tokenizer: Any, shown: list[str]) -> list[str]:
+    """One answer per prompt."""
+    import torch
+    from transformers import GenerationConfig
+
+    inputs = tokenizer(shown, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    sampling = {"do_sample": False}
+    if config.eval.temperature > 0:
+        sampling = {"do_sample": True, "temperature": config.eval.temperature, "top_k": 0, "top_p": 1.0}
+    settings = GenerationConfig(
+        max_new_tokens=config.rollout.max_new_tokens,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        # The default one is copied with every token.
+        cache_implementation="static",
+        disable_compile=True,
+        **sampling,
+    )
+    with torch.no_grad():
+        tokens_BT = model.generate(
+            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], generation_config=settings
+        )
+    return tokenizer.batch_decode(tokens_BT[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def load_weights(model: Any, place: Path) -> None:
+    """Put saved weights into the model.
+
+    Raises:
+        ValueError: a tensor of the model is missing.
+    """
+    from safetensors.torch import load_file
+
+    tensors = load_checkpoint(place / "state") if place.is_dir() else load_file(place)
+    outcome = model.load_state_dict(tensors, strict=False)
+    # A tied output layer is the input embedding, which is there.
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set[str]()
+    missing = set(outcome.missing_keys) - tied
+    if missing or outcome.unexpected_keys:
+        raise ValueError(f"{place}: missing {sorted(missing)}, unexpected {outcome.unexpected_keys}")
+
+
+def load_checkpoint(folder: Path) -> dict[str, Any]:
+    """The policy's tensors of a Flash checkpoint by their Hugging Face names; needs no process group."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader, prefix = FileSystemReader(folder), "model."
+    entries = reader.read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        # That there is no process group.
+        warnings.simplefilter("ignore")
+        load(state, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}

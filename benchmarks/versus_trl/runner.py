@@ -1,0 +1,139 @@
+"""TRL's half of the comparison: GRPOTrainer on a Flash configuration. Runs in TRL's environment, see
+`benchmarks.versus_trl.environment`.
+
+`python -m benchmarks.versus_trl.runner OUT CHOICES CONFIG.toml [KEY=VALUE …]` leaves in the folder OUT, which must be
+empty or missing, `weights/step-000010.safetensors` … (every `checkpoint.every` steps) and last `steps.json`.
+
+The clock starts at the first rollout and stops while weights are written. Before it starts a batch of held-out prompts
+is answered, as in Flash's first evaluation: a process's first forward passes are slower.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from datasets import Dataset  # pyright: ignore[reportMissingImports]: TRL's environment has it
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]: as above
+
+from benchmarks.versus_trl.problems import held_out_seeds, prompts, rewards, training_seeds
+from benchmarks.versus_trl.settings import TrlChoices, adamw_arguments, grpo_arguments, warmup
+from flash.config.load import load
+from flash.config.tree import Config
+
+SOFTWARE = ("trl", "transformers", "torch", "accelerate")
+
+
+class Scorer:
+    """The environment's rewards as a reward function of TRL; remembers what each batch was like."""
+
+    __name__ = "environment"
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.batches: list[dict[str, float]] = []
+
+    def __call__(self, *, completions: list[str], completion_ids: list[list[int]], seed: list[int], **_: Any) -> Any:
+        """One reward per completion."""
+        given = rewards(self._config, seed, completions)
+        lengths = [len(ids) for ids in completion_ids]
+        self.batches.append(
+            {
+                "reward": sum(given) / len(given),
+                "mean_tokens": sum(lengths) / len(lengths),
+                "longest": max(lengths),
+            }
+        )
+        return given
+
+
+class Clock(TrainerCallback):
+    """Seconds of the steps, and weights at some of them."""
+
+    def __init__(self, weights: Path, config: Config, scorer: Scorer) -> None:
+        self._weights = weights
+        self._every = config.checkpoint.every
+        self._steps = config.run.steps
+        self._scorer = scorer
+        self._start: float | None = None
+        self._paused = 0.0
+        self.seconds: list[float] = []
+        """From the first rollout to the end of each step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The first step's rollout begins after this call."""
+        self._start = time.perf_counter() if self._start is None else self._start
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The optimizer has stepped."""
+        assert self._start is not None, "a step begins before it ends"
+        now = time.perf_counter()
+        self.seconds.append(now - self._start - self._paused)
+        step = int(state.global_step)
+        if step % self._every == 0 or step == self._steps:
+            tensors = {name: parameter.detach().contiguous() for name, parameter in kwargs["model"].named_parameters()}
+            save_file(tensors, self._weights / f"step-{step:06d}.safetensors")
+            reward = self._scorer.batches[-1]["reward"]
+            print(f"TRL: step {step} of {self._steps}, {self.seconds[-1]:.1f} s, reward {reward:.3f}", flush=True)
+            self._paused += time.perf_counter() - now
+
+
+def train(out: Path, choices: TrlChoices, config: Config) -> None:
+    """Train, and write what happened."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    (out / "weights").mkdir(parents=True)
+    scorer = Scorer(config)
+    clock = Clock(out / "weights", config, scorer)
+    trainer = build(config, choices, out, clock, scorer)
+    warm_up(trainer, config, config.train.batch_size * choices.batches_per_generation)
+    trainer.train()
+    report = {
+        "seconds": clock.seconds,
+        "batches": scorer.batches,
+        "software": {name: metadata.version(name) for name in SOFTWARE},
+    }
+    (out / "steps.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+
+
+def build(config: Config, choices: TrlChoices, out: Path, clock: Clock, scorer: Scorer) -> GRPOTrainer:
+    """The trainer on the configuration's model, prompts and rewards."""
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=getattr(torch, config.model.dtype))
+    seeds = training_seeds(config)
+    optimizer = torch.optim.AdamW(model.parameters(), **adamw_arguments(config.train))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup(config.train, step))
+    return GRPOTrainer(
+        model=model,
+        processing_class=AutoTokenizer.from_pretrained(config.model.path),
+        reward_funcs=scorer,
+        args=GRPOConfig(output_dir=str(out / "trainer"), **grpo_arguments(config, choices)),
+        train_dataset=Dataset.from_dict({"prompt": prompts(config, seeds), "seed": seeds}),
+        callbacks=[clock],
+        optimizers=(optimizer, schedule),
+    )
+
+
+def warm_up(trainer: GRPOTrainer, config: Config, count: int) -> None:
+    """Generate answers to `count` held-out prompts, and throw them away."""
+    seeds = (held_out_seeds(config) * count)[:count]
+    tokenizer: Any = trainer.processing_class
+    inputs = tokenizer(prompts(config, seeds), return_tensors="pt", padding=True, padding_side="left")
+    with torch.no_grad():
+        trainer.model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=config.rollout.max_new_tokens,
+            do_sample=True,
+        )
+
+
+if __name__ == "__main__":
+    folder, chosen, file, *overrides = sys.argv[1:]
+    train(Path(folder), msgspec.json.decode(chosen, type=TrlChoices), load([Path(file)], overrides))

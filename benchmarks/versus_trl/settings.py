@@ -1,0 +1,117 @@
+"""A Flash configuration in TRL's terms: every value that both systems know, and what TRL would otherwise do by default.
+
+Where TRL's own default is another one, the reason for ours stands beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from algorithms.grpo import Grpo
+from flash.config.tree import Config, TrainConfig
+
+LOSS_TYPES = {"token_mean": "dapo", "seq_mean_token_mean": "grpo"}
+"""Aggregation of Flash → `loss_type` of TRL with the same denominator: the tokens of the whole batch, or first the
+tokens of each sequence and then the sequences."""
+
+
+class TrlChoices(msgspec.Struct, frozen=True):
+    """What a user of TRL would choose for speed."""
+
+    micro_batches: int = 1
+    """Parts in which a batch goes through the forward and backward pass."""
+    continuous_batching: bool = False
+    """Generate with transformers' continuous batching instead of one padded batch."""
+    batches_per_generation: int = 1
+    """Batches whose answers are generated together. More than one makes fewer and fuller generations; the last batch
+    is then `batches_per_generation` − 1 versions old when it is trained, as with that asynchronous ratio."""
+
+
+def grpo_arguments(config: Config, choices: TrlChoices) -> dict[str, Any]:
+    """Keyword arguments of TRL's `GRPOConfig`.
+
+    Raises:
+        ValueError: the configuration asks for something that has no exact counterpart in TRL.
+    """
+    train, rollout = config.train, config.rollout
+    objective = grpo(config)
+    if train.batch_size % (choices.micro_batches * rollout.group_size):
+        raise ValueError(f"a batch of {train.batch_size} cannot be cut into {choices.micro_batches} parts of groups")
+    return {
+        "max_steps": config.run.steps,
+        "seed": config.run.seed,
+        # The prompts in the order in which Flash issues them.
+        "shuffle_dataset": False,
+        "per_device_train_batch_size": train.batch_size // choices.micro_batches,
+        "gradient_accumulation_steps": choices.micro_batches,
+        # TRL's steps are forward and backward passes here.
+        "steps_per_generation": choices.micro_batches * choices.batches_per_generation,
+        "num_generations": rollout.group_size,
+        "num_iterations": 1,
+        "max_completion_length": rollout.max_new_tokens,
+        # Plain sampling: no filter that would change the distribution.
+        "temperature": rollout.temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": None,
+        "repetition_penalty": 1.0,
+        "use_vllm": False,
+        "use_transformers_continuous_batching": choices.continuous_batching,
+        # Of the machine's memory, for the KV cache; TRL's half of it would leave too little for the rest.
+        "transformers_continuous_batching_config": {"max_memory_percent": 0.1},
+        "beta": 0.0,
+        "loss_type": LOSS_TYPES[config.algorithm.aggregation or objective.aggregation],
+        "importance_sampling_level": "token",
+        "epsilon": objective.clip_low,
+        "epsilon_high": objective.clip_high,
+        "scale_rewards": "group",
+        # Flash trains on truncated answers too.
+        "mask_truncated_completions": False,
+        # TRL divides by the sample deviation of a group of G, Flash by the population's, so that TRL's gradient is
+        # sqrt((G − 1) / G) times Flash's. AdamW does not see the factor; the clipping sees it, and so it is scaled too.
+        "max_grad_norm": train.max_grad_norm * math.sqrt((rollout.group_size - 1) / rollout.group_size),
+        "use_cpu": True,
+        # TRL's defaults are bfloat16 and recomputed activations: less precise than Flash's float32 here, and slower.
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+def grpo(config: Config) -> Grpo:
+    """The objective with its options.
+
+    Raises:
+        ValueError: it is another one than GRPO with group advantages.
+    """
+    algorithm = config.algorithm
+    if algorithm.objective != "grpo" or algorithm.advantage not in (None, "group"):
+        raise ValueError(f"objective {algorithm.objective} with advantage {algorithm.advantage} is not TRL's GRPO")
+    if config.train.minibatches != 1 or config.train.decay != "constant":
+        raise ValueError("train.minibatches and train.decay have no counterpart in the comparison")
+    return Grpo(**algorithm.options)
+
+
+def adamw_arguments(train: TrainConfig) -> dict[str, Any]:
+    """Keyword arguments of `torch.optim.AdamW`. Fused: TRL's own default, and the fastest."""
+    return {
+        "lr": train.learning_rate,
+        "betas": train.betas,
+        "eps": train.eps,
+        "weight_decay": train.weight_decay,
+        "fused": True,
+    }
+
+
+def warmup(train: TrainConfig, step: int) -> float:
+    """Share of the peak learning rate at a step from 0, as in `flash.trainer.optimizer.learning_rate`.
+
+    The linear warm-up of transformers has a rate of 0 at the first step.
+    """
+    return min(1.0, (step + 1) / train.warmup_steps) if train.warmup_steps else 1.0

@@ -1,0 +1,105 @@
+"""Two tasks of one kind, digits that follow from the digits before them: with answers of one length, and of many.
+
+Lagged sums: the prompt is a few digits, `4709`. The answer goes on: each digit is the last digit of the sum of the one
+before it and of the one as many places back as the prompt is long, `3009…`. The reward is 1.0 when all of it is right,
+else 0.0.
+
+Counted sums: as in `envs.counting` the answer recites an alphabet backwards from the sign in the prompt, each sign with
+a digit, so that the length has a long tail; each digit is the last digit of the sum of the two before it. `D12` asks
+for `C3B5A8`. The reward is that of `envs.counting`, the share of right characters.
+
+As in `envs.arithmetic`, a hash of the prompt puts about one problem in ten on the held-out side.
+"""
+
+from __future__ import annotations
+
+import random
+
+from envs.arithmetic import in_held_out_part
+from envs.counting import Counting
+from flash.environment.interface import Info, SolvedExample, StepResult, is_held_out
+from flash.errors import ConfigError, EnvError
+
+MIN_LAG, MAX_LAG = 3, 100
+"""Digits of a prompt: with fewer there are hardly any held-out problems."""
+MAX_LENGTH = 1000
+"""Digits of an answer."""
+
+
+class LaggedSums:
+    """One problem.
+
+    Options:
+        lag: digits of the prompt.
+        length: digits of the answer, which has one token more, the end of text.
+    """
+
+    def __init__(self, lag: int = 4, length: int = 15) -> None:
+        self.check(lag, length)
+        self._lag = lag
+        self._length = length
+        self._solution: str | None = None
+
+    @classmethod
+    def check(cls, lag: int = 4, length: int = 15) -> None:
+        """Refuse options that make no problem.
+
+        Raises:
+            ConfigError: naming the option, what was expected and what was given.
+        """
+        if not MIN_LAG <= lag <= MAX_LAG:
+            raise ConfigError(f"lag must be a whole number from {MIN_LAG} to {MAX_LAG}, but is {lag!r}")
+        if not 1 <= length <= MAX_LENGTH:
+            raise ConfigError(f"length must be a whole number from 1 to {MAX_LENGTH}, but is {length!r}")
+
+    async def reset(self, seed: int) -> tuple[str, Info]:
+        """Show the problem of this seed."""
+        problem = self._draw(random.Random(seed), is_held_out(seed))
+        self._solution = problem.answer
+        return problem.prompt, {}
+
+    async def step(self, action: str) -> StepResult:
+        """Compare the answer with the right one; the episode ends."""
+        if self._solution is None:
+            raise EnvError("step() was called before reset()")
+        return "", float(action == self._solution), True, False, {}
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
+        """`count` training problems with their answers, drawn with replacement."""
+        rng = random.Random(seed)
+        return [self._draw(rng, held_out=False) for _ in range(count)]
+
+    def alphabet(self) -> str:
+        """The digits."""
+        return "0123456789"
+
+    def _draw(self, rng: random.Random, held_out: bool) -> SolvedExample:
+        while True:
+            digits = [rng.randrange(10) for _ in range(self._lag)]
+            prompt = "".join(map(str, digits))
+            if in_held_out_part(prompt) == held_out:
+                break
+        for _ in range(self._length):
+            digits.append((digits[-1] + digits[-self._lag]) % 10)
+        return SolvedExample(prompt, "".join(map(str, digits[self._lag :])))
+
+
+class CountedSums(Counting):
+    """One problem; the options are those of `Counting`."""
+
+    def _draw(self, rng: random.Random, held_out: bool, length: int | None) -> SolvedExample:
+        while True:
+            left = length or self._length(rng)
+            before, last = rng.randrange(10), rng.randrange(10)
+            prompt = f"{self._signs[left]}{before}{last}"
+            if in_held_out_part(prompt) == held_out:
+                break
+        items: list[str] = []
+        while left > 0:
+            left -= 1
+            before, last = last, (before + last) % 10
+            items.append(f"{self._signs[left]}{last}")
+        return SolvedExample(prompt, "".join(items))

@@ -1,0 +1,170 @@
+"""What a program is judged by and with: languages, suites of tests, limits, and the sandboxes it runs in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from envs.sandbox.api import Spec
+from envs.sandbox.open import Source, check_source
+from flash.config.objects import check_options
+from flash.errors import (
+    ConfigError,
+)
+
+MARK = "{mark}"
+"""Stands in `Language.test_end` for the text drawn for a run."""
+
+
+_Words = Annotated[tuple[str, ...], Meta(min_length=1)]
+
+
+_Seconds = Annotated[float, Meta(gt=0)]
+
+
+class Language(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How programs of a language are run."""
+
+    image: str
+    """Of the sandbox."""
+    file: str
+    """What the program's file is called, in the working directory."""
+    run: _Words
+    """Runs it."""
+    compile: _Words | None = None
+    """Runs once before all tests."""
+    test: _Words | None = None
+    """Runs a test program that it reads from its input; without it the language has no test programs."""
+    test_end: str = ""
+    """Last line of each test program: prints `{mark}`."""
+    fences: tuple[str, ...] = ()
+    """Names of fenced blocks that hold the language, beside its own."""
+
+
+LANGUAGES: dict[str, Language] = {
+    "python": Language(
+        image="flash-sandbox-python",
+        file="main.py",
+        run=("python3", "main.py"),
+        test=("python3", "-"),
+        test_end='print("{mark}")',
+        fences=("py", "python3"),
+    ),
+    "bash": Language(
+        image="flash-sandbox-python",
+        file="main.sh",
+        run=("bash", "main.sh"),
+        test=("bash", "-s"),
+        test_end="echo {mark}",
+        fences=("sh", "shell"),
+    ),
+    "c": Language(
+        image="flash-sandbox-c",
+        file="main.c",
+        compile=("tcc", "-o", "main", "main.c", "-lm"),
+        run=("./main",),
+    ),
+}
+"""Those that are known without being configured. The images are made by `python -m envs.sandbox.images`."""
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """An input with the output that it must give, or a test program."""
+
+    stdin: str = ""
+    stdout: str | None = None
+    """What must be printed; white space at the ends of lines and at the end does not count."""
+    program: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.stdout is None) == (self.program is None) or (self.program is not None and self.stdin):
+            raise ValueError("a test has either `stdout`, with or without `stdin`, or `program`")
+
+
+class Suite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What judges a program."""
+
+    tests: Annotated[list[Case], Meta(min_length=1)]
+    language: str
+    timeout: _Seconds | None = None
+    """Seconds for each test, where it is not the usual."""
+    memory_mib: Annotated[int, Meta(ge=16)] | None = None
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a program may use."""
+
+    timeout: _Seconds = 5.0
+    """Seconds for one test, on the clock on the wall; three times that for compiling."""
+    total: _Seconds = 30.0
+    """Seconds for all tests of one answer; those that are left then have failed."""
+    memory_mib: Annotated[int, Meta(ge=16)] = 256
+    pids: Annotated[int, Meta(ge=8)] = 64
+    cpus: _Seconds = 1.0
+
+
+class Bench(Source, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The sandboxes that programs are judged in. Environments of a node with the same ones share them."""
+
+    parallel: Annotated[int, Meta(ge=1, le=10_000)] = 8
+    """Sandboxes at once on each node."""
+    reuse: bool = True
+    """Use a sandbox again when it is proven clean; otherwise each answer gets a new one."""
+    wait: _Seconds = 60.0
+    """Seconds to wait for a sandbox."""
+    attempts: Annotated[int, Meta(ge=1, le=10)] = 3
+    """How often an answer is judged when its sandbox fails, before its episode fails."""
+
+
+def languages_with(own: Mapping[str, Any]) -> dict[str, Language]:
+    """The known languages, with one's own tables added or in their place.
+
+    Raises:
+        ConfigError: naming what is wrong.
+    """
+    return {**LANGUAGES, **{name: _language(name, table) for name, table in own.items()}}
+
+
+def _language(name: str, table: Mapping[str, Any]) -> Language:
+    language = Language(**check_options(Language, table, f"languages.{name}"))
+    if language.test is not None and MARK not in language.test_end:
+        raise ConfigError(f"languages.{name}.test_end must print {MARK}, but is {language.test_end!r}")
+    if "/" in language.file or not language.file:
+        raise ConfigError(f"languages.{name}.file must be a file's name, but is {language.file!r}")
+    return language
+
+
+def limits_of(table: Mapping[str, Any]) -> Limits:
+    """The limits with these changes. Raises ConfigError."""
+    return Limits(**check_options(Limits, table, "limits"))
+
+
+def bench_of(table: Mapping[str, Any]) -> Bench:
+    """Where programs run, with these changes. Raises ConfigError."""
+    bench = Bench(**check_options(Bench, table, "sandboxes"))
+    try:
+        check_source(bench)
+    except ConfigError as error:
+        raise ConfigError(f"sandboxes: {error}") from error
+    return bench
+
+
+def check_suite(suite: Suite, languages: Mapping[str, Language]) -> None:
+    """Refuse tests that nothing could run.
+
+    Raises:
+        ConfigError: the language is unknown, or has no test programs.
+    """
+    language = languages.get(suite.language)
+    if language is None:
+        raise ConfigError(f"there is no language {suite.language!r}, only {', '.join(languages)}")
+    if language.test is None and any(case.program is not None for case in suite.tests):
+        raise ConfigError(f"{suite.language} has no test programs: give it `test` and `test_end`, or use stdout")
+
+
+def spec_of(language: Language, limits: Limits) -> Spec:
+    """The sandbox for programs of a language."""
+    return Spec(image=language.image, memory_mib=limits.memory_mib, pids=limits.pids, cpus=limits.cpus)

@@ -1,0 +1,149 @@
+"""The tests of a suite, run on one program in one clean sandbox, and the verdict."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Literal, get_args
+
+import msgspec
+
+from envs.judging.options import MARK, Case, Language, Limits, Suite
+from envs.sandbox.api import Result, SandboxLike
+from flash.errors import (
+    SandboxFileError,
+    SandboxLimitError,
+)
+
+Cause = Literal["passed", "no program", "compile", "wrong output", "too much output", "crash", "timeout", "memory"]
+"""How the first test that failed did; `compile`: there was nothing to test."""
+
+
+SHOWN = 500
+"""Characters of a program's output in a verdict."""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What was found."""
+
+    passed: int
+    total: int
+    cause: Cause
+    detail: str = ""
+    """What the first test that failed saw, for people."""
+
+    @property
+    def share(self) -> float:
+        """Of the tests, those that passed."""
+        return self.passed / self.total
+
+    def metrics(self) -> dict[str, float]:
+        """The share, and for each way to fail whether it was the one."""
+        ways = (cause for cause in get_args(Cause) if cause != "passed")
+        return {"tests_passed": self.share} | {cause.replace(" ", "_"): float(cause == self.cause) for cause in ways}
+
+    def note(self) -> str:
+        """One text of cause and detail."""
+        return f"{self.cause}: {self.detail}" if self.detail else self.cause
+
+
+def find_program(answer: str, names: tuple[str, ...]) -> str:
+    """The last fenced block named by one of `names`, or by none; without such a block the whole answer.
+
+    A block that is still open at the end counts: an answer may end with its program.
+    """
+    found: str | None = None
+    block: list[str] = []
+    fence = ""
+    wanted = False
+    for line in answer.splitlines(keepends=True):
+        bare = line.strip()
+        mark = bare[: len(bare) - len(bare.lstrip("`~"))]
+        if fence:
+            if mark and bare == mark and mark.startswith(fence):
+                found = "".join(block) if wanted else found
+                fence = ""
+            else:
+                block.append(line)
+        elif len(mark) >= 3 and len(set(mark)) == 1:
+            name = bare[len(mark) :].strip().partition(" ")[0]
+            fence, block, wanted = mark, [], not name or name.lower() in {each.lower() for each in names}
+    if fence and wanted:
+        found = "".join(block)
+    return (answer if found is None else found).strip("\n")
+
+
+async def run_tests(
+    box: SandboxLike, program: str, language: Language, suite: Suite, limits: Limits, *, every: bool
+) -> Verdict:
+    """Judge a program in a clean sandbox; with `every`, all tests run, otherwise none after the first that fails.
+
+    Raises:
+        SandboxError: the sandbox failed.
+    """
+    total, passed = len(suite.tests), 0
+    cause: Cause = "passed"
+    detail = ""
+    if not program.strip():
+        return Verdict(0, total, "no program")
+    # Read-only against its own slips; what matters is that nothing in the sandbox decides about a test.
+    await box.write(language.file, program.encode("utf-8", "replace") + b"\n", mode=0o444)
+    if language.compile is not None:
+        built = await box.run(language.compile, timeout=3 * limits.timeout)
+        if not built.ok:
+            return Verdict(0, total, "compile", _shown(built.stderr or built.stdout))
+    used, began = 0.0, False
+    for case in suite.tests:
+        left = limits.total - used
+        if left <= 0:
+            return Verdict(passed, total, cause if cause != "passed" else "timeout", detail)
+        try:
+            found, why, seconds = await _run_test(box, language, case, min(limits.timeout, left))
+        except (SandboxLimitError, SandboxFileError) as error:
+            if not began:
+                raise
+            # It could run a program, until this one had run: no process or folder is left for another.
+            found, why, seconds = "crash", str(error), 0.0
+        began, used = True, used + seconds
+        passed += found == "passed"
+        if found != "passed" and cause == "passed":
+            cause, detail = found, why
+            if not every:
+                break
+    return Verdict(passed, total, cause, detail)
+
+
+async def _run_test(box: SandboxLike, language: Language, case: Case, timeout: float) -> tuple[Cause, str, float]:
+    """How one test ended, what it showed, and its seconds."""
+    if case.program is not None:
+        assert language.test is not None
+        mark = secrets.token_hex(16)
+        source = f"{case.program}\n{language.test_end.replace(MARK, mark)}\n"
+        result = await box.run(language.test, timeout=timeout, stdin=source.encode("utf-8", "replace"))
+        right = _lines(result.stdout)[-1:] == [mark]
+    else:
+        result = await box.run(language.run, timeout=timeout, stdin=case.stdin.encode("utf-8", "replace"))
+        right = _lines(result.stdout) == _lines((case.stdout or "").encode("utf-8", "replace"))
+    return *_cause(result, right), result.wall_s
+
+
+def _cause(result: Result, right: bool) -> tuple[Cause, str]:
+    if result.timed_out:
+        return "timeout", f"after {result.wall_s:.1f} s"
+    if result.oom_killed:
+        return "memory", ""
+    if not result.ok:
+        ending = result.signal or f"exit code {result.exit_code}"
+        return "crash", f"{ending}: {_shown(result.stderr or result.stdout)}"
+    if result.stdout_truncated:
+        return "too much output", ""
+    return ("passed", "") if right else ("wrong output", _shown(result.stdout))
+
+
+def _lines(output: bytes) -> list[str]:
+    """Without white space at the end, of each line and of the whole."""
+    return [line.rstrip() for line in output.decode("utf-8", "replace").rstrip().split("\n")]
+
+
+def _shown(output: bytes) -> str:
+    text = output.decode("utf-8", "replace").strip()
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]} …"

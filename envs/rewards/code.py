@@ -1,0 +1,68 @@
+"""Programs judged by tests in sandboxes, as verifiers for data sets.
+
+The answer column holds the tests as JSON: `{"language": "python", "tests": [{"stdin": "1 2", "stdout": "3"}]}`; all of
+it is in `envs.judging.options.Suite`. `passed_share` and `all_passed` use sandboxes of this machine's engine. For a
+service, more languages or other limits, make one of your own:
+
+    # my_rewards.py, next to the config
+    from envs.rewards.code import code_verifier
+    judged = code_verifier(reward="all", sandboxes={"at": "https://boxes:8700", "token_file": "tokens"})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from envs.judging.judge import SupplyOpener, shared_judge
+from envs.judging.options import Language, Suite, bench_of, check_suite, languages_with, limits_of
+from envs.sandbox.open import open_supply
+from flash.errors import ConfigError, RewardError
+
+
+def code_verifier(
+    *,
+    reward: Literal["all", "share"] = "share",
+    languages: Mapping[str, Any] | None = None,
+    limits: Mapping[str, Any] | None = None,
+    sandboxes: Mapping[str, Any] | None = None,
+    supply: SupplyOpener = open_supply,
+) -> Callable[[str, str], Awaitable[float]]:
+    """A verifier that runs the program of a completion.
+
+    Args:
+        reward: 1 for passing `all` tests and 0 otherwise, or the `share` of tests that pass.
+        languages: more languages by name, in the form of `envs.judging.options.Language`.
+        limits: what a program may use, in the form of `envs.judging.options.Limits`.
+        sandboxes: where programs run, in the form of `envs.judging.options.Bench`.
+        supply: opens the sandboxes of a node.
+
+    Raises:
+        ConfigError: an argument has another form.
+    """
+    known, allowed, bench = languages_with(languages or {}), limits_of(limits or {}), bench_of(sandboxes or {})
+
+    async def judged(completion: str, answer: str) -> float:
+        suite = _suite(answer, known)
+        judge = await shared_judge(bench, supply)
+        verdict = await judge.judge(completion, suite, known, allowed, every=reward == "share")
+        return verdict.share if reward == "share" else float(verdict.passed == verdict.total)
+
+    return judged
+
+
+def _suite(answer: str, languages: dict[str, Language]) -> Suite:
+    try:
+        suite = msgspec.json.decode(answer, type=Suite)
+        check_suite(suite, languages)
+    except (msgspec.MsgspecError, ConfigError) as error:
+        raise RewardError(f"the answer column does not hold tests: {error}") from error
+    return suite
+
+
+passed_share = code_verifier(reward="share")
+"""The share of tests that the program passes."""
+all_passed = code_verifier(reward="all")
+"""1.0 when the program passes all tests, else 0.0."""

@@ -1,0 +1,133 @@
+"""Verifiers: functions `(completion, answer) -> float` named by import path, run outside the event loop.
+
+A verifier runs in a worker process under a deadline, because it is somebody else's code: it may take long, never return
+or take its process with it. Whatever goes wrong is a `RewardError`, never a reward of 0. A function marked `@inline` is
+trusted to be quick and is called in place, so that no process hop is paid. An `async def` is awaited in place, under
+the deadline: it waits for something else that judges, a sandbox or another model, and must not compute for long. What
+its surroundings do to it may be told by an `EnvError` of another kind.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TypeVar, cast
+
+import anyio
+import anyio.to_process
+
+from flash.environment.results import check_reward
+from flash.errors import ConfigError, EnvError, RewardError
+
+_Plain = Callable[[str, str], float]
+Verifier = _Plain | Callable[[str, str], Awaitable[float]]
+
+_F = TypeVar("_F", bound=_Plain)
+
+_INLINE = "__flash_inline__"
+"""The attribute that `inline` sets."""
+
+
+def inline(verifier: _F) -> _F:
+    """Mark a verifier that answers in well under a millisecond for any input, and cannot hang."""
+    setattr(verifier, _INLINE, True)
+    return verifier
+
+
+@functools.cache
+def load_verifier(path: str) -> Verifier:
+    """The verifier at `module:function`; modules of the current directory count.
+
+    Raises:
+        ConfigError: there is nothing callable there.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    module, _, name = path.partition(":")
+    try:
+        verifier = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"there is no verifier {path!r} (expected module:function): {error}") from error
+    if not callable(verifier):
+        raise ConfigError(f"{path!r} is not a function (completion, answer) -> float")
+    return cast("Verifier", verifier)
+
+
+async def verify(path: str, completion: str, answer: str, timeout: float) -> float:
+    """Score a completion with the verifier at `path`.
+
+    The deadline counts from the moment a worker process is free; how many run at once is anyio's default, one per core.
+    On a deadline or a cancellation the worker is killed.
+
+    Raises:
+        RewardError: the verifier raised, gave no finite number, died, or did not answer within `timeout` seconds.
+        EnvError: an asynchronous verifier raised it.
+    """
+    verifier = load_verifier(path)
+    if inspect.iscoroutinefunction(verifier):
+        score, problem = await _awaited(verifier, completion, answer, timeout)
+    elif getattr(verifier, _INLINE, False):
+        score, problem = _score(cast("_Plain", verifier), completion, answer)
+    else:
+        score, problem = await _in_process(path, completion, answer, timeout)
+    if problem is not None:
+        raise RewardError(f"verifier {path}: {problem}")
+    return check_reward(score)
+
+
+async def _awaited(
+    verifier: Callable[[str, str], Awaitable[float]], completion: str, answer: str, timeout: float
+) -> tuple[object, str | None]:
+    with anyio.move_on_after(timeout):
+        try:
+            return await verifier(completion, answer), None
+        except EnvError:
+            raise
+        except (Exception, SystemExit) as error:  # the supervised boundary to code that is not ours, sys.exit included
+            return None, f"it raised {type(error).__name__}: {error}"
+    return None, f"no answer within {timeout:g} s; raise the environment's timeout"
+
+
+async def _in_process(path: str, completion: str, answer: str, timeout: float) -> tuple[object, str | None]:
+    async with anyio.to_process.current_default_process_limiter():
+        try:
+            with anyio.fail_after(timeout):
+                return await anyio.to_process.run_sync(
+                    _score_in_worker,
+                    path,
+                    completion,
+                    answer,
+                    timeout,
+                    cancellable=True,
+                    limiter=anyio.CapacityLimiter(1),
+                )
+        except TimeoutError:
+            return None, f"no answer within {timeout:g} s; make it faster, or raise the environment's timeout"
+        except anyio.BrokenWorkerProcess:
+            return None, "its worker process died"
+
+
+def _score_in_worker(path: str, completion: str, answer: str, timeout: float) -> tuple[object, str | None]:
+    """Runs in the worker's main thread."""
+    # Nobody kills a hanging worker when this run is killed itself: its own alarm does, by SIGALRM's default action.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, 2 * timeout)
+    try:
+        return _score(cast("_Plain", load_verifier(path)), completion, answer)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _score(verifier: _Plain, completion: str, answer: str) -> tuple[object, str | None]:
+    """The score, or how the verifier failed: as text, because not every exception can be pickled."""
+    try:
+        return check_reward(verifier(completion, answer)), None
+    except RewardError as error:
+        return None, str(error)
+    except (Exception, SystemExit) as error:  # the supervised boundary to code that is not ours, sys.exit included
+        return None, f"it raised {type(error).__name__}: {error}"

@@ -1,0 +1,392 @@
+"""`flash sandbox …`: the service, and what a person does with it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import signal
+import sys
+import termios
+import tty
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from flash.errors import ConfigError, SandboxError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from envs.sandbox.api import Spec, Terminal
+    from envs.sandbox.pool.host import Host
+    from envs.sandbox.remote.client import SandboxClient
+    from envs.sandbox.service.server import Address
+
+DEFAULT_URL = "http://127.0.0.1:8700"
+FAILED = 125
+"""Exit code of `run` when there is no result of the command, as with other container tools."""
+END_OF_INPUT = b"\x04"
+"""What a terminal takes for the end of what is typed."""
+END_EVERY_S = 0.3
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Add `sandbox` to the command line."""
+    sandbox: argparse.ArgumentParser = commands.add_parser(
+        "sandbox", help="isolated environments in containers: service, shell, diagnosis"
+    )
+    actions = sandbox.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    serve = actions.add_parser("serve", help="offer sandboxes of this machine, or of other services, over HTTP")
+    serve.add_argument("--listen", default="127.0.0.1:8700", metavar="HOST:PORT|unix:PATH")
+    serve.add_argument(
+        "--certificate", type=Path, metavar="FILE.pem", help="with --key, TLS; needed for other machines"
+    )
+    serve.add_argument("--key", type=Path, metavar="FILE.pem")
+    serve.add_argument("--engine", metavar="URL", help="container engine; default: DOCKER_HOST, then the usual sockets")
+    serve.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        metavar="NAME=URL=TOKENFILE",
+        help="another service to place sandboxes on",
+    )
+    serve.add_argument("--warm", action="append", default=[], metavar="IMAGE=NUMBER", help="keep so many ready")
+    serve.add_argument("--state", type=Path, default=_state_folder(), metavar="FOLDER", help="journal, lock and tokens")
+    serve.add_argument("--keep", action="store_true", help="leave the sandboxes for the next start of the service")
+
+    run = actions.add_parser("run", help="run one command in a new sandbox, or in one that exists")
+    _add_client(run)
+    _add_spec(run)
+    run.add_argument("--in", dest="sandbox", metavar="ID", help="a sandbox that exists")
+    run.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
+    run.add_argument(
+        "command_line", nargs="+", metavar="COMMAND", help="one word goes to the shell, several run as they are"
+    )
+
+    shell = actions.add_parser("shell", help="a terminal in a new sandbox, or in one that exists")
+    _add_client(shell)
+    _add_spec(shell)
+    shell.add_argument("--in", dest="sandbox", metavar="ID")
+
+    _add_client(actions.add_parser("ls", help="list the sandboxes of a service"))
+    remove = actions.add_parser("rm", help="end sandboxes of a service")
+    _add_client(remove)
+    remove.add_argument("sandbox", nargs="+", metavar="ID")
+
+    doctor = actions.add_parser("doctor", help="measure from inside what a sandbox is allowed, and try to escape")
+    _add_spec(doctor)
+    doctor.add_argument("--engine", metavar="URL")
+    return sandbox
+
+
+def _add_client(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=os.environ.get("FLASH_SANDBOX_URL", DEFAULT_URL), metavar="URL|unix:PATH")
+    parser.add_argument("--token-file", type=Path, default=_state_folder() / "tokens", metavar="FILE")
+    parser.add_argument("--ca", type=Path, metavar="FILE.pem", help="certificate authority of the service")
+
+
+def _add_spec(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--image", default="flash-sandbox-python")
+    parser.add_argument("--profile", choices=("strict", "build", "compat"), default="strict")
+    parser.add_argument("--cpus", type=float, default=1.0)
+    parser.add_argument("--memory", type=int, default=512, metavar="MIB")
+    parser.add_argument("--network", choices=("none", "bridge"), default="none")
+    parser.add_argument("--runtime", metavar="NAME", help="container runtime that is required, such as runsc")
+
+
+def _state_folder() -> Path:
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "flash" / "sandbox"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out one action; the exit code.
+
+    Raises:
+        FlashError: it cannot be done.
+    """
+    actions: dict[str, Callable[[argparse.Namespace], Awaitable[int]]] = {
+        "serve": _serve,
+        "run": _run,
+        "shell": _shell,
+        "ls": _list,
+        "rm": _remove,
+        "doctor": _doctor,
+    }
+    try:
+        return anyio.run(actions[arguments.action], arguments)
+    except BrokenPipeError:
+        # Who reads what we say has left. The end of the process must not try to say the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except SandboxError as error:
+        if arguments.action != "run":
+            raise
+        sys.stderr.write(f"flash: error: {error}\n")
+        return FAILED
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed; pip install 'flash-rl[sandbox]'") from error
+
+
+def _spec(arguments: argparse.Namespace) -> Spec:
+    import msgspec
+
+    from envs.sandbox.api import Spec
+
+    wanted = {
+        "image": arguments.image,
+        "profile": arguments.profile,
+        "cpus": arguments.cpus,
+        "memory_mib": arguments.memory,
+        "network": arguments.network,
+        "runtime": arguments.runtime,
+        "require_runtime": arguments.runtime is not None,
+    }
+    try:
+        return msgspec.convert(wanted, Spec)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"sandbox: {error}") from None
+
+
+# ---- the service
+
+
+async def _serve(arguments: argparse.Namespace) -> int:
+    from envs.sandbox.pool.journal import SqliteJournal
+    from envs.sandbox.pool.ownership import OwnerLock
+    from envs.sandbox.pool.pool import open_pool
+    from envs.sandbox.protocol.tokens import Tokens, read_tokens
+    from envs.sandbox.service.logs import write_to_stderr
+    from envs.sandbox.service.server import open_socket, serving
+    from envs.sandbox.service.service import open_service
+    from envs.sandbox.service.web import make_app
+
+    write_to_stderr()
+    # Each client and each sandbox takes a few descriptors; the usual 1,024 are for programs with neither.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    state: Path = arguments.state
+    try:
+        await anyio.Path(state).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--state {state}: {error.strerror}; name a folder that can be made") from error
+    tokens = read_tokens(state / "tokens")
+    address = parse_address(arguments.listen, arguments.certificate, arguments.key)
+    async with AsyncExitStack() as stack:
+        lock = stack.enter_context(OwnerLock(state / "lock"))
+        bound = stack.enter_context(open_socket(address))
+        journal = SqliteJournal(state / "journal.sqlite")
+        stack.callback(journal.close)
+        stops = stack.enter_context(anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT))
+        hosts = await _hosts(arguments, stack, _service_id(state), lock)
+        pool = await stack.enter_async_context(open_pool(hosts, journal=journal))
+        service = await stack.enter_async_context(open_service(pool, os.uname().nodename))
+        app = make_app(service, Tokens(tokens))
+        url = await stack.enter_async_context(serving(app, bound, address))
+        sys.stdout.write(f"sandboxes at {url}, tokens in {state / 'tokens'}\n")
+        sys.stdout.flush()
+        async for _ in stops:
+            break
+        if arguments.keep:
+            # What `kill -9` does, and the next start mends: the journal and the containers are always in order.
+            os._exit(0)
+    return 0
+
+
+async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: str, lock: Any) -> list[Host]:
+    """This machine's engine, or the services that were named."""
+    from envs.sandbox.engines.docker import DockerBackend
+    from envs.sandbox.pool.engine_maker import open_maker
+    from envs.sandbox.pool.host import Identity
+    from envs.sandbox.pool.local_host import LocalHost
+    from envs.sandbox.remote.client import SandboxClient, service_token
+    from envs.sandbox.remote.host import RemoteHost
+
+    hosts: list[Host] = []
+    for text in arguments.host:
+        name, url, path = _three(text)
+        client = SandboxClient(url, service_token(Path(path)))
+        hosts.append(RemoteHost(name, await stack.enter_async_context(client), service))
+    if not hosts:
+        backend = await stack.enter_async_context(DockerBackend(arguments.engine))
+        maker = await stack.enter_async_context(open_maker(backend))
+        warm = [_warm(text) for text in arguments.warm]
+        hosts.append(LocalHost(os.uname().nodename, maker, Identity.of(service, lock), warm=warm))
+    return hosts
+
+
+def _service_id(state: Path) -> str:
+    """The same after each start with this folder."""
+    from uuid import uuid4
+
+    path = state / "service"
+    if not path.exists():
+        path.write_text(uuid4().hex)
+    return path.read_text().strip()
+
+
+def _three(text: str) -> tuple[str, str, str]:
+    name, _, rest = text.partition("=")
+    url, _, path = rest.rpartition("=")
+    if not (name and url and path):
+        raise ConfigError(f"--host {text!r}: expected NAME=URL=TOKENFILE")
+    return name, url, path
+
+
+def _warm(text: str) -> tuple[Spec, int]:
+    from envs.sandbox.api import Spec
+
+    image, _, number = text.rpartition("=")
+    if not image or not number.isdecimal():
+        raise ConfigError(f"--warm {text!r}: expected IMAGE=NUMBER")
+    return Spec(image=image), int(number)
+
+
+def parse_address(listen: str, certificate: Path | None, key: Path | None) -> Address:
+    """Where to listen. Raises ConfigError."""
+    from envs.sandbox.service.server import Address
+
+    if listen.startswith("unix:"):
+        return Address(unix=Path(listen.removeprefix("unix:")), certificate=certificate, key=key)
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"--listen {listen!r}: expected HOST:PORT or unix:PATH")
+    return Address(host=host.strip("[]"), port=int(port), certificate=certificate, key=key)
+
+
+# ---- its clients
+
+
+@asynccontextmanager
+async def _client(arguments: argparse.Namespace) -> AsyncGenerator[SandboxClient]:
+    from envs.sandbox.remote.client import SandboxClient, service_token, trusting
+
+    verify = trusting(arguments.ca)
+    token = os.environ.get("FLASH_SANDBOX_TOKEN") or service_token(arguments.token_file)
+    async with SandboxClient(arguments.url, token, verify=verify) as client:
+        yield client
+
+
+@asynccontextmanager
+async def _box(arguments: argparse.Namespace) -> AsyncGenerator[Any]:
+    async with _client(arguments) as client:
+        if arguments.sandbox:
+            yield await client.find(arguments.sandbox)
+        else:
+            async with client.acquire(_spec(arguments), owner="cli") as box:
+                yield box
+
+
+async def _run(arguments: argparse.Namespace) -> int:
+    from envs.sandbox.api import Chunk
+
+    words: list[str] = arguments.command_line
+    async with _box(arguments) as box:
+        async for item in box.stream(words[0] if len(words) == 1 else words, timeout=arguments.timeout):
+            if isinstance(item, Chunk):
+                target = sys.stdout if item.stream == "stdout" else sys.stderr
+                target.buffer.write(item.data)
+                target.buffer.flush()
+                continue
+            if item.timed_out:
+                sys.stderr.write(f"flash: killed after {arguments.timeout:g} s\n")
+                return 124
+            if item.signal is not None:
+                return 128 + int(getattr(signal, item.signal, 0))
+            return item.exit_code if item.exit_code is not None else FAILED
+    return FAILED
+
+
+async def _shell(arguments: argparse.Namespace) -> int:
+    rows, columns = _window()
+    async with _box(arguments) as box, box.terminal(rows=rows, columns=columns) as terminal:
+        with _raw():
+            await _join(terminal)
+    return 0
+
+
+async def _join(terminal: Terminal) -> None:
+    """This terminal and the sandbox's, until that ends."""
+    async with anyio.create_task_group() as tasks:
+
+        async def type_in() -> None:
+            last = b"\n"
+            while True:
+                # A file cannot be waited for, and has no need of it.
+                with suppress(PermissionError):
+                    await anyio.wait_readable(sys.stdin)
+                data = os.read(sys.stdin.fileno(), 4096)
+                if data:
+                    last = data[-1:]
+                    await terminal.write(data)
+                    continue
+                # Counts at the beginning of a line only. Again: what comes while a program begins or ends may be lost.
+                await terminal.write(END_OF_INPUT if last == b"\n" else b"\n" + END_OF_INPUT)
+                last = b"\n"
+                await anyio.sleep(END_EVERY_S)
+
+        async def resize() -> None:
+            with anyio.open_signal_receiver(signal.SIGWINCH) as changes:
+                async for _ in changes:
+                    await terminal.resize(*_window())
+
+        tasks.start_soon(type_in)
+        tasks.start_soon(resize)
+        while data := await terminal.read():
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+        tasks.cancel_scope.cancel()
+
+
+def _window() -> tuple[int, int]:
+    try:
+        size = os.get_terminal_size(sys.stdout.fileno())
+    except OSError:
+        return 24, 80
+    return max(1, size.lines), max(1, size.columns)
+
+
+@contextmanager
+def _raw() -> Generator[None]:
+    """Every key goes to the sandbox, ctrl-C too."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    tty.setraw(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+async def _list(arguments: argparse.Namespace) -> int:
+    async with _client(arguments) as client:
+        for info in await client.list():
+            columns = (info.id, info.state, info.owner, info.host or "-", info.spec.image)
+            sys.stdout.write("  ".join(columns) + "\n")
+    return 0
+
+
+async def _remove(arguments: argparse.Namespace) -> int:
+    async with _client(arguments) as client:
+        for id in arguments.sandbox:
+            await client.end(id)
+            sys.stdout.write(f"{id}\n")
+    return 0
+
+
+async def _doctor(arguments: argparse.Namespace) -> int:
+    from envs.sandbox.doctor import doctor, lines
+    from envs.sandbox.engines.docker import DockerBackend
+
+    async with DockerBackend(arguments.engine) as backend:
+        diagnosis = await doctor(backend, _spec(arguments))
+    for line in lines(diagnosis):
+        sys.stdout.write(f"{line}\n")
+    return 0 if diagnosis.ok else 1

@@ -1,0 +1,346 @@
+"""The commands of a sandbox: what `api.Commands` promises, over the channel to its agent."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import anyio
+import msgspec
+
+from envs.sandbox.api import Chunk, Command, JobStatus, Output, Result, Spec, StreamName
+from envs.sandbox.local.channel import OUTPUT_WINDOW, Call, Channel, decode, in_time
+from envs.sandbox.local.frames import PIECE
+from flash.errors import SandboxError, SandboxLimitError, SandboxLostError, SandboxRefusedError
+
+ANSWER_SECONDS = 20.0
+"""For the agent to answer what it can answer at once: long, because the machine may be overloaded."""
+LONGEST_COMMAND = 120_000
+"""Bytes of a command or argument: the kernel takes no more than 128 KiB of each."""
+STREAMS = ("stdout", "stderr")
+
+
+class Connection(Protocol):
+    """What commands and files need of their sandbox."""
+
+    @property
+    def spec(self) -> Spec: ...
+
+    async def channel(self) -> Channel:
+        """The channel, once the sandbox is ready. Raises SandboxLostError, SandboxClosedError."""
+        ...
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How the agent says that a command ended."""
+
+    exit_code: int | None
+    signal: str | None
+    timed_out: bool
+    oom_killed: bool
+    stdout: bytes
+    stderr: bytes
+    stdout_truncated: bool
+    stderr_truncated: bool
+    wall_s: float
+    cpu_s: float
+    max_rss: int
+    restarts: int = 0
+
+
+def to_result(ending: Ending, output: Mapping[str, bytes]) -> Result:
+    """A result, with the output that came before it."""
+    return Result(
+        ending.exit_code,
+        ending.signal,
+        ending.timed_out,
+        ending.oom_killed,
+        output.get("stdout", b"") + ending.stdout,
+        output.get("stderr", b"") + ending.stderr,
+        ending.stdout_truncated,
+        ending.stderr_truncated,
+        ending.wall_s,
+        ending.cpu_s,
+        ending.max_rss,
+    )
+
+
+def request(
+    spec: Spec,
+    command: Command | None,
+    *,
+    timeout: float | None,
+    env: Mapping[str, str] | None = None,
+    cwd: str | None = None,
+    **more: object,
+) -> dict[str, object]:
+    """What the agent needs to know of a command.
+
+    Raises:
+        SandboxRefusedError: it is no command. SandboxLimitError: it is too long.
+    """
+    if timeout is not None and not timeout > 0:
+        raise SandboxRefusedError(f"the timeout must be above 0 s, but is {timeout:g}")
+    asked: dict[str, object] = {"timeout": timeout, "limit": spec.output_limit, **more}
+    if cwd is not None:
+        asked["cwd"] = encoded(cwd)
+    if env:
+        asked["env"] = {encoded(name): encoded(value) for name, value in env.items()}
+    if isinstance(command, str):
+        asked["command"] = encoded(command)
+    elif command is not None:
+        asked["argv"] = [encoded(word) for word in command]
+        if not command:
+            raise SandboxRefusedError("a command needs at least the name of a program")
+    words = [command] if isinstance(command, str) else [*(command or ()), *(env or {}), *(env or {}).values()]
+    if sum(map(len, words)) > LONGEST_COMMAND:
+        raise SandboxLimitError(
+            f"a command may have {LONGEST_COMMAND} characters; write it to a file, or pass it as standard input"
+        )
+    return asked
+
+
+def encoded(text: str) -> bytes:
+    """Text as the bytes that the sandbox gets: UTF-8, or what `os.fsdecode` made of other bytes.
+
+    Raises:
+        SandboxRefusedError: it has a zero byte, or is no text.
+    """
+    try:
+        data = text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise SandboxRefusedError(f"{text[:80]!r} cannot be encoded: {error.reason}") from None
+    if b"\0" in data:
+        raise SandboxRefusedError(f"{text[:80]!r} has a zero byte, which no command, name or path may have")
+    return data
+
+
+class SandboxJob:
+    """`api.Job`."""
+
+    def __init__(self, connection: Connection, job_id: str) -> None:
+        self._connection = connection
+        self.job_id = job_id
+
+    async def poll(self) -> JobStatus:
+        """How it stands."""
+        channel = await self._connection.channel()
+        form = tuple[bool, int, int]
+        (running, out, err), _ = await channel.ask("job_poll", {"job": self.job_id}, form, ANSWER_SECONDS)
+        return JobStatus(running, out, err, None if running else await self.wait(ANSWER_SECONDS))
+
+    async def wait(self, timeout: float) -> Result:
+        """Its result."""
+        channel = await self._connection.channel()
+        room = 2 * self._connection.spec.output_limit
+        return to_result(*await channel.ask("job_wait", {"job": self.job_id}, Ending, timeout, room=room))
+
+    async def signal(self, name: str = "SIGTERM") -> None:
+        """Send it a signal."""
+        channel = await self._connection.channel()
+        await channel.ask("job_signal", {"job": self.job_id, "signal": name}, type(None), ANSWER_SECONDS)
+
+    async def output(self, stream: StreamName = "stdout", *, offset: int = 0, limit: int = 1 << 16) -> Output:
+        """A range of what it wrote."""
+        channel = await self._connection.channel()
+        limit = min(limit, self._connection.spec.output_limit)
+        asked = {"job": self.job_id, "stream": stream, "offset": offset, "limit": limit}
+        (begin, total), output = await channel.ask("job_output", asked, tuple[int, int], ANSWER_SECONDS, room=limit)
+        return Output(begin, output.get("stdout", b""), total)
+
+
+class SandboxSession:
+    """`api.Session`."""
+
+    def __init__(self, connection: Connection, name: str) -> None:
+        self._connection = connection
+        self.name = name
+        self.restarts = 0
+
+    async def run(self, command: str, *, timeout: float) -> Result:
+        """Run one command, after those that were called before."""
+        spec = self._connection.spec
+        asked = request(spec, command, timeout=timeout, name=self.name)
+        channel = await self._connection.channel()
+        # It may wait for the commands before it as long as it may then run.
+        waiting = 2 * timeout + ANSWER_SECONDS
+        ending, output = await channel.ask("session_run", asked, Ending, waiting, room=2 * spec.output_limit)
+        self.restarts = ending.restarts
+        return to_result(ending, output)
+
+    async def interrupt(self) -> bool:
+        """ctrl-C."""
+        channel = await self._connection.channel()
+        return (await channel.ask("session_interrupt", {"name": self.name}, bool, ANSWER_SECONDS))[0]
+
+    async def close(self) -> None:
+        """End the shell and what it started."""
+        channel = await self._connection.channel()
+        await channel.ask("session_close", {"name": self.name}, type(None), ANSWER_SECONDS)
+
+
+class SandboxTerminal:
+    """`api.Terminal`."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._ended = False
+
+    async def write(self, data: bytes) -> None:
+        """Type."""
+        await self._call.send(data)
+
+    async def read(self) -> bytes:
+        """What came; empty once the program has ended."""
+        while not self._ended:
+            piece = await self._call.next()
+            if isinstance(piece, msgspec.Raw):
+                self._ended = True
+                return decode(piece, Ending).stdout
+            data = decode(piece[1], bytes)
+            await self._call.grant(data)
+            if data:
+                return data
+        return b""
+
+    async def resize(self, rows: int, columns: int) -> None:
+        """Tell the program its size."""
+        await self._call.post("window", [rows, columns])
+
+
+class RemoteCommands:
+    """`api.Commands`, for a class that is a `Connection`."""
+
+    async def run(
+        self: Connection,
+        command: Command,
+        *,
+        timeout: float,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> Result:
+        """Run a command to its end, or for `timeout` seconds."""
+        spec, short = self.spec, len(stdin) <= PIECE
+        asked = request(spec, command, timeout=timeout, env=env, cwd=cwd, stdin=stdin if short else b"", feed=not short)
+        channel = await self.channel()
+        async with channel.call("run", asked, timeout + ANSWER_SECONDS, room=2 * spec.output_limit) as call:
+            if short:
+                return to_result(*await call.result(Ending))
+            async with sending(call, stdin):
+                return to_result(*await call.result(Ending))
+
+    async def stream(
+        self: Connection,
+        command: Command,
+        *,
+        timeout: float,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> AsyncGenerator[Chunk | Result]:
+        """The same, with the output as it comes."""
+        if len(stdin) > PIECE:
+            raise SandboxLimitError(f"a stream takes {PIECE} bytes of input; write more to a file")
+        asked = request(
+            self.spec, command, timeout=timeout, env=env, cwd=cwd, stdin=stdin, stream=True, credit=OUTPUT_WINDOW
+        )
+        deadline = anyio.current_time() + timeout + ANSWER_SECONDS
+        channel = await self.channel()
+        # No cancel scope may be open while the caller has a piece: it would not be the innermost one any more.
+        call = await channel.open("run", asked, room=2 * OUTPUT_WINDOW)
+        try:
+            while True:
+                with in_time("stream", max(ANSWER_SECONDS, deadline - anyio.current_time())):
+                    piece = await call.next()
+                if isinstance(piece, msgspec.Raw):
+                    yield to_result(decode(piece, Ending), {})
+                    return
+                name, data = piece[0], decode(piece[1], bytes)
+                if name not in STREAMS:
+                    raise SandboxLostError(f"the agent sent output of {name!r}")
+                yield Chunk("stdout" if name == "stdout" else "stderr", data)
+                await call.grant(data)
+        finally:
+            await channel.finish(call)
+
+    async def start(
+        self: Connection,
+        command: Command,
+        *,
+        timeout: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+    ) -> SandboxJob:
+        """Start a command in the background."""
+        asked = request(self.spec, command, timeout=timeout, env=env, cwd=cwd)
+        channel = await self.channel()
+        # Cancelled here, nobody would know of the job: so its start is not.
+        job_id = ""
+        with anyio.CancelScope(shield=True):
+            job_id, _ = await channel.ask("start", asked, str, ANSWER_SECONDS)
+        return SandboxJob(self, job_id)
+
+    def job(self: Connection, job_id: str) -> SandboxJob:
+        """A job that was started earlier, perhaps by another process."""
+        return SandboxJob(self, job_id)
+
+    @asynccontextmanager
+    async def session(self: Connection, name: str = "main") -> AsyncGenerator[SandboxSession]:
+        """A shell for the time of the block."""
+        channel = await self.channel()
+        session = SandboxSession(self, name)
+        try:
+            # A cancellation between the shell's start and our knowing of it would leave it behind.
+            with anyio.CancelScope(shield=True):
+                await channel.ask("session_open", {"name": name}, int, ANSWER_SECONDS)
+            yield session
+        finally:
+            with anyio.CancelScope(shield=True):
+                await _ignore_loss(session.close)
+
+    @asynccontextmanager
+    async def terminal(
+        self: Connection, command: Command | None = None, *, rows: int = 24, columns: int = 80
+    ) -> AsyncGenerator[SandboxTerminal]:
+        """A program on a pseudo-terminal for the time of the block."""
+        shell: Sequence[str] = ("/bin/sh", "-c", "exec $(command -v bash || echo sh) -i")
+        asked = request(
+            self.spec, command or shell, timeout=None, tty=True, rows=rows, columns=columns, stream=True,
+            credit=OUTPUT_WINDOW, env={"TERM": "xterm-256color"},
+        )  # fmt: skip
+        channel = await self.channel()
+        call = await channel.open("run", asked, room=2 * OUTPUT_WINDOW)
+        try:
+            yield SandboxTerminal(call)
+        finally:
+            await channel.finish(call)
+
+
+@asynccontextmanager
+async def sending(call: Call, data: bytes) -> AsyncGenerator[None]:
+    """Send input while the block waits for the result."""
+    body_error: BaseException | None = None
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_send, call, data)
+        try:
+            yield
+        except Exception as error:
+            # Raised again below: the task group would wrap it in a group.
+            body_error = error
+        tasks.cancel_scope.cancel()
+    if body_error is not None:
+        raise body_error
+
+
+async def _send(call: Call, data: bytes) -> None:
+    await _ignore_loss(lambda: call.send(data, last=True))
+
+
+async def _ignore_loss(work: Callable[[], Awaitable[None]]) -> None:
+    """Who waits for the result is told of a lost sandbox; nobody else needs to be."""
+    try:
+        await work()
+    except SandboxError:
+        return

@@ -1,0 +1,180 @@
+"""The files of a sandbox: what `api.Files` promises, over the channel to its agent."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import os
+import tempfile
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import IO, Literal
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from envs.sandbox import trees
+from envs.sandbox.api import FileInfo
+from envs.sandbox.local.channel import OUTPUT_WINDOW, Channel, decode, in_time
+from envs.sandbox.local.commands import ANSWER_SECONDS, Connection, Ending, encoded, request
+from envs.sandbox.trees import TreeLimits
+from flash.errors import SandboxError, SandboxFileError, SandboxLimitError, SandboxLostError
+
+READ_LIMIT = 1 << 26
+"""Bytes that one `read` may give."""
+READ_PIECE = 1 << 20
+"""Bytes asked of the agent at a time."""
+WRITE_LIMIT = 1 << 28
+"""Bytes that one `write` may take."""
+LIST_ROOM = 1 << 26
+"""Bytes that one listing may have."""
+TREE_SECONDS = 600.0
+"""For a tree to be copied or removed."""
+MEMORY_BYTES = 1 << 20
+"""Trees up to this size are kept in memory on their way, larger ones in a temporary file."""
+
+_Entry = tuple[bytes, Literal["file", "folder", "link", "other"], int, int, float]
+
+
+class RemoteFiles:
+    """`api.Files`, for a class that is a `Connection`."""
+
+    tree_limits = TreeLimits()
+    """Caps on uploads and downloads."""
+
+    async def read(self: Connection, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
+        """Bytes of a regular file."""
+        if offset < 0 or (limit is not None and limit < 0):
+            raise SandboxFileError(f"{path}: offset and limit cannot be negative")
+        if limit is not None and limit > READ_LIMIT:
+            raise SandboxLimitError(f"{path}: one read gives {READ_LIMIT} bytes, not {limit}; read it in ranges")
+        channel = await self.channel()
+        wanted = READ_LIMIT + 1 if limit is None else limit
+        data, first = bytearray(), None
+        while len(data) < wanted or first is None:
+            size = min(wanted - len(data), READ_PIECE)
+            asked = {"path": encoded(path), "offset": offset + len(data), "limit": size}
+            identity, output = await channel.ask("read", asked, list[int], ANSWER_SECONDS, room=size)
+            if first not in (None, identity):
+                raise SandboxFileError(f"{path}: changed while it was read; try again")
+            first, piece = identity, output.get("stdout", b"")
+            data += piece
+            if len(piece) < size or not size:
+                break
+        if len(data) > READ_LIMIT:
+            raise SandboxLimitError(f"{path}: has more than the {READ_LIMIT} bytes of one read; read it in ranges")
+        return bytes(data)
+
+    async def write(self: Connection, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
+        """Replace a file in one step, or append to it."""
+        if len(data) > WRITE_LIMIT:
+            raise SandboxLimitError(f"{path}: one write takes {WRITE_LIMIT} bytes, not {len(data)}")
+        channel = await self.channel()
+        asked = {"path": encoded(path), "mode": mode & 0o7777, "append": append}
+        timeout = ANSWER_SECONDS + len(data) / (1 << 20)
+        async with channel.call("write", asked, timeout) as call:
+            await call.send(data, last=True)
+            await call.result(type(None))
+
+    async def list(self: Connection, path: str = ".") -> builtins.list[FileInfo]:
+        """The entries of a folder."""
+        channel = await self.channel()
+        entries: builtins.list[FileInfo] = []
+        async with channel.call("list", {"path": encoded(path)}, ANSWER_SECONDS, room=LIST_ROOM) as call:
+            while not isinstance(piece := await call.next(), msgspec.Raw):
+                batch = decode(piece[1], builtins.list[_Entry])
+                if any(b"/" in name or b"\0" in name for name, *_ in batch):
+                    raise SandboxLostError(f"{path}: the agent sent a name that no file can have")
+                entries += [FileInfo(os.fsdecode(name), kind, size, mode, at) for name, kind, size, mode, at in batch]
+        return entries
+
+    async def remove(self: Connection, path: str) -> None:
+        """Remove a file, a link, or a folder with everything in it."""
+        if path.rstrip("/") in ("", ".", ".."):
+            raise SandboxFileError(f"{path!r}: not a path that can be removed")
+        await _work(self, await self.channel(), "remove", path)
+
+    async def upload(self, source: Path, path: str) -> None:
+        """Copy a local file or tree into the sandbox."""
+        with tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES) as archive:
+            await _in_thread(trees.pack, Path(source), archive, self.tree_limits)
+            archive.seek(0)
+            await _receive(self, path, archive)  # type: ignore[arg-type]
+
+    async def download(self, path: str, target: Path) -> None:
+        """Copy a file or tree of the sandbox."""
+        with tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES) as archive:
+            # A tar archive pads each entry.
+            room = self.tree_limits.total + 2048 * self.tree_limits.entries
+            async for piece in send_tree(self, path):  # type: ignore[arg-type]
+                room -= len(piece)
+                if room < 0:
+                    raise SandboxLimitError(f"{path}: more than {self.tree_limits.total} bytes")
+                archive.write(piece)
+            archive.seek(0)
+            await _in_thread(trees.unpack, archive, Path(target), self.tree_limits)
+
+
+async def _in_thread(function: object, *args: object) -> None:
+    """Run to its end, also when cancelled: it is bounded by its caps, and must not work on what is closed."""
+    await anyio.to_thread.run_sync(functools.partial(function, *args))  # type: ignore[arg-type]
+
+
+async def _receive(sandbox: Connection, path: str, archive: IO[bytes]) -> None:
+    channel = await sandbox.channel()
+    asked = request(sandbox.spec, None, timeout=TREE_SECONDS, function="receive", path=encoded(path), feed=True)
+    async with channel.call("work", asked, TREE_SECONDS + ANSWER_SECONDS, room=2 * sandbox.spec.output_limit) as call:
+        while piece := archive.read(trees.COPY_BYTES):
+            await call.send(piece)
+        await call.send(b"", last=True)
+        _check(path, (await call.result(Ending))[0])
+
+
+async def _work(sandbox: Connection, channel: Channel, function: str, path: str) -> None:
+    asked = request(sandbox.spec, None, timeout=TREE_SECONDS, function=function, path=encoded(path))
+    ending, _ = await channel.ask(
+        "work", asked, Ending, TREE_SECONDS + ANSWER_SECONDS, room=2 * sandbox.spec.output_limit
+    )
+    _check(path, ending)
+
+
+async def restore(sandbox: Connection, channel: Channel, workdir: str) -> None:
+    """Fill the working directory with the files of the snapshot that the image is, if they lie beside it."""
+    await _work(sandbox, channel, "restore", workdir)
+
+
+async def send_tree(sandbox: Connection, path: str) -> AsyncGenerator[bytes]:
+    """A file or tree of the sandbox as a tar stream."""
+    channel = await sandbox.channel()
+    asked = request(
+        sandbox.spec, None, timeout=TREE_SECONDS, function="send", path=encoded(path), stream=True, credit=OUTPUT_WINDOW
+    )
+    deadline = anyio.current_time() + TREE_SECONDS
+    call = await channel.open("work", asked, room=2 * OUTPUT_WINDOW)
+    said = b""
+    try:
+        while True:
+            with in_time("send", max(ANSWER_SECONDS, deadline - anyio.current_time())):
+                piece = await call.next()
+            if isinstance(piece, msgspec.Raw):
+                _check(path, decode(piece, Ending), said)
+                return
+            data = decode(piece[1], bytes)
+            await call.grant(data)
+            if piece[0] == "stderr":
+                said = (said + data)[:4096]
+            else:
+                yield data
+    finally:
+        await channel.finish(call)
+
+
+def _check(path: str, ending: Ending, said: bytes = b"") -> None:
+    if ending.exit_code == 0 and not ending.timed_out:
+        return
+    text = (said + ending.stderr).decode("utf-8", "replace").strip()[:500]
+    if ending.oom_killed or ending.timed_out or "No space left" in text:
+        raise SandboxLimitError(f"{path}: {text or 'took too long, or too much memory'}")
+    error: type[SandboxError] = SandboxFileError
+    raise error(f"{path}: {text or f'failed with {ending.signal or ending.exit_code}'}")

@@ -1,0 +1,106 @@
+"""A `Maker` over a container engine: real sandboxes for a host.
+
+Each sandbox lives in a task of the maker; leaving `open_maker` ends all of them, and removes their containers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+
+import msgspec
+from anyio.abc import TaskGroup, TaskStatus
+
+from envs.sandbox.api import SandboxLike, Spec
+from envs.sandbox.engines.backend import Backend
+from envs.sandbox.engines.machine import Load, MachineMeter
+from envs.sandbox.local.sandbox import Sandbox, Settings
+from envs.sandbox.local.snapshots import SNAPSHOT_LABEL
+from envs.sandbox.pool.host import Container
+from envs.sandbox.pool.ownership import PREFIX
+from envs.sandbox.pool.placement import Demand
+from flash.errors import SandboxError
+from flash.waiting import unwrapped_group
+
+_MIB = 1 << 20
+
+
+class EngineMaker:
+    """See the module."""
+
+    def __init__(self, backend: Backend, tasks: TaskGroup, settings: Settings) -> None:
+        self._backend = backend
+        self._tasks = tasks
+        self._settings = settings
+        self._capacity: Demand | None = None
+        self._meter: MachineMeter | None = None
+
+    async def capacity(self) -> Demand:
+        """What the engine's machine has."""
+        if self._capacity is None:
+            # Once: it stays the same, and Podman takes a second of CPU to answer.
+            info = await self._backend.info()
+            self._capacity = Demand(1000 * info.cpus, info.memory // _MIB)
+            self._meter = MachineMeter() if info.here else None
+        return self._capacity
+
+    def load(self) -> Load | None:
+        """What the engine's machine does; None where that is not this machine."""
+        return self._meter.read() if self._meter else None
+
+    async def make(self, spec: Spec, box: str, labels: Mapping[str, str]) -> SandboxLike:
+        """A started sandbox."""
+        return await self._keep(
+            Sandbox(self._backend, _unlimited(spec), name=box, labels=labels, settings=self._settings)
+        )
+
+    async def adopt(self, container: Container, spec: Spec, box: str) -> SandboxLike:
+        """Take over a running container."""
+        return await self._keep(Sandbox(self._backend, _unlimited(spec), adopt=container.id, settings=self._settings))
+
+    async def containers(self) -> list[Container]:
+        """Every container and snapshot of ours."""
+        boxes = await self._backend.list({f"{PREFIX}service": ""})
+        images = await self._backend.list_images({SNAPSHOT_LABEL: ""})
+        return [
+            *(Container(box.box_id, box.labels, box.running) for box in boxes),
+            *(Container(name, labels, False, image=True) for name, labels in images.items()),
+        ]
+
+    async def remove(self, id: str, *, image: bool) -> None:
+        """Remove one."""
+        if image:
+            await self._backend.remove_image(id)
+        else:
+            await self._backend.delete(id)
+
+    async def _keep(self, sandbox: Sandbox) -> Sandbox:
+        """Let a sandbox live in a task of its own. A caller that is cancelled before it is ready ends it."""
+        outcome = await self._tasks.start(self._live, sandbox)
+        if isinstance(outcome, SandboxError):
+            raise outcome
+        return sandbox
+
+    async def _live(self, sandbox: Sandbox, *, task_status: TaskStatus[SandboxError | None]) -> None:
+        started = False
+        try:
+            async with sandbox:
+                started = True
+                task_status.started(None)
+                await sandbox.wait_ended()
+        except SandboxError as error:
+            if not started:
+                task_status.started(error)
+
+
+def _unlimited(spec: Spec) -> Spec:
+    """Without the idle limit: the pool keeps it, since a sandbox that waits for a holder is not idle."""
+    return msgspec.structs.replace(spec, idle_s=None)
+
+
+@asynccontextmanager
+async def open_maker(backend: Backend, settings: Settings | None = None) -> AsyncGenerator[EngineMaker]:
+    """A maker for the time of the block."""
+    async with unwrapped_group() as tasks:
+        yield EngineMaker(backend, tasks, settings or Settings())
+        tasks.cancel_scope.cancel()

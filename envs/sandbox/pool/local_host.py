@@ -1,0 +1,366 @@
+"""A host over the container engine of this machine.
+
+It adds what one host does on its own: it keeps sandboxes ready (the warm pool), watches the engine, and removes
+containers that nobody owns.
+
+Conservation: every container that carries our service's label is known here (starting, ready or in use) or removed at
+the next look. So a close that failed, or a start whose answer was lost, cannot leak.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import anyio
+import msgspec
+from anyio.abc import TaskGroup, TaskStatus
+
+from envs.sandbox.api import SandboxLike, Spec
+from envs.sandbox.engines.machine import Load
+from envs.sandbox.local.snapshots import from_snapshot
+from envs.sandbox.pool.host import (
+    Container,
+    HostSettings,
+    Identity,
+    Maker,
+    Report,
+    Ticket,
+    demand,
+    new_box_id,
+    warm_key,
+)
+from envs.sandbox.pool.ownership import PREFIX, Alive, Labels, owner_alive
+from envs.sandbox.pool.placement import NOTHING, Demand
+from envs.sandbox.pool.quarantine import Quarantine
+from envs.sandbox.pool.reaper import Reaper
+from envs.sandbox.pool.warm import WarmPolicy
+from flash.errors import SandboxError, SandboxStartError
+
+_log = logging.getLogger(__name__)
+
+
+class _Ready(msgspec.Struct):
+    box: SandboxLike
+    key: str
+    expires: float
+    """On the loop's clock."""
+
+
+class LocalHost:
+    """A `Host` over one engine."""
+
+    def __init__(
+        self,
+        name: str,
+        maker: Maker,
+        identity: Identity,
+        *,
+        settings: HostSettings | None = None,
+        warm: Sequence[tuple[Spec, int]] = (),
+        alive: Callable[[Labels, str], Alive] = owner_alive,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """`warm`: how many of which kind to keep ready always. `alive` and `wall` are replaced in tests."""
+        self._name = name
+        self._maker = maker
+        self._identity = identity
+        self._settings = settings or HostSettings()
+        fixed = {warm_key(spec): number for spec, number in warm}
+        self._specs = {warm_key(spec): spec for spec, _ in warm}
+        self._policy = WarmPolicy(fixed=fixed, learned_max=self._settings.warm_max, window=self._settings.idle_warm_s)
+        self._warm_failures = Quarantine(threshold=1, cooldown=5.0)
+        self._wall = wall
+        self._capacity = NOTHING
+        self._why = "the engine was not asked yet"
+        self._known: dict[str, Demand] = {}
+        """Every sandbox of ours, from before it is made until its container is gone."""
+        self._ready: list[_Ready] = []
+        self._warming: dict[str, int] = {}
+        self._load: Load | None = None
+        self._reaper = Reaper(maker, identity, self._settings, alive=alive, wall=wall)
+        self._starts = anyio.Semaphore(self._settings.starts_at_once)
+        self._wake = anyio.Event()
+        self._changed: Callable[[], None] = lambda: None
+        self._tasks: TaskGroup | None = None
+        self._unwatched: list[tuple[str, SandboxLike]] = []
+        """Adopted before `run` began."""
+
+    @property
+    def name(self) -> str:
+        """Of the machine."""
+        return self._name
+
+    def report(self) -> Report:
+        """What is known of it now."""
+        ready: dict[str, int] = {}
+        for each in self._ready:
+            ready[each.key] = ready.get(each.key, 0) + 1
+        policy = self._policy
+        return Report(
+            self._capacity,
+            NOTHING,
+            not self._why,
+            self._why,
+            ready,
+            policy.hits.total(),
+            policy.misses.total(),
+            self._reaper.removed,
+            self._load,
+        )
+
+    def take(self, spec: Spec) -> SandboxLike | None:
+        """A ready sandbox of this kind. Forks are not kept ready: nobody asks for theirs again."""
+        if from_snapshot(spec):
+            return None
+        key = warm_key(spec)
+        found = next((each for each in self._ready if each.key == key and each.box.state == "ready"), None)
+        self._specs.setdefault(key, spec)
+        self._policy.asked(key, hit=found is not None, now=anyio.current_time())
+        if found is not None:
+            self._ready.remove(found)
+        self._wake.set()
+        return found.box if found else None
+
+    async def start(self, ticket: Ticket) -> SandboxLike:
+        """Start one, in place of ready ones where there is no room."""
+        self._known[ticket.box] = demand(ticket.spec)
+        try:
+            while self._ready and not self._committed().fits(self._capacity):
+                await self._discard(self._ready.pop(0))
+            return await self._make(ticket, self._wall() + ticket.spec.deadline_s)
+        except BaseException:
+            # Also when cancelled: what the engine may have made in spite of it is removed at the next look.
+            self._known.pop(ticket.box, None)
+            raise
+
+    async def forget(self, image: str) -> None:
+        """Remove a snapshot."""
+        await self._reaper.forget(image)
+
+    async def recover(self, tickets: Sequence[Ticket]) -> dict[str, SandboxLike]:
+        """Adopt what still runs of these; remove the rest of ours."""
+        with anyio.fail_after(self._settings.answer_s):
+            self._capacity = self._promised(await self._maker.capacity())
+            containers = await self._maker.containers()
+        self._why = ""
+        boxes = [each for each in containers if not each.image and self._reaper.is_ours(each)]
+        # A snapshot in the making has a second container with the labels of its sandbox. It never runs, and gives way.
+        ours = {each.labels[f"{PREFIX}box"]: each for each in sorted(boxes, key=lambda each: each.running)}
+        adopted: dict[str, SandboxLike] = {}
+
+        async def adopt(ticket: Ticket, container: Container) -> None:
+            try:
+                with anyio.fail_after(self._settings.start_s):
+                    adopted[ticket.box] = await self._maker.adopt(container, ticket.spec, ticket.box)
+            except (SandboxError, TimeoutError) as error:
+                _log.warning("sandbox %s of lease %s was lost in the restart: %s", ticket.box, ticket.lease, error)
+                return
+            self._known[ticket.box] = demand(ticket.spec)
+            self._watch(ticket.box, adopted[ticket.box])
+
+        async with anyio.create_task_group() as tasks:
+            for ticket in tickets:
+                if (container := ours.get(ticket.box)) is not None and container.running:
+                    tasks.start_soon(adopt, ticket, container)
+                else:
+                    how = "is gone" if container is None else "does not run"
+                    _log.warning("sandbox %s of lease %s: its container %s", ticket.box, ticket.lease, how)
+        kept = {ours[box].id for box in adopted}
+        self._reaper.restored(tickets)
+        images = [each for each in containers if each.image and self._reaper.is_untold(each)]
+        await self._reaper.remove_all([*(each for each in boxes if each.id not in kept), *images])
+        return adopted
+
+    async def run(
+        self, changed: Callable[[], None], *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Keep sandboxes ready, look after the engine and its containers. At the end close what stands ready."""
+        self._changed = changed
+        try:
+            async with anyio.create_task_group() as tasks:
+                self._tasks = tasks
+                for box_id, box in self._unwatched:
+                    self._watch(box_id, box)
+                self._unwatched.clear()
+                tasks.start_soon(self._look_after)
+                tasks.start_soon(self._keep_warm)
+                task_status.started()
+        finally:
+            self._tasks = None
+            with anyio.CancelScope(shield=True):
+                async with anyio.create_task_group() as closing:
+                    for each in self._ready:
+                        closing.start_soon(self._discard, each)
+
+    # ---- starting
+
+    async def _make(self, ticket: Ticket, deadline: float) -> SandboxLike:
+        identity = self._identity
+        labels = Labels(
+            ticket.box,
+            identity.service,
+            deadline,
+            identity.lock,
+            identity.machine,
+            ticket.lease,
+            ticket.owner,
+            identity.run,
+        )
+        async with self._starts:
+            try:
+                with anyio.fail_after(self._settings.start_s):
+                    box = await self._maker.make(ticket.spec, ticket.box, labels.as_dict())
+            except TimeoutError as error:
+                if isinstance(error, SandboxError):
+                    raise
+                raise SandboxStartError(
+                    f"waited {self._settings.start_s:g} s for a sandbox of {ticket.spec.image} on {self._name}; look "
+                    "at the engine's log there"
+                ) from None
+        self._watch(ticket.box, box)
+        return box
+
+    def _watch(self, box_id: str, box: SandboxLike) -> None:
+        if self._tasks is None:
+            self._unwatched.append((box_id, box))
+        else:
+            self._tasks.start_soon(self._until_ended, box_id, box)
+
+    async def _until_ended(self, box_id: str, box: SandboxLike) -> None:
+        """Forget a sandbox once it has ended, and its place on the shelf."""
+        await box.wait_ended()
+        self._known.pop(box_id, None)
+        self._ready = [each for each in self._ready if each.box is not box]
+        self._wake.set()
+        self._changed()
+
+    async def _discard(self, ready: _Ready) -> None:
+        with anyio.move_on_after(self._settings.close_s, shield=True):
+            try:
+                await ready.box.close()
+            except SandboxError as error:
+                _log.warning("closing the ready sandbox %s failed: %s", ready.box.sandbox_id, error)
+        self._known.pop(ready.box.sandbox_id, None)
+
+    def _committed(self) -> Demand:
+        return sum(self._known.values(), NOTHING)
+
+    def _promised(self, whole: Demand) -> Demand:
+        settings = self._settings
+        return Demand(int(whole.millicpus * settings.cpu_factor), int(whole.memory_mib * settings.memory_factor))
+
+    # ---- warm pool
+
+    async def _keep_warm(self) -> None:
+        """Have as many sandboxes ready as the policy wants.
+
+        Consumes requests and ends of sandboxes. Waits for one of them, or for the moment at which a target falls or a
+        ready sandbox grows too old. Produces ready sandboxes.
+        """
+        assert self._tasks is not None
+        while True:
+            self._wake = anyio.Event()
+            now = anyio.current_time()
+            targets = self._policy.targets(now)
+            self._specs = {key: spec for key, spec in self._specs.items() if key in targets}
+            for ready in self._surplus(targets, now):
+                self._ready.remove(ready)
+                self._tasks.start_soon(self._discard, ready)
+            for key in targets:
+                self._warm_up(key, targets[key], now)
+            self._changed()
+            with anyio.move_on_after(self._next_wake(now)):
+                await self._wake.wait()
+
+    def _surplus(self, targets: Mapping[str, int], now: float) -> list[_Ready]:
+        """What is too old or too many, the oldest first."""
+        left = dict(targets)
+        surplus: list[_Ready] = []
+        for ready in sorted(self._ready, key=lambda each: -each.expires):
+            if ready.expires <= now or left.get(ready.key, 0) == 0:
+                surplus.append(ready)
+            else:
+                left[ready.key] -= 1
+        return surplus
+
+    def _warm_up(self, key: str, target: int, now: float) -> None:
+        """Start as many as are missing and fit."""
+        assert self._tasks is not None
+        spec = self._specs[key]
+        have = sum(each.key == key for each in self._ready) + self._warming.get(key, 0)
+        while have < target and not self._why and not self._warm_failures.remaining(key, now):
+            if not (self._committed() + demand(spec)).fits(self._capacity):
+                return
+            box = new_box_id()
+            self._known[box] = demand(spec)
+            self._warming[key] = self._warming.get(key, 0) + 1
+            self._tasks.start_soon(self._make_ready, key, spec, box)
+            have += 1
+
+    async def _make_ready(self, key: str, spec: Spec, box_id: str) -> None:
+        age = self._settings.warm_age_s
+        lasting = msgspec.structs.replace(spec, deadline_s=spec.deadline_s + age, idle_s=None)
+        kept = False
+        try:
+            ticket = Ticket(box_id, "", "", lasting)
+            box = await self._make(ticket, self._wall() + lasting.deadline_s)
+            self._warm_failures.succeeded(key)
+            if box.state == "ready":
+                self._ready.append(_Ready(box, key, anyio.current_time() + age))
+                kept = True
+        except SandboxError as error:
+            self._warm_failures.failed(key, str(error), anyio.current_time())
+            _log.warning("a ready sandbox of %s cannot be made: %s", spec.image, error)
+        finally:
+            if not kept:
+                self._known.pop(box_id, None)
+            self._warming[key] -= 1
+            self._wake.set()
+            self._changed()
+
+    def _next_wake(self, now: float) -> float | None:
+        times = [ready.expires - now for ready in self._ready]
+        times += [self._warm_failures.remaining(key, now) for key in self._warm_failures.listed(now)]
+        if (change := self._policy.next_change(now)) is not None:
+            times.append(change)
+        return max(0.0, min(times)) if times else None
+
+    # ---- looking after the engine
+
+    async def _look_after(self) -> None:
+        """See whether the engine answers, and remove what nobody owns.
+
+        Consumes the engine's list of containers. Waits `look_s` between two looks: the engine tells nobody of a
+        container that its owner forgot. Produces removals, and the answer to whether this host takes sandboxes.
+        """
+        while True:
+            try:
+                with anyio.fail_after(self._settings.answer_s):
+                    self._capacity = self._promised(await self._maker.capacity())
+                    containers = await self._maker.containers()
+            except (SandboxError, TimeoutError) as error:
+                self._set_health(f"the engine does not answer: {error or type(error).__name__}")
+            else:
+                self._load = self._maker.load()
+                self._set_health(self._too_full())
+                await self._reaper.remove_all(self._reaper.leftovers(containers, self._known))
+            await anyio.sleep(self._settings.look_s)
+
+    def _too_full(self) -> str:
+        """Why the machine has no memory for one more, whatever was promised: other programs run there too."""
+        if self._load is None:
+            return ""
+        free, whole = self._load.memory_mib - self._load.memory_used_mib, self._load.memory_mib
+        if free >= self._settings.memory_reserve * whole:
+            return ""
+        return f"its machine has {free} of {whole} MiB of memory free; sandboxes wait until others let go of some"
+
+    def _set_health(self, why: str) -> None:
+        if why and not self._why:
+            _log.warning("host %s takes no sandboxes: %s", self._name, why)
+        if bool(why) != bool(self._why):
+            self._wake.set()
+        self._why = why
+        self._changed()

@@ -1,0 +1,66 @@
+"""Errors on their way over HTTP: exception → status and problem+json → the same exception."""
+
+from __future__ import annotations
+
+from envs.sandbox.protocol.wire import Problem
+from envs.sandbox.text import encodable
+from flash import errors
+from flash.errors import FlashError, SandboxError
+
+MEDIA_TYPE = "application/problem+json"
+
+STATUS: dict[str, int] = {
+    "SandboxRefusedError": 422,
+    "SandboxBusyError": 503,
+    "SandboxStartError": 502,
+    "SandboxLostError": 410,
+    "SandboxClosedError": 410,
+    "SandboxTimeoutError": 504,
+    "SandboxLimitError": 413,
+    "SandboxFileError": 404,
+    "SandboxError": 500,
+    "ConfigError": 400,
+}
+"""HTTP status by class of error."""
+
+TITLES = {
+    400: "Bad request",
+    401: "Not authorised",
+    403: "Forbidden",
+    404: "Not found",
+    405: "Method not allowed",
+    408: "Too slow",
+    409: "Conflict",
+    410: "Gone",
+    413: "Too large",
+    415: "Unsupported media type",
+    422: "Refused",
+    500: "Internal error",
+    502: "The sandbox could not be started",
+    503: "No room now",
+    504: "Not in time",
+}
+
+
+class ProblemError(Exception):
+    """Ends a request with a problem that is no `FlashError`."""
+
+    def __init__(self, status: int, detail: str, cause: str = "") -> None:
+        super().__init__(detail)
+        self.problem = Problem(title=TITLES[status], status=status, detail=encodable(detail), cause=cause)
+
+
+def problem_of(error: FlashError) -> Problem:
+    """An error, as it is sent."""
+    cause = next((each.__name__ for each in type(error).__mro__ if each.__name__ in STATUS), "SandboxError")
+    status = STATUS[cause]
+    return Problem(title=TITLES[status], status=status, detail=encodable(str(error)), cause=cause)
+
+
+def error_of(problem: Problem) -> SandboxError:
+    """An error, as it arrives."""
+    kind = getattr(errors, problem.cause, None) if problem.cause in STATUS else None
+    if kind is None or not issubclass(kind, SandboxError):
+        kind = errors.SandboxRefusedError if 400 <= problem.status < 500 else errors.SandboxLostError
+        return kind(f"{problem.status} {problem.title}: {problem.detail}")
+    return kind(problem.detail)

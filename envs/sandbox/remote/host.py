@@ -1,0 +1,166 @@
+"""A host on another machine: the same service, asked over HTTP by a front.
+
+The front decides who gets a sandbox and where; the host keeps its own warm pool, watches its own engine, and removes a
+sandbox whose lease the front does not renew. So nothing leaks when the front, the host, or the line between them fails.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import anyio
+from anyio.abc import TaskStatus
+
+from envs.sandbox.api import SandboxLike, Spec
+from envs.sandbox.engines.machine import Load
+from envs.sandbox.pool.host import Report, Ticket
+from envs.sandbox.pool.placement import NOTHING, Demand
+from envs.sandbox.protocol.wire import Info, Order, Status
+from envs.sandbox.remote.client import LEASE_S, POLL_S, SandboxClient
+from flash.errors import SandboxError
+
+_log = logging.getLogger(__name__)
+
+START_S = 180.0
+"""Seconds for a sandbox to start on the host."""
+RETRY_S = 2.0
+"""Seconds between two attempts to reach a host."""
+
+
+class RemoteHost:
+    """A `Host` over a client of its service."""
+
+    def __init__(self, name: str, client: SandboxClient, service: str) -> None:
+        """`service` names the front: its sandboxes are told from others by it."""
+        self._name = name
+        self._client = client
+        self._service = service
+        self._report = Report(NOTHING, accepts=False, why="the host was not asked yet")
+
+    @property
+    def name(self) -> str:
+        """Of the host."""
+        return self._name
+
+    def report(self) -> Report:
+        """What it said last."""
+        return self._report
+
+    def take(self, spec: Spec) -> SandboxLike | None:
+        """None: the host hands out its ready sandboxes itself."""
+        return None
+
+    async def start(self, ticket: Ticket) -> SandboxLike:
+        """Have it start one. The ticket's id is the idempotency key."""
+        order = Order(spec=ticket.spec, owner=self._service, lease_s=LEASE_S)
+        info = None
+        try:
+            info = await self._client.order(order, ticket.box, wait=POLL_S)
+            return self._client.attach(await self._client.wait_ready(info, START_S, START_S))
+        except BaseException:
+            with anyio.move_on_after(POLL_S, shield=True):
+                await self._give_up(order, ticket.box)
+            raise
+
+    async def forget(self, image: str) -> None:
+        """Have it remove a snapshot."""
+        try:
+            await self._client.forget(image.rpartition(":")[2])
+        except SandboxError as error:
+            _log.debug("snapshot %s on %s is left to its time: %s", image, self._name, error)
+
+    async def recover(self, tickets: Sequence[Ticket]) -> dict[str, SandboxLike]:
+        """Attach to what still runs; end the rest of this front's."""
+        status = await self._client.status()
+        self._report = report_of(status)
+        wanted = {ticket.box for ticket in tickets}
+        found: dict[str, SandboxLike] = {}
+
+        async def attach(info: Info) -> None:
+            try:
+                # Not ready yet: the host was restarted as well, or was asked just before we ended.
+                found[info.key] = self._client.attach(await self._client.wait_ready(info, START_S, START_S))
+            except SandboxError as error:
+                _log.warning("sandbox %s on %s was lost in the restart: %s", info.key, self._name, error)
+                await self._end(info.id)
+
+        async with anyio.create_task_group() as tasks:
+            for info in status.sandboxes:
+                if info.owner.endswith(f"/{self._service}"):
+                    if info.key in wanted and info.state in ("queued", "starting", "ready"):
+                        tasks.start_soon(attach, info)
+                    else:
+                        tasks.start_soon(self._end, info.id)
+        return found
+
+    async def run(
+        self, changed: Callable[[], None], *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Know how the host stands.
+
+        Consumes its status. Waits for it to change. Unblocked by that, or by the host being out of reach. Produces the
+        report that placement goes by.
+        """
+        task_status.started()
+        version = -1
+        while True:
+            try:
+                status = await self._client.status(since=version, wait=POLL_S)
+                version, self._report = status.version, report_of(status)
+            except SandboxError as error:
+                if self._report.accepts:
+                    _log.warning("host %s: %s", self._name, error)
+                self._report = Report(self._report.capacity, accepts=False, why=str(error))
+                version = -1
+                changed()
+                await anyio.sleep(RETRY_S)
+            changed()
+
+    async def _give_up(self, order: Order, key: str) -> None:
+        try:
+            await self._end((await self._client.order(order, key, wait=0.0)).id)
+        except SandboxError as error:
+            _log.debug("sandbox %s on %s is left to its lease: %s", key, self._name, error)
+
+    async def _end(self, id: str) -> None:
+        try:
+            await self._client.end(id)
+        except SandboxError as error:
+            _log.debug("sandbox %s on %s is left to its lease: %s", id, self._name, error)
+
+
+def report_of(status: Status) -> Report:
+    """How a service stands, as placement needs it."""
+    hosts = [host for host in status.hosts if not host.why_not]
+    if not hosts:
+        why = "; ".join(f"{host.name}: {host.why_not}" for host in status.hosts) or "it has no hosts"
+        return Report(_sum(status), accepts=False, why=why)
+    warm = sum(host.warm for host in hosts)
+    return Report(
+        _sum(status),
+        accepts=True,
+        warm={"": warm},
+        hits=sum(host.hits for host in hosts),
+        misses=sum(host.misses for host in hosts),
+        orphans_removed=sum(host.orphans_removed for host in status.hosts),
+        load=_load(status),
+    )
+
+
+def _sum(status: Status) -> Demand:
+    return Demand(sum(round(1000 * host.cpus) for host in status.hosts), sum(host.memory_mib for host in status.hosts))
+
+
+def _load(status: Status) -> Load | None:
+    """Of all its machines together; None unless each is measured."""
+    loads = [host.load for host in status.hosts if host.load is not None]
+    if not loads or len(loads) < len(status.hosts):
+        return None
+    busy = [load.cpus_busy for load in loads if load.cpus_busy is not None]
+    return Load(
+        sum(busy) if len(busy) == len(loads) else None,
+        sum(load.cpus for load in loads),
+        sum(load.memory_used_mib for load in loads),
+        sum(load.memory_mib for load in loads),
+    )

@@ -1,0 +1,54 @@
+"""`flash calibrate`: fit a `[simulate]` table to a run, and predict the run with it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flash.cli.commands import Commands
+from flash.cli.simulate import run_all
+from flash.config.load import load
+from flash.observe.rundir import write_atomically
+from flash.observe.series import Floats
+from flash.simulate import tables
+from flash.simulate.calibrate import calibrate
+
+SEEDS = 4
+"""Draws of the workload that a prediction is averaged over: a short run's own draw is noise."""
+
+
+def add_parser(commands: Commands) -> argparse.ArgumentParser:
+    """Describe the command."""
+    parser = commands.add_parser("calibrate", help="fit a [simulate] table to a run directory")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--output", type=Path, metavar="FILE.toml", help="default: RUN_DIR/fitted.toml")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Fit, write and predict."""
+    calibrate_command(arguments.run_dir, arguments.output)
+    return 0
+
+
+def calibrate_command(run_dir: Path, output: Path | None = None) -> dict[str, Any]:
+    """Fit a `[simulate]` table to a run, write it, and predict the run with it.
+
+    Raises:
+        ConfigError: there is nothing to fit to.
+    """
+    fitted = calibrate(run_dir)
+    file = run_dir / "fitted.toml" if output is None else output
+    write_atomically(file, fitted.toml().encode())
+    tables.print_calibration(fitted, predicted_step_s(run_dir / "config.toml", file), run_dir / "config.toml", file)
+    return fitted.table
+
+
+def predicted_step_s(*paths: Path) -> Floats:
+    """Seconds of a step by simulation, once for each of SEEDS draws of the workload."""
+    seeds = [f"run.seed={seed}" for seed in range(SEEDS)]
+    configs = [load(paths, [seed], simulated=True) for seed in seeds]
+    return np.array([report.step_s for report in run_all(configs)])

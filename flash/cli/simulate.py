@@ -1,0 +1,167 @@
+"""`flash simulate`: from arguments to simulated runs, their tables, plot and JSON.
+
+A sweep is the cartesian product of its keys' values; each cell is a simulation of its own in a worker process. All
+cells are checked before the first one runs. torch and vllm are never imported here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from flash.cli.commands import Commands
+from flash.config.decode import suggest
+from flash.config.load import key_paths, load, split_arguments
+from flash.config.tree import Config
+from flash.errors import ConfigError
+from flash.observe.rundir import write_atomically
+from flash.simulate import tables
+from flash.simulate.bounds import bounds, quantities
+from flash.simulate.report import Cell, SimReport
+from flash.simulate.world import simulate
+
+CLOSE = 0.02
+"""Throughput that is worth giving up, as a share of the best, for training on younger tokens."""
+OPENING, CLOSING = "([{", ")]}"
+
+
+class Sweep(NamedTuple):
+    """One key and the values it takes."""
+
+    key: str
+    values: list[str]
+
+
+def add_parser(commands: Commands) -> argparse.ArgumentParser:
+    """Describe the command."""
+    parser = commands.add_parser("simulate", help="predict a config's speed on a virtual clock: no GPU, no model")
+    parser.add_argument("config", nargs="+", metavar="CONFIG|KEY=VALUE", help="as for train, with a [simulate] table")
+    parser.add_argument(
+        "--sweep", action="append", default=[], metavar="KEY=V1,V2,…", help="try each value; more than one makes a grid"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the result")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate what the arguments ask for."""
+    paths, overrides = split_arguments(arguments.config)
+    simulate_command(paths, overrides, sweeps=arguments.sweep, plot=arguments.plot, json=arguments.json)
+    return 0
+
+
+def simulate_command(
+    paths: Sequence[Path],
+    overrides: Sequence[str],
+    *,
+    sweeps: Sequence[str] = (),
+    plot: Path | None = None,
+    json: Path | None = None,
+) -> list[Cell]:
+    """Simulate a configuration, or every cell of a sweep; print the result, draw and write what was asked for.
+
+    Raises:
+        ConfigError: names every problem of the arguments or of a cell's configuration.
+    """
+    for file in (plot, json):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigError(f"cannot write {file}: the folder {file.absolute().parent} does not exist")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib, which is not installed")
+    keys = [parse_sweep(sweep) for sweep in sweeps]
+    if repeated := {sweep.key for sweep in keys if sum(other.key == sweep.key for other in keys) > 1}:
+        raise ConfigError(f"--sweep names `{min(repeated)}` more than once; give all its values at once")
+    settings = [dict(zip([s.key for s in keys], values, strict=True)) for values in product(keys)]
+    configs = [
+        load(paths, [*overrides, *(f"{key}={value}" for key, value in setting.items())], simulated=True)
+        for setting in settings
+    ]
+    cells = [
+        Cell(values=setting, report=report, bounds=bounds(quantities(config, report.ledger), config.train.batch_size))
+        for setting, config, report in zip(settings, configs, run_all(configs), strict=True)
+    ]
+    if keys:
+        tables.print_sweep(cells, recommend(cells))
+    else:
+        tables.print_run(configs[0], cells[0])
+    if json is not None:
+        write_atomically(json, msgspec.json.format(msgspec.json.encode(cells), indent=2) + b"\n")
+    if plot is not None:
+        from flash.simulate.plots import draw_run, draw_sweep
+
+        write_atomically(plot, draw_sweep(cells) if keys else draw_run(cells[0].report))
+    return cells
+
+
+def run_all(configs: Sequence[Config]) -> list[SimReport]:
+    """Simulate all of them, as many at a time as there are cores."""
+    if len(configs) == 1:
+        return [simulate(configs[0])]
+    workers = min(len(configs), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    # Spawned, not forked: a fork would copy whatever threads and locks the caller has.
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return list(tables.watched(pool.map(simulate, configs), len(configs)))
+
+
+def parse_sweep(text: str) -> Sweep:
+    """`key=v1,v2,…`, with the key's full path.
+
+    Raises:
+        ConfigError: the text has another form, or the key is unknown or ambiguous.
+    """
+    name, equals, listed = text.partition("=")
+    values = split_values(listed)
+    if not equals or not all(values):
+        raise ConfigError(f"--sweep {text!r}: expected KEY=VALUE,VALUE,…")
+    return Sweep(resolve_key(name.strip()), values)
+
+
+def split_values(text: str) -> list[str]:
+    """What stands between the commas that are outside of brackets: distributions have commas of their own."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in OPENING) - (character in CLOSING)
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+def resolve_key(name: str) -> str:
+    """The one key of the configuration that is `name`, or ends in it.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    keys = list(key_paths())
+    found = [key for key in keys if key == name] or [key for key in keys if key.endswith("." + name)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConfigError(f"--sweep: `{name}` is ambiguous: {' or '.join(f'`{key}`' for key in found)}")
+    endings = {key.rpartition(".")[2]: key for key in keys}
+    raise ConfigError(f"--sweep: there is no key `{name}`{suggest(name, [*keys, *endings])}")
+
+
+def product(sweeps: Sequence[Sweep]) -> list[tuple[str, ...]]:
+    """Every combination of values; the last key's change fastest."""
+    return list(itertools.product(*(sweep.values for sweep in sweeps)))
+
+
+def recommend(cells: Sequence[Cell]) -> Cell:
+    """The cell to choose: of those within CLOSE of the highest throughput, the one with the youngest tokens, then the
+    one that wastes least."""
+    fastest = max(cell.report.samples_per_s for cell in cells)
+    near = [cell for cell in cells if cell.report.samples_per_s >= (1 - CLOSE) * fastest]
+    return min(near, key=lambda cell: (cell.oldest, round(cell.waste, 3), -cell.report.samples_per_s))

@@ -1,0 +1,295 @@
+"""What a well-typed configuration can still get wrong: combinations, import paths, folders, hardware.
+
+Each rule looks at one matter and yields its problems; no rule needs another. The configuration is resolved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from flash.config.check_algorithm import algorithm_rule
+from flash.config.decode import Problem
+from flash.config.objects import examine_options, load_object
+from flash.config.simulate import SimulateConfig
+from flash.config.spread import parse_spread
+from flash.config.tree import Config
+from flash.errors import ConfigError
+
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+"""`name` or `owner/name`: anything else is a path."""
+
+ENVIRONMENT_METHODS = ("reset", "step", "close")
+WARM_START_METHODS = ("solved_examples", "alphabet")
+
+SPREADS = tuple(field.name for field in msgspec.structs.fields(SimulateConfig) if field.type is str)
+"""Keys of `[simulate]` that hold distributions."""
+
+
+def check(config: Config, *, simulated: bool = False) -> list[Problem]:
+    """Every problem of a resolved configuration; `simulated`: those that matter where nothing real is started."""
+    return [problem for rule in (SIMULATION_RULES if simulated else RULES) for problem in rule(config)]
+
+
+def batch_rule(config: Config) -> Iterator[Problem]:
+    """Whole groups make a batch, and whole groups make a minibatch that every rank has a part of."""
+    train, group_size = config.train, config.rollout.group_size
+    if train.batch_size % group_size:
+        message = f"expected a multiple of rollout.group_size = {group_size}, got {train.batch_size}"
+        yield Problem("train.batch_size", message)
+        return
+    if config.groups_per_batch % train.minibatches:
+        message = f"expected a divisor of the {config.groups_per_batch} groups of a batch, got {train.minibatches}"
+        yield Problem("train.minibatches", message)
+    elif train.batch_size // train.minibatches < config.trainer_world_size:
+        message = (
+            f"{train.batch_size} samples in {train.minibatches} minibatches leave some of the "
+            f"{config.trainer_world_size} trainer ranks without a sample"
+        )
+        yield Problem("train.batch_size", message)
+
+
+def optimizer_rule(config: Config) -> Iterator[Problem]:
+    """AdamW's moments decay."""
+    if max(config.train.betas) >= 1:
+        yield Problem("train.betas", f"expected numbers below 1, got {list(config.train.betas)}")
+
+
+def environment_rule(config: Config) -> Iterator[Problem]:
+    """The environment exists, has the interface, takes its options, and can teach a tiny model where it has to."""
+    try:
+        env = load_object(config.env.path)
+    except ConfigError as error:
+        yield Problem("env.path", str(error))
+        return
+    missing = [name for name in ENVIRONMENT_METHODS if not callable(getattr(env, name, None))]
+    if not isinstance(env, type) or missing:
+        message = f"`{config.env.path}` is not an environment: expected a class with reset, step and close"
+        yield Problem("env.path", message)
+        return
+    kwargs, problems = examine_options(cast("type[object]", env), config.env.options, "env.options")
+    yield from problems or _own_check(env, kwargs)
+    if config.tiny_model is not None and not all(callable(getattr(env, name, None)) for name in WARM_START_METHODS):
+        message = (
+            f"`{config.env.path}` has no solved examples to teach a tiny model with: give it the methods "
+            "solved_examples and alphabet (docs/environments.md), or leave [tiny_model] out and name another model"
+        )
+        yield Problem("tiny_model", message)
+
+
+def _own_check(env: type[object], kwargs: dict[str, Any]) -> Iterator[Problem]:
+    """What the class itself says of its options, where it has a classmethod `check`."""
+    own_check: Callable[..., object] | None = getattr(env, "check", None)
+    if own_check is None:
+        return
+    try:
+        own_check(**kwargs)
+    except Exception as error:  # the class is the user's: whatever it raises here is its verdict
+        verdict = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        yield Problem("env.options", f"{env.__name__} refuses them: {verdict}")
+
+
+def model_rule(config: Config) -> Iterator[Problem]:
+    """A local model folder is one, or is to be made. A hub id is taken on trust."""
+    path = Path(config.model.path)
+    if _is_hub_id(config.model.path):
+        return
+    if path.is_file():
+        yield Problem("model.path", f"expected a folder, got the file {path}")
+    elif (path / "config.json").is_file():
+        yield from _model_folder(config, path / "config.json")
+    elif config.tiny_model is None:
+        what = "has no config.json" if path.is_dir() else "does not exist"
+        message = (
+            f"the folder {path} {what}: expected a Hugging Face model, a hub id, or a [tiny_model] table to make one"
+        )
+        yield Problem("model.path", message)
+
+
+def _is_hub_id(text: str) -> bool:
+    path = Path(text)
+    named = HUB_ID.fullmatch(text) is not None and (path.parent == Path() or not path.parent.exists())
+    return named and not path.exists()
+
+
+def other_models_rule(config: Config) -> Iterator[Problem]:
+    """Local folders of the reference and of the critic are models; where they are the policy's, `model_rule` looks."""
+    named = [
+        ("algorithm.kl.reference", config.algorithm.kl and config.algorithm.kl.reference),
+        ("critic.path", config.critic and config.critic.path),
+    ]
+    for key, path in named:
+        if path is None or path == config.model.path or _is_hub_id(path):
+            continue
+        if not (Path(path) / "config.json").is_file():
+            yield Problem(key, f"{path} is no Hugging Face model: expected a folder with a config.json, or a hub id")
+
+
+def _model_folder(config: Config, file: Path) -> Iterator[Problem]:
+    try:
+        described = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        yield Problem("model.path", f"{file} cannot be read: {error}")
+        return
+    limit = described.get("max_position_embeddings") if isinstance(described, dict) else None
+    if isinstance(limit, int) and config.model.max_length > limit:
+        message = f"expected at most {limit}, the positions of {config.model.path}, got {config.model.max_length}"
+        yield Problem("model.max_length", message)
+
+
+def response_rule(config: Config) -> Iterator[Problem]:
+    """A prompt has room beside the longest response."""
+    limit = config.model.max_length - 1
+    if config.rollout.max_new_tokens > limit:
+        message = f"expected at most {limit} (model.max_length = {limit + 1}), got {config.rollout.max_new_tokens}"
+        yield Problem("rollout.max_new_tokens", message)
+
+
+def length_rule(config: Config) -> Iterator[Problem]:
+    """The canary is no longer than a sequence, and a full-length one fits into a forward pass."""
+    longest = config.model.max_length
+    if config.weights.canary_tokens > longest:
+        message = f"expected at most {longest} (model.max_length = {longest}), got {config.weights.canary_tokens}"
+        yield Problem("weights.canary_tokens", message)
+    if config.train.max_tokens_per_microbatch < longest:
+        message = f"expected at least model.max_length = {longest}, got {config.train.max_tokens_per_microbatch}"
+        yield Problem("train.max_tokens_per_microbatch", message)
+
+
+def eval_rule(config: Config) -> Iterator[Problem]:
+    """Several answers to a problem differ."""
+    if config.eval.samples > 1 and config.eval.temperature == 0:
+        message = f"{config.eval.samples} greedy answers are all the same: set eval.temperature above 0"
+        yield Problem("eval.samples", message)
+
+
+def placement_rule(config: Config) -> Iterator[Problem]:
+    """Trainers and engines have the devices they need."""
+    cluster, engine, gpus = config.cluster, config.engine, config.gpus_per_node
+    if cluster.trainer_nodes > cluster.nodes:
+        message = f"expected at most cluster.nodes = {cluster.nodes}, got {cluster.trainer_nodes}"
+        yield Problem("cluster.trainer_nodes", message)
+    if gpus == 0:
+        return
+    if cluster.trainer_ranks > gpus:
+        message = f"expected at most the {gpus} GPUs of a node, got {cluster.trainer_ranks}"
+        yield Problem("cluster.trainer_ranks", message)
+    elif engine.share_gpus:
+        if engine.count * engine.tensor_parallel > gpus:
+            message = (
+                f"{engine.count} engines on {engine.tensor_parallel} GPUs each need more than the {gpus} of a node"
+            )
+            yield Problem("engine.count", message)
+    elif not any(config.engines_on(node) for node in range(cluster.nodes)):
+        message = (
+            f"no node has {engine.tensor_parallel} GPUs left for an engine: each has {gpus}, and trainers take "
+            f"{cluster.trainer_ranks}; lower this or engine.tensor_parallel, or set engine.share_gpus = true"
+        )
+        yield Problem("cluster.trainer_ranks", message)
+
+
+def weights_rule(config: Config) -> Iterator[Problem]:
+    """The transfer backend can work where the engines are."""
+    backend, key = config.weights_backend, "weights.backend"
+    if backend == "tcp":
+        return
+    if config.gpus_per_node == 0:
+        yield Problem(key, f"{backend} needs GPUs and cluster.gpus_per_node is 0: expected tcp or auto")
+    elif backend == "ipc" and not config.engine.share_gpus:
+        yield Problem(key, "ipc needs engine.share_gpus = true: expected nccl, tcp or auto")
+    elif backend == "ipc" and config.cluster.nodes > 1:
+        yield Problem(key, f"ipc ends at the machine and cluster.nodes is {config.cluster.nodes}: expected tcp")
+    elif backend == "nccl" and config.engine.share_gpus:
+        yield Problem(key, "nccl cannot join two processes on one GPU (engine.share_gpus): expected ipc, tcp or auto")
+
+
+def cpu_rule(config: Config) -> Iterator[Problem]:
+    """Named cores exist."""
+    cores = os.cpu_count() or 1
+    for key, cpus in (
+        ("cluster.node_cpus", config.cluster.node_cpus),
+        ("cluster.trainer_cpus", config.cluster.trainer_cpus),
+    ):
+        if cpus is not None and (not cpus or max(cpus) >= cores):
+            message = f"expected one or more of this machine's cores 0 to {cores - 1}, got {cpus}"
+            yield Problem(key, message)
+
+
+def resume_rule(config: Config) -> Iterator[Problem]:
+    """There is a run to continue."""
+    if config.run.resume and not config.run_dir.is_dir():
+        yield Problem("run.resume", f"there is no run to continue: the folder {config.run_dir} does not exist")
+
+
+def rollout_rule(config: Config) -> Iterator[Problem]:
+    """The rules of rollout go together."""
+    rollout = config.rollout
+    if rollout.accuracy_bounds is not None and rollout.accuracy_bounds[0] > rollout.accuracy_bounds[1]:
+        yield Problem("rollout.accuracy_bounds", f"expected [low, high], got {list(rollout.accuracy_bounds)}")
+    members = rollout.group_size + rollout.extra_per_group
+    if not rollout.replicate_prompts and rollout.max_concurrent != "auto" and rollout.max_concurrent < members:
+        message = (
+            f"expected at least the {members} samples of a group, which start together with "
+            f"rollout.replicate_prompts = false, got {rollout.max_concurrent}"
+        )
+        yield Problem("rollout.max_concurrent", message)
+    if rollout.drop_equal_rewards and members == 1:
+        yield Problem("rollout.drop_equal_rewards", "groups of one sample have equal rewards: all would be dropped")
+
+
+def simulate_rule(config: Config) -> Iterator[Problem]:
+    """The simulated GPUs can be dealt to engines and trainers, and the distributions are ones."""
+    simulate = config.simulate
+    if simulate is None:
+        return
+    gpus, serving, width = simulate.gpus, simulate.rollout_gpus, simulate.gpus_per_engine
+    if serving >= gpus:
+        message = f"expected fewer than simulate.gpus = {gpus}, so that some GPUs train, got {serving}"
+        yield Problem("simulate.rollout_gpus", message)
+    if serving % width:
+        message = f"expected a multiple of simulate.gpus_per_engine = {width}, got {serving}"
+        yield Problem("simulate.rollout_gpus", message)
+    elif serving // width < simulate.nodes:
+        message = f"expected at most one per engine: {serving // width}, got {simulate.nodes}"
+        yield Problem("simulate.nodes", message)
+    for key in SPREADS:
+        try:
+            parse_spread(getattr(simulate, key))
+        except ConfigError as error:
+            yield Problem(f"simulate.{key}", str(error))
+
+
+def simulated_rule(config: Config) -> Iterator[Problem]:
+    """There is something to simulate."""
+    if config.simulate is None:
+        yield Problem("simulate", "is missing: a [simulate] table says what stands in for hardware and workload")
+
+
+Rule = Callable[[Config], Iterator[Problem]]
+
+RULES: tuple[Rule, ...] = (
+    batch_rule,
+    rollout_rule,
+    optimizer_rule,
+    algorithm_rule,
+    environment_rule,
+    model_rule,
+    other_models_rule,
+    response_rule,
+    length_rule,
+    eval_rule,
+    placement_rule,
+    weights_rule,
+    cpu_rule,
+    resume_rule,
+    simulate_rule,
+)
+
+SIMULATION_RULES: tuple[Rule, ...] = (batch_rule, rollout_rule, response_rule, simulate_rule, simulated_rule)
+"""No model, device or environment is looked at: a simulation needs none."""

@@ -1,0 +1,140 @@
+"""What well-typed `[algorithm]` and `[critic]` tables can still get wrong: combinations that fail, or do nothing.
+
+Each rule looks at one matter and yields its problems. An option without an effect is refused: whoever set it meant
+something by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from algorithms.base import Advantage, Aggregation, Objective
+from algorithms.corrections import IcePop, TokenTis
+from algorithms.shaping import LengthPenalty, Overlong
+from algorithms.staleness import NoStaleness
+from flash.config.decode import Problem
+from flash.config.objects import examine_options, load_objective
+from flash.config.tree import Config
+from flash.errors import ConfigError
+
+COMPARING: tuple[Advantage, ...] = ("group", "group_mean", "leave_one_out", "turn")
+"""Estimators that compare the samples of a prompt with each other."""
+WEIGHTS = (TokenTis, IcePop)
+"""Corrections that make up for the age of a token, for objectives that do not."""
+DISCOUNTING: tuple[Advantage, ...] = ("turn", "gae")
+"""Estimators that use `algorithm.gamma`."""
+
+
+def algorithm_rule(config: Config) -> Iterator[Problem]:
+    """The objective exists, its options fit, and what the run asks of it goes together."""
+    try:
+        kind = load_objective(config.algorithm.objective)
+    except ConfigError as error:
+        yield Problem("algorithm.objective", str(error))
+        return
+    options, problems = examine_options(kind, config.algorithm.options, "algorithm.options")
+    if problems:
+        yield from problems
+        return
+    try:
+        objective = kind(**options)
+    except ValueError as error:
+        yield Problem("algorithm.options", str(error))
+        return
+    if "ewma_decay" in config.algorithm.options and objective.proximal_policy != "ewma":
+        message = f"has no effect: proximal is {objective.proximal_policy!r}; expected 'ewma' beside it"
+        yield Problem("algorithm.options.ewma_decay", message)
+    advantage = config.algorithm.advantage or objective.advantage
+    yield from _advantage(config, objective, advantage)
+    yield from _aggregation(config, config.algorithm.aggregation or objective.aggregation)
+    yield from _staleness(config, objective)
+    yield from _critic(config, advantage)
+    yield from _kl(config)
+    yield from _shaping(config)
+
+
+def _advantage(config: Config, objective: Objective, advantage: Advantage) -> Iterator[Problem]:
+    algorithm = config.algorithm
+    if config.rollout.group_size == 1 and advantage in COMPARING:
+        whose = "" if algorithm.advantage else f", which `{algorithm.objective}` uses,"
+        message = (
+            f"expected at least 2: algorithm.advantage = {advantage!r}{whose} compares the samples of a prompt; "
+            "'batch' and 'gae' do not"
+        )
+        yield Problem("rollout.group_size", message)
+    if algorithm.gamma != 1 and advantage not in DISCOUNTING:
+        message = f"{algorithm.gamma:g} has no effect: algorithm.advantage = {advantage!r} discounts nothing"
+        yield Problem("algorithm.gamma", message)
+
+
+def _aggregation(config: Config, aggregation: Aggregation) -> Iterator[Problem]:
+    length = config.algorithm.constant_length
+    if length is not None and aggregation != "constant":
+        message = f"{length} has no effect: algorithm.aggregation is {aggregation!r}; expected 'constant' beside it"
+        yield Problem("algorithm.constant_length", message)
+
+
+def _staleness(config: Config, objective: Objective) -> Iterator[Problem]:
+    """Law 6, and what presumes that samples have an age."""
+    algorithm, alpha = config.algorithm, config.train.async_ratio
+    corrected = objective.corrects_staleness or any(isinstance(one, WEIGHTS) for one in algorithm.corrections)
+    if alpha > 0 and not corrected and not config.train.allow_uncorrected:
+        message = (
+            f"{alpha:g} trains on samples of older versions, which `{algorithm.objective}` does not correct for: use "
+            "an objective that does, a correction by weight ('token_tis'), async_ratio = 0, or set "
+            "train.allow_uncorrected = true"
+        )
+        yield Problem("train.async_ratio", message)
+    if alpha >= 1:
+        return
+    if objective.proximal_policy == "loglinear":
+        message = (
+            f"the log-linear proximal policy lies between the sampling policy and now by age, and with "
+            f"train.async_ratio = {alpha:g} every age is 0: choose another proximal policy"
+        )
+        yield Problem("algorithm.options", message)
+    if not isinstance(algorithm.staleness, NoStaleness):
+        message = f"has no effect: with train.async_ratio = {alpha:g} every age is 0"
+        yield Problem("algorithm.staleness", message)
+
+
+def _critic(config: Config, advantage: Advantage) -> Iterator[Problem]:
+    critic = config.critic
+    if advantage == "gae" and critic is None:
+        message = "is missing: advantage 'gae' takes its values from a critic; an empty [critic] table gives one"
+        yield Problem("critic", message)
+    if critic is None:
+        return
+    if advantage != "gae":
+        message = f"has no effect: algorithm.advantage is {advantage!r}; expected 'gae' beside it"
+        yield Problem("critic", message)
+    elif critic.warmup_steps >= config.run.steps:
+        message = (
+            f"expected fewer than run.steps = {config.run.steps}, or the policy never learns; got {critic.warmup_steps}"
+        )
+        yield Problem("critic.warmup_steps", message)
+
+
+def _kl(config: Config) -> Iterator[Problem]:
+    kl = config.algorithm.kl
+    if kl is not None and kl.estimator == "k1" and kl.place == "loss":
+        message = (
+            "k1 in the loss pulls nowhere: its expected gradient is zero; "
+            "expected 'k2' or 'k3', or place = 'reward' beside 'k1'"
+        )
+        yield Problem("algorithm.kl.estimator", message)
+
+
+def _shaping(config: Config) -> Iterator[Problem]:
+    rollout = config.rollout
+    longest = min(rollout.max_new_tokens * rollout.max_turns, config.model.max_length)
+    for place, shaping in enumerate(config.algorithm.shaping):
+        key = f"algorithm.shaping[{place}]"
+        if isinstance(shaping, Overlong) and shaping.limit > longest:
+            message = (
+                f"expected at most {longest}, the longest that responses get "
+                f"(rollout.max_new_tokens · rollout.max_turns, and model.max_length), got {shaping.limit}"
+            )
+            yield Problem(f"{key}.limit", message)
+        if isinstance(shaping, LengthPenalty) and rollout.group_size == 1:
+            yield Problem(key, "compares the samples of a prompt, and rollout.group_size is 1")

@@ -1,0 +1,242 @@
+"""From TOML files and dotted overrides to a checked `Config`, and back.
+
+Files merge left to right, tables deep; overrides come last. Everything wrong with the input is found before anything
+starts and named in one `ConfigError`: each key's path, its file, what was expected. Needs no torch or vllm.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar, cast, get_args
+
+import msgspec
+import tomli_w
+
+from flash.config.check import check
+from flash.config.decode import (
+    NONE,
+    Problem,
+    describe,
+    examine,
+    mismatch,
+    nearest,
+    refuse,
+    suggest,
+    tables_in,
+    tag_field,
+)
+from flash.config.hardware import count_gpus
+from flash.config.section import Section
+from flash.config.tree import Config
+from flash.errors import ConfigError
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+def load(paths: Sequence[Path], overrides: Sequence[str] = (), *, simulated: bool = False) -> Config:
+    """Read, merge, decode, resolve and cross-check a configuration.
+
+    Args:
+        paths: TOML files; a later one wins.
+        overrides: `dotted.key=value`; the value is TOML, or else taken as text.
+        simulated: check what a simulation needs, and neither model, environment nor devices.
+
+    Raises:
+        ConfigError: names every problem found.
+    """
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for path in paths:
+        _merge(merged, _read(path), str(path), origins)
+    for override in overrides:
+        _merge(merged, _parse_override(override), "override", origins)
+    decoder = _Decoder()
+    config = decoder.table(Config, merged, "")
+    if decoder.problems or config is None:
+        raise refuse(decoder.problems, origins)
+    config = _resolve(config)
+    problems = check(config, simulated=simulated)
+    if problems:
+        raise refuse(problems, origins)
+    return config
+
+
+def dump(config: Config) -> str:
+    """The configuration as TOML that `load` reads back to an equal one.
+
+    None is left out where it is the default, and written as `none` elsewhere.
+    """
+    return tomli_w.dumps(_plain(config))
+
+
+def _plain(value: Any) -> Any:
+    """Structs as tables of plain values."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in cast("Sequence[Any]", value)]
+    if not isinstance(value, msgspec.Struct):
+        return value
+    described = value.__struct_config__
+    table: dict[str, Any] = {described.tag_field: described.tag} if described.tag_field is not None else {}
+    for field in msgspec.structs.fields(type(value)):
+        inner = getattr(value, field.name)
+        if inner is not None:
+            table[field.name] = _plain(inner)
+        elif field.default is not None:
+            table[field.name] = NONE
+    return table
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        beside = [str(other) for other in path.parent.glob("*.toml")]
+        raise ConfigError(f"there is no configuration file {path}{suggest(str(path), beside)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"override `{text}`: expected `section.key=value`")
+    table: dict[str, Any] = {parts[-1]: _parse_value(value.strip())}
+    for part in reversed(parts[:-1]):
+        table = {part: table}
+    return table
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def _merge(
+    into: dict[str, Any], table: Mapping[str, Any], source: str, origins: dict[str, str], prefix: str = ""
+) -> None:
+    """Lay one source's table over what is merged so far, and note in `origins` which source wrote each key last."""
+    for key, value in table.items():
+        path = prefix + key
+        existing = into.get(key)
+        if isinstance(value, dict):
+            if not isinstance(existing, dict) or _other_kind(path, existing, value):
+                into[key] = {}
+            _merge(into[key], cast("dict[str, Any]", value), source, origins, path + ".")
+        else:
+            into[key] = value
+        origins[path] = source
+
+
+def _other_kind(path: str, existing: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+    """Whether a table takes the place of an earlier one because its kind, and so its options, are others."""
+    tag = _tagged_tables().get(path)
+    return tag is not None and tag in value and value[tag] != existing.get(tag)
+
+
+@cache
+def _tagged_tables() -> dict[str, str]:
+    """Path and tag field of every key whose value is a table of one of several kinds."""
+    found = ((path, tag_field(kinds)) for path, annotation in keys() if (kinds := tables_in(annotation)))
+    return {path: tag for path, tag in found if tag is not None}
+
+
+class _Decoder:
+    """Walks the tree of sections and gathers what is wrong on the way."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def table(self, section: type[AnySection], table: Mapping[str, Any], prefix: str) -> AnySection | None:
+        """The section, or None when it has problems."""
+        before = len(self.problems)
+        fields = {field.name: field for field in msgspec.structs.fields(section)}
+        self.problems += [
+            Problem(prefix + key, "no such key" + _suggest_key(prefix, key, fields))
+            for key in table
+            if key not in fields
+        ]
+        values: dict[str, Any] = {}
+        for name, field in fields.items():
+            inner = section_in(field.type)
+            if inner is not None and table.get(name) == NONE and NoneType in get_args(field.type):
+                values[name] = None
+            elif inner is not None and (name in table or field.required):
+                values[name] = self._inner(inner, table.get(name, {}), prefix + name)
+            elif name in table:
+                values[name] = self._value(field.type, table[name], prefix + name)
+            elif field.required:
+                self.problems.append(Problem(prefix + name, f"is missing; expected {describe(field.type)}"))
+        return section(**values) if len(self.problems) == before else None
+
+    def _inner(self, section: type[Section], value: Any, key: str) -> Section | None:
+        if isinstance(value, dict):
+            return self.table(section, cast("dict[str, Any]", value), f"{key}.")
+        self.problems.append(mismatch(key, section, value))
+        return None
+
+    def _value(self, annotation: Any, value: Any, key: str) -> Any:
+        converted, problems = examine(value, annotation, key)
+        self.problems += problems
+        return converted
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """The section that a field holds, optional or not."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
+
+
+def _suggest_key(prefix: str, key: str, siblings: Iterable[str]) -> str:
+    """The key of that very name in other tables, the nearest one of the same table, or else the nearest in another."""
+    same = [f"`{path}`" for path in key_paths() if path.rpartition(".")[2] == key]
+    if same:
+        return f"; did you mean {' or '.join(same)}?"
+    here = suggest(key, siblings, prefix)
+    if here:
+        return here
+    elsewhere = {path.rpartition(".")[2]: path for path in key_paths()}
+    near = nearest(key, elsewhere)
+    return f"; did you mean `{elsewhere[near]}`?" if near else ""
+
+
+def key_paths() -> Iterator[str]:
+    """Every key's dotted path."""
+    return (path for path, _ in keys())
+
+
+def keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key's dotted path and type."""
+    for field in msgspec.structs.fields(section):
+        inner = section_in(field.type)
+        if inner is None:
+            yield prefix + field.name, field.type
+        else:
+            yield from keys(inner, f"{prefix}{field.name}.")
+
+
+def _resolve(config: Config) -> Config:
+    if config.cluster.gpus_per_node != "auto":
+        return config
+    cluster = msgspec.structs.replace(config.cluster, gpus_per_node=count_gpus())
+    return msgspec.structs.replace(config, cluster=cluster)
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Config files and `key.path=value` overrides, told apart by the equals sign. Raises ConfigError."""
+    overrides = [argument for argument in arguments if "=" in argument]
+    paths = [Path(argument) for argument in arguments if "=" not in argument]
+    if not paths:
+        raise ConfigError("no config file was given; the smallest one is examples/quickstart.toml")
+    return paths, overrides

@@ -1,0 +1,175 @@
+"""Objects named in the configuration: environments, objectives and verifiers, by import path.
+
+`module:attribute` names anything that Python can import, also from the current directory, so that adding one needs no
+edit inside Flash. Options are checked against the signature before anything starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import msgspec
+
+from algorithms import OBJECTIVES
+from algorithms.base import Objective
+from flash.config.decode import Problem, convert, describe, mismatch, refuse, suggest
+from flash.errors import ConfigError
+
+
+def load_object(path: str) -> Any:
+    """Import `module:attribute` (dots in the attribute reach into classes).
+
+    Raises:
+        ConfigError: the path has another form, the module is missing or fails to import, or it has no such attribute.
+    """
+    module_name, _, attribute = path.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
+        raise ConfigError(f"expected `module:attribute`, got `{path}`")
+    found: Any = _load_module(module_name)
+    for name in attribute.split("."):
+        names = [other for other in dir(found) if not other.startswith("_")]
+        if name not in dir(found):
+            raise ConfigError(f"`{module_name}` has no `{attribute}`{suggest(name, names)}")
+        found = getattr(found, name)
+    return found
+
+
+def _load_module(name: str) -> Any:
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)
+    importlib.invalidate_caches()
+    missing = _first_missing(name)
+    if missing is not None:
+        raise ConfigError(f"there is no module `{missing}`{_nearest_module(missing)} (looked in {here} too)")
+    try:
+        return importlib.import_module(name)
+    except SyntaxError as error:
+        place = f"{error.filename}, line {error.lineno}"
+        raise ConfigError(f"importing `{name}` failed: SyntaxError: {error.msg} ({place})") from error
+    except Exception as error:  # the module is the user's: whatever it raises on import is wrong input
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"importing `{name}` failed: {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
+        ) from error
+
+
+def _first_missing(name: str) -> str | None:
+    """The shortest prefix of a module's name that cannot be found."""
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        prefix = ".".join(parts[:count])
+        if prefix in sys.modules:
+            continue
+        try:
+            if find_spec(prefix) is None:
+                return prefix
+        except ModuleNotFoundError:  # the parent is a module, not a package
+            return prefix
+        except Exception:  # the parent package fails to import: importing the whole name reports that
+            return None
+    return None
+
+
+def _nearest_module(name: str) -> str:
+    parent, _, _ = name.rpartition(".")
+    paths = getattr(sys.modules[parent], "__path__", []) if parent else None
+    prefix = f"{parent}." if parent else ""
+    return suggest(name, [prefix + module.name for module in pkgutil.iter_modules(paths)])
+
+
+def load_objective(name: str) -> type[Objective]:
+    """The objective of this name (see `algorithms.OBJECTIVES`) or import path.
+
+    Raises:
+        ConfigError: there is none, or the path names something else, or it has no formula.
+    """
+    if ":" not in name and name not in OBJECTIVES:
+        known = ", ".join(f"`{one}`" for one in OBJECTIVES)
+        raise ConfigError(f"expected {known} or `module:Class`, got `{name}`{suggest(name, OBJECTIVES)}")
+    found = load_object(OBJECTIVES.get(name, name))
+    if not (isinstance(found, type) and issubclass(found, Objective)):
+        raise ConfigError(f"`{name}` is not a subclass of `algorithms.base:Objective`")
+    if found.__call__ is Objective.__call__:
+        raise ConfigError(f"`{name}` does not define `__call__(self, tokens)`, the formula of its loss")
+    return found
+
+
+def check_options(cls: Callable[..., object], options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The keyword arguments for `cls`, each converted to its annotated type. `where` is the table's path, for messages.
+
+    Raises:
+        ConfigError: names every option that is unknown, missing or of a wrong type.
+    """
+    kwargs, problems = examine_options(cls, options, where)
+    if problems:
+        raise refuse(problems)
+    return kwargs
+
+
+def examine_options(
+    cls: Callable[..., object], options: Mapping[str, Any], where: str
+) -> tuple[dict[str, Any], list[Problem]]:
+    """`check_options`, with the problems returned."""
+    parameters = dict(_parameters(cls))
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    known = {name: one for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD}
+    kwargs: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for name, value in options.items():
+        key = f"{where}.{name}"
+        if name not in known and not takes_any:
+            choices = ", ".join(f"`{one}`" for one in known) or "none"
+            message = f"{cls.__name__} has no such option{suggest(name, known)} (its options: {choices})"
+            problems.append(Problem(key, message))
+            continue
+        annotation = known[name].annotation if name in known else Any
+        try:
+            kwargs[name] = convert(value, annotation)
+        except msgspec.ValidationError:
+            problems.append(mismatch(key, annotation, value))
+        except TypeError:  # an annotation that says nothing about plain values, such as a callable
+            kwargs[name] = value
+    problems += [
+        Problem(f"{where}.{name}", f"is missing; {cls.__name__} needs {describe(one.annotation)}")
+        for name, one in known.items()
+        if one.default is one.empty and name not in options
+    ]
+    return kwargs, problems
+
+
+def _parameters(cls: Callable[..., object]) -> Iterator[tuple[str, inspect.Parameter]]:
+    """What can be given by keyword, with its annotation evaluated; Any where there is none that can be."""
+    if isinstance(cls, type) and issubclass(cls, msgspec.Struct):
+        for field in msgspec.structs.fields(cls):
+            default = inspect.Parameter.empty if field.required else field.default
+            yield (
+                field.name,
+                inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=field.type),
+            )
+        return
+    function = cls.__init__ if isinstance(cls, type) else cls
+    namespace: dict[str, Any] = getattr(inspect.unwrap(function), "__globals__", {})
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+            continue
+        yield name, parameter.replace(annotation=_evaluate(parameter.annotation, namespace))
+
+
+def _evaluate(annotation: Any, namespace: dict[str, Any]) -> Any:
+    if annotation is inspect.Parameter.empty:
+        return Any
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, namespace)
+    except (NameError, AttributeError):  # imported for type checkers only: no plain value has that type
+        return Any

@@ -1,0 +1,383 @@
+"""The configuration of a run: one typed tree.
+
+Every field has a docstring that says its meaning and unit; `flash config` and docs/configuration.md are made from them.
+`flash.config.load` reads TOML files and overrides into this tree. Reading it needs neither torch nor vllm.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, field
+
+from algorithms.base import Advantage, Aggregation
+from algorithms.corrections import Correction
+from algorithms.kl import Kl
+from algorithms.shaping import Shaping
+from algorithms.staleness import NoStaleness, Staleness
+from flash.config.section import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from flash.config.simulate import SimulateConfig
+
+
+class RunConfig(Section, frozen=True):
+    """The run as a whole."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]+$")]
+    """Names the run directory."""
+    output_dir: str = "outputs"
+    """Folder that holds the run directories."""
+    seed: int = 0
+    """Every random choice of the run derives from it."""
+    steps: Positive = 100
+    """Optimizer steps; each trains one batch and makes one policy version."""
+    resume: bool = False
+    """Continue from the newest complete checkpoint of the run directory. Restarted processes always do."""
+    log_samples: NonNegative = 4
+    """Trajectories written readably to the run directory at each step."""
+
+
+class ModelConfig(Section, frozen=True):
+    """The policy."""
+
+    path: str
+    """A Hugging Face model folder or hub id."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Precision of the engine and of the trainer's forward pass. Master weights are always float32."""
+    max_length: Positive = 4096
+    """Longest prompt plus response, in tokens."""
+    trust_remote_code: bool = False
+    """Whether a hub model may bring its own code."""
+
+
+class TinyModelConfig(Section, frozen=True):
+    """How to make `model.path` when it does not exist: a small Qwen3, warm-started on the environment's examples."""
+
+    layers: Positive = 3
+    """Decoder layers."""
+    width: Positive = 128
+    """Hidden size."""
+    tied: bool = True
+    """Whether input and output embeddings share one tensor."""
+    warm_start_steps: NonNegative = 800
+    """Most supervised steps on the environment's solved examples; fewer, when the model is as good as RL needs it."""
+    batch_size: Positive = 64
+    """Examples per supervised step."""
+    learning_rate: PositiveFloat = 2e-3
+    """Peak learning rate of the warm start."""
+    seed: int = 0
+    """Seed of the initial weights and of the examples."""
+
+
+class EnvConfig(Section, frozen=True):
+    """The environment, by import path."""
+
+    path: str
+    """`module:Class`; the class takes `options` as keyword arguments."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the environment's class, checked against its signature."""
+
+
+class RolloutConfig(Section, frozen=True):
+    """Generation and environments."""
+
+    group_size: Positive = 8
+    """Samples per prompt."""
+    max_concurrent: Positive | Literal["auto"] = "auto"
+    """Most episodes alive at once on a node; `auto`: as many as keep its engines full."""
+    max_new_tokens: Positive = 1024
+    """Longest response, in tokens; in an episode of many turns, the longest of each."""
+    max_turns: Positive = 64
+    """Responses after which an episode is truncated."""
+    swap: Literal["recompute", "keep", "abort", "drain"] = "recompute"
+    """What new weights do to running sequences. `recompute`: they go on, with their KV cache made again; `keep`: they
+    go on with the old one; `abort`: they are sent again with their tokens so far; `drain`: the swap waits for them."""
+    on_expire: Literal["mask", "requeue", "wait"] = "mask"
+    """What happens to a sample whose tokens get too old. `mask`: those tokens leave the loss; `requeue`: it is
+    cancelled and started again; `wait`: the next step waits for it."""
+    fifo_window: Annotated[float, Meta(ge=1)] | None = None
+    """A step chooses among the first `fifo_window` batches of groups in order of issue: 1 is strict order, which waits
+    for stragglers and favours no length. None: any complete group."""
+    extra_groups: NonNegative = 0
+    """Groups kept in flight beyond what the steps need; those that outgrow the age window are cancelled."""
+    extra_per_group: NonNegative = 0
+    """Samples started beyond `group_size`; the first `group_size` to finish win, the others are cancelled at once."""
+    drop_equal_rewards: bool = False
+    """Filter out groups whose rewards are all equal, and start others instead: they have no advantage to learn from."""
+    accuracy_bounds: tuple[float, float] | None = None
+    """Filter out groups whose mean reward lies outside of [low, high], and start others instead."""
+    queue_scheduling: bool = True
+    """Every sample is a task of its own. Off: samples start in batches, the next when the last one is home."""
+    replicate_prompts: bool = True
+    """The samples of a prompt are placed one by one. Off: they go to one engine and come home together."""
+    env_async: bool = True
+    """Every environment steps on its own. Off: a node's environments step together, when all responses are there."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the trainer computes its log-probs at the same one."""
+    retries: NonNegative = 2
+    """How often a sample that failed for a reason of the infrastructure is tried again."""
+    breaker: Positive = 64
+    """Samples given up in a row, with none finished between, that stop the run."""
+    quarantine: Positive = 16
+    """Samples of one kind of environment given up in a row that stop the issue of this kind (see envs.mixture)."""
+
+
+class EngineConfig(Section, frozen=True):
+    """vLLM."""
+
+    count: Positive = 1
+    """Engines per rollout node."""
+    tensor_parallel: Positive = 1
+    """GPUs per engine."""
+    share_gpus: bool = False
+    """Engines run on the trainers' GPUs instead of their own."""
+    memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """Share of a GPU's memory for weights and KV cache."""
+    kv_cache_gib: PositiveFloat = 1.0
+    """KV cache of a CPU engine, in GiB."""
+    max_sequences: Positive = 256
+    """Sequences an engine decodes at once."""
+    enforce_eager: bool = False
+    """Run without compiled graphs: slower steps, faster start."""
+    stream_interval: Positive = 16
+    """Tokens between two deliveries of a running sequence."""
+
+
+class TrainConfig(Section, frozen=True):
+    """The optimizer step."""
+
+    batch_size: Positive = 256
+    """Samples per step: a multiple of rollout.group_size."""
+    async_ratio: NonNegativeFloat = 1.0
+    """α: a token is trained at most α versions after it was sampled. 0 is synchronous training."""
+    allow_uncorrected: bool = False
+    """Permit α > 0 with an objective that ignores behaviour log-probs."""
+    learning_rate: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    warmup_steps: NonNegative = 0
+    """Steps of linear warm-up."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up, until the last step."""
+    final_learning_rate: NonNegativeFloat = 0.0
+    """Where linear and cosine decay end."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's moments."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's ε."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are clipped to this global norm."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a non-finite gradient does: stop the run, or leave the weights as they are for this step and count it."""
+    minibatches: Positive = 1
+    """Optimizer updates per batch; a batch is split evenly, whole groups together."""
+    max_tokens_per_microbatch: Positive = 8192
+    """Packed tokens per forward pass and rank; at least model.max_length."""
+
+
+class AlgorithmConfig(Section, frozen=True):
+    """What is optimised. docs/algorithms.md says how to choose."""
+
+    objective: str = "decoupled_ppo"
+    """A name from docs/algorithms.md, or `module:Class`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The objective's own options, checked against its fields."""
+    advantage: Advantage | None = None
+    """How rewards become advantages. None: as the objective's method does it."""
+    gamma: Fraction = 1.0
+    """Discount of later rewards: per turn where `advantage` is `turn`, per token where it is `gae`."""
+    aggregation: Aggregation | None = None
+    """How per-token losses become one number. None: as the objective's method does it."""
+    constant_length: Positive | None = None
+    """Tokens by which `constant` aggregation divides each sequence's sum. None: rollout.max_new_tokens."""
+    corrections: list[Correction] = field(default_factory=list)
+    """Weights of exp(proximal − behaviour) that multiply the objective's loss, one after the other."""
+    staleness: Staleness = NoStaleness()
+    """How much less an old sample counts in the objective's loss."""
+    kl: Kl | None = None
+    """A pull towards a reference policy. None: no pull."""
+    entropy_bonus: NonNegativeFloat = 0.0
+    """Coefficient of the policy's entropy, which is taken from the loss."""
+    shaping: list[Shaping] = field(default_factory=list)
+    """What length adds to the rewards before they become advantages, one after the other."""
+
+
+class CriticConfig(Section, frozen=True):
+    """The value model of `advantage = "gae"`, with an optimizer of its own."""
+
+    path: str | None = None
+    """A Hugging Face model folder or hub id, with the policy's tokenizer. None: model.path."""
+    learning_rate: PositiveFloat = 1e-5
+    """Constant over the run."""
+    warmup_steps: NonNegative = 0
+    """First steps in which only the critic learns; the policy keeps its weights, its version counts on."""
+    clip: PositiveFloat | None = 0.2
+    """How far a value may move in a step before the clipped loss ignores the rest. None: as far as it will."""
+    lam: Fraction = 0.95
+    """λ of the generalised advantage estimate: 0 trusts the critic, 1 the rewards."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Its gradients are clipped to this global norm."""
+
+
+class WeightsConfig(Section, frozen=True):
+    """How new weights reach the engines."""
+
+    backend: Literal["auto", "tcp", "nccl", "ipc"] = "auto"
+    """`auto`: tcp without GPUs, ipc where trainer and engine share one, nccl otherwise."""
+    canary_tolerance: PositiveFloat | None = None
+    """Largest allowed difference of log-probs between engine and trainer. None: 1e-4 in float32, 0.1 in bfloat16."""
+    canary_tokens: Annotated[int, Meta(ge=2)] = 32
+    """Length of the fixed prompt that is compared after each swap."""
+
+
+class EvalConfig(Section, frozen=True):
+    """Held-out evaluation: at the start, every `every` steps while rollouts go on, and at the end."""
+
+    every: NonNegative = 10
+    """Steps between evaluations; 0 keeps only the first and the last."""
+    problems: Positive = 128
+    """Held-out problems per evaluation."""
+    samples: Positive = 1
+    """Answers per problem; pass@k is given for k = samples."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature; 0 is greedy."""
+
+
+class CheckpointConfig(Section, frozen=True):
+    """What survives a crash."""
+
+    every: Positive = 20
+    """Steps between checkpoints; the last step always writes one."""
+    keep: Positive = 2
+    """Complete checkpoints kept."""
+    export: bool = True
+    """Write a Hugging Face folder at the end."""
+
+
+class ClusterConfig(Section, frozen=True):
+    """Where processes run."""
+
+    nodes: Positive = 1
+    """Machines in the job."""
+    gpus_per_node: NonNegative | Literal["auto"] = "auto"
+    """GPUs each node offers; 0 runs everything on the CPU."""
+    trainer_ranks: Positive = 1
+    """Trainer processes per trainer node."""
+    trainer_nodes: Positive = 1
+    """The first nodes carry trainers; every node with GPUs to spare carries engines."""
+    hub_port: NonNegative = 0
+    """TCP port of the hub on the first node; 0 takes any free one."""
+    max_restarts: NonNegative = 3
+    """How often torchrun restarts the processes after a crash."""
+    node_cpus: list[NonNegative] | None = None
+    """CPU cores of the node loop and its engines. None: all."""
+    trainer_cpus: list[NonNegative] | None = None
+    """CPU cores of the trainer ranks. None: all."""
+
+
+class DeadlinesConfig(Section, frozen=True):
+    """Every wait on something outside the waiting code ends after one of these. Seconds."""
+
+    connect: PositiveFloat = 60
+    """A peer opens its port and proves the token."""
+    rendezvous: PositiveFloat = 600
+    """All processes of the job appear."""
+    request: PositiveFloat = 60
+    """A peer answers a message that needs no work."""
+    engine_start: PositiveFloat = 900
+    """An engine loads its model and answers."""
+    generate: PositiveFloat = 1800
+    """One response, from request to last token."""
+    env_reset: PositiveFloat = 60
+    """An environment resets."""
+    env_step: PositiveFloat = 120
+    """An environment steps, its reward included."""
+    episode: PositiveFloat = 7200
+    """One episode, from its environment's start to its reward."""
+    swap: PositiveFloat = 300
+    """An engine loads a version and passes the canary."""
+    batch: PositiveFloat = 3600
+    """Enough groups finish for a step."""
+    step: PositiveFloat = 3600
+    """A trainer finishes the step it was given a batch for."""
+    collective: PositiveFloat = 600
+    """All trainer ranks join a collective."""
+    shutdown: PositiveFloat = 8
+    """Everything ends after an interrupt, the last checkpoint included."""
+
+
+class Config(Section, frozen=True):
+    """A run."""
+
+    run: RunConfig
+    model: ModelConfig
+    env: EnvConfig
+    tiny_model: TinyModelConfig | None = None
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    train: TrainConfig = TrainConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig | None = None
+    weights: WeightsConfig = WeightsConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    deadlines: DeadlinesConfig = DeadlinesConfig()
+    simulate: SimulateConfig | None = None
+
+    @property
+    def run_dir(self) -> Path:
+        """`run.output_dir/run.name`."""
+        return Path(self.run.output_dir) / self.run.name
+
+    @property
+    def groups_per_batch(self) -> int:
+        """Prompts per step."""
+        return self.train.batch_size // self.rollout.group_size
+
+    @property
+    def gpus_per_node(self) -> int:
+        """`cluster.gpus_per_node`, with `auto` resolved by `flash.config.load`."""
+        assert isinstance(self.cluster.gpus_per_node, int), "resolved by flash.config.load.load"
+        return self.cluster.gpus_per_node
+
+    @property
+    def weights_backend(self) -> Literal["tcp", "nccl", "ipc"]:
+        """`weights.backend`, with `auto` resolved for this hardware."""
+        if self.weights.backend != "auto":
+            return self.weights.backend
+        if self.gpus_per_node == 0:
+            return "tcp"
+        return "ipc" if self.engine.share_gpus else "nccl"
+
+    @property
+    def canary_tolerance(self) -> float:
+        """`weights.canary_tolerance`, with None resolved for the dtype."""
+        if self.weights.canary_tolerance is not None:
+            return self.weights.canary_tolerance
+        return 1e-4 if self.model.dtype == "float32" else 0.1
+
+    def trainer_ranks_on(self, node: int) -> int:
+        """Trainer processes on this node."""
+        return self.cluster.trainer_ranks if node < self.cluster.trainer_nodes else 0
+
+    def engines_on(self, node: int) -> int:
+        """Engines on this node: `engine.count`, as far as the GPUs left by the trainers reach."""
+        if self.gpus_per_node == 0 or self.engine.share_gpus:
+            return self.engine.count
+        free = self.gpus_per_node - self.trainer_ranks_on(node)
+        return min(self.engine.count, free // self.engine.tensor_parallel)
+
+    def engine_gpus(self, node: int, engine: int) -> list[int]:
+        """The GPUs of the engine-th engine on this node: after the trainers' own, unless they are shared."""
+        if self.gpus_per_node == 0:
+            return []
+        first = 0 if self.engine.share_gpus else self.trainer_ranks_on(node)
+        width = self.engine.tensor_parallel
+        return list(range(first + engine * width, first + (engine + 1) * width))
+
+    @property
+    def trainer_world_size(self) -> int:
+        """Trainer processes over all nodes."""
+        return self.cluster.trainer_ranks * self.cluster.trainer_nodes

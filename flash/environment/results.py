@@ -1,0 +1,138 @@
+"""What environments return, checked and brought into one form: each mistake is an error that shows the value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import cast
+
+import numpy as np
+
+from flash.environment.interface import Info, ResetResult, StepResult
+from flash.errors import EnvError, RewardError
+from flash.types import Message, Observation
+
+NOTE_LENGTH = 2000
+"""Characters kept of a note."""
+
+
+def check_reset_result(result: object) -> ResetResult:
+    """The result of `reset`, with chat messages in one form.
+
+    Raises:
+        EnvError: the result is not (observation, info).
+    """
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise EnvError(f"reset() must return (observation, info), but returned {_shape(result)}")
+    observation, info = cast("tuple[object, object]", result)
+    return _observation("reset", observation), _info("reset", info)
+
+
+def check_step_result(result: object) -> StepResult:
+    """The result of `step`, with plain Python numbers and flags. A reward of True counts as 1, False as 0.
+
+    Raises:
+        EnvError: the result is not (observation, reward, terminated, truncated, info).
+        RewardError: the reward is not a finite number.
+    """
+    if not isinstance(result, tuple) or len(result) != 5:
+        raise EnvError(
+            f"step() must return (observation, reward, terminated, truncated, info), but returned {_shape(result)}"
+        )
+    observation, reward, terminated, truncated, info = cast("tuple[object, object, object, object, object]", result)
+    return (
+        _observation("step", observation),
+        check_reward(reward),
+        _flag("terminated", terminated),
+        _flag("truncated", truncated),
+        _info("step", info),
+    )
+
+
+def metrics_of(info: Info) -> dict[str, float]:
+    """`info["metrics"]`: what the environment measured in this step. Of each name the mean over a batch is logged.
+
+    Raises:
+        EnvError: it does not map names to finite numbers.
+    """
+    metrics = info.get("metrics", {})
+    if not isinstance(metrics, Mapping):
+        raise EnvError(f"info['metrics'] of step() must map names to numbers, but is {metrics!r}")
+    numbers: dict[str, float] = {}
+    for name, value in cast("Mapping[object, object]", metrics).items():
+        number = float(cast("float", value)) if isinstance(value, (Real, np.bool_)) else math.nan
+        if not (isinstance(name, str) and name and math.isfinite(number)):
+            raise EnvError(f"info['metrics'] of step() must map names to finite numbers, but holds {name!r}: {value!r}")
+        numbers[name] = number
+    return numbers
+
+
+def note_of(info: Info) -> str:
+    """`info["note"]`: what the environment says of the response, for people who read the samples of a run.
+
+    Raises:
+        EnvError: it is no text.
+    """
+    note = info.get("note", "")
+    if not isinstance(note, str):
+        raise EnvError(f"info['note'] of step() must be text, but is {note!r} of type {type(note).__name__}")
+    return note[:NOTE_LENGTH]
+
+
+def check_reward(reward: object) -> float:
+    """A reward as a float. A bool counts as 0 or 1.
+
+    Raises:
+        RewardError: it is not a finite number.
+    """
+    if not isinstance(reward, (Real, np.bool_)):
+        raise RewardError(f"the reward must be a finite number, but is {reward!r} of type {type(reward).__name__}")
+    number = float(cast("float", reward))
+    if not math.isfinite(number):
+        raise RewardError(f"the reward must be a finite number, but is {number}")
+    return number
+
+
+def _observation(method: str, value: object) -> Observation:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise EnvError(
+            f"the observation of {method}() must be text or a list of chat messages, but is {type(value).__name__}"
+        )
+    return [_message(method, item) for item in cast("list[object]", value)]
+
+
+def _message(method: str, value: object) -> Message:
+    if isinstance(value, Message):
+        return value
+    if isinstance(value, Mapping):
+        fields = cast("Mapping[object, object]", value)
+        role, content = fields.get("role"), fields.get("content")
+        if isinstance(role, str) and isinstance(content, str) and len(fields) == 2:
+            return Message(role, content)
+    raise EnvError(
+        f"a chat message of {method}() must be a flash.types.Message or a dict with the texts role and content, "
+        f"but is {value!r}"
+    )
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise EnvError(f"{name} of step() must be True or False, but is {value!r} of type {type(value).__name__}")
+    return bool(value)
+
+
+def _info(method: str, value: object) -> Info:
+    if not isinstance(value, dict):
+        raise EnvError(f"info of {method}() must be a dict, but is {value!r} of type {type(value).__name__}")
+    return cast("Info", value)
+
+
+def _shape(result: object) -> str:
+    """`a tuple of 4 (str, float, bool, dict)`: enough to see which value is missing."""
+    if not isinstance(result, tuple):
+        return f"{result!r} of type {type(result).__name__}"
+    parts = cast("tuple[object, ...]", result)
+    return f"a tuple of {len(parts)} ({', '.join(type(part).__name__ for part in parts)})"

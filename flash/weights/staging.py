@@ -1,0 +1,22 @@
+"""Weights as copies that may leave the trainer: contiguous, in the engines' dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+
+def stage(
+    tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, device: str | None = "cpu"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Contiguous private copies in the engines' dtype; `device` None leaves each tensor where it is."""
+    for name, tensor in tensors:
+        target = dtype if tensor.is_floating_point() else tensor.dtype
+        copy = tensor.detach().to(device=device or tensor.device, dtype=target, copy=True)
+        yield name, copy.contiguous()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` → `bfloat16`, as the receivers expect it."""
+    return str(dtype).removeprefix("torch.")

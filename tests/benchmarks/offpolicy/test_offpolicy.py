@@ -1,0 +1,393 @@
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+import torch
+
+from benchmarks.offpolicy import confirm as offpolicy_confirm
+from benchmarks.offpolicy import run as offpolicy
+from benchmarks.offpolicy.cells import Cell, Folder, Method, Point, Result, Setting, read_lines, write_lines
+from benchmarks.offpolicy.harness import Problems, lagged, make_shard, make_trajectory
+from benchmarks.offpolicy.run import METHODS, SETTING, Comparison, Plan, Pool, grid, own_options
+from benchmarks.offpolicy.sampler import Answer, Sampler
+from benchmarks.offpolicy.summary import TARGET, accuracy_table, draw, half_width, rows, steps_table, summarise
+from benchmarks.real.compare import PINNED, Measured
+from flash.config.load import load
+from flash.config.tree import TinyModelConfig
+from flash.environment.interface import HELD_OUT
+from flash.trainer.tiny_model import make_tiny_model
+from flash.types import Outcome, Task
+
+ROOT = Path(__file__).parents[3]
+
+GRPO, DECOUPLED = (next(method for method in METHODS if method.key == key) for key in ("grpo", "decoupled_ppo"))
+
+
+def a_result(*accuracies: float, method: Method = GRPO, alpha: int = 0, seed: int = 0) -> Result:
+    curve = [Point(10 * at, 1000 * at, accuracy, 0.0, 0.0, 0.0, 0.0) for at, accuracy in enumerate(accuracies)]
+    cell = Cell(method=method, alpha=alpha, seed=seed)
+    return Result(cell=cell, curve=curve, skipped_updates=0, cpu_s=1.0)
+
+
+# -- the age of the data ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [0, 1, 2, 4, 8, 16])
+def test_a_tokens_age_is_exactly_alpha_after_ages_have_risen_from_zero(alpha: int) -> None:
+    made = [0]
+    ages = []
+    for batch in lagged(alpha, 40, lambda step: (step, made[-1])):
+        meant_for, sampled_by = batch
+        assert meant_for == made[-1]
+        ages.append(made[-1] - sampled_by)
+        made.append(made[-1] + 1)
+    assert ages == [min(step, alpha) for step in range(40)]
+
+
+@pytest.mark.parametrize(("alpha", "steps"), [(0, 7), (3, 7), (16, 7), (2, 1)])
+def test_exactly_as_many_batches_are_sampled_as_are_trained(alpha: int, steps: int) -> None:
+    sampled: list[int] = []
+    trained = list(lagged(alpha, steps, lambda step: sampled.append(step) or step))
+    assert trained == list(range(steps))
+    assert sorted(sampled) == trained
+
+
+def test_a_shard_holds_the_whole_batch_with_its_version_and_the_age_limit() -> None:
+    answer = Answer(prompt=[1, 2, 3], tokens=[4, 5], logp=[-0.5, -1.5], text="45", truncated=False)
+    batch = [make_trajectory(Task(index, index // 2, index % 2, 0), answer, float(index), 5) for index in range(4)]
+    shard = make_shard(batch, step=9, alpha=4)
+    assert (shard.step, shard.min_version) == (9, 5)
+    assert (shard.total_tokens, shard.total_sequences) == (8, 4)
+    assert [(entry.group_id, entry.reward, entry.oldest_version) for entry in shard.batch] == [
+        (0, 0.0, 5),
+        (0, 1.0, 5),
+        (1, 2.0, 5),
+        (1, 3.0, 5),
+    ]
+    trajectory = shard.samples[0].trajectory
+    assert trajectory.tokens().tolist() == [1, 2, 3, 4, 5]
+    assert trajectory.action_mask().tolist() == [False, False, False, True, True]
+    assert trajectory.behaviour().tolist() == [-0.5, -1.5]
+    assert trajectory.action_versions().tolist() == [5, 5]
+
+
+def test_the_first_steps_admit_no_version_below_zero() -> None:
+    answer = Answer([1], [2], [-1.0], "", True)
+    trajectory = make_trajectory(Task(0, 0, 0, 0), answer, 0.0, 0)
+    assert make_shard([trajectory], step=2, alpha=8).min_version == 0
+    assert trajectory.outcome is Outcome.TRUNCATED
+
+
+# -- sampling --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Random weights, and a tokenizer of the arithmetic's characters."""
+    path = tmp_path_factory.mktemp("models") / "model"
+    config = TinyModelConfig(layers=2, width=64, warm_start_steps=0)
+    make_tiny_model(path, config, "envs.arithmetic:Arithmetic", {}, lambda done, total, loss: None)
+    return str(path)
+
+
+def test_the_recorded_log_probs_are_those_of_a_plain_forward_pass(model: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    generator = torch.Generator().manual_seed(3)
+    answers = Sampler(model).sample(["12+34=", "98+76="], copies=3, limit=6, generator=generator)
+    assert len(answers) == 6
+    assert [answers[index].prompt for index in (0, 3)] == [answers[index].prompt for index in (2, 5)]
+    assert answers[0].prompt != answers[3].prompt
+    plain = AutoModelForCausalLM.from_pretrained(model).eval()
+    for answer in answers:
+        logits = plain(torch.tensor([[*answer.prompt, *answer.tokens]])).logits[0].double().log_softmax(-1)
+        places = range(len(answer.prompt) - 1, len(answer.prompt) + len(answer.tokens) - 1)
+        expected = [logits[place, token].item() for place, token in zip(places, answer.tokens, strict=True)]
+        assert answer.logp == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_answer_ends_with_its_first_end_of_text_or_at_the_limit(model: str) -> None:
+    sampler = Sampler(model)
+    generator = torch.Generator().manual_seed(0)
+    answers = sampler.sample(["12+34="], copies=200, limit=4, generator=generator)
+    end = sampler.tokenizer.eos_token_id
+    assert isinstance(end, int)
+    ended = [answer for answer in answers if not answer.truncated]
+    assert 0 < len(ended) < len(answers)
+    assert all(answer.tokens.index(end) == len(answer.tokens) - 1 for answer in ended)
+    assert all(end not in answer.tokens and len(answer.tokens) == 4 for answer in answers if answer.truncated)
+    assert all("<eos>" not in answer.text for answer in answers)
+
+
+def test_new_weights_change_what_is_sampled_and_a_missing_one_is_noticed(model: str) -> None:
+    sampler = Sampler(model)
+    before = sampler.sample(["12+34="], copies=1, limit=4, generator=None)[0]
+    tensors = {name: torch.full_like(value, 0.01) for name, value in sampler.model.named_parameters()}
+    sampler.load(tensors.items())
+    assert sampler.sample(["12+34="], copies=1, limit=4, generator=None)[0].logp != before.logp
+    with pytest.raises(AssertionError, match="no new weights"):
+        sampler.load(list(tensors.items())[1:])
+
+
+def test_each_answer_is_judged_by_its_own_problem() -> None:
+    problems = Problems(range(HELD_OUT, HELD_OUT + 2), {"digits": 2})
+    sums = [sum(int(part) for part in prompt.rstrip("=").split("+")) for prompt in problems.prompts]
+    assert sums[0] != sums[1]
+    answers = [Answer([], [], [], str(text), False) for text in (sums[0], sums[1], sums[1], sums[0])]
+    assert problems.rewards(answers) == [1.0, 0.0, 1.0, 0.0]
+
+
+# -- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_cell_is_found_again_and_a_half_written_one_is_not(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "cells")
+    result = a_result(0.2, 0.6)
+    assert folder.find(result.cell) is None
+    folder.save(result)
+    assert folder.find(result.cell) == result
+    assert [file.name for file in folder.path.iterdir()] == [f"{result.cell.name}.json"]
+    whole = folder.file(result.cell).read_bytes()
+    folder.file(result.cell).write_bytes(whole[: len(whole) // 2])
+    assert folder.find(result.cell) is None
+    assert folder.finished([result.cell]) == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Cell(method=GRPO, alpha=1, seed=0),
+        Cell(method=GRPO, alpha=0, seed=1),
+        Cell(method=DECOUPLED, alpha=0, seed=0),
+        Cell(method=GRPO, alpha=0, seed=0, setting=Setting(learning_rate=1e-5)),
+        Cell(method=msgspec.structs.replace(GRPO, options={"clip_high": 0.28}), alpha=0, seed=0),
+    ],
+)
+def test_cells_that_differ_in_anything_have_files_of_their_own(tmp_path: Path, other: Cell) -> None:
+    folder = Folder(tmp_path)
+    folder.save(a_result(0.2, 0.6))
+    assert folder.find(other) is None
+
+
+def test_results_survive_as_lines(tmp_path: Path) -> None:
+    results = [a_result(0.2, 0.6), a_result(0.2, 0.5, alpha=8)]
+    write_lines(results, tmp_path / "cells.jsonl")
+    assert read_lines(tmp_path / "cells.jsonl") == results
+    assert len((tmp_path / "cells.jsonl").read_text().splitlines()) == 2
+
+
+# -- the pool --------------------------------------------------------------------------------------------------------
+
+
+class FakeCells:
+    """Runs cells at once, but those of one alpha fail."""
+
+    def __init__(self, fails: int | None = None) -> None:
+        self.ran: list[str] = []
+        self.fails = fails
+
+    def __call__(self, cell: Cell, folder: Path, core: int | None) -> str:
+        self.ran.append(cell.name)
+        if cell.alpha == self.fails:
+            return "out of luck"
+        result = a_result(0.2, 0.6, method=cell.method, alpha=cell.alpha, seed=cell.seed)
+        Folder(folder).save(msgspec.structs.replace(result, cell=cell))
+        return ""
+
+
+def a_plan(folder: Path, limit_s: float = math.inf) -> Plan:
+    cells = grid(SETTING, ["grpo", "decoupled_ppo"], [0, 8], 2)
+    return Plan(cells=cells, folder=folder, workers=2, limit_s=limit_s, keep=None)
+
+
+def test_a_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = a_plan(tmp_path)
+    fake = FakeCells(fails=8)
+    monkeypatch.setattr(offpolicy, "run_cell", fake)
+    first = Pool(plan)
+    anyio.run(first.run)
+    assert sorted(fake.ran) == sorted(cell.name for cell in plan.cells)
+    assert len(first.failures) == 4
+    assert all("out of luck" in failure for failure in first.failures)
+
+    fake.ran, fake.fails = [], None
+    second = Pool(plan)
+    missing = second.missing()
+    assert [cell.alpha for cell in missing] == [8] * 4
+    anyio.run(second.run)
+    assert sorted(fake.ran) == sorted(cell.name for cell in missing)
+    assert second.missing() == []
+
+
+def test_no_cell_is_started_past_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCells()
+    monkeypatch.setattr(offpolicy, "run_cell", fake)
+    anyio.run(Pool(a_plan(tmp_path, limit_s=-1.0)).run)
+    assert fake.ran == []
+
+
+def test_the_grid_is_all_methods_ages_and_seeds_one_seed_after_the_other() -> None:
+    cells = grid(SETTING, [method.key for method in METHODS], offpolicy.ALPHAS, offpolicy.SEEDS)
+    assert len(cells) == 162
+    assert len({cell.name for cell in cells}) == 162
+    assert {cell.seed for cell in cells[:54]} == {0}
+
+
+def test_the_common_options_are_left_to_the_common_form() -> None:
+    own, rest = own_options(["--quick", "--cells", "here", "--json", "rows.json", "--methods", "topr,grpo"])
+    assert rest == ["--quick", "--json", "rows.json"]
+    assert (own.cells, own.methods) == (Path("here"), ["topr", "grpo"])
+
+
+def test_an_unknown_method_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        own_options(["--methods", "grop"])
+    assert "grop" in capsys.readouterr().err
+
+
+def test_a_comparison_reports_what_is_there_and_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks.form import Args
+
+    monkeypatch.setattr(offpolicy, "run_cell", FakeCells(fails=8))
+    monkeypatch.setattr(offpolicy, "make_model", lambda cell: None)
+    kept = tmp_path / "kept.jsonl"
+    options, _ = own_options(["--cells", str(tmp_path / "cells"), "--workers", "1", "--keep", str(kept)])
+    comparison = Comparison(options)
+    measured = comparison.measure(Args(quick=True))
+    assert {row.case for row in measured} == {"grpo, α = 0", "decoupled_ppo, α = 0"}
+    assert len(read_lines(kept)) == 2
+    out = capsys.readouterr().out
+    assert "out of luck" in out
+    assert "2 of 4 cells are missing" in out
+
+
+# -- judging ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "collapsed"),
+    [
+        ([0.2, 0.5, 0.6, 0.6, 0.6], False),
+        ([0.2, 0.9, 0.5, 0.5, 0.5], False),
+        ([0.2, 0.9, 0.44, 0.44, 0.44], True),
+        ([0.3, 0.4, 0.29, 0.29, 0.29], True),
+        ([0.3, 0.3, 0.3, 0.3, 0.3], False),
+    ],
+)
+def test_a_run_below_its_start_or_half_of_its_best_has_collapsed(accuracies: list[float], collapsed: bool) -> None:
+    assert a_result(*accuracies).collapsed is collapsed
+
+
+def test_the_final_accuracy_is_the_mean_of_the_last_three_evaluations() -> None:
+    assert a_result(0.1, 0.2, 0.6, 0.7, 0.8).final == pytest.approx(0.7)
+
+
+def test_the_time_to_an_accuracy_is_the_first_evaluation_at_it() -> None:
+    result = a_result(0.2, 0.5, 0.76, 0.7, 0.8)
+    first = result.reached(0.75)
+    assert first is not None
+    assert (first.step, first.tokens) == (20, 2000)
+    assert result.reached(0.81) is None
+
+
+def test_seeds_give_a_mean_with_students_interval() -> None:
+    finals = [0.80, 0.82, 0.87]
+    summary = summarise([a_result(0.2, *[final] * 3, seed=seed) for seed, final in enumerate(finals)])[0]
+    assert (summary.seeds, summary.mean) == (3, pytest.approx(0.83))
+    # s = 0.036056, t(0.975; 2) = 4.303, √3 = 1.73205
+    assert summary.high - summary.mean == pytest.approx(4.303 * 0.036056 / 1.73205, rel=1e-4)
+    assert summary.mean - summary.low == pytest.approx(summary.high - summary.mean)
+    assert half_width([0.5]) == 0
+
+
+def test_an_interval_ends_where_accuracies_do() -> None:
+    summary = summarise([a_result(0.2, final, final, final, seed=int(final)) for final in (0.0, 1.0)])[0]
+    assert (summary.low, summary.high) == (0.0, 1.0)
+
+
+def test_a_seed_that_never_gets_there_counts_as_infinitely_late() -> None:
+    late, early, never = [0.2, 0.3, TARGET], [0.2, TARGET, 0.9], [0.2, 0.2, 0.2]
+    summary = summarise([a_result(*curve, seed=seed) for seed, curve in enumerate((late, early, never))])[0]
+    assert (summary.reached, summary.steps, summary.tokens) == (2, 20, 2000)
+    summary = summarise([a_result(*curve, seed=seed) for seed, curve in enumerate((early, never))])[0]
+    assert summary.steps == math.inf
+    assert "steps_to_target" not in {row.metric for row in rows([summary])}
+
+
+def finals(method: Method, alpha: int, *values: float) -> list[Result]:
+    return [a_result(0.2, *[value] * 3, method=method, alpha=alpha, seed=seed) for seed, value in enumerate(values)]
+
+
+def test_methods_are_counted_that_are_as_good_as_synchronous_grpo() -> None:
+    results = [
+        *finals(GRPO, 0, 0.80, 0.81, 0.82),
+        *finals(DECOUPLED, 0, 0.90, 0.90, 0.90),
+        *finals(GRPO, 8, 0.40, 0.41, 0.42),
+        *finals(DECOUPLED, 8, 0.80, 0.80, 0.80),
+    ]
+    found = {(row.case, row.metric): row for row in rows(summarise(results))}
+    count = found["as good as synchronous grpo, α = 8", "methods"]
+    assert (count.ours, count.goal, count.unit, count.met) == (1, 1, "of 2", True)
+    assert found["as good as the same method synchronous, α = 8", "methods"].ours == 0
+    share = found["decoupled_ppo, α = 8", "share_of_synchronous"]
+    assert (share.ours, share.reference) == (pytest.approx(8 / 9), pytest.approx(41.0 / 42.0))
+    assert found["grpo, α = 8", "share_of_synchronous"].reference is None
+
+
+def test_the_tables_have_a_line_per_method_and_a_column_per_alpha() -> None:
+    results = [*finals(GRPO, 0, 0.8, 0.8), *finals(GRPO, 8, 0.1, 0.1), *finals(DECOUPLED, 8, 0.7, 0.7)]
+    lines = accuracy_table(summarise(results)).splitlines()
+    assert lines[0] == "| final held-out accuracy | α = 0 | α = 8 |"
+    assert lines[2] == "| grpo | 0.800 ± 0.000 | 0.100 ± 0.000, 2 of 2 collapsed |"
+    assert lines[3] == "| decoupled_ppo |  | 0.700 ± 0.000 |"
+    assert steps_table(summarise(results)).splitlines()[2] == "| grpo | 10 | – |"
+
+
+def test_the_tables_of_the_documentation_are_those_of_the_kept_results() -> None:
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    for name in ("offpolicy_cells.jsonl", "offpolicy_half_rate_cells.jsonl"):
+        assert accuracy_table(summarise(read_lines(ROOT / "benchmarks" / "results" / name))) in text
+
+
+def test_the_plot_is_drawn_also_of_a_part_of_the_grid(tmp_path: Path) -> None:
+    draw([*finals(GRPO, 0, 0.8, 0.7), *finals(DECOUPLED, 8, 0.7)], tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 0
+
+
+# -- the whole system ------------------------------------------------------------------------------------------------
+
+
+def test_a_confirming_run_learns_the_same_as_the_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    cells = offpolicy_confirm.cells(quick=False)
+    assert [(cell.method.key, cell.alpha) for cell in cells] == [(key, 8) for key in offpolicy_confirm.CONFIRMED]
+    for cell in cells:
+        config = load([offpolicy_confirm.BASE], [*PINNED, *offpolicy_confirm.overrides(cell)])
+        exact = cell.config()
+        for section in ("model", "tiny_model", "env", "train", "algorithm"):
+            assert getattr(config, section) == getattr(exact, section)
+        assert config.run.steps == exact.run.steps
+        assert config.rollout.group_size == exact.rollout.group_size
+        assert config.rollout.temperature == exact.rollout.temperature
+        assert config.rollout.max_new_tokens == exact.rollout.max_new_tokens
+
+
+def test_a_confirming_run_is_set_beside_the_exact_cells() -> None:
+    cell = offpolicy_confirm.cells(quick=False)[0]
+    evals = [{"mean_reward": accuracy, "low": 0.5, "high": 0.7} for accuracy in (0.2, 0.5, 0.6, 0.7)]
+    measured = Measured(12.0, {}, evals, [{"age_mean": 5.0, "age_max": 7.0}, {"age_mean": 7.0, "age_max": 8.0}])
+    exact = summarise([*finals(GRPO, 1, 0.9, 0.9), *finals(GRPO, 8, 0.55, 0.65)])
+    found = {row.metric: row for row in offpolicy_confirm.compared(cell, measured, exact)}
+    assert (found["final_accuracy"].ours, found["final_accuracy"].reference) == (
+        pytest.approx(0.6),
+        pytest.approx(0.6),
+    )
+    assert (found["age_mean"].ours, found["age_max"].ours) == (6.0, 8.0)

@@ -1,0 +1,55 @@
+import os
+
+import pytest
+
+from benchmarks.real import agentic as real_agentic
+from benchmarks.real import compare as real
+from benchmarks.real import rlvr as real_rlvr
+from benchmarks.real.compare import MODES, PINNED, Measured, compare
+from flash.config.load import load
+
+WORKLOADS = [real_rlvr.WORKLOAD, real_agentic.WORKLOAD]
+
+
+@pytest.fixture(autouse=True)
+def two_cores_and_no_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.stem)
+def test_the_modes_of_a_workload_differ_in_nothing_but_what_is_compared(workload):
+    synchronous, between, ours = (load([workload], [*PINNED, *overrides]) for overrides in MODES.values())
+    assert (synchronous.train.async_ratio, between.train.async_ratio, ours.train.async_ratio) == (0, 0, 2)
+    for name in ("queue_scheduling", "replicate_prompts", "env_async"):
+        switches = [getattr(config.rollout, name) for config in (synchronous, between, ours)]
+        assert switches == [False, True, True]
+    for section in ("model", "tiny_model", "env", "engine", "algorithm", "eval", "cluster"):
+        assert getattr(synchronous, section) == getattr(between, section) == getattr(ours, section)
+    assert synchronous.train.batch_size == ours.train.batch_size
+    assert ours.cluster.node_cpus == [0]
+    assert ours.cluster.trainer_cpus == [1]
+
+
+def measured(seconds, low, high):
+    summary = {"samples": 64, "trainer_wait_share": 0.25, "engine_idle_share": 0.5, "max_age": 1.0}
+    evals = [{"mean_reward": reward, "low": low, "high": high} for reward in (0.1, (low + high) / 2)]
+    metrics = [
+        {"trainer_wait_s": 1.0, "trainer_step_s": 2.0 + step % 2 * 2, "reward_mean": float(step)} for step in range(12)
+    ]
+    return Measured(seconds, summary, evals, metrics)
+
+
+@pytest.mark.parametrize(("low", "agree"), [(0.55, 1.0), (0.65, 0.0)])
+def test_the_rows_compare_the_first_mode_with_the_others(monkeypatch, low, agree):
+    runs = iter([measured(90.0, 0.5, 0.6), measured(60.0, 0.5, 0.6), measured(30.0, low, 0.7)])
+    monkeypatch.setattr(real, "train", lambda *_: next(runs))
+    rows = compare(real_rlvr.WORKLOAD, 4, goal=2.5, reference=2.24)
+    assert [(row.metric, row.ours) for row in rows[:3]] == [("speedup", 3.0), ("speedup", 1.5), ("overlap", agree)]
+    assert rows[0].met
+    assert (rows[2].met is True) == (agree == 1.0)
+    of_ours = {row.metric: row.ours for row in rows if row.case == "techniques, α = 2"}
+    assert of_ours["trainer_busy_share"] == 0.75
+    assert of_ours["engine_busy_share"] == 0.5
+    assert of_ours["trainer_step_s_per_step"] == 3.0
+    assert (of_ours["first_rewards"], of_ours["last_rewards"]) == (4.5, 6.5)

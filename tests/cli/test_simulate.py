@@ -1,0 +1,212 @@
+"""`flash simulate`: arguments to cells, cells to a table, a plot and JSON."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flash.cli.calibrate import predicted_step_s
+from flash.cli.main import main
+from flash.cli.simulate import (
+    Sweep,
+    parse_sweep,
+    product,
+    recommend,
+    resolve_key,
+    simulate_command,
+    split_values,
+)
+from flash.errors import ConfigError
+from flash.simulate.report import Cell, SimReport
+from flash.simulate.tables import recommendation
+
+RUN = """
+run = { name = "small", steps = 4 }
+model = { path = "no/such/model/folder" }
+env = { path = "no.such.module:Env" }
+[rollout]
+group_size = 2
+max_new_tokens = 64
+[engine]
+max_sequences = 8
+[train]
+batch_size = 8
+async_ratio = 1
+[simulate]
+gpus = 4
+rollout_gpus = 2
+response_tokens = "lognormal(20, 20, low=1, high=64)"
+prompt_tokens = "constant(10)"
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "run.toml").write_text(RUN)
+    return tmp_path / "run.toml"
+
+
+def report(samples_per_s: float, ages: dict[int, int], wasted: int = 0) -> SimReport:
+    return SimReport(
+        seconds=10.0, steps=4, samples=32, trained_tokens=900, generated_tokens=1000, step_s=8 / samples_per_s,
+        samples_per_s=samples_per_s, trainer_busy=0.5, trainer_idle={"batch": 0.5}, engine_busy=0.9,
+        engine_idle={"swap": 0.1}, slot_use=0.5, ages=ages, mean_trained_length=20.0, mean_issued_length=21.0,
+        ledger={"generated_tokens": 1000, "discarded_tokens": wasted}, rows=[], real_s=0.1, loop_lag_p99_ms=1.0,
+    )  # fmt: skip
+
+
+def cell(samples_per_s: float, ages: dict[int, int], wasted: int = 0, **values: str) -> Cell:
+    return Cell(values=values, report=report(samples_per_s, ages, wasted), bounds=[])
+
+
+def test_values_are_split_at_the_commas_outside_of_brackets():
+    assert split_values("0, 1,2.5") == ["0", "1", "2.5"]
+    assert split_values("lognormal(10, 20, high=3),constant(4)") == ["lognormal(10, 20, high=3)", "constant(4)"]
+
+
+def test_the_end_of_a_key_is_enough_where_only_one_key_ends_so():
+    assert resolve_key("async_ratio") == "train.async_ratio"
+    assert resolve_key("rollout_gpus") == "simulate.rollout_gpus"
+    assert resolve_key("train.async_ratio") == "train.async_ratio"
+
+
+def test_an_ambiguous_key_is_refused_with_its_candidates():
+    with pytest.raises(ConfigError, match=r"`path` is ambiguous: `model\.path` or `env\.path`"):
+        resolve_key("path")
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_one():
+    with pytest.raises(ConfigError, match="no key `async_rato`; did you mean `async_ratio`"):
+        resolve_key("async_rato")
+
+
+@pytest.mark.parametrize("text", ["async_ratio", "async_ratio=", "async_ratio=1,,2"])
+def test_a_sweep_without_values_is_refused(text: str):
+    with pytest.raises(ConfigError, match="expected KEY=VALUE,VALUE"):
+        parse_sweep(text)
+
+
+def test_a_sweep_is_the_product_of_its_keys_and_the_last_changes_fastest():
+    sweeps = [Sweep("a", ["0", "1"]), Sweep("b", ["x", "y"])]
+    assert product(sweeps) == [("0", "x"), ("0", "y"), ("1", "x"), ("1", "y")]
+    assert product([]) == [()]
+
+
+def test_a_hair_of_throughput_is_not_worth_older_tokens():
+    young, fast, slow = cell(9.9, {0: 5, 1: 5}), cell(10.0, {0: 5, 4: 5}), cell(9.0, {0: 5})
+    assert recommend([slow, fast, young]) is young
+
+
+def test_much_throughput_is_worth_older_tokens():
+    young, fast = cell(5.0, {0: 5}), cell(10.0, {0: 5, 4: 5})
+    assert recommend([young, fast]) is fast
+
+
+def test_an_age_that_no_token_has_does_not_count():
+    assert cell(1.0, {0: 5, 1: 1, 7: 0}).oldest == 1
+
+
+def test_the_recommendation_names_the_choice_and_what_it_costs():
+    slow, best = cell(5.0, {0: 5}, k="1"), cell(10.0, {0: 5, 2: 5}, wasted=30, k="2")
+    assert recommendation([slow, best], best) == (
+        "Take k = 2: 10 samples/s, the fastest and 2.00x the slowest, with no trained token older than 2 versions and "
+        "3.0% of the tokens wasted."
+    )
+
+
+def test_one_run_is_told_with_its_causes_and_bounds(run: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["simulate", str(run), "run.steps=3"]) == 0
+    shown = capsys.readouterr().out
+    assert "small: 2 GPUs generate, 2 train; 3 steps of 8 samples, async_ratio 1" in shown
+    for part in ("step time", "throughput", "slot use", "engines", "trainers", "age", "waste", "capacity", "L/(α+1)"):
+        assert part in shown
+
+
+def test_responses_that_the_run_cuts_are_pointed_out(run: Path, capsys: pytest.CaptureFixture[str]):
+    simulate_command([run], ["rollout.max_new_tokens=32"])
+    assert "responses of up to 64 tokens were cut at rollout.max_new_tokens = 32" in capsys.readouterr().out
+
+
+def test_a_sweep_shows_every_cell_marks_one_and_writes_what_was_asked_for(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    plot, table = tmp_path / "sweep.png", tmp_path / "sweep.json"
+    sweeps = ["async_ratio=0,2", "rollout_gpus=1,2,3"]
+    cells = simulate_command([run], [], sweeps=sweeps, plot=plot, json=table)
+    shown = capsys.readouterr().out
+    assert len(cells) == 6
+    assert shown.count("◀ best") == 1
+    assert "\nTake train.async_ratio = " in shown
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    written = json.loads(table.read_text())
+    assert [one["values"] for one in written][:2] == [
+        {"train.async_ratio": "0", "simulate.rollout_gpus": "1"},
+        {"train.async_ratio": "0", "simulate.rollout_gpus": "2"},
+    ]
+    assert written[0]["report"]["steps"] == 4
+    assert written[0]["bounds"][-1]["name"] == "capacity"
+
+
+def test_a_sweep_over_words_is_drawn_too(run: Path, tmp_path: Path):
+    simulate_command([run], ["run.steps=2"], sweeps=["rollout.swap=keep,recompute"], plot=tmp_path / "swap.png")
+    assert (tmp_path / "swap.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_run_is_drawn(run: Path, tmp_path: Path):
+    simulate_command([run], ["run.steps=2"], plot=tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_cell_that_cannot_be_is_refused_before_any_runs(run: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"expected fewer than simulate\.gpus = 4"):
+        simulate_command([run], [], sweeps=["rollout_gpus=2,4"], json=tmp_path / "never.json")
+    assert not (tmp_path / "never.json").exists()
+
+
+def test_a_key_swept_twice_is_refused(run: Path):
+    with pytest.raises(ConfigError, match=r"names `train\.async_ratio` more than once"):
+        simulate_command([run], [], sweeps=["async_ratio=1", "train.async_ratio=2"])
+
+
+def test_a_folder_that_is_missing_is_named_before_anything_runs(run: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match="nowhere does not exist"):
+        simulate_command([run], [], json=tmp_path / "nowhere" / "out.json")
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("simulate.rollout_gpus=3", "expected a multiple of simulate.gpus_per_engine = 2"),
+        ("simulate.nodes=2", "expected at most one per engine: 1"),
+        ("simulate.response_tokens=long", "'long' is not a distribution"),
+        ("rollout.max_new_tokens=9999", "expected at most 4095"),
+        ("train.batch_size=9", "expected a multiple of rollout.group_size"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(run: Path, override: str, complaint: str):
+    with pytest.raises(ConfigError, match=complaint):
+        simulate_command([run], ["simulate.gpus_per_engine=2", override])
+
+
+def test_without_a_simulate_table_there_is_nothing_to_simulate(tmp_path: Path):
+    (tmp_path / "real.toml").write_text(RUN.partition("[simulate]")[0])
+    with pytest.raises(ConfigError, match=r"`simulate`: is missing: a \[simulate\] table"):
+        simulate_command([tmp_path / "real.toml"], [])
+
+
+def test_predictions_are_made_from_several_draws_of_the_workload(run: Path):
+    seconds = predicted_step_s(run)
+    assert len(set(seconds.tolist())) == len(seconds) > 1
+
+
+@pytest.mark.integration
+def test_simulating_imports_neither_torch_nor_vllm(run: Path):
+    code = (
+        "import sys; from flash.cli.main import main; "
+        f"assert main(['simulate', {str(run)!r}, 'run.steps=1']) == 0; "
+        "sys.exit(', '.join({'torch', 'vllm', 'transformers'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,160 @@
+"""Combinations of `[algorithm]` and `[critic]` that are refused before anything starts."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from flash.config.load import load
+from flash.config.tree import Config
+from flash.errors import ConfigError
+
+MODULE = """
+from algorithms.base import Objective
+
+class LogLinear(Objective):
+    @property
+    def proximal_policy(self):
+        return "loglinear"
+
+    def __call__(self, tokens): ...
+
+class Choosy(Objective):
+    size: int = 1
+    def __post_init__(self):
+        if self.size > 2:
+            raise ValueError("size is too large")
+
+    def __call__(self, tokens): ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path, monkeypatch):
+    """A current directory with a user's module, a model folder and a smallest configuration."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_objectives_for_check", raising=False)
+    (tmp_path / "my_objectives_for_check.py").write_text(MODULE)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({}))
+    (tmp_path / "run.toml").write_text(
+        """
+        run = { name = "a-run" }
+        model = { path = "./model" }
+        env = { path = "envs.arithmetic:Arithmetic" }
+        cluster = { gpus_per_node = 0 }
+        """
+    )
+
+
+def resolve(*overrides: str) -> Config:
+    return load([Path("run.toml")], overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["rollout.group_size=1"],
+            "expected at least 2: algorithm.advantage = 'group', which `decoupled_ppo` uses",
+        ),
+        (
+            ["rollout.group_size=1", "algorithm.advantage=turn"],
+            "`rollout.group_size` (override): expected at least 2: algorithm.advantage = 'turn' compares the samples",
+        ),
+        (
+            ["rollout.group_size=1", "algorithm.advantage=leave_one_out"],
+            "`rollout.group_size` (override): expected at least 2: algorithm.advantage = 'leave_one_out'",
+        ),
+        (
+            ["rollout.group_size=1", "algorithm.objective=reinforce_pp", "algorithm.shaping=[{kind='length'}]"],
+            "`algorithm.shaping[0]` (override): compares the samples of a prompt, and rollout.group_size is 1",
+        ),
+        (["algorithm.gamma=0.9"], "`algorithm.gamma` (override): 0.9 has no effect: algorithm.advantage = 'group'"),
+        (
+            ["algorithm.constant_length=9"],
+            "`algorithm.constant_length` (override): 9 has no effect: algorithm.aggregation is 'token_mean'",
+        ),
+        (
+            ["algorithm.kl={estimator='k1', coefficient=0.1}"],
+            "`algorithm.kl.estimator` (override): k1 in the loss pulls nowhere",
+        ),
+        (["algorithm.advantage=gae"], "`critic`: is missing: advantage 'gae' takes its values from a critic"),
+        (["critic={}"], "`critic` (override): has no effect: algorithm.advantage is 'group'"),
+        (
+            ["algorithm.advantage=gae", "critic.warmup_steps=100"],
+            "`critic.warmup_steps` (override): expected fewer than run.steps = 100, or the policy never learns",
+        ),
+        (
+            ["algorithm.objective=my_objectives_for_check:LogLinear", "train.async_ratio=0"],
+            "`algorithm.options`: the log-linear proximal policy lies between the sampling policy and now by age",
+        ),
+        (
+            ["algorithm.options.proximal=loglinear", "train.async_ratio=0.5"],
+            "`algorithm.options` (override): the log-linear proximal policy",
+        ),
+        (
+            ["algorithm.staleness={kind='linear'}", "train.async_ratio=0"],
+            "`algorithm.staleness` (override): has no effect: with train.async_ratio = 0 every age is 0",
+        ),
+        (
+            ["algorithm.shaping=[{kind='overlong', limit=70000, buffer=100}]"],
+            "`algorithm.shaping[0].limit` (override): expected at most 4096, the longest that responses get",
+        ),
+        (
+            ["rollout.max_turns=1", "algorithm.shaping=[{kind='overlong', limit=1025, buffer=100}]"],
+            "`algorithm.shaping[0].limit` (override): expected at most 1024, the longest that responses get",
+        ),
+        (
+            ["algorithm.objective=my_objectives_for_check:Choosy", "algorithm.options.size=3"],
+            "`algorithm.options` (override): size is too large",
+        ),
+        (
+            ["algorithm.kl={coefficient=0.1, reference='./nothing'}"],
+            "`algorithm.kl.reference` (override): ./nothing is no Hugging Face model: expected a folder with a config",
+        ),
+        (
+            ["algorithm.advantage=gae", "critic.path=model/nothing"],
+            "`critic.path` (override): model/nothing is no Hugging Face model",
+        ),
+        (
+            ["algorithm.options.ewma_decay=0.5"],
+            "`algorithm.options.ewma_decay` (override): has no effect: proximal is 'recompute'; expected 'ewma'",
+        ),
+        (["rollout.top_p=0.9"], "`rollout.top_p` (override): no such key"),
+        (["rollout.top_k=20"], "`rollout.top_k` (override): no such key"),
+    ],
+)
+def test_what_cannot_work_or_does_nothing_is_refused(overrides, message):
+    with pytest.raises(ConfigError) as error:
+        resolve(*overrides)
+    assert message in str(error.value)
+    assert "problems" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.group_size=1", "algorithm.objective=reinforce_pp"],
+        ["rollout.group_size=1", "algorithm.objective=ppo", "critic={}"],
+        ["algorithm.objective=dr_grpo", "algorithm.constant_length=9"],
+        ["algorithm.advantage=turn", "algorithm.gamma=0.9"],
+        ["algorithm.options.proximal=loglinear"],
+        ["algorithm.kl={estimator='k1', coefficient=0.1, place='reward', reference='Qwen/Qwen3-0.6B'}"],
+        ["algorithm.kl={coefficient=0.1, reference='./model'}", "algorithm.entropy_bonus=0.01"],
+        ["algorithm.staleness={kind='exponential', decay=0.9}"],
+        ["algorithm.shaping=[{kind='overlong', limit=1024, buffer=256}, {kind='length'}]"],
+    ],
+)
+def test_what_works_is_accepted(overrides):
+    resolve(*overrides)
+
+
+def test_a_correction_by_weight_makes_up_for_an_objective_that_has_none():
+    rloo = ["algorithm.objective=rloo", "train.async_ratio=2"]
+    for insufficient in ([], ["algorithm.corrections=[{kind='geometric'}]"]):
+        with pytest.raises(ConfigError, match="does not correct for"):
+            resolve(*rloo, *insufficient)
+    resolve(*rloo, "algorithm.corrections=[{kind='token_tis'}]")

@@ -1,0 +1,180 @@
+"""Configuration keys that hold tables of several kinds, and lists of them."""
+
+from pathlib import Path
+
+import pytest
+
+from algorithms.corrections import Geometric, IcePop, TokenTis
+from algorithms.kl import Kl
+from algorithms.shaping import Overlong
+from algorithms.staleness import ExponentialStaleness, LinearStaleness
+from flash.config.load import load
+from flash.config.tree import Config
+from flash.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path, monkeypatch):
+    """A current directory with a smallest configuration."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(
+        """
+        run = { name = "a-run" }
+        model = { path = "Qwen/Qwen3-0.6B" }
+        env = { path = "envs.arithmetic:Arithmetic" }
+        cluster = { gpus_per_node = 0 }
+        """
+    )
+    return tmp_path
+
+
+def resolve(*overrides: str) -> Config:
+    return load([Path("run.toml")], overrides)
+
+
+def complaint(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        resolve(*overrides)
+    return str(error.value)
+
+
+KINDS = """
+[algorithm]
+corrections = [{ kind = "token_tis", cap = 3 }, { kind = "geometric" }]
+shaping = [{ kind = "overlong", limit = 64, buffer = 16 }]
+
+[algorithm.staleness]
+kind = "exponential"
+decay = 0.5
+
+[algorithm.kl]
+coefficient = 0.01
+estimator = "k2"
+"""
+
+
+def test_tables_of_several_kinds_and_lists_of_them_are_read_from_files_and_overrides(project):
+    (project / "kinds.toml").write_text(KINDS)
+    algorithm = load([Path("run.toml"), Path("kinds.toml")]).algorithm
+    assert algorithm.corrections == [TokenTis(cap=3.0), Geometric()]
+    assert algorithm.shaping == [Overlong(limit=64, buffer=16)]
+    assert algorithm.staleness == ExponentialStaleness(decay=0.5)
+    assert algorithm.kl == Kl(coefficient=0.01, estimator="k2")
+    overrides = [
+        'algorithm.corrections=[{kind="icepop", high=2}]',
+        "algorithm.staleness.decay=0.25",
+        "algorithm.kl.place=reward",
+    ]
+    algorithm = load([Path("run.toml"), Path("kinds.toml")], overrides).algorithm
+    assert algorithm.corrections == [IcePop(high=2.0)]
+    assert algorithm.staleness == ExponentialStaleness(decay=0.25)
+    assert algorithm.kl == Kl(coefficient=0.01, estimator="k2", place="reward")
+
+
+@pytest.mark.parametrize("override", ["algorithm.staleness.kind=linear", 'algorithm.staleness={kind="linear"}'])
+def test_a_table_of_another_kind_takes_the_place_of_the_earlier_one_with_its_options(project, override):
+    (project / "kinds.toml").write_text(KINDS)
+    assert load([Path("run.toml"), Path("kinds.toml")], [override]).algorithm.staleness == LinearStaleness()
+
+
+def test_none_takes_a_value_or_an_optional_table_away(project):
+    (project / "kinds.toml").write_text(KINDS + "[critic]\n")
+    config = load([Path("run.toml"), Path("kinds.toml")], ["algorithm.kl=none", "critic=none"])
+    assert config.algorithm.kl is None
+    assert config.critic is None
+    ppo = resolve("algorithm.objective=ppo", "critic.clip=none", "critic.path=none/none")
+    assert ppo.critic is not None
+    assert ppo.critic.clip is None
+    assert ppo.critic.path == "none/none"
+    assert complaint("train.batch_size=none") == (
+        '`train.batch_size` (override): expected an integer above 0, got "none"'
+    )
+
+
+CORRECTIONS = '"token_tis", "icepop", "sequence_mask" or "geometric"'
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "algorithm.corrections=[{kind='tokentis'}]",
+            (
+                f"`algorithm.corrections[0].kind` (override): expected {CORRECTIONS}, "
+                'got "tokentis"; did you mean `token_tis`?'
+            ),
+        ),
+        (
+            "algorithm.corrections=[{kind='geometric'}, {cap=2}]",
+            (f"`algorithm.corrections[1].kind` (override): expected {CORRECTIONS}, which is missing"),
+        ),
+        (
+            "algorithm.corrections=[{kind='icepop', cap=2}]",
+            (
+                '`algorithm.corrections[0].cap` (override): "icepop" has no such option; it belongs to "token_tis" '
+                "(its options: `low`, `high`)"
+            ),
+        ),
+        (
+            "algorithm.corrections=[{kind='icepop', hihg=2}]",
+            (
+                '`algorithm.corrections[0].hihg` (override): "icepop" has no such option; did you mean `high`? '
+                "(its options: `low`, `high`)"
+            ),
+        ),
+        (
+            "algorithm.corrections=[{kind='icepop', low=-1}]",
+            "`algorithm.corrections[0].low` (override): expected a number at least 0, got -1",
+        ),
+        (
+            "algorithm.corrections=[{kind='icepop', low=7}]",
+            "`algorithm.corrections[0]` (override): expected low ≤ high, got 7 and 5",
+        ),
+        (
+            "algorithm.corrections={kind='icepop'}",
+            (
+                f"`algorithm.corrections` (override): expected a list, each item a table with kind = {CORRECTIONS}, "
+                "got a table"
+            ),
+        ),
+        (
+            "algorithm.staleness=linear",
+            (
+                '`algorithm.staleness` (override): expected a table with kind = "none", "exponential" or "linear", '
+                'got "linear"'
+            ),
+        ),
+        (
+            "algorithm.staleness={kind='linear', decay=0.5}",
+            (
+                '`algorithm.staleness.decay` (override): "linear" has no such option; it belongs to "exponential" '
+                "(its options: none)"
+            ),
+        ),
+        (
+            "algorithm.staleness={kind='exponential'}",
+            "`algorithm.staleness.decay`: is missing; expected a number above 0 and at most 1",
+        ),
+        (
+            "algorithm.kl={coefficent=0.1}",
+            (
+                "2 problems:\n  - `algorithm.kl.coefficent` (override): this table has no such option; "
+                "did you mean `coefficient`? (its options: `estimator`, `coefficient`, `place`, `reference`)\n"
+                "  - `algorithm.kl.coefficient`: is missing; expected a number above 0"
+            ),
+        ),
+        (
+            "algorithm.kl={coefficient=0.1, estimator='k4'}",
+            '`algorithm.kl.estimator` (override): expected "k1", "k2" or "k3", got "k4"',
+        ),
+        (
+            "algorithm.advantage=grup",
+            (
+                '`algorithm.advantage` (override): expected "batch", "gae", "group", "group_mean", "leave_one_out" or '
+                '"turn", got "grup"'
+            ),
+        ),
+    ],
+)
+def test_a_wrong_kind_or_an_option_of_another_is_one_clear_error(override, message):
+    assert complaint(override) == message

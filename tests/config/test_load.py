@@ -1,0 +1,402 @@
+"""Reading, merging, decoding and cross-checking configurations."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flash.config.load import dump, key_paths, load
+from flash.config.tree import Config
+from flash.errors import ConfigError
+
+MODULE = """
+from algorithms.base import Objective
+
+class Uncorrected(Objective):
+    corrects_staleness = False
+
+    def __call__(self, tokens): ...
+
+class Refusing:
+    def __init__(self, size: int = 1): ...
+    def reset(self, seed): ...
+    def step(self, action): ...
+    def close(self): ...
+    @classmethod
+    def check(cls, size: int = 1):
+        if size > 2:
+            raise ValueError("too large")
+
+class Speechless:
+    def reset(self, seed): ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path, monkeypatch):
+    """A current directory with a user's module, a model folder and a smallest configuration."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_module_for_config", raising=False)
+    (tmp_path / "my_module_for_config.py").write_text(MODULE)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 8192}))
+    (tmp_path / "run.toml").write_text(
+        """
+        run = { name = "a-run" }
+        model = { path = "./model" }
+        env = { path = "envs.arithmetic:Arithmetic", options = { digits = 3 } }
+        cluster = { gpus_per_node = 0 }
+        """
+    )
+    return tmp_path
+
+
+def resolve(*overrides: str) -> Config:
+    return load([Path("run.toml")], overrides)
+
+
+def complaint(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        resolve(*overrides)
+    return str(error.value)
+
+
+def test_a_minimal_file_gets_the_defaults():
+    config = resolve()
+    assert config.run.name == "a-run"
+    assert config.rollout.group_size == 8
+    assert config.env.options == {"digits": 3}
+    assert config.tiny_model is None
+
+
+def test_later_files_and_then_overrides_win_and_tables_merge_deep(project):
+    (project / "more.toml").write_text("[train]\nbatch_size = 64\nasync_ratio = 0\n[env.options]\noperators = '-'\n")
+    config = load([Path("run.toml"), Path("more.toml")], ["train.batch_size=32"])
+    assert config.train.batch_size == 32
+    assert config.train.async_ratio == 0.0
+    assert config.env.options == {"digits": 3, "operators": "-"}
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("train.async_ratio=2", "async_ratio", 2.0),
+        ("train.learning_rate = 1e-3", "learning_rate", 1e-3),
+        ("train.betas=[0.5, 0.75]", "betas", (0.5, 0.75)),
+        ("train.decay=cosine", "decay", "cosine"),
+        ('train.decay="linear"', "decay", "linear"),
+        ("train.allow_uncorrected=true", "allow_uncorrected", True),
+    ],
+)
+def test_an_override_is_toml_or_else_text(override, key, value):
+    found = getattr(resolve(override).train, key)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_an_override_may_hold_an_equals_sign():
+    assert resolve("run.output_dir=a=b").run.output_dir == "a=b"
+
+
+def test_an_override_cannot_smuggle_in_a_second_key():
+    assert resolve("run.output_dir=1\nx=2").run.output_dir == "1\nx=2"
+
+
+def test_an_empty_table_turns_an_optional_section_on():
+    config = resolve("tiny_model={}")
+    assert config.tiny_model is not None
+    assert config.tiny_model.layers == 3
+
+
+@pytest.mark.parametrize("override", ["train.batch_size", "=3", "train..batch_size=3", ""])
+def test_an_override_of_another_form_is_refused(override):
+    assert complaint(override) == f"override `{override}`: expected `section.key=value`"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.batchsize=64", "`train.batchsize` (override): no such key; did you mean `train.batch_size`?"),
+        ("train.steps=9", "`train.steps` (override): no such key; did you mean `run.steps`?"),
+        ("run.samples=2", "`run.samples` (override): no such key; did you mean `eval.samples`?"),
+        ("eval.seed=2", "`eval.seed` (override): no such key; did you mean `run.seed` or `tiny_model.seed`?"),
+        ("trian.batch_size=64", "`trian` (override): no such key; did you mean `train`?"),
+        ("async_ratio=0", "`async_ratio` (override): no such key; did you mean `train.async_ratio`?"),
+        ("engine.zzzzz=0", "`engine.zzzzz` (override): no such key"),
+        ("train.batch_size=many", '`train.batch_size` (override): expected an integer above 0, got "many"'),
+        ("train.batch_size=8.0", "`train.batch_size` (override): expected an integer above 0, got 8.0"),
+        ("train.batch_size=true", "`train.batch_size` (override): expected an integer above 0, got true"),
+        ("train.async_ratio=-1", "`train.async_ratio` (override): expected a number at least 0, got -1"),
+        ("train.async_ratio=inf", "`train.async_ratio` (override): expected a number at least 0, got Infinity"),
+        ("train.async_ratio=nan", "`train.async_ratio` (override): expected a number at least 0, got NaN"),
+        ("train.betas=[0.9]", "`train.betas` (override): expected a list of 2: [a number from 0 to 1, a number"),
+        ("model.dtype=fp16", '`model.dtype` (override): expected "bfloat16" or "float32", got "fp16"'),
+        ("run.resume=yes", '`run.resume` (override): expected true or false, got "yes"'),
+        ("run.name=a b", "`run.name` (override): expected text matching ^[A-Za-z0-9._-]+$, got"),
+        ("run.name.x=1", "`run.name` (override): expected text matching ^[A-Za-z0-9._-]+$, got a table"),
+        ("cluster.node_cpus=0", "`cluster.node_cpus` (override): expected a list, each item an integer at least 0"),
+        ("cluster.gpus_per_node=all", '`cluster.gpus_per_node` (override): expected an integer at least 0 or "auto"'),
+        ("tiny_model=true", "`tiny_model` (override): expected a table, got true"),
+        ("env.options=3", "`env.options` (override): expected a table, got 3"),
+    ],
+)
+def test_a_wrong_key_or_value_names_its_path_what_was_expected_and_what_was_got(override, message):
+    assert complaint(override).startswith(message)
+
+
+def test_all_problems_are_named_at_once_with_the_file_of_each(project):
+    (project / "bad.toml").write_text("[train]\nbatch_size = 0\nfoo = 1\n[eval]\nproblems = 'x'\n")
+    with pytest.raises(ConfigError) as error:
+        load([Path("run.toml"), Path("bad.toml")], ["eval.problems=[]"])
+    assert str(error.value).splitlines() == [
+        "3 problems:",
+        "  - `train.foo` (bad.toml): no such key",
+        "  - `train.batch_size` (bad.toml): expected an integer above 0, got 0",
+        "  - `eval.problems` (override): expected an integer above 0, got []",
+    ]
+
+
+def test_missing_required_keys_are_named():
+    with pytest.raises(ConfigError) as error:
+        load([], ["run.name=x"])
+    assert str(error.value).splitlines() == [
+        "2 problems:",
+        "  - `model.path`: is missing; expected text",
+        "  - `env.path`: is missing; expected text",
+    ]
+
+
+def test_a_missing_file_names_the_nearest_one():
+    with pytest.raises(ConfigError, match=r"^there is no configuration file rum\.toml; did you mean `run\.toml`\?$"):
+        load([Path("rum.toml")])
+
+
+def test_a_folder_in_place_of_a_file_is_refused():
+    with pytest.raises(ConfigError, match=r"^model cannot be read: "):
+        load([Path("model")])
+
+
+def test_broken_toml_names_the_line(project):
+    (project / "broken.toml").write_text("[run]\nname = \n")
+    with pytest.raises(ConfigError, match=r"^broken\.toml is not valid TOML: .*line 2"):
+        load([Path("broken.toml")])
+
+
+def test_a_file_that_is_not_text_is_refused(project):
+    (project / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"^binary\.toml cannot be read"):
+        load([Path("binary.toml")])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["train.batch_size=12"],
+            "`train.batch_size` (override): expected a multiple of rollout.group_size = 8, got 12",
+        ),
+        (
+            ["train.minibatches=3"],
+            "`train.minibatches` (override): expected a divisor of the 32 groups of a batch, got 3",
+        ),
+        (
+            ["train.batch_size=16", "train.minibatches=2", "cluster.trainer_ranks=9"],
+            "`train.batch_size` (override): 16 samples in 2 minibatches leave some of the 9 trainer ranks without",
+        ),
+        (["train.betas=[0.9, 1.0]"], "`train.betas` (override): expected numbers below 1, got [0.9, 1.0]"),
+        (
+            ["rollout.group_size=1"],
+            "`rollout.group_size` (override): expected at least 2: algorithm.advantage = 'group', which",
+        ),
+        (["algorithm.objective=gpro"], "`algorithm.objective` (override): expected `grpo`, "),
+        (
+            ["algorithm.objective=envs.arithmetic:Arithmetic"],
+            "`algorithm.objective` (override): `envs.arithmetic:Arithmetic` is not a subclass of",
+        ),
+        (["algorithm.options.cliplow=0.1"], "`algorithm.options.cliplow` (override): DecoupledPpo has no such option;"),
+        (
+            ["algorithm.objective=grpo", "algorithm.options.clip_low=-1"],
+            "`algorithm.options.clip_low` (override): expected a number from 0 to 1, got -1",
+        ),
+        (
+            ["algorithm.objective=my_module_for_config:Uncorrected"],
+            "`train.async_ratio`: 1 trains on samples of older versions, which `my_module_for_config:Uncorrected` does",
+        ),
+        (
+            ["env.path=envs.arithmetik:Arithmetic"],
+            "`env.path` (override): there is no module `envs.arithmetik`; did you",
+        ),
+        (
+            ["env.options.digit=2"],
+            "`env.options.digit` (override): Arithmetic has no such option; did you mean `digits`?",
+        ),
+        (["env.options.digits=two"], '`env.options.digits` (override): expected an integer, got "two"'),
+        (["env.options.digits=99"], "`env.options` (override): Arithmetic refuses them: digits must be"),
+        (
+            ["env.path=my_module_for_config:Refusing", "env.options={size=3}"],
+            "`env.options.digits` (run.toml): Refusing has no such option",
+        ),
+        (
+            ["env.path=my_module_for_config:Speechless"],
+            "`env.path` (override): `my_module_for_config:Speechless` is not",
+        ),
+        (["env.path=math:pi"], "`env.path` (override): `math:pi` is not an environment: expected a class with reset,"),
+        (
+            ["model.path=./nothing"],
+            "`model.path` (override): the folder nothing does not exist: expected a Hugging Face",
+        ),
+        (["model.path=model/nothing"], "`model.path` (override): the folder model/nothing does not exist: expected"),
+        (["model.path=run.toml"], "`model.path` (override): expected a folder, got the file run.toml"),
+        (
+            ["model.max_length=9000"],
+            "2 problems:\n  - `model.max_length` (override): expected at most 8192, the positions",
+        ),
+        (
+            ["rollout.max_new_tokens=4096"],
+            "`rollout.max_new_tokens` (override): expected at most 4095 (model.max_length = 4096), got 4096",
+        ),
+        (
+            ["model.max_length=20", "rollout.max_new_tokens=8"],
+            "`weights.canary_tokens`: expected at most 20 (model.max_length = 20), got 32",
+        ),
+        (
+            ["train.max_tokens_per_microbatch=4095"],
+            "`train.max_tokens_per_microbatch` (override): expected at least model.max_length = 4096, got 4095",
+        ),
+        (["eval.samples=4"], "`eval.samples` (override): 4 greedy answers are all the same"),
+        (["cluster.trainer_nodes=2"], "`cluster.trainer_nodes` (override): expected at most cluster.nodes = 1, got 2"),
+        (
+            ["cluster.gpus_per_node=2", "cluster.trainer_ranks=3"],
+            "`cluster.trainer_ranks` (override): expected at most the 2 GPUs of a node, got 3",
+        ),
+        (
+            ["cluster.gpus_per_node=1"],
+            "`cluster.trainer_ranks`: no node has 1 GPUs left for an engine: each has 1, and trainers take 1",
+        ),
+        (
+            ["cluster.gpus_per_node=4", "engine.tensor_parallel=4"],
+            "`cluster.trainer_ranks`: no node has 4 GPUs left for an engine",
+        ),
+        (
+            ["cluster.gpus_per_node=1", "engine.share_gpus=true", "engine.count=2"],
+            "`engine.count` (override): 2 engines on 1 GPUs each need more than the 1 of a node",
+        ),
+        (["weights.backend=nccl"], "`weights.backend` (override): nccl needs GPUs"),
+        (["weights.backend=ipc"], "`weights.backend` (override): ipc needs GPUs"),
+        (
+            ["weights.backend=ipc", "cluster.gpus_per_node=2"],
+            "`weights.backend` (override): ipc needs engine.share_gpus = true",
+        ),
+        (
+            ["weights.backend=nccl", "cluster.gpus_per_node=1", "engine.share_gpus=true"],
+            "`weights.backend` (override): nccl cannot join two processes on one GPU",
+        ),
+        (
+            ["cluster.nodes=2", "cluster.gpus_per_node=1", "engine.share_gpus=true"],
+            "`weights.backend`: ipc ends at the machine and cluster.nodes is 2: expected tcp",
+        ),
+        (["cluster.node_cpus=[]"], "`cluster.node_cpus` (override): expected one or more of this machine's cores 0 to"),
+        (["cluster.trainer_cpus=[9999]"], "`cluster.trainer_cpus` (override): expected one or more of this machine's"),
+        (
+            ["env.path=my_module_for_config:Refusing", "tiny_model.layers=1"],
+            "`my_module_for_config:Refusing` has no solved examples to teach a tiny model with: give it the methods",
+        ),
+        (
+            ["run.resume=true"],
+            "`run.resume` (override): there is no run to continue: the folder outputs/a-run does not",
+        ),
+    ],
+)
+def test_an_impossible_combination_is_refused(overrides, message):
+    assert message in complaint(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.minibatches=4"],
+        ["algorithm.objective=grpo", "algorithm.options.clip_high=0.28"],
+        ["algorithm.objective=my_module_for_config:Uncorrected", "train.async_ratio=0"],
+        ["algorithm.objective=my_module_for_config:Uncorrected", "train.allow_uncorrected=true"],
+        ["model.path=Qwen/Qwen3-0.6B"],
+        ["model.path=outputs/models/made-here", "tiny_model.layers=1"],
+        ["model.max_length=8192", "rollout.max_new_tokens=8191"],
+        ["eval.samples=4", "eval.temperature=0.6"],
+        ["cluster.gpus_per_node=1", "engine.share_gpus=true", "weights.backend=tcp"],
+        ["cluster.gpus_per_node=1", "cluster.nodes=2"],
+        ["cluster.gpus_per_node=8", "cluster.trainer_ranks=4", "engine.tensor_parallel=4", "engine.count=4"],
+        ["cluster.node_cpus=[0]", "cluster.trainer_cpus=[0]"],
+    ],
+)
+def test_a_possible_combination_is_accepted(overrides):
+    resolve(*overrides)
+
+
+def test_what_an_environment_says_of_its_options_is_repeated(project):
+    (project / "own.toml").write_text(
+        "run = {name = 'x'}\nmodel = {path = './model'}\ncluster = {gpus_per_node = 0}\n"
+        "env = {path = 'my_module_for_config:Refusing', options = {size = 3}}\n"
+    )
+    with pytest.raises(ConfigError, match=r"`env.options` \(own.toml\): Refusing refuses them: ValueError: too large$"):
+        load([Path("own.toml")])
+    assert load([Path("own.toml")], ["env.options.size=2"]).env.options == {"size": 2}
+
+
+def test_a_damaged_model_description_is_refused(project):
+    (project / "model" / "config.json").write_text("{")
+    assert complaint().startswith("`model.path` (run.toml): model/config.json cannot be read: ")
+
+
+def test_a_run_directory_can_be_resumed(project):
+    (project / "outputs" / "a-run").mkdir(parents=True)
+    assert resolve("run.resume=true").run.resume
+
+
+def test_auto_becomes_the_number_of_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert resolve("cluster.gpus_per_node=auto").gpus_per_node == 2
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["tiny_model={}", "cluster.node_cpus=[0]", "train.betas=[0, 0.5]"],
+        [
+            "algorithm.objective=ppo",
+            "critic={clip='none'}",
+            "algorithm.corrections=[{kind='token_tis'}]",
+            "algorithm.staleness={kind='linear'}",
+            "algorithm.kl={coefficient=0.5}",
+        ],
+    ],
+)
+def test_a_dumped_configuration_loads_as_itself(project, overrides):
+    config = resolve(*overrides)
+    (project / "resolved.toml").write_text(dump(config))
+    assert load([Path("resolved.toml")]) == config
+
+
+def test_key_paths_are_those_of_the_tree():
+    paths = list(key_paths())
+    assert {"run.name", "tiny_model.layers", "env.options", "deadlines.shutdown"} <= set(paths)
+    assert len(paths) == len(set(paths))
+
+
+def test_loading_imports_neither_torch_nor_vllm():
+    script = (
+        "import sys; from pathlib import Path; from flash.config.load import load; load([Path('run.toml')]);"
+        "assert not {'torch', 'vllm', 'transformers', 'pyarrow'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_law_6_staleness_without_a_correction_is_refused_unless_the_config_insists():
+    objective = "algorithm.objective=my_module_for_config:Uncorrected"
+    assert "allow_uncorrected" in complaint(objective, "train.async_ratio=1")
+    assert resolve(objective, "train.async_ratio=0").train.async_ratio == 0
+    assert resolve(objective, "train.async_ratio=1", "train.allow_uncorrected=true").train.async_ratio == 1

@@ -1,0 +1,221 @@
+"""Import paths and the options of what they name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+import pytest
+from msgspec import Meta
+
+from algorithms import OBJECTIVES
+from algorithms.base import Objective
+from flash.config.objects import check_options, load_object, load_objective
+from flash.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Options:
+    def __init__(
+        self,
+        digits: int,
+        scale: float = 1.0,
+        kind: Literal["sum", "product"] = "sum",
+        span: tuple[int, int] = (0, 1),
+        names: list[str] | None = None,
+        hook: Callable[[str], float] | None = None,
+        place: str | Path | None = None,
+        tensor: Tensor | None = None,
+        untyped=None,
+    ) -> None: ...
+
+
+class Placed:
+    def __init__(self, place: str | Path) -> None: ...
+
+
+class Bare:
+    pass
+
+
+class Open:
+    def __init__(self, size: int = 1, **more: Any) -> None: ...
+
+
+class Struct(msgspec.Struct):
+    count: Annotated[int, Meta(gt=0)]
+    items: list[int] = []
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty current directory, and the import state put back afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_an_import_path_gives_the_object():
+    assert load_object("flash.errors:ConfigError") is ConfigError
+
+
+def test_dots_reach_into_classes():
+    assert load_object("flash.errors:ConfigError.__init__") is ConfigError.__init__
+
+
+@pytest.mark.parametrize(
+    "path", ["", "flash.errors", "flash.errors:", ":x", "a b:c", "flash/errors.py:X", "a:b:c", "a..b:c"]
+)
+def test_another_form_is_refused(path):
+    with pytest.raises(ConfigError, match=r"^expected `module:attribute`, got "):
+        load_object(path)
+
+
+def test_a_missing_attribute_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"^`flash.errors` has no `ConfigErr`; did you mean `ConfigError`\?$"):
+        load_object("flash.errors:ConfigErr")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("flash.error:X", r"there is no module `flash\.error`; did you mean `flash\.errors`\?"),
+        ("algorithm:X", r"there is no module `algorithm`; did you mean `algorithms`\?"),
+        ("zzz_nothing.like.this:X", r"there is no module `zzz_nothing` \(looked in "),
+        ("flash.errors.deeper:X", r"there is no module `flash\.errors\.deeper` \(looked in "),
+    ],
+)
+def test_a_missing_module_names_the_nearest(path, message):
+    with pytest.raises(ConfigError, match=message):
+        load_object(path)
+
+
+def test_a_syntax_error_names_its_own_line(here):
+    (here / "failing_module.py").write_text("x = 1\ndef f(:")
+    with pytest.raises(ConfigError, match=r"SyntaxError: [^(]*\([^()]*failing_module\.py, line 2\)$"):
+        load_object("failing_module:X")
+
+
+def test_an_objective_without_a_formula_is_refused(here):
+    source = "from algorithms.base import Objective\nclass Mine(Objective, frozen=True):\n    cap: float = 1.0"
+    (here / "own_objective.py").write_text(source)
+    with pytest.raises(ConfigError, match=r"^`own_objective:Mine` does not define `__call__\(self, tokens\)`"):
+        load_objective("own_objective:Mine")
+
+
+def test_a_module_of_the_current_directory_is_found(here):
+    (here / "beside_the_config.py").write_text("class Mine: ...")
+    assert load_object("beside_the_config:Mine").__name__ == "Mine"
+
+
+def test_the_current_directory_does_not_shadow_what_is_installed(here):
+    (here / "msgspec_shadow").mkdir()
+    (here / "tomllib.py").write_text("raise RuntimeError('shadowed')")
+    sys.modules.pop("tomllib", None)
+    assert callable(load_object("tomllib:loads"))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import no_such_thing_at_all", "ModuleNotFoundError: No module named 'no_such_thing_at_all'"),
+        ("x = 1\n1 / 0", "ZeroDivisionError: division by zero"),
+        ("def f(:", "SyntaxError: "),
+    ],
+)
+def test_a_module_that_fails_to_import_says_why(here, source, message):
+    (here / "failing_module.py").write_text(source)
+    with pytest.raises(ConfigError, match=f"^importing `failing_module` failed: {message}"):
+        load_object("failing_module:X")
+
+
+def test_a_failing_import_names_the_line(here):
+    (here / "failing_module.py").write_text("x = 1\n1 / 0")
+    with pytest.raises(ConfigError, match=r"failing_module\.py, line 2\)$"):
+        load_object("failing_module:X")
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_named_objective_loads(name):
+    assert issubclass(load_objective(name), Objective)
+    assert load_objective(OBJECTIVES[name]) is load_objective(name)
+
+
+def test_an_unknown_objective_names_the_nearest():
+    with pytest.raises(ConfigError, match="got `decoupled_pop`; did you mean `decoupled_ppo`"):
+        load_objective("decoupled_pop")
+
+
+@pytest.mark.parametrize("path", ["flash.errors:ConfigError", "math:pi"])
+def test_something_else_is_no_objective(path):
+    with pytest.raises(ConfigError, match="is not a subclass of"):
+        load_objective(path)
+
+
+def test_options_become_keyword_arguments_of_the_annotated_types():
+    options = {"digits": 2, "scale": 3, "kind": "product", "span": [1, 2], "names": ["a"], "untyped": {"x": 1}}
+    kwargs = check_options(Options, options, "env.options")
+    assert kwargs == {**options, "scale": 3.0, "span": (1, 2)}
+    assert type(kwargs["scale"]) is float
+
+
+@pytest.mark.parametrize("key", ["place", "tensor"])
+def test_an_annotation_that_says_nothing_of_plain_values_leaves_the_value_alone(key):
+    assert check_options(Options, {"digits": 1, key: "x"}, "o")[key] == "x"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"digit": 2, "digits": 2},
+            "`o.digit`: Options has no such option; did you mean `digits`? (its options: `digits`, ",
+        ),
+        ({"digits": "2"}, '`o.digits`: expected an integer, got "2"'),
+        ({"digits": True}, "`o.digits`: expected an integer, got true"),
+        ({"digits": 1, "scale": float("inf")}, "`o.scale`: expected a number, got Infinity"),
+        ({"digits": 1, "kind": "x"}, '`o.kind`: expected "product" or "sum", got "x"'),
+        ({"digits": 1, "span": [1]}, "`o.span`: expected a list of 2: [an integer, an integer], got [1]"),
+        ({"digits": 1, "hook": "f"}, '`o.hook`: expected a Callable, got "f"'),
+        ({"digits": 1, "names": [1]}, "`o.names`: expected a list, each item text, got [1]"),
+        ({}, "`o.digits`: is missing; Options needs an integer"),
+        ({"foo": 1}, "2 problems:\n  - `o.foo`: Options has no such option (its options: "),
+    ],
+)
+def test_a_wrong_option_names_its_path_and_what_was_expected(options, message):
+    with pytest.raises(ConfigError) as error:
+        check_options(Options, options, "o")
+    assert str(error.value).startswith(message)
+
+
+def test_a_missing_option_of_an_annotation_that_says_nothing_of_plain_values_is_named():
+    with pytest.raises(ConfigError, match=r"`o\.place`: is missing; Placed needs "):
+        check_options(Placed, {}, "o")
+
+
+def test_a_class_without_options_takes_none():
+    assert check_options(Bare, {}, "o") == {}
+    with pytest.raises(ConfigError, match=r"Bare has no such option \(its options: none\)"):
+        check_options(Bare, {"x": 1}, "o")
+
+
+def test_a_class_that_takes_any_keyword_takes_any_option():
+    assert check_options(Open, {"size": 2, "other": "x"}, "o") == {"size": 2, "other": "x"}
+    with pytest.raises(ConfigError, match=r"`o\.size`: expected an integer"):
+        check_options(Open, {"size": "x"}, "o")
+
+
+def test_the_fields_of_a_struct_are_its_options():
+    assert check_options(Struct, {"count": 1}, "o") == {"count": 1}
+    with pytest.raises(ConfigError, match=r"`o\.count`: expected an integer above 0, got 0"):
+        check_options(Struct, {"count": 0}, "o")
+    with pytest.raises(ConfigError, match=r"`o\.count`: is missing"):
+        check_options(Struct, {"items": []}, "o")

@@ -1,0 +1,45 @@
+"""The configuration's reference page."""
+
+from pathlib import Path
+from typing import get_args, get_origin
+
+import msgspec
+
+from flash.config.decode import tables_in
+from flash.config.load import key_paths, keys, section_in
+from flash.config.reference import field_docs, markdown
+from flash.config.tree import Config
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+def test_the_page_is_current():
+    assert PAGE.read_text(encoding="utf-8") == markdown(), "run `make docs`"
+
+
+def test_every_field_of_the_configuration_has_a_docstring():
+    for field in msgspec.structs.fields(Config):
+        section = section_in(field.type)
+        assert section is not None
+        assert field_docs(section).keys() == {inner.name for inner in msgspec.structs.fields(section)}
+
+
+def test_the_page_has_a_row_for_every_key():
+    kinds = sum(len(msgspec.structs.fields(struct)) for struct in tables())
+    rows = [line for line in markdown().splitlines() if line.startswith("| `")]
+    assert len(rows) == len(list(key_paths())) + kinds
+
+
+def test_the_page_names_every_kind_of_a_table_with_its_options():
+    page = markdown()
+    assert len(tables()) == 10
+    for struct in tables():
+        tag = struct.__struct_config__.tag
+        assert tag is None or f'**`kind = "{tag}"`**' in page
+        assert field_docs(struct).keys() == {field.name for field in msgspec.structs.fields(struct)}
+
+
+def tables() -> list[type[msgspec.Struct]]:
+    """What may stand in the keys that hold tables or lists of tables."""
+    annotations = [get_args(found)[0] if get_origin(found) is list else found for _, found in keys()]
+    return [struct for annotation in annotations for struct in tables_in(annotation).values()]

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from envs.judging.judge import Judge
+from envs.judging.options import LANGUAGES, Bench, Case, Limits, Suite, check_suite, languages_with
+from envs.judging.tests import find_program, run_tests
+from envs.sandbox.api import Spec
+from envs.sandbox.reuse.stock import open_stock
+from flash.errors import (
+    ConfigError,
+    SandboxBusyError,
+    SandboxLimitError,
+    SandboxLostError,
+    SandboxRefusedError,
+    SandboxStartError,
+)
+from tests.envs.boxes import FINE, ScriptedBox, ScriptedSupply, local_processes, result
+
+LIMITS = Limits(timeout=20.0)
+PYTHON = LANGUAGES["python"]
+ADD = Suite(language="python", tests=[Case(stdin="1 2", stdout="3"), Case(stdin="5 6", stdout="11\n")])
+
+
+@pytest.mark.parametrize(
+    ("answer", "program"),
+    [
+        ("print(1)", "print(1)"),
+        ("\n  print(1)\n", "  print(1)"),
+        ("So:\n```python\nprint(1)\n```\nDone.", "print(1)"),
+        ("```py\na\n```\n```python\nb\n```", "b"),
+        ("```python\na\n```\n```json\n{}\n```", "a"),
+        ("```\na\n```", "a"),
+        ("```json\n{}\n```", "```json\n{}\n```"),
+        ("~~~python\na\n```\nb\n~~~", "a\n```\nb"),
+        ("````python\n```\na\n```\n````", "```\na\n```"),
+        ("```Python title=x\na\n```", "a"),
+        ("```python\nfor x in y:\n    a\n", "for x in y:\n    a"),
+        ("text\n```python\na\n```\n```python\nb", "b"),
+        ("", ""),
+    ],
+)
+def test_the_program_is_the_last_block_of_its_language_or_the_whole_answer(answer, program):
+    assert find_program(answer, ("python", "py")) == program
+
+
+async def _verdict(program: str, suite: Suite, *, every: bool = True, limits: Limits = LIMITS):
+    language = LANGUAGES[suite.language]
+    async with local_processes(None, "test") as pool, pool.acquire(Spec(image=language.image)) as box:
+        return await run_tests(box, program, language, suite, limits, every=every)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("program", "passed", "cause"),
+    [
+        ("x, y = map(int, input().split())\nprint(x + y, ' ')", 2, "passed"),
+        ("print(3)", 1, "wrong output"),
+        ("print(30)", 0, "wrong output"),
+        ("print(3, flush=True)\nraise SystemExit(1)", 0, "crash"),
+        ("import os\nos.kill(os.getpid(), 9)", 0, "crash"),
+        ("syntax error", 0, "crash"),
+        ("print('x' * 3_000_000)", 0, "too much output"),
+        (" \n", 0, "no program"),
+    ],
+)
+async def test_a_verdict_says_how_many_tests_passed_and_how_the_first_failed(program, passed, cause):
+    verdict = await _verdict(program, ADD)
+    assert (verdict.passed, verdict.total, verdict.cause) == (passed, 2, cause)
+    assert verdict.share == passed / 2
+
+
+@pytest.mark.anyio
+async def test_a_program_that_does_not_end_has_failed_and_the_time_of_an_answer_is_bounded():
+    limits = Limits(timeout=0.4, total=0.6)
+    suite = Suite(language="python", tests=[Case(stdout="")] * 50)
+    verdict = await _verdict("while True: pass", suite, limits=limits)
+    assert (verdict.passed, verdict.cause) == (0, "timeout")
+
+
+@pytest.mark.anyio
+async def test_unless_all_are_wanted_nothing_runs_after_the_first_failure():
+    box = ScriptedBox(Spec(image="img"))
+    suite = Suite(language="python", tests=[Case(stdin=str(n), stdout="x") for n in range(9)])
+    assert (await run_tests(box, "p", PYTHON, suite, LIMITS, every=False)).total == 9
+    assert b"0" in box.seen
+    assert b"1" not in box.seen
+
+
+@pytest.mark.anyio
+async def test_what_is_expected_is_never_in_the_sandbox():
+    box = ScriptedBox(Spec(image="img"))
+    suite = Suite(language="python", tests=[Case(stdin="in", stdout="SECRET")])
+    await run_tests(box, "print('in')", PYTHON, suite, LIMITS, every=True)
+    assert b"in" in box.seen
+    assert b"SECRET" not in b"".join(box.seen)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("program", "passed"),
+    [
+        ("def add(x, y): return x + y", 1),
+        ("def add(x, y): return x - y", 0),
+        ("import os\nos._exit(0)", 0),
+        ("import sys\nprint('passed')\nsys.exit(0)", 0),
+        ("import main, sys\nsys.modules['unittest'] = main\nraise SystemExit", 0),
+    ],
+)
+async def test_a_test_program_passes_only_when_it_reaches_its_end(program, passed):
+    suite = Suite(language="python", tests=[Case(program="from main import add\nassert add(1, 2) == 3")])
+    assert (await _verdict(program, suite)).passed == passed
+
+
+@pytest.mark.anyio
+async def test_a_test_program_of_another_language():
+    suite = Suite(language="bash", tests=[Case(program='. ./main.sh\n[ "$(double 4)" = 8 ] || exit 1')])
+    assert (await _verdict("double() { echo $((2 * $1)); }", suite)).passed == 1
+    assert (await _verdict("double() { echo $((3 * $1)); }", suite)).cause == "crash"
+
+
+@pytest.mark.anyio
+async def test_a_language_that_is_compiled_is_compiled_once():
+    calls = []
+
+    def answer(command, stdin):
+        calls.append(command[0])
+        return result(stdout=b"3")
+
+    box = ScriptedBox(Spec(image="img"), answer)
+    suite = Suite(language="c", tests=[Case(stdout="3")] * 2)
+    assert (await run_tests(box, "int main;", LANGUAGES["c"], suite, LIMITS, every=True)).passed == 2
+    assert calls == ["tcc", "./main", "./main"]
+    box = ScriptedBox(Spec(image="img"), lambda command, stdin: result(exit_code=1, stderr=b"no"))
+    verdict = await run_tests(box, "int main;", LANGUAGES["c"], suite, LIMITS, every=True)
+    assert (verdict.passed, verdict.cause, verdict.detail) == (0, "compile", "no")
+
+
+@pytest.mark.anyio
+async def test_a_program_that_uses_up_its_sandbox_has_failed_but_one_that_never_ran_has_not():
+    def exhausted(after: int):
+        calls = []
+
+        def answer(command, stdin):
+            calls.append(command)
+            if len(calls) > after:
+                raise SandboxLimitError("no process can be started")
+            return FINE
+
+        return ScriptedBox(Spec(image="img"), answer)
+
+    suite = Suite(language="python", tests=[Case(stdout="")] * 3)
+    verdict = await run_tests(exhausted(1), "fork bomb", PYTHON, suite, LIMITS, every=True)
+    assert (verdict.passed, verdict.cause) == (1, "crash")
+    with pytest.raises(SandboxLimitError):
+        await run_tests(exhausted(0), "fine", PYTHON, suite, LIMITS, every=True)
+
+
+async def _judged(supply: ScriptedSupply, bench: Bench):
+    async with open_stock(supply, owner="run", most=bench.parallel) as stock:
+        return await Judge(stock, bench).judge("print(3)", ADD, LANGUAGES, LIMITS, every=True)
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+@pytest.mark.parametrize("error", [SandboxLostError("gone"), SandboxStartError("no")])
+async def test_a_sandbox_that_fails_is_replaced_and_the_answer_is_judged(error):
+    supply = ScriptedSupply(lambda command, stdin: result(stdout=b"3"), failures=2, error=error)
+    assert (await _judged(supply, Bench())).passed == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+@pytest.mark.parametrize(
+    ("error", "left"), [(SandboxLostError("gone"), 6), (SandboxRefusedError("never"), 8), (SandboxBusyError("full"), 8)]
+)
+async def test_law_5_a_failure_of_the_infrastructure_is_an_error_and_never_a_verdict(error, left):
+    supply = ScriptedSupply(failures=9, error=error)
+    with pytest.raises(type(error)):
+        await _judged(supply, Bench())
+    assert supply.failures == left
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_a_sandbox_lost_in_the_middle_of_a_test_is_no_verdict_either():
+    def lost(command, stdin):
+        if command[0] == "python3":
+            raise SandboxLostError("killed")
+        return FINE
+
+    with pytest.raises(SandboxLostError):
+        await _judged(ScriptedSupply(lost), Bench())
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_an_image_without_the_language_is_refused_and_no_program_blamed_for_it():
+    supply = ScriptedSupply(lambda command, stdin: result(exit_code=1 if command[0] == "/bin/sh" else 0))
+    with pytest.raises(SandboxRefusedError, match="the image flash-sandbox-python has no `python3`"):
+        await _judged(supply, Bench(reuse=False))
+
+
+@pytest.mark.parametrize("case", [{}, {"stdout": "1", "program": "x"}, {"program": "x", "stdin": "1"}, {"expect": "1"}])
+def test_a_test_is_either_an_input_with_its_output_or_a_program(case):
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"language": "python", "tests": [case]}, Suite)
+
+
+def test_languages_that_cannot_work_are_refused():
+    table = {"image": "img", "file": "m.lua", "run": ["lua", "m.lua"]}
+    assert languages_with({"lua": table})["lua"].run == ("lua", "m.lua")
+    with pytest.raises(ConfigError, match="test_end must print"):
+        languages_with({"lua": {**table, "test": ["lua", "-"]}})
+    with pytest.raises(ConfigError, match=r"`languages\.lua\.run`: is missing"):
+        languages_with({"lua": {"image": "img", "file": "m.lua"}})
+    with pytest.raises(ConfigError, match="must be a file's name"):
+        languages_with({"lua": {**table, "file": "../m.lua"}})
+    with pytest.raises(ConfigError, match="there is no language 'cobol', only python, bash, c"):
+        check_suite(Suite(language="cobol", tests=[Case(stdout="")]), LANGUAGES)
+    with pytest.raises(ConfigError, match="c has no test programs"):
+        check_suite(Suite(language="c", tests=[Case(program="x")]), LANGUAGES)

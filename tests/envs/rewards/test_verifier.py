@@ -1,0 +1,102 @@
+import os
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from envs.rewards.verifier import inline, load_verifier, verify
+from flash.errors import ConfigError, RewardError, SandboxLostError
+
+HERE = "tests.envs.rewards.verifiers"
+
+
+@inline
+def own_process_id(completion, answer):
+    return os.getpid()
+
+
+@inline
+def raises_inline(completion, answer):
+    raise LookupError("no such answer")
+
+
+@pytest.mark.anyio
+async def test_a_verifier_runs_in_another_process():
+    assert await verify(f"{HERE}:length", "four", "two", timeout=60) == 1.0
+    assert await verify(f"{HERE}:process_id", "", "", timeout=60) != os.getpid()
+
+
+@pytest.mark.anyio
+async def test_an_inline_verifier_runs_in_this_process():
+    assert await verify(f"{__name__}:own_process_id", "", "", timeout=60) == os.getpid()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (f"{HERE}:raises", "it raised LookupError: no such answer"),
+        (f"{HERE}:raises_unpicklable", "it raised Local"),
+        (f"{HERE}:dies", "its worker process died"),
+        (f"{HERE}:exits", "it raised SystemExit: 3"),
+        (f"{HERE}:gives_nan", "must be a finite number, but is nan"),
+        (f"{HERE}:gives_none", "must be a finite number, but is None"),
+        (f"{__name__}:raises_inline", "it raised LookupError: no such answer"),
+    ],
+)
+async def test_a_failing_verifier_is_a_reward_error_and_never_a_zero(path, message):
+    with pytest.raises(RewardError, match=message) as caught:
+        await verify(path, "", "", timeout=60)
+    assert path in str(caught.value)
+
+
+@pytest.mark.anyio
+async def test_a_hanging_verifier_ends_at_its_deadline_and_the_next_one_works():
+    with pytest.raises(RewardError, match=r"hangs: no answer within 0\.2 s"):
+        await verify(f"{HERE}:hangs", "", "", timeout=0.2)
+    assert await verify(f"{HERE}:length", "a", "", timeout=60) == 1.0
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_verifier_does_not_hold_its_caller():
+    with anyio.move_on_after(0.2) as scope:
+        await verify(f"{HERE}:hangs", "", "", timeout=3600)
+    assert scope.cancelled_caught
+
+
+async def waits(completion, answer):
+    await anyio.sleep(float(completion))
+    return float(answer)
+
+
+async def raises_later(completion, answer):
+    await anyio.lowlevel.checkpoint()
+    raise LookupError("no such answer")
+
+
+async def lost(completion, answer):
+    raise SandboxLostError("the judge is gone")
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_an_asynchronous_verifier_is_awaited_under_its_deadline():
+    assert await verify(f"{__name__}:waits", "5", "0.5", timeout=10) == 0.5
+    with pytest.raises(RewardError, match="waits: no answer within 10 s"):
+        await verify(f"{__name__}:waits", "11", "1", timeout=10)
+    with pytest.raises(RewardError, match="must be a finite number, but is nan"):
+        await verify(f"{__name__}:waits", "1", "nan", timeout=10)
+    with pytest.raises(RewardError, match="it raised LookupError: no such answer"):
+        await verify(f"{__name__}:raises_later", "", "", timeout=10)
+
+
+@pytest.mark.anyio
+async def test_an_asynchronous_verifier_may_say_that_its_surroundings_failed():
+    with pytest.raises(SandboxLostError, match="the judge is gone"):
+        await verify(f"{__name__}:lost", "", "", timeout=10)
+
+
+@pytest.mark.parametrize("path", ["nowhere:f", f"{HERE}:nothing", HERE, "", f"{HERE}:not_a_function"])
+def test_a_path_without_a_function_is_a_config_error(path):
+    with pytest.raises(ConfigError, match=r"no verifier|not a function"):
+        load_verifier(path)

@@ -1,0 +1,184 @@
+import json
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from envs.arithmetic import Arithmetic
+from flash.config.tree import TinyModelConfig
+from flash.environment.interface import SolvedExample
+from flash.errors import ConfigError
+from flash.trainer import tiny_model
+from flash.trainer.tiny_model import FINGERPRINT, is_current, make_tiny_model
+
+SMALL = TinyModelConfig(layers=1, width=32, warm_start_steps=3, batch_size=4)
+ENV = "envs.arithmetic:Arithmetic"
+OPTIONS = {"digits": 2}
+
+
+class Fibs:
+    """An environment whose examples use characters that its alphabet lacks."""
+
+    def solved_examples(self, count, seed):
+        return [SolvedExample("1+1=", "two")] * count
+
+    def alphabet(self):
+        return "1+="
+
+
+class OneProblem:
+    """An environment with a single example, which any model learns at once."""
+
+    def solved_examples(self, count, seed):
+        return [SolvedExample("a", "b")] * count
+
+    def alphabet(self):
+        return "ab"
+
+
+def make(path, config=SMALL, env=ENV, options=OPTIONS):
+    """Make a model and give what was told of the progress."""
+    told = []
+    make_tiny_model(path, config, env, options, lambda *step: told.append(step))
+    return told
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    make(path)
+    return path
+
+
+def test_the_folder_loads_as_an_ordinary_model(made):
+    model = AutoModelForCausalLM.from_pretrained(made)
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    assert model.dtype == torch.float32
+    assert model.config.model_type == "qwen3"
+    assert model.config.vocab_size == len(tokenizer) == len(Arithmetic().alphabet()) + 2
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_the_tokenizer_has_one_token_per_character_and_adds_none(made):
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    ids = tokenizer("12+34=", add_special_tokens=False)["input_ids"]
+    assert len(ids) == 6
+    assert tokenizer("12+34=")["input_ids"] == ids
+    assert tokenizer.decode(ids) == "12+34="
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "12+34="
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_and_untied_models_keep_their_embeddings_so(tmp_path, tied):
+    make(tmp_path / "tiny", msgspec.structs.replace(SMALL, tied=tied, warm_start_steps=1))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny")
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+def test_a_model_is_current_for_exactly_its_options(made):
+    assert is_current(made, SMALL, ENV, OPTIONS)
+    assert not is_current(made, msgspec.structs.replace(SMALL, seed=1), ENV, OPTIONS)
+    assert not is_current(made, SMALL, ENV, {"digits": 3})
+    assert not is_current(made, SMALL, "envs.dataset:DatasetEnv", OPTIONS)
+    assert not is_current(made.parent / "nowhere", SMALL, ENV, OPTIONS)
+
+
+def test_the_same_seed_makes_the_same_weights(made, tmp_path):
+    make(tmp_path / "again")
+    weights = "model.safetensors"
+    assert (tmp_path / "again" / weights).read_bytes() == (made / weights).read_bytes()
+
+
+def test_making_a_model_leaves_the_global_random_state_alone(tmp_path):
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    make(tmp_path / "tiny", msgspec.structs.replace(SMALL, warm_start_steps=1))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_older_model_of_ours_is_replaced_and_nothing_is_left_beside_it(tmp_path):
+    make(tmp_path / "tiny")
+    newer = msgspec.structs.replace(SMALL, seed=1)
+    make(tmp_path / "tiny", newer)
+    assert is_current(tmp_path / "tiny", newer, ENV, OPTIONS)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["tiny"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_is_not_ours_is_refused_and_kept(tmp_path, kind):
+    path = tmp_path / "model"
+    if kind == "folder":
+        path.mkdir()
+        (path / "config.json").write_text("{}")
+    else:
+        path.write_text("{}")
+    with pytest.raises(ConfigError, match=f"was not made by .*{FINGERPRINT}"):
+        make(path)
+    kept = path / "config.json" if kind == "folder" else path
+    assert kept.read_text() == "{}"
+    assert not is_current(path, SMALL, ENV, OPTIONS)
+
+
+def test_a_failure_leaves_the_older_model_as_it_was(tmp_path):
+    make(tmp_path / "tiny")
+    before = json.loads((tmp_path / "tiny" / FINGERPRINT).read_text())
+
+    def interrupt(*step):
+        raise KeyboardInterrupt
+
+    newer = msgspec.structs.replace(SMALL, seed=1)
+    with pytest.raises(KeyboardInterrupt):
+        make_tiny_model(tmp_path / "tiny", newer, ENV, OPTIONS, interrupt)
+    assert json.loads((tmp_path / "tiny" / FINGERPRINT).read_text()) == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["tiny"]
+
+
+def test_progress_tells_every_step(tmp_path):
+    told = make(tmp_path / "tiny")
+    assert [(step, steps) for step, steps, _ in told] == [(1, 3), (2, 3), (3, 3)]
+    assert all(loss > 0 for _, _, loss in told)
+
+
+def test_the_warm_start_ends_as_soon_as_the_model_is_good_enough(tmp_path):
+    config = msgspec.structs.replace(SMALL, warm_start_steps=500)
+    told = make(tmp_path / "tiny", config, f"{__name__}:OneProblem", {})
+    step, steps, _ = told[-1]
+    assert step == steps < 500
+
+
+@pytest.mark.parametrize(
+    ("config", "env", "options", "message"),
+    [
+        (msgspec.structs.replace(SMALL, width=48), ENV, {}, "width must be a multiple of 32"),
+        (SMALL, "flash.types:Message", {"role": "a", "content": "b"}, "offers no solved examples"),
+        (SMALL, f"{__name__}:Fibs", {}, r"alphabet\(\) lacks: 'otw'"),
+        (SMALL, ENV, {"digit": 2}, "digit"),
+    ],
+)
+def test_what_cannot_be_made_is_a_config_error(tmp_path, config, env, options, message):
+    with pytest.raises(ConfigError, match=message):
+        make(tmp_path / "tiny", config, env, options)
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_asking_whether_a_model_is_current_needs_no_torch():
+    names = vars(tiny_model)
+    assert "torch" not in names
+    assert "transformers" not in names
+
+
+def test_later_turns_follow_the_end_of_the_answer_and_only_answers_are_learned():
+    tokenizer = tiny_model._make_tokenizer("0123456789=+")
+    example = SolvedExample("1+1=", "2", (SolvedExample("2+9=", "11"),))
+    shorter = SolvedExample("1+1=", "2")
+    ids, targets = tiny_model._encode(tokenizer, [example, shorter])
+    assert tokenizer.decode(ids[0]) == "1+1=2<eos>2+9=11<eos>"
+    learned = [token for token in targets[0].tolist() if token != tiny_model.IGNORED]
+    assert tokenizer.decode(learned) == "2<eos>11<eos>"
+    places = [place for place, token in enumerate(targets[0].tolist()) if token != tiny_model.IGNORED]
+    assert places == [3, 4, 9, 10, 11]
+    assert all(targets[0, place] == ids[0, place + 1] for place in places)
+    assert targets[1].tolist()[:5] == targets[0].tolist()[:5]
+    assert set(targets[1].tolist()[5:]) == {tiny_model.IGNORED}
