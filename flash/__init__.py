@@ -1,0 +1,104 @@
+"""Flash: asynchronous reinforcement-learning post-training for language models.
+
+What a user imports stands here. Everything is imported on first use, so that `import flash` needs no torch:
+
+    import flash
+
+    config = flash.load("my.toml", ["train.async_ratio=2"])
+    summary = flash.train(config)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from algorithms.base import Objective, ObjectiveOutput, PackedTokens
+    from flash.config.load import dump, load
+    from flash.config.tree import Config
+    from flash.environment.interface import (
+        HELD_OUT,
+        Checked,
+        Environment,
+        Info,
+        Kinds,
+        Prepared,
+        ResetResult,
+        SolvedExample,
+        StepResult,
+        SyncEnvironment,
+        WarmStart,
+        is_held_out,
+    )
+    from flash.environment.shared import run_name, shared, sharing
+    from flash.errors import ConfigError, EnvError, FlashError, RewardError
+    from flash.observe.summary import Summary
+    from flash.run.training import train
+    from flash.types import Message, Observation
+
+_HOMES = {
+    "flash.config.load": ("load", "dump"),
+    "flash.config.tree": ("Config",),
+    "flash.run.training": ("train",),
+    "flash.observe.summary": ("Summary",),
+    "flash.environment.interface": (
+        *("Environment", "SyncEnvironment", "Info", "ResetResult", "StepResult", "HELD_OUT", "is_held_out"),
+        *("Checked", "Prepared", "WarmStart", "SolvedExample", "Kinds"),
+    ),
+    "flash.environment.shared": ("shared", "sharing", "run_name"),
+    "flash.types": ("Message", "Observation"),
+    "algorithms.base": ("Objective", "ObjectiveOutput", "PackedTokens"),
+    "flash.errors": ("FlashError", "ConfigError", "EnvError", "RewardError"),
+}
+"""Where each public name is defined."""
+
+__all__ = [
+    # a run
+    "load",
+    "dump",
+    "Config",
+    "train",
+    "Summary",
+    # an environment
+    "Environment",
+    "SyncEnvironment",
+    "Message",
+    "Observation",
+    "Info",
+    "ResetResult",
+    "StepResult",
+    "HELD_OUT",
+    "is_held_out",
+    "Checked",
+    "Prepared",
+    "WarmStart",
+    "SolvedExample",
+    "Kinds",
+    "shared",
+    "sharing",
+    "run_name",
+    # an objective
+    "Objective",
+    "ObjectiveOutput",
+    "PackedTokens",
+    # what may go wrong
+    "FlashError",
+    "ConfigError",
+    "EnvError",
+    "RewardError",
+]
+
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'flash' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -31,11 +31,11 @@ from benchmarks.form import RESULTS, WORKLOADS, Args, Row
 from benchmarks.versus_trl import curves, environment
 from benchmarks.versus_trl.curves import Case, Curve, Point
 from benchmarks.versus_trl.settings import TrlChoices
-from flash.cli.tiny_model import make_missing_model
 from flash.config.load import dump, load
 from flash.config.tree import Config
 from flash.observe.rundir import RunDirectory
 from flash.trainer.checkpoint import complete_checkpoints
+from flash.trainer.tiny_model import make_missing_model
 
 CASES = {
     "short": Case(title="answers of 16 tokens", accuracy=0.8, goal=1.0),

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from flash.cli.commands import Commands
-from flash.config.tree import Config, TinyModelConfig
+from flash.config.tree import TinyModelConfig
 from flash.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the model that the arguments describe."""
-    from flash.trainer.tiny_model import make_tiny_model
+    from flash.trainer.tiny_model import make_tiny_model, show_progress
 
     wanted = {
         "layers": arguments.layers,
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         config = msgspec.convert(wanted, TinyModelConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"tiny-model: {error}") from None
-    make_tiny_model(arguments.path, config, arguments.env, dict(map(_option, arguments.option)), _progress)
+    make_tiny_model(arguments.path, config, arguments.env, dict(map(_option, arguments.option)), show_progress)
     sys.stdout.write(f"{arguments.path}\n")
     return 0
 
@@ -61,20 +61,3 @@ def _option(text: str) -> tuple[str, Any]:
         return key, tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return key, value
-
-
-def make_missing_model(config: Config) -> None:
-    """Make the tiny model a config asks for, unless it is there already."""
-    if config.tiny_model is None:
-        return
-    from flash.trainer import tiny_model
-
-    path = Path(config.model.path)
-    if not tiny_model.is_current(path, config.tiny_model, config.env.path, config.env.options):
-        tiny_model.make_tiny_model(path, config.tiny_model, config.env.path, config.env.options, _progress)
-
-
-def _progress(step: int, steps: int, loss: float) -> None:
-    if step == steps or step % 50 == 0:
-        sys.stdout.write(f"tiny model: supervised step {step}/{steps}, loss {loss:.3f}\n")
-        sys.stdout.flush()

@@ -7,6 +7,7 @@ import sys
 
 from flash.cli.commands import Commands
 from flash.config.load import dump, load, split_arguments
+from flash.trainer.tiny_model import make_missing_model
 
 
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
@@ -27,8 +28,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         sys.stdout.write(dump(config))
         return 0
-    from flash.cli.tiny_model import make_missing_model
-    from flash.run.launcher import launch
+    from flash.run.launcher import INTERRUPTED, launch, resume_command
 
     make_missing_model(config)
-    return launch(config, [str(path) for path in paths], overrides)
+    files = [str(path) for path in paths]
+    code = launch(config, files, overrides)
+    if code == INTERRUPTED:
+        sys.stderr.write(f"flash: interrupted; go on with: {resume_command(files, overrides)}\n")
+    return code

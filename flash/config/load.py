@@ -37,11 +37,11 @@ from flash.errors import ConfigError
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-def load(paths: Sequence[Path], overrides: Sequence[str] = (), *, simulated: bool = False) -> Config:
+def load(paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = (), *, simulated: bool = False) -> Config:
     """Read, merge, decode, resolve and cross-check a configuration.
 
     Args:
-        paths: TOML files; a later one wins.
+        paths: a TOML file, or several, of which a later one wins.
         overrides: `dotted.key=value`; the value is TOML, or else taken as text.
         simulated: check what a simulation needs, and neither model, environment nor devices.
 
@@ -50,8 +50,8 @@ def load(paths: Sequence[Path], overrides: Sequence[str] = (), *, simulated: boo
     """
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for path in paths:
-        _merge(merged, _read(path), str(path), origins)
+    for path in [paths] if isinstance(paths, (str, Path)) else paths:
+        _merge(merged, _read(Path(path)), str(path), origins)
     for override in overrides:
         _merge(merged, _parse_override(override), "override", origins)
     decoder = _Decoder()

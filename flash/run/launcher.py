@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 
 from flash.config.tree import Config
@@ -18,6 +17,9 @@ from flash.errors import ConfigError
 
 QUIET = ("torch.distributed", "torch.distributed.elastic")
 """Loggers that repeat at length what our own error has said."""
+
+INTERRUPTED = 130
+"""Exit code of a run that a signal ended: 128 + SIGINT, as shells have it."""
 
 TORCHRUN_MARGIN_S = 30
 """Seconds beyond deadlines.shutdown after which torchrun kills what has not ended: a checkpoint must not be cut off."""
@@ -55,7 +57,7 @@ def resume_command(paths: Sequence[str], overrides: Sequence[str]) -> str:
 
 
 def launch(config: Config, paths: Sequence[str], overrides: Sequence[str]) -> int:
-    """Run the job on this node to its end; the exit code."""
+    """Run the job on this node to its end; the exit code: 0, 1 or INTERRUPTED."""
     extra = list(overrides)
     if int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0:
         extra.append("run.resume=true")
@@ -75,6 +77,5 @@ def launch(config: Config, paths: Sequence[str], overrides: Sequence[str]) -> in
     except ChildFailedError:
         return 1
     except SignalException:
-        sys.stderr.write(f"flash: interrupted; go on with: {resume_command(paths, overrides)}\n")
-        return 130
+        return INTERRUPTED
     return 0

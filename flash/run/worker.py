@@ -23,6 +23,9 @@ from flash.run.trainer_rank import run_trainer_rank
 
 log = logging.getLogger("flash")
 
+ERROR_FILE = "error.json"
+"""In the run directory: the error that no restart could mend."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m flash.run.worker CONFIG… [key=value…]`, under torchrun."""
@@ -63,7 +66,7 @@ class ErrorMarker:
     """`error.json`: the error that ended this launch, so that a restart does not repeat it."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / "error.json"
+        self._path = run_dir / ERROR_FILE
         self._launch = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.getppid()}"
 
     def stands(self) -> bool:

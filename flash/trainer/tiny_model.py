@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from flash.config.objects import check_options, load_object
-from flash.config.tree import TinyModelConfig
+from flash.config.tree import Config, TinyModelConfig
 from flash.environment.interface import SolvedExample, WarmStart
 from flash.errors import ConfigError
 
@@ -58,6 +59,22 @@ IGNORED = -100
 
 Progress = Callable[[int, int, float], None]
 """Called after each step with steps done, steps in all (as many as done, when it was the last), and the loss."""
+
+
+def make_missing_model(config: Config) -> None:
+    """Make the tiny model a configuration asks for, unless it is there already."""
+    if config.tiny_model is None:
+        return
+    path, wanted = Path(config.model.path), (config.tiny_model, config.env.path, config.env.options)
+    if not is_current(path, *wanted):
+        make_tiny_model(path, *wanted, show_progress)
+
+
+def show_progress(step: int, steps: int, loss: float) -> None:
+    """Tell of every fiftieth supervised step, and of the last."""
+    if step == steps or step % 50 == 0:
+        sys.stdout.write(f"tiny model: supervised step {step}/{steps}, loss {loss:.3f}\n")
+        sys.stdout.flush()
 
 
 def is_current(path: Path, config: TinyModelConfig, env_path: str, env_options: dict[str, Any]) -> bool:

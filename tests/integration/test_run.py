@@ -1,4 +1,4 @@
-"""Whole runs through the public command: real vLLM, real process groups, real signals."""
+"""Whole runs through the public command and from Python: real vLLM, real process groups, real signals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +68,23 @@ gpus_per_node = 0
 """
 
 
-class Run:
-    """One `flash train` in a process group of its own."""
+COMMAND = ("-m", "flash", "train")
+FROM_PYTHON = (
+    "-c",
+    """if True:
+    import sys, flash
+    summary = flash.train(flash.load(sys.argv[1], sys.argv[2:]))
+    print("from python:", summary.ledger["trained"], "samples")
+    """,
+)
 
-    def __init__(self, folder: Path, model: Path, *arguments: str, text: str = CONFIG) -> None:
+
+class Run:
+    """One run in a process group of its own."""
+
+    def __init__(
+        self, folder: Path, model: Path, *arguments: str, text: str = CONFIG, command: Sequence[str] = COMMAND
+    ) -> None:
         self.folder = folder
         self.directory = folder / "run"
         config = folder / "config.toml"
@@ -79,7 +92,7 @@ class Run:
         self.output = folder / "output.txt"
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "flash", "train", str(config), *arguments],
+                [sys.executable, *command, str(config), *arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=REPOSITORY,
@@ -144,8 +157,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(tmp_path: Path, model: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def begin(*arguments: str, text: str = CONFIG) -> Run:
-        runs.append(Run(tmp_path, model, *arguments, text=text))
+    def begin(*arguments: str, text: str = CONFIG, command: Sequence[str] = COMMAND) -> Run:
+        runs.append(Run(tmp_path, model, *arguments, text=text, command=command))
         return runs[-1]
 
     yield begin
@@ -185,9 +198,10 @@ def test_a_run_leaves_metrics_summary_plots_model_and_no_process(start: Callable
     run.nothing_left()
 
 
-def test_two_trainer_ranks_train_synchronously_at_a_ratio_of_zero(start: Callable[..., Run]) -> None:
-    run = start("train.async_ratio=0", "cluster.trainer_ranks=2", "run.steps=3", "eval.every=0")
+def test_two_trainer_ranks_train_synchronously_at_a_ratio_of_zero_from_python(start: Callable[..., Run]) -> None:
+    run = start("train.async_ratio=0", "cluster.trainer_ranks=2", "run.steps=3", "eval.every=0", command=FROM_PYTHON)
     assert run.wait() == 0, run.text()
+    assert f"from python: {3 * 32} samples" in run.text()
     assert run.summary()["max_age"] == 0
     assert run.summary()["ledger"]["trained"] == 3 * 32
     run.nothing_left()

@@ -1,0 +1,114 @@
+"""The directions of imports: who may know whom, and that no files import each other in a circle."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("flash", "algorithms", "envs", "benchmarks")
+
+FLOORS = [
+    {"errors", "types"},
+    {"waiting", "config"},
+    {"transport", "environment", "observe"},
+    {"weights", "hub"},
+    {"rollout", "trainer"},
+    {"simulate", "run"},
+    {"cli"},
+    {"__init__", "__main__"},
+]
+"""The rooms of `flash`, from the ground up: a room imports from lower floors only."""
+
+GROUND = {"errors", "types", "waiting", "config", "environment"}
+"""What of `flash` environments may use: the contract and what lies below it."""
+
+
+def imports() -> dict[str, set[str]]:
+    """For each file of the packages the files that it imports, wherever the import stands."""
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if "agent" not in path.parts
+    }
+    found: dict[str, set[str]] = {}
+    for module, path in files.items():
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path}: relative imports are not used here"
+                names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+        # `from package import module` is about the module, not about the package.
+        known = {
+            name
+            for name in names & files.keys()
+            if not any(other.startswith(f"{name}.") for other in names & files.keys())
+        }
+        found[module] = known - {module}
+    return found
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    return imports()
+
+
+def room(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def test_no_files_import_each_other_in_a_circle(graph: dict[str, set[str]]) -> None:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' → '.join(error.args[1])}")
+
+
+def test_every_room_of_flash_has_a_floor(graph: dict[str, set[str]]) -> None:
+    rooms = {room(module) for module in graph if module.partition(".")[0] == "flash"}
+    assert rooms == set().union(*FLOORS)
+
+
+def test_flash_imports_towards_the_ground(graph: dict[str, set[str]]) -> None:
+    floor = {name: number for number, floor in enumerate(FLOORS) for name in floor}
+    upward = [
+        f"{module} imports {other}"
+        for module, others in graph.items()
+        for other in others
+        if module.partition(".")[0] == other.partition(".")[0] == "flash"
+        and room(module) != room(other)
+        and floor[room(other)] >= floor[room(module)]
+    ]
+    assert upward == []
+
+
+def test_flash_knows_of_environments_only_the_command_for_sandboxes(graph: dict[str, set[str]]) -> None:
+    known = {
+        (module, other)
+        for module, others in graph.items()
+        for other in others
+        if module.partition(".")[0] == "flash" and other.partition(".")[0] == "envs"
+    }
+    assert known == {("flash.cli.main", "envs.sandbox.cli")}
+
+
+def test_environments_know_the_contract_and_the_ground(graph: dict[str, set[str]]) -> None:
+    beyond = [
+        f"{module} imports {other}"
+        for module, others in graph.items()
+        for other in others
+        if module.partition(".")[0] == "envs" and other.partition(".")[0] == "flash" and room(other) not in GROUND
+    ]
+    assert beyond == []
+
+
+def test_objectives_know_nothing_else(graph: dict[str, set[str]]) -> None:
+    beyond = {other for module, others in graph.items() if module.partition(".")[0] == "algorithms" for other in others}
+    assert {other.partition(".")[0] for other in beyond} <= {"algorithms"}
