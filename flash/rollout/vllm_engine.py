@@ -25,6 +25,7 @@ import anyio.to_thread
 
 from flash.config.tree import Config
 from flash.errors import DeadlineError, EngineDeadError, EngineError, FlashError, WeightsError
+from flash.foreign import vllm
 from flash.rollout.engine import Pressure, Progress, Request, SamplingSettings
 from flash.rollout.vllm_pressure import PressureGauge
 from flash.rollout.vllm_start import configure, engine_environment
@@ -37,8 +38,6 @@ FIRST_VERSION = -1
 """The version of an engine that loaded none: it serves whatever the model folder holds."""
 CANARY_PRIORITY = -1
 """Goes before every sample (0), so that the canary never waits for a running sequence to end."""
-CORE_PROCESS = "EngineCore"
-"""vLLM's name for the process it starts first."""
 
 _running_cores: set[int] = set()
 """Process ids of this process's started engine cores: the others are still starting."""
@@ -129,7 +128,7 @@ class VLLMEngine:
             # The salt keeps the prefixes of older weights apart, where a swap kept them.
             prompt = {"type": "token", "prompt_token_ids": request.prompt, "cache_salt": str(self._version)}
             queue = await llm.add_request(request_id, prompt, self._sampling_params(request.sampling))
-            state = llm.output_processor.request_states.get(queue.request_id)
+            starts = vllm.version_starts(llm, queue)
             while True:
                 output = queue.get_nowait() or await queue.get()
                 piece = output.outputs[0]
@@ -138,7 +137,7 @@ class VLLMEngine:
                 logprobs += piece.logprobs.logprobs
                 if output.finished:
                     break
-                versions = _version_runs(state.weight_version_starts, start, len(token_ids))
+                versions = _version_runs(starts(), start, len(token_ids))
                 yield Progress(piece.token_ids, piece.logprobs.logprobs, versions)
             finished = True
         except Exception as error:  # vLLM's errors have no common base: all of them become ours here
@@ -204,12 +203,7 @@ class VLLMEngine:
         self._unwatch()
         llm, self._llm = self._llm, None
         if llm is not None:
-            from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
-
-            # vLLM would do both on its own later, and log the end of its reading task as a failure.
-            llm.output_processor.propagate_error(CoreDeadError())
-            if llm.output_handler is not None:
-                llm.output_handler.cancel()
+            vllm.fail_requests(llm)
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self._shut_down, llm)
             # AsyncLLM shuts down once more when it is collected, which fails if that is at the interpreter's end.
@@ -237,7 +231,7 @@ class VLLMEngine:
 
     def _watch(self) -> None:
         """Notice the engine core's death, through a file descriptor that becomes readable then."""
-        (self._core,) = self._llm.engine_core.resources.engine_manager.processes
+        self._core = vllm.core_process(self._llm)
         _running_cores.add(self._core.pid)
         self._core_fd = os.pidfd_open(self._core.pid)
         asyncio.get_running_loop().add_reader(self._core_fd, self._on_death)
@@ -271,32 +265,27 @@ class VLLMEngine:
         Ours is not known to us yet, so that other engines' go with it: a failed start ends the run anyway.
         """
         for core in multiprocessing.active_children():
-            if core.name.startswith(CORE_PROCESS) and core.pid not in _running_cores:
+            if core.name.startswith(vllm.CORE_PROCESS) and core.pid not in _running_cores:
                 core.kill()
                 _kill_group(core.pid)
                 core.join(self._config.deadlines.shutdown)
 
     async def _swap(self, info: UpdateInfo, version: int, canary: Sequence[int], *, keep_cache: bool) -> list[float]:
         """Pause, load, resume; returns the engine's log-probs of the canary."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-
         llm = self._llm
-        # Below AsyncLLM.pause_generation, which sleeps 20 ms after the pause for the order of its callers' events.
-        await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=not keep_cache)
+        await vllm.pause(llm, keep_cache=keep_cache)
         if not keep_cache:
             self._gauge.all_put_back()
         if info.init is not None and info.init != self._joined:
             placed = place_engine(info.init, self._index, self._config.engine.tensor_parallel)
-            await llm.init_weight_transfer_engine(WeightTransferInitRequest(placed))
+            await vllm.join_transfer(llm, placed)
             self._joined = info.init
-        await llm.start_weight_update()
-        await llm.update_weights(WeightTransferUpdateRequest(info.update))
-        await llm.finish_weight_update(str(version))
+        await vllm.update_weights(llm, info.update, str(version))
         # Asked before the resume, so that it runs in the first step.
         queue = await llm.add_request(
             f"{self._index}.canary.{version}",
             {"type": "token", "prompt_token_ids": list(canary)},
-            self._canary_params(),
+            vllm.scoring_parameters(),
             priority=CANARY_PRIORITY,
         )
         await llm.resume_generation()
@@ -307,30 +296,9 @@ class VLLMEngine:
     def _sampling_params(self, sampling: SamplingSettings) -> Any:
         params = self._params.get(sampling)
         if params is None:
-            from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-            params = self._params[sampling] = SamplingParams(
-                temperature=sampling.temperature,
-                max_tokens=sampling.max_new_tokens,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
-                # vLLM copies it per request, and only ever adds the model's end-of-text tokens to it.
-                skip_clone=True,
-            )
+            params = vllm.sampling_parameters(sampling.temperature, sampling.max_new_tokens)
+            self._params[sampling] = params
         return params
-
-    def _canary_params(self) -> Any:
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        return SamplingParams(
-            temperature=1.0,
-            max_tokens=1,
-            prompt_logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
 
     async def _abort(self, request_id: str) -> None:
         """Free a request's place in the engine, also when the one who asked was cancelled."""
@@ -365,14 +333,11 @@ class VLLMEngine:
 
     def _typed(self, error: Exception) -> FlashError:
         """Our name for an error of vLLM's."""
-        from vllm.exceptions import VLLMClientError
-        from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
-
         if isinstance(error, FlashError):
             return error
-        if isinstance(error, CoreDeadError):
+        if vllm.is_core_death(error):
             return self._death or EngineDeadError(f"engine {self._index} is gone; see vLLM's log above")
-        if isinstance(error, VLLMClientError | ValueError):
+        if vllm.is_refusal(error):
             return EngineError(f"engine {self._index} refused a request: {error}")
         return EngineError(f"engine {self._index} failed a request: {type(error).__name__}: {error}")
 

@@ -31,44 +31,11 @@ class PressureGauge:
         preemptions = self._pressure.preemptions + resumed - excused
         self._pressure = Pressure(running, waiting, kv_used, preemptions)
 
-
-def stat_logger(gauge: PressureGauge) -> Any:
-    """vLLM's kind of class that passes its statistics to the gauge.
-
-    It derives from vLLM's Prometheus logger because that one is made beside all others: it costs time in each step, and
-    its registry is shared by all engines of a process.
-    """
-    from vllm.v1.metrics.loggers import PrometheusStatLogger
-
-    class Reader(PrometheusStatLogger):
-        def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
-            """Registers nothing."""
-
-        def record(
-            self,
-            scheduler_stats: Any,
-            iteration_stats: Any,
-            mm_cache_stats: Any = None,
-            engine_idx: int = 0,
-        ) -> None:
-            if scheduler_stats is not None:
-                gauge.read(
-                    running=scheduler_stats.num_running_reqs,
-                    waiting=scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
-                    kv_used=scheduler_stats.kv_cache_usage,
-                    resumed=scheduler_stats.prefix_cache_stats.preempted_requests,
-                )
-
-        def log_engine_initialized(self) -> None:
-            """Says nothing."""
-
-        def log(self) -> None:
-            """Says nothing."""
-
-        def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-            """Keeps nothing."""
-
-        def record_admission_rejection(self, reason: str) -> None:
-            """Keeps nothing."""
-
-    return Reader
+    def record(self, stats: Any) -> None:
+        """Take the `SchedulerStats` of one step of vLLM's."""
+        self.read(
+            running=stats.num_running_reqs,
+            waiting=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
+            kv_used=stats.kv_cache_usage,
+            resumed=stats.prefix_cache_stats.preempted_requests,
+        )

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from flash.config.tree import Config
-from flash.rollout.vllm_pressure import PressureGauge, stat_logger
+from flash.foreign import vllm
+from flash.rollout.vllm_pressure import PressureGauge
 from flash.weights.plugin import NODE_PID
 from flash.weights.update import TCP_BACKEND
 
@@ -40,18 +41,12 @@ def configure(config: Config, index: int, gpus: Sequence[int], gauge: PressureGa
     """
     with _configuring, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        checked = AsyncEngineArgs(**engine_args(config, index, gpus)).create_engine_config()
-    return partial(_build, partial(AsyncLLM.from_vllm_config, checked, disable_log_stats=True), gauge)
+        return partial(_build, vllm.engine_maker(engine_args(config, index, gpus)), gauge)
 
 
 def _build(make_llm: Callable[..., Any], gauge: PressureGauge) -> Any:
-    llm = make_llm(stat_loggers=[stat_logger(gauge)])
-    # The engine's process counts now, which is all we need: without this, this process would add up latencies of
-    # every token, too. To be set before vLLM's reading task begins, which is with the first call from a loop.
-    llm.log_stats = llm.output_processor.log_stats = False
+    llm = make_llm(stat_loggers=[vllm.stat_logger(gauge.record)])
+    vllm.count_nothing_here(llm)
     return llm
 
 

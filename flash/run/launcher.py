@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from flash.config.tree import Config
 from flash.errors import ConfigError
+from flash.foreign.torch import Interrupted, torchrun
 
 QUIET = ("torch.distributed", "torch.distributed.elastic")
 """Loggers that repeat at length what our own error has said."""
@@ -63,19 +64,12 @@ def launch(config: Config, paths: Sequence[str], overrides: Sequence[str]) -> in
         extra.append("run.resume=true")
     options = torchrun_arguments(config, dict(os.environ))
 
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
-
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # As a variable, since not every torch that we work with has the option.
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(TORCHRUN_MARGIN_S + math.ceil(config.deadlines.shutdown))
     try:
-        run(parse_args([*options, "-m", "flash.run.worker", *paths, *extra]))
-    except ChildFailedError:
-        return 1
-    except SignalException:
+        return 0 if torchrun([*options, "-m", "flash.run.worker", *paths, *extra]) else 1
+    except Interrupted:
         return INTERRUPTED
-    return 0

@@ -7,16 +7,16 @@ everyone continues from.
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from flash.config.tree import Config
 from flash.errors import ConfigError, DeadlineError
+from flash.foreign.torch import connect_store
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+    pass  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Rank(msgspec.Struct, frozen=True):
@@ -61,12 +61,9 @@ class Meeting:
     """The rendezvous of the job's processes between two restarts, over torchrun's store."""
 
     def __init__(self, rank: Rank, seconds: float) -> None:
-        from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._seconds = seconds
-        raw = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
-        self.store: Store = PrefixStore(f"flash/{rank.restarts}", raw)
+        self.store = connect_store(host, port, seconds, f"flash/{rank.restarts}")
 
     def declare(self, rank: Rank, config: Config) -> tuple[int, int]:
         """Say what this process is; return (its index among the trainer ranks, their number)."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from flash.config.tree import Config
 from flash.errors import FlashError, TransportError
+from flash.foreign.torch import below
 from flash.run.rendezvous import HubAddress, Meeting, Rank, advertised_host
 
 if TYPE_CHECKING:
@@ -83,9 +84,7 @@ def _train(
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // config.cluster.trainer_ranks))
     dist.init_process_group(
         "nccl" if cuda else "gloo",
-        store=dist.PrefixStore(  # pyright: ignore[reportPrivateImportUsage]
-            "trainers", meeting.store
-        ),
+        store=below(meeting.store, "trainers"),
         rank=index,
         world_size=world,
         timeout=timedelta(seconds=config.deadlines.collective),

@@ -25,6 +25,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
+from flash.foreign.transformers import layer_types, takes_attention
 from flash.trainer.output_layer import replace_output_layer
 
 PACKED_ATTENTION = "packed_sdpa"
@@ -83,7 +84,7 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, dtype: Literal["float3
         ConfigError: the model's attention cannot be replaced, so packed sequences would see each other; or its output
             layer cannot.
     """
-    if not getattr(model, "_supports_attention_backend", False):
+    if not takes_attention(model):
         raise ConfigError(
             f"model.path: {type(model).__name__} does not use transformers' attention interface; "
             "packed training needs it, choose another model"
@@ -95,9 +96,9 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, dtype: Literal["float3
     policy = half if dtype == "bfloat16" else MixedPrecisionPolicy()
     # On one rank there is nothing to free between forward and backward; resharding would only copy.
     reshard = mesh.size() > 1
-    layer_types = set(model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
+    whole = layer_types(model)
     for module in list(model.modules()):
-        if type(module).__name__ in layer_types:
+        if type(module).__name__ in whole:
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     # Dropout stays off: the trained log-probs are those of the policy that acts.

@@ -11,6 +11,7 @@ import os
 import select
 import threading
 
+from flash.foreign import vllm
 from flash.weights.update import TCP_BACKEND
 
 NODE_PID = "FLASH_NODE_PID"
@@ -24,9 +25,7 @@ def register() -> None:
     if _registered.is_set():
         return
     _registered.set()
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-
-    WeightTransferEngineFactory.register_engine(TCP_BACKEND, "flash.weights.tcp_engine", "TcpWeightEngine")
+    vllm.register_backend(TCP_BACKEND, "flash.weights.tcp_engine", "TcpWeightEngine")
     node_pid = os.environ.get(NODE_PID)
     if node_pid is not None and int(node_pid) != os.getpid():
         follow(int(node_pid))

@@ -24,6 +24,8 @@ from typing import Any, Protocol
 import torch
 
 from flash.errors import DeadlineError
+from flash.foreign import vllm
+from flash.foreign.torch import ipc_handle
 from flash.weights.staging import dtype_name, stage
 from flash.weights.update import TRAINER_RANKS, UpdateInfo, encode_update
 
@@ -131,23 +133,14 @@ class NcclLink:
 
     def join(self, host: str, port: int, world_size: int) -> None:
         """Rank 0 of the rendezvous that the workers join in `init_weight_transfer_engine`."""
-        from vllm.distributed.weight_transfer.nccl_common import trainer_init
-
         # The current device belongs to a thread, and this may be another one than made the link.
         torch.accelerator.set_device_index(self._device)
-        self._group = trainer_init({"master_address": host, "master_port": port, "world_size": world_size})
+        self._group = vllm.nccl_group(host, port, world_size)
 
     def broadcast(self, tensors: StagedTensors) -> None:
         """The packed broadcast that vLLM's receiver expects, with its default geometry."""
-        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
-
         torch.accelerator.set_device_index(self._device)
-        packed_nccl_broadcast_producer(
-            iterator=iter(tensors),
-            group=self._group,
-            src=0,
-            post_iter_func=lambda item: item[1].to(f"cuda:{self._device}"),
-        )
+        vllm.nccl_broadcast(self._group, tensors, self._device)
 
     def close(self) -> None:
         """Destroy the communicator."""
@@ -207,11 +200,9 @@ class TorchIpcExporter:
 
     def export(self, tensors: StagedTensors) -> IpcHandles:
         """One handle per tensor, under the id of this rank's GPU."""
-        from torch.multiprocessing.reductions import reduce_tensor
-
         torch.cuda.ipc_collect()
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        handles = [{gpu: reduce_tensor(tensor)[1]} for _, tensor in tensors]
+        handles = [{gpu: ipc_handle(tensor)} for _, tensor in tensors]
         # A handle says nothing about pending work: the copies have to be complete before anyone opens it.
         torch.cuda.current_stream().synchronize()
         return handles

@@ -1,0 +1,249 @@
+"""vLLM beyond what it documents: all that the node loop and the trainer reach into, in one place.
+
+`TOUCHED` names every attribute; a test looks for each of them in the installed vLLM, so that a version in which one
+moved is told by that name. What runs inside vLLM's worker is in `flash.foreign.vllm_worker`. vLLM is imported where it
+is used: importing this module needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+TOUCHED = (
+    "vllm.engine.arg_utils:AsyncEngineArgs.create_engine_config",
+    "vllm.v1.engine.async_llm:AsyncLLM.from_vllm_config",
+    "vllm.v1.engine.async_llm:AsyncLLM.add_request",
+    "vllm.v1.engine.async_llm:AsyncLLM.abort",
+    "vllm.v1.engine.async_llm:AsyncLLM.shutdown",
+    "vllm.v1.engine.async_llm:AsyncLLM.get_supported_tasks",
+    "vllm.v1.engine.async_llm:AsyncLLM.init_weight_transfer_engine",
+    "vllm.v1.engine.async_llm:AsyncLLM.start_weight_update",
+    "vllm.v1.engine.async_llm:AsyncLLM.update_weights",
+    "vllm.v1.engine.async_llm:AsyncLLM.finish_weight_update",
+    "vllm.v1.engine.async_llm:AsyncLLM.update_weight_version",
+    "vllm.v1.engine.async_llm:AsyncLLM.resume_generation",
+    "vllm.v1.engine.async_llm:AsyncLLM.log_stats",
+    "vllm.v1.engine.async_llm:AsyncLLM.output_processor",
+    "vllm.v1.engine.async_llm:AsyncLLM.output_handler",
+    "vllm.v1.engine.async_llm:AsyncLLM.engine_core",
+    "vllm.v1.engine.output_processor:OutputProcessor.propagate_error",
+    "vllm.v1.engine.output_processor:OutputProcessor.request_states",
+    "vllm.v1.engine.output_processor:OutputProcessor.log_stats",
+    "vllm.v1.engine.output_processor:RequestState.weight_version_starts",
+    "vllm.v1.engine.output_processor:RequestOutputCollector.get",
+    "vllm.v1.engine.output_processor:RequestOutputCollector.get_nowait",
+    "vllm.v1.engine.output_processor:RequestOutputCollector.request_id",
+    "vllm.v1.engine.core_client:AsyncMPClient.pause_scheduler_async",
+    "vllm.v1.engine.core_client:MPClient.resources",
+    "vllm.v1.engine.core_client:BackgroundResources.engine_manager",
+    "vllm.v1.engine.utils:CoreEngineProcManager.processes",
+    "vllm.v1.engine.exceptions:EngineDeadError",
+    "vllm.exceptions:VLLMClientError",
+    "vllm.outputs:CompletionOutput.weight_versions",
+    "vllm.sampling_params:RequestOutputKind.DELTA",
+    "vllm.sampling_params:RequestOutputKind.FINAL_ONLY",
+    "vllm.sampling_params:SamplingParams.flat_logprobs",
+    "vllm.sampling_params:SamplingParams.skip_clone",
+    "vllm.v1.metrics.loggers:PrometheusStatLogger.record",
+    "vllm.v1.metrics.loggers:PrometheusStatLogger.log",
+    "vllm.v1.metrics.loggers:PrometheusStatLogger.log_engine_initialized",
+    "vllm.v1.metrics.loggers:PrometheusStatLogger.record_sleep_state",
+    "vllm.v1.metrics.loggers:PrometheusStatLogger.record_admission_rejection",
+    "vllm.v1.metrics.stats:SchedulerStats.num_running_reqs",
+    "vllm.v1.metrics.stats:SchedulerStats.num_waiting_reqs",
+    "vllm.v1.metrics.stats:SchedulerStats.num_skipped_waiting_reqs",
+    "vllm.v1.metrics.stats:SchedulerStats.kv_cache_usage",
+    "vllm.v1.metrics.stats:SchedulerStats.prefix_cache_stats",
+    "vllm.v1.metrics.stats:PrefixCacheStats.preempted_requests",
+    "vllm.distributed.weight_transfer:WeightTransferEngineFactory.register_engine",
+    "vllm.distributed.weight_transfer.base:WeightTransferInitRequest",
+    "vllm.distributed.weight_transfer.base:WeightTransferUpdateRequest",
+    "vllm.distributed.weight_transfer.nccl_common:trainer_init",
+    "vllm.distributed.weight_transfer.packed_tensor:packed_nccl_broadcast_producer",
+)
+"""`module:Class.attribute`; the attributes of a class include those that its `__init__` sets."""
+
+CORE_PROCESS = "EngineCore"
+"""How the name of the process that vLLM starts first begins."""
+
+
+# -- starting and ending ---------------------------------------------------------------------------------------------
+
+
+def engine_maker(arguments: dict[str, Any]) -> Callable[..., Any]:
+    """Check an engine's arguments; what is returned builds its AsyncLLM, given `stat_loggers`."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    checked = AsyncEngineArgs(**arguments).create_engine_config()
+    return partial(AsyncLLM.from_vllm_config, checked, disable_log_stats=True)
+
+
+def count_nothing_here(llm: Any) -> None:
+    """Let only the engine's process count: this one would add up latencies of every token, too.
+
+    To be called before vLLM's reading task begins, which is with the first call from a loop.
+    """
+    llm.log_stats = llm.output_processor.log_stats = False
+
+
+def core_process(llm: Any) -> Any:
+    """The one process of the engine's core, as `multiprocessing` has it."""
+    (core,) = llm.engine_core.resources.engine_manager.processes
+    return core
+
+
+def fail_requests(llm: Any) -> None:
+    """End all requests and the reading task, which vLLM would log as failures when it does so on its own, later."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    llm.output_processor.propagate_error(EngineDeadError())
+    if llm.output_handler is not None:
+        llm.output_handler.cancel()
+
+
+def is_core_death(error: BaseException) -> bool:
+    """Whether an error says that the engine's core is gone."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return isinstance(error, EngineDeadError)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether an error says that a request is wrong."""
+    from vllm.exceptions import VLLMClientError
+
+    return isinstance(error, VLLMClientError | ValueError)
+
+
+# -- requests --------------------------------------------------------------------------------------------------------
+
+
+def sampling_parameters(temperature: float, max_tokens: int) -> Any:
+    """Parameters of one sample: flat log-probs of the sampled tokens, in pieces as they come."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        temperature=temperature,
+        max_tokens=max_tokens,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        # vLLM copies it per request, and only ever adds the model's end-of-text tokens to it.
+        skip_clone=True,
+    )
+
+
+def scoring_parameters() -> Any:
+    """Parameters of a request for the log-probs of its prompt."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        temperature=1.0,
+        max_tokens=1,
+        prompt_logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def version_starts(llm: Any, queue: Any) -> Callable[[], Sequence[tuple[str, int]]]:
+    """A look at a running request: the labels of the weight versions so far, each with its first token."""
+    state = llm.output_processor.request_states.get(queue.request_id)
+    return lambda: state.weight_version_starts
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+
+async def pause(llm: Any, *, keep_cache: bool) -> None:
+    """Stop the scheduler between two steps; requests keep their tokens.
+
+    Below `AsyncLLM.pause_generation`, which sleeps 20 ms after the pause for the order of its callers' events.
+    """
+    await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=not keep_cache)
+
+
+async def join_transfer(llm: Any, init_info: dict[str, Any]) -> None:
+    """Let the workers meet the trainer."""
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+    await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
+
+
+async def update_weights(llm: Any, update_info: dict[str, Any], label: str) -> None:
+    """Load new weights while paused; tokens sampled from then on carry the label."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    await llm.start_weight_update()
+    await llm.update_weights(WeightTransferUpdateRequest(update_info))
+    await llm.finish_weight_update(label)
+
+
+def register_backend(name: str, module: str, class_name: str) -> None:
+    """Make a weight backend of ours known in this process of vLLM's."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    WeightTransferEngineFactory.register_engine(name, module, class_name)
+
+
+def nccl_group(host: str, port: int, world_size: int) -> Any:
+    """The trainer's place in the group of `world_size` that the workers join; blocks until all have come."""
+    from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+    return trainer_init({"master_address": host, "master_port": port, "world_size": world_size})
+
+
+def nccl_broadcast(group: Any, tensors: Sequence[tuple[str, Any]], device: int) -> None:
+    """The packed broadcast that vLLM's receiver expects, with its default geometry."""
+    from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+    packed_nccl_broadcast_producer(
+        iterator=iter(tensors),
+        group=group,
+        src=0,
+        post_iter_func=lambda item: item[1].to(f"cuda:{device}"),
+    )
+
+
+# -- load ------------------------------------------------------------------------------------------------------------
+
+
+def stat_logger(record: Callable[[Any], None]) -> Any:
+    """vLLM's kind of class that passes each step's `SchedulerStats` on.
+
+    It derives from vLLM's Prometheus logger because that one is made beside all others: it costs time in each step, and
+    its registry is shared by all engines of a process.
+    """
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    class Reader(PrometheusStatLogger):
+        def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
+            """Registers nothing."""
+
+        def record(
+            self,
+            scheduler_stats: Any,
+            iteration_stats: Any,
+            mm_cache_stats: Any = None,
+            engine_idx: int = 0,
+        ) -> None:
+            if scheduler_stats is not None:
+                record(scheduler_stats)
+
+        def log_engine_initialized(self) -> None:
+            """Says nothing."""
+
+        def log(self) -> None:
+            """Says nothing."""
+
+        def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+            """Keeps nothing."""
+
+        def record_admission_rejection(self, reason: str) -> None:
+            """Keeps nothing."""
+
+    return Reader

