@@ -4,14 +4,26 @@ PYTHON ?= python3
 BIN := .venv/bin
 BENCH_ARGS ?=
 
-.PHONY: env test lint bench docs clean
+# At most four tests at a time, each file's in their order: see tests/conftest.py.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
+.PHONY: env check unit test lint bench docs clean
 
 # Returns at once when .venv is current.
 env:
 	@$(PYTHON) scripts/install.py
 
+# Unit tests, on the virtual clock and with fakes, and the linters: under two minutes on two cores.
+check: env
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target unit lint
+
+unit: env
+	$(PYTEST) -m "not integration"
+
+# Everything: also real engines, process groups and, where an engine for them answers, containers.
 test: env
-	$(BIN)/python -m pytest
+	$(PYTEST)
 	@$(MAKE) --no-print-directory lint
 
 lint: env

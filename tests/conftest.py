@@ -2,6 +2,9 @@
 
 An async test is marked `anyio`; it runs on the real clock, or, marked `virtual` too, on the virtual one, where waiting
 takes no time. A synchronous test reaches the virtual clock through `flash.simulate.clock.run_virtual`.
+
+With several workers (`pytest -n 2`) the tests of a file stay together. Those that start engines share one worker, those
+that use containers another, so that none of them disturbs its like; both begin first, since they take longest.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ BLOCKED_SECONDS = 0.5
 """CPU time of one callback from which the loop counts as blocked. CPU, not wall time: a busy machine blocks nothing.
 Without garbage collection: its cost is that of every module the test session has imported, not of the callback."""
 
+FIRST = ("engines", "containers")
+"""Groups that workers take before all others."""
+
 # Examples are not timed: how long one takes says more about the machine than about the code.
 settings.register_profile("flash", deadline=None)
 settings.load_profile("flash")
@@ -31,6 +37,22 @@ settings.load_profile("flash")
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "virtual: the async test runs on the virtual clock")
     config.addinivalue_line("markers", "may_block: the test may block its event loop")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=lambda item: FIRST.index(_group(item)) if _group(item) in FIRST else len(FIRST))
+
+
+def _group(item: pytest.Item) -> str:
+    """The worker's queue that a test stands in."""
+    path = item.path.as_posix()
+    if "/integration/" in path or "vllm_engine" in path:
+        return "engines"
+    if "engine_url" in getattr(item, "fixturenames", ()) and item.get_closest_marker("integration"):
+        return "containers"
+    return path
 
 
 @pytest.fixture
