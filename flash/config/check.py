@@ -16,7 +16,7 @@ import msgspec
 
 from flash.config.check_algorithm import algorithm_rule
 from flash.config.decode import Problem
-from flash.config.objects import examine_options, load_object
+from flash.config.objects import examine_options, load_object, refusal
 from flash.config.simulate import SimulateConfig
 from flash.config.spread import parse_spread
 from flash.config.tree import Config
@@ -91,8 +91,7 @@ def _own_check(env: type[object], kwargs: dict[str, Any]) -> Iterator[Problem]:
     try:
         own_check(**kwargs)
     except Exception as error:  # the class is the user's: whatever it raises here is its verdict
-        verdict = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-        yield Problem("env.options", f"{env.__name__} refuses them: {verdict}")
+        yield Problem("env.options", refusal(env, error))
 
 
 def model_rule(config: Config) -> Iterator[Problem]:

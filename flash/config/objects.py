@@ -1,7 +1,8 @@
 """Objects named in the configuration: environments, objectives and verifiers, by import path.
 
 `module:attribute` names anything that Python can import, also from the current directory, so that adding one needs no
-edit inside Flash. Options are checked against the signature before anything starts.
+edit inside Flash. Options are checked against the signature before anything starts: each keyword argument is an option,
+or, where the only argument is `options` and annotated with a struct, each field of that struct.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from algorithms import OBJECTIVES
 from algorithms.base import Objective
 from flash.config.decode import Problem, convert, describe, mismatch, refuse, suggest
 from flash.errors import ConfigError
+
+OPTIONS = "options"
+"""The parameter that stands for the whole table of options, where it is the only one and annotated with a struct."""
 
 
 def load_object(path: str) -> Any:
@@ -52,6 +56,8 @@ def _load_module(name: str) -> Any:
         raise ConfigError(f"there is no module `{missing}`{_nearest_module(missing)} (looked in {here} too)")
     try:
         return importlib.import_module(name)
+    except ConfigError:  # says itself what is missing, for example a package
+        raise
     except SyntaxError as error:
         place = f"{error.filename}, line {error.lineno}"
         raise ConfigError(f"importing `{name}` failed: SyntaxError: {error.msg} ({place})") from error
@@ -107,7 +113,7 @@ def check_options(cls: Callable[..., object], options: Mapping[str, Any], where:
     """The keyword arguments for `cls`, each converted to its annotated type. `where` is the table's path, for messages.
 
     Raises:
-        ConfigError: names every option that is unknown, missing or of a wrong type.
+        ConfigError: names every option that is unknown, missing or of a wrong type, or says why a struct refuses them.
     """
     kwargs, problems = examine_options(cls, options, where)
     if problems:
@@ -120,6 +126,34 @@ def examine_options(
 ) -> tuple[dict[str, Any], list[Problem]]:
     """`check_options`, with the problems returned."""
     parameters = dict(_parameters(cls))
+    struct = _struct_of_options(parameters)
+    if struct is None:
+        return _examine(cls, parameters, options, where)
+    values, problems = _examine(cls, dict(_parameters(struct)), options, where)
+    if problems:
+        return {}, problems
+    try:
+        return {OPTIONS: struct(**values)}, []
+    except Exception as error:  # the struct is the user's: whatever it raises here is its verdict
+        return {}, [Problem(where, refusal(cls, error))]
+
+
+def refusal(cls: Callable[..., object], error: Exception) -> str:
+    """What a class, or the struct of its options, said of options that are each of the right type."""
+    verdict = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+    return f"{cls.__name__} refuses them: {verdict}"
+
+
+def _struct_of_options(parameters: Mapping[str, inspect.Parameter]) -> type[msgspec.Struct] | None:
+    """The annotation of `options`, where that is the only parameter and a struct."""
+    annotation = parameters[OPTIONS].annotation if list(parameters) == [OPTIONS] else None
+    return annotation if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct) else None
+
+
+def _examine(
+    cls: Callable[..., object], parameters: Mapping[str, inspect.Parameter], options: Mapping[str, Any], where: str
+) -> tuple[dict[str, Any], list[Problem]]:
+    """The options as values of these parameters of `cls`."""
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     known = {name: one for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD}
     kwargs: dict[str, Any] = {}

@@ -52,6 +52,23 @@ class Struct(msgspec.Struct):
     items: list[int] = []
 
 
+class Wide(msgspec.Struct, frozen=True):
+    width: int = 2
+    height: int = 1
+
+    def __post_init__(self) -> None:
+        if self.width < self.height:
+            raise ConfigError(f"width must be at least height, but is {self.width}")
+
+
+class TakesStruct:
+    def __init__(self, options: Wide) -> None: ...
+
+
+class TakesStructAndMore:
+    def __init__(self, options: Wide, scale: float = 1.0) -> None: ...
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """An empty current directory, and the import state put back afterwards."""
@@ -219,3 +236,25 @@ def test_the_fields_of_a_struct_are_its_options():
         check_options(Struct, {"count": 0}, "o")
     with pytest.raises(ConfigError, match=r"`o\.count`: is missing"):
         check_options(Struct, {"items": []}, "o")
+
+
+def test_a_class_may_take_all_options_in_one_struct_whose_construction_checks_them():
+    assert check_options(TakesStruct, {"width": 3}, "o") == {"options": Wide(width=3)}
+    with pytest.raises(ConfigError, match=r"^`o.width`: expected an integer, got \"3\"$"):
+        check_options(TakesStruct, {"width": "3"}, "o")
+    with pytest.raises(ConfigError, match=r"TakesStruct has no such option; did you mean `width`"):
+        check_options(TakesStruct, {"widht": 3}, "o")
+    with pytest.raises(ConfigError, match=r"^`o`: TakesStruct refuses them: width must be at least height, but is 0$"):
+        check_options(TakesStruct, {"width": 0}, "o")
+
+
+def test_a_struct_beside_other_arguments_is_an_option_like_any_other():
+    assert check_options(TakesStructAndMore, {"options": {"width": 3}}, "o") == {"options": Wide(width=3)}
+    with pytest.raises(ConfigError, match=r"`o.width`: TakesStructAndMore has no such option"):
+        check_options(TakesStructAndMore, {"width": 3}, "o")
+
+
+def test_what_a_module_says_itself_on_import_is_not_wrapped(here):
+    (here / "needs_more.py").write_text("from flash.errors import ConfigError\nraise ConfigError('needs a package')")
+    with pytest.raises(ConfigError, match=r"^needs a package$"):
+        load_object("needs_more:X")
