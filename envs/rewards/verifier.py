@@ -10,17 +10,15 @@ its surroundings do to it may be told by an `EnvError` of another kind.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import os
 import signal
-import sys
 from collections.abc import Awaitable, Callable
 from typing import TypeVar, cast
 
 import anyio
 import anyio.to_process
 
+from flash.config.objects import load_object
 from flash.environment.results import check_reward
 from flash.errors import ConfigError, EnvError, RewardError
 
@@ -41,18 +39,15 @@ def inline(verifier: _F) -> _F:
 
 @functools.cache
 def load_verifier(path: str) -> Verifier:
-    """The verifier at `module:function`; modules of the current directory count.
+    """The verifier at `module:function`, as `flash.config.objects.load_object` finds it.
 
     Raises:
         ConfigError: there is nothing callable there.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    module, _, name = path.partition(":")
     try:
-        verifier = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"there is no verifier {path!r} (expected module:function): {error}") from error
+        verifier = load_object(path)
+    except ConfigError as error:
+        raise ConfigError(f"there is no verifier {path!r}: {error}") from error
     if not callable(verifier):
         raise ConfigError(f"{path!r} is not a function (completion, answer) -> float")
     return cast("Verifier", verifier)
