@@ -1,0 +1,40 @@
+"""The contract between Flash and environments: what an environment is, and what it may use.
+
+`interface` holds the protocols, `threaded` runs blocking environments, `shared` is what the episodes of a node share.
+"""
+
+from flash.environment.interface import (
+    HELD_OUT,
+    Checked,
+    Environment,
+    Info,
+    Kinds,
+    Prepared,
+    ResetResult,
+    SolvedExample,
+    StepResult,
+    SyncEnvironment,
+    WarmStart,
+    is_held_out,
+)
+from flash.environment.shared import run_name, shared, sharing
+from flash.environment.threaded import wrap
+
+__all__ = [
+    "Environment",
+    "SyncEnvironment",
+    "Info",
+    "ResetResult",
+    "StepResult",
+    "Checked",
+    "Prepared",
+    "Kinds",
+    "WarmStart",
+    "SolvedExample",
+    "HELD_OUT",
+    "is_held_out",
+    "wrap",
+    "shared",
+    "sharing",
+    "run_name",
+]

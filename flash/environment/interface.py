@@ -1,7 +1,9 @@
 """The environment interface, in the manner of Gym and GEM, asynchronous.
 
-An environment is made once per episode by calling its class with the options of the configuration. The order of calls
-is `reset`, `step`, `close`; `close` is called exactly once, also after an error or a cancellation.
+An environment is made once per episode by calling its class with the options of the configuration: each as a keyword
+argument, or, where the only argument is `options` and annotated with a struct, all in one such struct, which is made
+and thereby checked once. `check`, `prepare` and `kind_of` take them in the same form. The order of calls is `reset`,
+`step`, `close`; `close` is called exactly once, also after an error or a cancellation.
 
 `reset(seed)` with the same seed shows the same problem. Seeds of training problems lie below `HELD_OUT` and count up
 from one group to the next; seeds of held-out problems lie at or above it. An environment keeps the two sets disjoint.
@@ -40,7 +42,7 @@ class SolvedExample(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class Environment(Protocol):
-    """One episode's world."""
+    """One episode's world: what the policy is shown, what its answers lead to, and their rewards."""
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Start the problem of this seed and show it."""

@@ -140,6 +140,4 @@ def _sharing() -> Sharing:
     try:
         return _here.get()
     except LookupError:
-        raise EnvError(
-            "nothing is shared here: run it on a node, or within `flash.environment.shared.sharing`"
-        ) from None
+        raise EnvError("nothing is shared here: run it on a node, or within `flash.environment.sharing`") from None
