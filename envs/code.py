@@ -5,8 +5,8 @@ episode. The reward is 1 when all tests pass, or the share of those that do. A p
 much memory or prints something else has failed a test; the metrics count how. A sandbox that fails is replaced and, if
 that does not help, ends the episode with its error: never with a reward.
 
-The environment must have its answers judged somewhere: see `envs.judging` for what a program may and may not do there,
-and `envs.sandbox` for the sandboxes.
+The environment must have its answers judged somewhere: see `envs.judging.tests` for what a program may and may
+not do there, and `envs.sandbox` for the sandboxes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 from envs.data.split import Prompt, Split, divide, read_prompt, show_prompt
 from envs.data.tables import column_names, read_rows
 from envs.judging.judge import SupplyOpener, shared_judge
-from envs.judging.options import Language, Suite, bench_of, check_suite, languages_with, limits_of
+from envs.judging.options import Language, Suite, check_suite, judge_pool_of, languages_with, limits_of
 from envs.linear import PROGRAMS, check_linear, draw_linear
 from envs.sandbox.open import open_supply
 from flash.environment.interface import Info, SolvedExample, StepResult, is_held_out
@@ -67,7 +67,7 @@ class CodeEnv:
         tests: hidden tests of each made problem.
         reward: `all`, for passing all tests, or the `share` of tests that pass.
         limits: what a program may use: see `envs.judging.options.Limits`.
-        sandboxes: where programs run: see `envs.judging.options.Bench`.
+        sandboxes: where programs run: see `envs.judging.options.JudgePool`.
         system_prompt: comes before each prompt: as system message, or as text in front of plain text.
         template: `chat` sends a text prompt as user message through the model's chat template, `plain` as it is.
             Made problems are always plain.
@@ -105,7 +105,7 @@ class CodeEnv:
         self._tests = tests
         self._every = reward == "share"
         self._limits = limits_of(limits)
-        self._bench = bench_of(sandboxes)
+        self._judge_pool = judge_pool_of(sandboxes)
         self._system_prompt = system_prompt
         self._template = template
         self._suite: Suite | None = None
@@ -137,7 +137,7 @@ class CodeEnv:
         if language not in known:
             raise ConfigError(f"there is no language {language!r}, only {', '.join(known)}")
         limits_of(limits)
-        bench_of(sandboxes)
+        judge_pool_of(sandboxes)
         if path is None:
             if held_out_path is not None:
                 raise ConfigError("held_out_path needs a path: made problems are divided by themselves")
@@ -161,7 +161,7 @@ class CodeEnv:
             SandboxError: the engine or the service does not answer, or an image does not start.
         """
         env = cls(**options)
-        judge = await shared_judge(env._bench, cls.supply)
+        judge = await shared_judge(env._judge_pool, cls.supply)
         for name in await anyio.to_thread.run_sync(env._used_languages, abandon_on_cancel=True):
             await judge.try_out(env._languages[name], env._limits)
 
@@ -180,7 +180,7 @@ class CodeEnv:
         """Judge the program; the episode ends."""
         if self._suite is None:
             raise EnvError("step() was called before reset()")
-        judge = await shared_judge(self._bench, type(self).supply)
+        judge = await shared_judge(self._judge_pool, type(self).supply)
         verdict = await judge.judge(action, self._suite, self._languages, self._limits, every=self._every)
         reward = verdict.share if self._every else float(verdict.passed == verdict.total)
         info = {**msgspec.structs.asdict(verdict), "metrics": verdict.metrics(), "note": verdict.note()}

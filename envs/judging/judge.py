@@ -1,13 +1,7 @@
-"""Programs judged by tests in sandboxes: languages, tests, and the verdict on a program.
+"""A node's judge: borrows a sandbox of the judge pool for each answer, and another one where the first fails.
 
-Two kinds of tests. *Input and output*: the program runs with an input, and what it printed is compared here, outside of
-the sandbox, so that the expected output is never where the program could find it. *Test programs*: code of the same
-language that loads the program and checks it. They pass when they reach their end: a text drawn for each run, which is
-in no file, argument or variable, must be their last line, and the exit code 0; so neither an early exit nor a printed
-"passed" counts. But such a test shares its process with the program, and a program written to deceive it could find
-that text. Prefer inputs and outputs where programs are rewarded.
-
-Law: a verdict is about the program. Whatever goes wrong with a sandbox is an error of `flash.errors.SandboxError`.
+What is judged, and how, is in `envs.judging.tests`. Where no sandbox could do it, the answer has no verdict but an
+error, of `flash.errors.SandboxError`.
 """
 
 from __future__ import annotations
@@ -19,17 +13,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import anyio
 import msgspec
 
-from envs.judging.options import Bench, Language, Limits, Suite, spec_of
+from envs.judging.options import JudgePool, Language, Limits, Suite, spec_of
 from envs.judging.tests import Verdict, find_program, run_tests
 from envs.sandbox.api import SandboxLike
 from envs.sandbox.open import Source, Supply, open_supply
 from envs.sandbox.reuse.stock import Stock, open_stock
-from flash.environment.shared import run_name, shared
-from flash.errors import (
-    SandboxBusyError,
-    SandboxError,
-    SandboxRefusedError,
-)
+from flash.environment import run_name, shared
+from flash.errors import SandboxBusyError, SandboxError, SandboxRefusedError
 
 PAUSE_S = 0.5
 """Before another sandbox is tried; twice as long each time."""
@@ -37,13 +27,16 @@ PAUSE_S = 0.5
 _NO_NAME = re.compile(r"[^A-Za-z0-9._:/-]")
 """What an owner of sandboxes may not be called."""
 
+SupplyOpener = Callable[[Source, str], AbstractAsyncContextManager[Supply]]
+"""Opens sandboxes for an owner, for the time of a block: `envs.sandbox.open.open_supply`, or a test's own."""
+
 
 class Judge:
     """Judges programs in the sandboxes of a stock. Shared by all episodes of a node: see `shared_judge`."""
 
-    def __init__(self, stock: Stock, bench: Bench) -> None:
+    def __init__(self, stock: Stock, pool: JudgePool) -> None:
         self.stock = stock
-        self._bench = bench
+        self._pool = pool
         self._usable: set[Language] = set()
 
     async def judge(
@@ -62,15 +55,15 @@ class Judge:
             memory_mib=suite.memory_mib or limits.memory_mib,
         )
         spec = spec_of(language, limits)
-        for attempt in range(self._bench.attempts):
+        for attempt in range(self._pool.attempts):
             try:
-                async with self.stock.borrow(spec, self._bench.wait) as box:
+                async with self.stock.borrow(spec, self._pool.wait) as box:
                     await self._look_for(language, box)
                     return await run_tests(box, program, language, suite, limits, every=every)
             except (SandboxBusyError, SandboxRefusedError):
                 raise
             except SandboxError:
-                if attempt + 1 == self._bench.attempts:
+                if attempt + 1 == self._pool.attempts:
                     raise
             await anyio.sleep(PAUSE_S * 2**attempt)
         raise AssertionError("at least one attempt")
@@ -81,7 +74,7 @@ class Judge:
         Raises:
             SandboxError: it cannot be made, or its image lacks what the language needs.
         """
-        async with self.stock.borrow(spec_of(language, limits), self._bench.wait) as box:
+        async with self.stock.borrow(spec_of(language, limits), self._pool.wait) as box:
             await self._look_for(language, box)
 
     async def _look_for(self, language: Language, box: SandboxLike) -> None:
@@ -97,11 +90,8 @@ class Judge:
         self._usable.add(language)
 
 
-SupplyOpener = Callable[[Source, str], AbstractAsyncContextManager[Supply]]
-
-
-async def shared_judge(bench: Bench, opener: SupplyOpener = open_supply) -> Judge:
-    """This node's judge with these sandboxes. Its pool is opened by the first who asks and closed with the node.
+async def shared_judge(pool: JudgePool, opener: SupplyOpener = open_supply) -> Judge:
+    """This node's judge with this judge pool, which is opened by the first who asks and closed with the node.
 
     Raises:
         ConfigError: there is no engine, a package or a token is missing.
@@ -112,9 +102,9 @@ async def shared_judge(bench: Bench, opener: SupplyOpener = open_supply) -> Judg
     async def open_judge() -> AsyncGenerator[Judge]:
         owner = _NO_NAME.sub("-", run_name())[:64]
         async with (
-            opener(bench, owner) as supply,
-            open_stock(supply, owner=owner, most=bench.parallel, reuse=bench.reuse) as stock,
+            opener(pool, owner) as supply,
+            open_stock(supply, owner=owner, most=pool.parallel, reuse=pool.reuse) as stock,
         ):
-            yield Judge(stock, bench)
+            yield Judge(stock, pool)
 
-    return await shared((bench, opener), open_judge)
+    return await shared((pool, opener), open_judge)

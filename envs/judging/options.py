@@ -1,4 +1,7 @@
-"""What a program is judged by and with: languages, suites of tests, limits, and the sandboxes it runs in."""
+"""What a configuration or a row says about judging: languages, suites of tests, limits, and the judge pool.
+
+`envs.judging.tests` runs a suite on a program in one sandbox; `envs.judging.judge` finds the sandbox.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,12 @@ from msgspec import Meta
 from envs.sandbox.api import Spec
 from envs.sandbox.open import Source, check_source
 from flash.config.objects import check_options
-from flash.errors import (
-    ConfigError,
-)
+from flash.errors import ConfigError
 
 MARK = "{mark}"
 """Stands in `Language.test_end` for the text drawn for a run."""
 
-
 _Words = Annotated[tuple[str, ...], Meta(min_length=1)]
-
-
 _Seconds = Annotated[float, Meta(gt=0)]
 
 
@@ -106,8 +104,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cpus: _Seconds = 1.0
 
 
-class Bench(Source, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The sandboxes that programs are judged in. Environments of a node with the same ones share them."""
+class JudgePool(Source, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The sandboxes that programs are judged in. Environments of a node with the same judge pool share it."""
 
     parallel: Annotated[int, Meta(ge=1, le=10_000)] = 8
     """Sandboxes at once on each node."""
@@ -138,18 +136,26 @@ def _language(name: str, table: Mapping[str, Any]) -> Language:
 
 
 def limits_of(table: Mapping[str, Any]) -> Limits:
-    """The limits with these changes. Raises ConfigError."""
+    """The limits that a table `limits` describes.
+
+    Raises:
+        ConfigError: naming the option that is wrong.
+    """
     return Limits(**check_options(Limits, table, "limits"))
 
 
-def bench_of(table: Mapping[str, Any]) -> Bench:
-    """Where programs run, with these changes. Raises ConfigError."""
-    bench = Bench(**check_options(Bench, table, "sandboxes"))
+def judge_pool_of(table: Mapping[str, Any]) -> JudgePool:
+    """The judge pool that a table `sandboxes` describes.
+
+    Raises:
+        ConfigError: naming the option that is wrong.
+    """
+    pool = JudgePool(**check_options(JudgePool, table, "sandboxes"))
     try:
-        check_source(bench)
+        check_source(pool)
     except ConfigError as error:
         raise ConfigError(f"sandboxes: {error}") from error
-    return bench
+    return pool
 
 
 def check_suite(suite: Suite, languages: Mapping[str, Language]) -> None:

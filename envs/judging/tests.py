@@ -1,4 +1,14 @@
-"""The tests of a suite, run on one program in one clean sandbox, and the verdict."""
+"""The tests of a suite, run on one program in one clean sandbox, and the verdict.
+
+Two kinds of tests. *Input and output*: the program runs with an input, and what it printed is compared here, outside of
+the sandbox, so that the expected output is never where the program could find it. *Test programs*: code of the same
+language that loads the program and checks it. They pass when they reach their end: a text drawn for each run, which is
+in no file, argument or variable, must be their last line, and the exit code 0; so neither an early exit nor a printed
+"passed" counts. But such a test shares its process with the program, and a program written to deceive it could find
+that text. Prefer inputs and outputs where programs are rewarded.
+
+Law: a verdict is about the program. Whatever goes wrong with a sandbox is an error of `flash.errors.SandboxError`.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +19,17 @@ import msgspec
 
 from envs.judging.options import MARK, Case, Language, Limits, Suite
 from envs.sandbox.api import Result, SandboxLike
-from flash.errors import (
-    SandboxFileError,
-    SandboxLimitError,
-)
+from flash.errors import SandboxFileError, SandboxLimitError
 
 Cause = Literal["passed", "no program", "compile", "wrong output", "too much output", "crash", "timeout", "memory"]
 """How the first test that failed did; `compile`: there was nothing to test."""
-
 
 SHOWN = 500
 """Characters of a program's output in a verdict."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What was found."""
+    """How a program did in a suite."""
 
     passed: int
     total: int

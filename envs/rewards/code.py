@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from envs.judging.judge import SupplyOpener, shared_judge
-from envs.judging.options import Language, Suite, bench_of, check_suite, languages_with, limits_of
+from envs.judging.options import Language, Suite, check_suite, judge_pool_of, languages_with, limits_of
 from envs.sandbox.open import open_supply
 from flash.errors import ConfigError, RewardError
 
@@ -36,17 +36,17 @@ def code_verifier(
         reward: 1 for passing `all` tests and 0 otherwise, or the `share` of tests that pass.
         languages: more languages by name, in the form of `envs.judging.options.Language`.
         limits: what a program may use, in the form of `envs.judging.options.Limits`.
-        sandboxes: where programs run, in the form of `envs.judging.options.Bench`.
+        sandboxes: where programs run, in the form of `envs.judging.options.JudgePool`.
         supply: opens the sandboxes of a node.
 
     Raises:
         ConfigError: an argument has another form.
     """
-    known, allowed, bench = languages_with(languages or {}), limits_of(limits or {}), bench_of(sandboxes or {})
+    known, allowed, pool = languages_with(languages or {}), limits_of(limits or {}), judge_pool_of(sandboxes or {})
 
     async def judged(completion: str, answer: str) -> float:
         suite = _suite(answer, known)
-        judge = await shared_judge(bench, supply)
+        judge = await shared_judge(pool, supply)
         verdict = await judge.judge(completion, suite, known, allowed, every=reward == "share")
         return verdict.share if reward == "share" else float(verdict.passed == verdict.total)
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from envs.judging.judge import Judge
-from envs.judging.options import LANGUAGES, Bench, Case, Limits, Suite, check_suite, languages_with
+from envs.judging.options import LANGUAGES, Case, JudgePool, Limits, Suite, check_suite, languages_with
 from envs.judging.tests import find_program, run_tests
 from envs.sandbox.api import Spec
 from envs.sandbox.reuse.stock import open_stock
@@ -157,9 +157,9 @@ async def test_a_program_that_uses_up_its_sandbox_has_failed_but_one_that_never_
         await run_tests(exhausted(0), "fine", PYTHON, suite, LIMITS, every=True)
 
 
-async def _judged(supply: ScriptedSupply, bench: Bench):
-    async with open_stock(supply, owner="run", most=bench.parallel) as stock:
-        return await Judge(stock, bench).judge("print(3)", ADD, LANGUAGES, LIMITS, every=True)
+async def _judged(supply: ScriptedSupply, pool: JudgePool):
+    async with open_stock(supply, owner="run", most=pool.parallel) as stock:
+        return await Judge(stock, pool).judge("print(3)", ADD, LANGUAGES, LIMITS, every=True)
 
 
 @pytest.mark.anyio
@@ -167,7 +167,7 @@ async def _judged(supply: ScriptedSupply, bench: Bench):
 @pytest.mark.parametrize("error", [SandboxLostError("gone"), SandboxStartError("no")])
 async def test_a_sandbox_that_fails_is_replaced_and_the_answer_is_judged(error):
     supply = ScriptedSupply(lambda command, stdin: result(stdout=b"3"), failures=2, error=error)
-    assert (await _judged(supply, Bench())).passed == 1
+    assert (await _judged(supply, JudgePool())).passed == 1
 
 
 @pytest.mark.anyio
@@ -178,7 +178,7 @@ async def test_a_sandbox_that_fails_is_replaced_and_the_answer_is_judged(error):
 async def test_law_5_a_failure_of_the_infrastructure_is_an_error_and_never_a_verdict(error, left):
     supply = ScriptedSupply(failures=9, error=error)
     with pytest.raises(type(error)):
-        await _judged(supply, Bench())
+        await _judged(supply, JudgePool())
     assert supply.failures == left
 
 
@@ -191,7 +191,7 @@ async def test_a_sandbox_lost_in_the_middle_of_a_test_is_no_verdict_either():
         return FINE
 
     with pytest.raises(SandboxLostError):
-        await _judged(ScriptedSupply(lost), Bench())
+        await _judged(ScriptedSupply(lost), JudgePool())
 
 
 @pytest.mark.anyio
@@ -199,7 +199,7 @@ async def test_a_sandbox_lost_in_the_middle_of_a_test_is_no_verdict_either():
 async def test_an_image_without_the_language_is_refused_and_no_program_blamed_for_it():
     supply = ScriptedSupply(lambda command, stdin: result(exit_code=1 if command[0] == "/bin/sh" else 0))
     with pytest.raises(SandboxRefusedError, match="the image flash-sandbox-python has no `python3`"):
-        await _judged(supply, Bench(reuse=False))
+        await _judged(supply, JudgePool(reuse=False))
 
 
 @pytest.mark.parametrize("case", [{}, {"stdout": "1", "program": "x"}, {"program": "x", "stdin": "1"}, {"expect": "1"}])

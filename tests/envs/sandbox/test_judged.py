@@ -9,7 +9,7 @@ import pytest
 
 from envs.code import CodeEnv
 from envs.judging.judge import shared_judge
-from envs.judging.options import Bench, Case, Limits, Suite, languages_with
+from envs.judging.options import Case, JudgePool, Limits, Suite, languages_with
 from envs.linear import PROGRAMS
 from envs.sandbox.engines.docker import DockerBackend
 from envs.sandbox.pool.ownership import PREFIX
@@ -59,7 +59,7 @@ async def test_programs_are_judged_in_real_containers_and_none_of_them_harms_the
     languages, limits = languages_with({}), Limits(timeout=1.5, memory_mib=128)
     suite = Suite(language="python", tests=ADD)
     async with sharing("judged"):
-        judge = await shared_judge(Bench(parallel=1))
+        judge = await shared_judge(JudgePool(parallel=1))
         for cause, program in BAD.items():
             verdict = await judge.judge(program, suite, languages, limits, every=False)
             assert (verdict.cause, verdict.passed < 2) == (cause, True), verdict
