@@ -10,10 +10,10 @@ from functools import partial
 
 import anyio
 
-from flash.config.objects import load_object
 from flash.config.tree import Config
+from flash.environment import Environment
+from flash.environment.load import LoadedEnvironment
 from flash.environment.results import check_reset_result, check_step_result
-from flash.environment.threaded import wrap
 from flash.hub.tasks import TaskSource, held_out_tasks
 
 
@@ -39,16 +39,17 @@ def rewards(config: Config, seeds: Sequence[int], answers: Sequence[str]) -> lis
 
 
 async def _all_prompts(config: Config, seeds: Sequence[int]) -> list[str]:
-    return [(await _episode(config, seed, None))[0] for seed in seeds]
+    loaded = LoadedEnvironment(config.env.path, config.env.options)
+    return [(await _episode(loaded.make(), seed, None))[0] for seed in seeds]
 
 
 async def _all_rewards(config: Config, seeds: Sequence[int], answers: Sequence[str]) -> list[float]:
-    return [(await _episode(config, seed, answer))[1] for seed, answer in zip(seeds, answers, strict=True)]
+    loaded = LoadedEnvironment(config.env.path, config.env.options)
+    return [(await _episode(loaded.make(), seed, answer))[1] for seed, answer in zip(seeds, answers, strict=True)]
 
 
-async def _episode(config: Config, seed: int, answer: str | None) -> tuple[str, float]:
+async def _episode(env: Environment, seed: int, answer: str | None) -> tuple[str, float]:
     """The prompt of one episode, and the reward of an answer to it."""
-    env = wrap(load_object(config.env.path)(**config.env.options))
     try:
         shown, _ = check_reset_result(await env.reset(seed))
         assert isinstance(shown, str), "the tasks of this comparison show text"

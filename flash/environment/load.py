@@ -1,36 +1,41 @@
-"""The configured environment, found by its import path: its episodes, what they share, and its kinds of problems."""
+"""The configured environment, found by its import path and loaded once: episodes, what they share, and kinds."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from functools import partial
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 from flash.config.objects import check_options, load_object
-from flash.config.tree import Config
 from flash.environment.interface import Environment, Kinds, Prepared
 from flash.environment.threaded import wrap
 
 
-def make_env(config: Config) -> Callable[[str], Environment]:
-    """A factory of the configured environment; its options are checked once. It finds a task's kind by its seed."""
-    env = load_object(config.env.path)
-    options = check_options(env, config.env.options, "env.options")
-    return lambda kind: wrap(env(**options))
+class LoadedEnvironment:
+    """An environment class with the keyword arguments that its options give.
 
+    Args:
+        path: `module:Class`.
+        options: of the class, as the configuration has them.
 
-def prepare_env(config: Config) -> Callable[[], Awaitable[None]] | None:
-    """Opens what the episodes of a node share; None where the environment has nothing of the kind."""
-    env: Any = load_object(config.env.path)
-    if not isinstance(env, Prepared):
-        return None
-    return partial(env.prepare, **check_options(cast("type[object]", env), config.env.options, "env.options"))
+    Raises:
+        ConfigError: there is no such class, or it does not take the options.
+    """
 
+    def __init__(self, path: str, options: Mapping[str, Any]) -> None:
+        self._class: Any = load_object(path)
+        self._kwargs = check_options(self._class, options, "env.options")
 
-def kind_of(config: Config) -> Callable[[int], str]:
-    """The kind of the problem of a seed, for environments that have several; one unnamed kind for the others."""
-    env: Any = load_object(config.env.path)
-    if not isinstance(env, Kinds):
-        return lambda seed: ""
-    options = check_options(cast("type[object]", env), config.env.options, "env.options")
-    return lambda seed: env.kind_of(seed, **options)
+    def make(self, kind: str = "") -> Environment:
+        """An environment for one episode. It finds the kind of its problem by the seed, so that `kind` is not used."""
+        return wrap(self._class(**self._kwargs))
+
+    async def prepare(self) -> None:
+        """Open what the episodes of a node share, where the class has something of the kind."""
+        if isinstance(self._class, Prepared):
+            await self._class.prepare(**self._kwargs)
+
+    def kind_of(self, seed: int) -> str:
+        """The kind of the problem of a seed; one unnamed kind for classes that do not tell several apart."""
+        if isinstance(self._class, Kinds):
+            return self._class.kind_of(seed, **self._kwargs)
+        return ""

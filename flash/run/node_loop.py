@@ -17,7 +17,7 @@ from pathlib import Path
 import anyio
 
 from flash.config.tree import Config
-from flash.environment.load import kind_of, make_env, prepare_env
+from flash.environment.load import LoadedEnvironment
 from flash.errors import FlashError, TransportError
 from flash.hub import protocol as p
 from flash.hub.hub import Hub, RunEnd
@@ -67,12 +67,13 @@ async def _first_node(rank: Rank, config: Config, meeting: Meeting, now: Callabl
         version = Hub.version_of(state) if state is not None else 0
     tokenizer = await anyio.to_thread.run_sync(HfTokenizer, config.model)
     with Recorder(config, tokenizer, now=now, resume_at=version, restarts=rank.restarts) as recorder:
-        hub = Hub(config, recorder, now=now, state=state, kind_of=kind_of(config))
+        env = LoadedEnvironment(config.env.path, config.env.options)
+        hub = Hub(config, recorder, now=now, state=state, kind_of=env.kind_of)
         async with anyio.create_task_group() as signals:
             # Outermost: torchrun's SIGTERM must not cut the orderly end of a run that has failed, nor hide its error.
             signals.start_soon(_interrupt_on_signal, hub)
             async with _serving(hub, config, meeting, checkpoint) as address:
-                end = await _run_hub(hub, config, address, now)
+                end = await _run_hub(hub, config, env, address, now)
             finish = partial(recorder.finish, end.ledger, interrupted=end.reason == "interrupted")
             await anyio.to_thread.run_sync(finish)
             signals.cancel_scope.cancel()
@@ -99,9 +100,12 @@ async def _serving(hub: Hub, config: Config, meeting: Meeting, checkpoint: Path 
         group.cancel_scope.cancel()
 
 
-async def _run_hub(hub: Hub, config: Config, address: HubAddress, now: Callable[[], float]) -> RunEnd:
+async def _run_hub(
+    hub: Hub, config: Config, env: LoadedEnvironment, address: HubAddress, now: Callable[[], float]
+) -> RunEnd:
     async with anyio.create_task_group() as group:
-        group.start_soon(_roll_out, 0, config, address, now)
+        if config.engines_on(0):
+            group.start_soon(_roll_out, 0, config, env, address, now)
         end = await hub.run()
         if end.reason == "finished":
             with anyio.move_on_after(config.deadlines.request):
@@ -116,7 +120,9 @@ async def _other_node(node: int, config: Config, address: HubAddress, now: Calla
     try:
         async with anyio.create_task_group() as group:
             group.start_soon(_forward_signals, config, address, node)
-            await _roll_out(node, config, address, now)
+            if config.engines_on(node):
+                env = LoadedEnvironment(config.env.path, config.env.options)
+                await _roll_out(node, config, env, address, now)
             group.cancel_scope.cancel()
     except BaseExceptionGroup as errors:  # whatever ended this node also ends the run
         error = first_error(errors)
@@ -146,16 +152,14 @@ async def _forward_signals(config: Config, address: HubAddress, node: int) -> No
             await _tell(config, address, node, p.Interrupt(reason))
 
 
-async def _roll_out(node: int, config: Config, address: HubAddress, now: Callable[[], float]) -> None:
-    """The node's engines and episodes."""
-    count = config.engines_on(node)
-    if count == 0:
-        return
+async def _roll_out(
+    node: int, config: Config, env: LoadedEnvironment, address: HubAddress, now: Callable[[], float]
+) -> None:
+    """The engines and episodes of a node that has some."""
     first = sum(config.engines_on(earlier) for earlier in range(node))
-    engines = [VLLMEngine(config, first + i, config.engine_gpus(node, i)) for i in range(count)]
+    engines = [VLLMEngine(config, first + i, config.engine_gpus(node, i)) for i in range(config.engines_on(node))]
     tokenizer = await anyio.to_thread.run_sync(HfTokenizer, config.model)
     async with connect(
         address.host, address.port, address.token, f"node-{node}", p.REPLY, config.deadlines.connect
     ) as hub:
-        make, prepare = make_env(config), prepare_env(config)
-        await RolloutNode(node, config, engines, first, tokenizer, make, hub, now=now, prepare=prepare).run()
+        await RolloutNode(node, config, engines, first, tokenizer, env.make, hub, now=now, prepare=env.prepare).run()

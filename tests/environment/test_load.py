@@ -1,0 +1,80 @@
+import pytest
+
+from envs.arithmetic import Arithmetic
+from flash.environment import Environment
+from flash.environment.load import LoadedEnvironment
+from flash.errors import ConfigError
+
+prepared = []
+
+
+class Plain:
+    """A blocking environment with keyword arguments, as users write them."""
+
+    def __init__(self, word: str = "x", count: int = 1) -> None:
+        self.word, self.count = word, count
+
+    def reset(self, seed):
+        return self.word * self.count, {}
+
+    def step(self, action):
+        return "", 1.0, True, False, {}
+
+    def close(self):
+        pass
+
+
+class Several(Plain):
+    @classmethod
+    async def prepare(cls, **options):
+        prepared.append(options)
+
+    @classmethod
+    def kind_of(cls, seed, word="x", count=1):
+        return f"{word}{seed % count}"
+
+
+@pytest.mark.anyio
+async def test_an_environment_with_keyword_arguments_is_made_once_per_episode():
+    loaded = LoadedEnvironment(f"{__name__}:Plain", {"word": "ab", "count": 2})
+    one, other = loaded.make(), loaded.make("any kind")
+    assert one is not other
+    assert isinstance(one, Environment)
+    assert await one.reset(0) == ("abab", {})
+    assert await one.step("") == ("", 1.0, True, False, {})
+
+
+@pytest.mark.anyio
+async def test_an_environment_with_a_struct_of_options_is_made_with_it():
+    env = LoadedEnvironment("envs.arithmetic:Arithmetic", {"digits": 1}).make()
+    assert isinstance(env, Arithmetic)
+    prompt, _ = await env.reset(0)
+    assert len(str(prompt)) == len("1+2=")
+
+
+@pytest.mark.anyio
+async def test_what_a_class_offers_beyond_episodes_is_called_with_its_options():
+    loaded = LoadedEnvironment(f"{__name__}:Several", {"word": "k", "count": 3})
+    await loaded.prepare()
+    assert prepared == [{"word": "k", "count": 3}]
+    assert [loaded.kind_of(seed) for seed in range(4)] == ["k0", "k1", "k2", "k0"]
+
+
+@pytest.mark.anyio
+async def test_a_class_that_offers_nothing_more_has_one_unnamed_kind_and_nothing_to_prepare():
+    loaded = LoadedEnvironment(f"{__name__}:Plain", {})
+    await loaded.prepare()
+    assert loaded.kind_of(7) == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [
+        ("envs.arithmetic:Arithmetik", {}, "did you mean `Arithmetic`"),
+        ("envs.arithmetic:Arithmetic", {"digit": 2}, r"`env\.options\.digit`: Arithmetic has no such option"),
+        ("envs.arithmetic:Arithmetic", {"digits": 0}, "`env.options`: Arithmetic refuses them: digits must be"),
+    ],
+)
+def test_a_wrong_path_or_option_is_refused_when_it_is_loaded(path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        LoadedEnvironment(path, options)
