@@ -13,7 +13,9 @@ import random
 from collections.abc import Callable
 from typing import Final
 
-from flash.environment.interface import Info, SolvedExample, StepResult, is_held_out
+import msgspec
+
+from flash.environment import Info, SolvedExample, StepResult, is_held_out
 from flash.errors import ConfigError, EnvError
 
 OPERATORS: Final[dict[str, Callable[[int, int], int]]] = {
@@ -29,32 +31,35 @@ MAX_DIGITS = 18
 """Longest operand; longer ones are no longer about arithmetic."""
 
 
-class Arithmetic:
-    """One problem of a chosen difficulty.
+class ArithmeticOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How difficult problems are.
 
-    Options:
-        digits: digits of both operands, without leading zeros.
-        operators: the operators to draw from, a subset of `+-*`.
+    Raises:
+        ConfigError: naming the option, what was expected and what was given.
     """
 
-    def __init__(self, digits: int = 2, operators: str = "+") -> None:
-        self.check(digits, operators)
-        self._low = 10 ** (digits - 1) if digits > 1 else 0
-        self._high = 10**digits
-        self._operators = operators
+    digits: int = 2
+    """Of both operands, without leading zeros."""
+    operators: str = "+"
+    """Those to draw from, a subset of `+-*`."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.digits <= MAX_DIGITS:
+            raise ConfigError(f"digits must be a whole number from 1 to {MAX_DIGITS}, but is {self.digits!r}")
+        drawn = set(self.operators)
+        if not drawn or len(drawn) != len(self.operators) or not drawn <= OPERATORS.keys():
+            known = "".join(OPERATORS)
+            raise ConfigError(f"operators must be one or more of {known}, each once, but is {self.operators!r}")
+
+
+class Arithmetic:
+    """One problem of a chosen difficulty."""
+
+    def __init__(self, options: ArithmeticOptions) -> None:
+        self._low = 10 ** (options.digits - 1) if options.digits > 1 else 0
+        self._high = 10**options.digits
+        self._operators = options.operators
         self._solution: str | None = None
-
-    @classmethod
-    def check(cls, digits: int = 2, operators: str = "+") -> None:
-        """Refuse options that name no problem.
-
-        Raises:
-            ConfigError: naming the option, what was expected and what was given.
-        """
-        if not 1 <= digits <= MAX_DIGITS:
-            raise ConfigError(f"digits must be a whole number from 1 to {MAX_DIGITS}, but is {digits!r}")
-        if not operators or len(set(operators)) != len(operators) or not set(operators) <= OPERATORS.keys():
-            raise ConfigError(f"operators must be one or more of {''.join(OPERATORS)}, each once, but is {operators!r}")
 
     async def reset(self, seed: int) -> tuple[str, Info]:
         """Show the problem of this seed."""
@@ -69,7 +74,7 @@ class Arithmetic:
         return "", float(action.strip() == self._solution), True, False, {}
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
         """`count` training problems with their answers, drawn with replacement."""

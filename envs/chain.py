@@ -19,7 +19,7 @@ import anyio
 import msgspec
 
 from envs.arithmetic import in_held_out_part
-from flash.environment.interface import Info, SolvedExample, StepResult, is_held_out
+from flash.environment import Info, SolvedExample, StepResult, is_held_out
 from flash.errors import ConfigError, EnvError
 
 MIN_DIGITS, MAX_DIGITS = 2, 18
@@ -41,76 +41,60 @@ class _Waits(msgspec.Struct, frozen=True):
     """The step that never returns."""
 
 
+class ChainOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How long chains are, and how badly their environment behaves.
+
+    Raises:
+        ConfigError: naming the option, what was expected and what was given.
+    """
+
+    digits: int = 2
+    """Of both operands; a result carried on keeps its leading zeros."""
+    turns: int = 4
+    """Sums of a chain."""
+    end_at_error: bool = True
+    """Whether a wrong answer ends the episode. Otherwise the next sum gives the right result away."""
+    latency_mean: float = 0.0
+    """Mean seconds of a step."""
+    latency_std: float = 0.0
+    """Their standard deviation; the distribution is log-normal."""
+    fail_slow: float = 0.0
+    """Share of the instances whose steps all take `slow_factor` times as long."""
+    slow_factor: float = 10.0
+    fail_stop: float = 0.0
+    """Share of the instances of which one step never returns."""
+
+    def __post_init__(self) -> None:
+        if not MIN_DIGITS <= self.digits <= MAX_DIGITS:
+            raise ConfigError(
+                f"digits must be a whole number from {MIN_DIGITS} to {MAX_DIGITS}, but is {self.digits!r}"
+            )
+        if not 1 <= self.turns <= MAX_TURNS:
+            raise ConfigError(f"turns must be a whole number from 1 to {MAX_TURNS}, but is {self.turns!r}")
+        for name, seconds in (("latency_mean", self.latency_mean), ("latency_std", self.latency_std)):
+            if not 0 <= seconds < math.inf:
+                raise ConfigError(f"{name} must be a number of seconds from 0, but is {seconds!r}")
+        if self.latency_std > 0 and self.latency_mean == 0:
+            raise ConfigError(f"latency_std = {self.latency_std!r} needs a latency_mean above 0")
+        for name, share in (("fail_slow", self.fail_slow), ("fail_stop", self.fail_stop)):
+            if not 0 <= share <= 1:
+                raise ConfigError(f"{name} must be a share from 0 to 1, but is {share!r}")
+        if not 1 <= self.slow_factor < math.inf:
+            raise ConfigError(f"slow_factor must be a number from 1, but is {self.slow_factor!r}")
+
+
 class ChainedSums:
     """One chain.
-
-    Options:
-        digits: digits of both operands; a result carried on keeps its leading zeros.
-        turns: sums of a chain.
-        end_at_error: whether a wrong answer ends the episode. Otherwise the next sum gives the right result away.
-        latency_mean: mean seconds of a step.
-        latency_std: their standard deviation; the distribution is log-normal.
-        fail_slow: share of the instances whose steps all take `slow_factor` times as long.
-        slow_factor: see `fail_slow`.
-        fail_stop: share of the instances of which one step never returns.
 
     The problem follows from the seed. The latencies follow from the seed and from how many instances of this seed the
     process has had before: the members of a group share the problem, not the fate, and a second attempt has another.
     """
 
-    def __init__(
-        self,
-        digits: int = 2,
-        turns: int = 4,
-        end_at_error: bool = True,
-        latency_mean: float = 0.0,
-        latency_std: float = 0.0,
-        fail_slow: float = 0.0,
-        slow_factor: float = 10.0,
-        fail_stop: float = 0.0,
-    ) -> None:
-        self.check(digits, turns, end_at_error, latency_mean, latency_std, fail_slow, slow_factor, fail_stop)
-        self._digits = digits
-        self._turns = turns
-        self._end_at_error = end_at_error
-        self._latency = latency_mean, latency_std
-        self._fail_slow, self._slow_factor = fail_slow, slow_factor
-        self._fail_stop = fail_stop
+    def __init__(self, options: ChainOptions) -> None:
+        self._options = options
         self._chain: list[SolvedExample] = []
         self._waits = _Waits([], None)
         self._turn = 0
-
-    @classmethod
-    def check(
-        cls,
-        digits: int = 2,
-        turns: int = 4,
-        end_at_error: bool = True,
-        latency_mean: float = 0.0,
-        latency_std: float = 0.0,
-        fail_slow: float = 0.0,
-        slow_factor: float = 10.0,
-        fail_stop: float = 0.0,
-    ) -> None:
-        """Refuse options that make no chain.
-
-        Raises:
-            ConfigError: naming the option, what was expected and what was given.
-        """
-        if not MIN_DIGITS <= digits <= MAX_DIGITS:
-            raise ConfigError(f"digits must be a whole number from {MIN_DIGITS} to {MAX_DIGITS}, but is {digits!r}")
-        if not 1 <= turns <= MAX_TURNS:
-            raise ConfigError(f"turns must be a whole number from 1 to {MAX_TURNS}, but is {turns!r}")
-        for name, seconds in (("latency_mean", latency_mean), ("latency_std", latency_std)):
-            if not 0 <= seconds < math.inf:
-                raise ConfigError(f"{name} must be a number of seconds from 0, but is {seconds!r}")
-        if latency_std > 0 and latency_mean == 0:
-            raise ConfigError(f"latency_std = {latency_std!r} needs a latency_mean above 0")
-        for name, share in (("fail_slow", fail_slow), ("fail_stop", fail_stop)):
-            if not 0 <= share <= 1:
-                raise ConfigError(f"{name} must be a share from 0 to 1, but is {share!r}")
-        if not 1 <= slow_factor < math.inf:
-            raise ConfigError(f"slow_factor must be a number from 1, but is {slow_factor!r}")
 
     async def reset(self, seed: int) -> tuple[str, Info]:
         """Show the first sum of this seed's chain."""
@@ -126,13 +110,13 @@ class ChainedSums:
         if self._turn == self._waits.hangs_at:
             await anyio.sleep_forever()
         await anyio.sleep(self._waits.seconds[self._turn])
-        right = action.strip() == self._chain[self._turn].answer
-        self._turn = self._turns if self._end_at_error and not right else self._turn + 1
-        done = self._turn == self._turns
-        return "" if done else self._chain[self._turn].prompt, right / self._turns, done, False, {}
+        turns, right = self._options.turns, action.strip() == self._chain[self._turn].answer
+        self._turn = turns if self._options.end_at_error and not right else self._turn + 1
+        done = self._turn == turns
+        return "" if done else self._chain[self._turn].prompt, right / turns, done, False, {}
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
         """`count` whole training chains."""
@@ -145,23 +129,25 @@ class ChainedSums:
         return "0123456789=+"
 
     def _draw(self, rng: random.Random, held_out: bool) -> list[SolvedExample]:
-        low, high = 10 ** (self._digits - 1), 10**self._digits
+        digits = self._options.digits
+        low, high = 10 ** (digits - 1), 10**digits
         left = rng.randrange(low, high)
         chain: list[SolvedExample] = []
-        while len(chain) < self._turns:
+        while len(chain) < self._options.turns:
             right = rng.randrange(low, high)
-            prompt = f"{left:0{self._digits}d}+{right}="
+            prompt = f"{left:0{digits}d}+{right}="
             if in_held_out_part(prompt) == held_out:
                 chain.append(SolvedExample(prompt, str(left + right)))
                 left = (left + right) % high
         return chain
 
     def _draw_waits(self, rng: random.Random) -> _Waits:
-        slow = rng.random() < self._fail_slow
-        hangs = rng.random() < self._fail_stop
-        hangs_at = rng.randrange(self._turns)
-        factor = self._slow_factor if slow else 1.0
-        seconds = [factor * _lognormal(rng, *self._latency) for _ in range(self._turns)]
+        options = self._options
+        slow = rng.random() < options.fail_slow
+        hangs = rng.random() < options.fail_stop
+        hangs_at = rng.randrange(options.turns)
+        factor = options.slow_factor if slow else 1.0
+        seconds = [factor * _lognormal(rng, options.latency_mean, options.latency_std) for _ in range(options.turns)]
         return _Waits(seconds, hangs_at if hangs else None)
 
 

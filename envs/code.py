@@ -20,13 +20,22 @@ from typing import Any, ClassVar, Literal
 import anyio.to_thread
 import msgspec
 
-from envs.data.split import Prompt, Split, divide, read_prompt, show_prompt
+from envs.data.split import Prompt, Split, SplitOptions, divide, read_prompt, show_prompt
 from envs.data.tables import column_names, read_rows
 from envs.judging.judge import SupplyOpener, shared_judge
-from envs.judging.options import Language, Suite, check_suite, judge_pool_of, languages_with, limits_of
+from envs.judging.options import (
+    JudgePool,
+    Language,
+    Limits,
+    Suite,
+    check_suite,
+    judge_pool_of,
+    languages_with,
+    limits_of,
+)
 from envs.linear import PROGRAMS, check_linear, draw_linear
 from envs.sandbox.open import open_supply
-from flash.environment.interface import Info, SolvedExample, StepResult, is_held_out
+from flash.environment import Info, SolvedExample, StepResult, is_held_out
 from flash.errors import ConfigError, EnvError
 from flash.types import Observation
 
@@ -36,8 +45,61 @@ OPTIONAL = ("language", "timeout", "memory_mib")
 """Columns that a row may have."""
 
 
+class CodeOptions(SplitOptions, frozen=True, kw_only=True, dict=True):
+    """Which programs are asked for and how they are judged. The tables are read once, however many episodes there are.
+
+    Raises:
+        ConfigError: naming what is wrong and what was expected.
+    """
+
+    path: str | None = None
+    """A data set, as for `envs.dataset:DatasetEnv`. None: problems are made; they are always plain text."""
+    tests_column: str = "tests"
+    """Holds the tests: a list of {stdin, stdout} or {program}, or that list as JSON text."""
+    language: str = "bash"
+    """Of made problems, and of rows without a column `language`."""
+    languages: dict[str, Any] = msgspec.field(default_factory=dict)
+    """More languages, or others in the place of the known ones: see `envs.judging.options.Language`."""
+    largest: int = 9
+    """Largest coefficient of made problems."""
+    tests: int = 3
+    """Hidden tests of each made problem."""
+    reward: Literal["all", "share"] = "all"
+    """`all`, for passing all tests, or the `share` of tests that pass."""
+    limits: dict[str, Any] = msgspec.field(default_factory=dict)
+    """What a program may use: see `envs.judging.options.Limits`."""
+    sandboxes: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Where programs run: see `envs.judging.options.JudgePool`."""
+
+    def __post_init__(self) -> None:
+        if self.language not in self.known_languages:
+            raise ConfigError(f"there is no language {self.language!r}, only {', '.join(self.known_languages)}")
+        _ = self.program_limits, self.judge_pool
+        if self.path is not None:
+            super().__post_init__()
+        elif self.held_out_path is not None:
+            raise ConfigError("held_out_path needs a path: made problems are divided by themselves")
+        else:
+            check_linear(self.language, self.largest, self.tests)
+
+    @functools.cached_property
+    def known_languages(self) -> dict[str, Language]:
+        """Those that ship, and `languages`."""
+        return languages_with(self.languages)
+
+    @functools.cached_property
+    def program_limits(self) -> Limits:
+        """The defaults, and `limits`."""
+        return limits_of(self.limits)
+
+    @functools.cached_property
+    def judge_pool(self) -> JudgePool:
+        """The defaults, and `sandboxes`."""
+        return judge_pool_of(self.sandboxes)
+
+
 class _Source(msgspec.Struct, frozen=True):
-    """Where rows come from and how they are divided: the key of the cache."""
+    """What of the options decides which rows there are: the key of the cache."""
 
     path: str
     prompt_column: str
@@ -53,136 +115,63 @@ class _Problem(msgspec.Struct, frozen=True):
 
 
 class CodeEnv:
-    """One program to write.
-
-    Options:
-        path: a data set, as for `envs.dataset:DatasetEnv`. None: problems are made.
-        prompt_column: holds text, or chat messages as a list of {role, content}.
-        tests_column: holds the tests: a list of {stdin, stdout} or {program}, or that list as JSON text.
-        held_out_path: another such data set for evaluation. None: a part of `path` is kept aside.
-        held_out_fraction: the share of the distinct prompts that is kept aside then.
-        language: of made problems, and of rows without a column `language`.
-        languages: more languages, or others in the place of the known ones: see `envs.judging.options.Language`.
-        largest: largest coefficient of made problems.
-        tests: hidden tests of each made problem.
-        reward: `all`, for passing all tests, or the `share` of tests that pass.
-        limits: what a program may use: see `envs.judging.options.Limits`.
-        sandboxes: where programs run: see `envs.judging.options.JudgePool`.
-        system_prompt: comes before each prompt: as system message, or as text in front of plain text.
-        template: `chat` sends a text prompt as user message through the model's chat template, `plain` as it is.
-            Made problems are always plain.
-    """
+    """One program to write."""
 
     supply: ClassVar[SupplyOpener] = staticmethod(open_supply)
     """Opens the sandboxes of a node."""
 
-    def __init__(
-        self,
-        path: str | None = None,
-        prompt_column: str = "prompt",
-        tests_column: str = "tests",
-        held_out_path: str | None = None,
-        held_out_fraction: float = 0.05,
-        language: str = "bash",
-        languages: dict[str, Any] = {},  # noqa: B006
-        largest: int = 9,
-        tests: int = 3,
-        reward: Literal["all", "share"] = "all",
-        limits: dict[str, Any] = {},  # noqa: B006
-        sandboxes: dict[str, Any] = {},  # noqa: B006
-        system_prompt: str | None = None,
-        template: Literal["chat", "plain"] = "chat",
-    ) -> None:
-        self._source = (
-            None
-            if path is None
-            else _Source(path, prompt_column, tests_column, held_out_path, held_out_fraction, language)
-        )
-        self._language = language
-        self._languages = languages_with(languages)
-        self._known = tuple(self._languages.items())
-        self._largest = largest
-        self._tests = tests
-        self._every = reward == "share"
-        self._limits = limits_of(limits)
-        self._judge_pool = judge_pool_of(sandboxes)
-        self._system_prompt = system_prompt
-        self._template = template
+    def __init__(self, options: CodeOptions) -> None:
+        self._options = options
         self._suite: Suite | None = None
 
     @classmethod
-    def check(
-        cls,
-        path: str | None = None,
-        prompt_column: str = "prompt",
-        tests_column: str = "tests",
-        held_out_path: str | None = None,
-        held_out_fraction: float = 0.05,
-        language: str = "bash",
-        languages: dict[str, Any] = {},  # noqa: B006
-        largest: int = 9,
-        tests: int = 3,
-        reward: str = "all",
-        limits: dict[str, Any] = {},  # noqa: B006
-        sandboxes: dict[str, Any] = {},  # noqa: B006
-        system_prompt: str | None = None,
-        template: str = "chat",
-    ) -> None:
-        """Look at options, files, columns and the first rows; start no sandbox.
+    def check(cls, options: CodeOptions) -> None:
+        """Look at files, columns and the first rows; start no sandbox.
 
         Raises:
             ConfigError: naming what is wrong and what was expected.
         """
-        known = languages_with(languages)
-        if language not in known:
-            raise ConfigError(f"there is no language {language!r}, only {', '.join(known)}")
-        limits_of(limits)
-        judge_pool_of(sandboxes)
-        if path is None:
-            if held_out_path is not None:
-                raise ConfigError("held_out_path needs a path: made problems are divided by themselves")
-            check_linear(language, largest, tests)
+        source = _source(options)
+        if source is None:
             return
-        if held_out_path is None and not 0 < held_out_fraction < 1:
-            raise ConfigError(f"held_out_fraction must lie between 0 and 1, but is {held_out_fraction!r}")
-        source = _Source(path, prompt_column, tests_column, held_out_path, held_out_fraction, language)
-        for place in [path, held_out_path]:
+        for place in (source.path, source.held_out_path):
             if place is not None:
-                column_names(place, needed=[prompt_column, tests_column])
+                column_names(place, needed=[source.prompt_column, source.tests_column])
                 for index, row in enumerate(itertools.islice(read_rows(place), CHECKED_ROWS)):
-                    _problem(row, source, known, f"{place}, row {index}")
+                    _problem(row, source, options.known_languages, f"{place}, row {index}")
 
     @classmethod
-    async def prepare(cls, **options: Any) -> None:
+    async def prepare(cls, options: CodeOptions) -> None:
         """Open the sandboxes and start one of each language, so that what is missing is missed before a run begins.
 
         Raises:
             ConfigError: there is no engine, a package, a token or a row is missing.
             SandboxError: the engine or the service does not answer, or an image does not start.
         """
-        env = cls(**options)
-        judge = await shared_judge(env._judge_pool, cls.supply)
-        for name in await anyio.to_thread.run_sync(env._used_languages, abandon_on_cancel=True):
-            await judge.try_out(env._languages[name], env._limits)
+        judge = await shared_judge(options.judge_pool, cls.supply)
+        for name in await anyio.to_thread.run_sync(_used_languages, options, abandon_on_cancel=True):
+            await judge.try_out(options.known_languages[name], options.program_limits)
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Show the problem of this seed."""
-        if self._source is None:
+        options, source = self._options, _source(self._options)
+        if source is None:
             problem, template = self._made(seed), "plain"
         else:
             # A thread, because the first episode of a process reads files, and the first of an epoch shuffles.
-            rows = await anyio.to_thread.run_sync(_rows, self._source, self._known, abandon_on_cancel=True)
-            problem, template = rows.of_seed(seed), self._template
+            rows = await anyio.to_thread.run_sync(_rows, source, options, abandon_on_cancel=True)
+            problem, template = rows.of_seed(seed), options.template
         self._suite = problem.suite
-        return show_prompt(problem.prompt, self._system_prompt, template), {"language": problem.suite.language}
+        return show_prompt(problem.prompt, options.system_prompt, template), {"language": problem.suite.language}
 
     async def step(self, action: str) -> StepResult:
         """Judge the program; the episode ends."""
         if self._suite is None:
             raise EnvError("step() was called before reset()")
-        judge = await shared_judge(self._judge_pool, type(self).supply)
-        verdict = await judge.judge(action, self._suite, self._languages, self._limits, every=self._every)
-        reward = verdict.share if self._every else float(verdict.passed == verdict.total)
+        options, every = self._options, self._options.reward == "share"
+        judge = await shared_judge(options.judge_pool, type(self).supply)
+        verdict = await judge.judge(action, self._suite, options.known_languages, options.program_limits, every=every)
+        reward = verdict.share if every else float(verdict.passed == verdict.total)
         info = {**msgspec.structs.asdict(verdict), "metrics": verdict.metrics(), "note": verdict.note()}
         return "", reward, True, False, info
 
@@ -195,34 +184,41 @@ class CodeEnv:
         Raises:
             ConfigError: the problems are a data set's, which has none.
         """
-        if self._source is not None:
+        if self._options.path is not None:
             raise ConfigError("a data set of programs has no solved examples: set model.path to an existing model")
-        rng = random.Random(seed)
-        return [draw_linear(rng, self._largest, held_out=False).solved(self._language) for _ in range(count)]
+        rng, options = random.Random(seed), self._options
+        return [draw_linear(rng, options.largest, held_out=False).solved(options.language) for _ in range(count)]
 
     def alphabet(self) -> str:
         """Every character of made problems and their programs."""
-        return "".join(dict.fromkeys(f"0123456789= :{PROGRAMS[self._language]}*x+y".replace("{}", "")))
+        return "".join(dict.fromkeys(f"0123456789= :{PROGRAMS[self._options.language]}*x+y".replace("{}", "")))
 
     def _made(self, seed: int) -> _Problem:
-        rng = random.Random(seed)
-        made = draw_linear(rng, self._largest, held_out=is_held_out(seed))
-        return _Problem(made.prompt, Suite(tests=made.cases(self._tests, rng), language=self._language))
+        rng, options = random.Random(seed), self._options
+        made = draw_linear(rng, options.largest, held_out=is_held_out(seed))
+        return _Problem(made.prompt, Suite(tests=made.cases(options.tests, rng), language=options.language))
 
-    def _used_languages(self) -> list[str]:
-        if self._source is None:
-            return [self._language]
-        rows = _rows(self._source, self._known)
-        return sorted({row.suite.language for row in [*rows.train, *rows.held_out]})
+
+def _source(options: CodeOptions) -> _Source | None:
+    """Of the rows; None where problems are made."""
+    return None if options.path is None else msgspec.convert(options, _Source, from_attributes=True)
+
+
+def _used_languages(options: CodeOptions) -> list[str]:
+    source = _source(options)
+    if source is None:
+        return [options.language]
+    rows = _rows(source, options)
+    return sorted({row.suite.language for row in [*rows.train, *rows.held_out]})
 
 
 _reading = threading.Lock()
 """Episodes that start together would otherwise all read the files."""
 
 
-def _rows(source: _Source, languages: tuple[tuple[str, Language], ...]) -> Split[_Problem]:
+def _rows(source: _Source, options: CodeOptions) -> Split[_Problem]:
     with _reading:
-        return _load(source, languages)
+        return _load(source, tuple(options.known_languages.items()))
 
 
 @functools.lru_cache(maxsize=4)

@@ -14,44 +14,47 @@ import functools
 import math
 import random
 
+import msgspec
+
 from envs.arithmetic import in_held_out_part
-from flash.environment.interface import Info, SolvedExample, StepResult, is_held_out
+from flash.environment import Info, SolvedExample, StepResult, is_held_out
 from flash.errors import ConfigError, EnvError
 
 MAX_LONGEST = 4000
 """Most signs: each is one token of the tiny model's vocabulary."""
 
 
-class Counting:
-    """One problem.
+class CountingOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How long answers are.
 
-    Options:
-        median: signs of a usual answer; each takes two characters.
-        longest: signs of the longest answer.
-        spread: standard deviation of the length's logarithm, before it is cut at `longest`.
+    Raises:
+        ConfigError: naming the option, what was expected and what was given.
     """
 
-    def __init__(self, median: int = 12, longest: int = 240, spread: float = 1.0) -> None:
-        self.check(median, longest, spread)
-        self._median = median
-        self._longest = longest
-        self._spread = spread
-        self._signs = _signs(longest + 1)
-        self._solution: str | None = None
+    median: int = 12
+    """Signs of a usual answer; each takes two characters."""
+    longest: int = 240
+    """Signs of the longest answer."""
+    spread: float = 1.0
+    """Standard deviation of the length's logarithm, before it is cut at `longest`."""
 
-    @classmethod
-    def check(cls, median: int = 12, longest: int = 240, spread: float = 1.0) -> None:
-        """Refuse lengths that do not fit together.
-
-        Raises:
-            ConfigError: naming the option, what was expected and what was given.
-        """
+    def __post_init__(self) -> None:
+        median, longest = self.median, self.longest
         if not 2 <= longest <= MAX_LONGEST:
             raise ConfigError(f"longest must be a whole number from 2 to {MAX_LONGEST}, but is {longest!r}")
         if not 1 <= median <= longest:
             raise ConfigError(f"median must be a whole number from 1 to longest = {longest}, but is {median!r}")
-        if not 0 <= spread < math.inf:
-            raise ConfigError(f"spread must be a number from 0, but is {spread!r}")
+        if not 0 <= self.spread < math.inf:
+            raise ConfigError(f"spread must be a number from 0, but is {self.spread!r}")
+
+
+class Counting:
+    """One problem: a sign to count down from."""
+
+    def __init__(self, options: CountingOptions) -> None:
+        self._options = options
+        self._signs = _signs(options.longest + 1)
+        self._solution: str | None = None
 
     async def reset(self, seed: int) -> tuple[str, Info]:
         """Show the problem of this seed."""
@@ -68,12 +71,12 @@ class Counting:
         return "", right / max(len(self._solution), len(action)), True, False, {}
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
         """`count` training problems. Half are of any length: among the usual ones the last signs are hardly met."""
         rng = random.Random(seed)
-        lengths = [None if index % 2 else rng.randint(1, self._longest) for index in range(count)]
+        lengths = [None if index % 2 else rng.randint(1, self._options.longest) for index in range(count)]
         return [self._draw(rng, held_out=False, length=length) for length in lengths]
 
     def alphabet(self) -> str:
@@ -90,8 +93,9 @@ class Counting:
             length = None
 
     def _length(self, rng: random.Random) -> int:
-        drawn = self._median * math.exp(min(self._spread * rng.gauss(0, 1), math.log(MAX_LONGEST)))
-        return max(1, min(self._longest, round(drawn)))
+        options = self._options
+        drawn = options.median * math.exp(min(options.spread * rng.gauss(0, 1), math.log(MAX_LONGEST)))
+        return max(1, min(options.longest, round(drawn)))
 
     def _answer(self, left: int, digit: int) -> str:
         items: list[str] = []

@@ -7,21 +7,43 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import Any, Literal
+from typing import Any
 
 import anyio.to_thread
 import msgspec
 
-from envs.data.split import Prompt, Split, divide, read_prompt, show_prompt
+from envs.data.split import Prompt, Split, SplitOptions, divide, read_prompt, show_prompt
 from envs.data.tables import column_names, read_columns
 from envs.rewards.verifier import load_verifier, verify
-from flash.environment.interface import Info, StepResult
+from flash.environment import Info, StepResult
 from flash.errors import ConfigError, EnvError
 from flash.types import Observation
 
 
+class DatasetOptions(SplitOptions, frozen=True, kw_only=True):
+    """Where rows come from and how answers are scored.
+
+    Raises:
+        ConfigError: a number that cannot be.
+    """
+
+    path: str
+    """A JSONL or Parquet file, a folder of Parquet files, a folder written by `save_to_disk`, or a glob pattern."""
+    answer_column: str = "answer"
+    """Holds what the verifier compares with; numbers are taken as text."""
+    verifier: str = "envs.rewards.exact:exact_match"
+    """`module:function` of (completion, answer) -> float."""
+    timeout: float = 30.0
+    """Seconds the verifier may take."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.timeout > 0:
+            raise ConfigError(f"timeout must be a positive number of seconds, but is {self.timeout!r}")
+
+
 class _Source(msgspec.Struct, frozen=True):
-    """Where rows come from and how they are divided: the key of the cache."""
+    """What of the options decides which rows there are: the key of the cache."""
 
     path: str
     prompt_column: str
@@ -36,89 +58,43 @@ class _Row(msgspec.Struct, frozen=True):
 
 
 class DatasetEnv:
-    """A row of a data set.
+    """A row of a data set."""
 
-    Options:
-        path: a JSONL or Parquet file, a folder of Parquet files, a folder written by `save_to_disk`, or a glob pattern.
-        prompt_column: holds text, or chat messages as a list of {role, content}.
-        answer_column: holds what the verifier compares with; numbers are taken as text.
-        held_out_path: another such data set for evaluation. None: a part of `path` is kept aside.
-        held_out_fraction: the share of the distinct prompts that is kept aside then.
-        verifier: `module:function` of (completion, answer) -> float.
-        system_prompt: comes before each prompt: as system message, or as text in front of plain text.
-        template: `chat` sends a text prompt as user message through the model's chat template, `plain` as it is.
-        timeout: seconds the verifier may take.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        prompt_column: str = "prompt",
-        answer_column: str = "answer",
-        held_out_path: str | None = None,
-        held_out_fraction: float = 0.05,
-        verifier: str = "envs.rewards.exact:exact_match",
-        system_prompt: str | None = None,
-        template: Literal["chat", "plain"] = "chat",
-        timeout: float = 30.0,
-    ) -> None:
-        self._source = _Source(path, prompt_column, answer_column, held_out_path, held_out_fraction)
-        self._verifier = verifier
-        self._system_prompt = system_prompt
-        self._template = template
-        self._timeout = timeout
+    def __init__(self, options: DatasetOptions) -> None:
+        self._options = options
         self._row: _Row | None = None
 
     @classmethod
-    def check(
-        cls,
-        path: str,
-        prompt_column: str = "prompt",
-        answer_column: str = "answer",
-        held_out_path: str | None = None,
-        held_out_fraction: float = 0.05,
-        verifier: str = "envs.rewards.exact:exact_match",
-        system_prompt: str | None = None,
-        template: str = "chat",
-        timeout: float = 30.0,
-    ) -> None:
-        """Look at files, columns, the verifier and the numbers; read no rows.
+    def check(cls, options: DatasetOptions) -> None:
+        """Look at files, columns and the verifier; read no rows.
 
         Raises:
             ConfigError: naming what is missing and what is there instead.
         """
-        if template not in ("chat", "plain"):
-            raise ConfigError(f"template must be chat or plain, but is {template!r}")
-        if system_prompt is not None and not isinstance(system_prompt, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"system_prompt must be text, but is {system_prompt!r}")
-        if held_out_path is None and not 0 < held_out_fraction < 1:
-            raise ConfigError(f"held_out_fraction must lie between 0 and 1, but is {held_out_fraction!r}")
-        if not timeout > 0:
-            raise ConfigError(f"timeout must be a positive number of seconds, but is {timeout!r}")
-        for place in [path, held_out_path]:
+        for place in (options.path, options.held_out_path):
             if place is not None:
-                column_names(place, needed=[prompt_column, answer_column])
-        load_verifier(verifier)
+                column_names(place, needed=[options.prompt_column, options.answer_column])
+        load_verifier(options.verifier)
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Show the row of this seed."""
         # A thread, because the first episode of a process reads files and imports, and the first of an epoch shuffles.
         self._row = await anyio.to_thread.run_sync(self._prepare, seed, abandon_on_cancel=True)
-        return show_prompt(self._row.prompt, self._system_prompt, self._template), {}
+        return show_prompt(self._row.prompt, self._options.system_prompt, self._options.template), {}
 
     async def step(self, action: str) -> StepResult:
         """Score the answer; the episode ends."""
         if self._row is None:
             raise EnvError("step() was called before reset()")
-        reward = await verify(self._verifier, action, self._row.answer, self._timeout)
+        reward = await verify(self._options.verifier, action, self._row.answer, self._options.timeout)
         return "", reward, True, False, {}
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def _prepare(self, seed: int) -> _Row:
-        load_verifier(self._verifier)
-        return _row_of_seed(self._source, seed)
+        load_verifier(self._options.verifier)
+        return _row_of_seed(msgspec.convert(self._options, _Source, from_attributes=True), seed)
 
 
 _reading = threading.Lock()

@@ -13,7 +13,7 @@ import msgspec
 
 from envs.arithmetic import in_held_out_part
 from envs.judging.options import Case
-from flash.environment.interface import SolvedExample
+from flash.environment import SolvedExample
 from flash.errors import ConfigError
 
 PROGRAMS = {
@@ -27,7 +27,7 @@ MOST = 99
 
 
 class Linear(msgspec.Struct, frozen=True):
-    """One problem."""
+    """The function x·X + y·Y + one, which a program is to compute."""
 
     x: int
     y: int
@@ -35,7 +35,7 @@ class Linear(msgspec.Struct, frozen=True):
 
     @property
     def prompt(self) -> str:
-        """What is asked."""
+        """Three values of the function: `00=3 10=5 01=4:`."""
         return f"00={self.one} 10={self.x + self.one} 01={self.y + self.one}:"
 
     def solved(self, language: str) -> SolvedExample:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import msgspec
 
 from flash.config.objects import check_options, load_object
-from flash.environment.interface import (
+from flash.environment import (
     Environment,
     Info,
     Prepared,
@@ -23,8 +23,8 @@ from flash.environment.interface import (
     StepResult,
     SyncEnvironment,
     WarmStart,
+    wrap,
 )
-from flash.environment.threaded import wrap
 from flash.errors import ConfigError, EnvError
 from flash.types import Observation
 
@@ -33,9 +33,6 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 METHODS = ("reset", "step", "close")
 """What makes a class an environment."""
-
-KindTables = dict[str, dict[str, Any]]
-"""For each name a table with `path`, `options` and `weight`, as the configuration gives it."""
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -59,26 +56,49 @@ class _Maker(msgspec.Struct, frozen=True):
         return self.env(**self.kwargs)
 
 
-class Mixture:
-    """One problem of one of several environments.
+class MixtureOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """The environments of a mixture. Their tables are read once, however many episodes there are.
 
-    Options:
-        kinds: for each name a table with the `path` of the environment's class, its `options`, and its `weight`.
+    Raises:
+        ConfigError: naming the table, what was expected and what was given.
     """
 
-    def __init__(self, kinds: dict[str, dict[str, Any]]) -> None:
-        self._kinds = kinds
-        self._makers = _makers(kinds)
+    kinds: dict[str, dict[str, Any]]
+    """For each name a table with the `path` of the environment's class, its `options`, and its `weight`."""
+
+    def __post_init__(self) -> None:
+        if not self.kinds:
+            raise ConfigError("`kinds` is empty: a mixture needs at least one environment")
+        for name, kind in self.parsed.items():
+            if not 0 < kind.weight < math.inf:
+                raise ConfigError(f"`kinds.{name}.weight`: expected a number above 0, got {kind.weight!r}")
+
+    @cached_property
+    def parsed(self) -> dict[str, Kind]:
+        """The tables as kinds, without a look at the classes they name."""
+        return {name: Kind(**check_options(Kind, table, f"kinds.{name}")) for name, table in self.kinds.items()}
+
+    @cached_property
+    def makers(self) -> dict[str, _Maker]:
+        """The classes and their keyword arguments."""
+        return {name: _maker(name, kind) for name, kind in self.parsed.items()}
+
+
+class Mixture:
+    """One problem of one of several environments."""
+
+    def __init__(self, options: MixtureOptions) -> None:
+        self._options = options
         self._env: Environment | None = None
 
     @classmethod
-    def check(cls, kinds: dict[str, dict[str, Any]]) -> None:
+    def check(cls, options: MixtureOptions) -> None:
         """Refuse a mixture with an environment that cannot work; each class checks its own options.
 
         Raises:
             ConfigError: naming the kind, what was expected and what was given.
         """
-        for name, maker in _makers(kinds).items():
+        for name, maker in options.makers.items():
             own_check = getattr(maker.env, "check", None)
             if own_check is None:
                 continue
@@ -88,16 +108,16 @@ class Mixture:
                 raise ConfigError(f"`kinds.{name}.options`: {error}") from error
 
     @classmethod
-    async def prepare(cls, kinds: dict[str, dict[str, Any]]) -> None:
+    async def prepare(cls, options: MixtureOptions) -> None:
         """Prepare each environment that wants it."""
-        for maker in _makers(kinds).values():
+        for maker in options.makers.values():
             if isinstance(maker.env, Prepared):
                 await maker.env.prepare(**maker.kwargs)
 
     @classmethod
-    def kind_of(cls, seed: int, kinds: dict[str, dict[str, Any]]) -> str:
+    def kind_of(cls, seed: int, options: MixtureOptions) -> str:
         """The name of the kind that the problem of this seed comes from."""
-        weights = {name: kind.weight for name, kind in _parse(kinds).items()}
+        weights = {name: kind.weight for name, kind in options.parsed.items()}
         at = seed * GOLDEN % 2**64 / 2**64 * sum(weights.values())
         for name, end in zip(weights, accumulate(weights.values()), strict=True):
             if at < end:
@@ -106,7 +126,7 @@ class Mixture:
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Start the problem of this seed, in its environment."""
-        self._env = wrap(self._makers[self.kind_of(seed, self._kinds)]())
+        self._env = wrap(self._options.makers[self.kind_of(seed, self._options)]())
         return await self._env.reset(seed)
 
     async def step(self, action: str) -> StepResult:
@@ -126,7 +146,7 @@ class Mixture:
         Raises:
             ConfigError: a kind has none to offer.
         """
-        names = [self.kind_of(seed * count + index, self._kinds) for index in range(count)]
+        names = [self.kind_of(seed * count + index, self._options) for index in range(count)]
         examples = {name: iter(env.solved_examples(names.count(name), seed)) for name, env in self._solved.items()}
         return [next(examples[name]) for name in names]
 
@@ -136,7 +156,7 @@ class Mixture:
 
     @cached_property
     def _solved(self) -> dict[str, WarmStart]:
-        envs = {name: maker() for name, maker in self._makers.items()}
+        envs = {name: maker() for name, maker in self._options.makers.items()}
         silent = [name for name, env in envs.items() if not isinstance(env, WarmStart)]
         if silent:
             raise ConfigError(
@@ -144,22 +164,6 @@ class Mixture:
                 "flash.environment.WarmStart), which a tiny model is taught with: set model.path to an existing model"
             )
         return cast("dict[str, WarmStart]", envs)
-
-
-def _parse(kinds: KindTables) -> dict[str, Kind]:
-    """The tables as kinds, without a look at the classes they name."""
-    if not kinds:
-        raise ConfigError("`kinds` is empty: a mixture needs at least one environment")
-    parsed = {name: Kind(**check_options(Kind, table, f"kinds.{name}")) for name, table in kinds.items()}
-    for name, kind in parsed.items():
-        if not 0 < kind.weight < math.inf:
-            raise ConfigError(f"`kinds.{name}.weight`: expected a number above 0, got {kind.weight!r}")
-    return parsed
-
-
-def _makers(kinds: KindTables) -> dict[str, _Maker]:
-    """The classes and their keyword arguments."""
-    return {name: _maker(name, kind) for name, kind in _parse(kinds).items()}
 
 
 def _maker(name: str, kind: Kind) -> _Maker:

@@ -26,8 +26,8 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from benchmarks.offpolicy.cells import Cell, Folder, Point, Result
 from benchmarks.offpolicy.sampler import Answer, Sampler
-from envs.arithmetic import Arithmetic
-from flash.environment.interface import HELD_OUT
+from envs.arithmetic import Arithmetic, ArithmeticOptions
+from flash.environment import HELD_OUT
 from flash.errors import ContractError
 from flash.trainer.logprobs import canary_logprobs
 from flash.trainer.model import named_full_tensors
@@ -63,7 +63,7 @@ class Problems:
     """Problems of `envs.arithmetic`, each with an instance that judges its answers."""
 
     def __init__(self, seeds: range, options: Mapping[str, Any]) -> None:
-        self._envs = [Arithmetic(**options) for _ in seeds]
+        self._envs = [Arithmetic(ArithmeticOptions(**options)) for _ in seeds]
 
         async def reset() -> list[str]:
             return [(await env.reset(seed))[0] for env, seed in zip(self._envs, seeds, strict=True)]

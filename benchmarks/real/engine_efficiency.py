@@ -28,10 +28,9 @@ import anyio.lowlevel
 import msgspec
 
 from benchmarks.form import Args, Row, main
-from envs.arithmetic import Arithmetic
+from envs.arithmetic import Arithmetic, ArithmeticOptions
 from flash.config.tree import Config, TinyModelConfig
-from flash.environment.interface import Environment
-from flash.environment.threaded import wrap
+from flash.environment import Environment, wrap
 from flash.errors import EngineDeadError
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
@@ -119,7 +118,7 @@ async def through_flash(config: Config, engine: VLLMEngine, version: int, tokeni
         return await hub.handle(request)
 
     def make_env(kind: str) -> Environment:
-        return wrap(Arithmetic())
+        return wrap(Arithmetic(ArithmeticOptions()))
 
     async with anyio.create_task_group() as group:
         port = await group.start(partial(serve, deadline=30.0), "127.0.0.1", 0, token, p.Request, handler)

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import random
 
+import msgspec
+
 from envs.arithmetic import in_held_out_part
 from envs.counting import Counting
-from flash.environment.interface import Info, SolvedExample, StepResult, is_held_out
+from flash.environment import Info, SolvedExample, StepResult, is_held_out
 from flash.errors import ConfigError, EnvError
 
 MIN_LAG, MAX_LAG = 3, 100
@@ -26,31 +28,32 @@ MAX_LENGTH = 1000
 """Digits of an answer."""
 
 
-class LaggedSums:
-    """One problem.
+class LaggedOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How long prompts and answers are.
 
-    Options:
-        lag: digits of the prompt.
-        length: digits of the answer, which has one token more, the end of text.
+    Raises:
+        ConfigError: naming the option, what was expected and what was given.
     """
 
-    def __init__(self, lag: int = 4, length: int = 15) -> None:
-        self.check(lag, length)
-        self._lag = lag
-        self._length = length
+    lag: int = 4
+    """Digits of the prompt."""
+    length: int = 15
+    """Digits of the answer, which has one token more, the end of text."""
+
+    def __post_init__(self) -> None:
+        if not MIN_LAG <= self.lag <= MAX_LAG:
+            raise ConfigError(f"lag must be a whole number from {MIN_LAG} to {MAX_LAG}, but is {self.lag!r}")
+        if not 1 <= self.length <= MAX_LENGTH:
+            raise ConfigError(f"length must be a whole number from 1 to {MAX_LENGTH}, but is {self.length!r}")
+
+
+class LaggedSums:
+    """One problem: a few digits to go on from."""
+
+    def __init__(self, options: LaggedOptions) -> None:
+        self._lag = options.lag
+        self._length = options.length
         self._solution: str | None = None
-
-    @classmethod
-    def check(cls, lag: int = 4, length: int = 15) -> None:
-        """Refuse options that make no problem.
-
-        Raises:
-            ConfigError: naming the option, what was expected and what was given.
-        """
-        if not MIN_LAG <= lag <= MAX_LAG:
-            raise ConfigError(f"lag must be a whole number from {MIN_LAG} to {MAX_LAG}, but is {lag!r}")
-        if not 1 <= length <= MAX_LENGTH:
-            raise ConfigError(f"length must be a whole number from 1 to {MAX_LENGTH}, but is {length!r}")
 
     async def reset(self, seed: int) -> tuple[str, Info]:
         """Show the problem of this seed."""
@@ -65,7 +68,7 @@ class LaggedSums:
         return "", float(action == self._solution), True, False, {}
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
         """`count` training problems with their answers, drawn with replacement."""
@@ -73,7 +76,7 @@ class LaggedSums:
         return [self._draw(rng, held_out=False) for _ in range(count)]
 
     def alphabet(self) -> str:
-        """The digits."""
+        """The ten digits: prompts and answers hold nothing else."""
         return "0123456789"
 
     def _draw(self, rng: random.Random, held_out: bool) -> SolvedExample:
@@ -88,7 +91,7 @@ class LaggedSums:
 
 
 class CountedSums(Counting):
-    """One problem; the options are those of `Counting`."""
+    """One problem: a sign to count down from; the options are those of `Counting`."""
 
     def _draw(self, rng: random.Random, held_out: bool, length: int | None) -> SolvedExample:
         while True:

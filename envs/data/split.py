@@ -1,4 +1,4 @@
-"""Rows of a data set, divided into training and held-out rows and dealt to seeds.
+"""Rows of a data set, divided into training and held-out rows and dealt to seeds, and their prompts.
 
 Training seeds that follow each other walk through the training rows in a shuffled order without repetition, and through
 another order in the next epoch. No prompt is on both sides.
@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
-from flash.environment.interface import HELD_OUT, is_held_out
+from flash.environment import HELD_OUT, is_held_out
 from flash.errors import ConfigError
 from flash.types import Int32Array, Message
 
@@ -22,8 +22,31 @@ Prompt = str | tuple[Message, ...]
 """A row's prompt: text, or a whole chat."""
 
 
+class SplitOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of every environment over a data set.
+
+    Raises:
+        ConfigError: no share of the prompts would be kept aside.
+    """
+
+    prompt_column: str = "prompt"
+    """Holds text, or chat messages as a list of {role, content}."""
+    held_out_path: str | None = None
+    """Another data set of the same kind, for evaluation. None: a part of the first one is kept aside."""
+    held_out_fraction: float = 0.05
+    """The share of the distinct prompts that is kept aside then."""
+    system_prompt: str | None = None
+    """Comes before each prompt: as system message, or as text in front of plain text."""
+    template: Literal["chat", "plain"] = "chat"
+    """`chat` sends a text prompt as user message through the model's chat template, `plain` as it is."""
+
+    def __post_init__(self) -> None:
+        if self.held_out_path is None and not 0 < self.held_out_fraction < 1:
+            raise ConfigError(f"held_out_fraction must lie between 0 and 1, but is {self.held_out_fraction!r}")
+
+
 class HasPrompt(Protocol):
-    """A row."""
+    """A row, as far as dividing looks at it."""
 
     @property
     def prompt(self) -> Prompt: ...

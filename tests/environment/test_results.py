@@ -6,10 +6,10 @@ import anyio
 import numpy as np
 import pytest
 
-from envs.arithmetic import Arithmetic
-from flash.environment.interface import HELD_OUT, Checked, Environment, WarmStart, is_held_out
+from envs.arithmetic import Arithmetic, ArithmeticOptions
+from envs.dataset import DatasetEnv
+from flash.environment import HELD_OUT, Checked, Environment, WarmStart, is_held_out, wrap
 from flash.environment.results import NOTE_LENGTH, check_reset_result, check_step_result, metrics_of, note_of
-from flash.environment.threaded import wrap
 from flash.errors import EnvError, RewardError
 from flash.types import Message
 
@@ -139,7 +139,7 @@ class Blocking:
 
 
 def test_an_asynchronous_environment_is_not_wrapped():
-    env = Arithmetic()
+    env = Arithmetic(ArithmeticOptions())
     assert wrap(env) is env
 
 
@@ -206,7 +206,7 @@ async def test_a_call_after_close_is_refused():
 
 
 def test_what_an_environment_offers_beyond_the_interface_is_seen():
-    assert isinstance(Arithmetic, Checked)
-    assert isinstance(Arithmetic(), WarmStart)
+    assert isinstance(DatasetEnv, Checked)
+    assert isinstance(Arithmetic(ArithmeticOptions()), WarmStart)
     assert not isinstance(Blocking, Checked)
     assert not isinstance(Blocking(), WarmStart)

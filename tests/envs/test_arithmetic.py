@@ -2,26 +2,26 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from envs.arithmetic import OPERATORS, Arithmetic, in_held_out_part
-from flash.environment.interface import HELD_OUT, Environment
+from envs.arithmetic import OPERATORS, Arithmetic, ArithmeticOptions, in_held_out_part
+from flash.environment import HELD_OUT, Environment
 from flash.errors import ConfigError, EnvError
 
 TWO_DIGIT_SUMS = {f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)}
 
 
 def test_it_is_an_environment():
-    assert isinstance(Arithmetic(), Environment)
+    assert isinstance(Arithmetic(ArithmeticOptions()), Environment)
 
 
 @pytest.mark.anyio
 async def test_the_same_seed_shows_the_same_problem():
     for seed in (0, 1, 12345, HELD_OUT, HELD_OUT + 7):
-        assert await Arithmetic().reset(seed) == await Arithmetic().reset(seed)
+        assert await Arithmetic(ArithmeticOptions()).reset(seed) == await Arithmetic(ArithmeticOptions()).reset(seed)
 
 
 @pytest.mark.anyio
 async def test_only_the_right_number_is_rewarded():
-    env = Arithmetic()
+    env = Arithmetic(ArithmeticOptions())
     prompt, _ = await env.reset(3)
     right = str(eval(prompt.removesuffix("=")))
     for answer, reward in [(right, 1.0), (f" {right}\n", 1.0), (right + "0", 0.0), ("0" + right, 0.0), ("", 0.0)]:
@@ -29,7 +29,7 @@ async def test_only_the_right_number_is_rewarded():
 
 
 async def prompts_of(seeds):
-    env = Arithmetic()
+    env = Arithmetic(ArithmeticOptions())
     prompts = set()
     for seed in seeds:
         prompts.add((await env.reset(seed))[0])
@@ -60,7 +60,7 @@ def test_the_easiest_setting_has_problems_on_both_sides(operators):
 
 @pytest.mark.parametrize(("digits", "operators"), [(1, "+"), (2, "+"), (3, "+-*"), (2, "-")])
 def test_solved_examples_are_right_repeatable_and_never_held_out(digits, operators):
-    env = Arithmetic(digits=digits, operators=operators)
+    env = Arithmetic(ArithmeticOptions(digits=digits, operators=operators))
     examples = env.solved_examples(500, seed=1)
     assert examples == env.solved_examples(500, seed=1)
     assert examples != env.solved_examples(500, seed=2)
@@ -73,7 +73,7 @@ def test_solved_examples_are_right_repeatable_and_never_held_out(digits, operato
 
 
 def test_operands_have_exactly_the_digits_asked_for():
-    for example in Arithmetic(digits=3).solved_examples(200, seed=0):
+    for example in Arithmetic(ArithmeticOptions(digits=3)).solved_examples(200, seed=0):
         left, right = example.prompt.removesuffix("=").split("+")
         assert len(left) == len(right) == 3
 
@@ -85,12 +85,10 @@ def test_operands_have_exactly_the_digits_asked_for():
 )
 def test_options_that_name_no_problem_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        Arithmetic.check(**options)
-    with pytest.raises(ConfigError, match=message):
-        Arithmetic(**options)
+        ArithmeticOptions(**options)
 
 
 @pytest.mark.anyio
 async def test_a_step_before_reset_is_an_environment_error():
     with pytest.raises(EnvError, match="before reset"):
-        await Arithmetic().step("1")
+        await Arithmetic(ArithmeticOptions()).step("1")

@@ -9,12 +9,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from envs.code import CodeEnv
-from envs.mixture import Mixture
+from envs.code import CodeEnv, CodeOptions
+from envs.mixture import Mixture, MixtureOptions
 from flash.config.objects import check_options
-from flash.environment.interface import HELD_OUT, Checked, Prepared, WarmStart
+from flash.environment import HELD_OUT, Checked, Prepared, WarmStart, sharing
 from flash.environment.results import metrics_of, note_of
-from flash.environment.shared import sharing
 from flash.errors import ConfigError, EnvError, SandboxLostError, SandboxStartError
 from tests.envs.boxes import ScriptedSupply, local_processes
 
@@ -58,13 +57,13 @@ async def judged(env: CodeEnv, seed: int, answer: str):
 def test_it_offers_what_an_environment_may_offer():
     assert isinstance(CodeEnv, Checked)
     assert isinstance(CodeEnv, Prepared)
-    assert isinstance(CodeEnv(), WarmStart)
+    assert isinstance(CodeEnv(CodeOptions()), WarmStart)
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("language", ["bash", "python"])
 async def test_made_problems_are_solved_by_their_examples_and_by_any_program_that_does_the_same(language):
-    env = Local(language=language)
+    env = Local(CodeOptions(language=language))
     examples = env.solved_examples(2, seed=1)
     assert examples == env.solved_examples(2, seed=1)
     async with sharing("test"):
@@ -96,7 +95,7 @@ async def test_made_problems_are_solved_by_their_examples_and_by_any_program_tha
 @pytest.mark.anyio
 async def test_the_same_seed_asks_the_same_and_held_out_problems_are_apart():
     async def prompt(seed: int) -> str:
-        shown, info = await CodeEnv().reset(seed)
+        shown, info = await CodeEnv(CodeOptions()).reset(seed)
         assert info == {"language": "bash"}
         return shown
 
@@ -104,12 +103,12 @@ async def test_the_same_seed_asks_the_same_and_held_out_problems_are_apart():
     train = {await prompt(seed) for seed in range(500)}
     held_out = {await prompt(HELD_OUT + seed) for seed in range(200)}
     assert not train & held_out
-    assert {example.prompt for example in CodeEnv().solved_examples(2000, seed=3)}.isdisjoint(held_out)
+    assert {example.prompt for example in CodeEnv(CodeOptions()).solved_examples(2000, seed=3)}.isdisjoint(held_out)
 
 
 @pytest.mark.anyio
 async def test_a_data_set_may_hold_several_languages(data):
-    env = Local(path=data(ROWS), held_out_fraction=0.1)
+    env = Local(CodeOptions(path=data(ROWS), held_out_fraction=0.1))
     async with sharing("test"):
         seen = set()
         for seed in range(36):
@@ -136,7 +135,8 @@ async def test_rows_say_what_their_programs_may_use_also_in_tables_of_columns(tm
 
     async with sharing("test"):
         for seed in (0, HELD_OUT):
-            await judged(Scripted(path=str(tmp_path / "rows.parquet"), held_out_fraction=0.5), seed, "true")
+            options = CodeOptions(path=str(tmp_path / "rows.parquet"), held_out_fraction=0.5)
+            await judged(Scripted(options), seed, "true")
     assert {box.spec.memory_mib for box in boxes.boxes} == {256, 99}
 
 
@@ -146,8 +146,8 @@ async def test_the_reward_may_be_the_share_of_tests(data):
     path = data([row, {**row, "prompt": "q"}])
     async with sharing("test"):
         for reward, expected in [("share", 0.5), ("all", 0.0)]:
-            env = Local(path=path, held_out_fraction=0.5, language="bash", reward=reward, template="plain")
-            got, info = await judged(env, 0, "echo 1")
+            options = CodeOptions(path=path, held_out_fraction=0.5, language="bash", reward=reward, template="plain")
+            got, info = await judged(Local(options), 0, "echo 1")
             assert (got, info["passed"], info["total"], info["cause"]) == (expected, 1, 2, "wrong output")
 
 
@@ -163,7 +163,7 @@ async def test_episodes_of_a_node_share_one_supply_which_acts_for_the_run():
 
     async with sharing("my run"), anyio.create_task_group() as tasks:
         for seed in range(10):
-            tasks.start_soon(judged, Scripted(), seed, "true")
+            tasks.start_soon(judged, Scripted(CodeOptions()), seed, "true")
     assert opened == ["my-run"]
     assert supply.owners == {"my-run"}
     assert supply.most <= 8
@@ -177,7 +177,7 @@ async def test_law_5_a_sandbox_that_keeps_failing_is_an_error_and_never_a_reward
         supply = staticmethod(ScriptedSupply(failures=99, error=SandboxLostError("gone")).open)
 
     async with sharing("test"):
-        env = Lost()
+        env = Lost(CodeOptions())
         await env.reset(0)
         with pytest.raises(SandboxLostError):
             await env.step("echo 1")
@@ -193,21 +193,21 @@ async def test_preparing_starts_a_sandbox_of_each_language_in_use_and_tells_what
     rows = [*ROWS, {"prompt": "x", "language": "lua", "tests": [{"stdout": "1"}]}]
     lua = {"image": "lua-image", "file": "m.lua", "run": ["lua", "m.lua"]}
     async with sharing("test"):
-        await Scripted.prepare(path=data(rows), languages={"lua": lua})
+        await Scripted.prepare(CodeOptions(path=data(rows), languages={"lua": lua}))
         assert {box.spec.image for box in boxes.boxes} == {"flash-sandbox-python", "lua-image"}
         kinds = {"code": {"path": f"{__name__}:CodeEnv", "options": {"limits": {"memory_mib": 99}}}}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CodeEnv, "supply", staticmethod(boxes.open))
-            await Mixture.prepare(kinds)
+            await Mixture.prepare(MixtureOptions(kinds=kinds))
         assert boxes.boxes[-1].spec.memory_mib == 99
         boxes.failures, boxes.error = 9, SandboxStartError("no such image")
         with pytest.raises(SandboxStartError, match="no such image"):
-            await Scripted.prepare(limits={"memory_mib": 77})
+            await Scripted.prepare(CodeOptions(limits={"memory_mib": 77}))
 
 
 @pytest.mark.anyio
 async def test_a_step_without_a_reset_and_a_step_on_no_node_are_errors():
-    env = CodeEnv()
+    env = CodeEnv(CodeOptions())
     with pytest.raises(EnvError, match="before reset"):
         await env.step("")
     await env.reset(1)
@@ -216,8 +216,9 @@ async def test_a_step_without_a_reset_and_a_step_on_no_node_are_errors():
 
 
 def test_right_options_pass_the_check(data):
-    CodeEnv.check()
-    CodeEnv.check(path=data(ROWS), reward="share", limits={"timeout": 1}, sandboxes={"parallel": 2})
+    CodeEnv.check(CodeOptions())
+    limits, sandboxes = {"timeout": 1}, {"parallel": 2}
+    CodeEnv.check(CodeOptions(path=data(ROWS), reward="share", limits=limits, sandboxes=sandboxes))
 
 
 @pytest.mark.parametrize(
@@ -260,14 +261,14 @@ def test_wrong_options_are_refused_before_anything_starts(options, message):
 def test_wrong_rows_are_named_before_anything_starts(data, row, message):
     path = data([{"prompt": "p", "tests": [{"stdout": "1"}]}, {"prompt": "p", **row}])
     with pytest.raises(ConfigError, match=message):
-        CodeEnv.check(path=path)
+        CodeEnv.check(CodeOptions(path=path))
 
 
 def test_a_data_set_needs_its_columns_and_has_no_solved_examples(data):
     with pytest.raises(ConfigError, match="has no column 'tests', only"):
-        CodeEnv.check(path=data([{"prompt": "p"}]))
+        CodeEnv.check(CodeOptions(path=data([{"prompt": "p"}])))
     with pytest.raises(ConfigError, match=r"set model\.path"):
-        CodeEnv(path=data(ROWS)).solved_examples(1, 0)
+        CodeEnv(CodeOptions(path=data(ROWS))).solved_examples(1, 0)
 
 
 def test_importing_it_needs_no_container_engine_and_no_torch():

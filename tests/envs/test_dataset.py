@@ -4,8 +4,9 @@ import anyio
 import pytest
 
 from envs import dataset
-from envs.dataset import DatasetEnv
-from flash.environment.interface import HELD_OUT, Checked, Environment
+from envs.dataset import DatasetEnv, DatasetOptions
+from flash.config.objects import check_options
+from flash.environment import HELD_OUT, Checked, Environment
 from flash.errors import ConfigError, EnvError, RewardError
 from flash.types import Message
 
@@ -22,7 +23,7 @@ def rows(tmp_path):
 
 
 def env_of(path, **options):
-    return DatasetEnv(path, **{"template": "plain", **options})
+    return DatasetEnv(DatasetOptions(path=path, **{"template": "plain", **options}))
 
 
 async def prompts(path, seeds, **options):
@@ -32,7 +33,7 @@ async def prompts(path, seeds, **options):
 def test_it_is_an_environment_that_checks_its_options(rows):
     assert isinstance(env_of(rows), Environment)
     assert isinstance(DatasetEnv, Checked)
-    DatasetEnv.check(rows)
+    DatasetEnv.check(DatasetOptions(path=rows))
 
 
 @pytest.mark.anyio
@@ -93,7 +94,7 @@ async def test_episodes_that_start_together_read_the_files_once(rows, monkeypatc
 @pytest.mark.anyio
 async def test_a_prompt_goes_through_the_chat_template_or_stays_plain(rows):
     text = (await prompts(rows, [5]))[0]
-    chat = DatasetEnv(rows, system_prompt="Think.")
+    chat = DatasetEnv(DatasetOptions(path=rows, system_prompt="Think."))
     assert (await chat.reset(5))[0] == [Message("system", "Think."), Message("user", text)]
     plain = env_of(rows, system_prompt="Think. ")
     assert (await plain.reset(5))[0] == f"Think. {text}"
@@ -104,7 +105,8 @@ async def test_a_prompt_may_be_a_chat(tmp_path):
     chat = [{"role": "user", "content": "hello"}]
     path = write(tmp_path / "rows.jsonl", [{"prompt": chat, "answer": 1}])
     held_out = write(tmp_path / "held.jsonl", [{"prompt": "h", "answer": 1}])
-    assert (await DatasetEnv(path, held_out_path=held_out).reset(0))[0] == [Message("user", "hello")]
+    env = DatasetEnv(DatasetOptions(path=path, held_out_path=held_out))
+    assert (await env.reset(0))[0] == [Message("user", "hello")]
 
 
 @pytest.mark.anyio
@@ -150,10 +152,10 @@ async def test_a_step_before_reset_is_an_environment_error(rows):
         ({"held_out_fraction": 0.0}, "held_out_fraction must lie"),
         ({"held_out_fraction": 1.0}, "held_out_fraction must lie"),
         ({"verifier": "envs.rewards.exact:nothing"}, "no verifier"),
-        ({"template": "xml"}, "chat or plain"),
+        ({"template": "xml"}, 'expected "chat" or "plain", got "xml"'),
         ({"timeout": 0}, "timeout must be"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_starts(rows, options, message):
     with pytest.raises(ConfigError, match=message):
-        DatasetEnv.check(**{"path": rows, **options})
+        DatasetEnv.check(**check_options(DatasetEnv, {"path": rows, **options}, "env.options"))

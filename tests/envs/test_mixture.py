@@ -3,10 +3,10 @@ from collections import Counter
 import anyio.lowlevel
 import pytest
 
-from envs.arithmetic import Arithmetic
-from envs.mixture import Mixture
+from envs.arithmetic import Arithmetic, ArithmeticOptions
+from envs.mixture import Mixture, MixtureOptions
 from flash.config.objects import check_options
-from flash.environment.interface import HELD_OUT, Checked, Environment, Kinds, WarmStart
+from flash.environment import HELD_OUT, Checked, Environment, Kinds, WarmStart
 from flash.errors import ConfigError, EnvError
 
 KINDS = {
@@ -50,11 +50,12 @@ BLOCKING = {"path": f"{__name__}:Blocking"}
 
 
 def kinds_of(seeds, kinds=KINDS):
-    return Counter(Mixture.kind_of(seed, kinds) for seed in seeds)
+    options = MixtureOptions(kinds=kinds)
+    return Counter(Mixture.kind_of(seed, options) for seed in seeds)
 
 
 def test_it_is_an_environment_that_names_its_kinds():
-    env = Mixture(KINDS)
+    env = Mixture(MixtureOptions(kinds=KINDS))
     for protocol in (Environment, Checked, Kinds, WarmStart):
         assert isinstance(env, protocol)
 
@@ -68,16 +69,17 @@ def test_any_stretch_of_seeds_holds_each_kind_by_its_weight(start):
 
 def test_the_kind_of_a_seed_does_not_depend_on_options_of_the_environments():
     other = {name: kind | {"options": {"digits": 3}} for name, kind in KINDS.items()}
-    assert [Mixture.kind_of(seed, KINDS) for seed in range(50)] == [Mixture.kind_of(seed, other) for seed in range(50)]
+    one, two = MixtureOptions(kinds=KINDS), MixtureOptions(kinds=other)
+    assert [Mixture.kind_of(seed, one) for seed in range(50)] == [Mixture.kind_of(seed, two) for seed in range(50)]
 
 
 @pytest.mark.anyio
 async def test_a_problem_comes_from_the_environment_of_its_kind():
     for seed in [*range(20), *range(HELD_OUT, HELD_OUT + 20)]:
-        env = Mixture(KINDS)
+        env = Mixture(MixtureOptions(kinds=KINDS))
         shown = await env.reset(seed)
-        kind = KINDS[Mixture.kind_of(seed, KINDS)]
-        assert shown == await Arithmetic(**kind["options"]).reset(seed)
+        kind = KINDS[Mixture.kind_of(seed, MixtureOptions(kinds=KINDS))]
+        assert shown == await Arithmetic(ArithmeticOptions(**kind["options"])).reset(seed)
         right = str(eval(shown[0].removesuffix("=")))
         assert await env.step(right) == ("", 1.0, True, False, {})
         await env.close()
@@ -86,7 +88,7 @@ async def test_a_problem_comes_from_the_environment_of_its_kind():
 @pytest.mark.anyio
 async def test_a_blocking_environment_works_inside_and_is_closed_once():
     closings.clear()
-    env = Mixture({"only": BLOCKING | {"options": {"word": "hello"}}})
+    env = Mixture(MixtureOptions(kinds={"only": BLOCKING | {"options": {"word": "hello"}}}))
     assert await env.reset(7) == ("hello 7", {})
     assert await env.step("x") == ("", 0.5, True, False, {})
     await env.close()
@@ -96,7 +98,7 @@ async def test_a_blocking_environment_works_inside_and_is_closed_once():
 @pytest.mark.anyio
 async def test_closing_before_reset_closes_nothing():
     closings.clear()
-    await Mixture({"only": BLOCKING}).close()
+    await Mixture(MixtureOptions(kinds={"only": BLOCKING})).close()
     await anyio.lowlevel.checkpoint()
     assert closings == []
 
@@ -104,11 +106,11 @@ async def test_closing_before_reset_closes_nothing():
 @pytest.mark.anyio
 async def test_a_step_before_reset_is_an_environment_error():
     with pytest.raises(EnvError, match="before reset"):
-        await Mixture(KINDS).step("1")
+        await Mixture(MixtureOptions(kinds=KINDS)).step("1")
 
 
 def test_solved_examples_come_from_all_kinds_by_weight():
-    env = Mixture(KINDS)
+    env = Mixture(MixtureOptions(kinds=KINDS))
     examples = env.solved_examples(200, seed=3)
     assert examples == env.solved_examples(200, seed=3)
     assert examples != env.solved_examples(200, seed=4)
@@ -119,7 +121,7 @@ def test_solved_examples_come_from_all_kinds_by_weight():
 
 
 def test_solved_examples_need_every_kind_to_have_some():
-    env = Mixture(KINDS | {"silent": BLOCKING})
+    env = Mixture(MixtureOptions(kinds=KINDS | {"silent": BLOCKING}))
     for ask in (lambda: env.solved_examples(4, 0), env.alphabet):
         with pytest.raises(ConfigError, match="silent cannot show solved examples"):
             ask()
@@ -148,8 +150,8 @@ def test_the_configurations_form_of_the_options_is_taken():
 )
 def test_a_mixture_that_cannot_work_is_refused(kinds, message):
     with pytest.raises(ConfigError, match=message):
-        Mixture.check(kinds)
+        Mixture.check(MixtureOptions(kinds=kinds))
 
 
 def test_a_mixture_that_can_work_is_not_refused():
-    Mixture.check(KINDS | {"blocking": BLOCKING})
+    Mixture.check(MixtureOptions(kinds=KINDS | {"blocking": BLOCKING}))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from envs.arithmetic import Arithmetic
+from envs.arithmetic import Arithmetic, ArithmeticOptions
 from flash.config.tree import TinyModelConfig
 from flash.environment.interface import SolvedExample
 from flash.errors import ConfigError
@@ -56,7 +56,7 @@ def test_the_folder_loads_as_an_ordinary_model(made):
     tokenizer = AutoTokenizer.from_pretrained(made)
     assert model.dtype == torch.float32
     assert model.config.model_type == "qwen3"
-    assert model.config.vocab_size == len(tokenizer) == len(Arithmetic().alphabet()) + 2
+    assert model.config.vocab_size == len(tokenizer) == len(Arithmetic(ArithmeticOptions()).alphabet()) + 2
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
 

@@ -15,9 +15,10 @@ from benchmarks.versus_trl import run as versus_trl
 from benchmarks.versus_trl.curves import Case, Curve, Point, keep, read, rows, seconds_to
 from benchmarks.versus_trl.run import CASES, TRL, WORKLOADS, arguments, configured, label, measured
 from benchmarks.versus_trl.settings import TrlChoices, adamw_arguments, grpo_arguments, warmup
-from benchmarks.versus_trl.task import CountedSums, LaggedSums
+from benchmarks.versus_trl.task import CountedSums, LaggedOptions, LaggedSums
+from envs.counting import CountingOptions
 from flash.config.load import load
-from flash.environment.interface import HELD_OUT
+from flash.environment import HELD_OUT
 from flash.errors import ConfigError, EnvError
 from flash.hub.tasks import TaskSource
 
@@ -256,13 +257,13 @@ def test_the_requirements_pin_every_package_and_share_flashs_versions():
 
 def test_every_short_answer_has_as_many_tokens_as_fit():
     config = workload("short")
-    examples = LaggedSums(**config.env.options).solved_examples(50, seed=0)
+    examples = LaggedSums(LaggedOptions(**config.env.options)).solved_examples(50, seed=0)
     assert {len(example.answer) + 1 for example in examples} == {config.rollout.max_new_tokens}
 
 
 def test_the_long_answers_have_the_stated_tail():
     config = workload("long")
-    env, rng = CountedSums(**config.env.options), random.Random(0)
+    env, rng = CountedSums(CountingOptions(**config.env.options)), random.Random(0)
     lengths = sorted(len(env._draw(rng, held_out=False, length=None).answer) for _ in range(4000))
     assert lengths[2000] == pytest.approx(24, abs=4)
     assert lengths[-1] == 20 * 24
@@ -282,7 +283,7 @@ def test_lagged_sums_are_rewarded_when_all_of_them_are_right():
 
 
 def test_the_examples_of_lagged_sums_are_training_problems_with_right_answers_in_its_alphabet():
-    config, env = workload("short"), LaggedSums()
+    config, env = workload("short"), LaggedSums(LaggedOptions())
     examples = env.solved_examples(300, seed=1)
     assert examples == env.solved_examples(300, seed=1)
     held_out = versus_trl_problems.prompts(config, versus_trl_problems.held_out_seeds(config))
@@ -294,9 +295,9 @@ def test_the_examples_of_lagged_sums_are_training_problems_with_right_answers_in
 
 
 def test_counted_sums_recite_the_alphabet_backwards_with_the_sum_of_the_two_digits_before():
-    for example in CountedSums(median=5, longest=30).solved_examples(50, seed=0):
+    for example in CountedSums(CountingOptions(median=5, longest=30)).solved_examples(50, seed=0):
         signs, digits = example.answer[::2], [int(digit) for digit in example.prompt[1:] + example.answer[1::2]]
-        alphabet = CountedSums(median=5, longest=30).alphabet()
+        alphabet = CountedSums(CountingOptions(median=5, longest=30)).alphabet()
         assert signs == alphabet[: alphabet.index(example.prompt[0])][::-1]
         assert all(digits[i] == (digits[i - 1] + digits[i - 2]) % 10 for i in range(2, len(digits)))
 
@@ -312,12 +313,12 @@ def test_counted_sums_are_rewarded_by_the_share_of_right_characters():
 @pytest.mark.parametrize(("option", "value"), [("lag", 2), ("lag", 101), ("length", 0), ("length", 1001)])
 def test_lagged_sums_that_make_no_problem_are_refused(option, value):
     with pytest.raises(ConfigError, match=f"{option} must be a whole number"):
-        LaggedSums(**{option: value})
+        LaggedOptions(**{option: value})
 
 
 def test_lagged_sums_need_a_problem_before_an_answer():
     async def answer():
-        await LaggedSums().step("1")
+        await LaggedSums(LaggedOptions()).step("1")
 
     with pytest.raises(EnvError, match="before reset"):
         anyio.run(answer)

@@ -2,10 +2,10 @@ import json
 
 import pytest
 
-from envs.dataset import DatasetEnv
+from envs.dataset import DatasetEnv, DatasetOptions
 from envs.rewards.code import code_verifier
 from envs.rewards.verifier import load_verifier, verify
-from flash.environment.shared import sharing
+from flash.environment import sharing
 from flash.errors import ConfigError, EnvError, RewardError, SandboxLostError
 from tests.envs.boxes import ScriptedSupply, local_processes
 
@@ -35,10 +35,10 @@ async def test_a_data_set_environment_scores_with_it(tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"square {n}", "answer": json.dumps(TESTS)} for n in range(4)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {"path": str(path), "held_out_fraction": 0.25, "verifier": f"{__name__}:share"}
-    DatasetEnv.check(**options)
+    options = DatasetOptions(path=str(path), held_out_fraction=0.25, verifier=f"{__name__}:share")
+    DatasetEnv.check(options)
     async with sharing("test"):
-        env = DatasetEnv(**options)
+        env = DatasetEnv(options)
         await env.reset(0)
         assert (await env.step(RIGHT))[1] == 1.0
 

@@ -7,13 +7,13 @@ import re
 import anyio
 import pytest
 
-from envs.code import CodeEnv
+from envs.code import CodeEnv, CodeOptions
 from envs.judging.judge import shared_judge
 from envs.judging.options import Case, JudgePool, Limits, Suite, languages_with
 from envs.linear import PROGRAMS
 from envs.sandbox.engines.docker import DockerBackend
 from envs.sandbox.pool.ownership import PREFIX
-from flash.environment.shared import sharing
+from flash.environment import sharing
 from flash.errors import ConfigError, SandboxStartError
 from tests.envs.sandbox.services import TOKEN, running
 
@@ -76,11 +76,11 @@ async def test_programs_are_judged_in_real_containers_and_none_of_them_harms_the
 @pytest.mark.integration
 async def test_episodes_run_in_real_containers(engine_url):
     before = await _containers(engine_url)
-    options = {"language": "bash", "sandboxes": {"parallel": 3}}
+    options = CodeOptions(language="bash", sandboxes={"parallel": 3})
     rewards: list[float] = []
 
     async def episode(seed: int) -> None:
-        env = CodeEnv(**options)
+        env = CodeEnv(options)
         prompt, _ = await env.reset(seed)
         one, x, y = (int(value) for value in re.findall(r"=(\d+)", str(prompt)))
         right = PROGRAMS["bash"].format(f"{one}+$x*{x - one}+{y - one}*y")
@@ -88,7 +88,7 @@ async def test_episodes_run_in_real_containers(engine_url):
         await env.close()
 
     async with sharing("episodes"):
-        await CodeEnv.prepare(**options)
+        await CodeEnv.prepare(options)
         async with anyio.create_task_group() as tasks:
             for seed in range(20):
                 tasks.start_soon(episode, seed)
@@ -102,7 +102,7 @@ async def test_an_image_that_is_missing_is_missed_before_a_run_begins(engine_url
     language = {"image": "flash-sandbox-nowhere", "file": "main.py", "run": ["python3", "main.py"]}
     async with sharing("missing"):
         with pytest.raises(SandboxStartError, match="flash-sandbox-nowhere"):
-            await CodeEnv.prepare(language="python", languages={"python": language})
+            await CodeEnv.prepare(CodeOptions(language="python", languages={"python": language}))
 
 
 @pytest.mark.anyio
@@ -110,7 +110,7 @@ async def test_an_engine_that_is_missing_is_missed_before_a_run_begins(monkeypat
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     async with sharing("missing"):
         with pytest.raises((ConfigError, SandboxStartError), match=r"none\.sock"):
-            await CodeEnv.prepare()
+            await CodeEnv.prepare(CodeOptions())
 
 
 @pytest.mark.anyio
@@ -118,9 +118,9 @@ async def test_a_service_judges_as_well_as_a_pool_of_our_own(tmp_path):
     (tmp_path / "tokens").write_text(f"admin {TOKEN}\n")
     (tmp_path / "tokens").chmod(0o600)
     async with running(tmp_path) as service, sharing("remote run"):
-        options = {"sandboxes": {"at": service.url, "token_file": str(tmp_path / "tokens")}}
-        CodeEnv.check(**options)
-        env = CodeEnv(**options)
+        options = CodeOptions(sandboxes={"at": service.url, "token_file": str(tmp_path / "tokens")})
+        CodeEnv.check(options)
+        env = CodeEnv(options)
         prompt, _ = await env.reset(3)
         one, x, y = (int(value) for value in re.findall(r"=(\d+)", str(prompt)))
         assert (await env.step(f"read x y; echo $((x*{x - one}+y*{y - one}+{one}))"))[1] == 1.0
