@@ -8,7 +8,8 @@ age and whose consumption checks nothing: with 1 % of the answers forty times lo
 from __future__ import annotations
 
 from benchmarks.form import Args, Row, main
-from benchmarks.simulated.figure import capacity_s, change, lines, ours, workload
+from benchmarks.simulated.configure import capacity_s, change, ours, workload
+from benchmarks.simulated.figure import lines
 from benchmarks.simulated.peers.areal import Rules as Areal
 from benchmarks.simulated.peers.areal import areal
 from benchmarks.simulated.peers.roll_flash import Rules, roll_flash

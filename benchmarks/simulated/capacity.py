@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.form import Args, Row, main
-from benchmarks.simulated.configure import STEP_S, TWO_ENGINES, configure
+from benchmarks.simulated.configure import STEP_S, TWO_ENGINES, configure, decode_s
 from flash.config.spread import uniform
 from flash.simulate.world import simulate
 
@@ -20,28 +20,27 @@ BATCH = 64
 GOAL = 0.97
 
 
-def workload(seed: int) -> dict[str, dict[str, Any]]:
-    """A random configuration."""
+def draw(seed: int) -> dict[str, dict[str, Any]]:
+    """Tables of a random configuration, the same for the same seed."""
 
     def between(low: float, high: float, which: int) -> float:
         return low * (high / low) ** uniform(seed, which)
 
     mean, places = between(150, 600, 0), round(between(4, 14, 1))
     deviation = mean * between(0.3, 1.2, 2)
-    slots_s = BATCH * mean * STEP_S / (2 * places)
     return {
         "train": {"async_ratio": 2 + int(uniform(seed, 3) * 3)},
         "engine": {"max_sequences": places, "stream_interval": 1024},
         "simulate": {
             "response_tokens": f"lognormal({mean:.0f}, {deviation:.0f}, low=1)",
-            "train_step_s": slots_s * between(1 / 3, 3, 4),
+            "train_step_s": decode_s(BATCH, mean, places) * between(1 / 3, 3, 4),
         },
     }
 
 
 def efficiency(seed: int, steps: int) -> tuple[str, float]:
     """What was run, and the share of its capacity that it reached."""
-    drawn = workload(seed)
+    drawn = draw(seed)
     config = configure(
         run={"name": "capacity", "steps": steps, "seed": seed},
         rollout={"group_size": 8},

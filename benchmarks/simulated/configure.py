@@ -1,22 +1,28 @@
-"""What the benchmarks of the simulator share: configurations by dictionaries, and runs whose world can be looked at."""
+"""What the benchmarks of the simulator share: configurations made of tables, and simulated runs of our own code."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from typing import Any
 
 import anyio
 import msgspec
 
+from benchmarks.form import WORKLOADS
 from flash.config.tree import Config
+from flash.simulate.bounds import bounds, quantities
 from flash.simulate.clock import VirtualLoop
 from flash.simulate.report import SimReport
-from flash.simulate.world import World
+from flash.simulate.world import World, simulate
+
+NOTHING_REAL: dict[str, dict[str, Any]] = {"model": {"path": "none"}, "env": {"path": "none:None"}}
+"""What a configuration must name and a simulation does not look at."""
 
 BASE: dict[str, dict[str, Any]] = {
     "run": {"name": "benchmark"},
-    "model": {"path": "none", "max_length": 1 << 20},
-    "env": {"path": "none:None"},
+    "model": NOTHING_REAL["model"] | {"max_length": 1 << 20},
+    "env": NOTHING_REAL["env"],
     "rollout": {"max_new_tokens": 1 << 16},
     "train": {},
     "engine": {"stream_interval": 256},
@@ -41,8 +47,38 @@ TWO_ENGINES: dict[str, Any] = {
 
 def configure(**tables: Mapping[str, Any]) -> Config:
     """`BASE` with changes, table by table."""
-    names = {*BASE, *tables}
-    return msgspec.convert({name: BASE.get(name, {}) | dict(tables.get(name, {})) for name in names}, Config)
+    return _changed(BASE, tables)
+
+
+def workload(name: str, **tables: Mapping[str, Any]) -> Config:
+    """benchmarks/workloads/<name>.toml with changes, table by table."""
+    return _changed(NOTHING_REAL | tomllib.loads((WORKLOADS / f"{name}.toml").read_text()), tables)
+
+
+def change(config: Config, **tables: Mapping[str, Any]) -> Config:
+    """The configuration with changes, table by table."""
+    return _changed(msgspec.to_builtins(config), tables)
+
+
+def _changed(base: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> Config:
+    changed = {name: base.get(name, {}) | dict(table) for name, table in tables.items()}
+    return msgspec.convert({**base, **changed}, Config)
+
+
+def decode_s(samples: int, tokens: float, places: int) -> float:
+    """Seconds in which `TWO_ENGINES` of so many places each decode samples of so many tokens in the mean."""
+    return samples * tokens * STEP_S / (2 * places)
+
+
+def ours(config: Config, **rollout: object) -> SimReport:
+    """Our own code on a configuration, with switches of `[rollout]`."""
+    return simulate(change(config, rollout=rollout))
+
+
+def capacity_s(config: Config, report: SimReport) -> float:
+    """Seconds that a step takes at least, whatever the schedule."""
+    every = bounds(quantities(config, report.ledger), config.train.batch_size)
+    return next(bound.step_s for bound in every if bound.lower)
 
 
 def run_world(config: Config) -> tuple[World, SimReport]:

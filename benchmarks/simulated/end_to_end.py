@@ -9,7 +9,8 @@ batches, whose ratios are not the published ones.
 from __future__ import annotations
 
 from benchmarks.form import Args, Row, main
-from benchmarks.simulated.figure import bars, capacity_s, change, ours, speedup, workload
+from benchmarks.simulated.configure import capacity_s, change, ours, workload
+from benchmarks.simulated.figure import bars, speedup
 from benchmarks.simulated.peers.roll_agentic import Rules as Agentic
 from benchmarks.simulated.peers.roll_agentic import roll_agentic
 from benchmarks.simulated.peers.roll_flash import Rules, roll_flash
@@ -70,7 +71,7 @@ def _turns(config: Config) -> Config:
 
 
 def measure(args: Args) -> list[Row]:
-    """All chains."""
+    """RLVR, then both agentic chains."""
     return [*rlvr(args.quick), *agentic("alfworld", args.quick), *agentic("swe", args.quick)]
 
 

@@ -7,7 +7,8 @@ slowest sum over all turns counts.
 from __future__ import annotations
 
 from benchmarks.form import Args, Row, main
-from benchmarks.simulated.figure import capacity_s, lines, ours, speedup, workload
+from benchmarks.simulated.configure import capacity_s, ours, workload
+from benchmarks.simulated.figure import lines, speedup
 from benchmarks.simulated.peers.roll_agentic import Rules, roll_agentic
 from benchmarks.simulated.peers.synchronous import Rules as Baseline
 from benchmarks.simulated.peers.synchronous import synchronous

@@ -1,4 +1,4 @@
-"""What the simulated figures share: their workloads, their comparisons, their plots, and the tables of docs/figures.md.
+"""What the simulated figures share: their comparisons, their plots, and the tables of docs/figures.md.
 
 A figure compares four numbers for each case: the published one, a peer's rules, our own code, and a bound that no
 schedule exceeds, the last three in the same simulation of the same workload. Speed-ups are over the same simulated
@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import re
 import sys
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from benchmarks.form import RESULTS, ROOT, WORKLOADS, Row
-from flash.config.tree import Config
-from flash.simulate.bounds import bounds, quantities
-from flash.simulate.report import SimReport
-from flash.simulate.world import simulate
+from benchmarks.form import RESULTS, ROOT, Row
 
 CLOSE = 0.15
 """How far a simulated peer may be from the published figure, as a share of it."""
@@ -28,32 +23,6 @@ TIE = 0.99
 """Ours is as fast as a peer from this share of its speed on: where both do the same, the order of events differs."""
 NAMES = {"reference": "published", "peer": "ROLL Flash rules", "ours": "ours", "bound": "bound"}
 COLORS = {"reference": "#8c8c8c", "peer": "#d98032", "ours": "#2f6fb0", "bound": "#9ac29a"}
-
-
-# -- simulation ------------------------------------------------------------------------------------------------------
-
-
-def workload(name: str, **tables: Mapping[str, Any]) -> Config:
-    """benchmarks/workloads/<name>.toml with changes, table by table."""
-    base = tomllib.loads((WORKLOADS / f"{name}.toml").read_text())
-    return change(msgspec.convert({"model": {"path": "none"}, "env": {"path": "none:None"}} | base, Config), **tables)
-
-
-def change(config: Config, **tables: Mapping[str, Any]) -> Config:
-    """The configuration with changes, table by table."""
-    built: dict[str, Any] = msgspec.to_builtins(config)
-    return msgspec.convert(built | {name: built[name] | dict(table) for name, table in tables.items()}, Config)
-
-
-def ours(config: Config, **rollout: object) -> SimReport:
-    """Our own code on a configuration, with switches of `[rollout]`."""
-    return simulate(change(config, rollout=rollout))
-
-
-def capacity_s(config: Config, report: SimReport) -> float:
-    """Seconds that a step takes at least, whatever the schedule."""
-    every = bounds(quantities(config, report.ledger), config.train.batch_size)
-    return next(bound.step_s for bound in every if bound.lower)
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------
@@ -184,4 +153,4 @@ def _cell(value: float | None) -> str:
 
 if __name__ == "__main__":
     for absent in write_tables(ROOT / "docs" / "figures.md", RESULTS):
-        sys.stderr.write(f"no results of {absent}: run python -m benchmarks.{absent} --json …\n")
+        sys.stderr.write(f"no results of {absent}: run python -m benchmarks {absent}\n")

@@ -7,7 +7,8 @@ published formula predicts from the workload alone.
 from __future__ import annotations
 
 from benchmarks.form import Args, Row, main
-from benchmarks.simulated.figure import capacity_s, lines, ours, workload
+from benchmarks.simulated.configure import capacity_s, ours, workload
+from benchmarks.simulated.figure import lines
 from benchmarks.simulated.peers.roll_flash import Rules, roll_flash
 from flash.simulate.bounds import best_split, quantities
 

@@ -10,7 +10,7 @@ generated tokens that were trained. A window of 1 batch is strict order of issue
 from __future__ import annotations
 
 from benchmarks.form import Args, Row, main
-from benchmarks.simulated.configure import STEP_S, TWO_ENGINES, configure
+from benchmarks.simulated.configure import TWO_ENGINES, configure, decode_s
 from flash.simulate.report import SimReport
 from flash.simulate.world import simulate
 
@@ -24,7 +24,7 @@ CASES = ((2, (None, 2.0, 1.0)), (8, (None, 4.0, 2.0, 1.0)))
 
 
 def run(async_ratio: float, window: float | None, steps: int) -> SimReport:
-    """One simulated run."""
+    """A simulated run with a window in batches, None for any order."""
     return simulate(
         configure(
             run={"name": "length_bias", "steps": steps},
@@ -33,7 +33,7 @@ def run(async_ratio: float, window: float | None, steps: int) -> SimReport:
             engine={"max_sequences": PLACES},
             simulate=TWO_ENGINES
             | {
-                "train_step_s": BATCH * MEAN * STEP_S / (2 * PLACES),
+                "train_step_s": decode_s(BATCH, MEAN, PLACES),
                 "response_tokens": f"lognormal({MEAN}, {DEVIATION}, low=1)",
             },
         )

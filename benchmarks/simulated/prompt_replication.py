@@ -7,7 +7,8 @@ with its own switch. All requests of a batch fit into the engines: what is gaine
 from __future__ import annotations
 
 from benchmarks.form import Args, Row, main
-from benchmarks.simulated.figure import bars, capacity_s, ours, speedup, workload
+from benchmarks.simulated.configure import capacity_s, ours, workload
+from benchmarks.simulated.figure import bars, speedup
 from benchmarks.simulated.peers.roll_flash import Rules, roll_flash
 
 CASES = ((32, 16, 116.0, 89.0), (64, 16, 149.0, 81.0), (16, 64, 162.0, 83.0))

@@ -8,7 +8,8 @@ that policy starts in a step: a batch beyond the needed ones, and the extra ones
 from __future__ import annotations
 
 from benchmarks.form import Args, Row, main
-from benchmarks.simulated.figure import bars, capacity_s, change, ours, speedup, workload
+from benchmarks.simulated.configure import capacity_s, change, ours, workload
+from benchmarks.simulated.figure import bars, speedup
 from benchmarks.simulated.peers.roll_flash import Rules, roll_flash
 from benchmarks.simulated.peers.synchronous import Rules as Baseline
 from benchmarks.simulated.peers.synchronous import synchronous

@@ -7,7 +7,8 @@ end and keep their environments busy; ours cancels them at once. Speed-ups are o
 from __future__ import annotations
 
 from benchmarks.form import Args, Row, main
-from benchmarks.simulated.figure import bars, change, ours, speedup, workload
+from benchmarks.simulated.configure import change, ours, workload
+from benchmarks.simulated.figure import bars, speedup
 from benchmarks.simulated.peers.roll_agentic import Rules, roll_agentic
 
 GROUPS, SIZE = 32, 8

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 
 from benchmarks.form import Args, Row, main
-from benchmarks.simulated.figure import CLOSE, capacity_s, lines, ours, workload
+from benchmarks.simulated.configure import capacity_s, ours, workload
+from benchmarks.simulated.figure import CLOSE, lines
 from benchmarks.simulated.peers.roll_flash import Rules, roll_flash
 from benchmarks.simulated.peers.synchronous import Rules as Baseline
 from benchmarks.simulated.peers.synchronous import synchronous

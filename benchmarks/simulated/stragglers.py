@@ -10,7 +10,7 @@ which every sample has the mean length, which is the same work spread evenly.
 from __future__ import annotations
 
 from benchmarks.form import Args, Row, main
-from benchmarks.simulated.configure import STEP_S, TWO_ENGINES, configure, run_world
+from benchmarks.simulated.configure import TWO_ENGINES, configure, decode_s, run_world
 from flash.simulate.report import SimReport
 
 SHORT, LONG = 200, 8000
@@ -27,7 +27,7 @@ def run(tokens: str, on_expire: str, steps: int) -> tuple[SimReport, float]:
         rollout={"group_size": 8, "on_expire": on_expire},
         train={"batch_size": BATCH, "async_ratio": ALPHA},
         engine={"max_sequences": PLACES},
-        simulate=TWO_ENGINES | {"train_step_s": BATCH * MEAN * STEP_S / (2 * PLACES), "response_tokens": tokens},
+        simulate=TWO_ENGINES | {"train_step_s": decode_s(BATCH, MEAN, PLACES), "response_tokens": tokens},
     )
     world, report = run_world(config)
     issued = world.issued_lengths()[LONG]
@@ -35,7 +35,7 @@ def run(tokens: str, on_expire: str, steps: int) -> tuple[SimReport, float]:
 
 
 def measure(args: Args) -> list[Row]:
-    """Rows per mode."""
+    """For each mode of `on_expire` ages, shares and throughputs."""
     steps = 20 if args.quick else 100
     mixed = f"values({', '.join([str(SHORT)] * 99)}, {LONG})"
     rows: list[Row] = []

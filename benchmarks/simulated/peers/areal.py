@@ -49,7 +49,7 @@ class Areal:
         self._changed = anyio.Event()
 
     async def run(self) -> PeerReport:
-        """All steps."""
+        """Simulate every step of the run, and report it."""
         world = self._world
         await world.publish()
         async with anyio.create_task_group() as groups:

@@ -69,7 +69,7 @@ class RollAgentic:
         self._changed = anyio.Event()
 
     async def run(self) -> PeerReport:
-        """All steps."""
+        """Simulate every step of the run, and report it."""
         world = self._world
         async with anyio.create_task_group() as environments:
             for step in range(world.config.run.steps):

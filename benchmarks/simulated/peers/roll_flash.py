@@ -80,7 +80,7 @@ class RollFlash:
         self._homes = itertools.cycle(range(len(world.engines)))
 
     async def run(self) -> PeerReport:
-        """All steps."""
+        """Simulate every step of the run, and report it."""
         world = self._world
         async with anyio.create_task_group() as prompts:
             for step in range(world.config.run.steps):

@@ -104,7 +104,7 @@ class World:
 
     @property
     def groups_per_batch(self) -> int:
-        """G."""
+        """Groups that a step trains."""
         return self.config.groups_per_batch
 
     # -- rollout -----------------------------------------------------------------------------------------------------
