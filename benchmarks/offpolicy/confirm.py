@@ -16,7 +16,7 @@ from benchmarks.form import ROOT, Args, Row, main
 from benchmarks.offpolicy.cells import FINAL_POINTS, Cell, read_lines
 from benchmarks.offpolicy.run import METHODS, QUICK, SETTING
 from benchmarks.offpolicy.summary import KEPT, Summary, summarise
-from benchmarks.real.compare import Measured, train
+from benchmarks.training import PINNED, Measured, train
 
 BASE = ROOT / "examples" / "quickstart.toml"
 """For what a cell does not say: the engine and the cores."""
@@ -54,12 +54,12 @@ def _assignments(table: dict[str, Any], prefix: str) -> Iterator[str]:
 
 
 def run(args: Args) -> list[Row]:
-    """All runs, one after the other."""
+    """Train the chosen cells, one after the other, and compare each with its exact one."""
     exact = summarise(read_lines(KEPT)) if KEPT.exists() and not args.quick else []
     return [
         row
         for cell in cells(args.quick)
-        for row in compared(cell, train(BASE, f"bench-offpolicy-{cell.name}", overrides(cell)), exact)
+        for row in compared(cell, train(BASE, f"bench-offpolicy-{cell.name}", [*PINNED, *overrides(cell)]), exact)
     ]
 
 

@@ -9,20 +9,14 @@ generation waits for the slowest. Ours: each environment steps on its own, α = 
 
 from __future__ import annotations
 
-from benchmarks.form import WORKLOADS, Args, Row, main
-from benchmarks.real.compare import compare
+from benchmarks.form import WORKLOADS, main
+from benchmarks.real.compare import comparison
 
 WORKLOAD = WORKLOADS / "real_agentic.toml"
-STEPS, QUICK_STEPS = 24, 5
 GOAL = 2.72
 PAPER = 2.72
 """ROLL Flash, ALFWorld end to end."""
 
-
-def run(args: Args) -> list[Row]:
-    """All modes."""
-    return compare(WORKLOAD, QUICK_STEPS if args.quick else STEPS, GOAL, PAPER)
-
-
 if __name__ == "__main__":
-    main("real_agentic", __doc__ or "", run)
+    compared = comparison(WORKLOAD, steps=24, quick_steps=5, goal=GOAL, reference=PAPER)
+    main("real_agentic", __doc__ or "", compared)

@@ -7,12 +7,9 @@ asynchronous training with batches of half the size. Errors are of the step time
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 from benchmarks.form import Args, Row, main
-from benchmarks.real.async_vs_sync import PINNED, WORKLOAD
+from benchmarks.real.async_vs_sync import WORKLOAD
+from benchmarks.training import PINNED, run
 from flash.cli.calibrate import predicted_step_s
 from flash.observe.rundir import RunDirectory
 from flash.observe.summary import by_step
@@ -25,22 +22,13 @@ RUNS = {
 }
 GOAL = 0.1
 """Largest error of a prediction."""
-RUN_TIMEOUT_S = 1800
-"""Longest wait for one run."""
-
-
-def train(name: str, overrides: list[str]) -> Path:
-    """One real run; its directory."""
-    command = [sys.executable, "-m", "flash", "train", str(WORKLOAD), f"run.name={name}", *PINNED, *overrides]
-    subprocess.run(command, check=True, timeout=RUN_TIMEOUT_S)
-    return Path("outputs") / name
 
 
 def predict(args: Args) -> list[Row]:
-    """Measure, fit, predict."""
+    """Measure the runs, fit constants to the first, and predict all of them."""
     steps = f"run.steps={10 if args.quick else 30}"
     folders = {
-        case: train(f"bench-calibration-{number}", [steps, *overrides])
+        case: run(WORKLOAD, f"bench-calibration-{number}", [*PINNED, steps, *overrides])
         for number, (case, overrides) in enumerate(RUNS.items())
     }
     first = next(iter(folders.values()))

@@ -1,23 +1,18 @@
 """Real runs of one workload, synchronous against asynchronous: what `real_rlvr` and `real_agentic` share.
 
 All runs go through `flash train` with the same seed, model, environment, batch and number of samples, the node loop and
-its engine on core 0, the trainer on core 1: each core stands for one device. Seconds run from the end of the first
-evaluation, when rollouts begin, to the last commit.
+its engine on core 0, the trainer on core 1: each core stands for one device.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from benchmarks.form import Args, Row
+from benchmarks.training import PINNED, train
 
-from benchmarks.form import Row
-
-PINNED = ["cluster.node_cpus=[0]", "cluster.trainer_cpus=[1]"]
 SYNCHRONOUS = [
     "train.async_ratio=0",
     "rollout.queue_scheduling=false",
@@ -32,37 +27,19 @@ MODES = {
 """Overrides of each mode. The techniques are on by default."""
 SOME_STEPS = 10
 """Steps over whose samples `first_rewards` and `last_rewards` are averaged: what the policy got while it learned."""
-RUN_TIMEOUT_S = 1800
 
 
-class Measured(msgspec.Struct, frozen=True):
-    """One run."""
-
-    seconds: float
-    summary: dict[str, Any]
-    evals: list[dict[str, Any]]
-    metrics: list[dict[str, Any]]
-
-    def mean(self, name: str, steps: slice = slice(None)) -> float:
-        """A metric, averaged over the steps."""
-        rows = self.metrics[steps]
-        return sum(row[name] for row in rows) / len(rows)
-
-
-def train(workload: Path, name: str, overrides: list[str]) -> Measured:
-    """Run `flash train` and read what it left behind."""
-    command = [sys.executable, "-m", "flash", "train", str(workload), f"run.name={name}", *PINNED, *overrides]
-    subprocess.run(command, check=True, timeout=RUN_TIMEOUT_S)
-    run_dir = Path("outputs") / name
-    evals, metrics = (_rows(run_dir / file) for file in ("evals.jsonl", "metrics.jsonl"))
-    summary = json.loads((run_dir / "summary.json").read_text())
-    return Measured(metrics[-1]["time"] - evals[0]["time"], summary, evals, metrics)
+def comparison(
+    workload: Path, *, steps: int, quick_steps: int, goal: float, reference: float
+) -> Callable[[Args], list[Row]]:
+    """The benchmark that compares all modes on one workload."""
+    return lambda args: compare(workload, quick_steps if args.quick else steps, goal, reference)
 
 
 def compare(workload: Path, steps: int, goal: float, reference: float) -> list[Row]:
     """All modes, and the rows they give. `reference` is the paper's speed-up."""
     runs = {
-        case: train(workload, f"bench-{workload.stem}-{number}", [*overrides, f"run.steps={steps}"])
+        case: train(workload, f"bench-{workload.stem}-{number}", [*PINNED, *overrides, f"run.steps={steps}"])
         for number, (case, overrides) in enumerate(MODES.items())
     }
     synchronous, between, ours = runs.values()
@@ -94,7 +71,3 @@ def compare(workload: Path, steps: int, goal: float, reference: float) -> list[R
 
 def _overlap(one: dict[str, Any], other: dict[str, Any]) -> float:
     return float(one["low"] <= other["high"] and other["low"] <= one["high"])
-
-
-def _rows(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]

@@ -7,20 +7,14 @@ nothing asynchronous. Ours: queue scheduling, prompt replication and α = 2; the
 
 from __future__ import annotations
 
-from benchmarks.form import WORKLOADS, Args, Row, main
-from benchmarks.real.compare import compare
+from benchmarks.form import WORKLOADS, main
+from benchmarks.real.compare import comparison
 
 WORKLOAD = WORKLOADS / "real_rlvr.toml"
-STEPS, QUICK_STEPS = 80, 8
 GOAL = 1.7
 PAPER = 2.24
 """ROLL Flash, RLVR end to end."""
 
-
-def run(args: Args) -> list[Row]:
-    """All modes."""
-    return compare(WORKLOAD, QUICK_STEPS if args.quick else STEPS, GOAL, PAPER)
-
-
 if __name__ == "__main__":
-    main("real_rlvr", __doc__ or "", run)
+    compared = comparison(WORKLOAD, steps=80, quick_steps=8, goal=GOAL, reference=PAPER)
+    main("real_rlvr", __doc__ or "", compared)

@@ -1,10 +1,10 @@
 """Wall-clock time to the same held-out accuracy: Flash against TRL's GRPOTrainer, on the same two cores.
 
 Both start from one tiny model and see the same prompts in the same order, with the same rewards, batch, group size,
-learning rate, temperature and objective (GRPO without KL); `versus_trl_settings` puts the configuration into TRL's
-terms. Two workloads: `short`, answers of 16 tokens each, for which one big `generate` is at its best; `long`, answers
-of 24 tokens in the median and up to 20 times as many. Flash trains asynchronously; TRL generates with transformers on
-all cores, because its vLLM modes need a GPU.
+learning rate, temperature and objective (GRPO without KL); `benchmarks.versus_trl.settings` puts the configuration into
+TRL's terms. Two workloads: `short`, answers of 16 tokens each, for which one big `generate` is at its best; `long`,
+answers of 24 tokens in the median and up to 20 times as many. Flash trains asynchronously; TRL generates with
+transformers on all cores, because its vLLM modes need a GPU.
 
 The clock runs from the first rollout to the end of a step. Start-up and evaluation are outside of it in both: weights
 are saved during the run (TRL's clock stops meanwhile, Flash's does not) and evaluated afterwards by one evaluator.

@@ -16,7 +16,7 @@ from benchmarks.offpolicy.harness import Problems, lagged, make_shard, make_traj
 from benchmarks.offpolicy.run import METHODS, SETTING, Comparison, Plan, Pool, grid, own_options
 from benchmarks.offpolicy.sampler import Answer, Sampler
 from benchmarks.offpolicy.summary import TARGET, accuracy_table, draw, half_width, rows, steps_table, summarise
-from benchmarks.real.compare import PINNED, Measured
+from benchmarks.training import PINNED, Measured
 from flash.config.load import load
 from flash.config.tree import TinyModelConfig
 from flash.environment.interface import HELD_OUT

@@ -5,7 +5,8 @@ import pytest
 from benchmarks.real import agentic as real_agentic
 from benchmarks.real import compare as real
 from benchmarks.real import rlvr as real_rlvr
-from benchmarks.real.compare import MODES, PINNED, Measured, compare
+from benchmarks.real.compare import MODES, compare
+from benchmarks.training import PINNED, Measured
 from flash.config.load import load
 
 WORKLOADS = [real_rlvr.WORKLOAD, real_agentic.WORKLOAD]
