@@ -39,7 +39,7 @@ COMMAND_TIMEOUT_S = 10
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One measured figure."""
+    """One measured figure, with what it is compared with."""
 
     case: str
     metric: str
@@ -84,7 +84,7 @@ def main(
 ) -> list[Row]:
     """Run a benchmark from the command line (`argv` None), report it and draw it; returns the rows."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{name}",
+        prog=_command(),
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -114,6 +114,12 @@ def main(
         plot(rows, picture)
         print(f"drawn to {picture}")
     return rows
+
+
+def _command() -> str | None:
+    """`python -m …`, as this process was started; None leaves it to argparse."""
+    spec = sys.modules["__main__"].__spec__
+    return None if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
 
 
 def print_table(rows: Sequence[Row]) -> None:
