@@ -4,8 +4,8 @@ The answer's length follows from the prompt and has a long tail, as lengths of r
 prompt from further on for hundreds of signs. Every item follows from the one before it, so that a small model learns
 long answers too: the next sign down, and the last digit plus the number of signs that are left.
 
-The reward is the share of characters that are right, at their place, of the longer one of answer and solution. As in
-`envs.arithmetic`, a hash of the prompt puts about one problem in ten on the held-out side.
+The reward is the share of characters that are right, at their place, of the longer one of answer and solution. How
+problems are divided into training and held-out ones is in `envs.made`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import random
 
 import msgspec
 
-from envs.arithmetic import in_held_out_part
-from flash.environment import Info, SolvedExample, StepResult, is_held_out
-from flash.errors import ConfigError, EnvError
+from envs.made import OneTurn, in_held_out_part
+from flash.environment import SolvedExample
+from flash.errors import ConfigError
 
 MAX_LONGEST = 4000
 """Most signs: each is one token of the tiny model's vocabulary."""
@@ -48,30 +48,12 @@ class CountingOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"spread must be a number from 0, but is {self.spread!r}")
 
 
-class Counting:
+class Counting(OneTurn):
     """One problem: a sign to count down from."""
 
     def __init__(self, options: CountingOptions) -> None:
         self._options = options
         self._signs = _signs(options.longest + 1)
-        self._solution: str | None = None
-
-    async def reset(self, seed: int) -> tuple[str, Info]:
-        """Show the problem of this seed."""
-        rng, held_out = random.Random(seed), is_held_out(seed)
-        problem = self._draw(rng, held_out, length=None)
-        self._solution = problem.answer
-        return problem.prompt, {}
-
-    async def step(self, action: str) -> StepResult:
-        """Compare the answer with the right one, character by character; the episode ends."""
-        if self._solution is None:
-            raise EnvError("step() was called before reset()")
-        right = sum(ours == theirs for ours, theirs in zip(self._solution, action, strict=False))
-        return "", right / max(len(self._solution), len(action)), True, False, {}
-
-    async def close(self) -> None:
-        """Nothing to release."""
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
         """`count` training problems. Half are of any length: among the usual ones the last signs are hardly met."""
@@ -83,7 +65,7 @@ class Counting:
         """The signs and the digits."""
         return self._signs + "0123456789"
 
-    def _draw(self, rng: random.Random, held_out: bool, length: int | None) -> SolvedExample:
+    def _draw(self, rng: random.Random, held_out: bool, length: int | None = None) -> SolvedExample:
         while True:
             left = length or self._length(rng)
             digit = rng.randrange(10)
@@ -91,6 +73,10 @@ class Counting:
             if in_held_out_part(prompt) == held_out:
                 return SolvedExample(prompt, self._answer(left, digit))
             length = None
+
+    def _reward(self, answer: str, solution: str) -> float:
+        right = sum(ours == theirs for ours, theirs in zip(solution, answer, strict=False))
+        return right / max(len(solution), len(answer))
 
     def _length(self, rng: random.Random) -> int:
         options = self._options

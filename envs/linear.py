@@ -1,8 +1,8 @@
 """Small programming problems that are made, not collected: find the linear function of three of its values.
 
 `00=3 10=5 01=4:` asks for a program that reads x and y and prints f(x,y), where f(0,0) is 3, f(1,0) is 5 and f(0,1) is
-4: any program that prints 2x+y+3. The tests ask for other, larger inputs. As in `envs.arithmetic`, a hash of the prompt
-puts about one problem in ten on the held-out side.
+4: any program that prints 2x+y+3. The tests ask for other, larger inputs. How problems are divided into training and
+held-out ones is in `envs.made`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import random
 
 import msgspec
 
-from envs.arithmetic import in_held_out_part
 from envs.judging.options import Case
+from envs.made import in_held_out_part
 from flash.environment import SolvedExample
 from flash.errors import ConfigError
 

@@ -8,7 +8,7 @@ Counted sums: as in `envs.counting` the answer recites an alphabet backwards fro
 a digit, so that the length has a long tail; each digit is the last digit of the sum of the two before it. `D12` asks
 for `C3B5A8`. The reward is that of `envs.counting`, the share of right characters.
 
-As in `envs.arithmetic`, a hash of the prompt puts about one problem in ten on the held-out side.
+How problems are divided into training and held-out ones is in `envs.made`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import random
 
 import msgspec
 
-from envs.arithmetic import in_held_out_part
 from envs.counting import Counting
-from flash.environment import Info, SolvedExample, StepResult, is_held_out
-from flash.errors import ConfigError, EnvError
+from envs.made import OneTurn, in_held_out_part
+from flash.environment import SolvedExample
+from flash.errors import ConfigError
 
 MIN_LAG, MAX_LAG = 3, 100
 """Digits of a prompt: with fewer there are hardly any held-out problems."""
@@ -47,33 +47,12 @@ class LaggedOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"length must be a whole number from 1 to {MAX_LENGTH}, but is {self.length!r}")
 
 
-class LaggedSums:
+class LaggedSums(OneTurn):
     """One problem: a few digits to go on from."""
 
     def __init__(self, options: LaggedOptions) -> None:
         self._lag = options.lag
         self._length = options.length
-        self._solution: str | None = None
-
-    async def reset(self, seed: int) -> tuple[str, Info]:
-        """Show the problem of this seed."""
-        problem = self._draw(random.Random(seed), is_held_out(seed))
-        self._solution = problem.answer
-        return problem.prompt, {}
-
-    async def step(self, action: str) -> StepResult:
-        """Compare the answer with the right one; the episode ends."""
-        if self._solution is None:
-            raise EnvError("step() was called before reset()")
-        return "", float(action == self._solution), True, False, {}
-
-    async def close(self) -> None:
-        """Nothing to release."""
-
-    def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
-        """`count` training problems with their answers, drawn with replacement."""
-        rng = random.Random(seed)
-        return [self._draw(rng, held_out=False) for _ in range(count)]
 
     def alphabet(self) -> str:
         """The ten digits: prompts and answers hold nothing else."""
@@ -89,11 +68,14 @@ class LaggedSums:
             digits.append((digits[-1] + digits[-self._lag]) % 10)
         return SolvedExample(prompt, "".join(map(str, digits[self._lag :])))
 
+    def _reward(self, answer: str, solution: str) -> float:
+        return float(answer == solution)
+
 
 class CountedSums(Counting):
     """One problem: a sign to count down from; the options are those of `Counting`."""
 
-    def _draw(self, rng: random.Random, held_out: bool, length: int | None) -> SolvedExample:
+    def _draw(self, rng: random.Random, held_out: bool, length: int | None = None) -> SolvedExample:
         while True:
             left = length or self._length(rng)
             before, last = rng.randrange(10), rng.randrange(10)

@@ -2,7 +2,8 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from envs.arithmetic import OPERATORS, Arithmetic, ArithmeticOptions, in_held_out_part
+from envs.arithmetic import OPERATORS, Arithmetic, ArithmeticOptions
+from envs.made import in_held_out_part
 from flash.environment import HELD_OUT, Environment
 from flash.errors import ConfigError, EnvError
 

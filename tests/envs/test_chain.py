@@ -4,8 +4,8 @@ import statistics
 import anyio
 import pytest
 
-from envs.arithmetic import in_held_out_part
 from envs.chain import ChainedSums, ChainOptions, _instances
+from envs.made import in_held_out_part
 from flash.environment import HELD_OUT, Environment, WarmStart
 from flash.errors import ConfigError, EnvError
 

@@ -2,8 +2,8 @@ import statistics
 
 import pytest
 
-from envs.arithmetic import in_held_out_part
 from envs.counting import Counting, CountingOptions
+from envs.made import in_held_out_part
 from flash.environment import HELD_OUT, Environment, WarmStart
 from flash.errors import ConfigError, EnvError
 
