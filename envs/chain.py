@@ -116,7 +116,7 @@ class ChainedSums:
         return "" if done else self._chain[self._turn].prompt, right / turns, done, False, {}
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Nothing to release, also in a step that never returns."""
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
         """`count` whole training chains."""

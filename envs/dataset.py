@@ -90,7 +90,7 @@ class DatasetEnv:
         return "", reward, True, False, {}
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Nothing to release: the rows are the process's."""
 
     def _prepare(self, seed: int) -> _Row:
         load_verifier(self._options.verifier)

@@ -48,8 +48,8 @@ class OneTurn(ABC):
             raise EnvError("step() was called before reset()")
         return "", self._reward(action, self._solution), True, False, {}
 
-    async def close(self) -> None:  # noqa: B027 - nothing to override: a problem is all there is
-        """Nothing to release."""
+    async def close(self) -> None:  # noqa: B027
+        """Nothing to release: a problem is all that an episode has."""
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
         """`count` training problems with their answers, drawn with replacement."""

@@ -79,7 +79,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """One training run."""
+    """One training run of the comparison: a method at an age of its data."""
 
     method: Method
     alpha: int
@@ -150,7 +150,7 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished cell."""
+    """What a finished cell measured."""
 
     cell: Cell
     curve: list[Point]
@@ -162,7 +162,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def start(self) -> float:
-        """Accuracy before training."""
+        """Accuracy on held-out problems before training."""
         return self.curve[0].accuracy
 
     @property
@@ -217,5 +217,5 @@ def write_lines(results: Iterable[Result], file: Path) -> None:
 
 
 def read_lines(file: Path) -> list[Result]:
-    """What `write_lines` wrote."""
+    """The results of a file of `write_lines`."""
     return [msgspec.json.decode(line, type=Result) for line in file.read_bytes().splitlines()]

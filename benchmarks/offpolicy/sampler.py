@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 
 class Answer(NamedTuple):
-    """One sampled answer."""
+    """One sampled answer, with what its training needs."""
 
     prompt: list[int]
     """Token ids."""

@@ -216,7 +216,7 @@ async def measure(
 
 
 def compare(args: Args) -> list[Row]:
-    """All cases."""
+    """Our node against the bare engine and offline generation, for short and for long answers."""
     model = endless_model(Path("outputs") / "models" / "bench-endless")
     rounds = 2 if args.quick else 5
     rows: list[Row] = []

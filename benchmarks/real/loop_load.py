@@ -149,7 +149,7 @@ class Crossing:
         self.samples = 0
 
     async def run(self) -> None:
-        """Train all steps."""
+        """Hand the hub every step's results and take its batches, as a node and a trainer would."""
         await self._publish(0)
         engine = p.EngineStatus(index=0, version=0, idle_s=0.0, lifetime_s=1.0, canary_error=0.0)
         for step in range(self._steps):
@@ -211,8 +211,7 @@ class Crossing:
 class _Forgetful(MemoryObserver):
     """Keeps no samples: they would fill the memory."""
 
-    def trajectories(self, step: int, trajectories: Any) -> None:
-        """Forget them."""
+    def trajectories(self, step: int, trajectories: Any) -> None: ...
 
 
 async def hub_rows(steps: int) -> list[Row]:
@@ -228,7 +227,7 @@ async def hub_rows(steps: int) -> list[Row]:
 
 
 def measure(args: Args) -> list[Row]:
-    """All rows."""
+    """The hub alone, then a node full of episodes."""
     return [
         *anyio.run(hub_rows, 4 if args.quick else 20),
         *anyio.run(load, 15.0 if args.quick else 60.0),

@@ -61,7 +61,7 @@ class LayerCase(msgspec.Struct, frozen=True):
 
 
 class LayerCost(msgspec.Struct, frozen=True):
-    """What it took."""
+    """What a way through the output layer took, and what it gave."""
 
     seconds: float
     peak_bytes: int
@@ -118,7 +118,7 @@ def over_whole_logits(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) ->
 
 
 def memory_now(device: str) -> int:
-    """Bytes held."""
+    """Bytes held now, on a GPU; on a CPU as many as ever."""
     if device == "cuda":
         import torch
 
@@ -198,7 +198,7 @@ class Watch:
             optimizer.register_step_post_hook(self._updated)
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Count from zero, before a step."""
         self.model_s = self.objective_s = self.optimizer_s = 0.0
 
     def _begins(self, *_: Any) -> None:
@@ -378,7 +378,7 @@ def step_rows(args: Args) -> list[Row]:
 
 
 def measure(args: Args) -> list[Row]:
-    """All rows."""
+    """The output layer alone, then whole steps."""
     return layer_rows(args) + step_rows(args)
 
 

@@ -83,7 +83,7 @@ def configured(case: str, seed: int, quick: bool) -> tuple[Path, list[str], Conf
 
 
 def label(case: str, seed: int, quick: bool) -> str:
-    """Names a run."""
+    """What the files of a run are called, without the system."""
     return f"{case}{'-quick' if quick else ''}-{seed}"
 
 
@@ -104,7 +104,7 @@ def train_trl(case: str, seed: int, quick: bool, choices: TrlChoices) -> Trained
 
 
 def train_flash(case: str, seed: int, quick: bool) -> Trained:
-    """Run `flash train`."""
+    """Run `flash train`, and read when each step ended and where its weights are."""
     file, overrides, config = configured(case, seed, quick)
     command = [sys.executable, "-m", "flash", "train", str(file), *overrides]
     subprocess.run(command, check=True, timeout=RUN_TIMEOUT_S)
