@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import msgspec
 
-from flash.config.objects import check_options, load_object
+from flash.config.objects import check_options, load_environment
 from flash.environment import (
     Environment,
     Info,
@@ -30,9 +30,6 @@ from flash.types import Observation
 
 GOLDEN = 0x9E3779B97F4A7C15
 """2⁶⁴ divided by the golden ratio: its multiples modulo 2⁶⁴ fill the range more evenly than those of other numbers."""
-
-METHODS = ("reset", "step", "close")
-"""What makes a class an environment."""
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -168,13 +165,9 @@ class Mixture:
 
 def _maker(name: str, kind: Kind) -> _Maker:
     try:
-        env = load_object(kind.path)
+        env = cast("type[Environment | SyncEnvironment]", load_environment(kind.path))
     except ConfigError as error:
         raise ConfigError(f"`kinds.{name}.path`: {error}") from error
-    if not isinstance(env, type) or not all(callable(getattr(env, method, None)) for method in METHODS):
-        raise ConfigError(
-            f"`kinds.{name}.path`: `{kind.path}` is not an environment: expected a class with reset, step and close"
-        )
     if issubclass(env, Mixture):
         raise ConfigError(f"`kinds.{name}.path`: a mixture cannot hold a mixture: name its environments here")
     return _Maker(env, check_options(env, kind.options, f"kinds.{name}.options"))

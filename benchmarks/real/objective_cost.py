@@ -118,7 +118,7 @@ def over_whole_logits(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) ->
 
 
 def memory_now(device: str) -> int:
-    """Bytes held now, on a GPU; on a CPU as many as ever."""
+    """Bytes held on a GPU now, from where the next peak counts; on a CPU the most so far."""
     if device == "cuda":
         import torch
 

@@ -10,13 +10,13 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from flash.config.check_algorithm import algorithm_rule
 from flash.config.decode import Problem
-from flash.config.objects import examine_options, load_object, refusal
+from flash.config.objects import examine_options, load_environment, refusal
 from flash.config.simulate import SimulateConfig
 from flash.config.spread import parse_spread
 from flash.config.tree import Config
@@ -25,7 +25,6 @@ from flash.errors import ConfigError
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 """`name` or `owner/name`: anything else is a path."""
 
-ENVIRONMENT_METHODS = ("reset", "step", "close")
 WARM_START_METHODS = ("solved_examples", "alphabet")
 
 SPREADS = tuple(field.name for field in msgspec.structs.fields(SimulateConfig) if field.type is str)
@@ -64,16 +63,11 @@ def optimizer_rule(config: Config) -> Iterator[Problem]:
 def environment_rule(config: Config) -> Iterator[Problem]:
     """The environment exists, has the interface, takes its options, and can teach a tiny model where it has to."""
     try:
-        env = load_object(config.env.path)
+        env = load_environment(config.env.path)
     except ConfigError as error:
         yield Problem("env.path", str(error))
         return
-    missing = [name for name in ENVIRONMENT_METHODS if not callable(getattr(env, name, None))]
-    if not isinstance(env, type) or missing:
-        message = f"`{config.env.path}` is not an environment: expected a class with reset, step and close"
-        yield Problem("env.path", message)
-        return
-    kwargs, problems = examine_options(cast("type[object]", env), config.env.options, "env.options")
+    kwargs, problems = examine_options(env, config.env.options, "env.options")
     yield from problems or _own_check(env, kwargs)
     if config.tiny_model is not None and not all(callable(getattr(env, name, None)) for name in WARM_START_METHODS):
         message = (

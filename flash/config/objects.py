@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -23,6 +23,9 @@ from algorithms import OBJECTIVES
 from algorithms.base import Objective
 from flash.config.decode import Problem, convert, describe, mismatch, refuse, suggest
 from flash.errors import ConfigError
+
+ENVIRONMENT_METHODS = ("reset", "step", "close")
+"""What makes a class an environment: see `flash.environment`."""
 
 OPTIONS = "options"
 """The parameter that stands for the whole table of options, where it is the only one and annotated with a struct."""
@@ -90,6 +93,18 @@ def _nearest_module(name: str) -> str:
     paths = getattr(sys.modules[parent], "__path__", []) if parent else None
     prefix = f"{parent}." if parent else ""
     return suggest(name, [prefix + module.name for module in pkgutil.iter_modules(paths)])
+
+
+def load_environment(path: str) -> type[object]:
+    """The environment class at `module:Class`.
+
+    Raises:
+        ConfigError: there is none, or the path names something else.
+    """
+    found = load_object(path)
+    if not isinstance(found, type) or not all(callable(getattr(found, name, None)) for name in ENVIRONMENT_METHODS):
+        raise ConfigError(f"`{path}` is not an environment: expected a class with reset, step and close")
+    return cast("type[object]", found)
 
 
 def load_objective(name: str) -> type[Objective]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flash.config.objects import check_options, load_object
+from flash.config.objects import check_options, load_environment
 from flash.environment.interface import Environment, Kinds, Prepared
 from flash.environment.threaded import wrap
 
@@ -22,7 +22,7 @@ class LoadedEnvironment:
     """
 
     def __init__(self, path: str, options: Mapping[str, Any]) -> None:
-        self._class: Any = load_object(path)
+        self._class: Any = load_environment(path)
         self._kwargs = check_options(self._class, options, "env.options")
 
     def make(self, kind: str = "") -> Environment:
