@@ -82,6 +82,16 @@ def test_typed_errors_and_deadlines_reach_the_thread(client: BlockingClient[Doub
     assert server.cancelled.wait(10)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where the shell has started the tests with SIGINT ignored, as it does with
+    its background jobs: there the interrupt would be lost, and the call would wait for its deadline."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_cancels_the_call_and_the_client_goes_on(client: BlockingClient[Doubled], server: Server):
     server.interrupt_caller = True
     with pytest.raises(KeyboardInterrupt):
