@@ -141,7 +141,7 @@ class Crossing:
         )
         self._hub = Hub(config, _Forgetful(), now=anyio.current_time)
         self._batch, self._steps = batch, steps
-        self._decode: Callable[[memoryview], Any] = msgspec.msgpack.Decoder(p.Request).decode
+        self._decode: Callable[[memoryview], Any] = msgspec.msgpack.Decoder(p.HubRequest).decode
         rng = np.random.default_rng(0)
         self._ids = rng.integers(0, 150_000, TOKENS).astype("<i4").tobytes()
         self._logprobs = rng.normal(-1, 0.5, TOKENS - PROMPT).astype("<f4").tobytes()
@@ -164,18 +164,17 @@ class Crossing:
 
     async def _round_trip(self, step: int) -> None:
         """Lease, make up results, hand them in."""
-        replies: list[p.Leases] = []
+        replies: list[p.LeaseReply] = []
 
         async def lease() -> None:
             reply = await self._hub.handle(p.LeaseRequest(0, PER_MESSAGE))
-            assert isinstance(reply, p.Leases)
             replies.append(reply)
 
         await self._timed(lease)
         leases = replies[0].leases
         frame = bytearray()
-        results = [p.Result(lease.lease_id, self._trajectory(lease, step)) for lease in leases]
-        append_frame(frame, Kind.REQUEST, 1, p.Results(0, results))
+        ended = [p.EndedLease(lease.lease_id, self._trajectory(lease, step)) for lease in leases]
+        append_frame(frame, Kind.REQUEST, 1, p.DeliverRequest(0, ended))
         await self._timed(self._deliver, bytes(frame))
         self.samples += sum(lease.task.split == "train" for lease in leases)
 

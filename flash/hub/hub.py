@@ -26,6 +26,7 @@ from flash.hub.groups import GroupFilter
 from flash.hub.metrics import StepMetrics
 from flash.hub.tasks import TaskSource
 from flash.observe.observer import Observer
+from flash.transport.request import ReplyT, Request, answered
 from flash.types import Activity, Failure, Lease, Published, Shard, Trajectory
 from flash.waiting import deadline
 
@@ -185,13 +186,16 @@ class Hub:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    async def handle(self, request: p.Request) -> p.Reply:
+    async def handle(self, request: Request[ReplyT]) -> ReplyT:
         """Answer one request of the protocol."""
+        return answered(request, await self._answer(request))
+
+    async def _answer(self, request: msgspec.Struct) -> msgspec.Struct:
         match request:
             case p.LeaseRequest():
                 return await self._lease(request)
-            case p.Results():
-                return self._results(request)
+            case p.DeliverRequest():
+                return self._deliver(request)
             case p.CancelRequest():
                 return await self._next_cancels(request)
             case p.VersionRequest():
@@ -206,7 +210,7 @@ class Hub:
                 return await self._publish(request.published)
             case p.SnapshotRequest():
                 state = HubState(self._version, self.buffer.snapshot())
-                return p.Snapshot(msgspec.msgpack.encode(state))
+                return p.SnapshotReply(msgspec.msgpack.encode(state))
             case p.Goodbye():
                 self._gone.add(request.rank)
                 self._observer.activities(request.activities)
@@ -217,6 +221,8 @@ class Hub:
                 kind = getattr(flash.errors, request.error, FlashError)
                 self.fail(_rebuilt(kind, request.message))
                 await anyio.sleep_forever()  # a peer that left now would have torchrun end us before we say why
+            case _:
+                raise ContractError(f"the hub does not serve a {type(request).__name__}")
         self._notify()
         return p.Ack()
 
@@ -236,7 +242,7 @@ class Hub:
 
     # -- rollout nodes -----------------------------------------------------------------------------------------------
 
-    async def _lease(self, request: p.LeaseRequest) -> p.Leases:
+    async def _lease(self, request: p.LeaseRequest) -> p.LeaseReply:
         """Hand out tasks. Waits for room under the age contract, at most one long poll."""
         leases: list[Lease] = []
 
@@ -246,7 +252,7 @@ class Hub:
 
         with anyio.move_on_after(p.LONG_POLL_S):
             await self._until(granted)
-        return p.Leases(leases, done=self._done)
+        return p.LeaseReply(leases, done=self._done)
 
     def _grant(self, node: int, capacity: int) -> list[Lease]:
         versions = [engine.version for engine in self._engines.get(node, {}).values()]
@@ -277,18 +283,18 @@ class Hub:
             return [lease]
         return [lease, *self.buffer.lease_rest(lease, versions)]
 
-    def _results(self, request: p.Results) -> p.Ack:
-        for result in request.results:
-            self._leases_of_node.get(request.node, set()).discard(result.lease_id)
-            self._node_of_lease.pop(result.lease_id, None)
-            self._take(request.node, result.lease_id, result.outcome)
+    def _deliver(self, request: p.DeliverRequest) -> p.Ack:
+        for ended in request.ended:
+            self._leases_of_node.get(request.node, set()).discard(ended.lease_id)
+            self._node_of_lease.pop(ended.lease_id, None)
+            self._take(request.node, ended.lease_id, ended.result)
         self._spread_word()
         self._notify()
         return p.Ack()
 
-    def _take(self, node: int, lease_id: int, outcome: Trajectory | Failure) -> None:
+    def _take(self, node: int, lease_id: int, result: Trajectory | Failure) -> None:
         if self._evaluations.owns(lease_id):
-            if (row := self._evaluations.finish(lease_id, outcome)) is not None:
+            if (row := self._evaluations.finish(lease_id, result)) is not None:
                 now = self._now()
                 self._observer.evaluation(row | {"time": now})
                 if self._evaluating_since is not None:
@@ -296,7 +302,7 @@ class Hub:
                 self._evaluating_since = None
             return
         try:
-            self.buffer.finish(lease_id, outcome, node)
+            self.buffer.finish(lease_id, result, node)
         except FlashError as error:
             self.fail(error)
 
@@ -310,10 +316,10 @@ class Hub:
             self._observer.note(note)
         self.buffer.notes.clear()
 
-    async def _next_cancels(self, request: p.CancelRequest) -> p.Cancels:
+    async def _next_cancels(self, request: p.CancelRequest) -> p.CancelReply:
         with anyio.move_on_after(p.LONG_POLL_S):
             await self._until(lambda: self._done or bool(self._cancels.get(request.node)))
-        return p.Cancels(self._cancels.pop(request.node, []), done=self._done)
+        return p.CancelReply(self._cancels.pop(request.node, []), done=self._done)
 
     async def _next_version(self, request: p.VersionRequest) -> p.VersionReply:
         def newer() -> bool:

@@ -1,58 +1,65 @@
 """The messages between the hub and its peers.
 
-Rollout nodes send `LeaseRequest`, `Results`, `CancelRequest`, `VersionRequest` and `EngineReport`; trainer ranks send
-`BatchRequest`, and rank 0 also `PublishRequest`, `Commit` and `SnapshotRequest`. Any peer may send `Goodbye`,
-`Interrupt` or `Fatal`.
+Rollout nodes send `LeaseRequest`, `DeliverRequest`, `CancelRequest`, `VersionRequest` and `EngineReport`; trainer ranks
+send `BatchRequest`, and rank 0 also `PublishRequest`, `Commit` and `SnapshotRequest`. Any peer may send `Goodbye`,
+`Interrupt` or `Fatal`. Each class names the struct that answers it.
 Requests that wait (leases, cancels, versions) are answered, possibly empty, within `LONG_POLL_S`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import msgspec
 
+from flash.transport.request import ReplyT, Request
 from flash.types import Activity, Failure, Lease, Published, Shard, Trajectory
 
 LONG_POLL_S = 20.0
 """Seconds after which a waiting request is answered empty, so that the peer sees that the hub is alive."""
 
 
-class LeaseRequest(msgspec.Struct, frozen=True, tag=True):
-    """A node asks for up to `capacity` tasks. → `Leases`, at least one unless the long poll ends."""
+class HubCaller(Protocol):
+    """A connection to the hub, over the network or in its own process."""
 
-    node: int
-    capacity: int
+    async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        """Send one request and wait for its reply, for `timeout` seconds at most."""
+        ...
 
 
-class Leases(msgspec.Struct, frozen=True, tag=True):
+class Ack(msgspec.Struct, frozen=True, tag=True):
+    """Received and acted upon."""
+
+
+class LeaseReply(msgspec.Struct, frozen=True, tag=True):
     """Tasks to run. `done`: there will be no more; the node may leave."""
 
     leases: list[Lease]
     done: bool
 
 
-class Result(msgspec.Struct, frozen=True):
-    """How one lease ended."""
+class LeaseRequest(Request[LeaseReply], frozen=True, tag=True):
+    """A node asks for up to `capacity` tasks. It gets at least one unless the long poll ends."""
+
+    node: int
+    capacity: int
+
+
+class EndedLease(msgspec.Struct, frozen=True):
+    """What became of one lease."""
 
     lease_id: int
-    outcome: Trajectory | Failure
+    result: Trajectory | Failure
 
 
-class Results(msgspec.Struct, frozen=True, tag=True):
-    """A node hands over ended leases. → `Ack`"""
-
-    node: int
-    results: list[Result]
-
-
-class CancelRequest(msgspec.Struct, frozen=True, tag=True):
-    """A node asks which of its leases have become pointless. → `Cancels`"""
+class DeliverRequest(Request[Ack], frozen=True, tag=True):
+    """A node hands over ended leases."""
 
     node: int
+    ended: list[EndedLease]
 
 
-class Cancels(msgspec.Struct, frozen=True, tag=True):
+class CancelReply(msgspec.Struct, frozen=True, tag=True):
     """Leases to cancel at once; their tasks are booked, and only the tokens are still to be reported, as a `Failure`
     with the outcome `cancelled`. Empty when the long poll ended. `done`: there will be no more."""
 
@@ -60,11 +67,10 @@ class Cancels(msgspec.Struct, frozen=True, tag=True):
     done: bool
 
 
-class VersionRequest(msgspec.Struct, frozen=True, tag=True):
-    """A node asks for a version newer than `after`. → `VersionReply`"""
+class CancelRequest(Request[CancelReply], frozen=True, tag=True):
+    """A node asks which of its leases have become pointless."""
 
     node: int
-    after: int
 
 
 class VersionReply(msgspec.Struct, frozen=True, tag=True):
@@ -72,6 +78,13 @@ class VersionReply(msgspec.Struct, frozen=True, tag=True):
 
     published: Published | None
     done: bool
+
+
+class VersionRequest(Request[VersionReply], frozen=True, tag=True):
+    """A node asks for a version newer than `after`."""
+
+    node: int
+    after: int
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -87,19 +100,11 @@ class EngineStatus(msgspec.Struct, frozen=True):
     """Largest log-prob difference of its last canary."""
 
 
-class EngineReport(msgspec.Struct, frozen=True, tag=True):
-    """A node reports its engines after each swap, and what they were busy with since. → `Ack`"""
+class EngineReport(Request[Ack], frozen=True, tag=True):
+    """A node reports its engines after each swap, and what they were busy with since."""
 
     node: int
     engines: list[EngineStatus]
-    activities: list[Activity]
-
-
-class BatchRequest(msgspec.Struct, frozen=True, tag=True):
-    """A trainer rank asks for its shard of a step, and reports what it was busy with since. → `BatchReply`"""
-
-    rank: int
-    step: int
     activities: list[Activity]
 
 
@@ -110,43 +115,51 @@ class BatchReply(msgspec.Struct, frozen=True, tag=True):
     finished: bool = False
 
 
-class Commit(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 has trained on a step's batch. → `Ack`"""
+class BatchRequest(Request[BatchReply], frozen=True, tag=True):
+    """A trainer rank asks for its shard of a step, and reports what it was busy with since."""
+
+    rank: int
+    step: int
+    activities: list[Activity]
+
+
+class Commit(Request[Ack], frozen=True, tag=True):
+    """Rank 0 has trained on a step's batch."""
 
     step: int
     metrics: dict[str, float]
 
 
-class PublishRequest(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 announces a version. → `Ack`, once no engine is still busy with an older one."""
+class PublishRequest(Request[Ack], frozen=True, tag=True):
+    """Rank 0 announces a version. Answered once no engine is still busy with an older one."""
 
     published: Published
 
 
-class SnapshotRequest(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 asks for the hub's state, to store in a checkpoint. → `Snapshot`"""
-
-
-class Snapshot(msgspec.Struct, frozen=True, tag=True):
+class SnapshotReply(msgspec.Struct, frozen=True, tag=True):
     """The hub's state as bytes."""
 
     state: bytes
 
 
-class Goodbye(msgspec.Struct, frozen=True, tag=True):
-    """A trainer rank leaves in order. → `Ack`"""
+class SnapshotRequest(Request[SnapshotReply], frozen=True, tag=True):
+    """Rank 0 asks for the hub's state, to store in a checkpoint."""
+
+
+class Goodbye(Request[Ack], frozen=True, tag=True):
+    """A trainer rank leaves in order."""
 
     rank: int
     activities: list[Activity]
 
 
-class Interrupt(msgspec.Struct, frozen=True, tag=True):
-    """Someone asks the run to stop and to stay resumable. → `Ack`"""
+class Interrupt(Request[Ack], frozen=True, tag=True):
+    """Someone asks the run to stop and to stay resumable."""
 
     reason: str
 
 
-class Fatal(msgspec.Struct, frozen=True, tag=True):
+class Fatal(Request[Ack], frozen=True, tag=True):
     """A peer met an error that ends the run. Never answered: the hub shows the error and closes the connection."""
 
     error: str
@@ -154,13 +167,9 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Ack(msgspec.Struct, frozen=True, tag=True):
-    """Received and acted upon."""
-
-
-Request = (
+HubRequest = (
     LeaseRequest
-    | Results
+    | DeliverRequest
     | CancelRequest
     | VersionRequest
     | EngineReport
@@ -172,6 +181,4 @@ Request = (
     | Interrupt
     | Fatal
 )
-Reply = Leases | Cancels | VersionReply | BatchReply | Snapshot | Ack
-REPLY: Any = Reply
-"""`Reply` as a value that a decoder takes: the type checkers have no name for the type of a union."""
+"""Everything that the hub's server reads."""

@@ -10,34 +10,26 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
 
 import anyio
 
 from flash.config.tree import Config
 from flash.environment.interface import Environment
 from flash.environment.shared import sharing
-from flash.errors import ContractError, EngineDeadError
+from flash.errors import EngineDeadError
 from flash.hub import protocol as p
 from flash.rollout.engine import Engine, SamplingSettings
 from flash.rollout.episode import Episode, EpisodeSettings, Tokenizer
 from flash.rollout.phases import phases
 from flash.rollout.proxy import LLMProxy, ProxySettings, start_engines
 from flash.rollout.scheduler import MOST_EPISODES, Scheduler
+from flash.transport.request import ReplyT, Request
 from flash.types import Lease
 from flash.waiting import deadline
 
 COLLECTION_THRESHOLDS = (200_000, 10, 10)
 """Of Python's cyclic garbage collector while a node serves. Episodes leave no cycles behind, but they live long enough
 to be looked at again and again: at Python's own thresholds that stops a loop of 10,000 episodes for a second."""
-
-
-class HubCaller(Protocol):
-    """The connection to the hub."""
-
-    async def call(self, request: p.Request, *, timeout: float) -> p.Reply:
-        """Send one request and wait for its reply."""
-        ...
 
 
 def episode_settings(config: Config) -> EpisodeSettings:
@@ -90,7 +82,7 @@ class RolloutNode:
         first_engine: int,
         tokenizer: Tokenizer,
         make_env: Callable[[str], Environment],
-        hub: HubCaller,
+        hub: p.HubCaller,
         *,
         now: Callable[[], float],
         prepare: Callable[[], Awaitable[None]] | None = None,
@@ -183,8 +175,6 @@ class RolloutNode:
         engine = self._engines[index]
         while True:
             reply = await self._call(p.VersionRequest(self._node, after=engine.version))
-            if not isinstance(reply, p.VersionReply):
-                raise ContractError(f"the hub answered a VersionRequest with {type(reply).__name__}")
             if reply.done:
                 return
             if reply.published is not None:
@@ -198,8 +188,6 @@ class RolloutNode:
         """
         while True:
             reply = await self._call(p.CancelRequest(self._node))
-            if not isinstance(reply, p.Cancels):
-                raise ContractError(f"the hub answered a CancelRequest with {type(reply).__name__}")
             self._scheduler.cancel(reply.lease_ids)
             if reply.done:
                 return
@@ -213,13 +201,11 @@ class RolloutNode:
     async def lease(self, capacity: int) -> list[Lease] | None:
         """Ask the hub for tasks."""
         reply = await self._call(p.LeaseRequest(self._node, capacity))
-        if not isinstance(reply, p.Leases):
-            raise ContractError(f"the hub answered a LeaseRequest with {type(reply).__name__}")
         return None if reply.done else reply.leases
 
-    async def deliver(self, results: list[p.Result]) -> None:
+    async def deliver(self, ended: list[p.EndedLease]) -> None:
         """Hand results to the hub."""
-        await self._call(p.Results(self._node, results))
+        await self._call(p.DeliverRequest(self._node, ended))
 
-    async def _call(self, request: p.Request) -> p.Reply:
+    async def _call(self, request: Request[ReplyT]) -> ReplyT:
         return await self._hub.call(request, timeout=self._config.deadlines.request)

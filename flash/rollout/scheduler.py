@@ -12,7 +12,7 @@ from typing import Protocol
 import anyio
 from anyio.abc import TaskGroup
 
-from flash.hub.protocol import Result
+from flash.hub.protocol import EndedLease
 from flash.rollout.episode import EpisodeProgress
 from flash.types import Failure, Lease, Outcome, Trajectory
 
@@ -27,8 +27,8 @@ class LeaseSource(Protocol):
         """Up to `capacity` leases, possibly none yet; None when there will be no more."""
         ...
 
-    async def deliver(self, results: list[Result]) -> None:
-        """Hand results over; returns when they are acknowledged."""
+    async def deliver(self, ended: list[EndedLease]) -> None:
+        """Hand them over; returns when they are acknowledged."""
         ...
 
 
@@ -73,7 +73,7 @@ class Scheduler:
         self._silent: set[_Alive] = set()
         """Episodes that have not asked for a response yet."""
         self._woken = anyio.Event()
-        self._results: list[Result] = []
+        self._ended: list[EndedLease] = []
         self._arrived = anyio.Event()
         self._closing = False
 
@@ -122,24 +122,24 @@ class Scheduler:
                 episodes.start_soon(self._run_one, lease, alive)
 
     async def _run_one(self, lease: Lease, alive: _Alive) -> None:
-        outcome: Trajectory | Failure | None = None
+        result: Trajectory | Failure | None = None
         with alive.scope:
-            outcome = await self._run_episode(lease, alive)
-        if outcome is None:
+            result = await self._run_episode(lease, alive)
+        if result is None:
             message = "cancelled: the hub has no use for it any more"
-            outcome = Failure(lease.task, Outcome.CANCELLED, message, alive.tokens)
+            result = Failure(lease.task, Outcome.CANCELLED, message, alive.tokens)
         del self._alive[lease.lease_id]
         self._silent.discard(alive)
-        self._results.append(Result(lease.lease_id, outcome))
+        self._ended.append(EndedLease(lease.lease_id, result))
         self._arrived.set()
         self.wake()
 
     async def _deliver(self) -> None:
         """Send what has ended, all at once: while one delivery is on its way the next one gathers."""
-        while self._results or not self._closing:
-            if not self._results:
+        while self._ended or not self._closing:
+            if not self._ended:
                 self._arrived = anyio.Event()
                 await self._arrived.wait()
                 continue
-            batch, self._results = self._results, []
+            batch, self._ended = self._ended, []
             await self._source.deliver(batch)

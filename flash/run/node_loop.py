@@ -13,8 +13,10 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
+import msgspec
 
 from flash.config.tree import Config
 from flash.environment.load import LoadedEnvironment
@@ -28,6 +30,7 @@ from flash.rollout.vllm_engine import VLLMEngine
 from flash.run.rendezvous import HubAddress, Meeting, Rank, advertised_host
 from flash.trainer.checkpoint import newest_complete, read_hub_state
 from flash.transport.client import connect
+from flash.transport.request import Request
 from flash.transport.server import Peer, serve
 from flash.waiting import first_error
 
@@ -85,7 +88,7 @@ async def _serving(hub: Hub, config: Config, meeting: Meeting, checkpoint: Path 
     token = secrets.token_bytes(32)
     host = advertised_host(config)
 
-    async def handler(peer: Peer, request: p.Request) -> p.Reply:
+    async def handler(peer: Peer, request: Request[Any]) -> msgspec.Struct:
         return await hub.handle(request)
 
     def gone(peer: Peer) -> None:
@@ -93,7 +96,7 @@ async def _serving(hub: Hub, config: Config, meeting: Meeting, checkpoint: Path 
 
     async with anyio.create_task_group() as group:
         server = partial(serve, deadline=config.deadlines.connect, on_disconnect=gone)
-        port = await group.start(server, host, config.cluster.hub_port, token, p.Request, handler)
+        port = await group.start(server, host, config.cluster.hub_port, token, p.HubRequest, handler)
         address = HubAddress(host, port, token, str(checkpoint or ""))
         await anyio.to_thread.run_sync(meeting.announce, address)
         yield address
@@ -135,7 +138,7 @@ async def _other_node(node: int, config: Config, address: HubAddress, now: Calla
 async def _tell(config: Config, address: HubAddress, node: int, message: p.Fatal | p.Interrupt) -> None:
     """Send one message on a connection of its own."""
     name, deadline = f"messenger-{node}", config.deadlines.connect
-    async with connect(address.host, address.port, address.token, name, p.REPLY, deadline) as hub:
+    async with connect(address.host, address.port, address.token, name, deadline) as hub:
         await hub.call(message, timeout=config.deadlines.request)
 
 
@@ -159,7 +162,5 @@ async def _roll_out(
     first = sum(config.engines_on(earlier) for earlier in range(node))
     engines = [VLLMEngine(config, first + i, config.engine_gpus(node, i)) for i in range(config.engines_on(node))]
     tokenizer = await anyio.to_thread.run_sync(HfTokenizer, config.model)
-    async with connect(
-        address.host, address.port, address.token, f"node-{node}", p.REPLY, config.deadlines.connect
-    ) as hub:
+    async with connect(address.host, address.port, address.token, f"node-{node}", config.deadlines.connect) as hub:
         await RolloutNode(node, config, engines, first, tokenizer, env.make, hub, now=now, prepare=env.prepare).run()

@@ -18,7 +18,6 @@ from flash.foreign.torch import below
 from flash.run.rendezvous import HubAddress, Meeting, Rank, advertised_host
 
 if TYPE_CHECKING:
-    from flash.hub.protocol import Reply
     from flash.transport.blocking import BlockingClient
 
 log = logging.getLogger("flash")
@@ -35,9 +34,7 @@ def run_trainer_rank(rank: Rank, config: Config) -> int:
     meeting = Meeting(rank, config.deadlines.rendezvous)
     index, world = meeting.declare(rank, config)
     address = meeting.hub()
-    with BlockingClient(
-        address.host, address.port, address.token, f"trainer-{index}", p.REPLY, config.deadlines.connect
-    ) as hub:
+    with BlockingClient(address.host, address.port, address.token, f"trainer-{index}", config.deadlines.connect) as hub:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
@@ -63,7 +60,7 @@ def _train(
     world: int,
     meeting: Meeting,
     address: HubAddress,
-    hub: BlockingClient[Reply],
+    hub: BlockingClient,
 ) -> None:
     import torch
     import torch.distributed as dist

@@ -33,6 +33,7 @@ from flash.simulate.meter import BUSY, Meter
 from flash.simulate.report import SimReport
 from flash.simulate.trainer import SimTrainer
 from flash.simulate.workload import Workload
+from flash.transport.request import ReplyT, Request
 from flash.types import Activity, Task, Trajectory
 from flash.waiting import deadline, first_error
 
@@ -86,15 +87,15 @@ def lifted(config: Config, settings: SimulateConfig) -> Config:
     )
 
 
-class Connection:
-    """One peer's connection to the hub of the same process. `watch` sees every request with its reply."""
+class InProcessCaller:
+    """A peer's calls to the hub of the same process. `watch` sees every request with its reply."""
 
-    def __init__(self, hub: Hub, watch: Callable[[p.Request, p.Reply], None] | None = None) -> None:
+    def __init__(self, hub: Hub, watch: Callable[[msgspec.Struct, msgspec.Struct], None] | None = None) -> None:
         self._hub = hub
         self._watch = watch
 
-    async def call(self, request: p.Request, *, timeout: float) -> p.Reply:
-        """Ask the hub."""
+    async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        """Ask the hub. Raises DeadlineError after `timeout` seconds."""
         with deadline(timeout, f"the reply to {type(request).__name__}", "the hub of this process"):
             reply = await self._hub.handle(request)
         if self._watch is not None:
@@ -139,7 +140,7 @@ class World:
         self.meter = Meter(count, self._state, lambda index: self.engines[index].running, self._now)
         self.nodes = self._deal()
         self._node_of = [node for node in self.nodes for _ in node.engines]
-        self.trainer = SimTrainer(self.config, self.settings, Connection(self.hub, self._saw_trainer), self._now)
+        self.trainer = SimTrainer(self.config, self.settings, InProcessCaller(self.hub, self._saw_trainer), self._now)
         self._occupied: set[int] = set()
         self._issued: dict[int, Task] = {}
         self._begun: float | None = None
@@ -177,7 +178,7 @@ class World:
         def make_env(kind: str) -> Environment:
             return SimEnvironment(self.workload, made)
 
-        def watch(request: p.Request, reply: p.Reply) -> None:
+        def watch(request: msgspec.Struct, reply: msgspec.Struct) -> None:
             self._saw_node(node, request, reply)
 
         return RolloutNode(
@@ -187,7 +188,7 @@ class World:
             node.first_engine,
             SimTokenizer(),
             make_env,
-            Connection(self.hub, watch),
+            InProcessCaller(self.hub, watch),
             now=self._now,
         )
 
@@ -198,21 +199,21 @@ class World:
             self._occupied ^= {index}
             self.meter.idle()
 
-    def _saw_node(self, node: SimNode, request: p.Request, reply: p.Reply) -> None:
-        if isinstance(reply, p.Leases) and reply.leases:
+    def _saw_node(self, node: SimNode, request: msgspec.Struct, reply: msgspec.Struct) -> None:
+        if isinstance(reply, p.LeaseReply) and reply.leases:
             node.alive += len(reply.leases)
             training = {lease.task.task_id: lease.task for lease in reply.leases if lease.task.split == "train"}
             if training and self._begun is None:
                 self._begun = self._now()
                 self.meter.start()
             self._issued |= training
-        elif isinstance(request, p.Results):
-            node.alive -= len(request.results)
+        elif isinstance(request, p.DeliverRequest):
+            node.alive -= len(request.ended)
         else:
             return
         self.meter.idle()
 
-    def _saw_trainer(self, request: p.Request, reply: p.Reply) -> None:
+    def _saw_trainer(self, request: msgspec.Struct, reply: msgspec.Struct) -> None:
         if isinstance(request, p.Commit):
             self._measured = self.meter.read()
         self.meter.idle()

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from flash.config.tree import Config
-from flash.errors import ContractError
 from flash.hub import protocol as p
 from flash.trainer import checkpoint
 from flash.trainer.logprobs import canary_logprobs
 from flash.trainer.model import named_full_tensors
 from flash.trainer.step import Trainer
 from flash.transport.blocking import BlockingClient
+from flash.transport.request import ReplyT, Request
 from flash.types import Activity, Canary, Published, Shard
 from flash.weights.canary import canary_tokens
 from flash.weights.publisher import WeightPublisher
@@ -34,7 +34,7 @@ class TrainerLoop:
         rank: int,
         trainer: Trainer,
         publisher: WeightPublisher,
-        hub: BlockingClient[p.Reply],
+        hub: BlockingClient,
         tokenizer: Any,
     ) -> None:
         self._config = config
@@ -70,8 +70,6 @@ class TrainerLoop:
         self._activities = []
         with self._doing("wait") as seconds:
             reply = self._hub.call(request, timeout=self._config.deadlines.batch)
-        if not isinstance(reply, p.BatchReply):
-            raise ContractError(f"the hub answered a BatchRequest with {type(reply).__name__}")
         self._finished = reply.finished
         self._waited = seconds[0]
         return reply.shard
@@ -97,10 +95,7 @@ class TrainerLoop:
         with self._doing("checkpoint"):
             state = b""
             if self._rank == 0:
-                reply = self._call(p.SnapshotRequest())
-                if not isinstance(reply, p.Snapshot):
-                    raise ContractError(f"the hub answered a SnapshotRequest with {type(reply).__name__}")
-                state = reply.state
+                state = self._call(p.SnapshotRequest()).state
             checkpoint.save(self._config.run_dir, self._trainer, state, keep=self._config.checkpoint.keep)
         self._saved_version = self._trainer.version
 
@@ -111,7 +106,7 @@ class TrainerLoop:
             checkpoint.export_hf(self._trainer.model, self._tokenizer, self._config.run_dir / "model")
         self._call(p.Goodbye(self._rank, self._activities))
 
-    def _call(self, request: p.Request, timeout: float | None = None) -> p.Reply:
+    def _call(self, request: Request[ReplyT], timeout: float | None = None) -> ReplyT:
         return self._hub.call(request, timeout=timeout or self._config.deadlines.request)
 
     @contextmanager

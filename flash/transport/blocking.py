@@ -7,26 +7,24 @@ before it goes on, so that leaving the block never waits for a reply.
 from __future__ import annotations
 
 from contextlib import ExitStack, suppress
-from typing import Generic, Self, TypeVar
+from typing import Self
 
 import anyio
-import msgspec
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from flash.errors import TransportError
 from flash.transport.client import Client, connect
+from flash.transport.request import ReplyT, Request
 
-ReplyT = TypeVar("ReplyT")
 
-
-class BlockingClient(Generic[ReplyT]):
+class BlockingClient:
     """`connect` and `Client` as a plain context manager. Threads may share it.
 
     Args: as of `flash.transport.connect`.
     """
 
     _portal: BlockingPortal
-    _client: Client[ReplyT]
+    _client: Client
 
     def __init__(
         self,
@@ -34,12 +32,11 @@ class BlockingClient(Generic[ReplyT]):
         port: int,
         token: bytes,
         name: str,
-        reply_type: type[ReplyT],
         deadline: float,
         *,
         server: str = "hub",
     ) -> None:
-        self._connect = lambda: connect(host, port, token, name, reply_type, deadline, server=server)
+        self._connect = lambda: connect(host, port, token, name, deadline, server=server)
         self._name = name
         self._stack = ExitStack()
         self._running: dict[object, anyio.CancelScope] = {}
@@ -55,7 +52,7 @@ class BlockingClient(Generic[ReplyT]):
         # Without the block's error: it is not the loop's, and a KeyboardInterrupt raised there would kill its thread.
         self._stack.close()
 
-    def call(self, request: msgspec.Struct, timeout: float) -> ReplyT:
+    def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
         """Send a request and wait for its reply. Errors as of `Client.call`."""
         key = object()
         try:
@@ -66,7 +63,7 @@ class BlockingClient(Generic[ReplyT]):
                 self._portal.start_task_soon(self._abandon, key)
             raise
 
-    async def _call(self, key: object, request: msgspec.Struct, timeout: float) -> ReplyT:
+    async def _call(self, key: object, request: Request[ReplyT], timeout: float) -> ReplyT:
         with anyio.CancelScope() as scope:
             self._running[key] = scope
             try:

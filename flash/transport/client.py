@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import cache
 from itertools import count
-from typing import Generic, TypeVar
+from typing import Any
 
 import anyio
 import msgspec
@@ -21,9 +22,8 @@ from flash.errors import DeadlineError, FlashError, PeerLostError, TransportErro
 from flash.transport.auth import check_token, prove_to_server
 from flash.transport.connection import Connection, tune
 from flash.transport.frames import Frame, Kind, Refusal
+from flash.transport.request import ReplyT, Request, reply_type
 from flash.waiting import deadline, unwrapped_group
-
-ReplyT = TypeVar("ReplyT")
 
 _REFUSALS = msgspec.msgpack.Decoder(Refusal)
 _ERRORS = {
@@ -37,11 +37,10 @@ async def connect(
     port: int,
     token: bytes,
     name: str,
-    reply_type: type[ReplyT],
     seconds: float,
     *,
     server: str = "hub",
-) -> AsyncGenerator[Client[ReplyT]]:
+) -> AsyncGenerator[Client]:
     """Connect, prove the token both ways, and call until the block ends.
 
     Args:
@@ -49,7 +48,6 @@ async def connect(
         port: where the server listens.
         token: the run's token.
         name: what this process is called in the server's messages.
-        reply_type: the struct, or tagged union of structs, that the server answers with.
         seconds: until the connection must stand.
         server: what the server is called in error messages.
 
@@ -61,7 +59,7 @@ async def connect(
     check_token(token)
     where = f"{server} at {host}:{port}"
     async with await _open(host, port, token, name, seconds, where) as stream, unwrapped_group() as tasks:
-        client = Client(Connection(stream, where), where, reply_type)
+        client = Client(Connection(stream, where), where)
         tasks.start_soon(client.run)
         try:
             yield client
@@ -102,25 +100,25 @@ class _Call:
         self.frame: Frame | None = None
 
 
-class Client(Generic[ReplyT]):
+class Client:
     """Calls over one connection; made by `connect`. Any number may be in flight."""
 
-    def __init__(self, connection: Connection, where: str, reply_type: type[ReplyT]) -> None:
+    def __init__(self, connection: Connection, where: str) -> None:
         self._connection = connection
         self._where = where
-        self._decoder = msgspec.msgpack.Decoder(reply_type)
         self._ids = count(1)
         self._calls: dict[int, _Call] = {}
         self._loss: TransportError | None = None
 
-    async def call(self, request: msgspec.Struct, timeout: float) -> ReplyT:
+    async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
         """Send a request and wait for its reply.
 
         Raises:
             DeadlineError: no reply within `timeout` seconds.
             PeerLostError: the connection ended, before or during the call.
             FlashError: the handler raised it, of the same class.
-            TransportError: the handler raised a class that `flash.errors` does not know, or the reply cannot be read.
+            TransportError: the handler raised a class that `flash.errors` does not know, or the reply is not
+                the struct that the request names.
         """
         number = next(self._ids)
         call = _Call()
@@ -184,10 +182,10 @@ class Client(Generic[ReplyT]):
         if self._loss is not None:
             raise type(self._loss)(str(self._loss)) from self._loss
 
-    def _open_reply(self, frame: Frame, request: msgspec.Struct) -> ReplyT:
+    def _open_reply(self, frame: Frame, request: Request[ReplyT]) -> ReplyT:
         try:
             if frame.kind is Kind.REPLY:
-                return self._decoder.decode(frame.body)
+                return _decoder(reply_type(type(request))).decode(frame.body)
             refusal = _REFUSALS.decode(frame.body)
         except msgspec.DecodeError as error:
             raise TransportError(
@@ -195,6 +193,11 @@ class Client(Generic[ReplyT]):
                 "do both ends run the same code?"
             ) from error
         raise _rebuild(refusal, self._where)
+
+
+@cache
+def _decoder(struct: type[msgspec.Struct]) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(struct)
 
 
 def _rebuild(refusal: Refusal, where: str) -> FlashError:

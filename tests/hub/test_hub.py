@@ -53,20 +53,18 @@ class Driver:
 
     async def lease(self, node: int, capacity: int) -> list[Lease]:
         reply = await self.hub.handle(p.LeaseRequest(node, capacity))
-        assert isinstance(reply, p.Leases)
         return reply.leases
 
     async def bring(self, node: int, *leases: Lease) -> None:
-        results = [p.Result(lease.lease_id, trajectory(lease.task, 0)) for lease in leases]
-        await self.hub.handle(p.Results(node, results))
+        results = [p.EndedLease(lease.lease_id, trajectory(lease.task, 0)) for lease in leases]
+        await self.hub.handle(p.DeliverRequest(node, results))
 
     async def fail(self, node: int, *leases: Lease) -> None:
-        results = [p.Result(lease.lease_id, Failure(lease.task, Outcome.ENV_ERROR, "boom", 0)) for lease in leases]
-        await self.hub.handle(p.Results(node, results))
+        results = [p.EndedLease(lease.lease_id, Failure(lease.task, Outcome.ENV_ERROR, "boom", 0)) for lease in leases]
+        await self.hub.handle(p.DeliverRequest(node, results))
 
     async def cancels(self, node: int) -> list[int]:
         reply = await self.hub.handle(p.CancelRequest(node))
-        assert isinstance(reply, p.Cancels)
         return reply.lease_ids
 
 
@@ -149,20 +147,20 @@ async def test_when_nothing_is_left_to_issue_the_run_ends_with_the_reason() -> N
 async def test_what_environments_measure_is_averaged_over_each_batch_and_each_evaluation() -> None:
     driver = Driver(make_config())
 
-    def measured(lease: Lease, **metrics: float) -> p.Result:
+    def measured(lease: Lease, **metrics: float) -> p.EndedLease:
         made = trajectory(lease.task, 0)
         turns = [msgspec.structs.replace(made.turns[0], metrics=metrics)]
-        return p.Result(lease.lease_id, msgspec.structs.replace(made, turns=turns))
+        return p.EndedLease(lease.lease_id, msgspec.structs.replace(made, turns=turns))
 
     await driver.hub.handle(p.PublishRequest(Published(0, "tcp", b"", Canary([1, 2], [-1.0]))))
     await driver.hub.handle(p.EngineReport(0, [p.EngineStatus(0, 0, 0.0, 1.0, 0.0)], []))
     (held_out,) = await driver.lease(0, 1)
-    await driver.hub.handle(p.Results(0, [measured(held_out, won=1.0)]))
+    await driver.hub.handle(p.DeliverRequest(0, [measured(held_out, won=1.0)]))
     assert driver.observer.evaluations[0]["env/won"] == 1.0
 
     one, two, three, four = await driver.lease(0, 4)
     results = [measured(one, won=1.0), measured(two, won=0.0, moves=3.0), measured(three, moves=5.0), measured(four)]
-    await driver.hub.handle(p.Results(0, results))
+    await driver.hub.handle(p.DeliverRequest(0, results))
     await driver.hub.handle(p.BatchRequest(0, 0, []))
     await driver.hub.handle(p.Commit(0, {"loss": 0.1}))
     (row,) = driver.observer.steps

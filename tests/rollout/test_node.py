@@ -21,6 +21,7 @@ from flash.observe.observer import MemoryObserver
 from flash.rollout.fake_engine import FakeEngine
 from flash.rollout.node import RolloutNode
 from flash.simulate.clock import run_virtual
+from flash.simulate.world import InProcessCaller
 from flash.types import Canary, Outcome, Published, Shard
 
 
@@ -69,22 +70,11 @@ def make_config(**changes: Any) -> Config:
     return msgspec.convert(base, Config)
 
 
-class Direct:
-    """A connection to a hub in the same process."""
-
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
-
-    async def call(self, request: Any, *, timeout: float) -> Any:
-        with anyio.fail_after(timeout):
-            return await self._hub.handle(request)
-
-
 class FakeTrainer:
     """Publishes, trains for a set time, commits: what a trainer rank does, without a model."""
 
     def __init__(self, hub: Hub, seconds: float, version: int = 0) -> None:
-        self._hub = Direct(hub)
+        self._hub = InProcessCaller(hub)
         self._seconds = seconds
         self.version = version
         self.shards: list[Shard] = []
@@ -154,7 +144,7 @@ class World:
             0,
             CharTokenizer(),
             lambda kind: wrap(self._env()),
-            Direct(self.hub),
+            InProcessCaller(self.hub),
             now=now,
             prepare=self._prepare,
         )
@@ -434,7 +424,7 @@ def test_the_leases_of_a_lost_node_go_to_another() -> None:
                 1,
                 CharTokenizer(),
                 lambda kind: wrap(Echo()),
-                Direct(hub),
+                InProcessCaller(hub),
                 now=anyio.current_time,
             )
             await other.run()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from flash.hub import protocol as p
 from flash.rollout.fake_engine import FakeEngine
 from flash.rollout.node import RolloutNode
 from flash.simulate.clock import run_virtual
+from flash.transport.request import ReplyT, Request, answered
 from flash.types import Canary, Failure, Lease, Outcome, Published, Task, Trajectory
 from tests.rollout.test_node import CharTokenizer, Echo, World, ages, make_config, run
 
@@ -66,16 +68,19 @@ class FakeHub:
         self.cancels += lease_ids
         self.change()
 
-    async def call(self, request: p.Request, *, timeout: float) -> p.Reply:
+    async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        return answered(request, await self.answer(request))
+
+    async def answer(self, request: msgspec.Struct) -> msgspec.Struct:
         match request:
             case p.LeaseRequest():
                 await self.until(lambda: bool(self.ready) or self.left == 0)
                 granted, self.ready = self.ready[: request.capacity], self.ready[request.capacity :]
-                return p.Leases(granted, done=self.left == 0)
-            case p.Results():
-                for result in request.results:
-                    assert result.lease_id not in self.results
-                    self.results[result.lease_id] = result.outcome
+                return p.LeaseReply(granted, done=self.left == 0)
+            case p.DeliverRequest():
+                for ended in request.ended:
+                    assert ended.lease_id not in self.results
+                    self.results[ended.lease_id] = ended.result
                     self.left -= 1
                 self.change()
             case p.VersionRequest():
@@ -85,7 +90,7 @@ class FakeHub:
             case p.CancelRequest():
                 await self.until(lambda: bool(self.cancels))
                 cancels, self.cancels = self.cancels, []
-                return p.Cancels(cancels, done=False)
+                return p.CancelReply(cancels, done=False)
             case p.EngineReport():
                 self.reports.append(request)
             case _:

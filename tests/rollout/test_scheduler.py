@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.hub.protocol import Result
+from flash.hub.protocol import EndedLease
 from flash.rollout.episode import EpisodeProgress
 from flash.rollout.scheduler import Scheduler
 from flash.simulate.clock import run_virtual
@@ -35,7 +35,7 @@ class Source:
         self.more = anyio.Event()
         self.done = True
         self.asked: list[int] = []
-        self.results: list[Result] = []
+        self.ended: list[EndedLease] = []
         self.on_grant: Callable[[], None] = lambda: None
 
     async def lease(self, capacity: int) -> list[Lease] | None:
@@ -55,13 +55,13 @@ class Source:
         self.ready += [lease(number) for number in numbers]
         self.more.set()
 
-    async def deliver(self, results: list[Result]) -> None:
-        self.results += results
+    async def deliver(self, ended: list[EndedLease]) -> None:
+        self.ended += ended
         await anyio.lowlevel.checkpoint()
 
     def outcomes(self) -> dict[int, Outcome]:
-        assert len({result.lease_id for result in self.results}) == len(self.results), "one result per lease"
-        return {result.lease_id: result.outcome.outcome for result in self.results}
+        assert len({ended.lease_id for ended in self.ended}) == len(self.ended), "one result per lease"
+        return {ended.lease_id: ended.result.outcome for ended in self.ended}
 
 
 class Engine:
@@ -202,7 +202,7 @@ def test_a_loser_is_cancelled_wherever_it_is_and_reports_its_tokens(where: str) 
             if at:
                 await anyio.sleep(at)
                 scheduler.cancel([1, 77])
-        results = {result.lease_id: result.outcome for result in source.results}
+        results = {ended.lease_id: ended.result for ended in source.ended}
         assert source.outcomes()[0] is Outcome.ENV_ERROR
         if where == "ended":
             assert source.outcomes()[1] is Outcome.ENV_ERROR

@@ -6,18 +6,18 @@ import pytest
 from anyio.abc import SocketAttribute, SocketStream
 
 from flash.errors import ConfigError, DeadlineError, PeerLostError, TransportError
-from flash.transport import Peer, connect, new_token, serve
+from flash.transport import Peer, Request, connect, new_token, serve
 from flash.transport.auth import prove_to_server
 
 pytestmark = pytest.mark.anyio
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
 class Answer(msgspec.Struct, frozen=True, tag=True):
     name: str
+
+
+class Ask(Request[Answer], frozen=True, tag=True):
+    pass
 
 
 async def tell_name(peer: Peer, request: Ask) -> Answer:
@@ -27,7 +27,7 @@ async def tell_name(peer: Peer, request: Ask) -> Answer:
 async def test_the_server_learns_the_name_that_was_proven(serving, token: bytes):
     async with (
         serving(Ask, tell_name) as port,
-        connect("127.0.0.1", port, token, "node 3 äöü", Answer, 5) as client,
+        connect("127.0.0.1", port, token, "node 3 äöü", 5) as client,
     ):
         assert (await client.call(Ask(), 5)).name == "node 3 äöü"
 
@@ -35,7 +35,7 @@ async def test_the_server_learns_the_name_that_was_proven(serving, token: bytes)
 async def test_a_client_refuses_a_server_with_another_token(serving):
     async with serving(Ask, tell_name) as port:
         with pytest.raises(TransportError, match=r"hub at 127\.0\.0\.1:.*another run"):
-            async with connect("127.0.0.1", port, new_token(), "stranger", Answer, 5):
+            async with connect("127.0.0.1", port, new_token(), "stranger", 5):
                 pytest.fail("connected")
 
 
@@ -61,7 +61,7 @@ async def test_a_server_cannot_pass_by_sending_the_client_its_own_words():
         tasks.start_soon(listener.serve, mirror)
         port = listener.extra(SocketAttribute.local_port)
         with pytest.raises(TransportError, match="does not prove our token"):
-            async with connect("127.0.0.1", port, new_token(), "me", Answer, 5):
+            async with connect("127.0.0.1", port, new_token(), "me", 5):
                 pytest.fail("connected")
         await anyio.wait_all_tasks_blocked()
         tasks.cancel_scope.cancel()
@@ -116,7 +116,7 @@ async def test_the_token_is_never_on_the_wire(token: bytes):
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
         real_port = await tasks.start(run)
         tasks.start_soon(listener.serve, listen)
-        async with connect("127.0.0.1", listener.extra(SocketAttribute.local_port), token, "me", Answer, 5) as client:
+        async with connect("127.0.0.1", listener.extra(SocketAttribute.local_port), token, "me", 5) as client:
             await client.call(Ask(), 5)
         tasks.cancel_scope.cancel()
     assert b"flashrl" in heard
@@ -130,7 +130,7 @@ async def test_another_protocol_is_turned_away_and_the_server_lives_on(serving, 
             await stream.send(opening)
             with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
                 await stream.receive()
-        async with connect("127.0.0.1", port, token, "me", Answer, 5) as client:
+        async with connect("127.0.0.1", port, token, "me", 5) as client:
             assert await client.call(Ask(), 5) == Answer("me")
 
 
@@ -148,7 +148,7 @@ async def test_a_server_that_proves_nothing_is_given_up_at_the_deadline():
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
         port = listener.extra(SocketAttribute.local_port)
         with pytest.raises(DeadlineError, match=r"waited 0\.05 s for hub at 127.0.0.1:"):
-            async with connect("127.0.0.1", port, new_token(), "me", Answer, 0.05):
+            async with connect("127.0.0.1", port, new_token(), "me", 0.05):
                 pytest.fail("connected")
 
 
@@ -156,13 +156,13 @@ async def test_nobody_listening_is_said_with_host_and_port():
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
         port = listener.extra(SocketAttribute.local_port)
     with pytest.raises(PeerLostError, match=rf"cannot connect to hub at 127\.0\.0\.1:{port}: .*is it running"):
-        async with connect("127.0.0.1", port, new_token(), "me", Answer, 5):
+        async with connect("127.0.0.1", port, new_token(), "me", 5):
             pytest.fail("connected")
 
 
 async def test_a_short_token_is_refused_on_both_ends():
     with pytest.raises(ConfigError, match="at least 16"):
-        async with connect("127.0.0.1", 1, b"short", "me", Answer, 5):
+        async with connect("127.0.0.1", 1, b"short", "me", 5):
             pytest.fail("connected")
     with pytest.raises(ConfigError, match="at least 16"):
         await serve("127.0.0.1", 0, b"short", Ask, tell_name, deadline=5)

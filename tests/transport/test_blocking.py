@@ -13,14 +13,14 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from flash.errors import DeadlineError, EngineError, PeerLostError, TransportError
-from flash.transport import BlockingClient, Peer, new_token, serve
-
-
-class Double(msgspec.Struct, frozen=True, tag=True):
-    value: int
+from flash.transport import BlockingClient, Peer, Request, new_token, serve
 
 
 class Doubled(msgspec.Struct, frozen=True, tag=True):
+    value: int
+
+
+class Double(Request[Doubled], frozen=True, tag=True):
     value: int
 
 
@@ -54,27 +54,27 @@ def server() -> Server:
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[BlockingClient[Doubled]]:
+def client(server: Server) -> Iterator[BlockingClient]:
     token = new_token()
     with start_blocking_portal() as portal:
         run = partial(serve, "127.0.0.1", 0, token, Double, server.handle, deadline=5.0)
         future, port = portal.start_task(run)
-        with BlockingClient("127.0.0.1", port, token, "rank 0", Doubled, 5) as client:
+        with BlockingClient("127.0.0.1", port, token, "rank 0", 5) as client:
             yield client
         future.cancel()
 
 
-def test_a_reply_comes_back(client: BlockingClient[Doubled]):
+def test_a_reply_comes_back(client: BlockingClient):
     assert client.call(Double(21), 5) == Doubled(42)
 
 
-def test_threads_may_share_a_client(client: BlockingClient[Doubled]):
+def test_threads_may_share_a_client(client: BlockingClient):
     with ThreadPoolExecutor(8) as pool:
         replies = list(pool.map(lambda value: client.call(Double(value), 30).value, range(1, 200)))
     assert replies == [2 * value for value in range(1, 200)]
 
 
-def test_typed_errors_and_deadlines_reach_the_thread(client: BlockingClient[Doubled], server: Server):
+def test_typed_errors_and_deadlines_reach_the_thread(client: BlockingClient, server: Server):
     with pytest.raises(EngineError, match="negative"):
         client.call(Double(-1), 5)
     with pytest.raises(DeadlineError, match="the reply to Double"):
@@ -92,7 +92,7 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_cancels_the_call_and_the_client_goes_on(client: BlockingClient[Doubled], server: Server):
+def test_an_interrupt_cancels_the_call_and_the_client_goes_on(client: BlockingClient, server: Server):
     server.interrupt_caller = True
     with pytest.raises(KeyboardInterrupt):
         client.call(Double(0), 60)
@@ -106,7 +106,7 @@ def test_an_interrupt_that_leaves_the_block_ends_its_thread_and_the_calls_of_oth
     with start_blocking_portal() as portal:
         future, port = portal.start_task(partial(serve, "127.0.0.1", 0, token, Double, server.handle, deadline=5.0))
         with ThreadPoolExecutor(1) as pool:
-            block = BlockingClient("127.0.0.1", port, token, "rank 0", Doubled, 5)
+            block = BlockingClient("127.0.0.1", port, token, "rank 0", 5)
             with suppress(KeyboardInterrupt), block as client:
                 other = pool.submit(client.call, Double(0), 60)
                 assert server.hanging.wait(10)
@@ -121,7 +121,7 @@ def test_a_failed_connection_leaves_no_thread():
     threads = set(threading.enumerate())
     with (
         pytest.raises(TransportError, match="cannot connect to weights at"),
-        BlockingClient("127.0.0.1", 1, new_token(), "rank 0", Doubled, 5, server="weights"),
+        BlockingClient("127.0.0.1", 1, new_token(), "rank 0", 5, server="weights"),
     ):
         pytest.fail("connected")
     assert set(threading.enumerate()) == threads

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import anyio
 import msgspec
 import pytest
@@ -15,22 +13,10 @@ from flash.errors import (
     FlashError,
     TransportError,
 )
-from flash.transport import Client, Peer, connect
+from flash.transport import Client, Peer, Request, connect
+from flash.transport.request import answered
 
 pytestmark = pytest.mark.anyio
-
-
-class Add(msgspec.Struct, frozen=True, tag=True):
-    left: int
-    right: int
-
-
-class Wait(msgspec.Struct, frozen=True, tag=True):
-    key: int
-
-
-class Echo(msgspec.Struct, frozen=True, tag=True):
-    data: bytes
 
 
 class Sum(msgspec.Struct, frozen=True, tag=True):
@@ -41,8 +27,26 @@ class Data(msgspec.Struct, frozen=True, tag=True):
     data: bytes
 
 
-Request = Add | Wait | Echo
-Reply = Sum | Data
+class Add(Request[Sum], frozen=True, tag=True):
+    left: int
+    right: int
+
+
+class Wait(Request[Sum], frozen=True, tag=True):
+    key: int
+
+
+class Echo(Request[Data], frozen=True, tag=True):
+    data: bytes
+
+
+class SumOfEcho(Request[Sum], frozen=True, tag="Echo"):
+    """An `Echo` to the server, which answers it with `Data`; the client takes a `Sum` for its reply."""
+
+    data: bytes
+
+
+Served = Add | Wait | Echo
 
 
 class Service:
@@ -58,7 +62,7 @@ class Service:
         for key in keys:
             self.started[key], self.released[key], self.cancelled[key] = anyio.Event(), anyio.Event(), anyio.Event()
 
-    async def handle(self, peer: Peer, request: Request) -> Reply:
+    async def handle(self, peer: Peer, request: Served) -> Sum | Data:
         match request:
             case Add():
                 if self.error is not None:
@@ -84,17 +88,23 @@ def service() -> Service:
 @pytest.fixture
 async def client(serving, token: bytes, service: Service):
     async with (
-        serving(Request, service.handle) as port,
-        connect("127.0.0.1", port, token, "me", Reply, 5) as client,  # pyright: ignore[reportArgumentType]
+        serving(Served, service.handle) as port,
+        connect("127.0.0.1", port, token, "me", 5) as client,
     ):
         yield client
 
 
-async def test_a_reply_comes_back(client: Client[Any]):
+async def test_a_reply_comes_back(client: Client):
     assert await client.call(Add(2, 3), 5) == Sum(5)
 
 
-async def test_replies_may_overtake_each_other(client: Client[Any], service: Service):
+async def test_whoever_serves_a_request_is_held_to_the_reply_that_it_names():
+    assert answered(Add(2, 3), Sum(5)) == Sum(5)
+    with pytest.raises(ContractError, match="Add was answered with Data, not with Sum"):
+        answered(Add(2, 3), Data(b""))
+
+
+async def test_replies_may_overtake_each_other(client: Client, service: Service):
     service.expect(*range(10))
     order: list[int] = []
     answered = [anyio.Event() for _ in range(10)]
@@ -114,7 +124,7 @@ async def test_replies_may_overtake_each_other(client: Client[Any], service: Ser
     assert order == list(reversed(range(10)))
 
 
-async def test_thousands_of_calls_at_once_each_get_their_own_reply(client: Client[Any]):
+async def test_thousands_of_calls_at_once_each_get_their_own_reply(client: Client):
     replies: dict[int, int] = {}
 
     async def add(number: int) -> None:
@@ -126,12 +136,12 @@ async def test_thousands_of_calls_at_once_each_get_their_own_reply(client: Clien
     assert replies == {number: number + 1 for number in range(3000)}
 
 
-async def test_a_frame_of_100_megabytes_goes_there_and_back(client: Client[Any]):
+async def test_a_frame_of_100_megabytes_goes_there_and_back(client: Client):
     data = bytes(range(256)) * (100_000_000 // 256)
     assert (await client.call(Echo(data), 60)).data == data
 
 
-async def test_small_calls_pass_while_large_ones_are_under_way(client: Client[Any]):
+async def test_small_calls_pass_while_large_ones_are_under_way(client: Client):
     data = bytes(8_000_000)
     async with anyio.create_task_group() as tasks:
         for _ in range(4):
@@ -142,7 +152,7 @@ async def test_small_calls_pass_while_large_ones_are_under_way(client: Client[An
 
 @pytest.mark.parametrize("kind", [ConfigError, ContractError, EngineError, EngineDeadError, TransportError])
 async def test_a_typed_error_of_the_handler_is_raised_in_the_caller(
-    client: Client[Any], service: Service, kind: type[FlashError]
+    client: Client, service: Service, kind: type[FlashError]
 ):
     service.error = kind("the reason")
     with pytest.raises(kind) as caught:
@@ -154,14 +164,14 @@ async def test_a_typed_error_of_the_handler_is_raised_in_the_caller(
     assert await client.call(Add(1, 1), 5) == Sum(2)
 
 
-async def test_an_error_with_arguments_of_its_own_keeps_its_message(client: Client[Any], service: Service):
+async def test_an_error_with_arguments_of_its_own_keeps_its_message(client: Client, service: Service):
     service.error = DeadlineError("an engine", 7, "its log")
     with pytest.raises(DeadlineError, match="waited 7 s") as caught:
         await client.call(Add(1, 1), 5)
     assert str(caught.value) == "waited 7 s for an engine; look at its log"
 
 
-async def test_an_error_class_of_someone_else_arrives_as_a_transport_error(client: Client[Any], service: Service):
+async def test_an_error_class_of_someone_else_arrives_as_a_transport_error(client: Client, service: Service):
     class HouseError(FlashError):
         pass
 
@@ -174,14 +184,14 @@ async def test_a_bug_in_a_handler_ends_the_server(serving, token: bytes, service
     service.error = ZeroDivisionError("a bug")
     with pytest.RaisesGroup(ZeroDivisionError, flatten_subgroups=True):
         async with (
-            serving(Request, service.handle) as port,
-            connect("127.0.0.1", port, token, "me", Reply, 5) as client,
+            serving(Served, service.handle) as port,
+            connect("127.0.0.1", port, token, "me", 5) as client,
         ):
             await client.call(Add(1, 1), 5)
 
 
-async def test_a_request_the_server_cannot_read_is_answered_with_an_error(client: Client[Any]):
-    class Unknown(msgspec.Struct, frozen=True, tag=True):
+async def test_a_request_the_server_cannot_read_is_answered_with_an_error(client: Client):
+    class Unknown(Request[Sum], frozen=True, tag=True):
         pass
 
     with pytest.raises(TransportError, match=r"the request cannot be read: .*Unknown.* same code"):
@@ -189,17 +199,17 @@ async def test_a_request_the_server_cannot_read_is_answered_with_an_error(client
     assert await client.call(Add(1, 1), 5) == Sum(2)
 
 
-async def test_a_reply_the_client_cannot_read_fails_its_call_only(serving, token: bytes, service: Service):
+async def test_a_reply_other_than_the_request_names_fails_its_call_only(serving, token: bytes, service: Service):
     async with (
-        serving(Request, service.handle) as port,
-        connect("127.0.0.1", port, token, "me", Sum, 5) as client,
+        serving(Served, service.handle) as port,
+        connect("127.0.0.1", port, token, "me", 5) as client,
     ):
-        with pytest.raises(TransportError, match=r"the reply to Echo from hub at .* cannot be read"):
-            await client.call(Echo(b""), 5)
+        with pytest.raises(TransportError, match=r"the reply to SumOfEcho from hub at .* cannot be read"):
+            await client.call(SumOfEcho(b""), 5)
         assert await client.call(Add(1, 1), 5) == Sum(2)
 
 
-async def test_law_1_a_late_reply_is_a_deadline_error_and_cancels_its_handler(client: Client[Any], service: Service):
+async def test_law_1_a_late_reply_is_a_deadline_error_and_cancels_its_handler(client: Client, service: Service):
     service.expect(1)
     with pytest.raises(DeadlineError, match=r"waited 0\.05 s for the reply to Wait from hub at 127\.0\.0\.1:"):
         await client.call(Wait(1), 0.05)
@@ -207,7 +217,7 @@ async def test_law_1_a_late_reply_is_a_deadline_error_and_cancels_its_handler(cl
     assert await client.call(Add(1, 1), 5) == Sum(2)
 
 
-async def test_cancelling_a_call_cancels_its_handler_and_no_other(client: Client[Any], service: Service):
+async def test_cancelling_a_call_cancels_its_handler_and_no_other(client: Client, service: Service):
     service.expect(1, 2)
     async with anyio.create_task_group() as kept, anyio.create_task_group() as dropped:
         kept.start_soon(client.call, Wait(1), 5)
@@ -221,9 +231,7 @@ async def test_cancelling_a_call_cancels_its_handler_and_no_other(client: Client
     assert not service.cancelled[1].is_set()
 
 
-async def test_a_call_cancelled_before_its_first_await_leaves_the_connection_whole(
-    client: Client[Any], service: Service
-):
+async def test_a_call_cancelled_before_its_first_await_leaves_the_connection_whole(client: Client, service: Service):
     service.expect(1)
     with anyio.CancelScope() as scope:
         scope.cancel()
@@ -232,7 +240,7 @@ async def test_a_call_cancelled_before_its_first_await_leaves_the_connection_who
     assert await client.call(Add(1, 1), 5) == Sum(2)
 
 
-async def test_a_reply_that_crosses_its_cancellation_is_dropped(client: Client[Any], service: Service):
+async def test_a_reply_that_crosses_its_cancellation_is_dropped(client: Client, service: Service):
     service.expect(1)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(client.call, Wait(1), 5)
@@ -245,13 +253,13 @@ async def test_a_reply_that_crosses_its_cancellation_is_dropped(client: Client[A
 
 
 async def test_an_error_of_the_block_passes_through_unwrapped(serving, token: bytes, service: Service):
-    async with serving(Request, service.handle) as port:
+    async with serving(Served, service.handle) as port:
         with pytest.raises(KeyError, match="mine"):
-            async with connect("127.0.0.1", port, token, "me", Reply, 5):
+            async with connect("127.0.0.1", port, token, "me", 5):
                 raise KeyError("mine")
 
 
-async def test_a_request_that_cannot_be_encoded_fails_alone(client: Client[Any]):
+async def test_a_request_that_cannot_be_encoded_fails_alone(client: Client):
     with pytest.raises(TypeError):
         await client.call(Echo(object()), 5)  # pyright: ignore[reportArgumentType]
     assert await client.call(Add(1, 1), 5) == Sum(2)

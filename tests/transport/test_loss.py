@@ -11,7 +11,7 @@ import pytest
 from anyio.abc import SocketAttribute, SocketStream, TaskStatus
 
 from flash.errors import DeadlineError, PeerLostError, TransportError
-from flash.transport import Peer, connect, serve
+from flash.transport import Peer, Request, connect, serve
 from flash.transport.auth import prove_to_server
 from flash.transport.connection import BUFFER_BYTES
 from flash.transport.frames import FrameDecoder, Kind, append_frame
@@ -19,11 +19,11 @@ from flash.transport.frames import FrameDecoder, Kind, append_frame
 pytestmark = pytest.mark.anyio
 
 
-class Get(msgspec.Struct, frozen=True):
+class Data(msgspec.Struct, frozen=True):
     data: bytes = b""
 
 
-class Data(msgspec.Struct, frozen=True):
+class Get(Request[Data], frozen=True):
     data: bytes = b""
 
 
@@ -70,7 +70,7 @@ async def test_all_pending_calls_and_all_later_ones_fail_when_the_server_goes(pu
             await client.call(Get(), 60)
         failed.append(str(caught.value))
 
-    async with puppet(leave_after_five) as port, connect("127.0.0.1", port, token, "me", Data, 5) as client:
+    async with puppet(leave_after_five) as port, connect("127.0.0.1", port, token, "me", 5) as client:
         async with anyio.create_task_group() as tasks:
             for _ in range(5):
                 tasks.start_soon(call)
@@ -88,7 +88,7 @@ async def test_handlers_end_before_the_disconnect_is_told_when_a_client_goes(ser
         told.set()
 
     async with serving(Get, hang.handle, on_disconnect=on_disconnect) as port:
-        async with connect("127.0.0.1", port, token, "me", Data, 5) as client, anyio.create_task_group() as tasks:
+        async with connect("127.0.0.1", port, token, "me", 5) as client, anyio.create_task_group() as tasks:
             tasks.start_soon(client.call, Get(), 60)
             await hang.started.wait()
             tasks.cancel_scope.cancel()
@@ -106,7 +106,7 @@ async def test_each_connection_is_a_peer_of_its_own(serving, token: bytes):
 
     async with serving(Get, handle) as port:
         for _ in range(2):
-            async with connect("127.0.0.1", port, token, "twin", Data, 5) as client:
+            async with connect("127.0.0.1", port, token, "twin", 5) as client:
                 await client.call(Get(), 5)
                 await client.call(Get(), 5)
     assert [(peer.id, peer.name) for peer in seen] == [(1, "twin"), (1, "twin"), (2, "twin"), (2, "twin")]
@@ -136,7 +136,7 @@ async def test_the_disconnect_is_told_once_when_the_server_ends_first(token: byt
 
     async with anyio.create_task_group() as tasks:
         port = await tasks.start(run)
-        async with connect("127.0.0.1", port, token, "me", Data, 5) as client, anyio.create_task_group() as calls:
+        async with connect("127.0.0.1", port, token, "me", 5) as client, anyio.create_task_group() as calls:
             calls.start_soon(call)
             await hang.started.wait()
             server.cancel()
@@ -152,7 +152,7 @@ async def test_calls_of_other_tasks_fail_when_the_block_ends(serving, token: byt
             await client.call(Get(), 60)
 
     async with serving(Get, hang.handle) as port, anyio.create_task_group() as tasks:
-        async with connect("127.0.0.1", port, token, "me", Data, 5) as client:
+        async with connect("127.0.0.1", port, token, "me", 5) as client:
             tasks.start_soon(call)
             await hang.started.wait()
         with pytest.raises(PeerLostError, match="closed on this side"):
@@ -166,7 +166,7 @@ async def test_a_reply_cut_off_in_the_middle_says_so(puppet, token: bytes):
         await stream.send_eof()
         await anyio.sleep_forever()
 
-    async with puppet(cut) as port, connect("127.0.0.1", port, token, "me", Data, 5) as client:
+    async with puppet(cut) as port, connect("127.0.0.1", port, token, "me", 5) as client:
         with pytest.raises(PeerLostError, match=r"inside a frame, after \d+ of \d+ bytes"):
             await client.call(Get(), 60)
 
@@ -189,7 +189,7 @@ async def test_a_client_drops_a_server_that_sends_garbage(puppet, token: bytes, 
             await stream.receive()
         left.set()
 
-    async with puppet(play) as port, connect("127.0.0.1", port, token, "me", Data, 5) as client:
+    async with puppet(play) as port, connect("127.0.0.1", port, token, "me", 5) as client:
         with pytest.raises(TransportError, match=message):
             await client.call(Get(), 60)
         await left.wait()
@@ -218,7 +218,7 @@ async def test_a_server_drops_a_client_that_sends_garbage_and_lives_on(
             await stream.send(sent)
             with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
                 await stream.receive()
-        async with connect("127.0.0.1", port, token, "me", Data, 5) as client:
+        async with connect("127.0.0.1", port, token, "me", 5) as client:
             assert await client.call(Get(b"fine"), 5) == Data(b"fine")
     assert "dropped Peer(id=1, name='rude'" in caplog.text
 
@@ -270,7 +270,7 @@ async def test_calls_wait_for_room_when_the_server_does_not_read_and_all_fail_wh
 
     async with (
         puppet(play) as port,
-        connect("127.0.0.1", port, token, "me", Data, 5) as client,
+        connect("127.0.0.1", port, token, "me", 5) as client,
         anyio.create_task_group() as tasks,
     ):
         for _ in range(64):
@@ -286,7 +286,7 @@ async def test_calls_wait_for_room_when_the_server_does_not_read_and_all_fail_wh
 
 async def test_a_block_ends_though_the_server_does_not_read(puppet, token: bytes):
     async with puppet(read_nothing) as port:
-        async with connect("127.0.0.1", port, token, "me", Data, 5) as client:
+        async with connect("127.0.0.1", port, token, "me", 5) as client:
             with pytest.raises(DeadlineError):
                 await client.call(Get(bytes(64 << 20)), 0.05)
         with pytest.raises(PeerLostError):
@@ -307,7 +307,7 @@ async def test_calls_given_up_while_they_waited_for_room_were_never_sent(puppet,
                     await stream.send(frame(Kind.REPLY, got.call, Data(b"last")))
                     await anyio.sleep_forever()
 
-    async with puppet(read_late) as port, connect("127.0.0.1", port, token, "me", Data, 5) as client:
+    async with puppet(read_late) as port, connect("127.0.0.1", port, token, "me", 5) as client:
         async with anyio.create_task_group() as tasks:
             for _ in range(64):
                 tasks.start_soon(client.call, Get(bytes(1 << 20)), 60)
