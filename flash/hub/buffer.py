@@ -16,7 +16,8 @@ here, independently of the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Literal
 
 import msgspec
@@ -26,10 +27,10 @@ from flash.hub.breaker import Breaker
 from flash.hub.choice import choose
 from flash.hub.contract import AgeContract
 from flash.hub.groups import Group, GroupFilter, Member
-from flash.hub.leases import Leases
+from flash.hub.leases import LeaseTable, as_issued
 from flash.hub.ledger import Ledger
 from flash.hub.tasks import Cursor, TaskSource
-from flash.types import RETRIED, Failure, Lease, Outcome, Task, Trajectory
+from flash.types import Failure, Lease, Outcome, Trajectory
 
 FILTER_BREAKER = 20
 """Batches' worth of groups filtered out in a row, none kept between, that stop a run which filters everything."""
@@ -59,7 +60,10 @@ class BufferState(msgspec.Struct):
 
 
 class SampleBuffer:
-    """See the module's docstring. `leases.withdrawn` and `notes` fill up for the owner, who empties them."""
+    """See the module's docstring. `leases.withdrawn` and `notes` fill up for the owner, who empties them.
+
+    `lease_ids` numbers the leases of the whole run, those of evaluations included.
+    """
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class SampleBuffer:
         *,
         step: int = 0,
         state: BufferState | None = None,
+        lease_ids: Iterator[int] | None = None,
     ) -> None:
         self._contract = contract
         self._source = source
@@ -81,7 +86,7 @@ class SampleBuffer:
         self._next_step = step
         self._wave_left = 0
         self._breaker = Breaker(rules.breaker, rules.quarantine, FILTER_BREAKER * contract.groups_per_batch)
-        self.leases = Leases()
+        self.leases = LeaseTable(lease_ids or count(), rules.retries, as_issued)
         self.ledger = Ledger()
         self.notes: list[str] = []
         """What people should know."""
@@ -120,26 +125,24 @@ class SampleBuffer:
             BreakerError: every kind of environment is quarantined.
         """
         newest = max(versions, default=-1)
-        for group_id, index in self.leases.queue:
-            group = self._groups[group_id]
-            if self._needed_version(group.slot, index) > newest:
+        for member in self.leases.queue:
+            if self._needed_version(self._group(member).slot, member.task.sample_index) > newest:
                 return None
-            if alone or node not in group.members[index].avoid:
-                return self._hand_out(group, index, versions)
+            if alone or node not in member.avoid:
+                return self._hand_out(member, versions)
         if not self._room_for_group(newest):
             return None
-        return self._hand_out(self._issue_group(), 0, versions)
+        return self._hand_out(self._issue_group().members[0], versions)
 
     def lease_rest(self, lease: Lease, versions: Sequence[int]) -> list[Lease]:
         """The queued members of the same group, which go to the same node."""
         group = self._groups[lease.task.group_id]
-        queued = [index for index, member in enumerate(group.members) if member.state == "queued"]
-        return [self._hand_out(group, index, versions) for index in queued]
+        return [self._hand_out(member, versions) for member in group.members if member.state == "queued"]
 
-    def _hand_out(self, group: Group, index: int, versions: Sequence[int]) -> Lease:
+    def _hand_out(self, member: Member, versions: Sequence[int]) -> Lease:
         """The lease on a queued task. No token will be older than the slowest engine that admission allows."""
-        needed = self._needed_version(group.slot, index)
-        return self.leases.grant(group.members[index], min(version for version in versions if version >= needed))
+        needed = self._needed_version(self._group(member).slot, member.task.sample_index)
+        return self.leases.grant(member, min(version for version in versions if version >= needed))
 
     def _needed_version(self, slot: int, index: int) -> int:
         """What admission asks for; and the first token must not be too old for the next step."""
@@ -178,45 +181,33 @@ class SampleBuffer:
         Raises:
             BreakerError: too many tasks in a row were given up, or too many groups filtered out.
         """
-        task = self.leases.home(lease_id)
+        member = self.leases.home(lease_id)
         tokens = result.tokens if isinstance(result, Failure) else result.action_count
         self.ledger.generated_tokens += tokens
-        if task is None:
+        if member is None:
             self.ledger.discard(self.leases.reason(lease_id), tokens)
             return
-        group, member = self._find(task)
+        group = self._group(member)
         if isinstance(result, Failure):
             self.ledger.discard(result.outcome, tokens)
-            self._fail(group, member, result, node)
+            self._fail(member, result, node)
         else:
             member.state, member.trajectory = "done", result
-            self._breaker.finished(task)
+            self._breaker.finished(member.task)
         self._settle(group)
 
     def revoke(self, lease_id: int) -> None:
         """A lease's node is gone: its task queues again."""
-        task = self.leases.home(lease_id)
-        if task is None:
-            self.leases.reason(lease_id)
-            return
-        _, member = self._find(task)
-        self.ledger.retry(Outcome.CANCELLED)
-        self.leases.put(member)
+        if self.leases.revoke(lease_id):
+            self.ledger.retry(Outcome.CANCELLED)
 
-    def _fail(self, group: Group, member: Member, failure: Failure, node: int) -> None:
-        task = member.task
-        if failure.outcome is Outcome.CANCELLED:
+    def _fail(self, member: Member, failure: Failure, node: int) -> None:
+        if self.leases.again(member, failure.outcome, node):
             self.ledger.retry(failure.outcome)
-            self.leases.put(member)
-        elif failure.outcome in RETRIED and task.attempt < self._rules.retries:
-            self.ledger.retry(failure.outcome)
-            member.task = msgspec.structs.replace(task, attempt=task.attempt + 1)
-            member.avoid.append(node)
-            self.leases.put(member)
-        else:
-            self._drop(member, "lost", failure.outcome)
-            if self._breaker.given_up(task, failure):
-                self._quarantine(task.kind, failure)
+            return
+        self._drop(member, "lost", failure.outcome)
+        if self._breaker.given_up(member.task, failure):
+            self._quarantine(member.task.kind, failure)
 
     def _quarantine(self, kind: str, failure: Failure) -> None:
         """Give up what is on its way of a kind that keeps failing; finished members stay."""
@@ -280,9 +271,8 @@ class SampleBuffer:
         for later in self._groups.values():
             later.slot -= later.slot > group.slot
 
-    def _find(self, task: Task) -> tuple[Group, Member]:
-        group = self._groups[task.group_id]
-        return group, group.members[task.sample_index]
+    def _group(self, member: Member) -> Group:
+        return self._groups[member.task.group_id]
 
     # -- consumption -------------------------------------------------------------------------------------------------
 

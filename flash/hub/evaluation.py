@@ -7,31 +7,26 @@ of the infrastructure is tried again within the budget; one that still fails is 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
-
-import msgspec
+from collections.abc import Callable, Iterator, Sequence
 
 from flash.config.tree import EvalConfig
+from flash.hub.groups import Member
+from flash.hub.leases import LeaseTable, failed_last
 from flash.hub.metrics import env_metrics
 from flash.hub.tasks import held_out_tasks
 from flash.observe.stats import mean_interval, pass_at_k
-from flash.types import RETRIED, Failure, Lease, Outcome, Task, Trajectory
-
-LEASE_BASE = 1 << 40
-"""Lease ids of evaluations start here, far above those of training."""
+from flash.types import Failure, Lease, Task, Trajectory
 
 
 class EvalRound:
-    """One evaluation of one version."""
+    """One evaluation of one version; `samples` per problem. Its tasks wait and are worked on in `leases`."""
 
-    def __init__(self, version: int, tasks: Sequence[Task], samples: int, retries: int, first_lease: int) -> None:
+    def __init__(self, version: int, tasks: Sequence[Task], samples: int, leases: LeaseTable) -> None:
         self.version = version
         self._samples = samples
-        self._retries = retries
-        self._next_lease = LEASE_BASE + first_lease
-        self._queue: deque[Task] = deque(tasks)
-        self._leases: dict[int, Task] = {}
+        self._leases = leases
+        for task in tasks:
+            leases.put(Member(task))
         self.rewards: dict[int, list[float]] = {}
         """Rewards per problem."""
         self.missing = 0
@@ -42,39 +37,23 @@ class EvalRound:
 
     def lease(self, versions: Sequence[int]) -> Lease | None:
         """The next task, for a node whose engines run these versions: one must run at least the round's."""
-        if not self._queue or max(versions, default=-1) < self.version:
+        if not self._leases.queue or max(versions, default=-1) < self.version:
             return None
-        lease = Lease(self._next_lease, self._queue.popleft(), self.version)
-        self._next_lease += 1
-        self._leases[lease.lease_id] = lease.task
-        return lease
+        return self._leases.grant(self._leases.queue[0], self.version)
 
-    def owns(self, lease_id: int) -> bool:
-        """Whether a lease belongs to this round."""
-        return lease_id in self._leases
-
-    def finish(self, lease_id: int, result: Trajectory | Failure) -> None:
-        """Take a result."""
-        task = self._leases.pop(lease_id)
+    def finish(self, member: Member, result: Trajectory | Failure, node: int) -> None:
+        """Book what a task brought home from a node, or that it is to be tried again."""
         if isinstance(result, Trajectory):
-            self.rewards.setdefault(task.group_id, []).append(result.reward)
+            self.rewards.setdefault(member.task.group_id, []).append(result.reward)
             self.versions.update(run.version for run in result.versions)
             self._measured.append(result.env_metrics())
-        elif result.outcome is Outcome.CANCELLED:
-            self._queue.appendleft(task)
-        elif result.outcome in RETRIED and task.attempt < self._retries:
-            self._queue.append(msgspec.structs.replace(task, attempt=task.attempt + 1))
-        else:
+        elif not self._leases.again(member, result.outcome, node):
             self.missing += 1
-
-    def revoke(self, lease_id: int) -> None:
-        """A lease's node is gone."""
-        self._queue.appendleft(self._leases.pop(lease_id))
 
     @property
     def done(self) -> bool:
         """No task is queued or leased."""
-        return not self._queue and not self._leases
+        return not self._leases.queue and not self._leases.out
 
     def row(self) -> dict[str, float]:
         """Mean reward with its 95 % confidence interval, pass@k for k = samples per problem, the environment's own."""
@@ -108,19 +87,25 @@ class Evaluations:
         first_version: the version this life of the run begins with.
         steps: the last version.
         kind_of: the kind of a problem.
+        lease_ids: numbers the leases of the whole run, those of training included.
     """
 
     def __init__(
-        self, config: EvalConfig, retries: int, first_version: int, steps: int, kind_of: Callable[[int], str]
+        self,
+        config: EvalConfig,
+        retries: int,
+        first_version: int,
+        steps: int,
+        kind_of: Callable[[int], str],
+        lease_ids: Iterator[int],
     ) -> None:
         self._config = config
-        self._retries = retries
         self._first_version = first_version
         self._steps = steps
         self._kind_of = kind_of
         self._due: list[int] = []
         self._round: EvalRound | None = None
-        self._leases = 0
+        self._leases = LeaseTable(lease_ids, retries, failed_last)
 
     def published(self, version: int) -> None:
         """A version is there to be evaluated."""
@@ -136,8 +121,7 @@ class Evaluations:
         if self._round is None and self._due:
             problems, samples = self._config.problems, self._config.samples
             tasks = held_out_tasks(problems, samples, self._kind_of)
-            self._round = EvalRound(self._due.pop(0), tasks, samples, self._retries, self._leases)
-            self._leases += len(tasks) * (self._retries + 1)
+            self._round = EvalRound(self._due.pop(0), tasks, samples, self._leases)
 
     @property
     def measuring_start(self) -> bool:
@@ -153,22 +137,21 @@ class Evaluations:
         """A task of the running round, or None."""
         return self._round.lease(versions) if self._round is not None else None
 
-    def owns(self, lease_id: int) -> bool:
-        """Whether a lease belongs to the running round."""
-        return self._round is not None and self._round.owns(lease_id)
+    def finish(self, lease_id: int, result: Trajectory | Failure, node: int) -> dict[str, float] | None:
+        """Take what a lease brought home from a node; the row of the round, when it was its last one.
 
-    def finish(self, lease_id: int, result: Trajectory | Failure) -> dict[str, float] | None:
-        """Take a result; the row of the round, when it was its last one."""
-        finished = self._round
-        assert finished is not None, "the caller has asked who owns the lease"
-        finished.finish(lease_id, result)
-        if not finished.done:
+        An unknown lease, of a node that was lost or of a former life, is of no use: its task was handed out again.
+        """
+        running, member = self._round, self._leases.home(lease_id)
+        if running is None or member is None:
+            return None
+        running.finish(member, result, node)
+        if not running.done:
             return None
         self._round = None
         self._begin()
-        return finished.row()
+        return running.row()
 
     def revoke(self, lease_id: int) -> None:
-        """A lease's node is gone."""
-        assert self._round is not None, "the caller has asked who owns the lease"
-        self._round.revoke(lease_id)
+        """A lease's node is gone: its task queues again."""
+        self._leases.revoke(lease_id)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from itertools import count
+from typing import Literal, NamedTuple
 
 import anyio
 import msgspec
@@ -27,7 +28,7 @@ from flash.hub.metrics import StepMetrics
 from flash.hub.tasks import TaskSource
 from flash.observe.observer import Observer
 from flash.transport.request import ReplyT, Request, answered
-from flash.types import Activity, Failure, Lease, Published, Shard, Trajectory
+from flash.types import Activity, Failure, Lease, Published, Shard, Split, Trajectory
 from flash.waiting import deadline
 
 LEASES_AT_ONCE = 256
@@ -39,6 +40,13 @@ class HubState(msgspec.Struct):
 
     version: int
     buffer: BufferState
+
+
+class _Lent(NamedTuple):
+    """Who holds a lease, and for what."""
+
+    node: int
+    split: Split
 
 
 class RunEnd(msgspec.Struct, frozen=True):
@@ -90,18 +98,22 @@ class Hub:
         )
         cursor = restored.buffer.cursor if restored else None
         members = rollout.group_size + rollout.extra_per_group
+        lease_ids = count()
         self.buffer = SampleBuffer(
             self._contract,
             TaskSource(config.run.seed, members, kind_of, cursor),
             buffer_rules(rollout),
             step=self._version,
             state=restored.buffer if restored else None,
+            lease_ids=lease_ids,
         )
-        self._evaluations = Evaluations(config.eval, rollout.retries, self._version, config.run.steps, kind_of)
+        self._evaluations = Evaluations(
+            config.eval, rollout.retries, self._version, config.run.steps, kind_of, lease_ids
+        )
         self._published: Published | None = None
         self._engines: dict[int, dict[int, p.EngineStatus]] = {}
-        self._leases_of_node: dict[int, set[int]] = {}
-        self._node_of_lease: dict[int, int] = {}
+        self._lent: dict[int, _Lent] = {}
+        """Leases that nodes hold, by number."""
         self._cancels: dict[int, list[int]] = {}
         self._shards: list[Shard] = []
         self._fetched: set[int] = set()
@@ -234,9 +246,8 @@ class Hub:
         if kind == "node":
             self._engines.pop(int(number), None)
             self._cancels.pop(int(number), None)
-            for lease_id in self._leases_of_node.pop(int(number), set()):
-                del self._node_of_lease[lease_id]
-                owner = self._evaluations if self._evaluations.owns(lease_id) else self.buffer
+            for lease_id in [lease_id for lease_id, lent in self._lent.items() if lent.node == int(number)]:
+                owner = self._evaluations if self._lent.pop(lease_id).split == "eval" else self.buffer
                 owner.revoke(lease_id)
         self._notify()
 
@@ -260,8 +271,7 @@ class Hub:
         while len(leases) < min(capacity, LEASES_AT_ONCE) and (granted := self._next_leases(node, versions)):
             leases += granted
         for lease in leases:
-            self._leases_of_node.setdefault(node, set()).add(lease.lease_id)
-            self._node_of_lease[lease.lease_id] = node
+            self._lent[lease.lease_id] = _Lent(node, lease.task.split)
         return leases
 
     def _next_leases(self, node: int, versions: list[int]) -> list[Lease]:
@@ -285,16 +295,15 @@ class Hub:
 
     def _deliver(self, request: p.DeliverRequest) -> p.Ack:
         for ended in request.ended:
-            self._leases_of_node.get(request.node, set()).discard(ended.lease_id)
-            self._node_of_lease.pop(ended.lease_id, None)
+            self._lent.pop(ended.lease_id, None)
             self._take(request.node, ended.lease_id, ended.result)
         self._spread_word()
         self._notify()
         return p.Ack()
 
     def _take(self, node: int, lease_id: int, result: Trajectory | Failure) -> None:
-        if self._evaluations.owns(lease_id):
-            if (row := self._evaluations.finish(lease_id, result)) is not None:
+        if result.task.split == "eval":
+            if (row := self._evaluations.finish(lease_id, result, node)) is not None:
                 now = self._now()
                 self._observer.evaluation(row | {"time": now})
                 if self._evaluating_since is not None:
@@ -309,8 +318,8 @@ class Hub:
     def _spread_word(self) -> None:
         """Sort what the buffer has withdrawn by node, for their cancel requests, and pass its notes on."""
         for lease_id in self.buffer.leases.withdrawn:
-            if (node := self._node_of_lease.get(lease_id)) is not None:
-                self._cancels.setdefault(node, []).append(lease_id)
+            if (lent := self._lent.get(lease_id)) is not None:
+                self._cancels.setdefault(lent.node, []).append(lease_id)
         self.buffer.leases.withdrawn.clear()
         for note in self.buffer.notes:
             self._observer.note(note)

@@ -1,35 +1,55 @@
-"""Leases: which tasks wait, in the order of their issue, and who has the others. Pure state.
+"""Leases: which tasks wait, in order, and who has the others. Pure state.
 
-Every task on its way is either queued here or out on one lease. A lease that was withdrawn is out no more; the reason
-is kept until its node reports what it had generated.
+Training and evaluation keep a table each. Every task on its way is either queued there or out on one lease. A lease
+that was withdrawn is out no more; the reason is kept until its node reports what it had generated.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
 
 from flash.hub.groups import Member
-from flash.types import Lease, Outcome, Task
+from flash.types import RETRIED, Lease, Outcome, Task
 
-Place = tuple[int, int]
-"""Group and index of a task: the order of issue."""
+Place = tuple[int, ...]
+"""Where a task stands in the queue: lower places go out first."""
 
 
-class Leases:
-    """See the module's docstring. `withdrawn` fills up for the owner, who empties it."""
+def as_issued(task: Task) -> Place:
+    """Tasks go out in the order of their issue, and one that comes back keeps its place."""
+    return task.group_id, task.sample_index
 
-    def __init__(self) -> None:
-        self._queue: list[Place] = []
-        self._out: dict[int, Task] = {}
-        self._next = 0
+
+def failed_last(task: Task) -> Place:
+    """As issued, but tasks that have failed go out after all that have not."""
+    return task.attempt, task.group_id, task.sample_index
+
+
+class LeaseTable:
+    """See the module's docstring. `withdrawn` fills up for the owner, who empties it.
+
+    Args:
+        ids: numbers for the leases, which no other table gives.
+        retries: attempts beyond the first at a task that fails for a reason of the infrastructure.
+        place: the order of the queue.
+    """
+
+    def __init__(self, ids: Iterator[int], retries: int, place: Callable[[Task], Place]) -> None:
+        self._ids = ids
+        self._retries = retries
+        self._place_of = place
+        self._queue: list[Member] = []
+        self._out: dict[int, Member] = {}
         self._reasons: dict[int, Outcome] = {}
         self.withdrawn: list[int] = []
         """Leases that have become pointless: to be cancelled on their nodes."""
 
     @property
-    def queue(self) -> Sequence[Place]:
-        """Tasks that wait, the first issued first."""
+    def queue(self) -> Sequence[Member]:
+        """Tasks that wait, in order."""
         return self._queue
 
     @property
@@ -38,22 +58,43 @@ class Leases:
         return len(self._out)
 
     def put(self, member: Member) -> None:
-        """A task waits, at its place in the order of issue."""
+        """A task waits, at its place."""
         member.state = "queued"
-        insort(self._queue, _place(member))
+        insort(self._queue, member, key=self._place)
 
     def grant(self, member: Member, floor: int) -> Lease:
         """A waiting task goes out."""
         self._unqueue(member)
-        lease = Lease(self._next, member.task, floor)
-        self._next += 1
-        self._out[lease.lease_id] = member.task
+        lease = Lease(next(self._ids), member.task, floor)
+        self._out[lease.lease_id] = member
         member.state, member.lease_id, member.floor = "leased", lease.lease_id, floor
         return lease
 
-    def home(self, lease_id: int) -> Task | None:
+    def home(self, lease_id: int) -> Member | None:
         """A lease has ended. None: it was withdrawn, or belongs to a former life."""
         return self._out.pop(lease_id, None)
+
+    def again(self, member: Member, outcome: Outcome, node: int) -> bool:
+        """A task that came home failed on a node: queue it again, or tell that it is to be given up.
+
+        A cancelled one is always queued again, one that the infrastructure failed as long as it has attempts left.
+        """
+        if outcome is not Outcome.CANCELLED:
+            if outcome not in RETRIED or member.task.attempt >= self._retries:
+                return False
+            member.task = msgspec.structs.replace(member.task, attempt=member.task.attempt + 1)
+            member.avoid.append(node)
+        self.put(member)
+        return True
+
+    def revoke(self, lease_id: int) -> bool:
+        """A lease's node is gone: its task queues again, unless the lease was withdrawn. Tells whether it does."""
+        member = self.home(lease_id)
+        if member is None:
+            self.reason(lease_id)
+            return False
+        self.put(member)
+        return True
 
     def remove(self, member: Member, reason: Outcome) -> None:
         """A task neither waits any more nor is out; a lease that still is will be withdrawn."""
@@ -68,10 +109,9 @@ class Leases:
         return self._reasons.pop(lease_id, Outcome.CANCELLED)
 
     def _unqueue(self, member: Member) -> None:
-        place = bisect_left(self._queue, _place(member))
-        assert self._queue[place] == _place(member), "a queued member is in the queue"
-        del self._queue[place]
+        at = bisect_left(self._queue, self._place(member), key=self._place)
+        assert self._queue[at] is member, "a queued member is in the queue"
+        del self._queue[at]
 
-
-def _place(member: Member) -> Place:
-    return member.task.group_id, member.task.sample_index
+    def _place(self, member: Member) -> Place:
+        return self._place_of(member.task)
