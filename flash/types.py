@@ -10,6 +10,7 @@ tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Literal
 
@@ -79,6 +80,14 @@ class VersionRun(msgspec.Struct, frozen=True, array_like=True):
 
     version: int
     count: int
+
+
+def append_versions(runs: list[VersionRun], later: Iterable[VersionRun]) -> None:
+    """Continue the versions of some tokens with those of later ones: neighbours of equal version become one run."""
+    for run in later:
+        if runs and runs[-1].version == run.version:
+            run = VersionRun(run.version, runs.pop().count + run.count)
+        runs.append(run)
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):

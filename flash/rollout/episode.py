@@ -22,7 +22,19 @@ from flash.environment.results import check_reset_result, check_step_result, met
 from flash.errors import DeadlineError, EngineError, EnvError, RewardError
 from flash.rollout.engine import Request, SamplingSettings
 from flash.rollout.phases import Phases
-from flash.types import Completion, Failure, Lease, Observation, Outcome, Span, Task, Trajectory, Turn, VersionRun
+from flash.types import (
+    Completion,
+    Failure,
+    Lease,
+    Observation,
+    Outcome,
+    Span,
+    Task,
+    Trajectory,
+    Turn,
+    VersionRun,
+    append_versions,
+)
 
 _T = TypeVar("_T")
 
@@ -357,10 +369,7 @@ class _Transcript:
         self.tokens += completion.token_ids
         self.logprobs += completion.logprobs
         self._spans.append(Span(start, len(self.tokens)))
-        for run in completion.versions:
-            if self._versions and self._versions[-1].version == run.version:
-                run = VersionRun(run.version, self._versions.pop().count + run.count)
-            self._versions.append(run)
+        append_versions(self._versions, completion.versions)
 
     def trajectory(self, task: Task, outcome: Outcome) -> Trajectory:
         """All of it, framed."""

@@ -14,7 +14,7 @@ import anyio.lowlevel
 
 from flash.errors import EngineDeadError, EngineError
 from flash.rollout.engine import Pressure, Progress, Request
-from flash.types import Completion, Published, VersionRun
+from flash.types import Completion, Published, VersionRun, append_versions
 
 UNLIMITED = 1 << 30
 """Slots of an engine that runs whatever it is given."""
@@ -76,11 +76,9 @@ class FakeEngine:
         try:
             for token in answer[:limit]:
                 await self._step()
-                if versions and versions[-1].version == self._version:
-                    versions[-1] = VersionRun(self._version, versions[-1].count + 1)
-                else:
-                    versions.append(VersionRun(self._version, 1))
-                yield Progress([token], [-1.0], [VersionRun(self._version, 1)])
+                newest = [VersionRun(self._version, 1)]
+                append_versions(versions, newest)
+                yield Progress([token], [-1.0], newest)
             finished = True
         finally:
             self.running -= 1

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from flash.rollout.engine import Progress, Request
-from flash.types import Completion, VersionRun
+from flash.types import Completion, VersionRun, append_versions
 
 
 class Response:
@@ -41,25 +41,23 @@ class Response:
         """Take a piece from the engine that has it now."""
         self._tokens += piece.token_ids
         self._logprobs += piece.logprobs
-        self._versions += piece.versions
+        append_versions(self._versions, piece.versions)
 
     def exhausted(self) -> Completion | None:
         """The whole response, when nothing is left to ask for."""
         if len(self._tokens) < self._request.sampling.max_new_tokens:
             return None
-        return Completion(self._tokens, self._logprobs, _merged(self._versions), "length")
+        return Completion(self._tokens, self._logprobs, self._versions, "length")
 
     def completed(self, last: Completion) -> Completion:
         """The whole response, from the one of the last engine, which repeats that engine's pieces."""
         at = self._moved_at
         if at == 0:
             return last
-        before = _first(self._versions, at)
+        versions = _first(self._versions, at)
+        append_versions(versions, last.versions)
         return Completion(
-            self._tokens[:at] + last.token_ids,
-            self._logprobs[:at] + last.logprobs,
-            _merged(before + last.versions),
-            last.finish,
+            self._tokens[:at] + last.token_ids, self._logprobs[:at] + last.logprobs, versions, last.finish
         )
 
 
@@ -72,14 +70,3 @@ def _first(versions: Sequence[VersionRun], count: int) -> list[VersionRun]:
         taken.append(VersionRun(run.version, min(run.count, count)))
         count -= run.count
     return taken
-
-
-def _merged(versions: Sequence[VersionRun]) -> list[VersionRun]:
-    """Neighbours of equal version become one run."""
-    merged: list[VersionRun] = []
-    for run in versions:
-        if merged and merged[-1].version == run.version:
-            merged[-1] = VersionRun(run.version, merged[-1].count + run.count)
-        else:
-            merged.append(run)
-    return merged

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Ordered
 import msgspec
 
 from flash.rollout.engine import Request
-from flash.types import VersionRun
+from flash.types import VersionRun, append_versions
 
 
 class Stretch(msgspec.Struct, frozen=True):
@@ -100,13 +100,8 @@ class Sequence:
         for i in range(first, len(epochs)):
             stop = epochs[i + 1][0] if i + 1 < len(epochs) else step
             if stop > self.seen:
-                self._append(epochs[i][1], stop - self.seen)
+                append_versions(self.runs, [VersionRun(epochs[i][1], stop - self.seen)])
                 self.seen = stop
-
-    def _append(self, version: int, count: int) -> None:
-        if self.runs and self.runs[-1].version == version:
-            count += self.runs.pop().count
-        self.runs.append(VersionRun(version, count))
 
     def newest_runs(self, count: int) -> list[VersionRun]:
         """The versions of its last `count` tokens."""
