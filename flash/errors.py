@@ -146,3 +146,14 @@ class DeadlineError(TransportError, TimeoutError):
 
     def __init__(self, waited_for: str, seconds: float, look_at: str) -> None:
         super().__init__(f"waited {seconds:g} s for {waited_for}; look at {look_at}")
+
+
+def error_of(name: str, message: str) -> FlashError | None:
+    """The error that another process raised, by the name of its class; None where that is no class of this tree."""
+    kind = globals().get(name)
+    if not isinstance(kind, type) or not issubclass(kind, FlashError):
+        return None
+    # Past __init__, whose arguments differ between the classes and are part of the message already.
+    error = kind.__new__(kind)
+    error.args = (message,)
+    return error

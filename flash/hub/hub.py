@@ -15,9 +15,8 @@ from typing import Literal, NamedTuple
 import anyio
 import msgspec
 
-import flash.errors
 from flash.config.tree import Config, RolloutConfig
-from flash.errors import ContractError, DeadlineError, FlashError, PeerLostError
+from flash.errors import ContractError, FlashError, PeerLostError, error_of
 from flash.hub import protocol as p
 from flash.hub.batching import deal
 from flash.hub.buffer import BufferRules, BufferState, SampleBuffer
@@ -230,8 +229,7 @@ class Hub:
                 self._observer.note(request.reason)
                 self.interrupt()
             case p.Fatal():
-                kind = getattr(flash.errors, request.error, FlashError)
-                self.fail(_rebuilt(kind, request.message))
+                self.fail(error_of(request.error, request.message) or FlashError(request.message))
                 await anyio.sleep_forever()  # a peer that left now would have torchrun end us before we say why
             case _:
                 raise ContractError(f"the hub does not serve a {type(request).__name__}")
@@ -408,11 +406,3 @@ class Hub:
         )
         self._notify()
         return p.Ack()
-
-
-def _rebuilt(kind: type[FlashError], message: str) -> FlashError:
-    """An error of a peer, of its own class where that can be built from a message alone."""
-    if issubclass(kind, DeadlineError):
-        error = FlashError(message)
-        return error
-    return kind(message)

@@ -17,8 +17,7 @@ import anyio
 import msgspec
 from anyio.abc import SocketStream
 
-from flash import errors
-from flash.errors import DeadlineError, FlashError, PeerLostError, TransportError
+from flash.errors import DeadlineError, FlashError, PeerLostError, TransportError, error_of
 from flash.transport.auth import check_token, prove_to_server
 from flash.transport.connection import Connection, tune
 from flash.transport.frames import Frame, Kind, Refusal
@@ -26,9 +25,6 @@ from flash.transport.request import ReplyT, Request, reply_type
 from flash.waiting import deadline, unwrapped_group
 
 _REFUSALS = msgspec.msgpack.Decoder(Refusal)
-_ERRORS = {
-    name: value for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, FlashError)
-}
 
 
 @asynccontextmanager
@@ -192,7 +188,7 @@ class Client:
                 f"the reply to {type(request).__name__} from {self._where} cannot be read: {error}; "
                 "do both ends run the same code?"
             ) from error
-        raise _rebuild(refusal, self._where)
+        raise _error(refusal, self._where)
 
 
 @cache
@@ -200,13 +196,10 @@ def _decoder(struct: type[msgspec.Struct]) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(struct)
 
 
-def _rebuild(refusal: Refusal, where: str) -> FlashError:
+def _error(refusal: Refusal, where: str) -> FlashError:
     """The handler's error, of its own class where `flash.errors` knows it."""
-    kind = _ERRORS.get(refusal.error)
-    if kind is None:
+    error = error_of(refusal.error, refusal.message)
+    if error is None:
         return TransportError(f"{where} failed with {refusal.error}: {refusal.message}")
-    # Past __init__, whose arguments differ between the classes and are part of the message already.
-    error = kind.__new__(kind)
-    error.args = (refusal.message,)
     error.add_note(f"raised by {where}")
     return error

@@ -1,0 +1,27 @@
+"""Errors that cross a process keep their class and their words."""
+
+from __future__ import annotations
+
+import pytest
+
+from flash import errors
+from flash.errors import DeadlineError, FlashError, error_of
+
+CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, FlashError)]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_an_error_of_another_process_is_of_the_same_class_and_says_the_same(kind: type[FlashError]) -> None:
+    error = error_of(kind.__name__, "waited in vain")
+    assert type(error) is kind
+    assert str(error) == "waited in vain"
+
+
+def test_an_error_with_arguments_of_its_own_keeps_its_message() -> None:
+    told = str(DeadlineError("a reply", 3, "its log"))
+    assert str(error_of("DeadlineError", told)) == told
+
+
+@pytest.mark.parametrize("name", ["ValueError", "ClassVar", "error_of", ""])
+def test_a_name_that_is_no_class_of_the_tree_gives_no_error(name: str) -> None:
+    assert error_of(name, "whatever") is None
