@@ -1,10 +1,9 @@
 """The tcp backend: the trainer serves immutable host copies of a version, engine workers pull them.
 
-Wire, all integers big-endian. Both sides prove that they know the token before anything else is said:
+Wire, all integers big-endian. Both sides prove that they know the token before anything else is said
+(`flash.transport.auth`, where the trainer is the server):
 
-    worker → trainer   magic, nonce w
-    trainer → worker   nonce t, HMAC(token, "trainer" w t)
-    worker → trainer   HMAC(token, "worker" t w), version
+    worker → trainer   version
     trainer → worker   reply: an error, or the manifest
     trainer → worker   the tensors' bytes, in the manifest's order
 
@@ -15,9 +14,7 @@ published.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import logging
-import secrets
 import socket
 import struct
 import threading
@@ -25,22 +22,22 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch
 
 from flash.errors import DeadlineError, TransportError, WeightsError
+from flash.transport.auth import blocking_handshake, client_handshake, new_token, server_handshake
 from flash.weights.staging import dtype_name, stage
 from flash.weights.update import UpdateInfo, encode_update
 
-MAGIC = b"FLASHW01"
-"""Opens every connection; the digits are the protocol's version."""
-NONCE_BYTES = 32
-"""Length of the random challenges."""
 CHUNK_BYTES = 4 << 20
 """Bytes per send and receive: each chunk has its own deadline, so that a slow link is not mistaken for a dead one."""
 VERSIONS_KEPT = 2
 """Versions a publisher holds: the newest, and the one that engines may still be pulling."""
+WORKER_NAME = "engine worker"
+"""What a worker calls itself when it proves the token."""
 MAX_MANIFEST_BYTES = 256 << 20
 """Longest reply a worker accepts."""
 
@@ -141,7 +138,7 @@ class WeightServer:
         self._listener = socket.create_server((host, 0), family=family)
         self._host = host
         self._timeout_s = timeout_s
-        self._token = secrets.token_bytes(NONCE_BYTES)
+        self._token = new_token()
         self._lock = threading.Lock()
         self._images: dict[int, Image] = {}
         self._thread = threading.Thread(target=self._accept, name="flash-weights", daemon=True)
@@ -189,16 +186,8 @@ class WeightServer:
                 _log.warning("a pull of weights from %s ended early: %s", peer, error)
 
     def _answer(self, connection: socket.socket) -> None:
-        opening = receive(connection, len(MAGIC) + NONCE_BYTES)
-        if opening[: len(MAGIC)] != MAGIC:
-            raise TransportError("the peer does not speak this protocol")
-        theirs = opening[len(MAGIC) :]
-        ours = secrets.token_bytes(NONCE_BYTES)
-        connection.sendall(ours + proof(self._token, b"trainer", theirs, ours))
-        closing = receive(connection, hashlib.sha256().digest_size + 8)
-        if not hmac.compare_digest(closing[:-8], proof(self._token, b"worker", ours, theirs)):
-            raise TransportError("the peer does not know the token")
-        (version,) = struct.unpack("!q", closing[-8:])
+        blocking_handshake(server_handshake(self._token), connection.sendall, partial(_receive, connection))
+        (version,) = struct.unpack("!q", _receive(connection, 8))
         with self._lock:
             image = self._images.get(version)
             held = sorted(self._images)
@@ -235,12 +224,7 @@ def pull(source: TcpSource) -> Iterator[tuple[str, torch.Tensor]]:
         ) from error
 
 
-def proof(token: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
-    """What only a holder of the token can answer to a challenge; the role keeps answers from being reflected."""
-    return hmac.digest(token, role + first + second, "sha256")
-
-
-def receive(connection: socket.socket, count: int) -> bytes:
+def _receive(connection: socket.socket, count: int) -> bytes:
     """Exactly `count` bytes.
 
     Raises:
@@ -253,18 +237,16 @@ def receive(connection: socket.socket, count: int) -> bytes:
 
 def _open(connection: socket.socket, source: TcpSource) -> list[TensorMeta]:
     """Prove the token both ways, ask for the version, and return its verified manifest."""
-    token = bytes.fromhex(source.token)
-    ours = secrets.token_bytes(NONCE_BYTES)
-    connection.sendall(MAGIC + ours)
-    challenge = receive(connection, NONCE_BYTES + hashlib.sha256().digest_size)
-    theirs = challenge[:NONCE_BYTES]
-    if not hmac.compare_digest(challenge[NONCE_BYTES:], proof(token, b"trainer", ours, theirs)):
-        raise TransportError(f"{source.host}:{source.port} does not know the token: it is not this run's trainer")
-    connection.sendall(proof(token, b"worker", theirs, ours) + struct.pack("!q", source.version))
-    (length,) = struct.unpack("!I", receive(connection, 4))
+    handshake = client_handshake(bytes.fromhex(source.token), WORKER_NAME)
+    try:
+        blocking_handshake(handshake, connection.sendall, partial(_receive, connection))
+    except TransportError as error:
+        raise TransportError(f"no weights from {source.host}:{source.port}: {error}") from error
+    connection.sendall(struct.pack("!q", source.version))
+    (length,) = struct.unpack("!I", _receive(connection, 4))
     if length > MAX_MANIFEST_BYTES:
         raise TransportError(f"{source.host}:{source.port} sends a manifest of {length} bytes")
-    reply = msgspec.msgpack.decode(receive(connection, length), type=Reply)
+    reply = msgspec.msgpack.decode(_receive(connection, length), type=Reply)
     if reply.error is not None:
         raise WeightsError(f"the trainer serves no weights: {reply.error}")
     digest = hashlib.sha256(reply.manifest).hexdigest()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import socket
-import struct
 import zlib
 from collections.abc import Iterator
 
@@ -12,7 +10,8 @@ import pytest
 import torch
 
 from flash.errors import DeadlineError, TransportError, WeightsError
-from flash.weights.tcp import CHUNK_BYTES, MAGIC, NONCE_BYTES, TcpPublisher, TcpSource, WeightServer, make_image, pull
+from flash.transport.auth import MAGIC, NONCE_BYTES, PROOF_BYTES
+from flash.weights.tcp import CHUNK_BYTES, TcpPublisher, TcpSource, WeightServer, make_image, pull
 from flash.weights.update import decode_update
 
 Tensors = list[tuple[str, torch.Tensor]]
@@ -94,7 +93,7 @@ def test_a_manifest_other_than_the_announced_one_is_refused(server: WeightServer
 def test_a_worker_refuses_a_trainer_without_the_token(server: WeightServer) -> None:
     source = server.hold(1, make_image([("weight", torch.ones(4))]))
     source.token = bytes(NONCE_BYTES).hex()
-    with pytest.raises(TransportError, match="does not know the token"):
+    with pytest.raises(TransportError, match=r"no weights from 127\.0\.0\.1:.* does not prove our token"):
         list(pull(source))
 
 
@@ -103,10 +102,10 @@ def test_a_trainer_tells_a_worker_without_the_token_nothing(server: WeightServer
     with socket.create_connection((source.host, source.port), timeout=5) as connection:
         connection.sendall(MAGIC + bytes(NONCE_BYTES))
         challenge = b""
-        while len(challenge) < NONCE_BYTES + hashlib.sha256().digest_size:
+        while len(challenge) < len(MAGIC) + NONCE_BYTES + PROOF_BYTES:
             challenge += connection.recv(4096)
-        # The trainer's own proof, sent back: the roles in the proofs must keep it from passing.
-        connection.sendall(challenge[NONCE_BYTES:] + struct.pack("!q", 1))
+        # The trainer's own proof, sent back without a name: the roles in the proofs must keep it from passing.
+        connection.sendall(challenge[-PROOF_BYTES:] + bytes([0]))
         assert connection.recv(4096) == b""
 
 
