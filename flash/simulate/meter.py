@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
+
+from flash.observe.state_times import StateTimes
 
 BUSY = "busy"
 """The state of an engine with a running sequence; all others are causes of idleness."""
@@ -23,28 +24,22 @@ class Meter:
         self._state_of = state
         self._running_of = running
         self._now = now
-        self._states = [""] * count
+        self._times = [StateTimes() for _ in range(count)]
         self._running = [0] * count
-        self._since = [0.0] * count
         self._idle: set[int] = set(range(count))
-        self._totals = _empty(count)
         self._slot_s = 0.0
 
     def start(self) -> None:
-        """Count from now."""
+        """Count from now, and forget what was before."""
         self._settle()
-        self._totals = _empty(len(self._totals))
+        for times in self._times:
+            times.forget()
         self._slot_s = 0.0
 
     def engine(self, index: int) -> None:
         """This engine's state may have changed."""
-        now = self._now()
-        passed = now - self._since[index]
-        if passed > 0:
-            self._totals[index][self._states[index]] += passed
-            self._slot_s += passed * self._running[index]
-        self._since[index] = now
-        self._states[index] = state = self._state_of(index)
+        state = self._state_of(index)
+        self._slot_s += self._times[index].enter(state, self._now()) * self._running[index]
         self._running[index] = self._running_of(index)
         if state == BUSY:
             self._idle.discard(index)
@@ -59,12 +54,9 @@ class Meter:
     def read(self) -> tuple[list[dict[str, float]], float]:
         """Seconds by state for each engine, and the sum over all of running sequences times seconds."""
         self._settle()
-        return [dict(totals) for totals in self._totals], self._slot_s
+        now = self._now()
+        return [times.seconds(now) for times in self._times], self._slot_s
 
     def _settle(self) -> None:
-        for index in range(len(self._states)):
+        for index in range(len(self._times)):
             self.engine(index)
-
-
-def _empty(count: int) -> list[defaultdict[str, float]]:
-    return [defaultdict(float) for _ in range(count)]

@@ -10,21 +10,11 @@ from collections import Counter
 from collections.abc import Callable
 
 import anyio
-import msgspec
 
 from flash.config.simulate import SimulateConfig
 from flash.config.tree import Config
 from flash.hub import protocol as p
-from flash.types import Canary, Published, Shard
-
-
-class Interval(msgspec.Struct, frozen=True, array_like=True):
-    """What the trainer was doing. Seconds of the loop's clock."""
-
-    name: str
-    """`train`, `batch` (waits for one) or `publish` (waits for the engines)."""
-    start: float
-    stop: float
+from flash.types import Activity, Canary, Published, Shard
 
 
 class SimTrainer:
@@ -37,7 +27,8 @@ class SimTrainer:
         self._hub = hub
         self._now = now
         self._version = 0
-        self.intervals: list[Interval] = []
+        self.activities: list[Activity] = []
+        """What it was doing: `train`, `batch` (waits for one) or `publish` (waits for the engines)."""
         self.commits: list[float] = []
         """When each step ended."""
         self.ages: Counter[int] = Counter()
@@ -54,7 +45,7 @@ class SimTrainer:
         while (shard := await self._next_shard()) is not None:
             start, seconds = self._now(), self._seconds(shard)
             await anyio.sleep(seconds)
-            self.intervals.append(Interval("train", start, self._now()))
+            self._did("train", start)
             self._count(shard)
             metrics = {"trainer_wait_s": self._waited, "trainer_step_s": seconds}
             await self._hub.call(p.Commit(shard.step, metrics), timeout=self._deadlines.request)
@@ -71,14 +62,17 @@ class SimTrainer:
         start = self._now()
         reply = await self._hub.call(p.BatchRequest(0, self._version, []), timeout=self._deadlines.batch)
         self._waited = self._now() - start
-        self.intervals.append(Interval("batch", start, self._now()))
+        self._did("batch", start)
         return reply.shard
 
     async def _publish(self) -> None:
         start = self._now()
         published = Published(self._version, "tcp", b"", Canary([0, 0], [-1.0]))
         await self._hub.call(p.PublishRequest(published), timeout=self._deadlines.swap)
-        self.intervals.append(Interval("publish", start, self._now()))
+        self._did("publish", start)
+
+    def _did(self, name: str, start: float) -> None:
+        self.activities.append(Activity("trainer 0", name, start, self._now()))
 
     def _count(self, shard: Shard) -> None:
         """Book what the step trained."""

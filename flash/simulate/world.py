@@ -273,8 +273,8 @@ class World:
 
     def _trainer_shares(self, begun: float, ended: float) -> dict[str, float]:
         seconds = {"train": 0.0, "batch": 0.0, "publish": 0.0}
-        for interval in self.trainer.intervals:
-            seconds[interval.name] += max(0.0, min(interval.stop, ended) - max(interval.start, begun))
+        for activity in self.trainer.activities:
+            seconds[activity.name] += max(0.0, min(activity.stop, ended) - max(activity.start, begun))
         return _shares(seconds, ended - begun)
 
     def issued_lengths(self) -> Counter[int]:

@@ -1,0 +1,66 @@
+"""When one engine was busy and when idle: seconds for its reports, bars for the run's timeline. Pure.
+
+An engine is busy while it has a running request. Seconds count from its first version on, bars always.
+"""
+
+from __future__ import annotations
+
+from flash.observe.state_times import StateTimes
+from flash.types import Activity
+
+MERGE_GAP_S = 0.05
+"""Idle gaps shorter than this are not drawn on the timeline: they are scheduling noise, though they count as idle."""
+
+
+class EngineUsage:
+    """Told of each change by its owner, with the time in Unix seconds. `lane` names the engine on the timeline."""
+
+    def __init__(self, lane: str) -> None:
+        self._lane = lane
+        self._times = StateTimes()
+        self._busy_since: float | None = None
+        self._bars: list[Activity] = []
+
+    def begin(self, now: float, *, busy: bool) -> None:
+        """It has loaded a version: if that is its first one, its seconds count from now."""
+        if self._times.state is None:
+            self._times.enter("busy" if busy else "idle", now)
+
+    def busy(self, now: float) -> None:
+        """Its only request began."""
+        idle = self._times.enter("busy", now) if self._times.state is not None else 0.0
+        # The last bar cannot tell: it is a swap's, or has left with a report.
+        if self._busy_since is None or idle > MERGE_GAP_S:
+            self._busy_since = now
+
+    def idle(self, now: float) -> None:
+        """Its last request ended."""
+        if self._times.state is not None:
+            self._times.enter("idle", now)
+        self._draw(now)
+
+    def swapped(self, start: float, now: float) -> None:
+        """It has loaded a version since `start`."""
+        self._bars.append(Activity(self._lane, "swap", start, now))
+
+    def seconds(self, now: float) -> tuple[float, float]:
+        """Idle ones and all of them, since its first version."""
+        lifetime = now - self._times.begun if self._times.state is not None else 0.0
+        return self._times.seconds(now).get("idle", 0.0), lifetime
+
+    def take_bars(self, now: float, *, busy: bool) -> list[Activity]:
+        """What it did since the last call; a request that goes on is cut in two."""
+        if busy:
+            self._draw(now)
+            self._busy_since = now
+        bars, self._bars = self._bars, []
+        return bars
+
+    def _draw(self, now: float) -> None:
+        """Close or extend the last bar up to now."""
+        assert self._busy_since is not None, "a request that ends has begun"
+        bar = Activity(self._lane, "generate", self._busy_since, now)
+        if self._bars and self._bars[-1].name == "generate" and self._bars[-1].start == self._busy_since:
+            self._bars[-1] = bar
+        else:
+            self._bars.append(bar)
