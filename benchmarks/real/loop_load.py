@@ -31,7 +31,7 @@ from flash.hub.hub import Hub
 from flash.observe.observer import MemoryObserver
 from flash.simulate.engine import SimEngine
 from flash.simulate.world import World
-from flash.transport.frames import FrameDecoder, Kind, append_frame
+from flash.transport.frames import FrameDecoder, FrameKind, append_frame
 from flash.types import Canary, Lease, Outcome, Published, Span, Trajectory, Turn, VersionRun
 
 EPISODES = 10_000
@@ -174,18 +174,18 @@ class Crossing:
         leases = replies[0].leases
         frame = bytearray()
         ended = [p.EndedLease(lease.lease_id, self._trajectory(lease, step)) for lease in leases]
-        append_frame(frame, Kind.REQUEST, 1, p.DeliverRequest(0, ended))
+        append_frame(frame, FrameKind.REQUEST, 1, p.DeliverRequest(0, ended))
         await self._timed(self._deliver, bytes(frame))
         self.samples += sum(lease.task.split == "train" for lease in leases)
 
     async def _deliver(self, data: bytes) -> None:
         (frame,) = FrameDecoder().feed(data)
         reply = await self._hub.handle(self._decode(frame.body))
-        append_frame(bytearray(), Kind.REPLY, 1, reply)
+        append_frame(bytearray(), FrameKind.REPLY, 1, reply)
 
     async def _train(self, step: int) -> None:
         reply = await self._hub.handle(p.BatchRequest(0, step, []))
-        append_frame(bytearray(), Kind.REPLY, 2, reply)
+        append_frame(bytearray(), FrameKind.REPLY, 2, reply)
         await self._hub.handle(p.Commit(step, {}))
 
     async def _timed(self, call: Callable[..., Any], *args: Any) -> None:

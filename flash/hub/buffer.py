@@ -181,7 +181,7 @@ class SampleBuffer:
         Raises:
             BreakerError: too many tasks in a row were given up, or too many groups filtered out.
         """
-        member = self.leases.home(lease_id)
+        member = self.leases.ended(lease_id)
         tokens = result.tokens if isinstance(result, Failure) else result.action_count
         self.ledger.generated_tokens += tokens
         if member is None:

@@ -142,7 +142,7 @@ class Evaluations:
 
         An unknown lease, of a node that was lost or of a former life, is of no use: its task was handed out again.
         """
-        running, member = self._round, self._leases.home(lease_id)
+        running, member = self._round, self._leases.ended(lease_id)
         if running is None or member is None:
             return None
         running.finish(member, result, node)

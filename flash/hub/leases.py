@@ -70,7 +70,7 @@ class LeaseTable:
         member.state, member.lease_id, member.floor = "leased", lease.lease_id, floor
         return lease
 
-    def home(self, lease_id: int) -> Member | None:
+    def ended(self, lease_id: int) -> Member | None:
         """A lease has ended. None: it was withdrawn, or belongs to a former life."""
         return self._out.pop(lease_id, None)
 
@@ -89,7 +89,7 @@ class LeaseTable:
 
     def revoke(self, lease_id: int) -> bool:
         """A lease's node is gone: its task queues again, unless the lease was withdrawn. Tells whether it does."""
-        member = self.home(lease_id)
+        member = self.ended(lease_id)
         if member is None:
             self.reason(lease_id)
             return False

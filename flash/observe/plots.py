@@ -23,10 +23,10 @@ from flash.observe.series import (
     IDLE,
     AgeSeries,
     Floats,
-    Lane,
     OffPolicySeries,
     RewardSeries,
-    Timeline,
+    TimelineLane,
+    TimelineSeries,
     age_series,
     drawing_order,
     lane_shares,
@@ -210,7 +210,7 @@ def _draw_ratios(axes: Axes, series: OffPolicySeries) -> None:
     axes.set_ylabel("ratio: median, 1 to 99 %")
 
 
-def draw_timeline(series: Timeline) -> Figure:
+def draw_timeline(series: TimelineSeries) -> Figure:
     """The whole run on top, as shares of time where single bars would be too thin; the close-up below."""
     lanes = _chosen(series.lanes)
     figure = _figure(1.7 + 2 * 0.34 * len(lanes))
@@ -349,14 +349,14 @@ def _bars(axes: Axes, place: int, spans: Sequence[Activity], window: tuple[float
         axes.broken_barh(bars, (place - 0.4, 0.8), facecolor=colour, edgecolor=colour, linewidth=0.4)
 
 
-def _activity_legend(figure: Figure, lanes: Sequence[Lane]) -> None:
+def _activity_legend(figure: Figure, lanes: Sequence[TimelineLane]) -> None:
     from matplotlib.patches import Patch
 
     names = drawing_order(span.name for lane in lanes for span in lane.spans)
     _legend(figure, [Patch(color=COLOURS.get(name, OTHER)) for name in names], names)
 
 
-def _chosen(lanes: Sequence[Lane]) -> list[Lane]:
+def _chosen(lanes: Sequence[TimelineLane]) -> list[TimelineLane]:
     if len(lanes) <= MAX_LANES:
         return list(lanes)
     return [lanes[place * len(lanes) // MAX_LANES] for place in range(MAX_LANES)]

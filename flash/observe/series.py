@@ -94,7 +94,7 @@ class OffPolicySeries(NamedTuple):
     """[K, 3]: 1 %, 50 % and 99 % quantile of the ratio at the start of the step, at each age."""
 
 
-class Lane(NamedTuple):
+class TimelineLane(NamedTuple):
     """One row of the timeline."""
 
     name: str
@@ -103,10 +103,10 @@ class Lane(NamedTuple):
     """Share of the shown time spent on anything but waiting."""
 
 
-class Timeline(NamedTuple):
+class TimelineSeries(NamedTuple):
     """Who was busy when."""
 
-    lanes: list[Lane]
+    lanes: list[TimelineLane]
     start: float
     """Unix seconds."""
     stop: float
@@ -194,7 +194,7 @@ def _mean_ratio(rows: Sequence[Row], age: int, percent: int) -> float:
     return math.exp(sum(ratio * weight for ratio, weight in known) / total) if total else math.nan
 
 
-def timeline(spans: Sequence[Activity], metrics: Sequence[Row]) -> Timeline | None:
+def timeline(spans: Sequence[Activity], metrics: Sequence[Row]) -> TimelineSeries | None:
     """Prepare the timeline; None without spans."""
     spans = [span for span in spans if span.stop > span.start]
     if not spans:
@@ -204,13 +204,13 @@ def timeline(spans: Sequence[Activity], metrics: Sequence[Row]) -> Timeline | No
     for span in spans:
         lanes.setdefault(span.lane, []).append(span)
     edges = np.array([start, stop])
-    prepared: list[Lane] = []
+    prepared: list[TimelineLane] = []
     for name in sorted(lanes, key=_lane_order):
         shares = lane_shares(lanes[name], edges)
         busy = sum(float(share[0]) for activity, share in shares.items() if activity not in IDLE)
-        prepared.append(Lane(name, lanes[name], busy))
+        prepared.append(TimelineLane(name, lanes[name], busy))
     zoom, steps = _zoom(by_step(metrics), start, stop)
-    return Timeline(prepared, start, stop, zoom, steps)
+    return TimelineSeries(prepared, start, stop, zoom, steps)
 
 
 def drawing_order(names: Iterable[str]) -> list[str]:

@@ -23,7 +23,7 @@ class SamplingSettings(msgspec.Struct, frozen=True):
     """0 is greedy."""
 
 
-class Request(msgspec.Struct, frozen=True):
+class GenerateRequest(msgspec.Struct, frozen=True):
     """One response asked of an engine."""
 
     prompt: list[int]
@@ -75,7 +75,7 @@ class Engine(Protocol):
         """How full it is, as far as it has told."""
         ...
 
-    def generate(self, request: Request) -> AsyncGenerator[Progress | Completion, None]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Progress | Completion, None]:
         """Stream one response: any number of `Progress`, then one `Completion` that holds all of it.
 
         `sampling.max_new_tokens` counts new tokens, without `request.done`; `Completion` holds the new ones. Closing

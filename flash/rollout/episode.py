@@ -20,7 +20,7 @@ import numpy as np
 from flash.environment.interface import Environment, StepResult
 from flash.environment.results import check_reset_result, check_step_result, metrics_of, note_of
 from flash.errors import DeadlineError, EngineError, EnvError, RewardError
-from flash.rollout.engine import Request, SamplingSettings
+from flash.rollout.engine import GenerateRequest, SamplingSettings
 from flash.rollout.phases import Phases
 from flash.types import (
     Completion,
@@ -66,7 +66,7 @@ class Responder(Protocol):
 
     async def generate(
         self,
-        request: Request,
+        request: GenerateRequest,
         *,
         min_version: int,
         affinity: tuple[int, int],
@@ -141,61 +141,61 @@ class Episode:
 
     async def run(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
         """Live through the episode; never raises except for cancellation and programmer errors."""
-        life = _Life(lease, progress)
+        state = _EpisodeState(lease, progress)
         try:
             with anyio.move_on_after(self._settings.episode_s):
-                return await self._live(life)
-            return life.too_long(self._settings.episode_s)
+                return await self._live(state)
+            return state.too_long(self._settings.episode_s)
         except RewardError as error:
-            return life.failed(Outcome.REWARD_ERROR, str(error))
+            return state.failed(Outcome.REWARD_ERROR, str(error))
         except _EnvTimeout as error:
-            return life.failed(Outcome.ENV_TIMEOUT, str(error))
+            return state.failed(Outcome.ENV_TIMEOUT, str(error))
         except EnvError as error:
-            return life.failed(Outcome.ENV_ERROR, str(error))
+            return state.failed(Outcome.ENV_ERROR, str(error))
         except (EngineError, DeadlineError) as error:
-            return life.failed(Outcome.ENGINE_ERROR, str(error))
+            return state.failed(Outcome.ENGINE_ERROR, str(error))
 
-    async def _live(self, life: _Life) -> Trajectory:
-        kind, seed = life.task.kind, life.task.seed
+    async def _live(self, state: _EpisodeState) -> Trajectory:
+        kind, seed = state.task.kind, state.task.seed
         env = await self._call(f"start (seed {seed})", self._settings.reset_s, "env_reset", self._made(kind))
-        self._phases.enter(life.lease)
+        self._phases.enter(state.lease)
         try:
             try:
-                trajectory = await self._play(env, life)
+                trajectory = await self._play(env, state)
             finally:
                 # Before closing, which may take its time: other episodes need not wait for it.
-                self._phases.leave(life.lease)
+                self._phases.leave(state.lease)
         except BaseException:  # cancellation too: what goes wrong in closing must not hide it
-            await self._close(env, life)
+            await self._close(env, state)
             raise
-        problem = await self._close(env, life)
+        problem = await self._close(env, state)
         if problem is not None:
             raise problem
         return trajectory
 
-    async def _play(self, env: Environment, life: _Life) -> Trajectory:
+    async def _play(self, env: Environment, state: _EpisodeState) -> Trajectory:
         """Turn by turn, until the environment ends the episode or a limit does."""
-        said, settings = life.transcript, self._settings
-        observation = await self._reset(env, life)
+        transcript, settings = state.transcript, self._settings
+        observation = await self._reset(env, state)
         chat = not isinstance(observation, str)
-        said.show(self._prompt(observation))
+        transcript.show(self._prompt(observation))
         while True:
-            completion, start = await self._respond(life)
-            said.say(completion)
+            completion, start = await self._respond(state)
+            transcript.say(completion)
             generate_s = self._now() - start
             action = self._tokenizer.decode(completion.token_ids)
-            (following, reward, terminated, truncated, info), env_s = await self._step(env, life, action)
+            (following, reward, terminated, truncated, info), env_s = await self._step(env, state, action)
             measured, note = metrics_of(info), note_of(info)
-            said.turns.append(Turn(_text(observation), action, reward, start, generate_s, env_s, measured, note))
+            transcript.turns.append(Turn(_text(observation), action, reward, start, generate_s, env_s, measured, note))
             cut = completion.finish == "length"
             if terminated or truncated:
-                return said.trajectory(life.task, Outcome.TRUNCATED if truncated or cut else Outcome.OK)
-            if len(said.turns) == settings.max_turns:
-                return said.trajectory(life.task, Outcome.TRUNCATED)
+                return transcript.trajectory(state.task, Outcome.TRUNCATED if truncated or cut else Outcome.OK)
+            if len(transcript.turns) == settings.max_turns:
+                return transcript.trajectory(state.task, Outcome.TRUNCATED)
             tokens = self._following(following, stopped=not cut, chat=chat)
-            if len(said.tokens) + len(tokens) >= settings.max_length:
-                return said.trajectory(life.task, Outcome.TRUNCATED)
-            said.show(tokens)
+            if len(transcript.tokens) + len(tokens) >= settings.max_length:
+                return transcript.trajectory(state.task, Outcome.TRUNCATED)
+            transcript.show(tokens)
             observation = following
 
     # -- the environment ---------------------------------------------------------------------------------------------
@@ -206,28 +206,28 @@ class Episode:
 
         return made
 
-    async def _reset(self, env: Environment, life: _Life) -> Observation:
-        seed = life.task.seed
+    async def _reset(self, env: Environment, state: _EpisodeState) -> Observation:
+        seed = state.task.seed
         what = f"reset (seed {seed})"
-        life.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
+        state.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
         shown = await self._call(what, self._settings.reset_s, "env_reset", lambda: env.reset(seed))
         return check_reset_result(shown)[0]
 
-    async def _step(self, env: Environment, life: _Life, action: str) -> tuple[StepResult, float]:
+    async def _step(self, env: Environment, state: _EpisodeState, action: str) -> tuple[StepResult, float]:
         """The environment's checked result, and the seconds it took."""
-        life.waits_for(
+        state.waits_for(
             Outcome.ENGINE_ERROR, "the responses of other episodes", "rollout.env_async and replicate_prompts"
         )
-        await self._phases.generated(life.lease)
-        what = f"step {life.turn()} (seed {life.task.seed})"
-        life.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
+        await self._phases.generated(state.lease)
+        what = f"step {state.turn()} (seed {state.task.seed})"
+        state.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
         start = self._now()
         result = await self._call(what, self._settings.step_s, "env_step", lambda: env.step(action))
         return check_step_result(result), self._now() - start
 
-    async def _close(self, env: Environment, life: _Life) -> EnvError | None:
+    async def _close(self, env: Environment, state: _EpisodeState) -> EnvError | None:
         """Close also while being cancelled, within the deadline. Returns what went wrong."""
-        what = f"close (seed {life.task.seed})"
+        what = f"close (seed {state.task.seed})"
         with anyio.CancelScope(shield=True):
             try:
                 await self._call(what, self._settings.close_s, "shutdown", env.close)
@@ -259,31 +259,31 @@ class Episode:
 
     # -- the policy --------------------------------------------------------------------------------------------------
 
-    async def _respond(self, life: _Life) -> tuple[Completion, float]:
+    async def _respond(self, state: _EpisodeState) -> tuple[Completion, float]:
         """The next response, and when it was asked for."""
-        life.waits_for(Outcome.ENV_TIMEOUT, "the environments of other episodes", "rollout.env_async")
-        await self._phases.stepped(life.lease)
-        task, settings, said = life.task, self._settings, life.transcript
+        state.waits_for(Outcome.ENV_TIMEOUT, "the environments of other episodes", "rollout.env_async")
+        await self._phases.stepped(state.lease)
+        task, settings, transcript = state.task, self._settings, state.transcript
         sampling = settings.eval if task.split == "eval" else settings.train
-        room = settings.max_length - len(said.tokens)
-        request = Request(
-            prompt=list(said.tokens),
+        room = settings.max_length - len(transcript.tokens)
+        request = GenerateRequest(
+            prompt=list(transcript.tokens),
             sampling=SamplingSettings(min(sampling.max_new_tokens, room), sampling.temperature),
-            key=response_key(task, len(said.turns)),
+            key=response_key(task, len(transcript.turns)),
         )
-        life.waits_for(Outcome.ENGINE_ERROR, f"response {life.turn()} (seed {task.seed})", "the engines")
+        state.waits_for(Outcome.ENGINE_ERROR, f"response {state.turn()} (seed {task.seed})", "the engines")
         start = self._now()
-        life.progress.asks()
+        state.progress.asks()
         completion = await self._proxy.generate(
             request,
-            min_version=life.lease.min_version,
+            min_version=state.lease.min_version,
             affinity=(task.group_id, task.task_id),
-            progress=life.sampled,
+            progress=state.sampled,
             timeout=settings.generate_s,
         )
         if not completion.token_ids:
-            raise EngineError(f"an engine ended response {life.turn()} (seed {task.seed}) without a token")
-        life.progress.tokens = len(said.logprobs) + len(completion.token_ids)
+            raise EngineError(f"an engine ended response {state.turn()} (seed {task.seed}) without a token")
+        state.progress.tokens = len(transcript.logprobs) + len(completion.token_ids)
         return completion, start
 
     def _prompt(self, observation: Observation) -> list[int]:
@@ -313,8 +313,8 @@ class _EnvTimeout(EnvError):
     """An environment call outlived its deadline."""
 
 
-class _Life:
-    """One lease as it is lived: what was said so far, and what is waited for now."""
+class _EpisodeState:
+    """How far the episode of one lease is: what was said, and what it waits for now."""
 
     def __init__(self, lease: Lease, progress: EpisodeProgress) -> None:
         self.lease = lease

@@ -13,7 +13,7 @@ import anyio
 import anyio.lowlevel
 
 from flash.errors import EngineDeadError, EngineError
-from flash.rollout.engine import Pressure, Progress, Request
+from flash.rollout.engine import GenerateRequest, Pressure, Progress
 from flash.types import Completion, Published, VersionRun, append_versions
 
 UNLIMITED = 1 << 30
@@ -42,7 +42,7 @@ class FakeEngine:
         self.aborted = 0
         self.running = 0
         self.waiting = 0
-        self.requests: list[Request] = []
+        self.requests: list[GenerateRequest] = []
         """All that it was ever asked."""
         self.kept_cache: list[bool] = []
         """What each load was told about the KV cache."""
@@ -60,7 +60,7 @@ class FakeEngine:
     async def start(self) -> None:
         await anyio.lowlevel.checkpoint()
 
-    async def generate(self, request: Request) -> AsyncGenerator[Progress | Completion, None]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Progress | Completion, None]:
         self.requests.append(request)
         problem = len(request.prompt) - request.done
         answer = self._answer(request.prompt[:problem])[request.done :]

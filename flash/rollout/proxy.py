@@ -19,9 +19,9 @@ import msgspec
 from flash.errors import EngineDeadError, EngineError
 from flash.hub.protocol import EngineStatus
 from flash.rollout.concurrency import ConcurrencyLimit
-from flash.rollout.engine import Engine, Request
+from flash.rollout.engine import Engine, GenerateRequest
 from flash.rollout.response import Response
-from flash.rollout.routing import Lane, Router, Ticket
+from flash.rollout.routing import EngineView, RoutedRequest, Router
 from flash.rollout.usage import EngineUsage
 from flash.types import Activity, Completion, Published
 from flash.waiting import deadline
@@ -47,17 +47,17 @@ class ProxySettings(msgspec.Struct, frozen=True):
 class _EngineRecord:
     """One engine: itself, what it runs, and what is known of it.
 
-    `lane` is the router's part, a value of its own: the router decides without tasks, clocks and engines, so that it
+    `view` is the router's part, a value of its own: the router decides without tasks, clocks and engines, so that it
     must not see the rest.
     """
 
-    def __init__(self, engine: Engine, number: int, lane: Lane) -> None:
+    def __init__(self, engine: Engine, number: int, view: EngineView) -> None:
         self.engine = engine
         self.number = number
-        """Among the engines of the run; `lane.index` counts those of this proxy."""
-        self.lane = lane
-        self.limit = ConcurrencyLimit(lane.limit)
-        self.running: dict[anyio.CancelScope, Ticket] = {}
+        """Among the engines of the run; `view.index` counts those of this proxy."""
+        self.view = view
+        self.limit = ConcurrencyLimit(view.limit)
+        self.running: dict[anyio.CancelScope, RoutedRequest] = {}
         """One scope per request, the youngest last: cancelling it makes the request move."""
         self.emptied = anyio.Event()
         self.usage = EngineUsage(f"engine {number}")
@@ -96,10 +96,10 @@ class LLMProxy:
         versions = [engine.version for engine in engines]
         self._router = Router(settings.max_sequences, versions, bind_groups=settings.bind_groups)
         self._records = [
-            _EngineRecord(engine, first_index + lane.index, lane)
-            for engine, lane in zip(engines, self._router.lanes, strict=True)
+            _EngineRecord(engine, first_index + view.index, view)
+            for engine, view in zip(engines, self._router.views, strict=True)
         ]
-        self._waits: dict[Ticket, _Wait] = {}
+        self._waits: dict[RoutedRequest, _Wait] = {}
         self._death: EngineDeadError | None = None
         self._on_room = on_room
         self._now = now
@@ -108,7 +108,7 @@ class LLMProxy:
 
     async def generate(
         self,
-        request: Request,
+        request: GenerateRequest,
         *,
         min_version: int,
         affinity: tuple[int, int],
@@ -129,55 +129,55 @@ class LLMProxy:
             EngineError: all engines, or `MAX_FAILURES` of them, failed the request.
             DeadlineError: the response took longer than `timeout`.
         """
-        ticket, response = Ticket(affinity, min_version), Response(request)
+        routed, response = RoutedRequest(affinity, min_version), Response(request)
         with deadline(timeout, "a response", lambda: self._whereabouts(min_version)):
             while (whole := response.exhausted()) is None:
-                record = await self._admit(ticket)
-                whole = await self._stream(record, ticket, response, progress)
+                record = await self._admit(routed)
+                whole = await self._stream(record, routed, response, progress)
                 if whole is not None:
                     break
             return whole
 
-    async def _admit(self, ticket: Ticket) -> _EngineRecord:
-        """Wait for an engine; returns the one that holds the ticket from then on."""
+    async def _admit(self, routed: RoutedRequest) -> _EngineRecord:
+        """Wait for an engine; returns the one that holds the request from then on."""
         while True:
             if not self._router.alive:
                 raise self._gone()
-            engine = self._router.ask(ticket)
+            engine = self._router.ask(routed)
             if engine is not None:
                 record = self._records[engine]
                 self._observe(record, ended=False)
                 return record
-            record = await self._queued(ticket)
+            record = await self._queued(routed)
             if record is None:
                 continue
-            if record.lane.alive and not record.lane.closed:
+            if record.view.alive and not record.view.closed:
                 return record
             # A swap or its death came between the choice and now.
             self._release(record, ended=False)
 
-    async def _queued(self, ticket: Ticket) -> _EngineRecord | None:
-        """Wait in the queue until an engine has taken the ticket; None when the last engine died instead."""
-        wait = self._waits[ticket] = _Wait()
+    async def _queued(self, routed: RoutedRequest) -> _EngineRecord | None:
+        """Wait in the queue until an engine has taken the request; None when the last engine died instead."""
+        wait = self._waits[routed] = _Wait()
         try:
             await wait.over.wait()
-        except BaseException:  # cancelled: the ticket leaves the queue, or gives back what it has just got
+        except BaseException:  # cancelled: the request leaves the queue, or gives back what it has just got
             if wait.engine is not None:
                 self._release(wait.engine, ended=False)
-            elif ticket.place is not None:
-                self._router.withdraw(ticket)
+            elif routed.place is not None:
+                self._router.withdraw(routed)
                 self._on_room()
             raise
         finally:
-            del self._waits[ticket]
+            del self._waits[routed]
         return wait.engine
 
     async def _stream(
-        self, record: _EngineRecord, ticket: Ticket, response: Response, progress: Callable[[int], None]
+        self, record: _EngineRecord, routed: RoutedRequest, response: Response, progress: Callable[[int], None]
     ) -> Completion | None:
         """One engine's part of a response: the whole, or None when it goes on elsewhere."""
         scope = anyio.CancelScope()
-        self._begin(record, scope, ticket)
+        self._begin(record, scope, routed)
         try:
             with scope:
                 async with aclosing(record.engine.generate(response.rest())) as pieces:
@@ -188,10 +188,10 @@ class LLMProxy:
                         progress(len(piece.token_ids))
                 raise EngineError(f"engine {record.number} ended a response without completing it")
         except EngineDeadError as error:
-            self.fail(record.lane.index, error)
+            self.fail(record.view.index, error)
         except EngineError:
-            ticket.barred |= {record.lane.index}
-            if len(ticket.barred) >= MAX_FAILURES or self._router.hopeless(ticket):
+            routed.barred |= {record.view.index}
+            if len(routed.barred) >= MAX_FAILURES or self._router.hopeless(routed):
                 raise
         finally:
             self._end(record, scope)
@@ -201,19 +201,19 @@ class LLMProxy:
     def _release(self, record: _EngineRecord, *, ended: bool) -> None:
         """A request has left an engine: the oldest that waits takes its place."""
         self._observe(record, ended=ended)
-        self._router.release(record.lane.index)
-        if record.lane.held == 0:
+        self._router.release(record.view.index)
+        if record.view.held == 0:
             record.emptied.set()
         self._fill(record)
 
     def _observe(self, record: _EngineRecord, *, ended: bool) -> None:
         """Let the engine's limit follow its pressure."""
-        record.limit.observe(record.engine.pressure, record.lane.held, ended=ended)
-        self._router.set_limit(record.lane.index, record.limit.limit)
+        record.limit.observe(record.engine.pressure, record.view.held, ended=ended)
+        self._router.set_limit(record.view.index, record.limit.limit)
 
     def _fill(self, record: _EngineRecord) -> None:
-        for ticket in self._router.fill(record.lane.index):
-            wait = self._waits[ticket]
+        for routed in self._router.fill(record.view.index):
+            wait = self._waits[routed]
             wait.engine = record
             wait.over.set()
         self._on_room()
@@ -224,10 +224,10 @@ class LLMProxy:
 
     def _whereabouts(self, min_version: int) -> str:
         states = [
-            f"engine {record.number} has version {record.engine.version} and {record.lane.held} of "
-            f"{record.lane.limit} requests"
+            f"engine {record.number} has version {record.engine.version} and {record.view.held} of "
+            f"{record.view.limit} requests"
             for record in self._records
-            if record.lane.alive
+            if record.view.alive
         ]
         waiting = f"{self._router.waiting} requests wait; this one needs version {min_version}"
         return f"deadlines.generate and rollout.max_new_tokens ({'; '.join([*states, waiting])})"
@@ -261,19 +261,19 @@ class LLMProxy:
 
         The youngest requests move, since the least has to be computed again for them.
         """
-        for giver, count in self._router.surplus(record.lane.index):
-            for scope, ticket in list(self._records[giver].running.items())[-count:]:
-                ticket.settled = False
+        for giver, count in self._router.surplus(record.view.index):
+            for scope, routed in list(self._records[giver].running.items())[-count:]:
+                routed.settled = False
                 scope.cancel()
 
     async def _emptied(self, record: _EngineRecord, what: str, seconds: float) -> None:
         """Wait until an engine that is closed holds no request."""
 
         def waited_for() -> str:
-            return f"{record.lane.held} requests of engine {record.number} {what} before its swap"
+            return f"{record.view.held} requests of engine {record.number} {what} before its swap"
 
         with deadline(seconds, waited_for, "the engine, deadlines.swap and rollout.swap"):
-            while record.lane.held:
+            while record.view.held:
                 record.emptied = anyio.Event()
                 await record.emptied.wait()
 
@@ -284,14 +284,14 @@ class LLMProxy:
     def fail(self, engine: int, error: EngineDeadError) -> None:
         """An engine is gone for good: its requests, and those that wait for it, move to the others, if any is left."""
         record = self._records[engine]
-        if not record.lane.alive:
+        if not record.view.alive:
             return
         self._death = error
         self._move_all(record)
         homeless = self._router.fail(engine)
         # Asked again by those who wait themselves, the oldest first: that is the order in which they are woken.
-        for ticket in homeless if self._router.alive else list(self._waits):
-            self._waits[ticket].over.set()
+        for routed in homeless if self._router.alive else list(self._waits):
+            self._waits[routed].over.set()
 
     @property
     def alive(self) -> bool:
@@ -300,12 +300,12 @@ class LLMProxy:
 
     def versions(self) -> list[int]:
         """Version of each engine, −1 for those that are dead or have none."""
-        return [record.engine.version if record.lane.alive else -1 for record in self._records]
+        return [record.engine.version if record.view.alive else -1 for record in self._records]
 
     # -- usage -------------------------------------------------------------------------------------------------------
 
-    def _begin(self, record: _EngineRecord, scope: anyio.CancelScope, ticket: Ticket) -> None:
-        record.running[scope] = ticket
+    def _begin(self, record: _EngineRecord, scope: anyio.CancelScope, routed: RoutedRequest) -> None:
+        record.running[scope] = routed
         if len(record.running) == 1:
             record.usage.busy(self._now())
 
@@ -320,7 +320,7 @@ class LLMProxy:
         statuses: list[EngineStatus] = []
         activities: list[Activity] = []
         for record in self._records:
-            if record.lane.alive:
+            if record.view.alive:
                 idle_s, lifetime_s = record.usage.seconds(now)
                 version, canary_error = record.engine.version, record.canary_error
                 statuses.append(EngineStatus(record.number, version, idle_s, lifetime_s, canary_error))

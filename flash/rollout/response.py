@@ -9,21 +9,21 @@ from collections.abc import Sequence
 
 import msgspec
 
-from flash.rollout.engine import Progress, Request
+from flash.rollout.engine import GenerateRequest, Progress
 from flash.types import Completion, VersionRun, append_versions
 
 
 class Response:
     """A response and what is still to be asked for, over all engines it has been on."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: GenerateRequest) -> None:
         self._request = request
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[VersionRun] = []
         self._moved_at = 0
 
-    def rest(self) -> Request:
+    def rest(self) -> GenerateRequest:
         """What the next engine is asked for: it goes on after the tokens so far."""
         self._moved_at = len(self._tokens)
         if not self._tokens:

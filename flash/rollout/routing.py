@@ -24,7 +24,7 @@ REMEMBERED = 1 << 16
 """Tasks and groups whose engine is remembered: more than live at once on a node."""
 
 
-class Ticket:
+class RoutedRequest:
     """One request that wants an engine. `affinity`: its group's and its task's number."""
 
     def __init__(self, affinity: tuple[int, int], min_version: int) -> None:
@@ -40,7 +40,7 @@ class Ticket:
         """Whether the engine that served its task or group before is preferred."""
 
 
-class Lane:
+class EngineView:
     """One engine as the router sees it."""
 
     def __init__(self, index: int, limit: int, version: int) -> None:
@@ -75,71 +75,71 @@ class _Need(NamedTuple):
     barred: frozenset[int]
 
 
-_Entry = tuple[tuple[int, int], int, Ticket]
-"""A place in a queue: the ticket's affinity, which is its age, the order of arrival, and the ticket."""
+_Entry = tuple[tuple[int, int], int, RoutedRequest]
+"""A place in a queue: the request's affinity, which is its age, the order of arrival, and the request."""
 
 
 class Router:
-    """Places tickets on lanes."""
+    """Places requests on engines."""
 
     def __init__(self, limit: int, versions: Sequence[int], *, bind_groups: bool) -> None:
-        self.lanes = [Lane(index, limit, version) for index, version in enumerate(versions)]
+        self.views = [EngineView(index, limit, version) for index, version in enumerate(versions)]
         self._bind = bind_groups
         self._queues: dict[_Need, list[_Entry]] = {}
         self._arrivals = 0
         self.waiting = 0
-        """Tickets that wait."""
+        """Requests that wait."""
         self._task_engine: dict[int, int] = {}
         self._group_engine: dict[int, int] = {}
 
     @property
     def alive(self) -> bool:
         """Whether an engine lives."""
-        return any(lane.alive for lane in self.lanes)
+        return any(view.alive for view in self.views)
 
-    def hopeless(self, ticket: Ticket) -> bool:
-        """Whether every living engine has failed this ticket."""
-        return all(lane.index in ticket.barred for lane in self.lanes if lane.alive)
+    def hopeless(self, request: RoutedRequest) -> bool:
+        """Whether every living engine has failed this request."""
+        return all(view.index in request.barred for view in self.views if view.alive)
 
     def room(self) -> int:
         """Requests that could start now, beyond those that wait."""
-        free = sum(lane.limit - lane.held for lane in self.lanes if lane.open and lane.version >= 0)
+        free = sum(view.limit - view.held for view in self.views if view.open and view.version >= 0)
         return max(0, free - self.waiting)
 
-    # -- tickets -----------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------------------------
 
-    def ask(self, ticket: Ticket) -> int | None:
-        """Place a ticket and return its engine, or let it wait. Some engine has to live."""
-        if self.hopeless(ticket):
+    def ask(self, request: RoutedRequest) -> int | None:
+        """Place a request and return its engine, or let it wait. Some engine has to live."""
+        if self.hopeless(request):
             # The engine that could still serve it has died: those that have failed it get another chance.
-            ticket.barred = frozenset()
-        bound = self._bound_lane(ticket) if self._bind else None
+            request.barred = frozenset()
+        bound = self._bound_view(request) if self._bind else None
         if bound is None:
-            lane = self._choose(ticket)
+            view = self._choose(request)
         else:
-            lane = bound if bound.open and bound.version >= ticket.min_version else None
-        if lane is None:
-            self._wait(ticket, bound)
+            view = bound if bound.open and bound.version >= request.min_version else None
+        if view is None:
+            self._wait(request, bound)
             return None
-        self._hold(lane, ticket)
-        return lane.index
+        self._hold(view, request)
+        return view.index
 
-    def withdraw(self, ticket: Ticket) -> None:
-        """A waiting ticket is not wanted any more."""
-        self._leave(ticket)
+    def withdraw(self, request: RoutedRequest) -> None:
+        """A waiting request is not wanted any more."""
+        self._leave(request)
 
     def release(self, engine: int) -> None:
-        """A placed ticket has left its engine."""
-        self.lanes[engine].held -= 1
+        """A placed request has left its engine."""
+        self.views[engine].held -= 1
 
-    def fill(self, engine: int) -> list[Ticket]:
-        """Place waiting tickets on an engine that may have got room; the oldest first."""
-        lane = self.lanes[engine]
-        placed: list[Ticket] = []
-        while lane.open and self.waiting and (ticket := self._oldest(lane)) is not None:
-            self._leave(ticket)
-            self._hold(lane, ticket)
-            placed.append(ticket)
+    def fill(self, engine: int) -> list[RoutedRequest]:
+        """Place waiting requests on an engine that may have got room; the oldest first."""
+        view = self.views[engine]
+        placed: list[RoutedRequest] = []
+        while view.open and self.waiting and (request := self._oldest(view)) is not None:
+            self._leave(request)
+            self._hold(view, request)
+            placed.append(request)
         return placed
 
     def surplus(self, engine: int) -> list[tuple[int, int]]:
@@ -147,14 +147,14 @@ class Router:
 
         None are given unless the fullest is clearly fuller, nor while others wait anyway.
         """
-        lane = self.lanes[engine]
-        if self._bind or self.waiting or not lane.open:
+        view = self.views[engine]
+        if self._bind or self.waiting or not view.open:
             return []
-        held = {other.index: other.held for other in self.lanes if other.alive and not other.closed}
+        held = {other.index: other.held for other in self.views if other.alive and not other.closed}
         gives: dict[int, int] = {}
-        fuller = [index for index in held if self.lanes[index].version <= lane.version]
+        fuller = [index for index in held if self.views[index].version <= view.version]
         least = max(2, math.ceil(UNEVEN * max(held[index] for index in fuller)))
-        while held[engine] < lane.limit:
+        while held[engine] < view.limit:
             giver = max(fuller, key=lambda index: (held[index], index))
             if held[giver] - held[engine] < least:
                 break
@@ -168,85 +168,85 @@ class Router:
 
     def set_limit(self, engine: int, limit: int) -> None:
         """An engine may hold this many requests."""
-        self.lanes[engine].limit = limit
+        self.views[engine].limit = limit
 
     def begin_swap(self, engine: int, *, closed: bool) -> None:
         """An engine begins to load a version; `closed`: nothing may start on it meanwhile."""
-        self.lanes[engine].swapping, self.lanes[engine].closed = True, closed
+        self.views[engine].swapping, self.views[engine].closed = True, closed
 
     def end_swap(self, engine: int, version: int) -> None:
         """An engine has loaded this version."""
-        lane = self.lanes[engine]
-        lane.swapping, lane.closed, lane.version = False, False, version
+        view = self.views[engine]
+        view.swapping, view.closed, view.version = False, False, version
 
-    def fail(self, engine: int) -> list[Ticket]:
-        """An engine is gone for good; returns the tickets that it alone could serve, to be asked again."""
-        self.lanes[engine].alive = False
-        alive = {lane.index for lane in self.lanes if lane.alive}
-        left: list[Ticket] = []
+    def fail(self, engine: int) -> list[RoutedRequest]:
+        """An engine is gone for good; returns the requests that it alone could serve, to be asked again."""
+        self.views[engine].alive = False
+        alive = {view.index for view in self.views if view.alive}
+        left: list[RoutedRequest] = []
         for need in [need for need in self._queues if need.engine == engine or alive <= need.barred]:
             left += [entry[2] for entry in sorted(self._queues.pop(need), key=_by_age) if _waits(entry)]
-        for ticket in left:
-            self._leave(ticket)
+        for request in left:
+            self._leave(request)
         return left
 
     # -- choice ------------------------------------------------------------------------------------------------------
 
-    def _choose(self, ticket: Ticket) -> Lane | None:
-        best: Lane | None = None
+    def _choose(self, request: RoutedRequest) -> EngineView | None:
+        best: EngineView | None = None
         best_key = (True, 0.0, True)
-        group, task = ticket.affinity
-        mine = self._task_engine.get(task) if ticket.settled else None
-        ours = self._group_engine.get(group) if ticket.settled else None
-        for lane in self.lanes:
-            if not lane.open or lane.version < ticket.min_version or lane.index in ticket.barred:
+        group, task = request.affinity
+        mine = self._task_engine.get(task) if request.settled else None
+        ours = self._group_engine.get(group) if request.settled else None
+        for view in self.views:
+            if not view.open or view.version < request.min_version or view.index in request.barred:
                 continue
             # A swapping engine would make the request wait for its pause.
-            slack = 1 + TASK_SLACK * lane.held if lane.index == mine else 0.0
-            key = (lane.swapping, lane.load - slack / lane.limit, lane.index != ours)
+            slack = 1 + TASK_SLACK * view.held if view.index == mine else 0.0
+            key = (view.swapping, view.load - slack / view.limit, view.index != ours)
             if best is None or key < best_key:
-                best, best_key = lane, key
+                best, best_key = view, key
         return best
 
-    def _bound_lane(self, ticket: Ticket) -> Lane:
-        """The engine of the ticket's group; chosen once, and again only when it dies or fails the ticket."""
-        group = ticket.affinity[0]
+    def _bound_view(self, request: RoutedRequest) -> EngineView:
+        """The engine of the request's group; chosen once, and again only when it dies or fails the request."""
+        group = request.affinity[0]
         engine = self._group_engine.get(group)
-        if engine is not None and self.lanes[engine].alive and engine not in ticket.barred:
-            return self.lanes[engine]
-        fit = [lane for lane in self.lanes if lane.alive and lane.index not in ticket.barred]
-        lane = min(fit, key=lambda lane: (lane.version < ticket.min_version, lane.closed, lane.load, lane.index))
-        _remember(self._group_engine, group, lane.index)
-        return lane
+        if engine is not None and self.views[engine].alive and engine not in request.barred:
+            return self.views[engine]
+        fit = [view for view in self.views if view.alive and view.index not in request.barred]
+        view = min(fit, key=lambda view: (view.version < request.min_version, view.closed, view.load, view.index))
+        _remember(self._group_engine, group, view.index)
+        return view
 
-    def _hold(self, lane: Lane, ticket: Ticket) -> None:
-        lane.held += 1
-        group, task = ticket.affinity
-        _remember(self._task_engine, task, lane.index)
+    def _hold(self, view: EngineView, request: RoutedRequest) -> None:
+        view.held += 1
+        group, task = request.affinity
+        _remember(self._task_engine, task, view.index)
         if not self._bind:
-            _remember(self._group_engine, group, lane.index)
+            _remember(self._group_engine, group, view.index)
 
     # -- queue -------------------------------------------------------------------------------------------------------
 
-    def _wait(self, ticket: Ticket, bound: Lane | None) -> None:
-        ticket.bound = bound.index if bound is not None else None
-        ticket.place = self._arrivals
+    def _wait(self, request: RoutedRequest, bound: EngineView | None) -> None:
+        request.bound = bound.index if bound is not None else None
+        request.place = self._arrivals
         self._arrivals += 1
-        need = _Need(ticket.bound, ticket.min_version, ticket.barred)
-        heapq.heappush(self._queues.setdefault(need, []), (ticket.affinity, ticket.place, ticket))
+        need = _Need(request.bound, request.min_version, request.barred)
+        heapq.heappush(self._queues.setdefault(need, []), (request.affinity, request.place, request))
         self.waiting += 1
         if bound is not None:
             bound.bound += 1
 
-    def _leave(self, ticket: Ticket) -> None:
-        """A ticket stops waiting; its entry in the heap is cleared when it comes to the top."""
-        assert ticket.place is not None, "only a waiting ticket can leave the queue"
-        ticket.place = None
+    def _leave(self, request: RoutedRequest) -> None:
+        """A request stops waiting; its entry in the heap is cleared when it comes to the top."""
+        assert request.place is not None, "only a waiting request can leave the queue"
+        request.place = None
         self.waiting -= 1
-        if ticket.bound is not None:
-            self.lanes[ticket.bound].bound -= 1
+        if request.bound is not None:
+            self.views[request.bound].bound -= 1
 
-    def _oldest(self, lane: Lane) -> Ticket | None:
+    def _oldest(self, view: EngineView) -> RoutedRequest | None:
         oldest: _Entry | None = None
         for need, queue in list(self._queues.items()):
             while queue and not _waits(queue[0]):
@@ -254,14 +254,14 @@ class Router:
             if not queue:
                 del self._queues[need]
                 continue
-            mine = need.engine is None or need.engine == lane.index
-            if mine and need.min_version <= lane.version and lane.index not in need.barred:
+            mine = need.engine is None or need.engine == view.index
+            if mine and need.min_version <= view.version and view.index not in need.barred:
                 oldest = queue[0] if oldest is None or _by_age(queue[0]) < _by_age(oldest) else oldest
         return oldest[2] if oldest is not None else None
 
 
 def _waits(entry: _Entry) -> bool:
-    """Whether the ticket still waits at this place: it may have left, and come back at another."""
+    """Whether the request still waits at this place: it may have left, and come back at another."""
     return entry[2].place == entry[1]
 
 

@@ -32,10 +32,10 @@ class LeaseSource(Protocol):
         ...
 
 
-class _Alive(EpisodeProgress):
+class _LiveEpisode(EpisodeProgress):
     """One lease from its grant to its result."""
 
-    def __init__(self, silent: set[_Alive]) -> None:
+    def __init__(self, silent: set[_LiveEpisode]) -> None:
         super().__init__()
         self.scope = anyio.CancelScope()
         self._silent = silent
@@ -69,8 +69,8 @@ class Scheduler:
         self._run_episode = run_episode
         self._room = room
         self._max_concurrent = max_concurrent
-        self._alive: dict[int, _Alive] = {}
-        self._silent: set[_Alive] = set()
+        self._alive: dict[int, _LiveEpisode] = {}
+        self._silent: set[_LiveEpisode] = set()
         """Episodes that have not asked for a response yet."""
         self._woken = anyio.Event()
         self._ended: list[EndedLease] = []
@@ -118,10 +118,10 @@ class Scheduler:
             if leases is None:
                 return
             for lease in leases:
-                alive = self._alive[lease.lease_id] = _Alive(self._silent)
+                alive = self._alive[lease.lease_id] = _LiveEpisode(self._silent)
                 episodes.start_soon(self._run_one, lease, alive)
 
-    async def _run_one(self, lease: Lease, alive: _Alive) -> None:
+    async def _run_one(self, lease: Lease, alive: _LiveEpisode) -> None:
         result: Trajectory | Failure | None = None
         with alive.scope:
             result = await self._run_episode(lease, alive)

@@ -26,7 +26,7 @@ import anyio.to_thread
 from flash.config.tree import Config
 from flash.errors import DeadlineError, EngineDeadError, EngineError, FlashError, WeightsError
 from flash.foreign import vllm
-from flash.rollout.engine import Pressure, Progress, Request, SamplingSettings
+from flash.rollout.engine import GenerateRequest, Pressure, Progress, SamplingSettings
 from flash.rollout.vllm_pressure import PressureGauge
 from flash.rollout.vllm_start import configure, engine_environment
 from flash.types import Completion, Published, VersionRun
@@ -108,7 +108,7 @@ class VLLMEngine:
             await self._give_up()
             raise
 
-    async def generate(self, request: Request) -> AsyncGenerator[Progress | Completion, None]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Progress | Completion, None]:
         """Stream one response: any number of `Progress`, then one `Completion` that holds all of it.
 
         The response ends at the model's end-of-text token, at `max_new_tokens`, or at the end of the context. Its

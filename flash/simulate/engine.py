@@ -31,8 +31,8 @@ import msgspec
 
 from flash.config.simulate import SimulateConfig
 from flash.errors import EngineDeadError
-from flash.rollout.engine import Pressure, Progress, Request
-from flash.simulate.steps import PrefixCache, Sequence, Stretch
+from flash.rollout.engine import GenerateRequest, Pressure, Progress
+from flash.simulate.steps import PrefixCache, SimSequence, Stretch
 from flash.simulate.workload import episode_of, turn_of
 from flash.types import Completion, Published
 
@@ -40,7 +40,7 @@ LOGPROB = -1.0
 """What every simulated token claims as its log-prob."""
 
 
-class _Load(msgspec.Struct):
+class _Swap(msgspec.Struct):
     """A swap that is asked for or going on."""
 
     version: int
@@ -74,11 +74,11 @@ class SimEngine:
         """(step count, version) of each swap: the version of the tokens from that step on."""
         self._dead: EngineDeadError | None = None
         self._died = anyio.Event()
-        self._running: dict[Sequence, None] = {}
-        self._waiting: OrderedDict[Sequence, None] = OrderedDict()
-        self._leaving: list[Sequence] = []
+        self._running: dict[SimSequence, None] = {}
+        self._waiting: OrderedDict[SimSequence, None] = OrderedDict()
+        self._leaving: list[SimSequence] = []
         """Aborted in the step in flight."""
-        self._ends: list[tuple[int, int, Sequence]] = []
+        self._ends: list[tuple[int, int, SimSequence]] = []
         """Heap of (step count, order, sequence)."""
         self._order = 0
         self._step = 0
@@ -93,7 +93,7 @@ class SimEngine:
         self._steps = 0
         """How many steps of the stretch until the next event."""
         self._timer: asyncio.Handle | None = None
-        self._load: _Load | None = None
+        self._swap: _Swap | None = None
         self._swapping = False
 
     # -- the protocol ------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class SimEngine:
         """Nothing to start."""
         await anyio.lowlevel.checkpoint()
 
-    async def generate(self, request: Request) -> AsyncGenerator[Progress | Completion, None]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Progress | Completion, None]:
         """Stream one response of zeros, as long as the workload says."""
         assert self._version >= 0, "an engine generates under a version"
         self._refuse_if_dead()
@@ -155,15 +155,15 @@ class SimEngine:
     async def load(self, published: Published, *, keep_cache: bool) -> float:
         """Pause at the end of the step in flight for `swap_s`, then go on under the new version."""
         self._refuse_if_dead()
-        assert self._load is None, "an engine loads one version at a time"
+        assert self._swap is None, "an engine loads one version at a time"
         assert published.version > self._version, "an engine never goes back"
-        load = self._load = _Load(published.version, keep_cache, asyncio.get_running_loop().create_future())
+        swap = self._swap = _Swap(published.version, keep_cache, asyncio.get_running_loop().create_future())
         self._stir()
         try:
-            await load.done
+            await swap.done
         finally:
-            if not load.done.done() or load.done.cancelled():
-                self._give_up_load()
+            if not swap.done.done() or swap.done.cancelled():
+                self._give_up_swap()
         self._refuse_if_dead()
         return 0.0
 
@@ -177,8 +177,8 @@ class SimEngine:
             sequence.wake()
         self._running.clear()
         self._waiting.clear()
-        if self._load is not None and not self._load.done.done():
-            self._load.done.set_result(None)
+        if self._swap is not None and not self._swap.done.done():
+            self._swap.done.set_result(None)
         self._on_change()
 
     async def wait_dead(self) -> EngineDeadError:
@@ -196,12 +196,12 @@ class SimEngine:
         if self._dead is not None:
             raise self._dead
 
-    def _sequence(self, request: Request) -> Sequence:
+    def _sequence(self, request: GenerateRequest) -> SimSequence:
         natural = max(1, self._response_tokens(request.key) - request.done)
         limit = request.sampling.max_new_tokens
-        return Sequence(request, min(natural, limit), "length" if natural > limit else "stop")
+        return SimSequence(request, min(natural, limit), "length" if natural > limit else "stop")
 
-    def _piece(self, sequence: Sequence) -> Progress | None:
+    def _piece(self, sequence: SimSequence) -> Progress | None:
         """What was sampled since the last piece, as far as the engine has counted its steps."""
         if sequence.ended or sequence.joined < 0:
             return None
@@ -267,7 +267,7 @@ class SimEngine:
         if self._step % self._stream_interval == 0:
             for sequence in self._running:
                 sequence.wake()
-        if self._load is not None:
+        if self._swap is not None:
             self._swapping = True
             self._timer = asyncio.get_running_loop().call_at(
                 now + self._settings.swap_s, self._swapped, now + self._settings.swap_s
@@ -308,13 +308,13 @@ class SimEngine:
                 sequence.ended = True
                 sequence.wake()
 
-    def _remove(self, sequence: Sequence) -> None:
+    def _remove(self, sequence: SimSequence) -> None:
         del self._running[sequence]
         context = sequence.context(self._step)
         self._context -= context
         self._cache.hold("episode", episode_of(sequence.request.key), context)
 
-    def _abort(self, sequence: Sequence) -> None:
+    def _abort(self, sequence: SimSequence) -> None:
         """Its reader is gone."""
         if sequence in self._waiting:
             del self._waiting[sequence]
@@ -353,7 +353,7 @@ class SimEngine:
             del self._waiting[sequence]
             self._join(sequence, context)
 
-    def _join(self, sequence: Sequence, context: int) -> None:
+    def _join(self, sequence: SimSequence, context: int) -> None:
         request = sequence.request
         problem = request.prompt[0]
         known = max(self._cache.hit("problem", problem), self._cache.hit("episode", episode_of(request.key)))
@@ -366,7 +366,7 @@ class SimEngine:
         heapq.heappush(self._ends, (sequence.end, self._order, sequence))
         self._order += 1
 
-    def _hold_problem(self, sequence: Sequence) -> None:
+    def _hold_problem(self, sequence: SimSequence) -> None:
         """Whoever shares the prompt of this sequence finds it in the cache."""
         request = sequence.request
         if turn_of(request.key) == 0:
@@ -375,23 +375,23 @@ class SimEngine:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def _swapped(self, now: float) -> None:
-        load = self._load
-        assert load is not None
-        self._timer, self._load, self._swapping = None, None, False
-        self._version = load.version
-        self._epochs.append((self._step, load.version))
-        if not load.keep_cache:
+        swap = self._swap
+        assert swap is not None
+        self._timer, self._swap, self._swapping = None, None, False
+        self._version = swap.version
+        self._epochs.append((self._step, swap.version))
+        if not swap.keep_cache:
             self._cache.clear()
             self._cold = self._context
             for sequence in self._running:
                 self._hold_problem(sequence)
-        if not load.done.done():
-            load.done.set_result(None)
+        if not swap.done.done():
+            swap.done.set_result(None)
         self._turn_over(now)
 
-    def _give_up_load(self) -> None:
+    def _give_up_swap(self) -> None:
         """Whoever asked for the swap is gone: go on with the old weights."""
-        self._load = None
+        self._swap = None
         if self._swapping:
             self._swapping = False
             if self._timer is not None:

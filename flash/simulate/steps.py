@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Sequence as Ordered
+from collections.abc import Sequence
 
 import msgspec
 
-from flash.rollout.engine import Request
+from flash.rollout.engine import GenerateRequest
 from flash.types import VersionRun, append_versions
 
 
@@ -52,10 +52,10 @@ class Stretch(msgspec.Struct, frozen=True):
         return steps
 
 
-class Sequence:
+class SimSequence:
     """One request in the engine."""
 
-    def __init__(self, request: Request, length: int, finish: str) -> None:
+    def __init__(self, request: GenerateRequest, length: int, finish: str) -> None:
         self.request = request
         self.prompt = len(request.prompt)
         self.length = length
@@ -86,7 +86,7 @@ class Sequence:
         """The step count at which it is complete; only while it runs."""
         return self.joined + self.length - self.sampled
 
-    def note_versions(self, step: int, epochs: Ordered[tuple[int, int]]) -> None:
+    def note_versions(self, step: int, epochs: Sequence[tuple[int, int]]) -> None:
         """Write down the versions of its tokens up to a step; only while it runs.
 
         `epochs`: (step count, version) of each swap, oldest first.

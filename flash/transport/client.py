@@ -19,8 +19,8 @@ from anyio.abc import SocketStream
 
 from flash.errors import DeadlineError, FlashError, PeerLostError, TransportError, error_of
 from flash.transport.auth import check_token, prove_to_server
-from flash.transport.connection import Connection, tune
-from flash.transport.frames import Frame, Kind, Refusal
+from flash.transport.connection import FrameConnection, tune
+from flash.transport.frames import Frame, FrameKind, Refusal
 from flash.transport.request import ReplyT, Request, reply_type
 from flash.waiting import deadline, unwrapped_group
 
@@ -55,7 +55,7 @@ async def connect(
     check_token(token)
     where = f"{server} at {host}:{port}"
     async with await _open(host, port, token, name, seconds, where) as stream, unwrapped_group() as tasks:
-        client = Client(Connection(stream, where), where)
+        client = Client(FrameConnection(stream, where), where)
         tasks.start_soon(client.run)
         try:
             yield client
@@ -86,7 +86,7 @@ async def _open(host: str, port: int, token: bytes, name: str, seconds: float, w
         raise TransportError(f"no connection to {where}: {error}") from error
 
 
-class _Call:
+class _PendingCall:
     """One call that waits for its frame."""
 
     __slots__ = ("done", "frame")
@@ -99,11 +99,11 @@ class _Call:
 class Client:
     """Calls over one connection; made by `connect`. Any number may be in flight."""
 
-    def __init__(self, connection: Connection, where: str) -> None:
+    def __init__(self, connection: FrameConnection, where: str) -> None:
         self._connection = connection
         self._where = where
         self._ids = count(1)
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _PendingCall] = {}
         self._loss: TransportError | None = None
 
     async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
@@ -117,18 +117,18 @@ class Client:
                 the struct that the request names.
         """
         number = next(self._ids)
-        call = _Call()
+        call = _PendingCall()
         with anyio.move_on_after(timeout):
             if self._connection.full:
                 await self._connection.room()
             self._check()
-            self._connection.post(Kind.REQUEST, number, request)
+            self._connection.post(FrameKind.REQUEST, number, request)
             self._calls[number] = call
             try:
                 await call.done.wait()
             finally:
                 if self._calls.pop(number, None) is not None:
-                    self._connection.post(Kind.CANCEL, number)
+                    self._connection.post(FrameKind.CANCEL, number)
         # The reply counts even when the deadline came in the same turn of the loop.
         if call.frame is not None:
             return self._open_reply(call.frame, request)
@@ -159,7 +159,7 @@ class Client:
         self._lose(PeerLostError(f"the connection to {self._where} was closed on this side"))
 
     def _settle(self, frame: Frame) -> None:
-        if frame.kind is not Kind.REPLY and frame.kind is not Kind.ERROR:
+        if frame.kind is not FrameKind.REPLY and frame.kind is not FrameKind.ERROR:
             raise TransportError(f"{self._where} may not send {frame.kind.name}")
         # A reply that crosses our cancel finds no call.
         if (call := self._calls.pop(frame.call, None)) is not None:
@@ -180,7 +180,7 @@ class Client:
 
     def _open_reply(self, frame: Frame, request: Request[ReplyT]) -> ReplyT:
         try:
-            if frame.kind is Kind.REPLY:
+            if frame.kind is FrameKind.REPLY:
                 return _decoder(reply_type(type(request))).decode(frame.body)
             refusal = _REFUSALS.decode(frame.body)
         except msgspec.DecodeError as error:

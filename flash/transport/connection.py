@@ -17,7 +17,7 @@ import msgspec
 from anyio.abc import SocketAttribute, SocketStream
 
 from flash.errors import PeerLostError
-from flash.transport.frames import Frame, FrameDecoder, Kind, append_frame
+from flash.transport.frames import Frame, FrameDecoder, FrameKind, append_frame
 
 BUFFER_BYTES = 1 << 20
 """Once this many bytes wait to be sent, senders wait."""
@@ -33,7 +33,7 @@ PROBES = 4
 """Unanswered probes until the connection is given up: a silent peer is lost after 20 + 4 · 10 = 60 seconds."""
 
 
-class Connection:
+class FrameConnection:
     """Frames over one stream. `write` must run as a task for as long as frames are posted.
 
     Args:
@@ -60,7 +60,7 @@ class Connection:
         while self.full:
             await self._drained.wait()
 
-    def post(self, kind: Kind, call: int, body: msgspec.Struct | None = None) -> None:
+    def post(self, kind: FrameKind, call: int, body: msgspec.Struct | None = None) -> None:
         """Queue one frame; dropped when the connection is already broken, which `receive` reports.
 
         Raises:

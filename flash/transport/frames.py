@@ -26,7 +26,7 @@ _MIN_LENGTH = _HEADER.size - _LENGTH_BYTES
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is for. Client to server: REQUEST, CANCEL. Server to client: REPLY, ERROR."""
 
     REQUEST = 1
@@ -35,13 +35,13 @@ class Kind(IntEnum):
     CANCEL = 4
 
 
-_KINDS = {int(kind): kind for kind in Kind}
+_KINDS = {int(kind): kind for kind in FrameKind}
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
     """One message. `call` joins a request with its reply."""
 
-    kind: Kind
+    kind: FrameKind
     call: int
     body: memoryview
 
@@ -54,7 +54,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 def append_frame(
-    buffer: bytearray, kind: Kind, call: int, body: msgspec.Struct | None, limit: int = MAX_FRAME_BYTES
+    buffer: bytearray, kind: FrameKind, call: int, body: msgspec.Struct | None, limit: int = MAX_FRAME_BYTES
 ) -> None:
     """Encode one frame to the end of `buffer`, which is left as it was on an error.
 
@@ -134,7 +134,7 @@ class FrameDecoder:
             start = stop
         return frames, start
 
-    def _check(self, length: int, number: int) -> Kind:
+    def _check(self, length: int, number: int) -> FrameKind:
         kind = _KINDS.get(number)
         if kind is None or length < _MIN_LENGTH:
             raise TransportError(f"received bytes that are no frame (kind {number}, length {length})")

@@ -20,8 +20,8 @@ from anyio.streams.stapled import MultiListener
 
 from flash.errors import ConfigError, FlashError, PeerLostError, TransportError
 from flash.transport.auth import admit_client, check_token
-from flash.transport.connection import Connection, tune
-from flash.transport.frames import Frame, Kind, Refusal
+from flash.transport.connection import FrameConnection, tune
+from flash.transport.frames import Frame, FrameKind, Refusal
 
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 
@@ -128,7 +128,9 @@ class _Server(Generic[RequestT]):
                 return
             peer = Peer(next(self._ids), name, address)
             try:
-                await _Session(peer, Connection(stream, f"{name} at {address}"), self._decoder, self._handler).run()
+                await _Session(
+                    peer, FrameConnection(stream, f"{name} at {address}"), self._decoder, self._handler
+                ).run()
             finally:
                 if self._on_disconnect is not None:
                     self._on_disconnect(peer)
@@ -140,7 +142,7 @@ class _Session(Generic[RequestT]):
     def __init__(
         self,
         peer: Peer,
-        connection: Connection,
+        connection: FrameConnection,
         decoder: msgspec.msgpack.Decoder[RequestT],
         handler: Handler[RequestT],
     ) -> None:
@@ -170,10 +172,10 @@ class _Session(Generic[RequestT]):
         """
         while True:
             for frame in await self._connection.receive():
-                if frame.kind is Kind.REQUEST:
+                if frame.kind is FrameKind.REQUEST:
                     await self._connection.room()
                     self._start(frame, tasks)
-                elif frame.kind is Kind.CANCEL:
+                elif frame.kind is FrameKind.CANCEL:
                     if (scope := self._running.get(frame.call)) is not None:
                         scope.cancel()
                 else:
@@ -186,7 +188,7 @@ class _Session(Generic[RequestT]):
             request = self._decoder.decode(frame.body)
         except msgspec.DecodeError as error:
             refusal = Refusal("TransportError", f"the request cannot be read: {error}; do both ends run the same code?")
-            self._connection.post(Kind.ERROR, frame.call, refusal)
+            self._connection.post(FrameKind.ERROR, frame.call, refusal)
             return
         scope = self._running[frame.call] = anyio.CancelScope()
         tasks.start_soon(self._answer, frame.call, request, scope)
@@ -200,10 +202,10 @@ class _Session(Generic[RequestT]):
                     await self._connection.room()
                     reply = await self._handler(self._peer, request)
                     await self._connection.room()
-                    self._connection.post(Kind.REPLY, call, reply)
+                    self._connection.post(FrameKind.REPLY, call, reply)
                 except FlashError as error:
                     await self._connection.room()
-                    self._connection.post(Kind.ERROR, call, Refusal(type(error).__name__, str(error)))
+                    self._connection.post(FrameKind.ERROR, call, Refusal(type(error).__name__, str(error)))
         finally:
             del self._running[call]
 

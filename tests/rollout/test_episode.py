@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from flash.errors import EngineError, EnvError, RewardError
-from flash.rollout.engine import Request, SamplingSettings
+from flash.rollout.engine import GenerateRequest, SamplingSettings
 from flash.rollout.episode import Episode, EpisodeProgress, EpisodeSettings, Responder, response_key
 from flash.rollout.phases import FreePhases, LockStep, Phases
 from flash.simulate.clock import run_virtual
@@ -55,12 +55,12 @@ class Script:
 
     def __init__(self, *completions: Completion | Exception) -> None:
         self._completions = list(completions)
-        self.calls: list[tuple[Request, int, tuple[int, int], float]] = []
+        self.calls: list[tuple[GenerateRequest, int, tuple[int, int], float]] = []
         self.seconds = 0.5
 
     async def generate(
         self,
-        request: Request,
+        request: GenerateRequest,
         *,
         min_version: int,
         affinity: tuple[int, int],
@@ -560,7 +560,7 @@ def test_one_episode_object_lives_many_leases_at_once() -> None:
     class Echo:
         """A proxy that says the last character of the prompt, and takes longer for later tasks."""
 
-        async def generate(self, request: Request, *, affinity: tuple[int, int], **_: Any) -> Completion:
+        async def generate(self, request: GenerateRequest, *, affinity: tuple[int, int], **_: Any) -> Completion:
             await anyio.sleep(affinity[1])
             return say(chr(request.prompt[-1]))
 

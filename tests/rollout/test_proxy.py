@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash.errors import DeadlineError, EngineDeadError, EngineError, WeightsError
-from flash.rollout.engine import Request, SamplingSettings
+from flash.rollout.engine import GenerateRequest, SamplingSettings
 from flash.rollout.fake_engine import FakeEngine
 from flash.rollout.proxy import LLMProxy, ProxySettings
 from flash.simulate.clock import run_virtual
@@ -74,7 +74,7 @@ class House:
         def progress(count: int) -> None:
             self.progress[task] = self.progress.get(task, 0) + count
 
-        request = Request([task, length], SamplingSettings(100, 1.0), key=task)
+        request = GenerateRequest([task, length], SamplingSettings(100, 1.0), key=task)
         try:
             self.done[task] = await self.proxy.generate(
                 request,
@@ -98,7 +98,7 @@ class House:
         """Nothing is left behind in the proxy nor in the engines."""
         router = self.proxy._router
         assert router.waiting == 0
-        assert [lane.held for lane in router.lanes] == [0] * len(self.engines)
+        assert [view.held for view in router.views] == [0] * len(self.engines)
         assert [engine.running + engine.waiting for engine in self.engines] == [0] * len(self.engines)
 
 
@@ -201,7 +201,7 @@ def test_a_response_without_end_before_its_deadline_is_an_error_that_says_where_
         await house.load_all()
         with pytest.raises(DeadlineError, match=r"engine 0 has version 0 and 0 of 4 requests; 0 requests wait"):
             await house.proxy.generate(
-                Request([1, 50], SamplingSettings(100, 1.0), key=0),
+                GenerateRequest([1, 50], SamplingSettings(100, 1.0), key=0),
                 min_version=0,
                 affinity=(0, 0),
                 progress=lambda count: None,
@@ -586,7 +586,7 @@ def test_every_request_ends_exactly_once_with_all_its_tokens(
 
         async def load(index: int) -> None:
             async with loading[index]:
-                if house.engines[index].version >= 0 and house.proxy._records[index].lane.alive:
+                if house.engines[index].version >= 0 and house.proxy._records[index].view.alive:
                     try:
                         await house.proxy.load(index, published(house.engines[index].version + 1))
                     except EngineDeadError as error:

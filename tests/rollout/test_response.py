@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.rollout.engine import Progress, Request, SamplingSettings
+from flash.rollout.engine import GenerateRequest, Progress, SamplingSettings
 from flash.rollout.response import Response
 from flash.types import Completion, VersionRun
 
@@ -25,7 +25,7 @@ def versions_of(completion: Completion) -> list[int]:
 def test_law_4_tokens_logprobs_and_versions_stay_aligned_over_any_number_of_moves(
     engines: list[list[tuple[int, int]]],
 ) -> None:
-    response = Response(Request([1, 2], SamplingSettings(100, 1.0), key=5))
+    response = Response(GenerateRequest([1, 2], SamplingSettings(100, 1.0), key=5))
     expected: list[tuple[int, int]] = []
     for sampled in engines[:-1]:
         rest = response.rest()
@@ -49,7 +49,7 @@ def test_law_4_tokens_logprobs_and_versions_stay_aligned_over_any_number_of_move
 
 
 def test_a_response_that_reached_its_limit_before_it_moved_is_complete() -> None:
-    response = Response(Request([1], SamplingSettings(2, 1.0), key=0))
+    response = Response(GenerateRequest([1], SamplingSettings(2, 1.0), key=0))
     response.rest()
     response.add(piece(7, 0))
     assert response.exhausted() is None

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from flash.rollout.routing import TASK_SLACK, Router, Ticket
+from flash.rollout.routing import TASK_SLACK, RoutedRequest, Router
 
 ENGINES = 3
 LIMIT = 4
 
 
 def place(router: Router, group: int, task: int, min_version: int = 0) -> int | None:
-    return router.ask(Ticket((group, task), min_version))
+    return router.ask(RoutedRequest((group, task), min_version))
 
 
 def test_requests_spread_over_the_engines() -> None:
@@ -37,16 +37,16 @@ def test_the_samples_of_a_prompt_are_spread_evenly() -> None:
     router = Router(16, [0, 0], bind_groups=False)
     for task in range(16):
         place(router, 0, task)
-        assert abs(router.lanes[0].held - router.lanes[1].held) <= 1
+        assert abs(router.views[0].held - router.views[1].held) <= 1
 
 
 def test_the_preference_for_a_tasks_own_engine_ends_where_that_is_much_fuller() -> None:
     router = Router(16, [0, 0], bind_groups=False)
     assert place(router, 0, 0) == 0
-    router.lanes[0].held = 8
-    router.lanes[1].held = 6
+    router.views[0].held = 8
+    router.views[1].held = 6
     assert place(router, 0, 0) == 0
-    router.lanes[1].held = 3
+    router.views[1].held = 3
     assert place(router, 0, 0) == 1
 
 
@@ -66,13 +66,13 @@ def test_a_swapping_engine_is_the_last_choice() -> None:
 def test_what_waits_leaves_in_the_order_of_its_tasks() -> None:
     router = Router(1, [0], bind_groups=False)
     place(router, 0, 0)
-    tickets = [Ticket((task // 2, task), 0) for task in (5, 1, 3)]
-    for ticket in tickets:
-        assert router.ask(ticket) is None
+    requests = [RoutedRequest((task // 2, task), 0) for task in (5, 1, 3)]
+    for request in requests:
+        assert router.ask(request) is None
     order: list[int] = []
-    for _ in tickets:
+    for _ in requests:
         router.release(0)
-        order += [ticket.affinity[1] for ticket in router.fill(0)]
+        order += [request.affinity[1] for request in router.fill(0)]
     assert order == [1, 3, 5]
 
 
@@ -81,7 +81,7 @@ def test_a_bound_group_stays_on_its_engine_though_others_are_empty() -> None:
     assert [place(router, 7, task) for task in range(3)] == [0, 0, None]
     assert place(router, 8, 10) == 1
     router.release(0)
-    assert [ticket.affinity for ticket in router.fill(0)] == [(7, 2)]
+    assert [request.affinity for request in router.fill(0)] == [(7, 2)]
 
 
 def test_groups_are_bound_to_the_engine_with_the_least_to_do_and_to_wait_for() -> None:
@@ -91,13 +91,13 @@ def test_groups_are_bound_to_the_engine_with_the_least_to_do_and_to_wait_for() -
     place(router, 1, 4)
     assert place(router, 2, 5) is None
     router.release(1)
-    assert [ticket.affinity for ticket in router.fill(1)] == [(2, 5)]
+    assert [request.affinity for request in router.fill(1)] == [(2, 5)]
 
 
 def test_a_dead_engines_groups_are_bound_anew() -> None:
     router = Router(1, [0, 0], bind_groups=True)
     place(router, 0, 0)
-    waiting = Ticket((0, 1), 0)
+    waiting = RoutedRequest((0, 1), 0)
     assert router.ask(waiting) is None
     assert router.fail(0) == [waiting]
     assert router.ask(waiting) == 1
@@ -107,12 +107,12 @@ def test_what_no_living_engine_but_the_failed_ones_can_serve_gets_another_chance
     router = Router(1, [0, 0], bind_groups=False)
     place(router, 0, 0)
     place(router, 1, 1)
-    ticket = Ticket((2, 2), 0)
-    ticket.barred = frozenset({0})
-    assert router.ask(ticket) is None
-    assert router.fail(1) == [ticket]
+    request = RoutedRequest((2, 2), 0)
+    request.barred = frozenset({0})
+    assert router.ask(request) is None
+    assert router.fail(1) == [request]
     router.release(0)
-    assert router.ask(ticket) == 0
+    assert router.ask(request) == 0
 
 
 def test_room_counts_what_waits_and_only_engines_with_a_version() -> None:
@@ -133,53 +133,53 @@ class Traffic(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.router = Router(LIMIT, [0] * ENGINES, bind_groups=self.bind)
-        self.held: dict[Ticket, int] = {}
-        self.waiting: list[Ticket] = []
+        self.held: dict[RoutedRequest, int] = {}
+        self.waiting: list[RoutedRequest] = []
         self.tasks = 0
 
-    def ask(self, ticket: Ticket) -> None:
+    def ask(self, request: RoutedRequest) -> None:
         if not self.router.alive:
             return
-        engine = self.router.ask(ticket)
+        engine = self.router.ask(request)
         if engine is None:
-            self.waiting.append(ticket)
+            self.waiting.append(request)
         else:
-            self.hold(ticket, engine)
+            self.hold(request, engine)
 
-    def hold(self, ticket: Ticket, engine: int) -> None:
-        lane = self.router.lanes[engine]
-        assert lane.alive
-        assert not lane.closed
-        assert lane.version >= ticket.min_version
-        assert engine not in ticket.barred
-        assert lane.held <= lane.limit
-        self.held[ticket] = engine
+    def hold(self, request: RoutedRequest, engine: int) -> None:
+        view = self.router.views[engine]
+        assert view.alive
+        assert not view.closed
+        assert view.version >= request.min_version
+        assert engine not in request.barred
+        assert view.held <= view.limit
+        self.held[request] = engine
 
     def fill(self, engine: int) -> None:
         eldest = min((t.affinity for t in self.waiting if self.fits(t, engine)), default=None)
-        for number, ticket in enumerate(self.router.fill(engine)):
-            assert number > 0 or ticket.affinity == eldest
-            self.waiting.remove(ticket)
-            self.hold(ticket, engine)
+        for number, request in enumerate(self.router.fill(engine)):
+            assert number > 0 or request.affinity == eldest
+            self.waiting.remove(request)
+            self.hold(request, engine)
 
-    def fits(self, ticket: Ticket, engine: int) -> bool:
-        lane = self.router.lanes[engine]
-        mine = ticket.bound in (None, engine)
-        return mine and lane.version >= ticket.min_version and engine not in ticket.barred
+    def fits(self, request: RoutedRequest, engine: int) -> bool:
+        view = self.router.views[engine]
+        mine = request.bound in (None, engine)
+        return mine and view.version >= request.min_version and engine not in request.barred
 
     @rule(group=st.integers(0, 5), behind=st.integers(0, 2))
     def arrive(self, group: int, behind: int) -> None:
-        newest = max(lane.version for lane in self.router.lanes)
+        newest = max(view.version for view in self.router.views)
         self.tasks += 1
-        self.ask(Ticket((group, self.tasks), newest + 1 - behind))
+        self.ask(RoutedRequest((group, self.tasks), newest + 1 - behind))
 
     @rule(data=st.data())
     def end(self, data: Any) -> None:
         if self.held:
             self.take(data.draw(st.sampled_from(list(self.held))))
 
-    def take(self, ticket: Ticket) -> int:
-        engine = self.held.pop(ticket)
+    def take(self, request: RoutedRequest) -> int:
+        engine = self.held.pop(request)
         self.router.release(engine)
         self.fill(engine)
         return engine
@@ -187,26 +187,26 @@ class Traffic(RuleBasedStateMachine):
     @rule(data=st.data())
     def fail_and_move(self, data: Any) -> None:
         if self.held:
-            ticket = data.draw(st.sampled_from(list(self.held)))
-            ticket.barred |= {self.take(ticket)}
-            if not self.router.hopeless(ticket):
-                self.ask(ticket)
+            request = data.draw(st.sampled_from(list(self.held)))
+            request.barred |= {self.take(request)}
+            if not self.router.hopeless(request):
+                self.ask(request)
 
     @rule(data=st.data())
     def cancel(self, data: Any) -> None:
         if self.waiting:
-            ticket = data.draw(st.sampled_from(self.waiting))
-            self.waiting.remove(ticket)
-            self.router.withdraw(ticket)
+            request = data.draw(st.sampled_from(self.waiting))
+            self.waiting.remove(request)
+            self.router.withdraw(request)
 
     @rule(engine=st.integers(0, ENGINES - 1), closed=st.booleans())
     def swap(self, engine: int, closed: bool) -> None:
-        if not self.router.lanes[engine].swapping:
+        if not self.router.views[engine].swapping:
             self.router.begin_swap(engine, closed=closed)
 
     @rule(engine=st.integers(0, ENGINES - 1))
     def swapped(self, engine: int) -> None:
-        self.router.end_swap(engine, self.router.lanes[engine].version + 1)
+        self.router.end_swap(engine, self.router.views[engine].version + 1)
         self.fill(engine)
 
     @rule(engine=st.integers(0, ENGINES - 1), limit=st.integers(1, LIMIT))
@@ -217,34 +217,34 @@ class Traffic(RuleBasedStateMachine):
     @rule(engine=st.integers(0, ENGINES - 1))
     def die(self, engine: int) -> None:
         left = self.router.fail(engine)
-        moved = [ticket for ticket, place in self.held.items() if place == engine]
-        for ticket in moved:
-            self.take(ticket)
-        for ticket in left:
-            self.waiting.remove(ticket)
+        moved = [request for request, place in self.held.items() if place == engine]
+        for request in moved:
+            self.take(request)
+        for request in left:
+            self.waiting.remove(request)
         if not self.router.alive:
             self.waiting.clear()
-        for ticket in left + moved:
-            self.ask(ticket)
+        for request in left + moved:
+            self.ask(request)
 
     @invariant()
-    def every_ticket_is_waiting_or_held_once(self) -> None:
-        for lane in self.router.lanes:
-            assert lane.held == sum(engine == lane.index for engine in self.held.values())
+    def every_request_is_waiting_or_held_once(self) -> None:
+        for view in self.router.views:
+            assert view.held == sum(engine == view.index for engine in self.held.values())
         if self.router.alive:
             assert self.router.waiting == len(self.waiting)
 
     @invariant()
     def no_engine_has_room_beside_a_request_that_it_may_serve(self) -> None:
-        for lane in self.router.lanes:
-            if lane.open:
-                assert not [ticket for ticket in self.waiting if self.fits(ticket, lane.index)]
+        for view in self.router.views:
+            if view.open:
+                assert not [request for request in self.waiting if self.fits(request, view.index)]
 
     @invariant()
     def a_waiting_request_has_an_engine_that_may_come_to_serve_it(self) -> None:
-        for ticket in self.waiting:
-            assert not self.router.hopeless(ticket)
-            assert ticket.bound is None or self.router.lanes[ticket.bound].alive
+        for request in self.waiting:
+            assert not self.router.hopeless(request)
+            assert request.bound is None or self.router.views[request.bound].alive
 
 
 class BoundTraffic(Traffic):
@@ -262,5 +262,5 @@ def test_without_limits_in_the_way_loads_differ_by_no_more_than_the_slack(groups
     router = Router(64, [0, 0, 0], bind_groups=False)
     for task, group in enumerate(groups):
         place(router, group, task)
-    held = [lane.held for lane in router.lanes]
+    held = [view.held for view in router.views]
     assert max(held) - min(held) <= 1 + TASK_SLACK * max(held)

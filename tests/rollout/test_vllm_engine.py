@@ -23,7 +23,7 @@ import pytest
 
 from flash.config.tree import Config
 from flash.errors import EngineDeadError, EngineError, WeightsError
-from flash.rollout.engine import Pressure, Progress, Request, SamplingSettings
+from flash.rollout.engine import GenerateRequest, Pressure, Progress, SamplingSettings
 from flash.rollout.vllm_engine import VLLMEngine
 from flash.types import Canary, Completion, Published, VersionRun
 from flash.weights.canary import canary_tokens
@@ -130,8 +130,8 @@ class Served:
         return self.call(complete, self.engine, ask(prompt, count, temperature))
 
 
-def ask(prompt: list[int], count: int, temperature: float = 1.0) -> Request:
-    return Request(prompt, SamplingSettings(count, temperature), key=0)
+def ask(prompt: list[int], count: int, temperature: float = 1.0) -> GenerateRequest:
+    return GenerateRequest(prompt, SamplingSettings(count, temperature), key=0)
 
 
 def each(versions: list[VersionRun]) -> list[int]:
@@ -139,7 +139,9 @@ def each(versions: list[VersionRun]) -> list[int]:
     return [run.version for run in versions for _ in range(run.count)]
 
 
-async def complete(engine: VLLMEngine, request: Request, began: Callable[[], object] = lambda: None) -> Completion:
+async def complete(
+    engine: VLLMEngine, request: GenerateRequest, began: Callable[[], object] = lambda: None
+) -> Completion:
     """Consume a stream and check that its pieces add up. `began` is called at each piece."""
     tokens: list[int] = []
     logprobs: list[float] = []

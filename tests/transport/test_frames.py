@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flash.errors import TransportError
-from flash.transport.frames import Frame, FrameDecoder, Kind, append_frame
+from flash.transport.frames import Frame, FrameDecoder, FrameKind, append_frame
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -16,18 +16,18 @@ class Note(msgspec.Struct, frozen=True):
 
 
 messages = st.lists(
-    st.tuples(st.sampled_from(Kind), st.integers(0, 2**64 - 1), st.none() | st.binary(max_size=80)), max_size=8
+    st.tuples(st.sampled_from(FrameKind), st.integers(0, 2**64 - 1), st.none() | st.binary(max_size=80)), max_size=8
 )
 
 
-def encode(*contents: tuple[Kind, int, bytes | None]) -> bytes:
+def encode(*contents: tuple[FrameKind, int, bytes | None]) -> bytes:
     buffer = bytearray()
     for kind, call, text in contents:
         append_frame(buffer, kind, call, None if text is None else Note(text))
     return bytes(buffer)
 
 
-def content(frame: Frame) -> tuple[Kind, int, bytes | None]:
+def content(frame: Frame) -> tuple[FrameKind, int, bytes | None]:
     return frame.kind, frame.call, msgspec.msgpack.decode(frame.body, type=Note).text if frame.body else None
 
 
@@ -48,7 +48,7 @@ def test_any_split_of_the_stream_gives_the_same_frames(contents: list, data: st.
 
 @given(messages, st.binary(min_size=1, max_size=60))
 def test_a_frame_that_is_cut_off_is_held_and_never_given_out(contents: list, text: bytes):
-    last = encode((Kind.REPLY, 1, text))
+    last = encode((FrameKind.REPLY, 1, text))
     decoder = FrameDecoder()
     frames = decoder.feed(encode(*contents) + last[:-1])
     assert [content(frame) for frame in frames] == contents
@@ -67,21 +67,21 @@ def test_garbage_is_frames_or_a_transport_error_and_nothing_else(garbage: bytes)
 
 
 def test_an_oversized_frame_is_refused_at_its_header():
-    header = struct.pack("!IBQ", 65, Kind.REQUEST, 1)
+    header = struct.pack("!IBQ", 65, FrameKind.REQUEST, 1)
     with pytest.raises(TransportError, match="announces 65 bytes, more than the 64"):
         FrameDecoder(limit=64).feed(header)
 
 
 def test_a_frame_of_the_largest_size_is_taken():
     buffer = bytearray()
-    append_frame(buffer, Kind.REPLY, 1, Note(b"x" * 40))
+    append_frame(buffer, FrameKind.REPLY, 1, Note(b"x" * 40))
     length = len(buffer) - 4
     assert len(FrameDecoder(limit=length).feed(bytes(buffer))) == 1
     with pytest.raises(TransportError):
         FrameDecoder(limit=length - 1).feed(bytes(buffer))
 
 
-@pytest.mark.parametrize("header", [struct.pack("!IBQ", 20, 9, 1), struct.pack("!IBQ", 8, Kind.REPLY, 1)])
+@pytest.mark.parametrize("header", [struct.pack("!IBQ", 20, 9, 1), struct.pack("!IBQ", 8, FrameKind.REPLY, 1)])
 def test_an_unknown_kind_or_an_impossible_length_is_refused(header: bytes):
     with pytest.raises(TransportError, match="no frame"):
         FrameDecoder().feed(header)
@@ -90,12 +90,12 @@ def test_an_unknown_kind_or_an_impossible_length_is_refused(header: bytes):
 def test_a_message_too_long_to_send_is_refused_and_leaves_the_buffer_alone():
     buffer = bytearray(b"before")
     with pytest.raises(TransportError, match=r"a Note of .* does not fit a frame of 64; send it in parts"):
-        append_frame(buffer, Kind.REPLY, 1, Note(b"x" * 64), limit=64)
+        append_frame(buffer, FrameKind.REPLY, 1, Note(b"x" * 64), limit=64)
     assert buffer == b"before"
 
 
 def test_a_message_that_cannot_be_encoded_leaves_the_buffer_alone():
     buffer = bytearray(b"before")
     with pytest.raises(TypeError):
-        append_frame(buffer, Kind.REPLY, 1, Note(object()))  # pyright: ignore[reportArgumentType]
+        append_frame(buffer, FrameKind.REPLY, 1, Note(object()))  # pyright: ignore[reportArgumentType]
     assert buffer == b"before"

@@ -14,7 +14,7 @@ from flash.errors import DeadlineError, PeerLostError, TransportError
 from flash.transport import Peer, Request, connect, serve
 from flash.transport.auth import prove_to_server
 from flash.transport.connection import BUFFER_BYTES
-from flash.transport.frames import FrameDecoder, Kind, append_frame
+from flash.transport.frames import FrameDecoder, FrameKind, append_frame
 
 pytestmark = pytest.mark.anyio
 
@@ -47,7 +47,7 @@ async def answer(peer: Peer, request: Get) -> Data:
     return Data(request.data)
 
 
-def frame(kind: Kind, call: int, body: msgspec.Struct | None = None) -> bytes:
+def frame(kind: FrameKind, call: int, body: msgspec.Struct | None = None) -> bytes:
     buffer = bytearray()
     append_frame(buffer, kind, call, body)
     return bytes(buffer)
@@ -162,7 +162,7 @@ async def test_calls_of_other_tasks_fail_when_the_block_ends(serving, token: byt
 async def test_a_reply_cut_off_in_the_middle_says_so(puppet, token: bytes):
     async def cut(stream: SocketStream) -> None:
         await stream.receive()
-        await stream.send(frame(Kind.REPLY, 1, Data(b"x" * 100))[:-1])
+        await stream.send(frame(FrameKind.REPLY, 1, Data(b"x" * 100))[:-1])
         await stream.send_eof()
         await anyio.sleep_forever()
 
@@ -175,8 +175,8 @@ async def test_a_reply_cut_off_in_the_middle_says_so(puppet, token: bytes):
     ("sent", "message"),
     [
         (b"\x00" * 13, "no frame"),
-        (struct.pack("!IBQ", 2**31, Kind.REPLY, 1), "announces"),
-        (frame(Kind.REQUEST, 1, Data()), "may not send REQUEST"),
+        (struct.pack("!IBQ", 2**31, FrameKind.REPLY, 1), "announces"),
+        (frame(FrameKind.REQUEST, 1, Data()), "may not send REQUEST"),
     ],
 )
 async def test_a_client_drops_a_server_that_sends_garbage(puppet, token: bytes, sent: bytes, message: str):
@@ -199,9 +199,9 @@ async def test_a_client_drops_a_server_that_sends_garbage(puppet, token: bytes, 
     "sent",
     [
         b"\x00" * 13,
-        struct.pack("!IBQ", 2**31, Kind.REQUEST, 1),
-        frame(Kind.REPLY, 1, Data()),
-        frame(Kind.REQUEST, 7, Get(b"hang")) * 2,
+        struct.pack("!IBQ", 2**31, FrameKind.REQUEST, 1),
+        frame(FrameKind.REPLY, 1, Data()),
+        frame(FrameKind.REQUEST, 7, Get(b"hang")) * 2,
     ],
 )
 async def test_a_server_drops_a_client_that_sends_garbage_and_lives_on(
@@ -226,9 +226,9 @@ async def test_a_server_drops_a_client_that_sends_garbage_and_lives_on(
 async def test_a_cancel_of_an_unknown_call_is_ignored(serving, token: bytes):
     async with serving(Get, answer) as port, await anyio.connect_tcp("127.0.0.1", port) as stream:
         await prove_to_server(stream, token, "late")
-        await stream.send(frame(Kind.CANCEL, 5) + frame(Kind.REQUEST, 6, Get()))
+        await stream.send(frame(FrameKind.CANCEL, 5) + frame(FrameKind.REQUEST, 6, Get()))
         (reply,) = FrameDecoder().feed(await stream.receive())
-        assert (reply.kind, reply.call) == (Kind.REPLY, 6)
+        assert (reply.kind, reply.call) == (FrameKind.REPLY, 6)
 
 
 async def test_a_client_that_does_not_read_is_asked_no_more_and_gets_all_its_replies_later(serving, token: bytes):
@@ -244,7 +244,7 @@ async def test_a_client_that_does_not_read_is_asked_no_more_and_gets_all_its_rep
         # A small window, so that little hides in the kernel.
         stream.extra(SocketAttribute.raw_socket).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         await prove_to_server(stream, token, "slow")
-        await stream.send(b"".join(frame(Kind.REQUEST, call, Get()) for call in range(total)))
+        await stream.send(b"".join(frame(FrameKind.REQUEST, call, Get()) for call in range(total)))
         before = -1
         while handled > before:
             before = handled
@@ -295,7 +295,7 @@ async def test_a_block_ends_though_the_server_does_not_read(puppet, token: bytes
 
 async def test_calls_given_up_while_they_waited_for_room_were_never_sent(puppet, token: bytes):
     begin = anyio.Event()
-    seen: list[Kind] = []
+    seen: list[FrameKind] = []
 
     async def read_late(stream: SocketStream) -> None:
         await begin.wait()
@@ -303,8 +303,8 @@ async def test_calls_given_up_while_they_waited_for_room_were_never_sent(puppet,
         while True:
             for got in decoder.feed(await stream.receive(1 << 18)):
                 seen.append(got.kind)
-                if got.kind is Kind.REQUEST and len(got.body) < 100:
-                    await stream.send(frame(Kind.REPLY, got.call, Data(b"last")))
+                if got.kind is FrameKind.REQUEST and len(got.body) < 100:
+                    await stream.send(frame(FrameKind.REPLY, got.call, Data(b"last")))
                     await anyio.sleep_forever()
 
     async with puppet(read_late) as port, connect("127.0.0.1", port, token, "me", 5) as client:
@@ -316,5 +316,5 @@ async def test_calls_given_up_while_they_waited_for_room_were_never_sent(puppet,
         begin.set()
         assert await client.call(Get(), 60) == Data(b"last")
     # What the buffers on the way hold; each of these calls was cancelled as well.
-    assert 0 < seen.count(Kind.REQUEST) - 1 < 32
-    assert seen.count(Kind.CANCEL) == seen.count(Kind.REQUEST) - 1
+    assert 0 < seen.count(FrameKind.REQUEST) - 1 < 32
+    assert seen.count(FrameKind.CANCEL) == seen.count(FrameKind.REQUEST) - 1
