@@ -148,11 +148,11 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True):
     """What happened, turn by turn; at least one."""
 
     def tokens(self) -> Int32Array:
-        """int32 [T]."""
+        """The whole sequence, int32 [T]: a view of `token_ids`."""
         return np.frombuffer(self.token_ids, dtype="<i4")
 
     def behaviour(self) -> Float32Array:
-        """float32 [A]."""
+        """Behaviour log-probs, float32 [A]: a view of `logprobs`."""
         return np.frombuffer(self.logprobs, dtype="<f4")
 
     def env_metrics(self) -> dict[str, float]:
@@ -166,7 +166,7 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def action_count(self) -> int:
-        """A."""
+        """A: tokens that the policy sampled."""
         return len(self.logprobs) // 4
 
     def action_mask(self) -> BoolArray:

@@ -43,7 +43,7 @@ class AgeContract(msgspec.Struct, frozen=True):
 
     @property
     def groups_per_batch(self) -> int:
-        """G."""
+        """G: the groups that one step trains."""
         return self.batch_size // self.group_size
 
     @property

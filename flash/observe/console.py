@@ -66,7 +66,7 @@ class Console:
             self._print(f"[{text}]", "dim")
 
     def step(self, row: Row) -> None:
-        """Print one step."""
+        """Print the line of a committed step, the titles above every page of them, and move the bar on."""
         if self._lines % HEADER_EVERY == 0:
             self._print(" ".join(column.title.rjust(column.width) for column in COLUMNS), "bold")
         self._lines += 1
@@ -238,7 +238,7 @@ def _short(value: float | None) -> str:
 
 
 def _clock(seconds: float) -> str:
-    """`m:ss`, or `h:mm:ss`."""
+    """Seconds as `m:ss`, from an hour on as `h:mm:ss`."""
     if not math.isfinite(seconds):
         return BLANK
     minutes, second = divmod(round(seconds), 60)

@@ -16,7 +16,7 @@ class Observer(Protocol):
         ...
 
     def evaluation(self, row: Mapping[str, float]) -> None:
-        """One finished evaluation."""
+        """One finished evaluation and its metrics."""
         ...
 
     def activities(self, rows: Sequence[Activity]) -> None:
@@ -33,7 +33,7 @@ class Observer(Protocol):
 
 
 class MemoryObserver:
-    """Remembers everything."""
+    """Remembers each kind of event in a list, for tests and where nothing is written."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []

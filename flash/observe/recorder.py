@@ -61,7 +61,7 @@ class Recorder:
         self._console.close()
 
     def step(self, row: Mapping[str, float]) -> None:
-        """Record one step."""
+        """Write the metrics of a committed step, with the run's wall time, and print its line."""
         full = {**row, "wall_s": self._now() - self._begun}
         canary = row.get("canary_max", 0.0)
         self._canary = max(self._canary, 0.0 if math.isnan(canary) else canary)
@@ -69,7 +69,7 @@ class Recorder:
         self._console.step(full)
 
     def evaluation(self, row: Mapping[str, float]) -> None:
-        """Record one evaluation."""
+        """Write the metrics of an evaluation, with the run's wall time, and print its line."""
         full = {**row, "wall_s": self._now() - self._begun}
         self.directory.append_evaluation(full)
         self._console.evaluation(full)

@@ -181,19 +181,19 @@ class RunDirectory:
         return directory
 
     def append_metrics(self, row: Row) -> None:
-        """Record one step."""
+        """Append the row of a committed step."""
         _append(self.metrics, [row])
 
     def append_evaluation(self, row: Row) -> None:
-        """Record one held-out evaluation."""
+        """Append the row of a held-out evaluation."""
         _append(self.evals, [row])
 
     def append_spans(self, spans: Iterable[Activity]) -> None:
-        """Record bars of the timeline."""
+        """Append bars of the timeline."""
         _append(self.spans, spans)
 
     def append_samples(self, samples: Iterable[SampleTimes]) -> None:
-        """Record the samples of one step."""
+        """Append the samples of one step."""
         _append(self.samples, samples)
 
     def write_trajectories(self, step: int, samples: Iterable[Sample]) -> Path:
@@ -207,7 +207,7 @@ class RunDirectory:
         write_atomically(self.ledger, _pretty(totals))
 
     def write_summary(self, summary: Summary) -> None:
-        """Replace the summary."""
+        """Replace the summary as a whole, so that readers never see half of one."""
         write_atomically(self.summary, _pretty(summary))
 
     def read_metrics(self) -> list[dict[str, Any]]:

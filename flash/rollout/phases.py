@@ -33,7 +33,7 @@ class Phases(Protocol):
         ...
 
     def leave(self, lease: Lease) -> None:
-        """It ended, however."""
+        """It ended, in whatever way; called once for each `enter`."""
         ...
 
     async def generated(self, lease: Lease) -> None:
@@ -53,19 +53,19 @@ def phases(config: Config) -> Phases:
 
 
 class FreePhases:
-    """Every episode on its own."""
+    """Every episode on its own: nothing is kept, and nobody waits."""
 
     def enter(self, lease: Lease) -> None:
-        """Nothing is kept."""
+        """Keep nothing of it."""
 
     def leave(self, lease: Lease) -> None:
-        """Nothing was kept."""
+        """Release nobody: nobody waits."""
 
     async def generated(self, lease: Lease) -> None:
-        """At once."""
+        """Let its environment step at once."""
 
     async def stepped(self, lease: Lease) -> None:
-        """At once."""
+        """Let it generate at once."""
 
 
 class LockStep:
@@ -112,7 +112,7 @@ class GroupBarrier:
         await self._gate.arrive(lease.lease_id, self._rule.generated(_group(lease), lease.lease_id))
 
     async def stepped(self, lease: Lease) -> None:
-        """At once."""
+        """Let it generate at once: only responses are waited for."""
 
 
 class LockStepRule:

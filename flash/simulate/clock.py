@@ -64,15 +64,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return super().call_soon_threadsafe(callback, *args, context=context)
 
     def run_in_executor(self, executor: object, func: object, *args: object) -> Any:
-        """Refused."""
+        """Refused: a thread takes real time. Raises ContractError, as all that is refused."""
         raise self.refuse(f"{func} in a thread")
 
     async def subprocess_exec(self, *args: object, **options: object) -> Any:
-        """Refused."""
+        """Refused: a process takes real time."""
         raise self.refuse(f"the process {args[1]!r}")
 
     async def subprocess_shell(self, *args: object, **options: object) -> Any:
-        """Refused."""
+        """Refused: a process takes real time."""
         raise self.refuse(f"the process {args[1]!r}")
 
     def refuse(self, what: str) -> ContractError:

@@ -128,7 +128,7 @@ class SimEngine:
         return Pressure(len(self._running), len(self._waiting), used, self._preemptions)
 
     async def start(self) -> None:
-        """Nothing to start."""
+        """Ready at once: it has no process to start."""
         await anyio.lowlevel.checkpoint()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Progress | Completion, None]:

@@ -32,7 +32,7 @@ class SimTokenizer:
         return self.render(observation)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Nothing."""
+        """No text: nobody reads a simulated response."""
         return ""
 
 
@@ -72,7 +72,7 @@ class SimEnvironment:
         return f"0 × {self._workload.observation_tokens(self._key, turn)}", 0.0, False, False, {}
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Takes no time, and there is nothing to release."""
 
 
 async def _pass(seconds: float) -> None:

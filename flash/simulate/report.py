@@ -48,7 +48,7 @@ class SimReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """One simulated configuration."""
+    """One simulated configuration of a sweep: what it came to, and what it is measured against."""
 
     values: dict[str, str]
     """The swept keys' values, as they were given; empty where nothing is swept."""

@@ -130,7 +130,7 @@ class PrefixCache:
         self._total = 0
 
     def hold(self, kind: str, name: int, tokens: int) -> None:
-        """Remember a context."""
+        """Remember this many tokens of a context; it was used last."""
         self._total += tokens - self._tokens.pop((kind, name), 0)
         self._tokens[kind, name] = tokens
 
@@ -147,6 +147,6 @@ class PrefixCache:
             self._total -= self._tokens.popitem(last=False)[1]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all contexts, as new weights make it necessary."""
         self._tokens.clear()
         self._total = 0

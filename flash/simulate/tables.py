@@ -26,7 +26,7 @@ PLAIN_WIDTH = 240
 
 
 def print_run(config: Config, cell: Cell) -> None:
-    """One simulated run."""
+    """Print what one simulated run came to, beside its bounds."""
     report, console = cell.report, _console()
     simulate = config.simulate
     assert simulate is not None, "flash.config.check.simulated_rule"

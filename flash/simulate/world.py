@@ -165,7 +165,7 @@ class World:
     # -- the run -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> RunEnd:
-        """Train all steps."""
+        """Train all steps on the virtual clock; returns how the run ended, or raises what ended it."""
         made: Counter[int] = Counter()
         async with anyio.create_task_group() as group:
             for node in self.nodes:

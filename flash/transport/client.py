@@ -155,7 +155,7 @@ class Client:
             tasks.cancel_scope.cancel()
 
     def close(self) -> None:
-        """End all calls."""
+        """End all calls, those under way and those to come, with PeerLostError."""
         self._lose(PeerLostError(f"the connection to {self._where} was closed on this side"))
 
     def _settle(self, frame: Frame) -> None:

@@ -137,7 +137,7 @@ class _Server(Generic[RequestT]):
 
 
 class _Session(Generic[RequestT]):
-    """One peer's requests."""
+    """The requests of one peer, each answered by a task of its own."""
 
     def __init__(
         self,
