@@ -223,8 +223,9 @@ class Hub:
                 state = HubState(self._version, self.buffer.snapshot())
                 return p.SnapshotReply(msgspec.msgpack.encode(state))
             case p.Goodbye():
-                self._gone.add(request.rank)
                 self._observer.activities(request.activities)
+                await self._until(lambda: self._stopping == "interrupted" or self._all_have_newest())
+                self._gone.add(request.rank)
             case p.Interrupt():
                 self._observer.note(request.reason)
                 self.interrupt()
@@ -350,16 +351,17 @@ class Hub:
 
     async def _publish(self, published: Published) -> p.Ack:
         """Announce a version once every engine has left the ones before the newest: engines are at most one behind."""
-        newest = self._published.version if self._published is not None else -1
-        await self._until(lambda: all(v >= newest for v in self._engine_versions()))
+        await self._until(self._all_have_newest)
         self._published = published
         self._progress += 1
         self._evaluations.published(published.version)
         self._notify()
         return p.Ack()
 
-    def _engine_versions(self) -> list[int]:
-        return [engine.version for engines in self._engines.values() for engine in engines.values()]
+    def _all_have_newest(self) -> bool:
+        """Whether no engine needs the trainers' weights any more."""
+        newest = self._published.version if self._published is not None else -1
+        return all(engine.version >= newest for engines in self._engines.values() for engine in engines.values())
 
     async def _batch(self, request: p.BatchRequest) -> p.BatchReply:
         """Give a rank its shard. Waits for enough complete groups; all ranks of a step get the same answer."""

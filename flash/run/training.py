@@ -10,7 +10,7 @@ import msgspec
 
 from flash.config.load import dump, load
 from flash.config.tree import Config
-from flash.errors import FlashError
+from flash.errors import FlashError, error_of
 from flash.observe.summary import Summary
 from flash.run.launcher import INTERRUPTED, launch
 from flash.run.worker import ERROR_FILE
@@ -46,15 +46,15 @@ def train(config: Config, *, resume: bool = False) -> Summary | None:
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if code != 0:
-        raise FlashError(f"the run in {config.run_dir} failed{_reason(config.run_dir)}")
+        raise _reason(config.run_dir)
     summary = config.run_dir / "summary.json"
     return msgspec.json.decode(summary.read_bytes(), type=Summary) if summary.exists() else None
 
 
-def _reason(run_dir: Path) -> str:
-    """What a run left behind that no restart could mend."""
+def _reason(run_dir: Path) -> FlashError:
+    """The error that a run has left behind because no restart could mend it."""
     try:
         row = json.loads((run_dir / ERROR_FILE).read_text())
-        return f": {row['error']}: {row['message']}"
+        return error_of(row["error"], row["message"]) or FlashError(row["message"])
     except (OSError, ValueError, KeyError):
-        return "; what ended it stands in the output above"
+        return FlashError(f"the run in {run_dir} failed; what ended it stands in its output above")

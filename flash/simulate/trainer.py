@@ -52,7 +52,7 @@ class SimTrainer:
             self.commits.append(self._now())
             self._version += 1
             await self._publish()
-        await self._hub.call(p.Goodbye(0, []), timeout=self._deadlines.request)
+        await self._hub.call(p.Goodbye(0, []), timeout=self._deadlines.swap)
 
     def _seconds(self, shard: Shard) -> float:
         tokens = sum(sample.trajectory.length for sample in shard.samples)

@@ -104,7 +104,8 @@ class TrainerLoop:
             self._checkpoint()
         if self._finished and self._config.checkpoint.export:
             checkpoint.export_hf(self._trainer.model, self._tokenizer, self._config.run_dir / "model")
-        self._call(p.Goodbye(self._rank, self._activities))
+        # Rank 0 holds the weights of the last version until the engines have them.
+        self._call(p.Goodbye(self._rank, self._activities), self._config.deadlines.swap)
 
     def _call(self, request: Request[ReplyT], timeout: float | None = None) -> ReplyT:
         return self._hub.call(request, timeout=timeout or self._config.deadlines.request)

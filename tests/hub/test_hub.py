@@ -168,3 +168,31 @@ async def test_what_environments_measure_is_averaged_over_each_batch_and_each_ev
     assert (row["samples"], row["loss"]) == (4, 0.1)
     assert unlisted(row) == []
     assert unlisted(driver.observer.evaluations[0], "evals.jsonl") == []
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+async def test_a_trainer_stays_until_every_engine_has_its_last_version(interrupted: bool) -> None:
+    driver = Driver(make_config())
+    await driver.begin(0, 1)
+    await driver.hub.handle(p.PublishRequest(Published(1, "tcp", b"", Canary([1, 2], [-1.0]))))
+    left = anyio.Event()
+
+    async def leave() -> None:
+        await driver.hub.handle(p.Goodbye(0, []))
+        left.set()
+
+    async def load(node: int) -> None:
+        status = p.EngineStatus(index=node, version=1, idle_s=0.0, lifetime_s=1.0, canary_error=0.0)
+        await driver.hub.handle(p.EngineReport(node, [status], []))
+        await anyio.sleep(1)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(leave)
+        await load(0)
+        assert not left.is_set()
+        if interrupted:
+            driver.hub.interrupt()
+        else:
+            await load(1)
+        with anyio.fail_after(1):
+            await left.wait()

@@ -73,7 +73,10 @@ FROM_PYTHON = (
     "-c",
     """if True:
     import sys, flash
-    summary = flash.train(flash.load(sys.argv[1], sys.argv[2:]))
+    try:
+        summary = flash.train(flash.load(sys.argv[1], sys.argv[2:]))
+    except flash.FlashError as error:
+        sys.exit(f"from python: {type(error).__name__}: {error}")
     print("from python:", summary.ledger["trained"], "samples")
     """,
 )
@@ -239,8 +242,9 @@ def test_an_interrupt_ends_everything_in_time_and_the_run_can_be_resumed(start: 
 def test_an_error_that_a_restart_cannot_mend_ends_the_run_with_one_clear_line(
     start: Callable[..., Run],
 ) -> None:
-    run = start("weights.canary_tolerance=1e-12")
+    run = start("weights.canary_tolerance=1e-12", command=FROM_PYTHON)
     assert run.wait() == 1
+    assert "from python: WeightsError: engine 0, version 0: the canary's log-prob" in run.text()
     lines = [line for line in run.text().splitlines() if line.startswith("flash: error")]
     assert len(lines) == 1
     assert "WeightsError: engine 0, version 0: the canary's log-prob at position" in lines[0]
