@@ -21,7 +21,6 @@ SEEDS = 4
 
 
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
-    """Describe the command."""
     parser = commands.add_parser("calibrate", help="fit a [simulate] table to a run directory")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--output", type=Path, metavar="FILE.toml", help="default: RUN_DIR/fitted.toml")

@@ -11,7 +11,6 @@ from flash.errors import ConfigError
 
 
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
-    """Describe the command."""
     parser = commands.add_parser("plot", help="draw the plots of a run directory again")
     parser.add_argument("run_dir", type=Path)
     return parser

@@ -42,7 +42,6 @@ class Sweep(NamedTuple):
 
 
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
-    """Describe the command."""
     parser = commands.add_parser("simulate", help="predict a config's speed on a virtual clock: no GPU, no model")
     parser.add_argument("config", nargs="+", metavar="CONFIG|KEY=VALUE", help="as for train, with a [simulate] table")
     parser.add_argument(

@@ -16,7 +16,6 @@ from flash.errors import ConfigError
 
 
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
-    """Describe the command."""
     parser = commands.add_parser("tiny-model", help="make a small Qwen3, warm-started on an environment's examples")
     parser.add_argument("path", type=Path, help="folder to write")
     parser.add_argument("--env", default="envs.arithmetic:Arithmetic", metavar="MODULE:CLASS")

@@ -11,7 +11,6 @@ from flash.trainer.tiny_model import make_missing_model
 
 
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
-    """Describe the command."""
     parser = commands.add_parser("train", help="run a config: rollouts and training at the same time")
     parser.add_argument("config", nargs="+", metavar="CONFIG|KEY=VALUE", help="TOML files, then dotted overrides")
     parser.add_argument("--dry-run", action="store_true", help="validate, print the resolved config, start nothing")

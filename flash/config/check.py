@@ -55,7 +55,7 @@ def batch_rule(config: Config) -> Iterator[Problem]:
 
 
 def optimizer_rule(config: Config) -> Iterator[Problem]:
-    """AdamW's moments decay."""
+    """AdamW's moments must decay: each beta lies in [0, 1)."""
     if max(config.train.betas) >= 1:
         yield Problem("train.betas", f"expected numbers below 1, got {list(config.train.betas)}")
 
@@ -203,7 +203,7 @@ def weights_rule(config: Config) -> Iterator[Problem]:
 
 
 def cpu_rule(config: Config) -> Iterator[Problem]:
-    """Named cores exist."""
+    """Cores that are named must be among those of this machine."""
     cores = os.cpu_count() or 1
     for key, cpus in (
         ("cluster.node_cpus", config.cluster.node_cpus),

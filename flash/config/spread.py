@@ -50,7 +50,7 @@ class _Shape(msgspec.Struct, frozen=True):
 
 
 class Spread:
-    """One distribution. Immutable."""
+    """A distribution of lengths or seconds, cut to [low, high]."""
 
     def __init__(self, text: str, shape: _Shape, low: float, high: float) -> None:
         self._text = text

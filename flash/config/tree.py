@@ -38,7 +38,7 @@ class RunConfig(Section, frozen=True):
 
 
 class ModelConfig(Section, frozen=True):
-    """The policy."""
+    """The policy: its folder or hub id, and how it is loaded."""
 
     path: str
     """A Hugging Face model folder or hub id."""
@@ -79,7 +79,7 @@ class EnvConfig(Section, frozen=True):
 
 
 class RolloutConfig(Section, frozen=True):
-    """Generation and environments."""
+    """How samples are made: groups, lengths, concurrency, what happens to the late and the failed."""
 
     group_size: Positive = 8
     """Samples per prompt."""
@@ -123,7 +123,7 @@ class RolloutConfig(Section, frozen=True):
 
 
 class EngineConfig(Section, frozen=True):
-    """vLLM."""
+    """The vLLM engines: how many, how large, and what they share."""
 
     count: Positive = 1
     """Engines per rollout node."""
@@ -144,7 +144,7 @@ class EngineConfig(Section, frozen=True):
 
 
 class TrainConfig(Section, frozen=True):
-    """The optimizer step."""
+    """A step of the trainer: batch, staleness, optimizer, schedule."""
 
     batch_size: Positive = 256
     """Samples per step: a multiple of rollout.group_size."""
@@ -256,7 +256,7 @@ class CheckpointConfig(Section, frozen=True):
 
 
 class ClusterConfig(Section, frozen=True):
-    """Where processes run."""
+    """Nodes, trainer ranks and devices of the job."""
 
     nodes: Positive = 1
     """Machines in the job."""
@@ -308,7 +308,7 @@ class DeadlinesConfig(Section, frozen=True):
 
 
 class Config(Section, frozen=True):
-    """A run."""
+    """A whole run: one field per table of the file."""
 
     run: RunConfig
     model: ModelConfig
@@ -333,7 +333,7 @@ class Config(Section, frozen=True):
 
     @property
     def groups_per_batch(self) -> int:
-        """Prompts per step."""
+        """Prompts that a step trains: batch_size over group_size."""
         return self.train.batch_size // self.rollout.group_size
 
     @property
