@@ -25,7 +25,7 @@ from envs.data.tables import column_names, read_rows
 from envs.judging.judge import SupplyOpener, shared_judge
 from envs.judging.options import Language, Suite, bench_of, check_suite, languages_with, limits_of
 from envs.linear import PROGRAMS, check_linear, draw_linear
-from envs.sandbox.open import open_supply
+from envs.sandbox.open import open_sandboxes
 from flash.environment.interface import Info, SolvedExample, StepResult, is_held_out
 from flash.errors import ConfigError, EnvError
 from flash.types import Observation
@@ -73,7 +73,7 @@ class CodeEnv:
             Made problems are always plain.
     """
 
-    supply: ClassVar[SupplyOpener] = staticmethod(open_supply)
+    supply: ClassVar[SupplyOpener] = staticmethod(open_sandboxes)
     """Opens the sandboxes of a node."""
 
     def __init__(

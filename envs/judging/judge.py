@@ -21,8 +21,8 @@ import msgspec
 
 from envs.judging.options import Bench, Language, Limits, Suite, spec_of
 from envs.judging.tests import Verdict, find_program, run_tests
-from envs.sandbox.api import SandboxLike
-from envs.sandbox.open import Source, Supply, open_supply
+from envs.sandbox.api import SandboxLike, SandboxProvider
+from envs.sandbox.open import Location, open_sandboxes
 from envs.sandbox.reuse.stock import Stock, open_stock
 from flash.environment.shared import run_name, shared
 from flash.errors import (
@@ -97,10 +97,10 @@ class Judge:
         self._usable.add(language)
 
 
-SupplyOpener = Callable[[Source, str], AbstractAsyncContextManager[Supply]]
+SupplyOpener = Callable[[Location, str], AbstractAsyncContextManager[SandboxProvider]]
 
 
-async def shared_judge(bench: Bench, opener: SupplyOpener = open_supply) -> Judge:
+async def shared_judge(bench: Bench, opener: SupplyOpener = open_sandboxes) -> Judge:
     """This node's judge with these sandboxes. Its pool is opened by the first who asks and closed with the node.
 
     Raises:

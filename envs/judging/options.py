@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from envs.sandbox.api import Spec
-from envs.sandbox.open import Source, check_source
+from envs.sandbox.open import Location, check_location
 from flash.config.objects import check_options
 from flash.errors import (
     ConfigError,
@@ -106,7 +106,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cpus: _Seconds = 1.0
 
 
-class Bench(Source, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Bench(Location, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The sandboxes that programs are judged in. Environments of a node with the same ones share them."""
 
     parallel: Annotated[int, Meta(ge=1, le=10_000)] = 8
@@ -146,7 +146,7 @@ def bench_of(table: Mapping[str, Any]) -> Bench:
     """Where programs run, with these changes. Raises ConfigError."""
     bench = Bench(**check_options(Bench, table, "sandboxes"))
     try:
-        check_source(bench)
+        check_location(bench)
     except ConfigError as error:
         raise ConfigError(f"sandboxes: {error}") from error
     return bench

@@ -326,3 +326,26 @@ class SandboxLike(Commands, Files, Protocol):
 
 
 OnLost = Literal["fail", "recreate"]
+"""What becomes of a lease whose sandbox is lost: it ends with the error, or gets another sandbox, which is empty."""
+
+
+class SandboxProvider(Protocol):
+    """Gives out sandboxes: a pool in this process, or the client of a service."""
+
+    def acquire(
+        self, spec: Spec, *, owner: str = "", priority: int = 0, deadline: float = 600.0, on_lost: OnLost = "fail"
+    ) -> AbstractAsyncContextManager[SandboxLike]:
+        """A sandbox for the time of the block.
+
+        Args:
+            spec: what kind.
+            owner: who shares fairly with the others.
+            priority: larger is sooner, among this owner's requests.
+            deadline: seconds to wait for it.
+            on_lost: `recreate` makes a lost sandbox again, empty; the holder is told by a SandboxLostError.
+
+        Raises:
+            SandboxBusyError: there was no room within the deadline.
+            SandboxError: it cannot be made, or who gives it out cannot be reached.
+        """
+        ...

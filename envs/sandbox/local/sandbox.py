@@ -33,7 +33,7 @@ from envs.sandbox.local import watches
 from envs.sandbox.local.channel import Channel
 from envs.sandbox.local.commands import RemoteCommands
 from envs.sandbox.local.files import RemoteFiles, restore, send_tree
-from envs.sandbox.local.forks import Family
+from envs.sandbox.local.forks import Forks
 from envs.sandbox.local.greeting import Hello, NoLink, with_deadline
 from envs.sandbox.local.shell_channel import ShellChannel
 from envs.sandbox.local.snapshots import LIFE, LIFE_LABEL, SNAPSHOT_LABEL, SNAPSHOT_NAME, from_snapshot
@@ -219,12 +219,12 @@ class Sandbox(RemoteCommands, RemoteFiles):
             raise SandboxRefusedError(f"at least one fork must be asked for, not {count}")
         spec = (await self.snapshot()).spec
         forks = [Sandbox(self._backend, spec, labels=self._labels, settings=self._settings) for _ in range(count)]
-        family = Family(self._backend, forks, self._settings.removal)
+        group = Forks(self._backend, forks, self._settings.removal)
         if self._ending.is_set():
-            await family.forget()
+            await group.forget()
             raise SandboxLostError(self._reason) if self._state == "lost" else SandboxClosedError(self._reason)
-        self._forks.start_soon(family.keep)
-        await family.started()
+        self._forks.start_soon(group.keep)
+        await group.started()
         return forks
 
     async def _own(self, *, task_status: TaskStatus[None]) -> None:

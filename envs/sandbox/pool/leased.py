@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
 from envs.sandbox.api import (
     Chunk,
@@ -26,14 +26,27 @@ from envs.sandbox.api import (
 from envs.sandbox.pool.lease import Lease
 from envs.sandbox.pool.timeline import shown
 
-if TYPE_CHECKING:
-    from envs.sandbox.pool.pool import Pool
+
+class Lessor(Protocol):
+    """What a leased sandbox asks of the pool that it is from."""
+
+    async def snapshot(self, lease: Lease) -> Snapshot:
+        """Keep the files of the lease's sandbox. Raises SandboxError."""
+        ...
+
+    async def fork(self, parent: Lease, count: int) -> Sequence[Lease]:
+        """Leases on sandboxes with the same files, all of them ready. Raises SandboxError; then there is none."""
+        ...
+
+    async def release(self, lease: Lease) -> None:
+        """End the lease, and wait until nothing is left of its sandbox."""
+        ...
 
 
 class Leased:
     """A `SandboxLike` under a lease of a pool."""
 
-    def __init__(self, pool: Pool, lease: Lease) -> None:
+    def __init__(self, pool: Lessor, lease: Lease) -> None:
         self._pool = pool
         self._lease = lease
 

@@ -23,6 +23,10 @@ MSGPACK = "application/msgpack"
 NDJSON = "application/x-ndjson"
 TAR = "application/x-tar"
 
+TERMINAL_ENDED = 1000
+"""Code with which the websocket of a terminal is closed when its program has ended."""
+TERMINAL_FAILED = 1011
+"""The same when the terminal was lost, for the reason that the close frame gives."""
 MAX_COMMAND = 1 << 20
 """Characters of a command line."""
 MAX_TIMEOUT_S = 86_400.0

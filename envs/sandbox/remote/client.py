@@ -45,10 +45,15 @@ class SandboxClient:
         Raises:
             ConfigError: the address is no such thing.
         """
-        self.calls = Calls(url, token, verify)
+        self._calls = Calls(url, token, verify)
         self._owner = owner
         self._stack = AsyncExitStack()
         self._tasks: TaskGroup
+
+    @property
+    def calls(self) -> Calls:
+        """The service, as it is reached over HTTP."""
+        return self._calls
 
     async def __aenter__(self) -> Self:
         """Connect.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import builtins
 import tempfile
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 from urllib.parse import quote
 from uuid import uuid4
 
@@ -29,6 +29,7 @@ from envs.sandbox.api import (
     Spec,
     State,
     StreamName,
+    Terminal,
 )
 from envs.sandbox.protocol.problems import error_of
 from envs.sandbox.protocol.wire import (
@@ -51,13 +52,10 @@ from envs.sandbox.protocol.wire import (
     StartJob,
     StreamLine,
 )
+from envs.sandbox.remote.calls import Calls
 from envs.sandbox.text import from_wire, to_wire
 from envs.sandbox.trees import TreeLimits, pack, unpack
 from flash.errors import SandboxError, SandboxLostError, SandboxTimeoutError
-
-if TYPE_CHECKING:
-    from envs.sandbox.remote.client import SandboxClient
-    from envs.sandbox.remote.terminal import RemoteTerminal
 
 _T = TypeVar("_T")
 
@@ -72,10 +70,29 @@ _RETRY_S = 1.0
 _IN_MEMORY = 1 << 20
 
 
+class Client(Protocol):
+    """What a sandbox asks of the client that it is from."""
+
+    @property
+    def calls(self) -> Calls: ...
+
+    def attach(self, info: Info) -> SandboxLike:
+        """Use another sandbox of the service."""
+        ...
+
+    async def end(self, id: str) -> None:
+        """End a sandbox, and wait until it is gone. Raises SandboxError."""
+        ...
+
+    def in_background(self, work: Callable[[str], Coroutine[Any, Any, None]], argument: str) -> None:
+        """Do something that nobody waits for."""
+        ...
+
+
 class RemoteSandbox:
     """See the module. Made by `SandboxClient`."""
 
-    def __init__(self, client: SandboxClient, info: Info) -> None:
+    def __init__(self, client: Client, info: Info) -> None:
         self._client = client
         self.calls = client.calls
         self._info = info
@@ -194,7 +211,7 @@ class RemoteSandbox:
     @asynccontextmanager
     async def terminal(
         self, command: Command | None = None, *, rows: int = 24, columns: int = 80
-    ) -> AsyncGenerator[RemoteTerminal]:
+    ) -> AsyncGenerator[Terminal]:
         """A shell on a pseudo-terminal for the time of the block. The service offers shells only."""
         from envs.sandbox.remote.terminal import open_terminal
 

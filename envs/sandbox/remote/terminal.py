@@ -12,9 +12,8 @@ from websockets.asyncio.client import ClientConnection, connect, unix_connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from envs.sandbox.api import Command
-from envs.sandbox.protocol.wire import TerminalQuery
+from envs.sandbox.protocol.wire import TERMINAL_FAILED, TerminalQuery
 from envs.sandbox.remote.calls import Calls
-from envs.sandbox.service.terminal import FAILED
 from flash.errors import SandboxLostError, SandboxRefusedError
 
 _QUIET = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ class RemoteTerminal:
         try:
             data = await self._socket.recv()
         except ConnectionClosed as error:
-            if error.rcvd is not None and error.rcvd.code == FAILED:
+            if error.rcvd is not None and error.rcvd.code == TERMINAL_FAILED:
                 raise SandboxLostError(_said(error)) from error
             return b""
         return data if isinstance(data, bytes) else data.encode()

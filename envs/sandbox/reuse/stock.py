@@ -16,8 +16,7 @@ from contextlib import asynccontextmanager, suppress
 import anyio
 from anyio.abc import TaskGroup
 
-from envs.sandbox.api import SandboxLike, Spec
-from envs.sandbox.open import Supply
+from envs.sandbox.api import SandboxLike, SandboxProvider, Spec
 from envs.sandbox.reuse.wipe import Look, look, wipe
 from flash.errors import SandboxBusyError, SandboxClosedError, SandboxError
 from flash.waiting import unwrapped_group
@@ -46,8 +45,8 @@ class _Held:
 class Stock:
     """Made by `open_stock`."""
 
-    def __init__(self, supply: Supply, tasks: TaskGroup, owner: str, most: int, reuse: bool) -> None:
-        self._supply = supply
+    def __init__(self, provider: SandboxProvider, tasks: TaskGroup, owner: str, most: int, reuse: bool) -> None:
+        self._provider = provider
         self._tasks = tasks
         self._owner = owner
         self._most = most
@@ -114,7 +113,7 @@ class Stock:
         """One sandbox: produces it, waits until its scope ends."""
         try:
             with held.scope:
-                async with self._supply.acquire(held.spec, owner=self._owner, deadline=deadline) as box:
+                async with self._provider.acquire(held.spec, owner=self._owner, deadline=deadline) as box:
                     held.new = await look(box) if self._reuse else None
                     held.until = anyio.current_time() + AGE_SHARE * held.spec.deadline_s
                     held.box = box
@@ -144,15 +143,15 @@ class Stock:
 
 
 @asynccontextmanager
-async def open_stock(supply: Supply, *, owner: str, most: int, reuse: bool = True) -> AsyncGenerator[Stock]:
+async def open_stock(provider: SandboxProvider, *, owner: str, most: int, reuse: bool = True) -> AsyncGenerator[Stock]:
     """A stock for the time of the block.
 
     Args:
-        supply: where sandboxes come from.
+        provider: where sandboxes come from.
         owner: on whose behalf.
         most: sandboxes at once.
         reuse: use them again when they are clean; otherwise each use gets a new one.
     """
     async with unwrapped_group() as tasks:
-        yield Stock(supply, tasks, owner, most, reuse)
+        yield Stock(provider, tasks, owner, most, reuse)
         tasks.cancel_scope.cancel()
