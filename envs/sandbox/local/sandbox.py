@@ -25,14 +25,14 @@ import anyio.lowlevel
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
-from envs.sandbox.api import Snapshot, Spec, State
+from envs.sandbox.api import SandboxLike, Snapshot, Spec, State
 from envs.sandbox.engines import profiles
 from envs.sandbox.engines.backend import AGENT_SECRET, Backend, Link, Surroundings
 from envs.sandbox.engines.bundle import Options
 from envs.sandbox.local import watches
 from envs.sandbox.local.channel import Channel
-from envs.sandbox.local.commands import RemoteCommands
-from envs.sandbox.local.files import RemoteFiles, restore, send_tree
+from envs.sandbox.local.commands import AgentCommands
+from envs.sandbox.local.files import AgentFiles, restore, send_tree
 from envs.sandbox.local.forks import Forks
 from envs.sandbox.local.greeting import Hello, NoLink, with_deadline
 from envs.sandbox.local.shell_channel import ShellChannel
@@ -73,7 +73,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """For removing the container, also when the block was cancelled."""
 
 
-class Sandbox(RemoteCommands, RemoteFiles):
+class Sandbox(AgentCommands, AgentFiles, SandboxLike):
     """See the module. An asynchronous context manager; or a task: `await tasks.start(sandbox.keep)`.
 
     Args:
@@ -130,12 +130,10 @@ class Sandbox(RemoteCommands, RemoteFiles):
 
     @property
     def spec(self) -> Spec:
-        """What was asked for."""
         return self._spec
 
     @property
     def state(self) -> State:
-        """How it stands."""
         return self._state
 
     @property
@@ -191,7 +189,6 @@ class Sandbox(RemoteCommands, RemoteFiles):
         return self._channel
 
     async def snapshot(self) -> Snapshot:
-        """Keep the files as an image."""
         (await self.channel()).check()
         tag = uuid4().hex[:20]
         name = f"{SNAPSHOT_NAME}:{tag}"
@@ -214,7 +211,6 @@ class Sandbox(RemoteCommands, RemoteFiles):
                     await self._backend.remove_image(name)
 
     async def fork(self, count: int) -> list[Sandbox]:
-        """New sandboxes with the same files, which are closed with this one at the latest."""
         if count < 1:
             raise SandboxRefusedError(f"at least one fork must be asked for, not {count}")
         spec = (await self.snapshot()).spec

@@ -14,13 +14,13 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
 import msgspec
 
-from envs.sandbox.api import Spec
+from envs.sandbox.api import OnLost, Spec
 from flash.errors import ConfigError
 
 _T = TypeVar("_T")
@@ -38,7 +38,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the bearer token that may use it; "" inside one process."""
     spec: Spec
     priority: int
-    on_lost: Literal["fail", "recreate"]
+    on_lost: OnLost
     lease_s: float | None
     """Seconds that a renewal lasts; None: for ever. After a restart it begins anew: nobody could renew meanwhile."""
     hard_until: float

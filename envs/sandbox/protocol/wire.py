@@ -1,9 +1,9 @@
 """What travels between the service and its clients: bodies, queries and answers of the HTTP API.
 
-Every body is a struct that refuses unknown fields, sent as JSON, or as msgpack when the content type says so. In JSON,
-bytes are base64. Names and commands with bytes that are no UTF-8 are escaped as `envs.sandbox.text` says. An error
-is a `Problem` (RFC 9457) with the status of `problems.STATUS`; its `cause` is the class of the error, from which the
-client makes the same exception again.
+Every body is a struct that refuses unknown fields, sent as JSON, or as msgpack when the content type says so; a command
+is an `envs.sandbox.api.Exec`. In JSON, bytes are base64. Names and commands with bytes that are no UTF-8 are escaped as
+`envs.sandbox.text` says. An error is a `Problem` (RFC 9457) with the status of `problems.STATUS`; its `cause` is the
+class of the error, from which the client makes the same exception again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,18 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from envs.sandbox.api import Chunk, FileInfo, Result, Spec, State, StreamName
+from envs.sandbox.api import (
+    MAX_COMMAND,
+    MAX_TIMEOUT_S,
+    Chunk,
+    FileInfo,
+    OnLost,
+    Result,
+    Spec,
+    State,
+    StreamName,
+    Timeout,
+)
 from envs.sandbox.engines.machine import Load
 from envs.sandbox.pool.state import Failure
 from envs.sandbox.pool.timeline import Event
@@ -27,20 +38,12 @@ TERMINAL_ENDED = 1000
 """Code with which the websocket of a terminal is closed when its program has ended."""
 TERMINAL_FAILED = 1011
 """The same when the terminal was lost, for the reason that the close frame gives."""
-MAX_COMMAND = 1 << 20
-"""Characters of a command line."""
-MAX_TIMEOUT_S = 86_400.0
-
-Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
 Path = Annotated[str, Meta(min_length=1, max_length=4096, pattern="^[^\x00]+$")]
-Folder = Annotated[str, Meta(min_length=1, max_length=4096)]
-"""In a body: bytes that are no UTF-8 are escaped, as in commands and environments; see `envs.sandbox.text`."""
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 """Of a session."""
 Owner = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/-]{0,64}$")]
 Wait = Annotated[float, Meta(ge=0, le=60)]
 """Seconds to hold an answer back until there is something to say."""
-_Text = Annotated[str, Meta(max_length=MAX_COMMAND)]
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,35 +57,16 @@ class Order(Body, frozen=True):
     owner: Owner = ""
     """On whose behalf; sandboxes are shared fairly between owners."""
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
-    on_lost: Literal["fail", "recreate"] = "fail"
+    on_lost: OnLost = "fail"
     lease_s: Annotated[float, Meta(ge=1, le=MAX_TIMEOUT_S)] = 120.0
     """The sandbox ends unless it is used or renewed within this many seconds."""
-
-
-class Run(Body, frozen=True):
-    """One command."""
-
-    command: _Text | list[_Text]
-    timeout: Timeout
-    stdin: bytes = b""
-    env: dict[str, str] | None = None
-    cwd: Folder | None = None
 
 
 class RunInSession(Body, frozen=True):
     """One command in a shell."""
 
-    command: _Text
+    command: Annotated[str, Meta(max_length=MAX_COMMAND)]
     timeout: Timeout
-
-
-class StartJob(Body, frozen=True):
-    """A command in the background."""
-
-    command: _Text | list[_Text]
-    timeout: Timeout | None = None
-    env: dict[str, str] | None = None
-    cwd: Folder | None = None
 
 
 class Signal(Body, frozen=True):
@@ -223,14 +207,6 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 
 
 StreamLine = Piece | Last | Broken | Alive
-
-
-class SnapshotInfo(msgspec.Struct, frozen=True):
-    """Files that were kept."""
-
-    snapshot_id: str
-    spec: Spec
-    size: int
 
 
 class HostStatus(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import msgspec
 from envs.sandbox.api import (
     Chunk,
     Command,
+    Exec,
     FileInfo,
     JobStatus,
     Output,
@@ -42,14 +43,11 @@ from envs.sandbox.protocol.wire import (
     Last,
     Listing,
     Piece,
-    Run,
     RunInSession,
     Sandboxes,
     SessionInfo,
     SessionResult,
     Signal,
-    SnapshotInfo,
-    StartJob,
     StreamLine,
 )
 from envs.sandbox.remote.calls import Calls
@@ -89,7 +87,7 @@ class Client(Protocol):
         ...
 
 
-class RemoteSandbox:
+class RemoteSandbox(SandboxLike):
     """See the module. Made by `SandboxClient`."""
 
     def __init__(self, client: Client, info: Info) -> None:
@@ -142,31 +140,11 @@ class RemoteSandbox:
                     self._end("lost" if self._info.state == "failed" else "closed")
         return None
 
-    async def run(
-        self,
-        command: Command,
-        *,
-        timeout: float,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-    ) -> Result:
-        """Run a command to its end."""
-        body = Run(command=_wire(command), timeout=timeout, stdin=stdin, env=_dict(env), cwd=_maybe(cwd))
-        return await self.once("run", Result, body, timeout)
+    async def run_exec(self, exec: Exec) -> Result:
+        return await self.once("run", Result, exec.converted(to_wire), exec.seconds)
 
-    async def stream(
-        self,
-        command: Command,
-        *,
-        timeout: float,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-    ) -> AsyncGenerator[Chunk | Result]:
-        """Run a command, with its output as it comes."""
-        body = Run(command=_wire(command), timeout=timeout, stdin=stdin, env=_dict(env), cwd=_maybe(cwd))
-        async with self.calls.lines(f"{self.path}/stream", body, 0.0) as response:
+    async def stream_exec(self, exec: Exec) -> AsyncGenerator[Chunk | Result]:
+        async with self.calls.lines(f"{self.path}/stream", exec.converted(to_wire), 0.0) as response:
             try:
                 async for text in response.aiter_lines():
                     line = msgspec.json.decode(text, type=StreamLine)
@@ -184,22 +162,12 @@ class RemoteSandbox:
                 raise SandboxLostError(f"the stream of {self.path} broke: {error}") from error
         raise SandboxLostError(f"the stream of {self.path} ended without a result")
 
-    async def start(
-        self,
-        command: Command,
-        *,
-        timeout: float | None = None,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-    ) -> RemoteJob:
-        """Start a command in the background."""
-        body = StartJob(command=_wire(command), timeout=timeout, env=_dict(env), cwd=_maybe(cwd))
-        info = await self.once("jobs", JobInfo, body, 0.0)
+    async def start_exec(self, exec: Exec) -> RemoteJob:
+        info = await self.once("jobs", JobInfo, exec.converted(to_wire), 0.0)
         return RemoteJob(self, info.job_id)
 
     @asynccontextmanager
     async def session(self, name: str = "main") -> AsyncGenerator[RemoteSession]:
-        """A shell for the time of the block."""
         info = await self.calls.ask("PUT", f"{self.path}/sessions/{quote(name, safe='')}", SessionInfo)
         session = RemoteSession(self, info)
         try:
@@ -212,58 +180,47 @@ class RemoteSandbox:
     async def terminal(
         self, command: Command | None = None, *, rows: int = 24, columns: int = 80
     ) -> AsyncGenerator[Terminal]:
-        """A shell on a pseudo-terminal for the time of the block. The service offers shells only."""
+        """The service offers shells only."""
         from envs.sandbox.remote.terminal import open_terminal
 
         async with open_terminal(self.calls, f"{self.path}/terminal", command, rows, columns) as terminal:
             yield terminal
 
     async def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
-        """Bytes of a file."""
         query = {"path": path, "offset": offset} | ({} if limit is None else {"limit": limit})
         return await self.calls.get_bytes(f"{self.path}/files", query)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
-        """Replace a file, or append to it."""
         query = {"path": path, "mode": mode, "append": str(append).lower()}
         await self.calls.put_bytes(f"{self.path}/files", query, data)
 
     async def list(self, path: str = ".") -> builtins.list[FileInfo]:
-        """The entries of a folder."""
         listing = await self.calls.ask("GET", f"{self.path}/entries", Listing, query={"path": path})
         return [msgspec.structs.replace(entry, name=from_wire(entry.name)) for entry in listing.entries]
 
     async def remove(self, path: str) -> None:
-        """Remove a file or a folder."""
         await self.calls.ask("DELETE", f"{self.path}/files", type(None), query={"path": path})
 
     async def upload(self, source: Path, path: str) -> None:
-        """Copy a local file or tree into the sandbox."""
         with tempfile.SpooledTemporaryFile(_IN_MEMORY) as archive:
             data = await anyio.to_thread.run_sync(partial(_packed, source, archive))
         await self.calls.put_bytes(f"{self.path}/tree", {"path": path}, data, media_type=TAR)
 
     async def download(self, path: str, target: Path) -> None:
-        """Copy a file or tree out of the sandbox."""
         data = await self.calls.get_bytes(f"{self.path}/tree", {"path": path})
         await anyio.to_thread.run_sync(partial(_unpacked, data, target))
 
     async def wait_ended(self) -> None:
-        """Return once it has ended."""
         await self._ended.wait()
 
     async def snapshot(self) -> Snapshot:
-        """Keep the files as they are now."""
-        kept = await self.calls.ask("POST", f"{self.path}/snapshot", SnapshotInfo, seconds=600.0)
-        return Snapshot(kept.snapshot_id, kept.spec, kept.size)
+        return await self.calls.ask("POST", f"{self.path}/snapshot", Snapshot, seconds=600.0)
 
     async def fork(self, count: int) -> Sequence[SandboxLike]:
-        """New sandboxes with the same files, closed with this one at the latest."""
         forks = await self.once("fork", Sandboxes, Fork(count=count), 600.0)
         return [self._client.attach(info) for info in forks.sandboxes]
 
     async def close(self) -> None:
-        """End it, and wait until nothing is left of it."""
         try:
             await self._client.end(self.sandbox_id)
         finally:
@@ -311,19 +268,16 @@ class RemoteSession:
         return self._restarts
 
     async def run(self, command: str, *, timeout: float) -> Result:
-        """Run one command in the shell."""
         body = RunInSession(command=to_wire(command), timeout=timeout)
         answer = await self._box.once(f"{self._path}/run", SessionResult, body, timeout)
         self._restarts = answer.restarts
         return answer.result
 
     async def interrupt(self) -> bool:
-        """Send SIGINT to the running command."""
         path = f"{self._box.path}/{self._path}/interrupt"
         return (await self._box.calls.ask("POST", path, Interrupted)).interrupted
 
     async def close(self) -> None:
-        """End the shell."""
         with suppress(SandboxError):  # It may be gone with its sandbox.
             await self._box.calls.ask("DELETE", f"{self._box.path}/{self._path}", type(None))
 
@@ -341,11 +295,9 @@ class RemoteJob:
         return self._job_id
 
     async def poll(self) -> JobStatus:
-        """How it stands."""
         return await self._calls.ask("GET", self._path, JobStatus)
 
     async def wait(self, timeout: float) -> Result:
-        """Its result."""
         deadline = anyio.current_time() + timeout
         while True:
             wait = min(_JOB_POLL_S, max(0.0, deadline - anyio.current_time()))
@@ -356,25 +308,11 @@ class RemoteJob:
                 raise SandboxTimeoutError(f"job {self._job_id} still runs after {timeout:g} s")
 
     async def signal(self, name: str = "SIGTERM") -> None:
-        """Send a signal."""
         await self._calls.ask("POST", f"{self._path}/signal", type(None), body=Signal(name=name))
 
     async def output(self, stream: StreamName = "stdout", *, offset: int = 0, limit: int = 1 << 16) -> Output:
-        """A range of its output."""
         query = {"stream": stream, "offset": offset, "limit": limit}
         return await self._calls.ask("GET", f"{self._path}/output", Output, query=query)
-
-
-def _wire(command: Command) -> str | builtins.list[str]:
-    return to_wire(command) if isinstance(command, str) else [to_wire(word) for word in command]
-
-
-def _maybe(text: str | None) -> str | None:
-    return None if text is None else to_wire(text)
-
-
-def _dict(env: Mapping[str, str] | None) -> dict[str, str] | None:
-    return None if env is None else {to_wire(name): to_wire(value) for name, value in env.items()}
 
 
 def _packed(source: Path, archive: IO[bytes]) -> bytes:

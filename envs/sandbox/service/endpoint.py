@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from envs.sandbox.api import SandboxLike
 from envs.sandbox.pool.lease import Lease
 from envs.sandbox.protocol.problems import ProblemError, problem_of
 from envs.sandbox.protocol.wire import MSGPACK, Body
@@ -62,7 +63,7 @@ class Call:
         return self.service.lease(self.path["id"], self.token)
 
     @property
-    def box(self) -> Any:
+    def box(self) -> SandboxLike:
         """It, to be used."""
         return self.service.pool.handle(self.lease)
 

@@ -9,12 +9,12 @@ from typing import cast
 
 import anyio
 
+from envs.sandbox.api import Snapshot
 from envs.sandbox.protocol.wire import (
     Fork,
     Info,
     Order,
     Sandboxes,
-    SnapshotInfo,
     Status,
     StatusQuery,
     Timeline,
@@ -60,11 +60,11 @@ async def _close(call: Call) -> None:
     await call.service.pool.release(call.lease)
 
 
-async def _snapshot(call: Call) -> SnapshotInfo:
+async def _snapshot(call: Call) -> Snapshot:
     lease = call.lease
     kept = await call.box.snapshot()
     call.service.remember_snapshot(lease, kept)
-    return SnapshotInfo(kept.snapshot_id, kept.spec, kept.size)
+    return kept
 
 
 async def _forget(call: Call) -> None:
@@ -134,7 +134,7 @@ ENDPOINTS = (
         path=_BOX + "/snapshot",
         summary="Keep the files.",
         handler=_snapshot,
-        answer=SnapshotInfo,
+        answer=Snapshot,
         status=201,
     ),
     Endpoint(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, cast
+from typing import cast
 
 import anyio
 import msgspec
@@ -12,7 +12,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from envs.sandbox.api import Chunk, JobStatus, Output, Result
+from envs.sandbox.api import Chunk, Exec, JobStatus, Output, Result
 from envs.sandbox.protocol.problems import ProblemError, problem_of
 from envs.sandbox.protocol.wire import (
     NDJSON,
@@ -23,12 +23,10 @@ from envs.sandbox.protocol.wire import (
     Last,
     OutputQuery,
     Piece,
-    Run,
     RunInSession,
     SessionInfo,
     SessionResult,
     Signal,
-    StartJob,
     StreamLine,
     WaitQuery,
 )
@@ -41,21 +39,19 @@ ALIVE_S = 10.0
 """A stream that is silent for this long gets a line that says nothing, so that both ends know the other is there."""
 
 
-def _asked(body: Run | StartJob) -> dict[str, Any]:
-    """The parts of a command that may have bytes which are no UTF-8."""
-    command, env, cwd = body.command, body.env, body.cwd
-    return {
-        "command": from_wire(command) if isinstance(command, str) else [from_wire(word) for word in command],
-        "env": None if env is None else {from_wire(name): from_wire(value) for name, value in env.items()},
-        "cwd": None if cwd is None else from_wire(cwd),
-    }
+def _awaited(call: Call) -> Exec:
+    """A command whose result is waited for."""
+    exec = cast("Exec", call.body)
+    if exec.timeout is None:
+        raise ProblemError(400, "body: Object missing required field `timeout`", "SandboxRefusedError")
+    return exec.converted(from_wire)
 
 
 async def _run(call: Call) -> Result:
-    box, body, lease = call.box, cast("Run", call.body), call.lease
+    box, lease, exec = call.box, call.lease, _awaited(call)
 
     async def run() -> Result:
-        return await box.run(**_asked(body), timeout=body.timeout, stdin=body.stdin)
+        return await box.run_exec(exec)
 
     return await once(call, lease, run)
 
@@ -65,8 +61,7 @@ async def _cancel(call: Call) -> None:
 
 
 async def _stream(call: Call) -> LineStream:
-    body = cast("Run", call.body)
-    return LineStream(call.box.stream(**_asked(body), timeout=body.timeout, stdin=body.stdin))
+    return LineStream(call.box.stream_exec(_awaited(call)))
 
 
 class LineStream(Response):
@@ -155,10 +150,13 @@ def _name(call: Call) -> str:
 
 
 async def _start_job(call: Call) -> JobInfo:
-    lease, box, body = call.lease, call.box, cast("StartJob", call.body)
+    lease, box, exec = call.lease, call.box, cast("Exec", call.body)
+    if exec.stdin:
+        raise ProblemError(400, "body: a job has no `stdin`; write it to a file", "SandboxRefusedError")
+    exec = exec.converted(from_wire)
 
     async def start() -> JobInfo:
-        job = await box.start(**_asked(body), timeout=body.timeout)
+        job = await box.start_exec(exec)
         call.service.add_job(lease, job)
         return JobInfo(job.job_id)
 
@@ -193,7 +191,7 @@ ENDPOINTS = (
         path=_BOX + "/run",
         summary="Run a command. A client that leaves kills it, unless it gave an idempotency key.",
         handler=_run,
-        body=Run,
+        body=Exec,
         answer=Result,
         keyed=True,
     ),
@@ -209,7 +207,7 @@ ENDPOINTS = (
         path=_BOX + "/stream",
         summary="Run a command with its output as lines of JSON. A client that leaves kills it.",
         handler=_stream,
-        body=Run,
+        body=Exec,
         answer=NDJSON,
     ),
     Endpoint(
@@ -240,7 +238,7 @@ ENDPOINTS = (
         path=_BOX + "/jobs",
         summary="Start a command in the background.",
         handler=_start_job,
-        body=StartJob,
+        body=Exec,
         answer=JobInfo,
         status=201,
         keyed=True,

@@ -215,10 +215,10 @@ class Linked(SimulatedBox):
 
     broken_until = 0.0
 
-    async def run(self, command, *, timeout, **more):
+    async def run_exec(self, exec):
         if self.broken_until > anyio.current_time():
             raise SandboxLostError("the channel to the sandbox ended")
-        return await super().run(command, timeout=timeout, **more)
+        return await super().run_exec(exec)
 
 
 def ready_lease(box: SimulatedBox, on_lost="recreate") -> Lease:

@@ -16,7 +16,7 @@ from envs.sandbox.agent import wire
 from envs.sandbox.api import Result
 from envs.sandbox.local.channel import OUTPUT_WINDOW, Channel
 from envs.sandbox.local.commands import Ending
-from envs.sandbox.local.files import RemoteFiles
+from envs.sandbox.local.files import AgentFiles
 from envs.sandbox.local.frames import MAX_FRAME, Decoder, encode
 from envs.sandbox.local.shell_channel import ShellChannel
 from flash.errors import SandboxError, SandboxLostError, SandboxRefusedError
@@ -116,7 +116,7 @@ async def test_frames_of_calls_that_are_not_there_are_nobodys():
         tasks.cancel_scope.cancel()
 
 
-class Hostile(RemoteFiles):
+class Hostile(AgentFiles):
     """Files behind an agent that says this."""
 
     spec = SPEC
