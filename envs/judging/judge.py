@@ -21,9 +21,9 @@ import msgspec
 
 from envs.judging.options import Bench, Language, Limits, Suite, spec_of
 from envs.judging.tests import Verdict, find_program, run_tests
-from envs.sandbox.api import SandboxLike, SandboxProvider
+from envs.sandbox.api import Sandbox, SandboxProvider
 from envs.sandbox.open import Location, open_sandboxes
-from envs.sandbox.reuse.stock import Stock, open_stock
+from envs.sandbox.reuse.pool import ReusePool, open_reuse_pool
 from flash.environment.shared import run_name, shared
 from flash.errors import (
     SandboxBusyError,
@@ -41,7 +41,7 @@ _NO_NAME = re.compile(r"[^A-Za-z0-9._:/-]")
 class Judge:
     """Judges programs in the sandboxes of a stock. Shared by all episodes of a node: see `shared_judge`."""
 
-    def __init__(self, stock: Stock, bench: Bench) -> None:
+    def __init__(self, stock: ReusePool, bench: Bench) -> None:
         self.stock = stock
         self._bench = bench
         self._usable: set[Language] = set()
@@ -84,7 +84,7 @@ class Judge:
         async with self.stock.borrow(spec_of(language, limits), self._bench.wait) as box:
             await self._look_for(language, box)
 
-    async def _look_for(self, language: Language, box: SandboxLike) -> None:
+    async def _look_for(self, language: Language, box: Sandbox) -> None:
         """Refuse an image without the language, which would make every program crash."""
         if language in self._usable:
             return
@@ -113,7 +113,7 @@ async def shared_judge(bench: Bench, opener: SupplyOpener = open_sandboxes) -> J
         owner = _NO_NAME.sub("-", run_name())[:64]
         async with (
             opener(bench, owner) as supply,
-            open_stock(supply, owner=owner, most=bench.parallel, reuse=bench.reuse) as stock,
+            open_reuse_pool(supply, owner=owner, most=bench.parallel, reuse=bench.reuse) as stock,
         ):
             yield Judge(stock, bench)
 

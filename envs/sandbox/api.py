@@ -1,7 +1,7 @@
 """What a sandbox is to its users: the types and interfaces that the local class, the service and its client share.
 
-`envs.sandbox.local.sandbox.Sandbox` implements `SandboxLike` over a container engine of this machine; the client of the
-service implements it over HTTP. Code written against this module runs with either.
+A `Sandbox` is had over a container engine of this machine (`envs.sandbox.local`), from a pool of them, or over HTTP
+from a service. Code written against this module runs with each.
 
 Every answer is final and true: a `Result` is what the operating system said of the command; a call that has none raises
 an error of `flash.errors.SandboxError`. An error never stands for a result, so that a failure of the infrastructure
@@ -375,7 +375,7 @@ class Snapshots(Protocol):
         ...
 
     @abstractmethod
-    async def fork(self, count: int) -> Sequence[SandboxLike]:
+    async def fork(self, count: int) -> Sequence[Sandbox]:
         """`count` new sandboxes with the same files. They are closed with this one at the latest."""
         ...
 
@@ -406,7 +406,7 @@ class Lifecycle(Protocol):
         ...
 
 
-class SandboxLike(Commands, Shells, Files, Snapshots, Lifecycle, Protocol):
+class Sandbox(Commands, Shells, Files, Snapshots, Lifecycle, Protocol):
     """One sandbox, here or on another machine. Who needs only a part of it asks for that part."""
 
 
@@ -419,7 +419,7 @@ class SandboxProvider(Protocol):
 
     def acquire(
         self, spec: Spec, *, owner: str = "", priority: int = 0, deadline: float = 600.0, on_lost: OnLost = "fail"
-    ) -> AbstractAsyncContextManager[SandboxLike]:
+    ) -> AbstractAsyncContextManager[Sandbox]:
         """A sandbox for the time of the block.
 
         Args:

@@ -16,7 +16,7 @@ from flash.environment.interface import HELD_OUT, Checked, Prepared, WarmStart
 from flash.environment.results import metrics_of, note_of
 from flash.environment.shared import sharing
 from flash.errors import ConfigError, EnvError, SandboxLostError, SandboxStartError
-from tests.envs.boxes import ScriptedSupply, local_processes
+from tests.envs.sandboxes import ScriptedProvider, local_processes
 
 ROWS = [
     {
@@ -129,7 +129,7 @@ async def test_rows_say_what_their_programs_may_use_also_in_tables_of_columns(tm
     tests = [{"stdin": "1", "stdout": "1"}, {"program": "true"}]
     rows = [{"prompt": f"p{n}", "tests": tests, "memory_mib": n or None, "timeout": 2.5} for n in (0, 99)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    boxes = ScriptedSupply()
+    boxes = ScriptedProvider()
 
     class Scripted(CodeEnv):
         supply = staticmethod(boxes.open)
@@ -137,7 +137,7 @@ async def test_rows_say_what_their_programs_may_use_also_in_tables_of_columns(tm
     async with sharing("test"):
         for seed in (0, HELD_OUT):
             await judged(Scripted(path=str(tmp_path / "rows.parquet"), held_out_fraction=0.5), seed, "true")
-    assert {box.spec.memory_mib for box in boxes.boxes} == {256, 99}
+    assert {box.spec.memory_mib for box in boxes.sandboxes} == {256, 99}
 
 
 @pytest.mark.anyio
@@ -153,7 +153,7 @@ async def test_the_reward_may_be_the_share_of_tests(data):
 
 @pytest.mark.anyio
 async def test_episodes_of_a_node_share_one_supply_which_acts_for_the_run():
-    supply, opened = ScriptedSupply(), []
+    supply, opened = ScriptedProvider(), []
 
     class Scripted(CodeEnv):
         @staticmethod
@@ -174,7 +174,7 @@ async def test_episodes_of_a_node_share_one_supply_which_acts_for_the_run():
 @pytest.mark.virtual
 async def test_law_5_a_sandbox_that_keeps_failing_is_an_error_and_never_a_reward():
     class Lost(CodeEnv):
-        supply = staticmethod(ScriptedSupply(failures=99, error=SandboxLostError("gone")).open)
+        supply = staticmethod(ScriptedProvider(failures=99, error=SandboxLostError("gone")).open)
 
     async with sharing("test"):
         env = Lost()
@@ -185,7 +185,7 @@ async def test_law_5_a_sandbox_that_keeps_failing_is_an_error_and_never_a_reward
 
 @pytest.mark.anyio
 async def test_preparing_starts_a_sandbox_of_each_language_in_use_and_tells_what_is_missing(data):
-    boxes = ScriptedSupply()
+    boxes = ScriptedProvider()
 
     class Scripted(CodeEnv):
         supply = staticmethod(boxes.open)
@@ -194,12 +194,12 @@ async def test_preparing_starts_a_sandbox_of_each_language_in_use_and_tells_what
     lua = {"image": "lua-image", "file": "m.lua", "run": ["lua", "m.lua"]}
     async with sharing("test"):
         await Scripted.prepare(path=data(rows), languages={"lua": lua})
-        assert {box.spec.image for box in boxes.boxes} == {"flash-sandbox-python", "lua-image"}
+        assert {box.spec.image for box in boxes.sandboxes} == {"flash-sandbox-python", "lua-image"}
         kinds = {"code": {"path": f"{__name__}:CodeEnv", "options": {"limits": {"memory_mib": 99}}}}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CodeEnv, "supply", staticmethod(boxes.open))
             await Mixture.prepare(kinds)
-        assert boxes.boxes[-1].spec.memory_mib == 99
+        assert boxes.sandboxes[-1].spec.memory_mib == 99
         boxes.failures, boxes.error = 9, SandboxStartError("no such image")
         with pytest.raises(SandboxStartError, match="no such image"):
             await Scripted.prepare(limits={"memory_mib": 77})

@@ -26,7 +26,7 @@ from aiodocker.stream import Stream
 
 from envs.sandbox.api import Spec
 from envs.sandbox.engines import profiles
-from envs.sandbox.engines.backend import AGENT_ADDRESS, BoxInfo, BoxStats, EngineInfo, Surroundings
+from envs.sandbox.engines.backend import AGENT_ADDRESS, ContainerInfo, ContainerStats, EngineInfo, Surroundings
 from envs.sandbox.engines.docker_parts import AttachedLink, Failing, folder_in_tar, in_tar, pieces_of
 from envs.sandbox.engines.leftovers import kill_leftovers
 from envs.sandbox.engines.machine import memory_bytes
@@ -157,64 +157,74 @@ class DockerBackend:
             answer = await self._json(
                 "containers/create", SandboxStartError, method="POST", params={"name": name}, data=config
             )
-            box_id = str(answer["Id"])
+            container_id = str(answer["Id"])
             if owner := profiles.owner_of_work(spec):
                 await self._do(
-                    f"containers/{box_id}/archive",
+                    f"containers/{container_id}/archive",
                     SandboxStartError,
                     method="PUT",
                     params={"path": "/"},
                     data=folder_in_tar(spec.workdir.lstrip("/"), owner),
                     headers={"Content-Type": "application/x-tar"},
                 )
-        return box_id
+        return container_id
 
-    async def start(self, box_id: str) -> None:
-        self._half_started.add(box_id)
-        await self._do(f"containers/{box_id}/start", SandboxStartError, method="POST", timeout=self._deadlines.start)
-        self._half_started.discard(box_id)
+    async def start(self, container_id: str) -> None:
+        self._half_started.add(container_id)
+        await self._do(
+            f"containers/{container_id}/start", SandboxStartError, method="POST", timeout=self._deadlines.start
+        )
+        self._half_started.discard(container_id)
 
-    def surroundings(self, box_id: str, spec: Spec) -> Surroundings:
+    def surroundings(self, container_id: str, spec: Spec) -> Surroundings:
         memory = profiles.work_in_memory(spec)
         return Surroundings(spec.workdir, True, AGENT_ADDRESS, files_apart=memory, disk_enforced=memory)
 
     @asynccontextmanager
-    async def attach(self, box_id: str) -> AsyncGenerator[AttachedLink]:
+    async def attach(self, container_id: str) -> AsyncGenerator[AttachedLink]:
         # No detach keys: bytes 16 and 17 of an upload would end the link.
-        stream = self._docker.containers.container(box_id).attach(stdin=True, stdout=True, stderr=True, detach_keys="")
-        async with self._opened(stream, box_id) as link:
+        stream = self._docker.containers.container(container_id).attach(
+            stdin=True, stdout=True, stderr=True, detach_keys=""
+        )
+        async with self._opened(stream, container_id) as link:
             yield link
 
     @asynccontextmanager
-    async def take_over(self, box_id: str) -> AsyncGenerator[AttachedLink]:
+    async def take_over(self, container_id: str) -> AsyncGenerator[AttachedLink]:
         async with self._executing:
-            with self._failing(SandboxLostError, f"exec in {box_id[:12]}"), anyio.fail_after(self._deadlines.request):
-                container = self._docker.containers.container(box_id)
+            with (
+                self._failing(SandboxLostError, f"exec in {container_id[:12]}"),
+                anyio.fail_after(self._deadlines.request),
+            ):
+                container = self._docker.containers.container(container_id)
                 command = ["/bin/sh", "-c", FIND_PYTHON, "relay", RELAY, AGENT_ADDRESS]
                 execution = await container.exec(command, stdin=True, stdout=True, stderr=False)
-        async with self._opened(execution.start(detach=False), box_id) as link:
+        async with self._opened(execution.start(detach=False), container_id) as link:
             yield link
 
     @asynccontextmanager
-    async def _opened(self, stream: Stream, box_id: str) -> AsyncGenerator[AttachedLink]:
-        link = AttachedLink(stream, box_id)
+    async def _opened(self, stream: Stream, container_id: str) -> AsyncGenerator[AttachedLink]:
+        link = AttachedLink(stream, container_id)
         try:
-            with self._failing(SandboxLostError, f"attach to {box_id[:12]}"), anyio.fail_after(self._deadlines.request):
+            with (
+                self._failing(SandboxLostError, f"attach to {container_id[:12]}"),
+                anyio.fail_after(self._deadlines.request),
+            ):
                 await stream.__aenter__()
             yield link
         finally:
             with anyio.CancelScope(shield=True):
                 await link.aclose()
 
-    async def inspect(self, box_id: str, *, runtime: bool = False, size: bool = False) -> BoxInfo | None:
+    async def inspect(self, container_id: str, *, runtime: bool = False, size: bool = False) -> ContainerInfo | None:
         params = {"size": "true"} if size else None
-        found = await self._json(f"containers/{box_id}/json", SandboxLostError, params=params, missing=None)
+        found = await self._json(f"containers/{container_id}/json", SandboxLostError, params=params, missing=None)
         if found is None:
             return None
         state = found["State"]
         running = bool(state["Running"])
-        return BoxInfo(
-            box_id=str(found["Id"]),
+        return ContainerInfo(
+            container_id=str(found["Id"]),
             name=str(found["Name"]).lstrip("/"),
             running=running,
             labels=found["Config"].get("Labels") or {},
@@ -232,7 +242,7 @@ class DockerBackend:
         own = await self._json(f"libpod/containers/{found['Id']}/json", SandboxLostError)
         return str(own.get("OCIRuntime", ""))
 
-    async def list(self, labels: Mapping[str, str]) -> list[BoxInfo]:
+    async def list(self, labels: Mapping[str, str]) -> list[ContainerInfo]:
         filters = [name if value == "" else f"{name}={value}" for name, value in labels.items()]
         params = {"all": "true", "filters": msgspec.json.encode({"label": filters}).decode()}
         try:
@@ -248,8 +258,8 @@ class DockerBackend:
         # What was started and does not run is not `created` but `exited`.
         self._half_started |= {str(entry["Id"]) for entry in found if entry.get("State") in NEVER_RAN}
         return [
-            BoxInfo(
-                box_id=str(entry["Id"]),
+            ContainerInfo(
+                container_id=str(entry["Id"]),
                 name=str((entry.get("Names") or [""])[0]).lstrip("/"),
                 running=entry.get("State") == "running",
                 labels=entry.get("Labels") or {},
@@ -257,34 +267,34 @@ class DockerBackend:
             for entry in found
         ]
 
-    async def stats(self, box_id: str) -> BoxStats:
+    async def stats(self, container_id: str) -> ContainerStats:
         params = {"stream": "false", "one-shot": "true"}
-        found = await self._json(f"containers/{box_id}/stats", SandboxLostError, params=params)
-        return BoxStats(
+        found = await self._json(f"containers/{container_id}/stats", SandboxLostError, params=params)
+        return ContainerStats(
             cpu_s=found["cpu_stats"]["cpu_usage"]["total_usage"] / 1e9,
             memory=int((found.get("memory_stats") or {}).get("usage") or 0),
             pids=int((found.get("pids_stats") or {}).get("current") or 0),
         )
 
-    async def kill(self, box_id: str) -> None:
-        await self._do(f"containers/{box_id}/kill", SandboxLostError, method="POST", params={"signal": "SIGKILL"})
+    async def kill(self, container_id: str) -> None:
+        await self._do(f"containers/{container_id}/kill", SandboxLostError, method="POST", params={"signal": "SIGKILL"})
 
-    async def delete(self, box_id: str) -> None:
+    async def delete(self, container_id: str) -> None:
         params = {"force": "true", "v": "true"}
-        await self._do(f"containers/{box_id}", SandboxLostError, method="DELETE", params=params, missing=None)
-        if box_id in self._half_started and self.url.startswith("unix://"):
-            count = await anyio.to_thread.run_sync(kill_leftovers, [box_id])
+        await self._do(f"containers/{container_id}", SandboxLostError, method="DELETE", params=params, missing=None)
+        if container_id in self._half_started and self.url.startswith("unix://"):
+            count = await anyio.to_thread.run_sync(kill_leftovers, [container_id])
             if count:
-                _log.info("container %s is removed; its engine had left %d of its processes", box_id[:12], count)
-        self._half_started.discard(box_id)
+                _log.info("container %s is removed; its engine had left %d of its processes", container_id[:12], count)
+        self._half_started.discard(container_id)
 
     async def commit(
-        self, box_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None
+        self, container_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None
     ) -> int:
         if files is None:
-            return await self._commit(box_id, name, labels)
+            return await self._commit(container_id, name, labels)
         # The working directory is not part of the container's layer: put it into a second one, which never runs.
-        image = (await self._json(f"containers/{box_id}/json", SandboxLostError))["Config"]["Image"]
+        image = (await self._json(f"containers/{container_id}/json", SandboxLostError))["Config"]["Image"]
         config = {"Image": image, "Cmd": ["/bin/sh"], "Labels": dict(labels), "HostConfig": {"NetworkMode": "none"}}
         # Named, so that it is found also when its creation was not answered.
         holder = f"flash-snapshot-{name.rpartition(':')[2]}"
@@ -313,19 +323,19 @@ class DockerBackend:
                 _log.warning("removing container %s: %s", name, error)
                 await anyio.sleep(RETRY_S)
 
-    async def _commit(self, box_id: str, name: str, labels: Mapping[str, str]) -> int:
+    async def _commit(self, container_id: str, name: str, labels: Mapping[str, str]) -> int:
         repository, _, tag = name.partition(":")
         made = await self._json(
             "commit",
             SandboxError,
             method="POST",
-            params={"container": box_id, "repo": repository, "tag": tag or "latest", "pause": "true"},
+            params={"container": container_id, "repo": repository, "tag": tag or "latest", "pause": "true"},
             # Podman fails without a body, even an empty one.
             data={"Labels": dict(labels)},
             timeout=self._deadlines.image,
         )
         image = await self._json(f"images/{made['Id']}/json", SandboxError)
-        base = await self._json(f"containers/{box_id}/json", SandboxError)
+        base = await self._json(f"containers/{container_id}/json", SandboxError)
         origin = await self._json(f"images/{base['Image']}/json", SandboxError)
         return max(0, int(image.get("Size") or 0) - int(origin.get("Size") or 0))
 

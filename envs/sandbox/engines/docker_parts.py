@@ -17,7 +17,7 @@ from flash.errors import SandboxError, SandboxLostError, SandboxRefusedError, Sa
 
 STDOUT = 1
 """Number of the stream in the engine's messages."""
-SAID_BYTES = 2000
+TRANSCRIPT_BYTES = 2000
 """Kept of what the first process of a sandbox complains of."""
 NOT_HTTP = 900
 """From here on a status is aiodocker's own: the engine cannot be reached."""
@@ -26,25 +26,25 @@ NOT_HTTP = 900
 class AttachedLink:
     """The attached standard streams of a process of a container."""
 
-    def __init__(self, stream: Stream, box_id: str) -> None:
+    def __init__(self, stream: Stream, container_id: str) -> None:
         self._stream = stream
-        self._box_id = box_id
-        self.said = b""
+        self._container_id = container_id
+        self.transcript = b""
 
     async def send(self, data: bytes) -> None:
         try:
             # Writes everything to the transport before it waits: cancelled or not, a frame is never torn.
             await self._stream.write_in(data)
         except (OSError, RuntimeError, AssertionError, aiohttp.ClientError) as error:
-            raise SandboxLostError(f"the link to container {self._box_id[:12]} broke: {error}") from error
+            raise SandboxLostError(f"the link to container {self._container_id[:12]} broke: {error}") from error
 
     async def receive(self) -> bytes:
         try:
             # What a shell or Python complains of is no part of what the agent says.
             while (message := await self._stream.read_out()) is not None and message.stream != STDOUT:
-                self.said = (self.said + message.data)[-SAID_BYTES:]
+                self.transcript = (self.transcript + message.data)[-TRANSCRIPT_BYTES:]
         except (OSError, RuntimeError, aiohttp.ClientError) as error:
-            raise SandboxLostError(f"the link to container {self._box_id[:12]} broke: {error}") from error
+            raise SandboxLostError(f"the link to container {self._container_id[:12]} broke: {error}") from error
         return b"" if message is None else message.data
 
     async def aclose(self) -> None:

@@ -22,7 +22,7 @@ from envs.sandbox.api import (
     Spec,
     StreamName,
 )
-from envs.sandbox.local.channel import OUTPUT_WINDOW, Call, Channel, decode, in_time
+from envs.sandbox.local.channel import OUTPUT_WINDOW, AgentCall, Channel, decode, in_time
 from envs.sandbox.local.frames import PIECE
 from flash.errors import SandboxError, SandboxLimitError, SandboxLostError, SandboxRefusedError
 
@@ -183,7 +183,7 @@ class AgentSession:
 class AgentTerminal:
     """A program on a pseudo-terminal: one call that streams both ways until the program ends."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: AgentCall) -> None:
         self._call = call
         self._ended = False
 
@@ -288,7 +288,7 @@ class AgentCommands(Commands, Shells, HasAgent):
 
 
 @asynccontextmanager
-async def sending(call: Call, data: bytes) -> AsyncGenerator[None]:
+async def sending(call: AgentCall, data: bytes) -> AsyncGenerator[None]:
     """Send input while the block waits for the result."""
     body_error: BaseException | None = None
     async with anyio.create_task_group() as tasks:
@@ -303,7 +303,7 @@ async def sending(call: Call, data: bytes) -> AsyncGenerator[None]:
         raise body_error
 
 
-async def _send(call: Call, data: bytes) -> None:
+async def _send(call: AgentCall, data: bytes) -> None:
     await _ignore_loss(lambda: call.send(data, last=True))
 
 

@@ -150,28 +150,28 @@ async def send_tree(sandbox: HasAgent, path: str) -> AsyncGenerator[bytes]:
     asked = _argument(sandbox, "send", path, stream=True, credit=OUTPUT_WINDOW)
     deadline = anyio.current_time() + TREE_SECONDS
     call = await channel.open("work", asked, room=2 * OUTPUT_WINDOW)
-    said = b""
+    transcript = b""
     try:
         while True:
             with in_time("send", max(ANSWER_SECONDS, deadline - anyio.current_time())):
                 piece = await call.next()
             if isinstance(piece, msgspec.Raw):
-                _check(path, decode(piece, Ending), said)
+                _check(path, decode(piece, Ending), transcript)
                 return
             data = decode(piece[1], bytes)
             await call.grant(data)
             if piece[0] == "stderr":
-                said = (said + data)[:4096]
+                transcript = (transcript + data)[:4096]
             else:
                 yield data
     finally:
         await channel.finish(call)
 
 
-def _check(path: str, ending: Ending, said: bytes = b"") -> None:
+def _check(path: str, ending: Ending, transcript: bytes = b"") -> None:
     if ending.exit_code == 0 and not ending.timed_out:
         return
-    text = (said + ending.stderr).decode("utf-8", "replace").strip()[:500]
+    text = (transcript + ending.stderr).decode("utf-8", "replace").strip()[:500]
     if ending.oom_killed or ending.timed_out or "No space left" in text:
         raise SandboxLimitError(f"{path}: {text or 'took too long, or too much memory'}")
     error: type[SandboxError] = SandboxFileError

@@ -1,4 +1,4 @@
-"""Sandbox: one container with its agent, from its creation to its removal.
+"""LocalSandbox: one container with its agent, from its creation to its removal.
 
 Lifecycle: `starting` → `ready` → `closed` (by its owner, its deadline, its idle time or its disk limit) or `lost` (its
 container or its agent is gone). One task owns it; leaving the block ends that task, which removes the container before
@@ -25,7 +25,7 @@ import anyio.lowlevel
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
-from envs.sandbox.api import SandboxLike, Snapshot, Spec, State
+from envs.sandbox.api import Sandbox, Snapshot, Spec, State
 from envs.sandbox.engines import profiles
 from envs.sandbox.engines.backend import AGENT_SECRET, Backend, Link, Surroundings
 from envs.sandbox.engines.bundle import Options
@@ -36,7 +36,7 @@ from envs.sandbox.local.files import AgentFiles, restore, send_tree
 from envs.sandbox.local.forks import Forks
 from envs.sandbox.local.greeting import Hello, NoLink, with_deadline
 from envs.sandbox.local.shell_channel import ShellChannel
-from envs.sandbox.local.snapshots import LIFE, LIFE_LABEL, SNAPSHOT_LABEL, SNAPSHOT_NAME, from_snapshot
+from envs.sandbox.local.snapshots import INSTANCE, INSTANCE_LABEL, SNAPSHOT_LABEL, SNAPSHOT_NAME, from_snapshot
 from flash.errors import (
     SandboxClosedError,
     SandboxError,
@@ -56,7 +56,7 @@ FORGET_SECONDS = 5.0
 """For removing the image of a snapshot that failed or was cancelled."""
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class SandboxSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Deadlines of a sandbox. Seconds."""
 
     start: float = 120.0
@@ -73,7 +73,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """For removing the container, also when the block was cancelled."""
 
 
-class Sandbox(AgentCommands, AgentFiles, SandboxLike):
+class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
     """See the module. An asynchronous context manager; or a task: `await tasks.start(sandbox.keep)`.
 
     Args:
@@ -94,7 +94,7 @@ class Sandbox(AgentCommands, AgentFiles, SandboxLike):
         *,
         name: str | None = None,
         labels: Mapping[str, str] | None = None,
-        settings: Settings | None = None,
+        settings: SandboxSettings | None = None,
         adopt: str | None = None,
     ) -> None:
         profiles.check(spec)
@@ -102,9 +102,9 @@ class Sandbox(AgentCommands, AgentFiles, SandboxLike):
         self._spec = spec
         self._name = name or f"flash-{uuid4().hex[:20]}"
         self._labels = dict(labels or {})
-        self._settings = settings or Settings()
+        self._settings = settings or SandboxSettings()
         self._secret = secrets.token_hex(32)
-        self._box_id = adopt or ""
+        self._container_id = adopt or ""
         self._adopted = adopt is not None
         self._state: State = "starting"
         self._reason = "the sandbox was not started"
@@ -124,9 +124,9 @@ class Sandbox(AgentCommands, AgentFiles, SandboxLike):
         return self._name
 
     @property
-    def box_id(self) -> str:
+    def container_id(self) -> str:
         """The engine's id of its container; empty before it exists."""
-        return self._box_id
+        return self._container_id
 
     @property
     def spec(self) -> Spec:
@@ -160,7 +160,7 @@ class Sandbox(AgentCommands, AgentFiles, SandboxLike):
         # Without the block's own error: it is not the task group's.
         await self._stack.__aexit__(None, None, None)
 
-    async def keep(self, *, task_status: TaskStatus[Sandbox] = anyio.TASK_STATUS_IGNORED) -> None:
+    async def keep(self, *, task_status: TaskStatus[LocalSandbox] = anyio.TASK_STATUS_IGNORED) -> None:
         """Live, as a task of the owner: started when ready, until it is closed or lost and its container removed."""
         async with self:
             task_status.started(self)
@@ -193,9 +193,9 @@ class Sandbox(AgentCommands, AgentFiles, SandboxLike):
         tag = uuid4().hex[:20]
         name = f"{SNAPSHOT_NAME}:{tag}"
         files = send_tree(self, self.hello.workdir) if self._surroundings.files_apart else None
-        labels = {**self._labels, SNAPSHOT_LABEL: self._name, LIFE_LABEL: LIFE}
+        labels = {**self._labels, SNAPSHOT_LABEL: self._name, INSTANCE_LABEL: INSTANCE}
         try:
-            size = await self._backend.commit(self._box_id, name=name, labels=labels, files=files)
+            size = await self._backend.commit(self._container_id, name=name, labels=labels, files=files)
         except BaseException:
             # The engine may have made it all the same, or still be at it.
             self._unwanted.append(name)
@@ -210,11 +210,11 @@ class Sandbox(AgentCommands, AgentFiles, SandboxLike):
                 with suppress(SandboxError):
                     await self._backend.remove_image(name)
 
-    async def fork(self, count: int) -> list[Sandbox]:
+    async def fork(self, count: int) -> list[LocalSandbox]:
         if count < 1:
             raise SandboxRefusedError(f"at least one fork must be asked for, not {count}")
         spec = (await self.snapshot()).spec
-        forks = [Sandbox(self._backend, spec, labels=self._labels, settings=self._settings) for _ in range(count)]
+        forks = [LocalSandbox(self._backend, spec, labels=self._labels, settings=self._settings) for _ in range(count)]
         group = Forks(self._backend, forks, self._settings.removal)
         if self._ending.is_set():
             await group.forget()
@@ -260,11 +260,11 @@ class Sandbox(AgentCommands, AgentFiles, SandboxLike):
             await self._make()
         else:
             await self._find()
-        self._surroundings = self._backend.surroundings(self._box_id, self._spec)
+        self._surroundings = self._backend.surroundings(self._container_id, self._spec)
         pause = FIRST_PAUSE
         while not self._ending.is_set():
             try:
-                async with opener(self._box_id) as link:
+                async with opener(self._container_id) as link:
                     channel = await self._introduce(link, fresh=opener == self._backend.attach)
                     await self._serve(channel, scope, task_status)
                     pause = FIRST_PAUSE
@@ -291,11 +291,11 @@ class Sandbox(AgentCommands, AgentFiles, SandboxLike):
             )
         labels = {**self._labels, AGENT_SECRET: self._secret}
         with anyio.CancelScope(shield=True):
-            self._box_id = await self._backend.create(self._spec, name=self._name, labels=labels)
+            self._container_id = await self._backend.create(self._spec, name=self._name, labels=labels)
         await anyio.lowlevel.checkpoint()
-        await self._backend.start(self._box_id)
+        await self._backend.start(self._container_id)
         if info_needed:
-            found = await self._backend.inspect(self._box_id, runtime=True)
+            found = await self._backend.inspect(self._container_id, runtime=True)
             if found is None or Path(found.runtime).name != self._spec.runtime:
                 raise SandboxRefusedError(
                     f"the engine runs the sandbox under {found.runtime if found else 'nothing'!r} instead of "
@@ -304,12 +304,12 @@ class Sandbox(AgentCommands, AgentFiles, SandboxLike):
 
     async def _find(self) -> None:
         """The container that is to be taken over."""
-        found = await self._backend.inspect(self._box_id)
+        found = await self._backend.inspect(self._container_id)
         if found is None or not found.running or AGENT_SECRET not in found.labels:
-            raise SandboxLostError(f"container {self._box_id[:20]} does not run, or is no sandbox")
+            raise SandboxLostError(f"container {self._container_id[:20]} does not run, or is no sandbox")
         self._name, self._secret = found.name, found.labels[AGENT_SECRET]
         # What is made of it has to be found like what it was made as; the image's labels are among its own.
-        own = (AGENT_SECRET, SNAPSHOT_LABEL, LIFE_LABEL)
+        own = (AGENT_SECRET, SNAPSHOT_LABEL, INSTANCE_LABEL)
         self._labels = {name: value for name, value in found.labels.items() if name not in own}
 
     async def _introduce(self, link: Link, *, fresh: bool) -> Channel:
@@ -320,7 +320,7 @@ class Sandbox(AgentCommands, AgentFiles, SandboxLike):
         around = self._surroundings
         options = Options(
             workdir=around.workdir,
-            life=self._spec.deadline_s + LIFE_MARGIN,
+            lifetime=self._spec.deadline_s + LIFE_MARGIN,
             orphan=self._settings.orphan,
             cgroup=around.cgroup,
             address=around.address,
@@ -328,7 +328,7 @@ class Sandbox(AgentCommands, AgentFiles, SandboxLike):
         )
         kind, detail, rest = await with_deadline(link, options, self._settings.start, around.prelude)
         if kind == "shell":
-            return ShellChannel(rest, around.workdir, options.life, int(detail))
+            return ShellChannel(rest, around.workdir, options.lifetime, int(detail))
         return Channel(rest)
 
     async def _serve(self, channel: Channel, scope: anyio.CancelScope, task_status: TaskStatus[None]) -> None:
@@ -363,11 +363,11 @@ class Sandbox(AgentCommands, AgentFiles, SandboxLike):
                 self._state = "ready"
                 task_status.started()
             tasks.start_soon(watches.heart, channel, self._settings.heartbeat, self._settings.silence, self._end)
-            tasks.start_soon(watches.life, self.hello.life - LIFE_MARGIN, self._spec.deadline_s, self._end)
+            tasks.start_soon(watches.lifetime, self.hello.lifetime - LIFE_MARGIN, self._spec.deadline_s, self._end)
             if self._spec.idle_s is not None:
                 tasks.start_soon(watches.idle, self._spec.idle_s, self._use, self._end)
             if not self._surroundings.disk_enforced:
-                tasks.start_soon(watches.disk, self._backend, self._box_id, self._spec.disk_mib, self._end)
+                tasks.start_soon(watches.disk, self._backend, self._container_id, self._spec.disk_mib, self._end)
         if not self._connected.is_set():
             channel.check()
 
@@ -378,7 +378,7 @@ class Sandbox(AgentCommands, AgentFiles, SandboxLike):
     async def _check_container(self) -> None:
         """Say that the sandbox is lost, and why, when its container does not run."""
         try:
-            found = await self._backend.inspect(self._box_id)
+            found = await self._backend.inspect(self._container_id)
         except SandboxError:
             return  # The engine cannot be reached; the container may well run.
         if found is None:
@@ -402,7 +402,7 @@ class Sandbox(AgentCommands, AgentFiles, SandboxLike):
         pause = FIRST_PAUSE
         while True:
             try:
-                return await self._backend.delete(self._box_id or self._name)
+                return await self._backend.delete(self._container_id or self._name)
             except SandboxError as error:
                 _log.warning("removing container %s: %s", self._name, error)
                 await anyio.sleep(pause)

@@ -74,7 +74,7 @@ _Fit = tuple[Demand, str | None]
 
 
 class Admission:
-    """The queue and the books of one pool."""
+    """The queue of one pool, and what it has granted."""
 
     def __init__(self, *, max_waiting: int, patience: int) -> None:
         """A queue for at most `max_waiting` requests; `patience` counts grants."""
@@ -154,7 +154,7 @@ class Admission:
         self._end(id)
 
     def restore(self, request: Request, host: str) -> None:
-        """Book what was granted in an earlier life, without asking whether it fits."""
+        """Record what was granted in an earlier run, without asking whether it fits."""
         self._grant(_Waiting(request, next(self._arrivals), 0), self._hosts[host], counted=False)
 
     def is_waiting(self, id: str) -> bool:
@@ -263,7 +263,7 @@ class Admission:
             closed=closed,
         )
 
-    # ---- books
+    # ---- records
 
     def _enter(self, waiting: _Waiting) -> None:
         request = waiting.request
@@ -331,13 +331,13 @@ class Admission:
         return granted
 
     def _forget(self, owner: str) -> None:
-        """Keep no books for owners that neither wait nor hold anything."""
+        """Keep no records of owners that neither wait nor hold anything."""
         if self._held.get(owner, 0) == 0:
             self._held.pop(owner, None)
             self._usage.pop(owner, None)
             if owner not in self._by_owner:
-                for books in (self._last_grant, self._turns, self._alarms):
-                    books.pop(owner, None)
+                for records in (self._last_grant, self._turns, self._alarms):
+                    records.pop(owner, None)
 
     def _too_large(self, request: Request) -> str:
         hosts = ", ".join(f"{host.name} {host.capacity}" for host in self._hosts.values())

@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
-from envs.sandbox.api import SandboxLike, Spec
+from envs.sandbox.api import Sandbox, Spec
 from envs.sandbox.engines.backend import Backend
 from envs.sandbox.engines.machine import Load, MachineMeter
-from envs.sandbox.local.sandbox import Sandbox, Settings
+from envs.sandbox.local.sandbox import LocalSandbox, SandboxSettings
 from envs.sandbox.local.snapshots import SNAPSHOT_LABEL
 from envs.sandbox.pool.host import Container
 from envs.sandbox.pool.ownership import PREFIX
@@ -28,7 +28,7 @@ _MIB = 1 << 20
 class EngineMaker:
     """See the module."""
 
-    def __init__(self, backend: Backend, tasks: TaskGroup, settings: Settings) -> None:
+    def __init__(self, backend: Backend, tasks: TaskGroup, settings: SandboxSettings) -> None:
         self._backend = backend
         self._tasks = tasks
         self._settings = settings
@@ -48,22 +48,24 @@ class EngineMaker:
         """What the engine's machine does; None where that is not this machine."""
         return self._meter.read() if self._meter else None
 
-    async def make(self, spec: Spec, box: str, labels: Mapping[str, str]) -> SandboxLike:
+    async def make(self, spec: Spec, sandbox_id: str, labels: Mapping[str, str]) -> Sandbox:
         """A started sandbox."""
         return await self._keep(
-            Sandbox(self._backend, _unlimited(spec), name=box, labels=labels, settings=self._settings)
+            LocalSandbox(self._backend, _unlimited(spec), name=sandbox_id, labels=labels, settings=self._settings)
         )
 
-    async def adopt(self, container: Container, spec: Spec, box: str) -> SandboxLike:
+    async def adopt(self, container: Container, spec: Spec, sandbox_id: str) -> Sandbox:
         """Take over a running container."""
-        return await self._keep(Sandbox(self._backend, _unlimited(spec), adopt=container.id, settings=self._settings))
+        return await self._keep(
+            LocalSandbox(self._backend, _unlimited(spec), adopt=container.id, settings=self._settings)
+        )
 
     async def containers(self) -> list[Container]:
         """Every container and snapshot of ours."""
-        boxes = await self._backend.list({f"{PREFIX}service": ""})
+        containers = await self._backend.list({f"{PREFIX}service": ""})
         images = await self._backend.list_images({SNAPSHOT_LABEL: ""})
         return [
-            *(Container(box.box_id, box.labels, box.running) for box in boxes),
+            *(Container(each.container_id, each.labels, each.running) for each in containers),
             *(Container(name, labels, False, image=True) for name, labels in images.items()),
         ]
 
@@ -74,14 +76,14 @@ class EngineMaker:
         else:
             await self._backend.delete(id)
 
-    async def _keep(self, sandbox: Sandbox) -> Sandbox:
+    async def _keep(self, sandbox: LocalSandbox) -> LocalSandbox:
         """Let a sandbox live in a task of its own. A caller that is cancelled before it is ready ends it."""
         outcome = await self._tasks.start(self._live, sandbox)
         if isinstance(outcome, SandboxError):
             raise outcome
         return sandbox
 
-    async def _live(self, sandbox: Sandbox, *, task_status: TaskStatus[SandboxError | None]) -> None:
+    async def _live(self, sandbox: LocalSandbox, *, task_status: TaskStatus[SandboxError | None]) -> None:
         started = False
         try:
             async with sandbox:
@@ -99,8 +101,8 @@ def _unlimited(spec: Spec) -> Spec:
 
 
 @asynccontextmanager
-async def open_maker(backend: Backend, settings: Settings | None = None) -> AsyncGenerator[EngineMaker]:
+async def open_maker(backend: Backend, settings: SandboxSettings | None = None) -> AsyncGenerator[EngineMaker]:
     """A maker for the time of the block."""
     async with unwrapped_group() as tasks:
-        yield EngineMaker(backend, tasks, settings or Settings())
+        yield EngineMaker(backend, tasks, settings or SandboxSettings())
         tasks.cancel_scope.cancel()

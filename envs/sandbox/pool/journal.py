@@ -47,7 +47,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """The request's idempotency key."""
     host: str = ""
     """Where the sandbox is; "" while it waits."""
-    box: str = ""
+    sandbox_id: str = msgspec.field(default="", name="box")
     """The sandbox; "" while it waits."""
     ready: bool = False
     """The holder may have it. Without, it was being made."""

@@ -16,7 +16,7 @@ from envs.sandbox.api import (
     JobStatus,
     Output,
     Result,
-    SandboxLike,
+    Sandbox,
     Session,
     Snapshot,
     Spec,
@@ -47,17 +47,17 @@ class Lessor(Protocol):
 
 
 def _on_path(method: _Method) -> _Method:
-    """A method of `Files` that begins with a path: asks the sandbox of the lease, and books that with the path."""
+    """A method of `Files` that begins with a path: asks the sandbox of the lease, in a use that shows the path."""
     name = method.__name__
 
-    async def ask(self: Leased, path: str = ".", *rest: object, **options: object) -> object:
-        async with self.lease.call(name, path) as call:
-            return await getattr(call.box, name)(path, *rest, **options)
+    async def ask(self: LeasedSandbox, path: str = ".", *rest: object, **options: object) -> object:
+        async with self.lease.use(name, path) as use:
+            return await getattr(use.sandbox, name)(path, *rest, **options)
 
     return cast("_Method", ask)
 
 
-class Leased(SandboxLike):
+class LeasedSandbox(Sandbox):
     """A sandbox under a lease of a pool."""
 
     def __init__(self, pool: Lessor, lease: Lease) -> None:
@@ -83,37 +83,37 @@ class Leased(SandboxLike):
             case "queued" | "starting":
                 return "starting"
             case "ready":
-                return self.lease.box.state if self.lease.box else "starting"
+                return self.lease.sandbox.state if self.lease.sandbox else "starting"
             case "failed":
                 return "lost"
             case "closed":
                 return "closed"
 
     async def run_exec(self, exec: Exec) -> Result:
-        async with self.lease.call("run", shown(exec.command)) as call:
-            return call.ended(await call.box.run_exec(exec))
+        async with self.lease.use("run", shown(exec.command)) as use:
+            return use.ended(await use.sandbox.run_exec(exec))
 
     async def stream_exec(self, exec: Exec) -> AsyncGenerator[Chunk | Result]:
         async with (
-            self.lease.call("stream", shown(exec.command)) as call,
-            aclosing(call.box.stream_exec(exec)) as items,
+            self.lease.use("stream", shown(exec.command)) as use,
+            aclosing(use.sandbox.stream_exec(exec)) as items,
         ):
             async for item in items:
                 if isinstance(item, Result):
-                    call.ended(item)
+                    use.ended(item)
                 yield item
 
     async def start_exec(self, exec: Exec) -> Job:
-        async with self.lease.call("job", shown(exec.command)) as call:
-            call.outcome = "started"
-            job = await call.box.start_exec(exec)
+        async with self.lease.use("job", shown(exec.command)) as use:
+            use.outcome = "started"
+            job = await use.sandbox.start_exec(exec)
             return LeasedJob(job, f"{self.lease.generation}.{job.job_id}")
 
     @asynccontextmanager
     async def session(self, name: str = "main") -> AsyncGenerator[Session]:
-        async with self.lease.call("session", f"open {name}") as call:
-            box = call.box
-        async with box.session(name) as session:
+        async with self.lease.use("session", f"open {name}") as use:
+            sandbox = use.sandbox
+        async with sandbox.session(name) as session:
             yield LeasedSession(self.lease, session)
 
     @asynccontextmanager
@@ -122,8 +122,8 @@ class Leased(SandboxLike):
     ) -> AsyncGenerator[Terminal]:
         text = "a shell" if command is None else shown(command)
         async with (
-            self.lease.call("terminal", text) as call,
-            call.box.terminal(command, rows=rows, columns=columns) as terminal,
+            self.lease.use("terminal", text) as use,
+            use.sandbox.terminal(command, rows=rows, columns=columns) as terminal,
         ):
             yield terminal
 
@@ -133,12 +133,12 @@ class Leased(SandboxLike):
     download = _on_path(Files.download)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
-        async with self.lease.call("write", f"{path} ({len(data)} bytes)") as call:
-            await call.box.write(path, data, mode=mode, append=append)
+        async with self.lease.use("write", f"{path} ({len(data)} bytes)") as use:
+            await use.sandbox.write(path, data, mode=mode, append=append)
 
     async def upload(self, source: Path, path: str) -> None:
-        async with self.lease.call("upload", path) as call:
-            await call.box.upload(source, path)
+        async with self.lease.use("upload", path) as use:
+            await use.sandbox.upload(source, path)
 
     async def wait_ended(self) -> None:
         await self.lease.done.wait()
@@ -146,9 +146,9 @@ class Leased(SandboxLike):
     async def snapshot(self) -> Snapshot:
         return await self._pool.snapshot(self.lease)
 
-    async def fork(self, count: int) -> list[SandboxLike]:
+    async def fork(self, count: int) -> list[Sandbox]:
         """New sandboxes with the same files, on the same host, closed with this one at the latest."""
-        return [Leased(self._pool, lease) for lease in await self._pool.fork(self.lease, count)]
+        return [LeasedSandbox(self._pool, lease) for lease in await self._pool.fork(self.lease, count)]
 
     async def close(self) -> None:
         """End the lease, and wait until nothing is left of the sandbox."""
@@ -195,8 +195,8 @@ class LeasedSession:
         return self._session.restarts
 
     async def run(self, command: str, *, timeout: float) -> Result:
-        async with self.lease.call("session", shown(command)) as call:
-            return call.ended(await self._session.run(command, timeout=timeout))
+        async with self.lease.use("session", shown(command)) as use:
+            return use.ended(await self._session.run(command, timeout=timeout))
 
     async def interrupt(self) -> bool:
         return await self._session.interrupt()

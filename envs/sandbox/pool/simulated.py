@@ -1,8 +1,8 @@
 """A simulated engine: sandboxes that cost only time on the loop's clock. For tests and for the scheduler's benchmark.
 
 `SimulatedMaker` behaves like an engine under a `LocalHost`: it starts sandboxes after a while, lists and removes them,
-and fails when told to. A `SimulatedBox` answers `run` after the seconds that its command names (`sleep 3`), and nothing
-else.
+and fails when told to. A `SimulatedSandbox` answers `run` after the seconds that its command names (`sleep 3`), and
+nothing else.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from uuid import uuid4
 import anyio
 import msgspec
 
-from envs.sandbox.api import Commands, Exec, Files, Result, SandboxLike, Shells, Snapshot, Snapshots, Spec, State
+from envs.sandbox.api import Commands, Exec, Files, Result, Sandbox, Shells, Snapshot, Snapshots, Spec, State
 from envs.sandbox.engines.machine import Load
-from envs.sandbox.local.snapshots import LIFE, LIFE_LABEL, SNAPSHOT_LABEL, SNAPSHOT_NAME
+from envs.sandbox.local.snapshots import INSTANCE, INSTANCE_LABEL, SNAPSHOT_LABEL, SNAPSHOT_NAME
 from envs.sandbox.pool.host import Container
 from envs.sandbox.pool.placement import Demand
 from flash.errors import SandboxClosedError, SandboxLostError, SandboxRefusedError, SandboxStartError
@@ -33,7 +33,7 @@ class SimulatedMaker:
         self, whole: Demand, *, start_s: float = 0.1, remove_s: float = 0.05, spread: float = 0.0, seed: int = 0
     ) -> None:
         """`spread` is the standard deviation of the logarithm of the times."""
-        self.boxes: dict[str, SimulatedBox] = {}
+        self.sandboxes: dict[str, SimulatedSandbox] = {}
         """By container id."""
         self.snapshots: dict[str, Mapping[str, str]] = {}
         """Labels by name."""
@@ -60,37 +60,37 @@ class SimulatedMaker:
     def load(self) -> Load | None:
         return self.measured
 
-    async def make(self, spec: Spec, box: str, labels: Mapping[str, str]) -> SandboxLike:
+    async def make(self, spec: Spec, sandbox_id: str, labels: Mapping[str, str]) -> Sandbox:
         """Start one. The container exists from the first half of the time on, like a real one."""
         await self._answer(self._seconds(self._start_s) / 2)
         # As engines do, with the labels of the image.
-        made = SimulatedBox(self, box, spec, {**self.snapshots.get(spec.image, {}), **labels})
-        self.boxes[made.container_id] = made
+        made = SimulatedSandbox(self, sandbox_id, spec, {**self.snapshots.get(spec.image, {}), **labels})
+        self.sandboxes[made.container_id] = made
         self.made += 1
-        self.most = max(self.most, len(self.boxes))
+        self.most = max(self.most, len(self.sandboxes))
         await self._answer(self._seconds(self._start_s) / 2)
         if spec.image in self.bad_images:
-            del self.boxes[made.container_id]
+            del self.sandboxes[made.container_id]
             raise SandboxStartError(f"{spec.image} does not start")
         return made
 
-    async def adopt(self, container: Container, spec: Spec, box: str) -> SandboxLike:
+    async def adopt(self, container: Container, spec: Spec, sandbox_id: str) -> Sandbox:
         await self._answer(self._remove_s)
-        if container.id not in self.boxes:
+        if container.id not in self.sandboxes:
             raise SandboxLostError(f"container {container.id} is gone")
-        return self.boxes[container.id]
+        return self.sandboxes[container.id]
 
     async def containers(self) -> list[Container]:
         await self._answer(0.0)
-        listed = [Container(id, box.labels, box.running) for id, box in self.boxes.items()]
+        listed = [Container(id, sandbox.labels, sandbox.running) for id, sandbox in self.sandboxes.items()]
         return listed + [Container(name, labels, False, image=True) for name, labels in self.snapshots.items()]
 
     async def remove(self, id: str, *, image: bool = False) -> None:
         await self._answer(self._seconds(self._remove_s))
         if image:
             self.snapshots.pop(id, None)
-        elif (box := self.boxes.pop(id, None)) is not None:
-            box.end("lost")
+        elif (sandbox := self.sandboxes.pop(id, None)) is not None:
+            sandbox.end("lost")
 
     async def _answer(self, seconds: float) -> None:
         await anyio.sleep(seconds)
@@ -110,16 +110,16 @@ def _refused(method: _Method) -> _Method:
     return cast("_Method", refuse)
 
 
-class SimulatedBox(SandboxLike):
+class SimulatedSandbox(Sandbox):
     """A sandbox in which only time passes."""
 
-    def __init__(self, maker: SimulatedMaker, box: str, spec: Spec, labels: Mapping[str, str]) -> None:
+    def __init__(self, maker: SimulatedMaker, sandbox_id: str, spec: Spec, labels: Mapping[str, str]) -> None:
         self.labels = labels
         self.container_id = uuid4().hex
         self.running = True
         """Its container was started."""
         self._maker = maker
-        self._id = box
+        self._id = sandbox_id
         self._spec = spec
         self._state: State = "ready"
         self._ended = anyio.Event()
@@ -144,7 +144,7 @@ class SimulatedBox(SandboxLike):
 
     def crash(self) -> None:
         """Its container is killed."""
-        self._maker.boxes.pop(self.container_id, None)
+        self._maker.sandboxes.pop(self.container_id, None)
         self.end("lost")
 
     async def run_exec(self, exec: Exec) -> Result:
@@ -191,7 +191,7 @@ class SimulatedBox(SandboxLike):
         """An image that starts like its own."""
         self._check()
         name = f"{SNAPSHOT_NAME}:{uuid4().hex[:20]}"
-        self._maker.snapshots[name] = {**self.labels, SNAPSHOT_LABEL: self.sandbox_id, LIFE_LABEL: LIFE}
+        self._maker.snapshots[name] = {**self.labels, SNAPSHOT_LABEL: self.sandbox_id, INSTANCE_LABEL: INSTANCE}
         return Snapshot(name, msgspec.structs.replace(self._spec, image=name), 0)
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The books of a pool: who waits, who has what, what failed, what is put aside. No tasks and no I/O.
+"""The state of a pool: who waits, who has what, what failed, what is put aside. No tasks and no I/O.
 
 Everything that the live page and the service show is read here; `version` grows with every change of it.
 """
@@ -78,7 +78,7 @@ class HostState(msgspec.Struct, frozen=True):
     sandboxes: int
 
 
-class Books:
+class PoolState:
     """What a pool knows."""
 
     def __init__(self, hosts: Sequence[Host], settings: PoolSettings, wall: Callable[[], float]) -> None:

@@ -262,7 +262,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """Class of the error in `flash.errors`."""
 
 
-class Timeline(msgspec.Struct, frozen=True):
+class EventList(msgspec.Struct, frozen=True):
     """What was done in a sandbox."""
 
     events: list[Event]
@@ -274,7 +274,7 @@ class Listing(msgspec.Struct, frozen=True):
     entries: list[FileInfo]
 
 
-class Sandboxes(msgspec.Struct, frozen=True):
+class SandboxList(msgspec.Struct, frozen=True):
     """Several of them."""
 
     sandboxes: list[Info]

@@ -1,4 +1,4 @@
-"""A sandbox of a service, as its client holds it: `SandboxLike` over HTTP."""
+"""A sandbox of a service, as its client holds it: a `Sandbox` over HTTP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from envs.sandbox.api import (
     JobStatus,
     Output,
     Result,
-    SandboxLike,
+    Sandbox,
     Snapshot,
     Spec,
     State,
@@ -44,13 +44,13 @@ from envs.sandbox.protocol.wire import (
     Listing,
     Piece,
     RunInSession,
-    Sandboxes,
+    SandboxList,
     SessionInfo,
     SessionResult,
     Signal,
     StreamLine,
 )
-from envs.sandbox.remote.calls import Calls
+from envs.sandbox.remote.http import HttpClient
 from envs.sandbox.text import from_wire, to_wire
 from envs.sandbox.trees import TreeLimits, pack, unpack
 from flash.errors import SandboxError, SandboxLostError, SandboxTimeoutError
@@ -72,9 +72,9 @@ class Client(Protocol):
     """What a sandbox asks of the client that it is from."""
 
     @property
-    def calls(self) -> Calls: ...
+    def http(self) -> HttpClient: ...
 
-    def attach(self, info: Info) -> SandboxLike:
+    def attach(self, info: Info) -> Sandbox:
         """Use another sandbox of the service."""
         ...
 
@@ -87,12 +87,12 @@ class Client(Protocol):
         ...
 
 
-class RemoteSandbox(SandboxLike):
+class RemoteSandbox(Sandbox):
     """See the module. Made by `SandboxClient`."""
 
     def __init__(self, client: Client, info: Info) -> None:
         self._client = client
-        self.calls = client.calls
+        self.http = client.http
         self._info = info
         self.path = f"/v1/sandboxes/{info.id}"
         self._ended = anyio.Event()
@@ -125,7 +125,7 @@ class RemoteSandbox(SandboxLike):
         while self._state == "ready":
             wait = min(_KEEP_S, self._info.lease_s / 3)
             try:
-                self._info = await self.calls.ask("GET", f"{self.path}/end", Info, query={"wait": wait}, seconds=wait)
+                self._info = await self.http.ask("GET", f"{self.path}/end", Info, query={"wait": wait}, seconds=wait)
             except SandboxTimeoutError:
                 pass
             except SandboxLostError:
@@ -144,7 +144,7 @@ class RemoteSandbox(SandboxLike):
         return await self.once("run", Result, exec.converted(to_wire), exec.seconds)
 
     async def stream_exec(self, exec: Exec) -> AsyncGenerator[Chunk | Result]:
-        async with self.calls.lines(f"{self.path}/stream", exec.converted(to_wire), 0.0) as response:
+        async with self.http.lines(f"{self.path}/stream", exec.converted(to_wire), 0.0) as response:
             try:
                 async for text in response.aiter_lines():
                     line = msgspec.json.decode(text, type=StreamLine)
@@ -168,7 +168,7 @@ class RemoteSandbox(SandboxLike):
 
     @asynccontextmanager
     async def session(self, name: str = "main") -> AsyncGenerator[RemoteSession]:
-        info = await self.calls.ask("PUT", f"{self.path}/sessions/{quote(name, safe='')}", SessionInfo)
+        info = await self.http.ask("PUT", f"{self.path}/sessions/{quote(name, safe='')}", SessionInfo)
         session = RemoteSession(self, info)
         try:
             yield session
@@ -183,41 +183,41 @@ class RemoteSandbox(SandboxLike):
         """The service offers shells only."""
         from envs.sandbox.remote.terminal import open_terminal
 
-        async with open_terminal(self.calls, f"{self.path}/terminal", command, rows, columns) as terminal:
+        async with open_terminal(self.http, f"{self.path}/terminal", command, rows, columns) as terminal:
             yield terminal
 
     async def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
         query = {"path": path, "offset": offset} | ({} if limit is None else {"limit": limit})
-        return await self.calls.get_bytes(f"{self.path}/files", query)
+        return await self.http.get_bytes(f"{self.path}/files", query)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
         query = {"path": path, "mode": mode, "append": str(append).lower()}
-        await self.calls.put_bytes(f"{self.path}/files", query, data)
+        await self.http.put_bytes(f"{self.path}/files", query, data)
 
     async def list(self, path: str = ".") -> builtins.list[FileInfo]:
-        listing = await self.calls.ask("GET", f"{self.path}/entries", Listing, query={"path": path})
+        listing = await self.http.ask("GET", f"{self.path}/entries", Listing, query={"path": path})
         return [msgspec.structs.replace(entry, name=from_wire(entry.name)) for entry in listing.entries]
 
     async def remove(self, path: str) -> None:
-        await self.calls.ask("DELETE", f"{self.path}/files", type(None), query={"path": path})
+        await self.http.ask("DELETE", f"{self.path}/files", type(None), query={"path": path})
 
     async def upload(self, source: Path, path: str) -> None:
         with tempfile.SpooledTemporaryFile(_IN_MEMORY) as archive:
             data = await anyio.to_thread.run_sync(partial(_packed, source, archive))
-        await self.calls.put_bytes(f"{self.path}/tree", {"path": path}, data, media_type=TAR)
+        await self.http.put_bytes(f"{self.path}/tree", {"path": path}, data, media_type=TAR)
 
     async def download(self, path: str, target: Path) -> None:
-        data = await self.calls.get_bytes(f"{self.path}/tree", {"path": path})
+        data = await self.http.get_bytes(f"{self.path}/tree", {"path": path})
         await anyio.to_thread.run_sync(partial(_unpacked, data, target))
 
     async def wait_ended(self) -> None:
         await self._ended.wait()
 
     async def snapshot(self) -> Snapshot:
-        return await self.calls.ask("POST", f"{self.path}/snapshot", Snapshot, seconds=600.0)
+        return await self.http.ask("POST", f"{self.path}/snapshot", Snapshot, seconds=600.0)
 
-    async def fork(self, count: int) -> Sequence[SandboxLike]:
-        forks = await self.once("fork", Sandboxes, Fork(count=count), 600.0)
+    async def fork(self, count: int) -> Sequence[Sandbox]:
+        forks = await self.once("fork", SandboxList, Fork(count=count), 600.0)
         return [self._client.attach(info) for info in forks.sandboxes]
 
     async def close(self) -> None:
@@ -230,7 +230,7 @@ class RemoteSandbox(SandboxLike):
         """A call that is carried out once, however often it is sent, and that ends when its caller is cancelled."""
         key = uuid4().hex
         try:
-            return await self.calls.ask("POST", f"{self.path}/{path}", answer, body=body, seconds=seconds, key=key)
+            return await self.http.ask("POST", f"{self.path}/{path}", answer, body=body, seconds=seconds, key=key)
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(_CANCEL_S, shield=True):
                 await self._cancel(key)
@@ -242,7 +242,7 @@ class RemoteSandbox(SandboxLike):
 
     async def _cancel(self, key: str) -> None:
         with suppress(SandboxError):  # Gone with its sandbox, or with the service: its own timeout ends the command.
-            await self.calls.ask("DELETE", f"{self.path}/calls/{key}", type(None), seconds=_CANCEL_S)
+            await self.http.ask("DELETE", f"{self.path}/calls/{key}", type(None), seconds=_CANCEL_S)
 
     def _end(self, state: State) -> None:
         if not self._ended.is_set():
@@ -253,8 +253,8 @@ class RemoteSandbox(SandboxLike):
 class RemoteSession:
     """A shell of a remote sandbox."""
 
-    def __init__(self, box: RemoteSandbox, info: SessionInfo) -> None:
-        self._box = box
+    def __init__(self, sandbox: RemoteSandbox, info: SessionInfo) -> None:
+        self._sandbox = sandbox
         self._path = f"sessions/{info.name}"
         self._name = info.name
         self._restarts = info.restarts
@@ -269,25 +269,25 @@ class RemoteSession:
 
     async def run(self, command: str, *, timeout: float) -> Result:
         body = RunInSession(command=to_wire(command), timeout=timeout)
-        answer = await self._box.once(f"{self._path}/run", SessionResult, body, timeout)
+        answer = await self._sandbox.once(f"{self._path}/run", SessionResult, body, timeout)
         self._restarts = answer.restarts
         return answer.result
 
     async def interrupt(self) -> bool:
-        path = f"{self._box.path}/{self._path}/interrupt"
-        return (await self._box.calls.ask("POST", path, Interrupted)).interrupted
+        path = f"{self._sandbox.path}/{self._path}/interrupt"
+        return (await self._sandbox.http.ask("POST", path, Interrupted)).interrupted
 
     async def close(self) -> None:
         with suppress(SandboxError):  # It may be gone with its sandbox.
-            await self._box.calls.ask("DELETE", f"{self._box.path}/{self._path}", type(None))
+            await self._sandbox.http.ask("DELETE", f"{self._sandbox.path}/{self._path}", type(None))
 
 
 class RemoteJob:
     """A background job of a remote sandbox."""
 
-    def __init__(self, box: RemoteSandbox, job_id: str) -> None:
-        self._calls = box.calls
-        self._path = f"{box.path}/jobs/{job_id}"
+    def __init__(self, sandbox: RemoteSandbox, job_id: str) -> None:
+        self._http = sandbox.http
+        self._path = f"{sandbox.path}/jobs/{job_id}"
         self._job_id = job_id
 
     @property
@@ -295,24 +295,24 @@ class RemoteJob:
         return self._job_id
 
     async def poll(self) -> JobStatus:
-        return await self._calls.ask("GET", self._path, JobStatus)
+        return await self._http.ask("GET", self._path, JobStatus)
 
     async def wait(self, timeout: float) -> Result:
         deadline = anyio.current_time() + timeout
         while True:
             wait = min(_JOB_POLL_S, max(0.0, deadline - anyio.current_time()))
-            status = await self._calls.ask("GET", self._path, JobStatus, query={"wait": wait}, seconds=wait)
+            status = await self._http.ask("GET", self._path, JobStatus, query={"wait": wait}, seconds=wait)
             if status.result is not None:
                 return status.result
             if anyio.current_time() >= deadline:
                 raise SandboxTimeoutError(f"job {self._job_id} still runs after {timeout:g} s")
 
     async def signal(self, name: str = "SIGTERM") -> None:
-        await self._calls.ask("POST", f"{self._path}/signal", type(None), body=Signal(name=name))
+        await self._http.ask("POST", f"{self._path}/signal", type(None), body=Signal(name=name))
 
     async def output(self, stream: StreamName = "stdout", *, offset: int = 0, limit: int = 1 << 16) -> Output:
         query = {"stream": stream, "offset": offset, "limit": limit}
-        return await self._calls.ask("GET", f"{self._path}/output", Output, query=query)
+        return await self._http.ask("GET", f"{self._path}/output", Output, query=query)
 
 
 def _packed(source: Path, archive: IO[bytes]) -> bytes:

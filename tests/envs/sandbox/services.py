@@ -80,5 +80,5 @@ async def _backend(backend: Backend | None) -> AsyncIterator[Backend]:
         return
     async with FakeBackend() as made:
         yield made
-        assert made.boxes == {}
+        assert made.containers == {}
         assert made.images == {}

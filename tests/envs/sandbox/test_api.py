@@ -49,8 +49,8 @@ def test_a_command_without_a_timeout_cannot_be_waited_for():
     ],
 )
 async def test_the_service_refuses_a_command_that_lacks_or_has_what_it_may_not(tmp_path, path, body, says):
-    async with running(tmp_path) as world, world.client.acquire(SPEC) as box, bare(world, **bearer()) as client:
-        answer = await client.post(f"/v1/sandboxes/{box.sandbox_id}/{path}", json=body)
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox, bare(world, **bearer()) as client:
+        answer = await client.post(f"/v1/sandboxes/{sandbox.sandbox_id}/{path}", json=body)
         assert answer.status_code == 400
         assert says in answer.json()["detail"]
         assert answer.json()["cause"] == "SandboxRefusedError"

@@ -46,7 +46,7 @@ async def test_one_container_that_the_engine_cannot_describe_does_not_hide_the_o
     ]
     async with engine(tmp_path, {**VERSION, **BROKEN, "/libpod/containers/json": (200, known)}) as backend:
         found = await backend.list({"flash.sandbox.service": ""})
-    assert [(box.box_id[:1], box.name, box.running) for box in found] == [
+    assert [(sandbox.container_id[:1], sandbox.name, sandbox.running) for sandbox in found] == [
         ("1", "flash-a", True),
         ("2", "flash-b", False),
     ]

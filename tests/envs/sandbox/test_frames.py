@@ -70,7 +70,7 @@ def test_the_agents_modules_have_no_name_in_common():
 
 
 def test_the_agent_goes_as_byte_code_only_to_the_same_python():
-    options = bundle.Options(workdir="/work", life=1, orphan=1, cgroup=False)
+    options = bundle.Options(workdir="/work", lifetime=1, orphan=1, cgroup=False)
     assert bundle.load(importlib.util.MAGIC_NUMBER.hex(), options)[:1] == b"m"
     assert bundle.load("00000000", options)[:1] == b"s"
 
@@ -78,7 +78,7 @@ def test_the_agent_goes_as_byte_code_only_to_the_same_python():
 class Silent:
     """A link whose other end says something else than an agent."""
 
-    said = b""
+    transcript = b""
 
     def __init__(self, says: bytes) -> None:
         self.says = [says, b""]
@@ -93,6 +93,6 @@ class Silent:
 
 @pytest.mark.anyio
 async def test_an_image_that_says_something_else_is_named_with_what_it_said():
-    options = bundle.Options(workdir="/work", life=1, orphan=1, cgroup=False)
+    options = bundle.Options(workdir="/work", lifetime=1, orphan=1, cgroup=False)
     with pytest.raises(SandboxStartError, match="exec format error"):
         await greet(Silent(b"exec format error"), options)

@@ -49,7 +49,7 @@ MEAN = {
 
 async def _containers(url: str) -> set[str]:
     async with DockerBackend(url) as engine:
-        return {box.box_id for box in await engine.list({f"{PREFIX}service": ""})}
+        return {sandbox.container_id for sandbox in await engine.list({f"{PREFIX}service": ""})}
 
 
 @pytest.mark.anyio
@@ -124,4 +124,4 @@ async def test_a_service_judges_as_well_as_a_pool_of_our_own(tmp_path):
         prompt, _ = await env.reset(3)
         one, x, y = (int(value) for value in re.findall(r"=(\d+)", str(prompt)))
         assert (await env.step(f"read x y; echo $((x*{x - one}+y*{y - one}+{one}))"))[1] == 1.0
-        assert {lease.owner for lease in service.pool.books.leases()} == {"admin/remote-run"}
+        assert {lease.owner for lease in service.pool.state.leases()} == {"admin/remote-run"}

@@ -60,20 +60,20 @@ async def test_the_live_page_shows_the_pool_and_gives_a_terminal(tmp_path, chrom
     async with (
         running(tmp_path, address=Address(port=0), host_settings=settings, warm=[(SMALL, 1)]) as world,
         AsyncExitStack() as stack,
-        world.client.acquire(SMALL, owner="step-41") as box,
+        world.client.acquire(SMALL, owner="step-41") as sandbox,
         browser(chromium, tmp_path / "profile") as page,
     ):
-        await box.run("pytest -q || exit 1", timeout=10)
-        await box.run("echo 'print(6 * 7)' > answer.py; echo \"PS1='\\w \\$ '\" > .bashrc; sleep 0.2", timeout=10)
-        await box.run("python3 answer.py", timeout=10)
+        await sandbox.run("pytest -q || exit 1", timeout=10)
+        await sandbox.run("echo 'print(6 * 7)' > answer.py; echo \"PS1='\\w \\$ '\" > .bashrc; sleep 0.2", timeout=10)
+        await sandbox.run("python3 answer.py", timeout=10)
         waiting = await fill(world, stack)
 
         await page.open(world.url)
         await page.until("document.querySelector('input[name=token]')")
-        assert box.sandbox_id not in await page.value("document.body.innerText")
+        assert sandbox.sandbox_id not in await page.value("document.body.innerText")
         await page.log_in(world.url, TOKEN)
 
-        await page.until(shown(box.sandbox_id))
+        await page.until(shown(sandbox.sandbox_id))
         assert "admin/step-41" in await page.value(text("sandboxes"))
         hosts = await page.value(text("hosts"))
         assert "here" in hosts
@@ -92,7 +92,7 @@ async def test_the_live_page_shows_the_pool_and_gives_a_terminal(tmp_path, chrom
         await world.client.end(last)
         await page.until(f"!{shown(last)}")
 
-        await page.value(f"{shown(box.sandbox_id)}.click()")
+        await page.value(f"{shown(sandbox.sandbox_id)}.click()")
         timeline = await page.until(f"(text => text.includes('answer.py') && text)({text('timeline')})")
         assert "exit 0" in timeline
         await page.value("document.getElementById('attach').click()")

@@ -109,7 +109,7 @@ def test_who_may_be_removed():
 
 @pytest.mark.anyio
 async def test_the_journal_remembers_and_forgets(tmp_path):
-    def entry(lease: str, box: str = "") -> Entry:
+    def entry(lease: str, sandbox_id: str = "") -> Entry:
         spec = Spec(image="i", env={"A": "b"})
         return Entry(
             lease=lease,
@@ -120,7 +120,7 @@ async def test_the_journal_remembers_and_forgets(tmp_path):
             on_lost="fail",
             lease_s=None,
             hard_until=5.0,
-            box=box,
+            sandbox_id=sandbox_id,
         )
 
     journal = SqliteJournal(tmp_path / "j")

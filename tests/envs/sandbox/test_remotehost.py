@@ -59,30 +59,30 @@ async def test_forks_of_a_remote_sandbox_are_on_its_host_and_end_with_it(tmp_pat
             for fork in forks:
                 assert await pool.handle(fork).read("where") == lease.host.encode()
                 assert (await pool.handle(fork).run("cat where", timeout=20)).stdout == lease.host.encode()
-        assert [len(each.backend.boxes) for each in services] == [3, 3]
+        assert [len(each.backend.containers) for each in services] == [3, 3]
         await pool.release(leases[0])
         here = services["ab".index(leases[0].host)]
-        assert here.backend.boxes == {}
+        assert here.backend.containers == {}
         assert here.backend.images == {}
-        assert len(pool.books.leases()) == 3
-    assert [each.backend.boxes for each in services] == [{}, {}]
+        assert len(pool.state.leases()) == 3
+    assert [each.backend.containers for each in services] == [{}, {}]
 
 
 async def test_a_front_that_restarts_attaches_to_what_runs_and_ends_what_it_does_not_know(tmp_path):
     async with machines(tmp_path, 1) as [service]:
         before = RemoteHost("a", service.client, "front")
         known, forgotten = (Ticket(f"box-{name}", "l", "x", SPEC) for name in ("known", "forgotten"))
-        box = await before.start(known)
-        await box.write("kept", b"still here")
+        sandbox = await before.start(known)
+        await sandbox.write("kept", b"still here")
         await before.start(forgotten)
         other = await RemoteHost("a", service.client, "other-front").start(Ticket("box-other", "l", "x", SPEC))
-        assert len(service.backend.boxes) == 3
+        assert len(service.backend.containers) == 3
         async with SandboxClient(service.url, TOKEN) as client:
             after = RemoteHost("a", client, "front")
             found = await after.recover([known, Ticket("box-gone", "l", "x", SPEC)])
             assert set(found) == {"box-known"}
             assert await found["box-known"].read("kept") == b"still here"
-            assert len(service.backend.boxes) == 2
+            assert len(service.backend.containers) == 2
             assert (await other.run("echo untouched", timeout=20)).stdout == b"untouched\n"
 
 
@@ -123,19 +123,19 @@ async def test_a_start_that_is_cancelled_leaves_nothing_on_the_host(tmp_path):
     async with machines(tmp_path, 1) as [service]:
         host = RemoteHost("a", service.client, "front")
         for number in range(8):
-            box = None
+            sandbox = None
             with anyio.move_on_after(0.01 * number):
-                box = await host.start(Ticket(f"box-{number}", "l", "x", SPEC))
-            if box is not None:
-                await box.close()
+                sandbox = await host.start(Ticket(f"box-{number}", "l", "x", SPEC))
+            if sandbox is not None:
+                await sandbox.close()
         assert await service.client.list() == []
-        assert service.backend.boxes == {}
+        assert service.backend.containers == {}
 
 
 async def test_a_sandbox_whose_container_is_killed_is_lost_at_the_front_too(tmp_path):
     async with machines(tmp_path, 1) as [service], front([service]) as pool:
         lease = await held(pool)
-        [id] = service.backend.boxes
+        [id] = service.backend.containers
         await service.backend.kill(id)
         with pytest.raises(SandboxLostError):
             await pool.handle(lease).run("true", timeout=20)

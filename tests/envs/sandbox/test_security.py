@@ -65,8 +65,8 @@ def places(service, **names: str) -> list[tuple[str, bool]]:
 
 
 async def test_no_request_without_a_valid_token_succeeds(tmp_path):
-    async with running(tmp_path) as world, world.client.acquire(SPEC) as box:
-        every = places(world.service, id=box.sandbox_id)
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        every = places(world.service, id=sandbox.sandbox_id)
         assert {path for path, _ in every} >= {*ASSETS, "/v1/openapi.json", "/v1/status", "/v1/sandboxes"}
         every += [("/nothing", False), ("/login", False), ("//", False), ("/v1/sandboxes/../status", False)]
         for headers in NOT_ENOUGH:
@@ -78,20 +78,20 @@ async def test_no_request_without_a_valid_token_succeeds(tmp_path):
                             continue
                         answer = await client.request(method, f"{path}?token={TOKEN}")
                         assert answer.status_code == 401, (headers, method, path)
-                        assert box.sandbox_id not in answer.text
+                        assert sandbox.sandbox_id not in answer.text
                         assert "flash-boot" not in answer.headers
-        assert len(world.pool.books.leases()) == 1
-        assert (await box.run("true", timeout=10)).ok
+        assert len(world.pool.state.leases()) == 1
+        assert (await sandbox.run("true", timeout=10)).ok
 
 
 async def test_no_websocket_without_a_valid_token_is_opened(tmp_path):
-    async with running(tmp_path) as world, world.client.acquire(SPEC) as box:
-        every = places(world.service, id=box.sandbox_id)
-        assert [path for path, websocket in every if websocket] == [f"/v1/sandboxes/{box.sandbox_id}/terminal"]
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        every = places(world.service, id=sandbox.sandbox_id)
+        assert [path for path, websocket in every if websocket] == [f"/v1/sandboxes/{sandbox.sandbox_id}/terminal"]
         for path, websocket in every:
             for headers in NOT_ENOUGH if websocket else NOT_ENOUGH[:2]:
                 assert await refused(world, f"{path}?token={TOKEN}", headers) == 401, (path, headers)
-        assert (await box.run("true", timeout=10)).ok
+        assert (await sandbox.run("true", timeout=10)).ok
 
 
 async def refused(world, path: str, headers: dict[str, str]) -> int:
@@ -109,8 +109,8 @@ async def test_two_tokens_in_one_request_are_refused(tmp_path):
 
 
 async def test_a_terminal_needs_a_page_of_ours_and_a_sandbox_of_the_callers(tmp_path):
-    async with running(tmp_path) as world, world.client.acquire(SPEC) as box:
-        path = f"/v1/sandboxes/{box.sandbox_id}/terminal"
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        path = f"/v1/sandboxes/{sandbox.sandbox_id}/terminal"
         cookie = {"cookie": f"{COOKIE}={Tokens({ADMIN: TOKEN}).cookie_for(ADMIN)}"}
         for origin in (
             "http://evil",
@@ -134,12 +134,12 @@ async def test_a_terminal_needs_a_page_of_ours_and_a_sandbox_of_the_callers(tmp_
 
 
 async def test_a_token_reaches_only_its_own_sandboxes(tmp_path):
-    async with running(tmp_path) as world, world.client.acquire(SPEC) as box:
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
         async with SandboxClient(world.url, OTHER_TOKEN) as other:
             assert await other.list() == []
-            whole = world.pool.books.hosts()[0].report.capacity.millicpus / 1000
+            whole = world.pool.state.hosts()[0].report.capacity.millicpus / 1000
             full = world.pool.order(msgspec.structs.replace(SPEC, cpus=whole), owner="admin/plan", token=ADMIN)
-            world.pool.books.failed(SandboxError("of image private:1"), "here")
+            world.pool.state.failed(SandboxError("of image private:1"), "here")
             status = await other.status()
             assert status.sandboxes == []
             assert (status.queue, status.failures) == ({"others": 1}, {"SandboxError": 1})
@@ -147,17 +147,17 @@ async def test_a_token_reaches_only_its_own_sandboxes(tmp_path):
             assert (await world.client.status()).queue == {"admin/plan": 1}
             await world.pool.release(full)
             with pytest.raises(SandboxClosedError, match="there is no sandbox"):
-                await other.find(box.sandbox_id)
+                await other.find(sandbox.sandbox_id)
             with pytest.raises(SandboxError):
-                await other.end(box.sandbox_id)
+                await other.end(sandbox.sandbox_id)
             async with other.acquire(SPEC) as theirs:
                 assert (await world.client.find(theirs.sandbox_id)).sandbox_id == theirs.sandbox_id
-        assert (await box.run("true", timeout=10)).ok
+        assert (await sandbox.run("true", timeout=10)).ok
 
 
 async def test_a_key_that_was_used_for_another_call_is_refused(tmp_path):
-    async with running(tmp_path) as world, world.client.acquire(SPEC) as box, bare(world, **bearer()) as raw:
-        path, keyed = f"/v1/sandboxes/{box.sandbox_id}", {"idempotency-key": "k"}
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox, bare(world, **bearer()) as raw:
+        path, keyed = f"/v1/sandboxes/{sandbox.sandbox_id}", {"idempotency-key": "k"}
         first = await raw.post(f"{path}/run", json={"command": "echo one", "timeout": 10}, headers=keyed)
         again = await raw.post(f"{path}/run", json={"command": "echo one", "timeout": 10}, headers=keyed)
         assert again.json() == first.json()
@@ -202,7 +202,7 @@ async def test_a_browser_logs_in_once_and_other_sites_cannot_use_its_cookie(tmp_
         order = msgspec.json.encode({"spec": {"image": "any"}})
         for headers in ({}, {"origin": "http://evil"}, {"origin": "null"}):
             assert (await client.post("/v1/sandboxes", content=order, headers=cookie | headers)).status_code == 403
-        assert world.pool.books.leases() == []
+        assert world.pool.state.leases() == []
 
 
 async def test_a_client_that_leaves_in_the_middle_of_a_login_is_no_failure(tmp_path, caplog):
@@ -217,7 +217,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_login_is_no_failure(tmp_p
 
 
 async def test_paths_lead_nowhere_but_into_the_sandbox(tmp_path):
-    async with running(tmp_path) as world, world.client.acquire(SPEC) as box:
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
         async with bare(world, **bearer(TOKEN)) as client:
             for path in (
                 "/static/../web.py",
@@ -227,20 +227,24 @@ async def test_paths_lead_nowhere_but_into_the_sandbox(tmp_path):
                 "/static/",
             ):
                 assert (await client.get(httpx.URL(f"http://sandboxes{path}"))).status_code == 404, path
-            base = f"/v1/sandboxes/{box.sandbox_id}"
+            base = f"/v1/sandboxes/{sandbox.sandbox_id}"
             assert (await client.get(f"{base}/files", params={"path": "a\0b"})).status_code == 400
             assert (await client.get(f"{base}/files?path=a&path=b")).status_code == 400
             assert (await client.put(f"{base}/sessions/..%2f..")).status_code in (400, 404)
             assert (await client.get("/v1/sandboxes/..%2f..%2fetc")).status_code == 404
         with pytest.raises(SandboxFileError):
-            await box.read("nowhere")
+            await sandbox.read("nowhere")
 
 
 async def test_what_a_client_sends_does_not_get_into_headers(tmp_path):
-    async with running(tmp_path) as world, world.client.acquire(SPEC) as box, bare(world, **bearer(TOKEN)) as client:
+    async with (
+        running(tmp_path) as world,
+        world.client.acquire(SPEC) as sandbox,
+        bare(world, **bearer(TOKEN)) as client,
+    ):
         evil = quote(EVIL, safe="")
         every = places(world.service, id=evil, name=evil, job=evil, snapshot=evil)
-        every += places(world.service, id=box.sandbox_id, name=evil, job=evil, key=evil)
+        every += places(world.service, id=sandbox.sandbox_id, name=evil, job=evil, key=evil)
         for path, _ in every:
             for method in ("GET", "PATCH"):
                 answer = await client.request(method, f"http://sandboxes{path}?path={evil}")
@@ -248,8 +252,8 @@ async def test_what_a_client_sends_does_not_get_into_headers(tmp_path):
                 if answer.status_code >= 400:
                     assert answer.headers["content-type"] == "application/problem+json"
                     assert msgspec.json.decode(answer.content)["status"] == answer.status_code
-        await box.write(EVIL, b"content")
-        got = await client.get(f"/v1/sandboxes/{box.sandbox_id}/files", params={"path": EVIL})
+        await sandbox.write(EVIL, b"content")
+        got = await client.get(f"/v1/sandboxes/{sandbox.sandbox_id}/files", params={"path": EVIL})
         assert (got.content, got.headers["content-disposition"]) == (b"content", "attachment")
         order = {"idempotency-key": "a b;c", "content-type": "application/json"}
         answer = await client.post("/v1/sandboxes", content=b'{"spec":{"image":"any"}}', headers=order)
@@ -264,7 +268,7 @@ async def test_a_head_that_can_be_read_in_two_ways_is_refused(tmp_path, line):
     async with running(tmp_path) as world, connected(world) as connection:
         await connection.stream.send(head("POST", "/v1/sandboxes", "content-type: application/json", line))
         await connection.until(b"HTTP/1.1 400 ")
-        assert world.pool.books.leases() == []
+        assert world.pool.state.leases() == []
 
 
 async def test_a_log_has_one_line_per_record_and_no_token(tmp_path, caplog):
@@ -278,9 +282,9 @@ async def test_a_log_has_one_line_per_record_and_no_token(tmp_path, caplog):
         world.backend.faults.start = None
         await client.get(f"http://sandboxes/{quote(EVIL)}?token={TOKEN}")
         await client.post("/login", data={"token": TOKEN}, headers={"origin": "http://sandboxes"})
-        async with world.client.acquire(SPEC) as box:
-            await box.run(["echo", EVIL], timeout=10)
-            async with box.terminal() as terminal:
+        async with world.client.acquire(SPEC) as sandbox:
+            await sandbox.run(["echo", EVIL], timeout=10)
+            async with sandbox.terminal() as terminal:
                 await terminal.read()
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
@@ -306,10 +310,14 @@ def test_a_traceback_in_a_log_cannot_look_like_a_record():
 
 
 async def test_tokens_are_shown_nowhere(tmp_path):
-    async with running(tmp_path) as world, world.client.acquire(SPEC) as box, bare(world, **bearer(TOKEN)) as client:
-        said = await box.run("cat /proc/self/environ /proc/$PPID/environ /proc/$PPID/cmdline", timeout=10)
+    async with (
+        running(tmp_path) as world,
+        world.client.acquire(SPEC) as sandbox,
+        bare(world, **bearer(TOKEN)) as client,
+    ):
+        said = await sandbox.run("cat /proc/self/environ /proc/$PPID/environ /proc/$PPID/cmdline", timeout=10)
         assert TOKEN.encode() not in said.stdout
-        for path, _ in places(world.service, id=box.sandbox_id):
+        for path, _ in places(world.service, id=sandbox.sandbox_id):
             for token in (TOKEN, OTHER_TOKEN):
                 assert token not in (await client.get(path)).text, path
 
@@ -330,8 +338,8 @@ def test_no_option_takes_a_token():
 
 async def test_bodies_are_checked_and_bounded(tmp_path):
     limits = Limits(body_bytes=100_000)
-    async with running(tmp_path, limits=limits) as world, world.client.acquire(SPEC) as box:
-        base = f"/v1/sandboxes/{box.sandbox_id}"
+    async with running(tmp_path, limits=limits) as world, world.client.acquire(SPEC) as sandbox:
+        base = f"/v1/sandboxes/{sandbox.sandbox_id}"
         async with bare(world, **bearer(TOKEN)) as client:
 
             async def endless():
@@ -356,17 +364,17 @@ async def test_bodies_are_checked_and_bounded(tmp_path):
             assert wrong.status_code == 415
             assert (await client.patch(f"{base}/run")).status_code == 405
         with pytest.raises(SandboxLimitError):
-            await box.write("f", b"x" * 200_000)
-        assert (await box.run("true", timeout=10)).ok
+            await sandbox.write("f", b"x" * 200_000)
+        assert (await sandbox.run("true", timeout=10)).ok
 
 
 async def test_a_damaged_or_hostile_archive_is_refused(tmp_path):
     async with (
         running(tmp_path) as world,
-        world.client.acquire(SPEC) as box,
+        world.client.acquire(SPEC) as sandbox,
         bare(world, **bearer(TOKEN)) as client,
     ):
-        path = f"/v1/sandboxes/{box.sandbox_id}/tree"
+        path = f"/v1/sandboxes/{sandbox.sandbox_id}/tree"
         answer = await client.put(path, params={"path": "t"}, content=b"no tar" * 500)
         assert answer.status_code == 413
         assert answer.json()["cause"] == "SandboxLimitError"

@@ -93,13 +93,13 @@ def test_a_hostile_archive_leaves_nothing_behind(tmp_path, name):
 async def test_the_service_refuses_a_hostile_archive(tmp_path, name):
     async with (
         running(tmp_path) as world,
-        world.client.acquire(SPEC) as box,
+        world.client.acquire(SPEC) as sandbox,
         bare(world, **bearer(TOKEN)) as client,
     ):
-        path = f"/v1/sandboxes/{box.sandbox_id}/tree"
+        path = f"/v1/sandboxes/{sandbox.sandbox_id}/tree"
         answer = await client.put(path, params={"path": "t"}, content=BOMBS[name])
         assert (answer.status_code, answer.json()["cause"]) == (413, "SandboxLimitError")
-        assert await box.list() == []
+        assert await sandbox.list() == []
 
 
 VALID = io.BytesIO()
@@ -204,20 +204,20 @@ def test_a_tree_is_uploaded_through_the_link_that_was_named(tmp_path):
 async def test_links_of_the_sandbox_lead_to_the_sandbox_only(bench, tmp_path):
     """A link is followed inside, where the sandbox's own files are; nothing of this machine is read or written."""
     (tmp_path / "secret").write_bytes(SECRET)
-    async with bench.sandbox() as box:
+    async with bench.sandbox() as sandbox:
         for target in (tmp_path, tmp_path / "secret"):
-            await box.run(["ln", "-sfn", str(target), "out"], timeout=20)
+            await sandbox.run(["ln", "-sfn", str(target), "out"], timeout=20)
             if bench.isolated:
                 for path in ("out", "out/secret", str(tmp_path / "secret")):
                     with pytest.raises(SandboxFileError):
-                        await box.read(path)
-            await box.write("out", b"replaced")
-            assert await box.read("out") == b"replaced"
-            await box.run(["ln", "-sfn", str(target), "out"], timeout=20)
+                        await sandbox.read(path)
+            await sandbox.write("out", b"replaced")
+            assert await sandbox.read("out") == b"replaced"
+            await sandbox.run(["ln", "-sfn", str(target), "out"], timeout=20)
             with pytest.raises(SandboxError):
-                await box.download(".", tmp_path / "down")
+                await sandbox.download(".", tmp_path / "down")
             assert not (tmp_path / "down").exists()
-            await box.remove("out")
+            await sandbox.remove("out")
     assert (tmp_path / "secret").read_bytes() == SECRET
     assert [path.name for path in tmp_path.iterdir()] == ["secret"]
 
@@ -226,16 +226,16 @@ async def test_a_folder_that_becomes_a_link_inside_does_no_harm(bench, tmp_path)
     """Commands of the sandbox change its tree while it is read and written: every call answers, nothing gets out."""
     (tmp_path / "secret").write_bytes(SECRET)
     swap = "while :; do mv d e; ln -s %s d; rm d; mv e d; done 2>/dev/null"
-    async with bench.sandbox() as box:
-        await box.run("mkdir d; echo inside > d/secret", timeout=20)
-        job = await box.start(swap % tmp_path)
+    async with bench.sandbox() as sandbox:
+        await sandbox.run("mkdir d; echo inside > d/secret", timeout=20)
+        job = await sandbox.start(swap % tmp_path)
         for number in range(10):
             for call in (
-                box.read("d/secret"),
-                box.write("d/new", b"x"),
-                box.download(".", tmp_path.with_name(f"{tmp_path.name}-{number}")),
-                box.list("d"),
-                box.remove("d/new"),
+                sandbox.read("d/secret"),
+                sandbox.write("d/new", b"x"),
+                sandbox.download(".", tmp_path.with_name(f"{tmp_path.name}-{number}")),
+                sandbox.list("d"),
+                sandbox.remove("d/new"),
             ):
                 try:
                     await call
@@ -258,35 +258,35 @@ NAMES = ("\udcff\udcfe", "ü", "with space", "new\nline", "a+b&c=d?e#f%41", "\\"
 
 async def test_a_name_means_the_same_file_everywhere(tmp_path):
     """Listed, read, written, uploaded, downloaded and used in commands, here and over HTTP."""
-    async with running(tmp_path) as world, world.client.acquire(SPEC) as box:
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
         for number, name in enumerate(NAMES):
-            await box.write(name, str(number).encode())
-        assert {entry.name for entry in await box.list()} == set(NAMES)
-        [lease] = world.pool.books.leases()
+            await sandbox.write(name, str(number).encode())
+        assert {entry.name for entry in await sandbox.list()} == set(NAMES)
+        [lease] = world.pool.state.leases()
         inside = world.pool.handle(lease)
         assert {entry.name for entry in await inside.list()} == set(NAMES)
         for number, name in enumerate(NAMES):
             content = str(number).encode()
-            assert await box.read(name) == await inside.read(name) == content
-            assert (await box.run(["cat", name], timeout=10)).stdout == content
-            told = await box.run('cat "$N"; printf %s "$N"', env={"N": name}, timeout=10)
+            assert await sandbox.read(name) == await inside.read(name) == content
+            assert (await sandbox.run(["cat", name], timeout=10)).stdout == content
+            told = await sandbox.run('cat "$N"; printf %s "$N"', env={"N": name}, timeout=10)
             assert told.stdout == content + os.fsencode(name)
-        async with box.session() as session:
+        async with sandbox.session() as session:
             assert (await session.run("printf '\udcff'", timeout=10)).stdout == b"\xff"
-        await box.download(".", tmp_path / "down")
+        await sandbox.download(".", tmp_path / "down")
         assert set(os.listdir(tmp_path / "down")) == set(NAMES)
-        await box.upload(tmp_path / "down", "up")
-        assert {entry.name for entry in await box.list("up")} == set(NAMES)
+        await sandbox.upload(tmp_path / "down", "up")
+        assert {entry.name for entry in await sandbox.list("up")} == set(NAMES)
         for name in NAMES:
-            await box.remove(name)
-        assert [entry.name for entry in await box.list()] == ["up"]
+            await sandbox.remove(name)
+        assert [entry.name for entry in await sandbox.list()] == ["up"]
         for name in ("a\0b", "\ud800", ""):
             with pytest.raises(SandboxError):
-                await box.write(name, b"")
+                await sandbox.write(name, b"")
             with pytest.raises(SandboxError):
-                await box.run(["echo", name or "\0"], timeout=10)
+                await sandbox.run(["echo", name or "\0"], timeout=10)
         with pytest.raises(SandboxFileError):
-            await box.read("\udcff missing")
+            await sandbox.read("\udcff missing")
         # Where only text will do, it is readable text.
         assert r"\udcff" in "".join(event.text for event in lease.timeline.events())
 
@@ -294,11 +294,11 @@ async def test_a_name_means_the_same_file_everywhere(tmp_path):
 async def test_names_travel_as_the_documents_say(tmp_path):
     async with (
         running(tmp_path) as world,
-        world.client.acquire(SPEC) as box,
+        world.client.acquire(SPEC) as sandbox,
         bare(world, **bearer(TOKEN)) as client,
     ):
-        base = f"/v1/sandboxes/{box.sandbox_id}"
-        await box.write("\udcff.txt", b"content")
+        base = f"/v1/sandboxes/{sandbox.sandbox_id}"
+        await sandbox.write("\udcff.txt", b"content")
         listed = await client.get(f"{base}/entries")
         assert [entry["name"] for entry in listed.json()["entries"]] == ["\0ff.txt"]
         assert rb'"\u0000ff.txt"' in listed.content

@@ -69,7 +69,7 @@ HOSTILE = {
 class Scripted:
     """A link whose other end says this as soon as it is asked something."""
 
-    said = b""
+    transcript = b""
 
     def __init__(self, answer: bytes) -> None:
         self._answer = answer
@@ -143,7 +143,7 @@ async def test_many_small_pieces_of_output_are_a_stream_like_any_other(bench):
     """Also when their reader is slow: what is on its way is bounded by pieces as well as by bytes."""
     count = OUTPUT_WINDOW // 16
     program = f"import os\nfor n in range({count}): os.write(1, b'x'); os.sched_yield()"
-    async with bench.sandbox() as box, aclosing(box.stream(["python3", "-c", program], timeout=60)) as stream:
+    async with bench.sandbox() as sandbox, aclosing(sandbox.stream(["python3", "-c", program], timeout=60)) as stream:
         size = 0
         async for item in stream:
             if isinstance(item, Result):
@@ -176,25 +176,25 @@ def test_an_agent_knows_what_is_no_frame(name):
 )
 async def test_an_agent_survives_a_host_that_is_none(bench, name):
     """Its channel ends. A local process ends with its host; a container's agent waits for one that takes over."""
-    async with bench.sandbox() as box:
-        await box.write("file", b"kept")
-        channel = await box.channel()
+    async with bench.sandbox() as sandbox:
+        await sandbox.write("file", b"kept")
+        channel = await sandbox.channel()
         await channel._link.send(HOSTILE[name])
         with anyio.fail_after(LIMIT):
             while True:
                 try:
-                    assert await box.read("file") == b"kept"
+                    assert await sandbox.read("file") == b"kept"
                 except SandboxLostError:
                     if not bench.isolated:
                         break
                 else:
-                    if channel is not await box.channel():
+                    if channel is not await sandbox.channel():
                         break
 
 
 async def test_requests_that_make_no_sense_are_refused_and_the_agent_goes_on(bench):
-    async with bench.sandbox() as box:
-        channel = await box.channel()
+    async with bench.sandbox() as sandbox:
+        channel = await sandbox.channel()
         for operation, argument in (
             ("no-such", None),
             ("run", None),
@@ -210,7 +210,7 @@ async def test_requests_that_make_no_sense_are_refused_and_the_agent_goes_on(ben
                 continue
             with pytest.raises(SandboxError):
                 await channel.ask(operation, argument, Ending, LIMIT)
-        assert (await box.run("echo on", timeout=LIMIT)).stdout == b"on\n"
+        assert (await sandbox.run("echo on", timeout=LIMIT)).stdout == b"on\n"
         with pytest.raises(SandboxRefusedError):
             await channel.ask("no-such", None, int, LIMIT)
 
@@ -262,17 +262,17 @@ print(len(answers), *answers)
 @pytest.mark.parametrize("kind", [pytest.param("containers", marks=pytest.mark.integration)])
 async def test_a_command_cannot_pose_as_the_host(bench):
     """What a host must know to take over is known nowhere inside, and guessing gets no answer."""
-    async with bench.sandbox() as box:
+    async with bench.sandbox() as sandbox:
         look = "env; cat /proc/*/environ /proc/*/cmdline; grep -r . /tmp /run /work /var/tmp; true"
-        said = await box.run(look, timeout=LIMIT)
-        assert box._secret.encode() not in said.stdout + said.stderr
+        said = await sandbox.run(look, timeout=LIMIT)
+        assert sandbox._secret.encode() not in said.stdout + said.stderr
         async with anyio.create_task_group() as tasks:
             posing: list[Result] = []
 
             async def pose() -> None:
-                posing.append(await box.run(["python3", "-c", POSING], timeout=60))
+                posing.append(await sandbox.run(["python3", "-c", POSING], timeout=60))
 
             tasks.start_soon(pose)
-            assert (await box.run("echo on", timeout=LIMIT)).stdout == b"on\n"
+            assert (await sandbox.run("echo on", timeout=LIMIT)).stdout == b"on\n"
         assert posing[0].stdout in (b"0\n", b"1 b''\n"), posing[0].stderr
-        assert (await box.run("echo on", timeout=LIMIT)).stdout == b"on\n"
+        assert (await sandbox.run("echo on", timeout=LIMIT)).stdout == b"on\n"

@@ -26,7 +26,7 @@ SCREEN = "document.getElementById('screen').textContent.replaceAll('\\n', '')"
 async def test_nothing_that_a_sandbox_says_runs_in_the_page(tmp_path, chromium):
     async with (
         running(tmp_path, address=Address(port=0)) as world,
-        world.client.acquire(msgspec.structs.replace(SPEC, image=f"any{SCRIPT}")) as box,
+        world.client.acquire(msgspec.structs.replace(SPEC, image=f"any{SCRIPT}")) as sandbox,
         browser(chromium, tmp_path / "profile") as page,
     ):
         world.backend.faults.start = SandboxStartError(f"the engine says {SCRIPT}")
@@ -34,19 +34,21 @@ async def test_nothing_that_a_sandbox_says_runs_in_the_page(tmp_path, chromium):
             async with world.client.acquire(msgspec.structs.replace(SPEC, image=f"broken{SCRIPT}")):
                 pass
         world.backend.faults.start = None
-        await box.run(["echo", SCRIPT], timeout=10)
-        await box.write(SCRIPT.replace("/", "-"), b"x")
+        await sandbox.run(["echo", SCRIPT], timeout=10)
+        await sandbox.write(SCRIPT.replace("/", "-"), b"x")
         with pytest.raises(SandboxError):
-            await box.read(f"{SCRIPT}\udcff")
+            await sandbox.read(f"{SCRIPT}\udcff")
 
         await page.log_in(world.url, TOKEN)
         await page.until("document.getElementById('failures').innerText.includes('<svg')")
         await page.until("document.getElementById('sandboxes').innerText.includes('any<img')")
-        await page.value(f"document.querySelector('[data-sandbox=\"{box.sandbox_id}\"]').click()")
+        await page.value(f"document.querySelector('[data-sandbox=\"{sandbox.sandbox_id}\"]').click()")
         await page.until("document.getElementById('timeline').innerText.includes('${hacked=1}')")
         await page.value("document.getElementById('attach').click()")
         await page.until("document.getElementById('screen-note').innerText.startsWith('Connected')")
-        await box.write("evil", f"{SCRIPT}\033]0;{SCRIPT}\007\033]52;c;aGFja2Vk\007\033[6n\033[c\033P+q\033\\".encode())
+        await sandbox.write(
+            "evil", f"{SCRIPT}\033]0;{SCRIPT}\007\033]52;c;aGFja2Vk\007\033[6n\033[c\033P+q\033\\".encode()
+        )
         await page.type("cat evil; echo the end\n")
         await page.until(f"{SCREEN}.includes('<svg onload=hacked=1>')")
         await page.until(f"{SCREEN}.split('the end').length > 2")
@@ -126,11 +128,11 @@ window.all = Promise.all([
 async def test_another_site_reaches_nothing_although_the_browser_is_logged_in(tmp_path, chromium):
     async with (
         running(tmp_path, address=Address(port=0)) as world,
-        world.client.acquire(SPEC) as box,
+        world.client.acquire(SPEC) as sandbox,
         browser(chromium, tmp_path / "profile") as page,
     ):
         await page.log_in(world.url, TOKEN)
-        script = ATTACKS % (world.url, box.sandbox_id, TOKEN)
+        script = ATTACKS % (world.url, sandbox.sandbox_id, TOKEN)
         form = f'<form method=post action="{world.url}/logout"></form><iframe src="{world.url}/"></iframe>'
         async with other_site(f"<!doctype html><body>{form}<script>{script}</script>") as url:
             await page.open(url)
@@ -144,8 +146,8 @@ async def test_another_site_reaches_nothing_although_the_browser_is_logged_in(tm
             await page.value("document.forms[0].submit()")
             await page.until(f"location.href.startsWith('{world.url}')")
             assert "not carried out" in await page.value("document.body.innerText")
-        assert [lease.id for lease in world.pool.books.leases()] == [box.sandbox_id]
-        assert await box.list() == []
+        assert [lease.id for lease in world.pool.state.leases()] == [sandbox.sandbox_id]
+        assert await sandbox.list() == []
         # And it is logged in still.
         await page.open(world.url)
-        await page.until(f"document.querySelector('[data-sandbox=\"{box.sandbox_id}\"]')")
+        await page.until(f"document.querySelector('[data-sandbox=\"{sandbox.sandbox_id}\"]')")

@@ -25,9 +25,9 @@ QUICK = Limits(head_s=0.3, receive_s=0.3, stall_s=0.3, idle_s=1.0, strangers=20)
 """What a client may do in a test."""
 
 
-async def serves(box) -> bool:
+async def serves(sandbox) -> bool:
     """Somebody else is served."""
-    return (await box.run("echo served", timeout=10)).stdout == b"served\n"
+    return (await sandbox.run("echo served", timeout=10)).stdout == b"served\n"
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,11 @@ async def serves(box) -> bool:
 async def test_a_connection_on_which_nothing_happens_is_ended(tmp_path, begin):
     async with (
         running(tmp_path, limits=QUICK) as world,
-        world.client.acquire(SPEC) as box,
+        world.client.acquire(SPEC) as sandbox,
         connected(world) as connection,
     ):
         await connection.stream.send(begin)
-        assert await serves(box)
+        assert await serves(sandbox)
         assert await connection.ended()
 
 
@@ -80,34 +80,42 @@ async def test_a_byte_now_and_then_does_not_hold_a_connection_open(tmp_path, beg
 
 
 async def test_a_body_that_stops_is_answered(tmp_path):
-    async with running(tmp_path, limits=QUICK) as world, world.client.acquire(SPEC) as box:
+    async with running(tmp_path, limits=QUICK) as world, world.client.acquire(SPEC) as sandbox:
         async with connected(world) as connection:
-            path = f"/v1/sandboxes/{box.sandbox_id}/run"
+            path = f"/v1/sandboxes/{sandbox.sandbox_id}/run"
             await connection.stream.send(head("POST", path, "content-length: 100") + b"{")
             await connection.until(b" 408 ")
-        assert await serves(box)
+        assert await serves(sandbox)
 
 
 @pytest.mark.parametrize("takes", [0, 1], ids=["nothing", "a byte now and then"])
 async def test_a_stream_that_is_not_read_ends_with_its_command(tmp_path, takes):
-    async with running(tmp_path, limits=QUICK) as world, world.client.acquire(SPEC) as box, connected(world) as slow:
+    async with (
+        running(tmp_path, limits=QUICK) as world,
+        world.client.acquire(SPEC) as sandbox,
+        connected(world) as slow,
+    ):
         body = b'{"command":"echo $$ >pid; exec yes","timeout":3600}'
-        path = f"/v1/sandboxes/{box.sandbox_id}/stream"
+        path = f"/v1/sandboxes/{sandbox.sandbox_id}/stream"
         await slow.stream.send(head("POST", path, f"content-length: {len(body)}") + body)
         await slow.until(b"chunk")
-        pid = int(await box.read("pid"))
-        assert await serves(box)
+        pid = int(await sandbox.read("pid"))
+        assert await serves(sandbox)
         with anyio.fail_after(END_S):
-            while (await box.run(f"kill -0 {pid}", timeout=10)).ok:
+            while (await sandbox.run(f"kill -0 {pid}", timeout=10)).ok:
                 if takes:
                     await slow.stream.receive(1)
 
 
 async def test_a_large_answer_is_given_to_a_client_that_takes_its_time(tmp_path):
     limits = Limits(stall_s=0.3)
-    async with running(tmp_path, limits=limits) as world, world.client.acquire(SPEC) as box, connected(world) as slow:
-        await box.write("big", b"x" * (8 << 20))
-        await slow.stream.send(head("GET", f"/v1/sandboxes/{box.sandbox_id}/files?path=big"))
+    async with (
+        running(tmp_path, limits=limits) as world,
+        world.client.acquire(SPEC) as sandbox,
+        connected(world) as slow,
+    ):
+        await sandbox.write("big", b"x" * (8 << 20))
+        await slow.stream.send(head("GET", f"/v1/sandboxes/{sandbox.sandbox_id}/files?path=big"))
         await slow.until(b"\r\n\r\n")
         size = len(slow.got.partition(b"\r\n\r\n")[2])
         with anyio.fail_after(END_S):
@@ -129,35 +137,39 @@ async def test_answers_that_are_never_read_do_not_pile_up(tmp_path):
 
 
 async def test_a_terminal_that_is_not_read_ends_with_its_program(tmp_path):
-    async with running(tmp_path, limits=QUICK) as world, world.client.acquire(SPEC) as box:
-        uri = f"ws://sandboxes/v1/sandboxes/{box.sandbox_id}/terminal"
+    async with running(tmp_path, limits=QUICK) as world, world.client.acquire(SPEC) as sandbox:
+        uri = f"ws://sandboxes/v1/sandboxes/{sandbox.sandbox_id}/terminal"
         path = world.url.removeprefix("unix:")
         async with unix_connect(path, uri, additional_headers=bearer(), max_queue=1, close_timeout=0.1) as slow:
             await slow.send(b"echo $$ >pid; exec yes\n")
             with anyio.fail_after(END_S):
-                while not await box.list() or not await box.read("pid"):
+                while not await sandbox.list() or not await sandbox.read("pid"):
                     await slow.recv()
             slow.transport.pause_reading()
-            pid = int(await box.read("pid"))
+            pid = int(await sandbox.read("pid"))
             with anyio.fail_after(END_S):
-                while (await box.run(f"sleep 0.05; kill -0 {pid}", timeout=10)).ok:
+                while (await sandbox.run(f"sleep 0.05; kill -0 {pid}", timeout=10)).ok:
                     pass
             slow.transport.abort()
-        assert await serves(box)
+        assert await serves(sandbox)
 
 
 async def test_many_idle_strangers_keep_nobody_out(tmp_path):
     limits = Limits(strangers=20, head_s=3600.0)
-    async with running(tmp_path, limits=limits) as world, world.client.acquire(SPEC) as box, AsyncExitStack() as stack:
+    async with (
+        running(tmp_path, limits=limits) as world,
+        world.client.acquire(SPEC) as sandbox,
+        AsyncExitStack() as stack,
+    ):
         idle = [await stack.enter_async_context(connected(world)) for _ in range(100)]
-        assert await serves(box)
+        assert await serves(sandbox)
         async with bare(world, **bearer(TOKEN)) as late:
             assert (await late.get("/v1/status")).status_code == 200
         # The oldest had to go, long before their time; who is known did not.
         for connection in idle[:70]:
             assert await connection.ended()
-        assert await serves(box)
-        assert box.state == "ready"
+        assert await serves(sandbox)
+        assert sandbox.state == "ready"
 
 
 @pytest.fixture
@@ -185,10 +197,10 @@ async def test_the_same_holds_under_tls(tmp_path, tls):
     context = ssl.create_default_context(cafile=tls.certificate)
     async with running(tmp_path, address=tls, limits=QUICK, verify=context) as world:
         assert world.url.startswith("https://127.0.0.1:")
-        async with world.client.acquire(SPEC) as box:
-            await box.write("big", b"x" * (4 << 20))
-            assert len(await box.read("big")) == 4 << 20
-            async with box.terminal() as terminal:
+        async with world.client.acquire(SPEC) as sandbox:
+            await sandbox.write("big", b"x" * (4 << 20))
+            assert len(await sandbox.read("big")) == 4 << 20
+            async with sandbox.terminal() as terminal:
                 await terminal.write(b"echo $((6*7)); exit\n")
                 seen = b""
                 while data := await terminal.read():
@@ -197,11 +209,11 @@ async def test_the_same_holds_under_tls(tmp_path, tls):
             for begin in (
                 b"\r\n",
                 b"GET / HTTP/1.1\r\n",
-                head("GET", f"/v1/sandboxes/{box.sandbox_id}/files?path=big") * 8,
+                head("GET", f"/v1/sandboxes/{sandbox.sandbox_id}/files?path=big") * 8,
             ):
                 with socket.create_connection(("127.0.0.1", int(world.url.rpartition(":")[2]))) as plain:
                     assert await taken_late(context, plain, begin) < 8 * (4 << 20)
-                assert await serves(box)
+                assert await serves(sandbox)
 
 
 async def taken_late(context: ssl.SSLContext, plain: socket.socket, begin: bytes) -> int:

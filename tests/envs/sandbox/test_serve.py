@@ -76,15 +76,15 @@ def place(tmp_path, engine_url) -> Place:
 async def test_a_person_uses_the_service(place, engine_url):
     async with place.serving():
         assert await place.said("run", "--image", IMAGE, "--memory", "64", "echo hello; exit 3") == (3, b"hello\n")
-        async with place.client() as client, client.acquire(SPEC) as box:
+        async with place.client() as client, client.acquire(SPEC) as sandbox:
             code, listed = await place.said("ls")
             assert code == 0
-            assert box.sandbox_id.encode() in listed
-            await box.write("f", b"content")
-            assert await place.said("run", "--in", box.sandbox_id, "cat", "f") == (0, b"content")
-            assert (await place.said("rm", box.sandbox_id))[0] == 0
+            assert sandbox.sandbox_id.encode() in listed
+            await sandbox.write("f", b"content")
+            assert await place.said("run", "--in", sandbox.sandbox_id, "cat", "f") == (0, b"content")
+            assert (await place.said("rm", sandbox.sandbox_id))[0] == 0
             with anyio.fail_after(30):
-                await box.wait_ended()
+                await sandbox.wait_ended()
     assert await place.containers(engine_url) == 0
 
 
@@ -137,9 +137,9 @@ async def test_kill_9_of_the_service_leaks_nothing_and_loses_nothing(place, engi
     async with place.serving(), place.client() as client:
         again = [await client.wait_ready(await client.order(order, key), 30, 30) for key in keys]
         assert [info.id for info in again] == [info.id for info in first]
-        box = client.attach(again[0])
-        assert await box.read("kept") == b"still here"
-        assert (await box.run("echo works", timeout=10)).stdout == b"works\n"
+        sandbox = client.attach(again[0])
+        assert await sandbox.read("kept") == b"still here"
+        assert (await sandbox.run("echo works", timeout=10)).stdout == b"works\n"
         (found,) = [info for info in await client.list() if info.id == fork.sandbox_id]
         assert await client.attach(found).read("kept") == b"still here"
     assert await place.containers(engine_url) == 0
@@ -149,9 +149,9 @@ async def test_a_command_that_a_restart_interrupts_is_never_reported_as_done(pla
     outcome: list[object] = []
     ended = anyio.Event()
 
-    async def run(box) -> None:
+    async def run(sandbox) -> None:
         try:
-            outcome.append(await box.run("sleep 3; echo done", timeout=60))
+            outcome.append(await sandbox.run("sleep 3; echo done", timeout=60))
         except SandboxError as error:
             outcome.append(error)
         ended.set()
@@ -195,8 +195,8 @@ async def test_a_front_places_sandboxes_on_another_service(place, tmp_path_facto
     async with place.serving():
         host = f"--host=there={place.url}={place.folder / 'tokens'}"
         async with front.serving(host), front.client() as client:
-            async with client.acquire(SPEC) as box:
-                assert (await box.run("echo through", timeout=10)).stdout == b"through\n"
+            async with client.acquire(SPEC) as sandbox:
+                assert (await sandbox.run("echo through", timeout=10)).stdout == b"through\n"
                 assert (await client.list())[0].host == "there"
             assert [info.state for info in await client.list()] == []
     assert await place.containers(engine_url) == 0

@@ -7,7 +7,7 @@ import pytest
 
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.fake import FakeBackend
-from envs.sandbox.local.sandbox import Sandbox
+from envs.sandbox.local.sandbox import LocalSandbox
 from envs.sandbox.reuse.wipe import look, wipe
 from tests.envs.sandbox.conftest import IMAGE
 
@@ -56,9 +56,11 @@ STAYS = {
 """It is found, and the sandbox is not used again."""
 
 
-async def _left(box: Sandbox) -> list[str]:
+async def _left(sandbox: LocalSandbox) -> list[str]:
     """Processes beside the agent and our own, and files."""
-    found = await box.run("ps -e -o comm=; ls -A /work /tmp /run /var/tmp /dev/shm /dev/mqueue | grep -v :", timeout=10)
+    found = await sandbox.run(
+        "ps -e -o comm=; ls -A /work /tmp /run /var/tmp /dev/shm /dev/mqueue | grep -v :", timeout=10
+    )
     return [line for line in found.stdout.decode().split() if line not in ("python3", "bash", "ps")]
 
 
@@ -69,19 +71,19 @@ async def test_a_container_is_clean_after_a_wipe_or_known_not_to_be(containers):
     wrong: list[str] = []
 
     async def leave(name: str, command: str, stays: bool) -> None:
-        async with Sandbox(engine, Spec(image=IMAGE), labels=labels) as box:
-            new = await look(box)
+        async with LocalSandbox(engine, Spec(image=IMAGE), labels=labels) as sandbox:
+            new = await look(sandbox)
             assert new is not None
-            assert new == await look(box)
-            assert await wipe(box, new)
-            await box.run(command, timeout=20)
-            changed = await look(box) != new
-            clean = await wipe(box, new)
+            assert new == await look(sandbox)
+            assert await wipe(sandbox, new)
+            await sandbox.run(command, timeout=20)
+            changed = await look(sandbox) != new
+            clean = await wipe(sandbox, new)
             if not changed:
                 wrong.append(f"{name} had no effect")
             if clean == stays:
                 wrong.append(f"{name}: clean is {clean}")
-            if clean and (left := await _left(box)):
+            if clean and (left := await _left(sandbox)):
                 wrong.append(f"{name} left {left}")
 
     for commands, stays in [(GONE, False), (STAYS, True)]:
@@ -105,23 +107,23 @@ async def test_nobody_is_left_to_deceive_a_look(containers):
         "            try: open(f'/proc/{pid}/mem', 'r+b').close()\n"
         "            except OSError: pass\n"
     )
-    async with Sandbox(engine, Spec(image=IMAGE), labels=labels) as box:
-        new = await look(box)
+    async with LocalSandbox(engine, Spec(image=IMAGE), labels=labels) as sandbox:
+        new = await look(sandbox)
         assert new is not None
-        job = await box.start(["python3", "-c", swarm])
-        await box.run("sleep 0.3", timeout=5)
+        job = await sandbox.start(["python3", "-c", swarm])
+        await sandbox.run("sleep 0.3", timeout=5)
         # A command of ours still runs: then nothing is killed, and nothing called clean.
-        assert not await wipe(box, new)
+        assert not await wipe(sandbox, new)
         await job.signal("SIGKILL")
         for _ in range(5):
-            await box.run(["bash", "-c", 'python3 -c "$0" & sleep 0.3', swarm], timeout=5)
+            await sandbox.run(["bash", "-c", 'python3 -c "$0" & sleep 0.3', swarm], timeout=5)
             # Where many are slow to die it is not clean; it must not be called clean while any of them lives.
-            assert not (await wipe(box, new) and await _left(box))
+            assert not (await wipe(sandbox, new) and await _left(sandbox))
 
 
 @pytest.mark.anyio
 async def test_outside_of_a_container_nothing_is_looked_at_and_nothing_removed(tmp_path):
-    async with FakeBackend() as backend, Sandbox(backend, Spec(image="any")) as box:
-        assert await look(box) is None
+    async with FakeBackend() as backend, LocalSandbox(backend, Spec(image="any")) as sandbox:
+        assert await look(sandbox) is None
         with anyio.fail_after(30):
-            assert (await box.run("echo here >file; cat file", timeout=5)).stdout == b"here\n"
+            assert (await sandbox.run("echo here >file; cat file", timeout=5)).stdout == b"here\n"

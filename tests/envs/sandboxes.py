@@ -22,7 +22,7 @@ def result(**changes) -> Result:
     return msgspec.structs.replace(FINE, **changes)
 
 
-class ScriptedBox:
+class ScriptedSandbox:
     """Answers `run` by a function of the command and its input; keeps all that it was given."""
 
     def __init__(self, spec: Spec, answer: Callable[[list[str], bytes], Result] | None = None) -> None:
@@ -43,8 +43,8 @@ class ScriptedBox:
         return self._answer(list(command), stdin)
 
 
-class ScriptedSupply:
-    """Gives scripted boxes, and knows what is out. The first `failures` requests or uses fail with `error`."""
+class ScriptedProvider:
+    """Gives scripted sandboxes, and knows what is out. The first `failures` requests or uses fail with `error`."""
 
     def __init__(
         self, answer=None, *, start_s: float = 0.0, failures: int = 0, error: SandboxError | None = None
@@ -53,7 +53,7 @@ class ScriptedSupply:
         self.start_s = start_s
         self.failures = failures
         self.error = error or SandboxLostError("the engine lost it")
-        self.boxes: list[ScriptedBox] = []
+        self.sandboxes: list[ScriptedSandbox] = []
         self.out = 0
         self.most = 0
         self.owners: set[str] = set()
@@ -65,12 +65,12 @@ class ScriptedSupply:
         if self.failures:
             self.failures -= 1
             raise self.error
-        box = ScriptedBox(spec, self.answer)
-        self.boxes.append(box)
+        sandbox = ScriptedSandbox(spec, self.answer)
+        self.sandboxes.append(sandbox)
         self.out += 1
         self.most = max(self.most, self.out)
         try:
-            yield box
+            yield sandbox
         finally:
             self.out -= 1
 
@@ -85,4 +85,4 @@ async def local_processes(source, owner):
     async with FakeBackend() as backend:
         async with open_maker(backend) as maker, open_pool([host("here", maker)]) as pool:
             yield pool
-        assert not backend.boxes, "leaked"
+        assert not backend.containers, "leaked"

@@ -33,7 +33,7 @@ _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 1.0
 
 
-class Calls:
+class HttpClient:
     """One service, as a client reaches it."""
 
     def __init__(self, url: str, token: str, verify: ssl.SSLContext | bool = True) -> None:
@@ -239,8 +239,8 @@ class _Translated:
             raise self.late() from error
         if isinstance(error, httpx.HTTPError):
             unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
-            said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            final = SandboxLostError(f"{self._what} cannot be reached: {said}; does the service run?")
+            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            final = SandboxLostError(f"{self._what} cannot be reached: {reason}; does the service run?")
             raise _BrokenError(final, unsent=unsent) from error
 
     def late(self) -> SandboxTimeoutError:

@@ -1,10 +1,10 @@
-"""A stock of sandboxes for short uses: at most so many at once, each used again only while it is proven clean.
+"""A pool of sandboxes for short uses: at most so many at once, each used again only while it is proven clean.
 
 A sandbox is started in a fifth of a second, and wiped in a hundredth (`envs.sandbox.reuse.wipe`). One that cannot be
 shown to be as it was when it was new is given back, and the next use gets another. What nobody has wanted for a while
 is given back too.
 
-Law: in use and in stock together are never more than `most`; after the block there are none.
+Law: in use and ready together are never more than `most`; after the block there are none.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from contextlib import asynccontextmanager, suppress
 import anyio
 from anyio.abc import TaskGroup
 
-from envs.sandbox.api import SandboxLike, SandboxProvider, Spec
+from envs.sandbox.api import Sandbox, SandboxProvider, Spec
 from envs.sandbox.reuse.wipe import Look, look, wipe
 from flash.errors import SandboxBusyError, SandboxClosedError, SandboxError
 from flash.waiting import unwrapped_group
 
 IDLE_S = 60.0
-"""Seconds that a sandbox stays in stock without being used."""
+"""Seconds that a sandbox stays ready without being used."""
 AGE_SHARE = 0.5
 """Share of its life after which a sandbox is not used again, so that none ends in the middle of a use."""
 
@@ -35,15 +35,15 @@ class _Held:
         self.scope = anyio.CancelScope()
         """Of the task that holds it: to cancel it is to give the sandbox back."""
         self.settled = anyio.Event()
-        self.box: SandboxLike | None = None
+        self.sandbox: Sandbox | None = None
         self.new: Look | None = None
         """What it was like before its first use."""
         self.until = math.inf
         self.error: SandboxError | None = None
 
 
-class Stock:
-    """Made by `open_stock`."""
+class ReusePool:
+    """Lends sandboxes that are clean. Made by `open_reuse_pool`."""
 
     def __init__(self, provider: SandboxProvider, tasks: TaskGroup, owner: str, most: int, reuse: bool) -> None:
         self._provider = provider
@@ -59,7 +59,7 @@ class Stock:
         self.used_again = 0
 
     @asynccontextmanager
-    async def borrow(self, spec: Spec, deadline: float) -> AsyncGenerator[SandboxLike]:
+    async def borrow(self, spec: Spec, deadline: float) -> AsyncGenerator[Sandbox]:
         """A sandbox that is new or as good as new, for the time of the block.
 
         Raises:
@@ -74,8 +74,8 @@ class Stock:
         try:
             held = self._take(spec) or await self._new(spec, max(1.0, begin + deadline - anyio.current_time()))
             try:
-                assert held.box is not None
-                yield held.box
+                assert held.sandbox is not None
+                yield held.sandbox
                 await self._put_back(held)
             except BaseException:
                 held.scope.cancel()
@@ -86,7 +86,7 @@ class Stock:
     def _take(self, spec: Spec) -> _Held | None:
         """A ready one, the one used last first."""
         for held in reversed(self._ready):
-            if held.spec == spec and held.box is not None and held.box.state == "ready":
+            if held.spec == spec and held.sandbox is not None and held.sandbox.state == "ready":
                 self._ready.remove(held)
                 held.scope.deadline = math.inf
                 self.used_again += 1
@@ -113,10 +113,10 @@ class Stock:
         """One sandbox: produces it, waits until its scope ends."""
         try:
             with held.scope:
-                async with self._provider.acquire(held.spec, owner=self._owner, deadline=deadline) as box:
-                    held.new = await look(box) if self._reuse else None
+                async with self._provider.acquire(held.spec, owner=self._owner, deadline=deadline) as sandbox:
+                    held.new = await look(sandbox) if self._reuse else None
                     held.until = anyio.current_time() + AGE_SHARE * held.spec.deadline_s
-                    held.box = box
+                    held.sandbox = sandbox
                     held.settled.set()
                     await anyio.sleep_forever()
         except SandboxError as error:
@@ -129,12 +129,12 @@ class Stock:
             held.settled.set()
 
     async def _put_back(self, held: _Held) -> None:
-        """Back into stock, if it is clean."""
+        """Make it ready for the next use, if it is clean."""
         clean = False
-        if held.box is not None and held.new is not None and anyio.current_time() < held.until:
+        if held.sandbox is not None and held.new is not None and anyio.current_time() < held.until:
             # Its use has ended well; if it fails now it is only not used again.
             with suppress(SandboxError):
-                clean = await wipe(held.box, held.new)
+                clean = await wipe(held.sandbox, held.new)
         if not clean or held.scope.cancel_called:
             held.scope.cancel()
             return
@@ -143,8 +143,10 @@ class Stock:
 
 
 @asynccontextmanager
-async def open_stock(provider: SandboxProvider, *, owner: str, most: int, reuse: bool = True) -> AsyncGenerator[Stock]:
-    """A stock for the time of the block.
+async def open_reuse_pool(
+    provider: SandboxProvider, *, owner: str, most: int, reuse: bool = True
+) -> AsyncGenerator[ReusePool]:
+    """A pool for the time of the block.
 
     Args:
         provider: where sandboxes come from.
@@ -153,5 +155,5 @@ async def open_stock(provider: SandboxProvider, *, owner: str, most: int, reuse:
         reuse: use them again when they are clean; otherwise each use gets a new one.
     """
     async with unwrapped_group() as tasks:
-        yield Stock(provider, tasks, owner, most, reuse)
+        yield ReusePool(provider, tasks, owner, most, reuse)
         tasks.cancel_scope.cancel()
