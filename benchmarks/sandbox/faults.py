@@ -235,7 +235,7 @@ async def _left(engine: PodmanEngine) -> tuple[list[str], list[str]]:
 
 
 def rows(outcome: Outcome) -> list[Row]:
-    """The figures."""
+    """The rows of the report, from what was counted."""
     tally, case = outcome.tally, f"faults for {outcome.seconds:.0f} s"
     figures = [
         Row(case, "leaked", "containers", len(outcome.leaked), goal=0),

@@ -16,7 +16,7 @@ from benchmarks.sandbox.engine import IMAGE
 from envs.sandbox.api import Result, Sandbox, Session, Spec
 from envs.sandbox.engines.backend import Backend
 from envs.sandbox.local.sandbox import LocalSandbox
-from envs.sandbox.pool.engine_maker import open_maker
+from envs.sandbox.pool.engine_maker import open_engine_host
 from envs.sandbox.pool.host import HostSettings, Identity
 from envs.sandbox.pool.local_host import LocalHost
 from envs.sandbox.pool.ownership import PREFIX, OwnerLock
@@ -62,7 +62,7 @@ async def session(shell: Session, count: int) -> list[float]:
 
 
 async def fresh(sandbox: Sandbox, count: int) -> list[float]:
-    """Commands by themselves."""
+    """Seconds of each of `count` commands, each a process of its own."""
     return await timed(lambda: sandbox.run(["true"], timeout=COMMAND_S), count)
 
 
@@ -113,10 +113,11 @@ async def open_local_pool(
     """A pool as the service has it."""
     with tempfile.TemporaryDirectory(prefix="flash-bench-") as folder, OwnerLock(Path(folder) / "lock") as lock:
         identity = Identity.of(f"benchmark-{uuid4().hex[:12]}", lock)
-        async with open_maker(backend) as maker:
-            host = LocalHost("here", maker, identity, settings=settings, warm=warm)
-            async with open_pool([host]) as pool:
-                yield Opened(pool, host, {f"{PREFIX}service": identity.service})
+        async with (
+            open_engine_host(backend, identity, name="here", settings=settings, warm=warm) as host,
+            open_pool([host]) as pool,
+        ):
+            yield Opened(pool, host, {f"{PREFIX}service": identity.service})
 
 
 @asynccontextmanager

@@ -222,7 +222,7 @@ async def _peer(backend: Backend, url: str, labels: dict[str, str], wanted: bool
 
 
 def measure(cases: Sequence[str], with_swerex: bool, args: Args) -> list[Row]:
-    """All rows."""
+    """Run these cases; the rows of all of them."""
     rows: list[Row] = []
     in_engine = [case for case in cases if case in CASES]
     if in_engine:

@@ -83,7 +83,7 @@ def scheduler(quick: bool) -> list[Row]:
 
 
 def simulate(scale: Scale) -> Seen:
-    """One run."""
+    """Run the simulated load once; what was seen of it."""
     return run_virtual(_compete, scale)
 
 

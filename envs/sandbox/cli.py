@@ -201,9 +201,8 @@ async def _serve(arguments: argparse.Namespace) -> int:
 async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: str, lock: Any) -> list[Host]:
     """This machine's engine, or the services that were named."""
     from envs.sandbox.engines.docker import DockerBackend
-    from envs.sandbox.pool.engine_maker import open_maker
+    from envs.sandbox.pool.engine_maker import open_engine_host
     from envs.sandbox.pool.host import Identity
-    from envs.sandbox.pool.local_host import LocalHost
     from envs.sandbox.remote.client import SandboxClient, service_token
     from envs.sandbox.remote.host import RemoteHost
 
@@ -214,9 +213,8 @@ async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: 
         hosts.append(RemoteHost(name, await stack.enter_async_context(client), service))
     if not hosts:
         backend = await stack.enter_async_context(DockerBackend(arguments.engine))
-        maker = await stack.enter_async_context(open_maker(backend))
         warm = [_warm(text) for text in arguments.warm]
-        hosts.append(LocalHost(os.uname().nodename, maker, Identity.of(service, lock), warm=warm))
+        hosts.append(await stack.enter_async_context(open_engine_host(backend, Identity.of(service, lock), warm=warm)))
     return hosts
 
 

@@ -118,7 +118,7 @@ class Findings(msgspec.Struct, frozen=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """What `doctor` found."""
+    """What `doctor` measured of one spec on one engine."""
 
     engine: str
     isolated: bool

@@ -63,9 +63,8 @@ async def open_sandboxes(location: Location, owner: str) -> AsyncGenerator[Sandb
 
 async def _pool(stack: AsyncExitStack) -> SandboxProvider:
     from envs.sandbox.engines.docker import DockerBackend
-    from envs.sandbox.pool.engine_maker import open_maker
+    from envs.sandbox.pool.engine_maker import open_engine_host
     from envs.sandbox.pool.host import Identity
-    from envs.sandbox.pool.local_host import LocalHost
     from envs.sandbox.pool.ownership import OwnerLock, runtime_folder
     from envs.sandbox.pool.pool import open_pool
 
@@ -77,8 +76,7 @@ async def _pool(stack: AsyncExitStack) -> SandboxProvider:
     path = runtime_folder() / f"{service}.lock"
     stack.callback(path.unlink, missing_ok=True)
     lock = stack.enter_context(OwnerLock(path))
-    maker = await stack.enter_async_context(open_maker(backend))
-    host = LocalHost(os.uname().nodename, maker, Identity.of(service, lock))
+    host = await stack.enter_async_context(open_engine_host(backend, Identity.of(service, lock)))
     return await stack.enter_async_context(open_pool([host]))
 
 

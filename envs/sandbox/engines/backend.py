@@ -25,7 +25,7 @@ AGENT_ADDRESS = "flash-agent"
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """A container engine."""
+    """What a container engine says of itself and of its machine."""
 
     name: str
     """For instance `podman 4.3.1`."""
@@ -42,7 +42,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 class ContainerInfo(msgspec.Struct, frozen=True):
-    """One container."""
+    """How one container stands, as its engine says."""
 
     container_id: str
     name: str
@@ -157,7 +157,7 @@ class Images(Protocol):
 
 
 class Backend(Containers, Images, Protocol):
-    """A container engine."""
+    """A container engine: its containers, its images, and the way to their agents."""
 
     async def info(self) -> EngineInfo:
         """What it is. Raises SandboxStartError when it does not answer."""

@@ -149,7 +149,7 @@ class Channel:
 
     @property
     def busy(self) -> int:
-        """Calls in progress."""
+        """How many calls are in progress."""
         return len(self._calls)
 
     @property
@@ -196,7 +196,7 @@ class Channel:
         self.heard.set()
 
     async def post(self, number: int, operation: str, argument: object) -> None:
-        """Send one frame."""
+        """Send one frame of a call. Raises SandboxLostError when the channel is broken."""
         self.check()
         await self._link.send(encode(number, operation, argument))
 

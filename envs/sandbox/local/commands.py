@@ -46,21 +46,11 @@ class HasAgent(Protocol):
         ...
 
 
-class Ending(msgspec.Struct, frozen=True):
-    """How the agent says that a command ended."""
+class Ending(Result, frozen=True):
+    """How the agent says that a command ended: what it sent as it came is not part of the streams."""
 
-    exit_code: int | None
-    signal: str | None
-    timed_out: bool
-    oom_killed: bool
-    stdout: bytes
-    stderr: bytes
-    stdout_truncated: bool
-    stderr_truncated: bool
-    wall_s: float
-    cpu_s: float
-    max_rss: int
     restarts: int = 0
+    """Of the session's shell, so far."""
 
 
 def to_result(ending: Ending, output: Mapping[str, bytes]) -> Result:

@@ -1,11 +1,12 @@
-"""A `Maker` over a container engine: real sandboxes for a host.
+"""From a container engine to a host of a pool: a `Maker` over the engine, and the `LocalHost` over that.
 
 Each sandbox lives in a task of the maker; leaving `open_maker` ends all of them, and removes their containers.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+import os
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -16,7 +17,8 @@ from envs.sandbox.engines.backend import Backend
 from envs.sandbox.engines.machine import Load, MachineMeter
 from envs.sandbox.local.sandbox import LocalSandbox, SandboxSettings
 from envs.sandbox.local.snapshots import SNAPSHOT_LABEL
-from envs.sandbox.pool.host import Container
+from envs.sandbox.pool.host import Container, HostSettings, Identity
+from envs.sandbox.pool.local_host import LocalHost
 from envs.sandbox.pool.ownership import PREFIX
 from envs.sandbox.pool.placement import Demand
 from flash.errors import SandboxError
@@ -26,7 +28,7 @@ _MIB = 1 << 20
 
 
 class EngineMaker:
-    """See the module."""
+    """Makes sandboxes on one engine. Made by `open_maker`."""
 
     def __init__(self, backend: Backend, tasks: TaskGroup, settings: SandboxSettings) -> None:
         self._backend = backend
@@ -49,7 +51,6 @@ class EngineMaker:
         return self._meter.read() if self._meter else None
 
     async def make(self, spec: Spec, sandbox_id: str, labels: Mapping[str, str]) -> Sandbox:
-        """A started sandbox."""
         return await self._keep(
             LocalSandbox(self._backend, _unlimited(spec), name=sandbox_id, labels=labels, settings=self._settings)
         )
@@ -70,7 +71,6 @@ class EngineMaker:
         ]
 
     async def remove(self, id: str, *, image: bool) -> None:
-        """Remove one."""
         if image:
             await self._backend.remove_image(id)
         else:
@@ -106,3 +106,25 @@ async def open_maker(backend: Backend, settings: SandboxSettings | None = None) 
     async with unwrapped_group() as tasks:
         yield EngineMaker(backend, tasks, settings or SandboxSettings())
         tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def open_engine_host(
+    backend: Backend,
+    identity: Identity,
+    *,
+    name: str | None = None,
+    settings: HostSettings | None = None,
+    warm: Sequence[tuple[Spec, int]] = (),
+) -> AsyncGenerator[LocalHost]:
+    """A host over this engine for the time of the block.
+
+    Args:
+        backend: the engine.
+        identity: of the service that the host belongs to.
+        name: of the host; the machine's by default.
+        settings: how it keeps itself.
+        warm: how many of which kind to keep ready always.
+    """
+    async with open_maker(backend) as maker:
+        yield LocalHost(name or os.uname().nodename, maker, identity, settings=settings, warm=warm)

@@ -89,7 +89,6 @@ class LocalHost:
 
     @property
     def name(self) -> str:
-        """Of the machine."""
         return self._name
 
     def report(self) -> Report:
@@ -136,7 +135,6 @@ class LocalHost:
             raise
 
     async def forget(self, image: str) -> None:
-        """Remove a snapshot."""
         await self._reaper.forget(image)
 
     async def recover(self, tickets: Sequence[Ticket]) -> dict[str, Sandbox]:

@@ -69,19 +69,7 @@ class Pool:
         deadline: float = 600.0,
         on_lost: OnLost = "fail",
     ) -> AsyncGenerator[LeasedSandbox]:
-        """A sandbox for the time of the block.
-
-        Args:
-            spec: what kind.
-            owner: who shares fairly with the others.
-            priority: larger is sooner, among this owner's requests.
-            deadline: seconds to wait for it.
-            on_lost: `recreate` makes a lost sandbox again, empty; the holder is told by a SandboxLostError.
-
-        Raises:
-            SandboxBusyError: there was no room within the deadline.
-            SandboxError: it cannot be made.
-        """
+        """See `SandboxProvider`; the sandbox is this pool's until the block ends."""
         lease = self.order(spec, owner=owner, priority=priority, on_lost=on_lost)
         try:
             await self.wait_ready(lease, deadline)
@@ -335,7 +323,7 @@ class Pool:
         self.state.refresh(name)
 
     async def _note(self, lease: Lease) -> None:
-        """Write the journal."""
+        """Write to the journal how the lease stands now."""
         if not lease.cleared:
             await self._journal.put(entry_of(lease, self._wall()))
 

@@ -177,7 +177,7 @@ class PoolState:
         self.add(lease)
 
     def add(self, lease: Lease) -> None:
-        """Know a lease."""
+        """Know a lease from now on, by its id and its idempotency key."""
         self._leases[lease.id] = lease
         if lease.key:
             self._by_key[lease.token, lease.key] = lease
@@ -235,7 +235,7 @@ class PoolState:
         return self._bad_hosts.remaining(name, anyio.current_time())
 
     def started(self, lease: Lease) -> None:
-        """A start succeeded."""
+        """A start succeeded: its host and its kind of sandbox are good again."""
         kind = _kind(lease.spec)
         self._good_kinds.add(kind)
         self._bad_hosts.succeeded(lease.host)

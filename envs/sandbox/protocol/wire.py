@@ -76,26 +76,26 @@ class Signal(Body, frozen=True):
 
 
 class Fork(Body, frozen=True):
-    """How many forks."""
+    """How many forks are asked for."""
 
     count: Annotated[int, Meta(ge=1, le=256)]
 
 
 class WaitQuery(Body, frozen=True):
-    """`?wait=SECONDS`"""
+    """`?wait=SECONDS`: hold the answer back for so long."""
 
     wait: Wait = 0.0
 
 
 class StatusQuery(Body, frozen=True):
-    """`?wait=SECONDS&since=VERSION`"""
+    """`?wait=SECONDS&since=VERSION`: hold the answer back until there is a newer version."""
 
     wait: Wait = 0.0
     since: int = -1
 
 
 class ReadQuery(Body, frozen=True):
-    """`?path=…&offset=…&limit=…`"""
+    """`?path=…&offset=…&limit=…`: a range of a file, in bytes."""
 
     path: Path
     offset: Annotated[int, Meta(ge=0)] = 0
@@ -103,7 +103,7 @@ class ReadQuery(Body, frozen=True):
 
 
 class WriteQuery(Body, frozen=True):
-    """`?path=…&mode=…&append=…`"""
+    """`?path=…&mode=…&append=…`: where the body is written to; the mode as a decimal number."""
 
     path: Path
     mode: Annotated[int, Meta(ge=0, le=0o777)] = 0o644
@@ -111,13 +111,13 @@ class WriteQuery(Body, frozen=True):
 
 
 class PathQuery(Body, frozen=True):
-    """`?path=…`"""
+    """`?path=…`: a file or folder, the working directory by default."""
 
     path: Path = "."
 
 
 class OutputQuery(Body, frozen=True):
-    """`?stream=…&offset=…&limit=…`"""
+    """`?stream=…&offset=…&limit=…`: a range of what a job wrote, in bytes."""
 
     stream: StreamName = "stdout"
     offset: Annotated[int, Meta(ge=0)] = 0
@@ -125,7 +125,7 @@ class OutputQuery(Body, frozen=True):
 
 
 class TerminalQuery(Body, frozen=True):
-    """`?rows=…&columns=…`"""
+    """`?rows=…&columns=…`: the size of a terminal, also as a message on its websocket."""
 
     rows: Annotated[int, Meta(ge=1, le=1000)] = 24
     columns: Annotated[int, Meta(ge=1, le=1000)] = 80
@@ -135,7 +135,7 @@ class TerminalQuery(Body, frozen=True):
 
 
 class Info(msgspec.Struct, frozen=True):
-    """One sandbox."""
+    """One lease and its sandbox, as its owner sees them."""
 
     id: str
     owner: str
@@ -159,7 +159,7 @@ class Info(msgspec.Struct, frozen=True):
 
 
 class SessionInfo(msgspec.Struct, frozen=True):
-    """One shell."""
+    """One open shell of a sandbox."""
 
     name: str
     restarts: int
@@ -179,7 +179,7 @@ class Interrupted(msgspec.Struct, frozen=True):
 
 
 class JobInfo(msgspec.Struct, frozen=True):
-    """One background job."""
+    """A background job that was started."""
 
     job_id: str
 
@@ -210,7 +210,7 @@ StreamLine = Piece | Last | Broken | Alive
 
 
 class HostStatus(msgspec.Struct, frozen=True):
-    """One host."""
+    """One host: what it has, what it promised, and how it does."""
 
     name: str
     cpus: float
@@ -275,6 +275,6 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 class SandboxList(msgspec.Struct, frozen=True):
-    """Several of them."""
+    """Several sandboxes, oldest first."""
 
     sandboxes: list[Info]

@@ -89,19 +89,7 @@ class SandboxClient:
         deadline: float = 600.0,
         on_lost: OnLost = "fail",
     ) -> AsyncGenerator[RemoteSandbox]:
-        """A sandbox for the time of the block.
-
-        Args:
-            spec: what kind.
-            owner: who shares fairly with the others; the client's by default.
-            priority: larger is sooner, among this owner's requests.
-            deadline: seconds to wait for it.
-            on_lost: `recreate` makes a lost sandbox again, empty; the holder is told by a SandboxLostError.
-
-        Raises:
-            SandboxBusyError: there was no room within the deadline.
-            SandboxError: it cannot be made, or the service cannot be reached.
-        """
+        """See `SandboxProvider`. Without an `owner` the client's own is meant."""
         order = Order(spec=spec, owner=owner or self._owner, priority=priority, on_lost=on_lost, lease_s=LEASE_S)
         key = uuid4().hex
         sandbox: RemoteSandbox | None = None

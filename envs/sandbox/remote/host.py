@@ -40,7 +40,6 @@ class RemoteHost:
 
     @property
     def name(self) -> str:
-        """Of the host."""
         return self._name
 
     def report(self) -> Report:

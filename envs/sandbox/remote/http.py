@@ -72,7 +72,6 @@ class HttpClient:
         )
 
     async def aclose(self) -> None:
-        """Close all connections."""
         await self._client.aclose()
 
     async def ask(

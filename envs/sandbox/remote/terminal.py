@@ -31,7 +31,6 @@ class RemoteTerminal:
         self._socket = socket
 
     async def write(self, data: bytes) -> None:
-        """What is typed."""
         try:
             await self._socket.send(data)
         except ConnectionClosed as error:

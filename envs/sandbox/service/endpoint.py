@@ -114,7 +114,7 @@ def routes(service: Service, endpoints: Sequence[Endpoint]) -> list[Route]:
 
 
 class _Dispatcher:
-    """One path."""
+    """Answers the requests to one path, each method by its endpoint."""
 
     def __init__(self, service: Service, methods: Mapping[str, Endpoint]) -> None:
         self._service = service

@@ -188,14 +188,13 @@ class Service:
             clients.closed.pop(name).set()
 
     def session(self, lease: Lease, name: str) -> Session:
-        """An open shell."""
+        """The open shell of this name. Raises ProblemError when there is none."""
         session = self._client_state(lease).sessions.get(name)
         if session is None:
             raise ProblemError(404, f"no session {name!r} is open in sandbox {lease.id}", "SandboxClosedError")
         return session
 
     def sessions(self, lease: Lease) -> list[Session]:
-        """All open shells."""
         return list(self._client_state(lease).sessions.values())
 
     async def close_session(self, lease: Lease, name: str) -> None:
