@@ -26,7 +26,7 @@ from envs.sandbox.pool.placement import NOTHING, Demand, HostView, choose, could
 from flash.errors import SandboxBusyError, SandboxRefusedError
 
 
-class Request(msgspec.Struct, frozen=True):
+class SandboxRequest(msgspec.Struct, frozen=True):
     """A wish for one sandbox."""
 
     id: str
@@ -48,7 +48,7 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class _Waiting(msgspec.Struct):
-    request: Request
+    request: SandboxRequest
     arrival: int
     late_at: int
     """Number of its owner's grants from which the request is late."""
@@ -62,7 +62,7 @@ class _Waiting(msgspec.Struct):
 
 
 class _Granted(msgspec.Struct):
-    request: Request
+    request: SandboxRequest
     arrival: int
     host: str
 
@@ -119,7 +119,7 @@ class Admission:
 
     # ---- requests
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: SandboxRequest) -> None:
         """Let a request wait.
 
         Raises:
@@ -153,7 +153,7 @@ class Admission:
         """A granted request's sandbox is gone."""
         self._end(id)
 
-    def restore(self, request: Request, host: str) -> None:
+    def restore(self, request: SandboxRequest, host: str) -> None:
         """Record what was granted in an earlier run, without asking whether it fits."""
         self._grant(_Waiting(request, next(self._arrivals), 0), self._hosts[host], counted=False)
 
@@ -209,7 +209,7 @@ class Admission:
                 elif (kept := self._host_to_keep(waiting.request, closed)) is not None:
                     closed.add(kept.name)
 
-    def _host_to_keep(self, request: Request, closed: set[str]) -> HostView | None:
+    def _host_to_keep(self, request: SandboxRequest, closed: set[str]) -> HostView | None:
         """The host on which this request will fit soonest: the one with the most room among those large enough."""
         large = [
             host
@@ -339,11 +339,11 @@ class Admission:
                 for records in (self._last_grant, self._turns, self._alarms):
                     records.pop(owner, None)
 
-    def _too_large(self, request: Request) -> str:
+    def _too_large(self, request: SandboxRequest) -> str:
         hosts = ", ".join(f"{host.name} {host.capacity}" for host in self._hosts.values())
         where = f" on host {request.only}" if request.only else ""
         return f"a sandbox of {request.demand} fits nowhere{where}, not even alone; the hosts have {hosts or 'nothing'}"
 
 
-def _shape(request: Request) -> _Shape:
+def _shape(request: SandboxRequest) -> _Shape:
     return request.demand, request.only, request.warm_key

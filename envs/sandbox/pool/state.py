@@ -14,7 +14,7 @@ import anyio
 import msgspec
 
 from envs.sandbox.api import Spec
-from envs.sandbox.pool.admission import Admission, Request
+from envs.sandbox.pool.admission import Admission, SandboxRequest
 from envs.sandbox.pool.host import Host, Report, demand, warm_key
 from envs.sandbox.pool.lease import Lease
 from envs.sandbox.pool.placement import NOTHING, Demand
@@ -278,9 +278,9 @@ class PoolState:
             )
 
 
-def request_of(lease: Lease, only: str | None = None) -> Request:
+def request_of(lease: Lease, only: str | None = None) -> SandboxRequest:
     """A lease, as admission sees it."""
-    return Request(lease.id, lease.owner, demand(lease.spec), lease.priority, warm_key(lease.spec), only)
+    return SandboxRequest(lease.id, lease.owner, demand(lease.spec), lease.priority, warm_key(lease.spec), only)
 
 
 def _kind(spec: Spec) -> str:

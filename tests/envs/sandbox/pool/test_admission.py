@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from envs.sandbox.pool.admission import Admission, Request
+from envs.sandbox.pool.admission import Admission, SandboxRequest
 from envs.sandbox.pool.placement import Demand
 from flash.errors import SandboxBusyError, SandboxRefusedError
 
@@ -47,7 +47,7 @@ class Machine(RuleBasedStateMachine):
     def submit(self, owner, size, priority):
         id = str(self.number)
         self.number += 1
-        self.admission.submit(Request(id, owner, many(size), priority))
+        self.admission.submit(SandboxRequest(id, owner, many(size), priority))
         self.waiting[id] = many(size)
 
     @precondition(lambda self: self.granted)
@@ -120,11 +120,11 @@ def overtaken_unfairly(size: int, priority: int, ahead: int, stream: list[tuple[
     admission = make({"a": many(4)})
     held: list[tuple[str, str]] = []
     for number in range(ahead):
-        admission.submit(Request(f"ahead{number}", "x", ONE))
-    admission.submit(Request("mine", "x", many(size), priority))
+        admission.submit(SandboxRequest(f"ahead{number}", "x", ONE))
+    admission.submit(SandboxRequest("mine", "x", many(size), priority))
     overtaken = 0
     for number, (other, urgent, owner) in enumerate(stream):
-        admission.submit(Request(f"{owner}{number}", owner, many(other), urgent))
+        admission.submit(SandboxRequest(f"{owner}{number}", owner, many(other), urgent))
         shares = Counter({name: usage.millicpus for name, usage in admission.usage().items()})
         for grant in admission.decide():
             if grant.id == "mine":
@@ -168,12 +168,12 @@ def test_fair_share_also_with_a_flood(priorities, sizes):
     admission = make({"a": many(4), "b": many(4)})
     for number in range(400):
         demand, priority = many(sizes[number % len(sizes)]), priorities[number % len(priorities)]
-        admission.submit(Request(f"x{number}", "x", demand, priority))
+        admission.submit(SandboxRequest(f"x{number}", "x", demand, priority))
     held: list[str] = []
     had: Counter[str] = Counter()
     for number in range(200):
         while admission.waiting().get("y", 0) < 4:
-            admission.submit(Request(f"y{number}.{admission.waiting().get('y', 0)}", "y", ONE))
+            admission.submit(SandboxRequest(f"y{number}.{admission.waiting().get('y', 0)}", "y", ONE))
         held += granted(admission)
         if number > 20:
             had.update({owner: usage.millicpus for owner, usage in admission.usage().items()})
@@ -184,27 +184,27 @@ def test_fair_share_also_with_a_flood(priorities, sizes):
 def test_fair_share_gives_the_next_place_to_who_has_least():
     admission = make({"a": many(4)}, patience=1000)
     for number in range(6):
-        admission.submit(Request(f"x{number}", "x", ONE))
+        admission.submit(SandboxRequest(f"x{number}", "x", ONE))
     for number in range(2):
-        admission.submit(Request(f"y{number}", "y", ONE))
+        admission.submit(SandboxRequest(f"y{number}", "y", ONE))
     assert Counter(id[0] for id in granted(admission)) == {"x": 2, "y": 2}
 
 
 def test_a_share_is_the_larger_of_cpu_and_memory():
     admission = make({"a": Demand(10_000, 10_000)}, patience=1000)
-    admission.submit(Request("x0", "x", Demand(100, 8_000)))
-    admission.submit(Request("y0", "y", Demand(4_000, 100)))
+    admission.submit(SandboxRequest("x0", "x", Demand(100, 8_000)))
+    admission.submit(SandboxRequest("y0", "y", Demand(4_000, 100)))
     granted(admission)
-    admission.submit(Request("x1", "x", Demand(100, 100)))
-    admission.submit(Request("y1", "y", Demand(100, 100)))
+    admission.submit(SandboxRequest("x1", "x", Demand(100, 100)))
+    admission.submit(SandboxRequest("y1", "y", Demand(100, 100)))
     assert granted(admission) == ["y1", "x1"]
 
 
 def test_priority_orders_the_requests_of_one_owner_only():
     admission = make({"a": many(1)}, patience=1000)
-    admission.submit(Request("low", "x", ONE, 0))
-    admission.submit(Request("high", "x", ONE, 5))
-    admission.submit(Request("other", "y", ONE, 0))
+    admission.submit(SandboxRequest("low", "x", ONE, 0))
+    admission.submit(SandboxRequest("high", "x", ONE, 5))
+    admission.submit(SandboxRequest("other", "y", ONE, 0))
     order = []
     while taken := granted(admission):
         order += taken
@@ -215,10 +215,10 @@ def test_priority_orders_the_requests_of_one_owner_only():
 
 def test_a_small_request_passes_a_large_one_that_does_not_fit():
     admission = make({"a": many(2)}, patience=10)
-    admission.submit(Request("first", "x", ONE))
+    admission.submit(SandboxRequest("first", "x", ONE))
     assert granted(admission) == ["first"]
-    admission.submit(Request("large", "x", many(2)))
-    admission.submit(Request("small", "x", ONE))
+    admission.submit(SandboxRequest("large", "x", many(2)))
+    admission.submit(SandboxRequest("small", "x", ONE))
     assert granted(admission) == ["small"]
 
 
@@ -227,25 +227,25 @@ def test_what_can_never_fit_is_refused_at_once():
     with pytest.raises(
         SandboxRefusedError, match=r"3 CPUs and 1536 MiB fits nowhere, not even alone; the hosts have a 2"
     ):
-        admission.submit(Request("r", "x", many(3)))
+        admission.submit(SandboxRequest("r", "x", many(3)))
     with pytest.raises(SandboxRefusedError, match="on host b"):
-        admission.submit(Request("r", "x", many(2), only="b"))
+        admission.submit(SandboxRequest("r", "x", many(2), only="b"))
 
 
 def test_a_full_queue_says_so():
     admission = make({"a": many(1)}, max_waiting=2)
     for number in range(2):
-        admission.submit(Request(str(number), "x", ONE))
+        admission.submit(SandboxRequest(str(number), "x", ONE))
     with pytest.raises(SandboxBusyError, match="2 requests wait"):
-        admission.submit(Request("r", "x", ONE))
+        admission.submit(SandboxRequest("r", "x", ONE))
 
 
 def test_a_ready_sandbox_attracts_its_kind_and_an_even_load_the_rest():
     admission = make({"a": many(4), "b": many(4)})
     admission.set_host("b", many(4), warm={"k": 1})
-    admission.submit(Request("r0", "x", ONE, warm_key="k"))
-    admission.submit(Request("r1", "x", ONE, warm_key="k"))
-    admission.submit(Request("r2", "x", ONE, warm_key="k"))
+    admission.submit(SandboxRequest("r0", "x", ONE, warm_key="k"))
+    admission.submit(SandboxRequest("r1", "x", ONE, warm_key="k"))
+    admission.submit(SandboxRequest("r2", "x", ONE, warm_key="k"))
     assert {grant.id: grant.host for grant in admission.decide()} == {"r0": "b", "r1": "a", "r2": "a"}
     loads = [host.granted.millicpus for host in admission.hosts()]
     assert sorted(loads) == [1000, 2000]
@@ -253,9 +253,9 @@ def test_a_ready_sandbox_attracts_its_kind_and_an_even_load_the_rest():
 
 def test_a_put_back_request_comes_first_and_prefers_another_host():
     admission = make({"a": many(1), "b": many(1)})
-    admission.submit(Request("r0", "x", ONE))
+    admission.submit(SandboxRequest("r0", "x", ONE))
     [grant] = admission.decide()
-    admission.submit(Request("r1", "x", ONE, priority=9))
+    admission.submit(SandboxRequest("r1", "x", ONE, priority=9))
     admission.put_back("r0", avoid={grant.host})
     hosts = {grant.id: grant.host for grant in admission.decide()}
     assert hosts["r0"] != grant.host
@@ -265,7 +265,7 @@ def test_a_put_back_request_comes_first_and_prefers_another_host():
 def test_a_waiting_request_can_say_why():
     admission = make({"a": many(1)})
     for id in "rs":
-        admission.submit(Request(id, "x", ONE))
+        admission.submit(SandboxRequest(id, "x", ONE))
     granted(admission)
     assert admission.why_waiting("s") == (
         "0 of 1 waiting requests are older, 1 sandboxes are in use, 1 of 1 hosts take new ones"
@@ -275,7 +275,7 @@ def test_a_waiting_request_can_say_why():
 def test_no_books_are_kept_for_owners_that_left():
     admission = make({"a": many(1)})
     for number in range(20):
-        admission.submit(Request(str(number), f"owner{number}", ONE))
+        admission.submit(SandboxRequest(str(number), f"owner{number}", ONE))
         granted(admission)
         admission.release(str(number))
     assert admission.usage() == {}
