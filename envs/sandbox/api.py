@@ -72,7 +72,7 @@ class Exec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     command: _CommandText | Sequence[_CommandText]
     timeout: Timeout | None = None
-    """Seconds after which it is killed; None: as long as the sandbox lives, which only a job may."""
+    """Seconds after which it is killed; None: as long as the sandbox lives, which only a job or a terminal may."""
     stdin: bytes = b""
     env: Mapping[str, str] | None = None
     """Added to the sandbox's own."""

@@ -17,6 +17,8 @@ from flash.environment.shared import sharing
 from flash.errors import ConfigError, SandboxStartError
 from tests.envs.sandbox.services import TOKEN, running
 
+pytestmark = pytest.mark.anyio
+
 ADD = [Case(stdin="1 2", stdout="3"), Case(stdin="20 30", stdout="50")]
 RIGHT = "x, y = map(int, input().split())\nprint(x + y)"
 BAD = {
@@ -52,7 +54,6 @@ async def _containers(url: str) -> set[str]:
         return {sandbox.container_id for sandbox in await engine.list({f"{PREFIX}service": ""})}
 
 
-@pytest.mark.anyio
 @pytest.mark.integration
 async def test_programs_are_judged_in_real_containers_and_none_of_them_harms_the_next(engine_url):
     before = await _containers(engine_url)
@@ -72,7 +73,6 @@ async def test_programs_are_judged_in_real_containers_and_none_of_them_harms_the
     assert await _containers(engine_url) == before
 
 
-@pytest.mark.anyio
 @pytest.mark.integration
 async def test_episodes_run_in_real_containers(engine_url):
     before = await _containers(engine_url)
@@ -96,7 +96,6 @@ async def test_episodes_run_in_real_containers(engine_url):
     assert await _containers(engine_url) == before
 
 
-@pytest.mark.anyio
 @pytest.mark.integration
 async def test_an_image_that_is_missing_is_missed_before_a_run_begins(engine_url):
     language = {"image": "flash-sandbox-nowhere", "file": "main.py", "run": ["python3", "main.py"]}
@@ -105,7 +104,6 @@ async def test_an_image_that_is_missing_is_missed_before_a_run_begins(engine_url
             await CodeEnv.prepare(language="python", languages={"python": language})
 
 
-@pytest.mark.anyio
 async def test_an_engine_that_is_missing_is_missed_before_a_run_begins(monkeypatch, tmp_path):
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     async with sharing("missing"):
@@ -113,7 +111,6 @@ async def test_an_engine_that_is_missing_is_missed_before_a_run_begins(monkeypat
             await CodeEnv.prepare()
 
 
-@pytest.mark.anyio
 async def test_a_service_judges_as_well_as_a_pool_of_our_own(tmp_path):
     (tmp_path / "tokens").write_text(f"admin {TOKEN}\n")
     (tmp_path / "tokens").chmod(0o600)

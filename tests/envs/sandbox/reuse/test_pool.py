@@ -10,6 +10,8 @@ from envs.sandbox.reuse.wipe import KILL_AFTER_S
 from flash.errors import SandboxBusyError, SandboxLostError, SandboxStartError
 from tests.envs.sandboxes import FINE, ScriptedProvider, result
 
+pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
+
 SPEC = Spec(image="img")
 MOUNTS = b"81 52 0:40 / / ro,relatime - overlay\n84 81 0:44 / /work rw,nosuid - tmpfs\n"
 LOOK = b"d 1777 0 0  /work\n1 (cat) R " + b" 0" * 50
@@ -30,8 +32,6 @@ def like(state=lambda: LOOK):
     return answer
 
 
-@pytest.mark.anyio
-@pytest.mark.virtual
 async def test_a_clean_sandbox_is_used_again_and_given_back_with_the_pool():
     provider = ScriptedProvider(like())
     async with open_reuse_pool(provider, owner="run", most=2) as pool:
@@ -43,8 +43,6 @@ async def test_a_clean_sandbox_is_used_again_and_given_back_with_the_pool():
     assert provider.owners == {"run"}
 
 
-@pytest.mark.anyio
-@pytest.mark.virtual
 @pytest.mark.parametrize("change", [b"d 1777 0 0  /work\nf 644 1000 1000  /work/x\n1 (cat) R " + b" 0" * 50, b""])
 async def test_a_sandbox_that_looks_different_is_not_used_again(change):
     states = iter([LOOK, change, change] * 9)  # looked at twice before it is given up
@@ -57,8 +55,6 @@ async def test_a_sandbox_that_looks_different_is_not_used_again(change):
         assert (pool.made, pool.used_again, provider.out) == (3, 0, 0)
 
 
-@pytest.mark.anyio
-@pytest.mark.virtual
 @pytest.mark.parametrize(
     "answer",
     [
@@ -77,8 +73,6 @@ async def test_a_sandbox_that_cannot_be_told_to_be_clean_is_not_used_again(answe
         assert pool.used_again == 0
 
 
-@pytest.mark.anyio
-@pytest.mark.virtual
 async def test_another_profile_than_strict_is_never_used_again():
     provider = ScriptedProvider(like())
     async with open_reuse_pool(provider, owner="run", most=1) as pool:
@@ -88,8 +82,6 @@ async def test_another_profile_than_strict_is_never_used_again():
         assert (pool.made, pool.used_again) == (2, 0)
 
 
-@pytest.mark.anyio
-@pytest.mark.virtual
 async def test_without_reuse_each_use_gets_a_new_one_and_nothing_is_looked_at():
     provider = ScriptedProvider(like())
     async with open_reuse_pool(provider, owner="run", most=1, reuse=False) as pool:
@@ -99,8 +91,6 @@ async def test_without_reuse_each_use_gets_a_new_one_and_nothing_is_looked_at():
     assert [sandbox.seen for sandbox in provider.sandboxes] == [[], [], []]
 
 
-@pytest.mark.anyio
-@pytest.mark.virtual
 async def test_in_use_and_in_stock_together_are_never_more_than_allowed():
     provider = ScriptedProvider(like(), start_s=1.0)
     async with open_reuse_pool(provider, owner="run", most=3) as pool:
@@ -116,8 +106,6 @@ async def test_in_use_and_in_stock_together_are_never_more_than_allowed():
         assert pool.made + pool.used_again == 40
 
 
-@pytest.mark.anyio
-@pytest.mark.virtual
 async def test_what_nobody_wants_is_given_back_after_a_while():
     provider = ScriptedProvider(like())
     async with open_reuse_pool(provider, owner="run", most=2) as pool:
@@ -132,8 +120,6 @@ async def test_what_nobody_wants_is_given_back_after_a_while():
             assert provider.out == 1
 
 
-@pytest.mark.anyio
-@pytest.mark.virtual
 async def test_a_sandbox_past_half_of_its_life_is_not_used_again():
     provider = ScriptedProvider(like())
     async with open_reuse_pool(provider, owner="run", most=2) as pool:
@@ -143,8 +129,6 @@ async def test_a_sandbox_past_half_of_its_life_is_not_used_again():
         assert provider.out == 0
 
 
-@pytest.mark.anyio
-@pytest.mark.virtual
 async def test_a_ready_sandbox_that_was_lost_is_not_given_out():
     provider = ScriptedProvider(like())
     async with open_reuse_pool(provider, owner="run", most=2) as pool:
@@ -155,8 +139,6 @@ async def test_a_ready_sandbox_that_was_lost_is_not_given_out():
             assert sandbox is provider.sandboxes[1]
 
 
-@pytest.mark.anyio
-@pytest.mark.virtual
 async def test_no_room_in_time_is_busy_and_an_error_of_a_start_is_told():
     provider = ScriptedProvider(like())
     async with open_reuse_pool(provider, owner="run", most=1) as pool:
@@ -172,8 +154,6 @@ async def test_no_room_in_time_is_busy_and_an_error_of_a_start_is_told():
             pass
 
 
-@pytest.mark.anyio
-@pytest.mark.virtual
 @pytest.mark.parametrize("after", [0.5, 1.5])
 async def test_a_cancelled_use_gives_its_sandbox_back_and_its_place(after):
     provider = ScriptedProvider(like(), start_s=1.0)
@@ -187,8 +167,6 @@ async def test_a_cancelled_use_gives_its_sandbox_back_and_its_place(after):
             assert provider.out == 1
 
 
-@pytest.mark.anyio
-@pytest.mark.virtual
 async def test_a_use_that_fails_gives_its_sandbox_back():
     provider = ScriptedProvider(like())
     async with open_reuse_pool(provider, owner="run", most=1) as pool:
