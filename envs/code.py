@@ -34,7 +34,7 @@ from envs.judging.options import (
     limits_of,
 )
 from envs.linear import PROGRAMS, check_linear, draw_linear
-from envs.sandbox.open import open_supply
+from envs.sandbox.open import open_sandboxes
 from flash.environment import Info, SolvedExample, StepResult, is_held_out
 from flash.errors import ConfigError, EnvError
 from flash.types import Observation
@@ -117,7 +117,7 @@ class _Problem(msgspec.Struct, frozen=True):
 class CodeEnv:
     """One program to write."""
 
-    supply: ClassVar[SupplyOpener] = staticmethod(open_supply)
+    supply: ClassVar[SupplyOpener] = staticmethod(open_sandboxes)
     """Opens the sandboxes of a node."""
 
     def __init__(self, options: CodeOptions) -> None:

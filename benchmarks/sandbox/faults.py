@@ -211,10 +211,10 @@ async def _settle(engine: PodmanEngine, serving: Serving) -> float:
         while time.monotonic() - begin < SETTLE_S:
             with suppress(SandboxError):
                 status = await client.status()
-                boxes = await backend.list({f"{PREFIX}service": ""})
+                sandboxes = await backend.list({f"{PREFIX}service": ""})
                 snapshots = await backend.list_images({SNAPSHOT_LABEL: ""})
                 warm = sum(host.warm for host in status.hosts)
-                if not status.sandboxes and not snapshots and len(boxes) <= warm:
+                if not status.sandboxes and not snapshots and len(sandboxes) <= warm:
                     break
             await anyio.sleep(0.5)
     return time.monotonic() - begin
@@ -223,7 +223,7 @@ async def _settle(engine: PodmanEngine, serving: Serving) -> float:
 async def _left(engine: PodmanEngine) -> tuple[list[str], list[str]]:
     """What the engine still has, and which processes outlived their containers."""
     async with DockerBackend(engine.url) as backend:
-        leaked = [f"container {box.name} ({box.labels})" for box in await backend.list({})]
+        leaked = [f"container {sandbox.name} ({sandbox.labels})" for sandbox in await backend.list({})]
         leaked += [f"snapshot {name}" for name in await backend.list_images({SNAPSHOT_LABEL: ""})]
     leaked += [f"storage of {name}" for name in await anyio.to_thread.run_sync(engine.external)]
     processes: list[Process] = []
@@ -235,7 +235,7 @@ async def _left(engine: PodmanEngine) -> tuple[list[str], list[str]]:
 
 
 def rows(outcome: Outcome) -> list[Row]:
-    """The figures."""
+    """The rows of the report, from what was counted."""
     tally, case = outcome.tally, f"faults for {outcome.seconds:.0f} s"
     figures = [
         Row(case, "leaked", "containers", len(outcome.leaked), goal=0),

@@ -44,7 +44,7 @@ class User:
         self._rng = rng
         self._tally = tally
         self._until = until
-        self._box: Any = None
+        self._sandbox: Any = None
         self._files: dict[str, bytes] = {}
         """What must be in the sandbox."""
         self._made_again = False
@@ -62,15 +62,15 @@ class User:
         self._files, self._errors = {}, 0
         deadline = rng.uniform(4, 40)
         held = self._client.acquire(SPEC, deadline=deadline, on_lost="recreate" if self._made_again else "fail")
-        self._box = await tally.answered("acquire", deadline, held.__aenter__)
-        if self._box is None:
+        self._sandbox = await tally.answered("acquire", deadline, held.__aenter__)
+        if self._sandbox is None:
             await anyio.sleep(rng.uniform(0.1, 1.0))
             return
         operations = [self._run] * 6 + [self._stdin, self._late, self._file, self._stream, self._session]
         operations += [self._job, self._cancel, self._together, self._fork]
         try:
             for _ in range(rng.randint(3, 12)):
-                if self._errors >= 3 or self._box.state != "ready":
+                if self._errors >= 3 or self._sandbox.state != "ready":
                     break
                 await rng.choice(operations)()
                 await self._look_again()
@@ -104,7 +104,7 @@ class User:
 
     def _judge(self, kind: str, result: Result, proof: Proof, name: str, timeout: float) -> None:
         fault = proof.fault_of(result, timeout)
-        self._tally.check(not fault, f"{kind} in {self._box.sandbox_id}: {fault}")
+        self._tally.check(not fault, f"{kind} in {self._sandbox.sandbox_id}: {fault}")
         self._tally.done += 1
         self._files.pop(name, None)
         if not fault and not result.timed_out:
@@ -115,13 +115,13 @@ class User:
         timeout = self._rng.uniform(5, 20)
         # Not known until the answer comes.
         self._files.pop(name, None)
-        result = await self._ask(kind, timeout, lambda: self._box.run(command, timeout=timeout))
+        result = await self._ask(kind, timeout, lambda: self._sandbox.run(command, timeout=timeout))
         if result is not None:
             self._judge(kind, result, proof, name, timeout)
 
     async def _stdin(self) -> None:
         data = self._rng.randbytes(self._rng.choice([10, 5_000, 200_000]))
-        result = await self._ask("stdin", 10, lambda: self._box.run(["cat"], timeout=10, stdin=data))
+        result = await self._ask("stdin", 10, lambda: self._sandbox.run(["cat"], timeout=10, stdin=data))
         if result is not None:
             fault = Proof("", 0, data, b"").fault_of(result, 10)
             self._tally.check(not fault, f"stdin of {len(data)} bytes: {fault[:300]}")
@@ -130,10 +130,10 @@ class User:
     async def _late(self) -> None:
         timeout = self._rng.uniform(0.2, 1.5)
         command = f"echo begun; sleep {NEVER_ENDS}"
-        result = await self._ask("late", timeout, lambda: self._box.run(command, timeout=timeout))
+        result = await self._ask("late", timeout, lambda: self._sandbox.run(command, timeout=timeout))
         if result is not None:
             ok = result.timed_out and not result.ok and b"begun\n".startswith(result.stdout)
-            self._tally.check(ok, f"late in {self._box.sandbox_id}: must time out, but is {result}")
+            self._tally.check(ok, f"late in {self._sandbox.sandbox_id}: must time out, but is {result}")
             self._tally.done += 1
 
     async def _file(self) -> None:
@@ -141,7 +141,7 @@ class User:
         self._files.pop(name, None)
 
         async def write() -> bool:
-            await self._box.write(name, data)
+            await self._sandbox.write(name, data)
             return True
 
         if await self._ask("write", FILE_S, write):
@@ -154,7 +154,7 @@ class User:
 
         async def read() -> Result | None:
             last = None
-            async with aclosing(self._box.stream(command, timeout=10)) as items:
+            async with aclosing(self._sandbox.stream(command, timeout=10)) as items:
                 async for item in items:
                     if isinstance(item, Chunk):
                         output[item.stream] += item.data
@@ -169,7 +169,7 @@ class User:
 
     async def _session(self) -> None:
         async with AsyncExitStack() as stack:
-            held = self._box.session(f"s{self._rng.getrandbits(32):x}")
+            held = self._sandbox.session(f"s{self._rng.getrandbits(32):x}")
             session: Session | None = await self._ask("open session", OPEN_S, held.__aenter__)
             if session is None:
                 return
@@ -193,7 +193,7 @@ class User:
     async def _job(self) -> None:
         command, proof, name = self._command()
         self._files.pop(name, None)
-        job = await self._ask("start job", OPEN_S, lambda: self._box.start(command, timeout=20))
+        job = await self._ask("start job", OPEN_S, lambda: self._sandbox.start(command, timeout=20))
         if job is not None:
             result = await self._ask("job", 15, lambda: job.wait(15))
             if result is not None:
@@ -202,10 +202,10 @@ class User:
     async def _cancel(self) -> None:
         work = self._rng.choice(
             [
-                lambda: self._box.run(f"sleep {NEVER_ENDS}", timeout=NEVER_ENDS),
-                lambda: self._box.start(f"sleep {NEVER_ENDS}", timeout=NEVER_ENDS),
-                lambda: self._box.read("no-such-file"),
-                lambda: self._box.fork(1),
+                lambda: self._sandbox.run(f"sleep {NEVER_ENDS}", timeout=NEVER_ENDS),
+                lambda: self._sandbox.start(f"sleep {NEVER_ENDS}", timeout=NEVER_ENDS),
+                lambda: self._sandbox.read("no-such-file"),
+                lambda: self._sandbox.fork(1),
             ]
         )
         await self._tally.cancelled("call", self._rng.uniform(0, 1.5), work)
@@ -227,19 +227,19 @@ class User:
         forks: Sequence[Any] | None = await self._ask("fork", FORK_S, lambda: self._within(FORK_S, count))
         if forks is None:
             return
-        origin, made_again = self._box, self._made_again
+        origin, made_again = self._sandbox, self._made_again
         for fork in forks:
             # A fork is never made again: what it has must stay.
-            self._box, self._files, self._made_again = fork, dict(files), False
+            self._sandbox, self._files, self._made_again = fork, dict(files), False
             await self._look_again()
             await self._run("run in fork")
             if self._rng.random() < 0.5:
                 await self._tally.answered("release", CLOSE_S, fork.close)
-        self._box, self._files, self._made_again = origin, files, made_again
+        self._sandbox, self._files, self._made_again = origin, files, made_again
 
     async def _within(self, seconds: float, count: int) -> Sequence[Any]:
         with anyio.move_on_after(seconds):
-            return await self._box.fork(count)
+            return await self._sandbox.fork(count)
         raise SandboxError(f"the user waited {seconds:g} s for a fork")
 
     async def _look_again(self) -> None:
@@ -247,11 +247,11 @@ class User:
         if not self._files or self._rng.random() < 0.5:
             return
         name, data = self._rng.choice(list(self._files.items()))
-        box, found = self._box, f"{name} in {self._box.sandbox_id}"
+        sandbox, found = self._sandbox, f"{name} in {self._sandbox.sandbox_id}"
 
         async def read() -> tuple[bytes | None]:
-            listed = {entry.name for entry in await box.list(".")}
-            return ((await box.read(name)) if name in listed else None,)
+            listed = {entry.name for entry in await sandbox.list(".")}
+            return ((await sandbox.read(name)) if name in listed else None,)
 
         answer = await self._ask("read", FILE_S, read)
         if answer is not None:

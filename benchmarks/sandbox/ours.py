@@ -13,10 +13,10 @@ import anyio
 import msgspec
 
 from benchmarks.sandbox.engine import IMAGE
-from envs.sandbox.api import Result, SandboxLike, Session, Spec
+from envs.sandbox.api import Result, Sandbox, Session, Spec
 from envs.sandbox.engines.backend import Backend
-from envs.sandbox.local.sandbox import Sandbox
-from envs.sandbox.pool.engine_maker import open_maker
+from envs.sandbox.local.sandbox import LocalSandbox
+from envs.sandbox.pool.engine_maker import open_engine_host
 from envs.sandbox.pool.host import HostSettings, Identity
 from envs.sandbox.pool.local_host import LocalHost
 from envs.sandbox.pool.ownership import PREFIX, OwnerLock
@@ -61,16 +61,16 @@ async def session(shell: Session, count: int) -> list[float]:
     return await timed(lambda: shell.run("true", timeout=COMMAND_S), count)
 
 
-async def fresh(box: SandboxLike, count: int) -> list[float]:
-    """Commands by themselves."""
-    return await timed(lambda: box.run(["true"], timeout=COMMAND_S), count)
+async def fresh(sandbox: Sandbox, count: int) -> list[float]:
+    """Seconds of each of `count` commands, each a process of its own."""
+    return await timed(lambda: sandbox.run(["true"], timeout=COMMAND_S), count)
 
 
 async def cold_start(backend: Backend, labels: dict[str, str]) -> float:
     """Seconds from nothing to the result of a first command."""
     begin = time.perf_counter()
-    async with Sandbox(backend, SPEC, labels=labels) as box:
-        result = await box.run(["true"], timeout=COMMAND_S)
+    async with LocalSandbox(backend, SPEC, labels=labels) as sandbox:
+        result = await sandbox.run(["true"], timeout=COMMAND_S)
         taken = time.perf_counter() - begin
     checked(result)
     return taken
@@ -79,13 +79,13 @@ async def cold_start(backend: Backend, labels: dict[str, str]) -> float:
 async def engine_start(backend: Backend, labels: dict[str, str]) -> float:
     """Seconds that the engine takes to make and start the same container, without anything of ours in it."""
     begin = time.perf_counter()
-    box_id = await backend.create(SPEC, name=f"bare-{uuid4().hex[:20]}", labels=labels)
+    container_id = await backend.create(SPEC, name=f"bare-{uuid4().hex[:20]}", labels=labels)
     try:
-        await backend.start(box_id)
+        await backend.start(container_id)
         return time.perf_counter() - begin
     finally:
         with anyio.CancelScope(shield=True):
-            await backend.delete(box_id)
+            await backend.delete(container_id)
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -100,10 +100,10 @@ class Opened(msgspec.Struct, frozen=True):
         """Return once this many sandboxes stand ready."""
         with anyio.fail_after(READY_S):
             while True:
-                version = self.pool.books.version
+                version = self.pool.state.version
                 if sum(self.host.report().warm.values()) >= number:
                     return
-                await self.pool.books.changed_since(version)
+                await self.pool.state.changed_since(version)
 
 
 @asynccontextmanager
@@ -113,14 +113,15 @@ async def open_local_pool(
     """A pool as the service has it."""
     with tempfile.TemporaryDirectory(prefix="flash-bench-") as folder, OwnerLock(Path(folder) / "lock") as lock:
         identity = Identity.of(f"benchmark-{uuid4().hex[:12]}", lock)
-        async with open_maker(backend) as maker:
-            host = LocalHost("here", maker, identity, settings=settings, warm=warm)
-            async with open_pool([host]) as pool:
-                yield Opened(pool, host, {f"{PREFIX}service": identity.service})
+        async with (
+            open_engine_host(backend, identity, name="here", settings=settings, warm=warm) as host,
+            open_pool([host]) as pool,
+        ):
+            yield Opened(pool, host, {f"{PREFIX}service": identity.service})
 
 
 @asynccontextmanager
-async def over_http(backend: Backend) -> AsyncGenerator[SandboxLike]:
+async def over_http(backend: Backend) -> AsyncGenerator[Sandbox]:
     """A sandbox of a service, used over HTTP at loopback. Service and client are in this process."""
     token, address = uuid4().hex, Address(port=0)
     async with (
@@ -128,9 +129,9 @@ async def over_http(backend: Backend) -> AsyncGenerator[SandboxLike]:
         open_service(opened.pool) as service,
         serving(make_app(service, Tokens({ADMIN: token})), open_socket(address), address) as url,
         SandboxClient(url, token) as client,
-        client.acquire(SPEC, deadline=READY_S) as box,
+        client.acquire(SPEC, deadline=READY_S) as sandbox,
     ):
-        yield box
+        yield sandbox
 
 
 async def warm_starts(backend: Backend, count: int) -> list[float]:
@@ -140,8 +141,8 @@ async def warm_starts(backend: Backend, count: int) -> list[float]:
         for _ in range(count):
             await opened.ready(1)
             begin = time.perf_counter()
-            async with opened.pool.acquire(SPEC, deadline=READY_S) as box:
-                result = await box.run(["true"], timeout=COMMAND_S)
+            async with opened.pool.acquire(SPEC, deadline=READY_S) as sandbox:
+                result = await sandbox.run(["true"], timeout=COMMAND_S)
                 taken.append(time.perf_counter() - begin)
                 checked(result)
     return taken
@@ -163,7 +164,7 @@ async def crowd(backend: Backend, count: int, at_once: int) -> Crowd:
     """Each sandbox is asked for, used for a few commands, and given back."""
     seen = Crowd()
     async with open_local_pool(backend) as opened:
-        await opened.pool.books.changed_since(0)
+        await opened.pool.state.changed_since(0)
         numbers = iter(range(count))
         begin = time.perf_counter()
 
@@ -186,12 +187,12 @@ async def crowd(backend: Backend, count: int, at_once: int) -> Crowd:
 async def _use(pool: Pool, number: int, seen: Crowd) -> None:
     """A few commands, whose results must be this sandbox's own."""
     begin = time.perf_counter()
-    async with pool.acquire(SMALL, owner=f"owner-{number % 4}", deadline=600.0) as box:
-        first = await box.run(f"echo {number}", timeout=COMMAND_S)
+    async with pool.acquire(SMALL, owner=f"owner-{number % 4}", deadline=600.0) as sandbox:
+        first = await sandbox.run(f"echo {number}", timeout=COMMAND_S)
         seen.first_results_s.append(time.perf_counter() - begin)
-        await box.write("number", str(number).encode())
-        second = await box.run(["cat", "number"], timeout=COMMAND_S)
-        async with box.session() as shell:
+        await sandbox.write("number", str(number).encode())
+        second = await sandbox.run(["cat", "number"], timeout=COMMAND_S)
+        async with sandbox.session() as shell:
             third = await shell.run("read -r n < number; echo $n; (exit 3)", timeout=COMMAND_S)
     for result, code in ((first, 0), (second, 0), (third, 3)):
         if result.exit_code != code or result.stdout.strip() != str(number).encode():

@@ -24,14 +24,14 @@ LOWEST_MS, HIGHEST_MS = 0.1, 30_000
 
 
 class Bar(msgspec.Struct, frozen=True):
-    """One time."""
+    """One bar: what a system takes."""
 
     system: str
     ms: float
 
 
 class Group(msgspec.Struct, frozen=True):
-    """What is compared."""
+    """Bars that are compared with each other."""
 
     title: str
     bars: list[Bar]
@@ -62,7 +62,7 @@ def shown(ms: float) -> str:
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:
-    """Draw the medians."""
+    """Draw the medians of a report as bars, and write the picture."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -32,7 +32,7 @@ from benchmarks.sandbox.scheduler import scheduler
 from benchmarks.sandbox.swerex import SWEREX, SweRex, connected
 from envs.sandbox.engines.backend import Backend
 from envs.sandbox.engines.docker import DockerBackend
-from envs.sandbox.local.sandbox import Sandbox
+from envs.sandbox.local.sandbox import LocalSandbox
 
 ROUND_TRIP_MS = 1.0
 SPEEDUP = 50.0
@@ -79,8 +79,8 @@ async def round_trips(bed: Bed) -> list[Row]:
     kinds = ("session", "fresh", "http", "swerex session", "swerex execute")
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     async with (
-        Sandbox(bed.backend, ours.SPEC, labels=bed.labels) as box,
-        box.session() as shell,
+        LocalSandbox(bed.backend, ours.SPEC, labels=bed.labels) as sandbox,
+        sandbox.session() as shell,
         ours.over_http(bed.backend) as remote,
         remote.session() as remote_shell,
     ):
@@ -92,7 +92,7 @@ async def round_trips(bed: Bed) -> list[Row]:
             await peer.session(1)
         for _ in range(size.rounds):
             seconds["session"] += await ours.session(shell, size.session)
-            seconds["fresh"] += await ours.fresh(box, size.fresh)
+            seconds["fresh"] += await ours.fresh(sandbox, size.fresh)
             seconds["http"] += await ours.session(remote_shell, size.over_http)
             if peer is not None:
                 seconds["swerex session"] += await peer.session(size.swerex_session)
@@ -202,7 +202,9 @@ async def in_containers(url: str, cases: Sequence[str], with_swerex: bool, size:
                 rows += await CASES[case](bed)
         left = await backend.list(labels)
         if left:
-            raise RuntimeError(f"{len(left)} containers were left behind: {', '.join(box.name for box in left)}")
+            raise RuntimeError(
+                f"{len(left)} containers were left behind: {', '.join(sandbox.name for sandbox in left)}"
+            )
     return rows
 
 
@@ -212,15 +214,15 @@ async def _peer(backend: Backend, url: str, labels: dict[str, str], wanted: bool
         print("  peer     left out\n", flush=True)
         yield None
         return
-    async with Sandbox(backend, ours.SPEC, labels=labels) as box:
-        image_python = box.hello.version
+    async with LocalSandbox(backend, ours.SPEC, labels=labels) as sandbox:
+        image_python = sandbox.hello.version
     async with connected(url, ours.SPEC, labels, image_python) as peer:
         print(f"  peer     {SWEREX}, its server in a container of the same image over the host's network\n", flush=True)
         yield peer
 
 
 def measure(cases: Sequence[str], with_swerex: bool, args: Args) -> list[Row]:
-    """All rows."""
+    """Run these cases; the rows of all of them."""
     rows: list[Row] = []
     in_engine = [case for case in cases if case in CASES]
     if in_engine:

@@ -27,7 +27,7 @@ from envs.sandbox.pool.ownership import Alive, Labels
 from envs.sandbox.pool.placement import NOTHING, Demand
 from envs.sandbox.pool.pool import Pool, open_pool
 from envs.sandbox.pool.simulated import SimulatedMaker
-from envs.sandbox.pool.state import Books, PoolSettings
+from envs.sandbox.pool.state import PoolSettings, PoolState
 from flash.errors import SandboxError
 from flash.simulate.clock import run_virtual
 
@@ -83,7 +83,7 @@ def scheduler(quick: bool) -> list[Row]:
 
 
 def simulate(scale: Scale) -> Seen:
-    """One run."""
+    """Run the simulated load once; what was seen of it."""
     return run_virtual(_compete, scale)
 
 
@@ -111,7 +111,7 @@ async def _compete(scale: Scale) -> Seen:
         settings=PoolSettings(max_waiting=10 * scale.sandboxes),
         wall=_wall,
     ) as pool:
-        seen.decisions_s = timed_decisions(pool.books)
+        seen.decisions_s = timed_decisions(pool.state)
         begin = time.perf_counter()
         async with anyio.create_task_group() as tasks:
             for owner in range(OWNERS):
@@ -121,11 +121,11 @@ async def _compete(scale: Scale) -> Seen:
             # Without the end: that thousands are closed in one instant is no part of what is measured.
             seen.real_s = time.perf_counter() - begin
             seen.over = True
-            for lease in pool.books.leases():
+            for lease in pool.state.leases():
                 lease.end("the run is over")
         # A start that was cut off may leave its sandbox to its host's next look.
         await anyio.sleep(2 * HostSettings().look_s)
-    seen.left = sum(len(maker.boxes) for maker in makers)
+    seen.left = sum(len(maker.sandboxes) for maker in makers)
     return seen
 
 
@@ -136,9 +136,11 @@ async def _client(pool: Pool, owner: int, draw: random.Random, seen: Seen) -> No
     while not seen.over:
         spec = Spec(image="simulated", cpus=2.0 if draw.random() < LARGE else 1.0)
         try:
-            async with pool.acquire(spec, owner=f"owner-{owner}", priority=draw.randrange(3), deadline=math.inf) as box:
+            async with pool.acquire(
+                spec, owner=f"owner-{owner}", priority=draw.randrange(3), deadline=math.inf
+            ) as sandbox:
                 seen.placed += 1
-                await box.run(["sleep", str(draw.expovariate(1 / mean))], timeout=math.inf)
+                await sandbox.run(["sleep", str(draw.expovariate(1 / mean))], timeout=math.inf)
         except SandboxError:
             if not seen.over:
                 raise
@@ -149,23 +151,23 @@ async def _watch(pool: Pool, scale: Scale, seen: Seen, makers: Sequence[Simulate
     whole = Demand(1000 * CPUS * scale.hosts, scale.hosts << 20)
     await anyio.sleep(WARM_UP * scale.seconds)
     while anyio.current_time() < scale.seconds:
-        usage, waiting = pool.books.usage(), pool.books.queue()
+        usage, waiting = pool.state.usage(), pool.state.queue()
         seen.shares += [usage.get(owner, NOTHING).share_of(whole) * OWNERS for owner in waiting]
-        seen.most = max(seen.most, sum(len(maker.boxes) for maker in makers))
+        seen.most = max(seen.most, sum(len(maker.sandboxes) for maker in makers))
         await anyio.sleep(1)
 
 
-def timed_decisions(books: Books) -> list[float]:
+def timed_decisions(state: PoolState) -> list[float]:
     """Have every decision of a pool timed; the seconds that each took."""
     seconds: list[float] = []
-    decide = books.decide
+    decide = state.decide
 
     def timed() -> None:
         begin = time.perf_counter()
         decide()
         seconds.append(time.perf_counter() - begin)
 
-    books.decide = timed
+    state.decide = timed
     return seconds
 
 

@@ -148,7 +148,6 @@ class SweRex:
         return await self._ask("execute", count=count)
 
     async def stop(self) -> None:
-        """Remove the container."""
         if self._container is not None:
             await self._container.delete(force=True, v=True)
             self._container = None

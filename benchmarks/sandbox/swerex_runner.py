@@ -36,7 +36,7 @@ class Client:
         return await self.execute(1)
 
     async def open_session(self) -> list[float]:
-        """Start a shell."""
+        """Seconds until a shell is open."""
         return await _seconds(lambda: self._runtime.create_session(CreateBashSessionRequest()), 1)
 
     async def session(self, count: int) -> list[float]:
@@ -44,7 +44,7 @@ class Client:
         return await _seconds(lambda: self._runtime.run_in_session(BashAction(command="true")), count)
 
     async def execute(self, count: int) -> list[float]:
-        """Commands by themselves."""
+        """Seconds of each command, each a process of its own."""
         return await _seconds(lambda: self._runtime.execute(Command(command=["true"])), count)
 
 

@@ -15,9 +15,9 @@ import msgspec
 
 from envs.judging.options import JudgePool, Language, Limits, Suite, spec_of
 from envs.judging.tests import Verdict, find_program, run_tests
-from envs.sandbox.api import SandboxLike
-from envs.sandbox.open import Source, Supply, open_supply
-from envs.sandbox.reuse.stock import Stock, open_stock
+from envs.sandbox.api import Sandbox
+from envs.sandbox.open import Location, SandboxProvider, open_sandboxes
+from envs.sandbox.reuse.pool import ReusePool, open_reuse_pool
 from flash.environment import run_name, shared
 from flash.errors import SandboxBusyError, SandboxError, SandboxRefusedError
 
@@ -27,14 +27,14 @@ PAUSE_S = 0.5
 _NO_NAME = re.compile(r"[^A-Za-z0-9._:/-]")
 """What an owner of sandboxes may not be called."""
 
-SupplyOpener = Callable[[Source, str], AbstractAsyncContextManager[Supply]]
-"""Opens sandboxes for an owner, for the time of a block: `envs.sandbox.open.open_supply`, or a test's own."""
+SupplyOpener = Callable[[Location, str], AbstractAsyncContextManager[SandboxProvider]]
+"""Opens sandboxes for an owner, for the time of a block: `envs.sandbox.open.open_sandboxes`, or a test's own."""
 
 
 class Judge:
     """Judges programs in the sandboxes of a stock. Shared by all episodes of a node: see `shared_judge`."""
 
-    def __init__(self, stock: Stock, pool: JudgePool) -> None:
+    def __init__(self, stock: ReusePool, pool: JudgePool) -> None:
         self.stock = stock
         self._pool = pool
         self._usable: set[Language] = set()
@@ -77,7 +77,7 @@ class Judge:
         async with self.stock.borrow(spec_of(language, limits), self._pool.wait) as box:
             await self._look_for(language, box)
 
-    async def _look_for(self, language: Language, box: SandboxLike) -> None:
+    async def _look_for(self, language: Language, box: Sandbox) -> None:
         """Refuse an image without the language, which would make every program crash."""
         if language in self._usable:
             return
@@ -90,7 +90,7 @@ class Judge:
         self._usable.add(language)
 
 
-async def shared_judge(pool: JudgePool, opener: SupplyOpener = open_supply) -> Judge:
+async def shared_judge(pool: JudgePool, opener: SupplyOpener = open_sandboxes) -> Judge:
     """This node's judge with this judge pool, which is opened by the first who asks and closed with the node.
 
     Raises:
@@ -103,7 +103,7 @@ async def shared_judge(pool: JudgePool, opener: SupplyOpener = open_supply) -> J
         owner = _NO_NAME.sub("-", run_name())[:64]
         async with (
             opener(pool, owner) as supply,
-            open_stock(supply, owner=owner, most=pool.parallel, reuse=pool.reuse) as stock,
+            open_reuse_pool(supply, owner=owner, most=pool.parallel, reuse=pool.reuse) as stock,
         ):
             yield Judge(stock, pool)
 

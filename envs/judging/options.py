@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from envs.sandbox.api import Spec
-from envs.sandbox.open import Source, check_source
+from envs.sandbox.open import Location, check_location
 from flash.config.objects import check_options
 from flash.errors import ConfigError
 
@@ -104,7 +104,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cpus: _Seconds = 1.0
 
 
-class JudgePool(Source, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JudgePool(Location, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The sandboxes that programs are judged in. Environments of a node with the same judge pool share it."""
 
     parallel: Annotated[int, Meta(ge=1, le=10_000)] = 8
@@ -152,7 +152,7 @@ def judge_pool_of(table: Mapping[str, Any]) -> JudgePool:
     """
     pool = JudgePool(**check_options(JudgePool, table, "sandboxes"))
     try:
-        check_source(pool)
+        check_location(pool)
     except ConfigError as error:
         raise ConfigError(f"sandboxes: {error}") from error
     return pool

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import msgspec
 
 from envs.judging.options import MARK, Case, Language, Limits, Suite
-from envs.sandbox.api import Result, SandboxLike
+from envs.sandbox.api import Result, Sandbox
 from flash.errors import SandboxFileError, SandboxLimitError
 
 Cause = Literal["passed", "no program", "compile", "wrong output", "too much output", "crash", "timeout", "memory"]
@@ -79,7 +79,7 @@ def find_program(answer: str, names: tuple[str, ...]) -> str:
 
 
 async def run_tests(
-    box: SandboxLike, program: str, language: Language, suite: Suite, limits: Limits, *, every: bool
+    box: Sandbox, program: str, language: Language, suite: Suite, limits: Limits, *, every: bool
 ) -> Verdict:
     """Judge a program in a clean sandbox; with `every`, all tests run, otherwise none after the first that fails.
 
@@ -118,7 +118,7 @@ async def run_tests(
     return Verdict(passed, total, cause, detail)
 
 
-async def _run_test(box: SandboxLike, language: Language, case: Case, timeout: float) -> tuple[Cause, str, float]:
+async def _run_test(box: Sandbox, language: Language, case: Case, timeout: float) -> tuple[Cause, str, float]:
     """How one test ended, what it showed, and its seconds."""
     if case.program is not None:
         assert language.test is not None

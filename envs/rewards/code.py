@@ -18,7 +18,7 @@ import msgspec
 
 from envs.judging.judge import SupplyOpener, shared_judge
 from envs.judging.options import Language, Suite, check_suite, judge_pool_of, languages_with, limits_of
-from envs.sandbox.open import open_supply
+from envs.sandbox.open import open_sandboxes
 from flash.errors import ConfigError, RewardError
 
 
@@ -28,7 +28,7 @@ def code_verifier(
     languages: Mapping[str, Any] | None = None,
     limits: Mapping[str, Any] | None = None,
     sandboxes: Mapping[str, Any] | None = None,
-    supply: SupplyOpener = open_supply,
+    supply: SupplyOpener = open_sandboxes,
 ) -> Callable[[str, str], Awaitable[float]]:
     """A verifier that runs the program of a completion.
 

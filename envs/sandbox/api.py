@@ -1,7 +1,7 @@
 """What a sandbox is to its users: the types and interfaces that the local class, the service and its client share.
 
-`envs.sandbox.local.sandbox.Sandbox` implements `SandboxLike` over a container engine of this machine; the client of the
-service implements it over HTTP. Code written against this module runs with either.
+A `Sandbox` is had over a container engine of this machine (`envs.sandbox.local`), from a pool of them, or over HTTP
+from a service. Code written against this module runs with each.
 
 Every answer is final and true: a `Result` is what the operating system said of the command; a call that has none raises
 an error of `flash.errors.SandboxError`. An error never stands for a result, so that a failure of the infrastructure
@@ -10,13 +10,16 @@ cannot be scored as a wrong answer. Units: seconds, bytes, MiB where the name sa
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
+
+from flash.errors import SandboxRefusedError
 
 Profile = Literal["strict", "build", "compat"]
 """How much a sandbox may do; the exact settings are in `envs.sandbox.engines.profiles`."""
@@ -26,6 +29,12 @@ StreamName = Literal["stdout", "stderr"]
 Command = str | Sequence[str]
 """Text is run by `bash -c` (`sh -c` where the image has no bash), a sequence as it is, without a shell."""
 
+MAX_COMMAND = 1 << 20
+"""Characters of a command, or of one of its words, that the service decodes."""
+MAX_TIMEOUT_S = 86_400.0
+Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
+
+_CommandText = Annotated[str, Meta(max_length=MAX_COMMAND)]
 _Name = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
@@ -56,6 +65,36 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Closed after this long without a call in progress."""
     output_limit: Annotated[int, Meta(ge=1024, le=1 << 26)] = 1 << 20
     """Bytes kept of each stream of a command: the first half of them and the last half."""
+
+
+class Exec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A command to be run: from the caller's arguments, over HTTP, to the agent's channel."""
+
+    command: _CommandText | Sequence[_CommandText]
+    timeout: Timeout | None = None
+    """Seconds after which it is killed; None: as long as the sandbox lives, which only a job or a terminal may."""
+    stdin: bytes = b""
+    env: Mapping[str, str] | None = None
+    """Added to the sandbox's own."""
+    cwd: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    """Where it starts; None: in the working directory."""
+
+    @property
+    def seconds(self) -> float:
+        """The timeout of a command that is waited for. Raises SandboxRefusedError when it has none."""
+        if self.timeout is None:
+            raise SandboxRefusedError("a command that is waited for needs a timeout")
+        return self.timeout
+
+    def converted(self, convert: Callable[[str], str]) -> Exec:
+        """The same with each of its texts converted: they may have bytes that are no UTF-8."""
+        command, env, cwd = self.command, self.env, self.cwd
+        return msgspec.structs.replace(
+            self,
+            command=convert(command) if isinstance(command, str) else [convert(word) for word in command],
+            env=None if env is None else {convert(name): convert(value) for name, value in env.items()},
+            cwd=None if cwd is None else convert(cwd),
+        )
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -201,7 +240,11 @@ class Terminal(Protocol):
 
 
 class Commands(Protocol):
-    """Running programs."""
+    """Runs programs.
+
+    Callers use `run`, `stream` and `start`, which make an `Exec` of their arguments; a sandbox implements the other
+    three, which carry it out.
+    """
 
     async def run(
         self,
@@ -217,7 +260,7 @@ class Commands(Protocol):
         What is left of the group is killed when the command has ended; use `start` for what shall go on. `env` is added
         to the sandbox's own.
         """
-        ...
+        return await self.run_exec(Exec(command=command, timeout=timeout, stdin=stdin, env=env, cwd=cwd))
 
     def stream(
         self,
@@ -227,12 +270,12 @@ class Commands(Protocol):
         stdin: bytes = b"",
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
-    ) -> AsyncIterator[Chunk | Result]:
+    ) -> AsyncGenerator[Chunk | Result]:
         """The same, with the output as it comes and uncapped; the `Result`, without output, is the last item.
 
         Leaving the loop early kills the command. Close the iterator (`contextlib.aclosing`) to have that at once.
         """
-        ...
+        return self.stream_exec(Exec(command=command, timeout=timeout, stdin=stdin, env=env, cwd=cwd))
 
     async def start(
         self,
@@ -243,12 +286,33 @@ class Commands(Protocol):
         cwd: str | None = None,
     ) -> Job:
         """Start a command in the background; without a timeout it may run for as long as the sandbox lives."""
+        return await self.start_exec(Exec(command=command, timeout=timeout, env=env, cwd=cwd))
+
+    @abstractmethod
+    async def run_exec(self, exec: Exec) -> Result:
+        """What `run` does. Raises SandboxRefusedError without a timeout."""
         ...
 
+    @abstractmethod
+    def stream_exec(self, exec: Exec) -> AsyncGenerator[Chunk | Result]:
+        """What `stream` does. Raises SandboxRefusedError without a timeout."""
+        ...
+
+    @abstractmethod
+    async def start_exec(self, exec: Exec) -> Job:
+        """What `start` does. Raises SandboxRefusedError with an input, which a job cannot have."""
+        ...
+
+
+class Shells(Protocol):
+    """Programs that are talked with."""
+
+    @abstractmethod
     def session(self, name: str = "main") -> AbstractAsyncContextManager[Session]:
         """A shell for the time of the block. Raises SandboxBusyError when one of this name is open."""
         ...
 
+    @abstractmethod
     def terminal(
         self, command: Command | None = None, *, rows: int = 24, columns: int = 80
     ) -> AbstractAsyncContextManager[Terminal]:
@@ -259,6 +323,7 @@ class Commands(Protocol):
 class Files(Protocol):
     """Files and trees. Relative paths start at the working directory."""
 
+    @abstractmethod
     async def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
         """Bytes of a regular file, fewer than `limit` at its end.
 
@@ -266,6 +331,7 @@ class Files(Protocol):
         """
         ...
 
+    @abstractmethod
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
         """Replace a file in one step, or append to it; missing folders are made.
 
@@ -273,14 +339,17 @@ class Files(Protocol):
         """
         ...
 
+    @abstractmethod
     async def list(self, path: str = ".") -> list[FileInfo]:
         """The entries of a folder, by name; of a file, its own."""
         ...
 
+    @abstractmethod
     async def remove(self, path: str) -> None:
         """Remove a file, a link, or a folder with everything in it. Nothing when it does not exist."""
         ...
 
+    @abstractmethod
     async def upload(self, source: Path, path: str) -> None:
         """Copy a local file to the file `path`, or what is in a local folder into the folder `path`.
 
@@ -288,6 +357,7 @@ class Files(Protocol):
         """
         ...
 
+    @abstractmethod
     async def download(self, path: str, target: Path) -> None:
         """The other way round. Nothing is written outside of `target`, whatever the sandbox sends.
 
@@ -296,33 +366,71 @@ class Files(Protocol):
         ...
 
 
-class SandboxLike(Commands, Files, Protocol):
-    """One sandbox, here or on another machine."""
+class Snapshots(Protocol):
+    """Keeps the files of a sandbox, and makes more sandboxes of them."""
 
-    @property
-    def sandbox_id(self) -> str: ...
-
-    @property
-    def spec(self) -> Spec: ...
-
-    @property
-    def state(self) -> State: ...
-
-    async def wait_ended(self) -> None:
-        """Return once the state is `lost` or `closed`. The pool waits here for every sandbox it has given out."""
-        ...
-
+    @abstractmethod
     async def snapshot(self) -> Snapshot:
         """Keep the files as they are now. The snapshot outlives the sandbox; its owner removes it."""
         ...
 
-    async def fork(self, count: int) -> Sequence[SandboxLike]:
+    @abstractmethod
+    async def fork(self, count: int) -> Sequence[Sandbox]:
         """`count` new sandboxes with the same files. They are closed with this one at the latest."""
         ...
 
+
+class Lifecycle(Protocol):
+    """What a sandbox is, and until when."""
+
+    @property
+    @abstractmethod
+    def sandbox_id(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def spec(self) -> Spec: ...
+
+    @property
+    @abstractmethod
+    def state(self) -> State: ...
+
+    @abstractmethod
+    async def wait_ended(self) -> None:
+        """Return once the state is `lost` or `closed`. The pool waits here for every sandbox it has given out."""
+        ...
+
+    @abstractmethod
     async def close(self) -> None:
         """End it and remove its container. May be called more than once."""
         ...
 
 
+class Sandbox(Commands, Shells, Files, Snapshots, Lifecycle, Protocol):
+    """One sandbox, here or on another machine. Who needs only a part of it asks for that part."""
+
+
 OnLost = Literal["fail", "recreate"]
+"""What becomes of a lease whose sandbox is lost: it ends with the error, or gets another sandbox, which is empty."""
+
+
+class SandboxProvider(Protocol):
+    """Gives out sandboxes: a pool in this process, or the client of a service."""
+
+    def acquire(
+        self, spec: Spec, *, owner: str = "", priority: int = 0, deadline: float = 600.0, on_lost: OnLost = "fail"
+    ) -> AbstractAsyncContextManager[Sandbox]:
+        """A sandbox for the time of the block.
+
+        Args:
+            spec: what kind.
+            owner: who shares fairly with the others.
+            priority: larger is sooner, among this owner's requests.
+            deadline: seconds to wait for it.
+            on_lost: `recreate` makes a lost sandbox again, empty; the holder is told by a SandboxLostError.
+
+        Raises:
+            SandboxBusyError: there was no room within the deadline.
+            SandboxError: it cannot be made, or who gives it out cannot be reached.
+        """
+        ...

@@ -201,9 +201,8 @@ async def _serve(arguments: argparse.Namespace) -> int:
 async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: str, lock: Any) -> list[Host]:
     """This machine's engine, or the services that were named."""
     from envs.sandbox.engines.docker import DockerBackend
-    from envs.sandbox.pool.engine_maker import open_maker
+    from envs.sandbox.pool.engine_maker import open_engine_host
     from envs.sandbox.pool.host import Identity
-    from envs.sandbox.pool.local_host import LocalHost
     from envs.sandbox.remote.client import SandboxClient, service_token
     from envs.sandbox.remote.host import RemoteHost
 
@@ -214,9 +213,8 @@ async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: 
         hosts.append(RemoteHost(name, await stack.enter_async_context(client), service))
     if not hosts:
         backend = await stack.enter_async_context(DockerBackend(arguments.engine))
-        maker = await stack.enter_async_context(open_maker(backend))
         warm = [_warm(text) for text in arguments.warm]
-        hosts.append(LocalHost(os.uname().nodename, maker, Identity.of(service, lock), warm=warm))
+        hosts.append(await stack.enter_async_context(open_engine_host(backend, Identity.of(service, lock), warm=warm)))
     return hosts
 
 
@@ -273,21 +271,21 @@ async def _client(arguments: argparse.Namespace) -> AsyncGenerator[SandboxClient
 
 
 @asynccontextmanager
-async def _box(arguments: argparse.Namespace) -> AsyncGenerator[Any]:
+async def _sandbox(arguments: argparse.Namespace) -> AsyncGenerator[Any]:
     async with _client(arguments) as client:
         if arguments.sandbox:
             yield await client.find(arguments.sandbox)
         else:
-            async with client.acquire(_spec(arguments), owner="cli") as box:
-                yield box
+            async with client.acquire(_spec(arguments), owner="cli") as sandbox:
+                yield sandbox
 
 
 async def _run(arguments: argparse.Namespace) -> int:
     from envs.sandbox.api import Chunk
 
     words: list[str] = arguments.command_line
-    async with _box(arguments) as box:
-        async for item in box.stream(words[0] if len(words) == 1 else words, timeout=arguments.timeout):
+    async with _sandbox(arguments) as sandbox:
+        async for item in sandbox.stream(words[0] if len(words) == 1 else words, timeout=arguments.timeout):
             if isinstance(item, Chunk):
                 target = sys.stdout if item.stream == "stdout" else sys.stderr
                 target.buffer.write(item.data)
@@ -304,7 +302,7 @@ async def _run(arguments: argparse.Namespace) -> int:
 
 async def _shell(arguments: argparse.Namespace) -> int:
     rows, columns = _window()
-    async with _box(arguments) as box, box.terminal(rows=rows, columns=columns) as terminal:
+    async with _sandbox(arguments) as sandbox, sandbox.terminal(rows=rows, columns=columns) as terminal:
         with _raw():
             await _join(terminal)
     return 0

@@ -14,7 +14,7 @@ import msgspec
 from envs.sandbox.api import Result, Spec
 from envs.sandbox.engines import profiles
 from envs.sandbox.engines.backend import Backend
-from envs.sandbox.local.sandbox import Sandbox
+from envs.sandbox.local.sandbox import LocalSandbox
 from flash.errors import SandboxError
 
 _log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class Findings(msgspec.Struct, frozen=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """What `doctor` found."""
+    """What `doctor` measured of one spec on one engine."""
 
     engine: str
     isolated: bool
@@ -142,32 +142,34 @@ async def doctor(backend: Backend, spec: Spec) -> Diagnosis:
     if not info.isolated:
         # The probe tries to break out; here it would be let.
         return Diagnosis(info.name, False, spec, info.default_runtime, [])
-    async with Sandbox(backend, spec) as box:
-        found = await backend.inspect(box.box_id, runtime=True)
+    async with LocalSandbox(backend, spec) as sandbox:
+        found = await backend.inspect(sandbox.container_id, runtime=True)
         runtime = found.runtime if found else ""
         checks = [
-            Check("agent hidden from commands", "yes", "yes" if box.hello.protected else "no", box.hello.protected)
+            Check(
+                "agent hidden from commands", "yes", "yes" if sandbox.hello.protected else "no", sandbox.hello.protected
+            )
         ]
-        if box.hello.kind == "python":
-            checks += await _probe(box)
-            checks += [await _fork_bomb(box), await _memory_bomb(box), *await _disk(box)]
+        if sandbox.hello.kind == "python":
+            checks += await _probe(sandbox)
+            checks += [await _fork_bomb(sandbox), await _memory_bomb(sandbox), *await _disk(sandbox)]
         else:
             checks.append(Check("probe", "measured from inside", "the image has no Python", False))
-        checks.append(await _timeout(box))
+        checks.append(await _timeout(sandbox))
     if spec.runtime:
         checks.append(Check("runtime", spec.runtime, runtime, Path(runtime).name == spec.runtime))
     return Diagnosis(info.name, True, spec, runtime, checks)
 
 
-async def _probe(box: Sandbox) -> list[Check]:
-    arguments = ["python3", "-IS", "-c", PROBE.read_text(), box.spec.workdir, box.spec.network]
-    answer = await box.run(arguments, timeout=PROBE_SECONDS)
+async def _probe(sandbox: LocalSandbox) -> list[Check]:
+    arguments = ["python3", "-IS", "-c", PROBE.read_text(), sandbox.spec.workdir, sandbox.spec.network]
+    answer = await sandbox.run(arguments, timeout=PROBE_SECONDS)
     try:
         findings = msgspec.json.decode(answer.stdout, type=Findings)
     except msgspec.DecodeError as error:
-        said = answer.stderr.decode("utf-8", "replace")[-300:]
-        return [Check("probe", "measured from inside", f"failed: {error}; {said}", False)]
-    return [*_settings(box.spec, findings.facts), *_escapes(box.spec, findings.attempts)]
+        transcript = answer.stderr.decode("utf-8", "replace")[-300:]
+        return [Check("probe", "measured from inside", f"failed: {error}; {transcript}", False)]
+    return [*_settings(sandbox.spec, findings.facts), *_escapes(sandbox.spec, findings.attempts)]
 
 
 def _settings(spec: Spec, facts: Facts) -> Iterator[Check]:
@@ -216,34 +218,36 @@ def _escapes(spec: Spec, attempts: dict[str, str]) -> Iterator[Check]:
             yield Check(name, f"allowed: {allowed[name]}", outcome, True)
 
 
-async def _fork_bomb(box: Sandbox) -> Check:
-    answer = await box.run(["python3", "-ISc", FORK_BOMB], timeout=BOMB_SECONDS)
+async def _fork_bomb(sandbox: LocalSandbox) -> Check:
+    answer = await sandbox.run(["python3", "-ISc", FORK_BOMB], timeout=BOMB_SECONDS)
     count = answer.stdout.decode().strip()
-    alive = await _alive(box)
+    alive = await _alive(sandbox)
     return Check(
-        "fork bomb", f"fewer than {box.spec.pids} processes, then gone", f"{count or '?'}, {alive}",
-        count.isdigit() and int(count) < box.spec.pids and alive == "works",
+        "fork bomb", f"fewer than {sandbox.spec.pids} processes, then gone", f"{count or '?'}, {alive}",
+        count.isdigit() and int(count) < sandbox.spec.pids and alive == "works",
     )  # fmt: skip
 
 
-async def _memory_bomb(box: Sandbox) -> Check:
-    answer = await box.run(["python3", "-ISc", MEMORY_BOMB, str(2 * box.spec.memory_mib)], timeout=BOMB_SECONDS)
-    outcome = f"{_how(answer)}, {await _alive(box)}"
+async def _memory_bomb(sandbox: LocalSandbox) -> Check:
+    answer = await sandbox.run(["python3", "-ISc", MEMORY_BOMB, str(2 * sandbox.spec.memory_mib)], timeout=BOMB_SECONDS)
+    outcome = f"{_how(answer)}, {await _alive(sandbox)}"
     return Check("memory bomb", "killed for memory, sandbox works", outcome, outcome == "killed for memory, works")
 
 
-async def _disk(box: Sandbox) -> list[Check]:
-    if not profiles.work_in_memory(box.spec):
+async def _disk(sandbox: LocalSandbox) -> list[Check]:
+    if not profiles.work_in_memory(sandbox.spec):
         return []
-    size = (box.spec.disk_mib + 8) * profiles.MIB
-    answer = await box.run(f"head -c {size} /dev/zero > fill; code=$?; rm -f fill; exit $code", timeout=BOMB_SECONDS)
+    size = (sandbox.spec.disk_mib + 8) * profiles.MIB
+    answer = await sandbox.run(
+        f"head -c {size} /dev/zero > fill; code=$?; rm -f fill; exit $code", timeout=BOMB_SECONDS
+    )
     full = b"No space left" in answer.stderr or answer.oom_killed
     return [Check("fill the disk", "no space left", "no space left" if full else _how(answer), full)]
 
 
-async def _timeout(box: Sandbox) -> Check:
-    answer = await box.run("trap '' TERM; (setsid sleep 61 &); sleep 60", timeout=0.5)
-    left = await box.run("grep -lz '^6[01]$' /proc/[0-9]*/cmdline", timeout=BOMB_SECONDS)
+async def _timeout(sandbox: LocalSandbox) -> Check:
+    answer = await sandbox.run("trap '' TERM; (setsid sleep 61 &); sleep 60", timeout=0.5)
+    left = await sandbox.run("grep -lz '^6[01]$' /proc/[0-9]*/cmdline", timeout=BOMB_SECONDS)
     measured = "killed with all it started" if answer.timed_out and not left.stdout else "something lives on"
     return Check("command that ignores its timeout", "killed with all it started", measured, "killed" in measured)
 
@@ -254,9 +258,9 @@ def _how(answer: Result) -> str:
     return "timed out" if answer.timed_out else f"ended with {answer.signal or answer.exit_code}"
 
 
-async def _alive(box: Sandbox) -> str:
+async def _alive(sandbox: LocalSandbox) -> str:
     try:
-        answer = await box.run("echo alive", timeout=BOMB_SECONDS)
+        answer = await sandbox.run("echo alive", timeout=BOMB_SECONDS)
     except SandboxError as error:
         _log.warning("the sandbox did not survive: %s", error)
         return str(error)

@@ -15,7 +15,7 @@ from flash.config.objects import check_options
 from flash.environment import HELD_OUT, Checked, Prepared, WarmStart, sharing
 from flash.environment.results import metrics_of, note_of
 from flash.errors import ConfigError, EnvError, SandboxLostError, SandboxStartError
-from tests.envs.boxes import ScriptedSupply, local_processes
+from tests.envs.sandboxes import ScriptedProvider, local_processes
 
 ROWS = [
     {
@@ -128,7 +128,7 @@ async def test_rows_say_what_their_programs_may_use_also_in_tables_of_columns(tm
     tests = [{"stdin": "1", "stdout": "1"}, {"program": "true"}]
     rows = [{"prompt": f"p{n}", "tests": tests, "memory_mib": n or None, "timeout": 2.5} for n in (0, 99)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    boxes = ScriptedSupply()
+    boxes = ScriptedProvider()
 
     class Scripted(CodeEnv):
         supply = staticmethod(boxes.open)
@@ -153,7 +153,7 @@ async def test_the_reward_may_be_the_share_of_tests(data):
 
 @pytest.mark.anyio
 async def test_episodes_of_a_node_share_one_supply_which_acts_for_the_run():
-    supply, opened = ScriptedSupply(), []
+    supply, opened = ScriptedProvider(), []
 
     class Scripted(CodeEnv):
         @staticmethod
@@ -174,7 +174,7 @@ async def test_episodes_of_a_node_share_one_supply_which_acts_for_the_run():
 @pytest.mark.virtual
 async def test_law_5_a_sandbox_that_keeps_failing_is_an_error_and_never_a_reward():
     class Lost(CodeEnv):
-        supply = staticmethod(ScriptedSupply(failures=99, error=SandboxLostError("gone")).open)
+        supply = staticmethod(ScriptedProvider(failures=99, error=SandboxLostError("gone")).open)
 
     async with sharing("test"):
         env = Lost(CodeOptions())
@@ -185,7 +185,7 @@ async def test_law_5_a_sandbox_that_keeps_failing_is_an_error_and_never_a_reward
 
 @pytest.mark.anyio
 async def test_preparing_starts_a_sandbox_of_each_language_in_use_and_tells_what_is_missing(data):
-    boxes = ScriptedSupply()
+    boxes = ScriptedProvider()
 
     class Scripted(CodeEnv):
         supply = staticmethod(boxes.open)

@@ -25,7 +25,7 @@ MAX_JOBS = 1000
 
 
 def hello(agent: object, call: int, argument: dict) -> None:
-    """Who we are."""
+    """Say what this agent is and can do, and what it has open."""
     agent.reply(
         call,
         RESULT,
@@ -57,7 +57,7 @@ def run(agent: object, call: int, argument: dict) -> None:
 
 
 def start(agent: object, call: int, argument: dict) -> None:
-    """Start a job."""
+    """Start a job; the answer is its id."""
     while len(agent.jobs) >= MAX_JOBS:
         ended = [name for name, job in agent.jobs.items() if job.ended_body is not None]
         if not ended:
@@ -86,7 +86,7 @@ def job_wait(agent: object, call: int, argument: dict) -> None:
 
 
 def job_signal(agent: object, call: int, argument: dict) -> None:
-    """Signal a job."""
+    """Send a signal by its name to the process group of a job."""
     number = getattr(_signal, argument["signal"], None)
     # Not what is done about signals either: SIG_IGN has the number of SIGHUP.
     if not argument["signal"].startswith("SIG") or argument["signal"][3:4] == "_" or not isinstance(number, int):
@@ -131,12 +131,12 @@ def session_run(agent: object, call: int, argument: dict) -> None:
 
 
 def session_interrupt(agent: object, call: int, argument: dict) -> None:
-    """ctrl-C."""
+    """Do what ctrl-C does to the running command; the answer says whether there is one."""
     agent.reply(call, RESULT, find_shell(agent, argument).interrupt())
 
 
 def session_close(agent: object, call: int, argument: dict) -> None:
-    """End a session."""
+    """End a session and what it started; nothing when there is none."""
     if argument["name"] in agent.shells:
         agent.shells[argument["name"]].close()
     agent.reply(call, RESULT, None)

@@ -148,7 +148,7 @@ class Command:
             self.pipes[name] = Pipe(loop, fd, lambda data, name=name: self.take(name, data))
 
     def take(self, name: str, data: bytes) -> None:
-        """Output came."""
+        """Output came: to be kept, or sent on as far as there is credit."""
         ring = self.rings[name]
         if not self.streaming:
             ring.add(data)
@@ -182,7 +182,7 @@ class Command:
         self.timer = self.agent.loop.later(GRACE, self.kill)
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill all that is left of it, without a grace."""
         send_to_group(self.pid, _signal.SIGKILL)
         if self.agent.is_init and self.agent.epoch == 1 and self.agent.active <= {self} and not self.agent.shells:
             # Nothing else was asked for: whatever lives comes from this command. One call reaches all at once. Not

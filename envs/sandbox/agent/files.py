@@ -85,7 +85,6 @@ class Write:
             raise
 
     def add(self, data: bytes) -> None:
-        """More bytes."""
         try:
             view = memoryview(data)
             while view:
@@ -105,7 +104,7 @@ class Write:
             self.drop()
 
     def drop(self) -> None:
-        """Leave nothing behind."""
+        """Remove what was written so far: the write was not committed."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -48,12 +48,12 @@ class Loop:
         return timer
 
     def cancel(self, timer: "list | None") -> None:
-        """Forget a timer."""
+        """Forget a timer; None and one that has run are fine."""
         if timer is not None:
             timer[2] = None
 
     def run(self) -> None:
-        """Until stopped."""
+        """Wait for descriptors and timers and call what watches them, until stopped."""
         while not self.stopped:
             now = time.monotonic()
             while self.timers and (self.timers[0][2] is None or self.timers[0][0] <= now):
@@ -151,7 +151,6 @@ class Channel:
         self.close()
 
     def close(self) -> None:
-        """End it, once."""
         if not self.open:
             return
         self.open = False

@@ -198,7 +198,7 @@ class Agent:
             self.reply(call, FAILURE, ["request", "{}: {}".format(type(error).__name__, error)])
 
     def reply(self, call: int, kind: int, body: object) -> None:
-        """Answer a call."""
+        """Send a frame to the host that belongs to a call."""
         if kind in (RESULT, FAILURE):
             self.calls.pop(call, None)
         if self.channel is not None:
@@ -220,7 +220,7 @@ class Agent:
             work[0].cancel(work[1])
 
     def resolve(self, path: str) -> str:
-        """An absolute path."""
+        """A path made absolute: relative ones begin at the working directory."""
         return os.path.normpath(os.path.join(self.workdir, path)) if not path.startswith("/") else path
 
     def uptime(self) -> float:

@@ -196,7 +196,7 @@ class Ring:
             del self.tail[: len(self.tail) - self.tail_limit]
 
     def content(self) -> bytes:
-        """What is kept."""
+        """All that is kept, the beginning and the end."""
         del self.tail[: max(0, len(self.tail) - self.tail_limit)]
         return bytes(self.head + self.tail)
 
@@ -224,7 +224,6 @@ class Pipe:
         loop.watch(fd, self.read)
 
     def read(self) -> None:
-        """Take a piece."""
         try:
             data = os.read(self.fd, READ_BYTES)
         except BlockingIOError:
@@ -338,7 +337,7 @@ class OomCounter:
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL` of 9."""
+    """The name of a signal by its number: `SIGKILL` of 9."""
     for name in dir(_signal):
         if name.startswith("SIG") and name[3:4] != "_" and getattr(_signal, name) == number:
             return name

@@ -65,7 +65,7 @@ class Running:
 
 
 class Shell:
-    """One session."""
+    """One session: a bash that is fed commands, and is replaced when one of them ends it."""
 
     def __init__(self, agent: object, name: str, mark: str) -> None:
         if agent.bash is None:
@@ -234,7 +234,7 @@ class Shell:
         return True
 
     def take(self, name: str, data: bytes) -> None:
-        """Output came."""
+        """Output came: it belongs to the running command, or to what the next one will be told."""
         (self.idle if self.current is None else self.current.rings)[name].add(data)
 
     def finish(self, body: dict) -> None:
@@ -338,7 +338,6 @@ class Shell:
             self.release()
 
     def release(self) -> None:
-        """Close the pipes."""
         for pipe in self.pipes.values():
             pipe.close()
         for fd in self.ends:

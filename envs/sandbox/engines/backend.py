@@ -25,7 +25,7 @@ AGENT_ADDRESS = "flash-agent"
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """A container engine."""
+    """What a container engine says of itself and of its machine."""
 
     name: str
     """For instance `podman 4.3.1`."""
@@ -41,10 +41,10 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Its containers run on this machine."""
 
 
-class BoxInfo(msgspec.Struct, frozen=True):
-    """One container."""
+class ContainerInfo(msgspec.Struct, frozen=True):
+    """How one container stands, as its engine says."""
 
-    box_id: str
+    container_id: str
     name: str
     running: bool
     labels: Mapping[str, str]
@@ -58,7 +58,7 @@ class BoxInfo(msgspec.Struct, frozen=True):
     """Bytes written to its own layer; None when not asked for."""
 
 
-class BoxStats(msgspec.Struct, frozen=True):
+class ContainerStats(msgspec.Struct, frozen=True):
     """What a container uses now."""
 
     cpu_s: float
@@ -88,7 +88,7 @@ class Link(Protocol):
     """The two byte streams to and from a container's agent."""
 
     @property
-    def said(self) -> bytes:
+    def transcript(self) -> bytes:
         """The end of what its process wrote to standard error."""
         ...
 
@@ -110,23 +110,23 @@ class Containers(Protocol):
         """Make a container, and give its id. Raises SandboxStartError, SandboxRefusedError."""
         ...
 
-    async def start(self, box_id: str) -> None:
+    async def start(self, container_id: str) -> None:
         """Start its first process, which waits for a greeting. Raises SandboxStartError."""
         ...
 
-    async def inspect(self, box_id: str, *, runtime: bool = False, size: bool = False) -> BoxInfo | None:
+    async def inspect(self, container_id: str, *, runtime: bool = False, size: bool = False) -> ContainerInfo | None:
         """How it stands; None when there is none."""
         ...
 
-    async def list(self, labels: Mapping[str, str]) -> list[BoxInfo]:
+    async def list(self, labels: Mapping[str, str]) -> list[ContainerInfo]:
         """All that carry these labels, running or not; an empty value stands for any."""
         ...
 
-    async def delete(self, box_id: str) -> None:
+    async def delete(self, container_id: str) -> None:
         """Kill and remove it. Nothing when it is gone already."""
         ...
 
-    async def stats(self, box_id: str) -> BoxStats:
+    async def stats(self, container_id: str) -> ContainerStats:
         """What it uses. Raises SandboxLostError when it is gone."""
         ...
 
@@ -135,7 +135,7 @@ class Images(Protocol):
     """Images, and snapshots, which are images too."""
 
     async def commit(
-        self, box_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None
+        self, container_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None
     ) -> int:
         """Keep a container's files as an image, and give its size in bytes beyond the one that it came from.
 
@@ -157,24 +157,24 @@ class Images(Protocol):
 
 
 class Backend(Containers, Images, Protocol):
-    """A container engine."""
+    """A container engine: its containers, its images, and the way to their agents."""
 
     async def info(self) -> EngineInfo:
         """What it is. Raises SandboxStartError when it does not answer."""
         ...
 
-    def surroundings(self, box_id: str, spec: Spec) -> Surroundings:
+    def surroundings(self, container_id: str, spec: Spec) -> Surroundings:
         """Where the agent of this container runs."""
         ...
 
-    def attach(self, box_id: str) -> AbstractAsyncContextManager[Link]:
+    def attach(self, container_id: str) -> AbstractAsyncContextManager[Link]:
         """A link to the first process of a container that was just started."""
         ...
 
-    def take_over(self, box_id: str) -> AbstractAsyncContextManager[Link]:
+    def take_over(self, container_id: str) -> AbstractAsyncContextManager[Link]:
         """A new link to an agent whose host is gone, after which the agent expects its secret."""
         ...
 
-    async def kill(self, box_id: str) -> None:
+    async def kill(self, container_id: str) -> None:
         """Kill everything in it, without removing it."""
         ...

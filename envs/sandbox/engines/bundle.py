@@ -52,7 +52,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """What the agent is told before its first call."""
 
     workdir: str
-    life: float
+    lifetime: float = msgspec.field(name="life")
     """Seconds after which it ends by itself, whatever became of its hosts."""
     orphan: float
     """Seconds that it waits, without a host, for one that takes over."""

@@ -10,24 +10,21 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import aiodocker
-import aiohttp
 import anyio
 import anyio.to_thread
 import msgspec
-from aiodocker.exceptions import DockerError
-from aiodocker.stream import Stream
 
 from envs.sandbox.api import Spec
 from envs.sandbox.engines import profiles
-from envs.sandbox.engines.backend import AGENT_ADDRESS, BoxInfo, BoxStats, EngineInfo, Surroundings
-from envs.sandbox.engines.docker_parts import AttachedLink, Failing, folder_in_tar, in_tar, pieces_of
+from envs.sandbox.engines.archives import folder_in_tar, in_tar, pieces_of
+from envs.sandbox.engines.backend import AGENT_ADDRESS, ContainerInfo, ContainerStats, EngineInfo, Surroundings
+from envs.sandbox.engines.docker_api import AttachedLink, DockerApi, status_of
 from envs.sandbox.engines.leftovers import kill_leftovers
 from envs.sandbox.engines.machine import memory_bytes
 from envs.sandbox.engines.seccomp import podman_filter
@@ -46,8 +43,6 @@ SNAPSHOT_FILE = "/.flash-snapshot.tar"
 """Where an image keeps the working directory of the sandbox that it was made of."""
 CREATES = 8
 """Containers made at a time; more only wait for the engine's own locks."""
-EXECS = 4
-"""Execs started at a time."""
 NEVER_RAN = ("created", "configured", "initialized", "unknown")
 """States of containers whose start was perhaps cut off."""
 HTTP_FAILED = 500
@@ -96,43 +91,30 @@ class DockerBackend:
         ConfigError: there is no engine, or the address is none that can be reached.
     """
 
-    _docker: aiodocker.Docker
-    _connector: aiohttp.BaseConnector
-
     def __init__(self, url: str | None = None, *, deadlines: Deadlines | None = None) -> None:
         self.url = url or find_engine()
         if not self.url.startswith(("unix://", "http://", "https://", "tcp://")):
             raise ConfigError(f"expected unix:///path or tcp://HOST:PORT as the engine's address, not {self.url!r}")
         self._deadlines = deadlines or Deadlines()
+        self._api = DockerApi(self.url, self._deadlines.request)
         self._creating = anyio.CapacityLimiter(CREATES)
-        self._executing = anyio.CapacityLimiter(EXECS)
         self._info: EngineInfo | None = None
         self._asking = anyio.Lock()
         self._half_started: set[str] = set()
         """Containers of which the engine may not know all processes."""
 
     async def __aenter__(self) -> Self:
-        path = self.url.removeprefix("unix://")
-        # Without a limit of its own: with aiohttp's default, 100 attached containers block every other request.
-        if path != self.url:
-            self._connector = aiohttp.UnixConnector(path, limit=0)
-            self._docker = aiodocker.Docker(url="http://localhost", connector=self._connector)
-        else:
-            self._connector = aiohttp.TCPConnector(limit=0)
-            self._docker = aiodocker.Docker(url=self.url.replace("tcp://", "http://"), connector=self._connector)
+        await self._api.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with anyio.CancelScope(shield=True):
-            # aiodocker leaves a connector that it was given open, and its session too.
-            await self._docker.close()
-            await self._connector.close()
+        await self._api.__aexit__(kind, error, trace)
 
     async def info(self) -> EngineInfo:
-        version = await self._json("version", SandboxStartError)
-        info = await self._json("info", SandboxStartError)
+        version = await self._api.json("version", SandboxStartError)
+        info = await self._api.json("info", SandboxStartError)
         names = [str(part.get("Name", "")) for part in version.get("Components") or []]
         engine = "podman" if any("podman" in name.lower() for name in names) else "docker"
         return EngineInfo(
@@ -154,67 +136,47 @@ class DockerBackend:
         seccomp = podman_filter() if podman and self.url.startswith("unix://") else None
         config = profiles.container(spec, dict(labels), owned_tmpfs=not podman, seccomp=seccomp)
         async with self._creating:
-            answer = await self._json(
+            answer = await self._api.json(
                 "containers/create", SandboxStartError, method="POST", params={"name": name}, data=config
             )
-            box_id = str(answer["Id"])
+            container_id = str(answer["Id"])
             if owner := profiles.owner_of_work(spec):
-                await self._do(
-                    f"containers/{box_id}/archive",
+                await self._api.json(
+                    f"containers/{container_id}/archive",
                     SandboxStartError,
                     method="PUT",
                     params={"path": "/"},
                     data=folder_in_tar(spec.workdir.lstrip("/"), owner),
                     headers={"Content-Type": "application/x-tar"},
                 )
-        return box_id
+        return container_id
 
-    async def start(self, box_id: str) -> None:
-        self._half_started.add(box_id)
-        await self._do(f"containers/{box_id}/start", SandboxStartError, method="POST", timeout=self._deadlines.start)
-        self._half_started.discard(box_id)
+    async def start(self, container_id: str) -> None:
+        self._half_started.add(container_id)
+        await self._api.json(
+            f"containers/{container_id}/start", SandboxStartError, method="POST", timeout=self._deadlines.start
+        )
+        self._half_started.discard(container_id)
 
-    def surroundings(self, box_id: str, spec: Spec) -> Surroundings:
+    def surroundings(self, container_id: str, spec: Spec) -> Surroundings:
         memory = profiles.work_in_memory(spec)
         return Surroundings(spec.workdir, True, AGENT_ADDRESS, files_apart=memory, disk_enforced=memory)
 
-    @asynccontextmanager
-    async def attach(self, box_id: str) -> AsyncGenerator[AttachedLink]:
-        # No detach keys: bytes 16 and 17 of an upload would end the link.
-        stream = self._docker.containers.container(box_id).attach(stdin=True, stdout=True, stderr=True, detach_keys="")
-        async with self._opened(stream, box_id) as link:
-            yield link
+    def attach(self, container_id: str) -> AbstractAsyncContextManager[AttachedLink]:
+        return self._api.attach(container_id)
 
-    @asynccontextmanager
-    async def take_over(self, box_id: str) -> AsyncGenerator[AttachedLink]:
-        async with self._executing:
-            with self._failing(SandboxLostError, f"exec in {box_id[:12]}"), anyio.fail_after(self._deadlines.request):
-                container = self._docker.containers.container(box_id)
-                command = ["/bin/sh", "-c", FIND_PYTHON, "relay", RELAY, AGENT_ADDRESS]
-                execution = await container.exec(command, stdin=True, stdout=True, stderr=False)
-        async with self._opened(execution.start(detach=False), box_id) as link:
-            yield link
+    def take_over(self, container_id: str) -> AbstractAsyncContextManager[AttachedLink]:
+        return self._api.exec(container_id, ["/bin/sh", "-c", FIND_PYTHON, "relay", RELAY, AGENT_ADDRESS])
 
-    @asynccontextmanager
-    async def _opened(self, stream: Stream, box_id: str) -> AsyncGenerator[AttachedLink]:
-        link = AttachedLink(stream, box_id)
-        try:
-            with self._failing(SandboxLostError, f"attach to {box_id[:12]}"), anyio.fail_after(self._deadlines.request):
-                await stream.__aenter__()
-            yield link
-        finally:
-            with anyio.CancelScope(shield=True):
-                await link.aclose()
-
-    async def inspect(self, box_id: str, *, runtime: bool = False, size: bool = False) -> BoxInfo | None:
+    async def inspect(self, container_id: str, *, runtime: bool = False, size: bool = False) -> ContainerInfo | None:
         params = {"size": "true"} if size else None
-        found = await self._json(f"containers/{box_id}/json", SandboxLostError, params=params, missing=None)
+        found = await self._api.json(f"containers/{container_id}/json", SandboxLostError, params=params, missing=None)
         if found is None:
             return None
         state = found["State"]
         running = bool(state["Running"])
-        return BoxInfo(
-            box_id=str(found["Id"]),
+        return ContainerInfo(
+            container_id=str(found["Id"]),
             name=str(found["Name"]).lstrip("/"),
             running=running,
             labels=found["Config"].get("Labels") or {},
@@ -229,27 +191,27 @@ class DockerBackend:
         name = str(found["HostConfig"].get("Runtime") or "")
         if name != "oci":
             return name
-        own = await self._json(f"libpod/containers/{found['Id']}/json", SandboxLostError)
+        own = await self._api.json(f"libpod/containers/{found['Id']}/json", SandboxLostError)
         return str(own.get("OCIRuntime", ""))
 
-    async def list(self, labels: Mapping[str, str]) -> list[BoxInfo]:
+    async def list(self, labels: Mapping[str, str]) -> list[ContainerInfo]:
         filters = [name if value == "" else f"{name}={value}" for name, value in labels.items()]
         params = {"all": "true", "filters": msgspec.json.encode({"label": filters}).decode()}
         try:
-            found = await self._json("containers/json", SandboxLostError, params=params)
+            found = await self._api.json("containers/json", SandboxLostError, params=params)
         except SandboxLostError as error:
             # Podman that was killed while it removed a container does not list any, until that one is removed. It still
             # does in its own API; Docker has none.
-            if not isinstance(error.__cause__, DockerError) or error.__cause__.status != HTTP_FAILED:
+            if status_of(error) != HTTP_FAILED:
                 raise
-            found = await self._json("libpod/containers/json", SandboxLostError, params=params, missing=None)
+            found = await self._api.json("libpod/containers/json", SandboxLostError, params=params, missing=None)
             if found is None:
                 raise
         # What was started and does not run is not `created` but `exited`.
         self._half_started |= {str(entry["Id"]) for entry in found if entry.get("State") in NEVER_RAN}
         return [
-            BoxInfo(
-                box_id=str(entry["Id"]),
+            ContainerInfo(
+                container_id=str(entry["Id"]),
                 name=str((entry.get("Names") or [""])[0]).lstrip("/"),
                 running=entry.get("State") == "running",
                 labels=entry.get("Labels") or {},
@@ -257,40 +219,44 @@ class DockerBackend:
             for entry in found
         ]
 
-    async def stats(self, box_id: str) -> BoxStats:
+    async def stats(self, container_id: str) -> ContainerStats:
         params = {"stream": "false", "one-shot": "true"}
-        found = await self._json(f"containers/{box_id}/stats", SandboxLostError, params=params)
-        return BoxStats(
+        found = await self._api.json(f"containers/{container_id}/stats", SandboxLostError, params=params)
+        return ContainerStats(
             cpu_s=found["cpu_stats"]["cpu_usage"]["total_usage"] / 1e9,
             memory=int((found.get("memory_stats") or {}).get("usage") or 0),
             pids=int((found.get("pids_stats") or {}).get("current") or 0),
         )
 
-    async def kill(self, box_id: str) -> None:
-        await self._do(f"containers/{box_id}/kill", SandboxLostError, method="POST", params={"signal": "SIGKILL"})
+    async def kill(self, container_id: str) -> None:
+        await self._api.json(
+            f"containers/{container_id}/kill", SandboxLostError, method="POST", params={"signal": "SIGKILL"}
+        )
 
-    async def delete(self, box_id: str) -> None:
+    async def delete(self, container_id: str) -> None:
         params = {"force": "true", "v": "true"}
-        await self._do(f"containers/{box_id}", SandboxLostError, method="DELETE", params=params, missing=None)
-        if box_id in self._half_started and self.url.startswith("unix://"):
-            count = await anyio.to_thread.run_sync(kill_leftovers, [box_id])
+        await self._api.json(
+            f"containers/{container_id}", SandboxLostError, method="DELETE", params=params, missing=None
+        )
+        if container_id in self._half_started and self.url.startswith("unix://"):
+            count = await anyio.to_thread.run_sync(kill_leftovers, [container_id])
             if count:
-                _log.info("container %s is removed; its engine had left %d of its processes", box_id[:12], count)
-        self._half_started.discard(box_id)
+                _log.info("container %s is removed; its engine had left %d of its processes", container_id[:12], count)
+        self._half_started.discard(container_id)
 
     async def commit(
-        self, box_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None
+        self, container_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None
     ) -> int:
         if files is None:
-            return await self._commit(box_id, name, labels)
+            return await self._commit(container_id, name, labels)
         # The working directory is not part of the container's layer: put it into a second one, which never runs.
-        image = (await self._json(f"containers/{box_id}/json", SandboxLostError))["Config"]["Image"]
+        image = (await self._api.json(f"containers/{container_id}/json", SandboxLostError))["Config"]["Image"]
         config = {"Image": image, "Cmd": ["/bin/sh"], "Labels": dict(labels), "HostConfig": {"NetworkMode": "none"}}
         # Named, so that it is found also when its creation was not answered.
         holder = f"flash-snapshot-{name.rpartition(':')[2]}"
         try:
-            await self._do("containers/create", SandboxError, method="POST", params={"name": holder}, data=config)
-            await self._do(
+            await self._api.json("containers/create", SandboxError, method="POST", params={"name": holder}, data=config)
+            await self._api.json(
                 f"containers/{holder}/archive",
                 SandboxError,
                 method="PUT",
@@ -313,25 +279,25 @@ class DockerBackend:
                 _log.warning("removing container %s: %s", name, error)
                 await anyio.sleep(RETRY_S)
 
-    async def _commit(self, box_id: str, name: str, labels: Mapping[str, str]) -> int:
+    async def _commit(self, container_id: str, name: str, labels: Mapping[str, str]) -> int:
         repository, _, tag = name.partition(":")
-        made = await self._json(
+        made = await self._api.json(
             "commit",
             SandboxError,
             method="POST",
-            params={"container": box_id, "repo": repository, "tag": tag or "latest", "pause": "true"},
+            params={"container": container_id, "repo": repository, "tag": tag or "latest", "pause": "true"},
             # Podman fails without a body, even an empty one.
             data={"Labels": dict(labels)},
             timeout=self._deadlines.image,
         )
-        image = await self._json(f"images/{made['Id']}/json", SandboxError)
-        base = await self._json(f"containers/{box_id}/json", SandboxError)
-        origin = await self._json(f"images/{base['Image']}/json", SandboxError)
+        image = await self._api.json(f"images/{made['Id']}/json", SandboxError)
+        base = await self._api.json(f"containers/{container_id}/json", SandboxError)
+        origin = await self._api.json(f"images/{base['Image']}/json", SandboxError)
         return max(0, int(image.get("Size") or 0) - int(origin.get("Size") or 0))
 
     async def import_image(self, archive: Path, name: str) -> None:
         repository, _, tag = name.partition(":")
-        await self._do(
+        await self._api.json(
             "images/create",
             SandboxError,
             method="POST",
@@ -344,44 +310,11 @@ class DockerBackend:
     async def list_images(self, labels: Mapping[str, str]) -> dict[str, Mapping[str, str]]:
         filters = [name if value == "" else f"{name}={value}" for name, value in labels.items()]
         params = {"filters": msgspec.json.encode({"label": filters} if filters else {}).decode()}
-        found = await self._json("images/json", SandboxError, params=params)
+        found = await self._api.json("images/json", SandboxError, params=params)
         return {name: entry.get("Labels") or {} for entry in found for name in entry.get("RepoTags") or []}
 
     async def remove_image(self, name: str) -> None:
-        await self._do(f"images/{name}", SandboxError, method="DELETE", missing=None)
-
-    async def _do(self, path: str, error: type[SandboxError], **options: Any) -> None:
-        await self._json(path, error, **options)
-
-    async def _json(
-        self,
-        path: str,
-        error: type[SandboxError],
-        *,
-        method: str = "GET",
-        timeout: float | None = None,
-        data: Any = None,
-        headers: Mapping[str, str] | None = None,
-        params: Mapping[str, str] | None = None,
-        missing: Any = ...,
-    ) -> Any:
-        """One request; the answer's JSON, None where there is none, and `missing` where the thing does not exist."""
-        body = msgspec.json.encode(data) if isinstance(data, (dict, list)) else data
-        try:
-            with self._failing(error, f"{method} {path}"), anyio.fail_after(timeout or self._deadlines.request):
-                async with self._docker._query(  # pyright: ignore[reportPrivateUsage]  # its methods lack parameters
-                    path, method, data=body, headers=headers, params=dict(params or {})
-                ) as response:
-                    content = await response.read()
-        except SandboxError as failure:
-            cause = failure.__cause__
-            if missing is not ... and isinstance(cause, DockerError) and cause.status == 404:
-                return missing
-            raise
-        return msgspec.json.decode(content) if content.lstrip()[:1] in (b"{", b"[") and b"\n{" not in content else None
-
-    def _failing(self, error: type[SandboxError], what: str) -> Failing:
-        return Failing(error, what, self.url)
+        await self._api.json(f"images/{name}", SandboxError, method="DELETE", missing=None)
 
 
 def find_engine() -> str:

@@ -2,7 +2,7 @@
 
 The same agent runs as in a container, as a child process in a temporary folder that stands for the working directory;
 only relative paths lead there. Images are folders of files: any name exists, `snapshot` adds new ones. Killing and
-deleting a box kill every process that comes from its agent.
+deleting a container kill every process that comes from its agent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from anyio.abc import Process
 
 from envs.sandbox.api import Spec
 from envs.sandbox.engines import bundle
-from envs.sandbox.engines.backend import BoxInfo, BoxStats, EngineInfo, Surroundings
+from envs.sandbox.engines.backend import ContainerInfo, ContainerStats, EngineInfo, Surroundings
 from flash.errors import SandboxLostError, SandboxStartError
 
 _PATH = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
@@ -35,7 +35,7 @@ _WAIT_SECONDS = 10.0
 
 
 class Faults(msgspec.Struct):
-    """What is to go wrong. Tests change it while boxes run."""
+    """What is to go wrong. Tests change it while containers run."""
 
     create: Exception | None = None
     start: Exception | None = None
@@ -44,26 +44,28 @@ class Faults(msgspec.Struct):
     create_delay: float = 0.0
 
 
-class _Box:
-    def __init__(self, box_id: str, name: str, spec: Spec, labels: Mapping[str, str], folder: Path) -> None:
-        self.box_id = box_id
+class _Container:
+    def __init__(self, container_id: str, name: str, spec: Spec, labels: Mapping[str, str], folder: Path) -> None:
+        self.container_id = container_id
         self.name = name
         self.spec = spec
         self.labels = dict(labels)
         self.folder = folder
         self.process: Process | None = None
 
-    def info(self) -> BoxInfo:
+    def info(self) -> ContainerInfo:
         code = None if self.process is None else self.process.returncode
         running = self.process is not None and code is None
-        return BoxInfo(self.box_id, self.name, running, self.labels, exit_code=code, runtime="none", layer_size=0)
+        return ContainerInfo(
+            self.container_id, self.name, running, self.labels, exit_code=code, runtime="none", layer_size=0
+        )
 
 
 class _ProcessLink:
     def __init__(self, process: Process) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        self.said = b""
+        self.transcript = b""
         self._input = process.stdin
         self._output = process.stdout
 
@@ -93,7 +95,7 @@ class FakeBackend:
     def __init__(self, *, prelude: str = "") -> None:
         self.prelude = prelude
         self.faults = Faults()
-        self.boxes: dict[str, _Box] = {}
+        self.containers: dict[str, _Container] = {}
         """What exists, by id: a test that ends with one in here has a leak."""
         self.images: dict[str, tuple[Path, Mapping[str, str]]] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="flash-fake-"))
@@ -106,8 +108,8 @@ class FakeBackend:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with anyio.CancelScope(shield=True):
-            for box_id in list(self.boxes):
-                await self._remove(box_id)
+            for container_id in list(self.containers):
+                await self._remove(container_id)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def info(self) -> EngineInfo:
@@ -119,34 +121,42 @@ class FakeBackend:
         if self.faults.create is not None:
             raise self.faults.create
         self._numbers += 1
-        box_id = f"fake-{self._numbers}"
-        folder = self._folder / box_id
+        container_id = f"fake-{self._numbers}"
+        folder = self._folder / container_id
         image = self.images.get(spec.image)
         if image is not None:
             shutil.copytree(image[0], folder, symlinks=True)
         else:
             folder.mkdir()
         # As engines do, with the labels of the image.
-        self.boxes[box_id] = _Box(box_id, name, spec, {**(image[1] if image else {}), **labels}, folder)
-        return box_id
+        self.containers[container_id] = _Container(
+            container_id, name, spec, {**(image[1] if image else {}), **labels}, folder
+        )
+        return container_id
 
-    async def start(self, box_id: str) -> None:
+    async def start(self, container_id: str) -> None:
         await anyio.sleep(self.faults.start_delay)
         if self.faults.start is not None:
             raise self.faults.start
-        box = self._box(box_id)
-        env = {"PATH": _PATH, "HOME": str(box.folder), **box.spec.env}
+        container = self._container(container_id)
+        env = {"PATH": _PATH, "HOME": str(container.folder), **container.spec.env}
         # Cancelled half-way, it would leave a process that nobody knows.
         with anyio.CancelScope(shield=True):
-            box.process = await anyio.open_process(
-                bundle.command(), stdin=PIPE, stdout=PIPE, stderr=None, cwd=box.folder, env=env, start_new_session=True
+            container.process = await anyio.open_process(
+                bundle.command(),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=None,
+                cwd=container.folder,
+                env=env,
+                start_new_session=True,
             )
 
     @asynccontextmanager
-    async def attach(self, box_id: str) -> AsyncGenerator[_ProcessLink]:
-        process = self._box(box_id).process
+    async def attach(self, container_id: str) -> AsyncGenerator[_ProcessLink]:
+        process = self._container(container_id).process
         if process is None:
-            raise SandboxStartError(f"{box_id} was not started")
+            raise SandboxStartError(f"{container_id} was not started")
         link = _ProcessLink(process)
         try:
             yield link
@@ -155,51 +165,53 @@ class FakeBackend:
                 await link.aclose()
 
     @asynccontextmanager
-    async def take_over(self, box_id: str) -> AsyncGenerator[_ProcessLink]:
+    async def take_over(self, container_id: str) -> AsyncGenerator[_ProcessLink]:
         raise SandboxLostError("a local process ends with its host and cannot be taken over")
         yield
 
-    def surroundings(self, box_id: str, spec: Spec) -> Surroundings:
-        return Surroundings(str(self._box(box_id).folder), files_apart=True, prelude=self.prelude)
+    def surroundings(self, container_id: str, spec: Spec) -> Surroundings:
+        return Surroundings(str(self._container(container_id).folder), files_apart=True, prelude=self.prelude)
 
-    async def inspect(self, box_id: str, *, runtime: bool = False, size: bool = False) -> BoxInfo | None:
-        box = self.boxes.get(box_id) or next((b for b in self.boxes.values() if b.name == box_id), None)
-        return None if box is None else box.info()
+    async def inspect(self, container_id: str, *, runtime: bool = False, size: bool = False) -> ContainerInfo | None:
+        container = self.containers.get(container_id) or next(
+            (b for b in self.containers.values() if b.name == container_id), None
+        )
+        return None if container is None else container.info()
 
-    async def list(self, labels: Mapping[str, str]) -> list[BoxInfo]:
-        return [box.info() for box in self.boxes.values() if _match(box.labels, labels)]
+    async def list(self, labels: Mapping[str, str]) -> list[ContainerInfo]:
+        return [container.info() for container in self.containers.values() if _match(container.labels, labels)]
 
-    async def stats(self, box_id: str) -> BoxStats:
-        process = self._box(box_id).process
+    async def stats(self, container_id: str) -> ContainerStats:
+        process = self._container(container_id).process
         assert process is not None
-        return BoxStats(0.0, 0, 1 + len(_descendants(process.pid)))
+        return ContainerStats(0.0, 0, 1 + len(_descendants(process.pid)))
 
-    async def kill(self, box_id: str) -> None:
+    async def kill(self, container_id: str) -> None:
         """As if the kernel had killed everything in it."""
-        process = self._box(box_id).process
+        process = self._container(container_id).process
         if process is not None and process.returncode is None:
             # The agent first, so that it cannot report the death of a command.
             pids = [process.pid, *_descendants(process.pid)]
             for pid in pids:
                 _kill(pid)
 
-    async def delete(self, box_id: str) -> None:
+    async def delete(self, container_id: str) -> None:
         if self.faults.delete is not None:
             raise self.faults.delete
-        box = await self.inspect(box_id)
-        if box is not None:
-            await self._remove(box.box_id)
+        container = await self.inspect(container_id)
+        if container is not None:
+            await self._remove(container.container_id)
 
-    async def _remove(self, box_id: str) -> None:
-        await self.kill(box_id)
-        box = self.boxes.pop(box_id)
-        if box.process is not None:
+    async def _remove(self, container_id: str) -> None:
+        await self.kill(container_id)
+        container = self.containers.pop(container_id)
+        if container.process is not None:
             with anyio.move_on_after(_WAIT_SECONDS):
-                await box.process.aclose()
-        shutil.rmtree(box.folder, ignore_errors=True)
+                await container.process.aclose()
+        shutil.rmtree(container.folder, ignore_errors=True)
 
     async def commit(
-        self, box_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None
+        self, container_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None
     ) -> int:
         folder = self._folder / f"image-{len(self.images)}-{name.replace('/', '-').replace(':', '-')}"
         folder.mkdir()
@@ -226,10 +238,10 @@ class FakeBackend:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _box(self, box_id: str) -> _Box:
-        if box_id not in self.boxes:
-            raise SandboxLostError(f"there is no container {box_id}")
-        return self.boxes[box_id]
+    def _container(self, container_id: str) -> _Container:
+        if container_id not in self.containers:
+            raise SandboxLostError(f"there is no container {container_id}")
+        return self.containers[container_id]
 
 
 def _match(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:

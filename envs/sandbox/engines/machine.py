@@ -49,7 +49,7 @@ class MachineMeter:
 
 
 def memory_bytes(proc: Path = Path("/proc")) -> dict[str, int]:
-    """/proc/meminfo, in bytes."""
+    """What /proc/meminfo says, by its names, in bytes."""
     rows = (row.split() for row in (proc / "meminfo").read_text().splitlines())
     return {row[0].rstrip(":"): int(row[1]) * _KIB for row in rows if row[-1] == "kB"}
 

@@ -41,7 +41,7 @@ COMPAT_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "SETGID", "S
 """Enough for `apt`, `pip` and `su` as root of the container; no network, device, trace or mount capability."""
 
 
-class Profile(msgspec.Struct, frozen=True):
+class ProfileSettings(msgspec.Struct, frozen=True):
     """What differs between profiles."""
 
     user: str | None
@@ -51,13 +51,13 @@ class Profile(msgspec.Struct, frozen=True):
 
 
 PROFILES = {
-    "strict": Profile(USER, (), True, ("none",)),
-    "build": Profile(USER, (), False, ("none", "bridge")),
-    "compat": Profile(None, COMPAT_CAPABILITIES, False, ("none", "bridge")),
+    "strict": ProfileSettings(USER, (), True, ("none",)),
+    "build": ProfileSettings(USER, (), False, ("none", "bridge")),
+    "compat": ProfileSettings(None, COMPAT_CAPABILITIES, False, ("none", "bridge")),
 }
 
 
-def check(spec: Spec) -> Profile:
+def check(spec: Spec) -> ProfileSettings:
     """The profile of a spec.
 
     Raises:
@@ -153,7 +153,7 @@ def container(spec: Spec, labels: dict[str, str], *, owned_tmpfs: bool, seccomp:
     return config
 
 
-def _tmpfs(spec: Spec, profile: Profile, *, owned: bool) -> dict[str, str]:
+def _tmpfs(spec: Spec, profile: ProfileSettings, *, owned: bool) -> dict[str, str]:
     """File systems in memory. Programs may be run from them: compilers write to /tmp what is then run."""
     # runc gives the mount the mode of the image's folder, whatever mode is asked for; then only the owner may write.
     owner = "uid={},gid={},".format(*profile.user.split(":")) if owned and profile.user else ""

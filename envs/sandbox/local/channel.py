@@ -19,7 +19,7 @@ import anyio
 import msgspec
 
 from envs.sandbox.engines.backend import Link
-from envs.sandbox.local.frames import PIECE, PIECE_COST, Decoder, Kind, encode
+from envs.sandbox.local.frames import PIECE, PIECE_COST, Decoder, FrameKind, encode
 from flash import errors
 from flash.errors import SandboxError, SandboxLimitError, SandboxLostError, SandboxTimeoutError
 
@@ -42,8 +42,8 @@ _REFUSALS: dict[str, type[SandboxError]] = {
 }
 
 
-class Call:
-    """One call; made by `Channel.call`."""
+class AgentCall:
+    """One call to the agent, until it ends. Made by `Channel.open`."""
 
     def __init__(self, channel: Channel, number: int, room: int) -> None:
         self._channel = channel
@@ -58,14 +58,14 @@ class Call:
 
     def take(self, kind: int, value: msgspec.Raw) -> None:
         """The channel has a frame for this call. Raises SandboxLostError when it may not have come."""
-        if kind == Kind.CREDIT:
+        if kind == FrameKind.CREDIT:
             self._input_window += _COUNT.decode(value)
             self._room_for_input.set()
             return
         self._room -= max(len(value), PIECE_COST)
         if self._room < 0:
             raise SandboxLostError("the agent sent more output than it may")
-        self.ended = self.ended or kind in (Kind.RESULT, Kind.FAILURE)
+        self.ended = self.ended or kind in (FrameKind.RESULT, FrameKind.FAILURE)
         self._frames.append((kind, value))
         self._arrived.set()
 
@@ -85,9 +85,9 @@ class Call:
             self._arrived = anyio.Event()
             await self._arrived.wait()
         kind, value = self._frames.popleft()
-        if kind == Kind.RESULT:
+        if kind == FrameKind.RESULT:
             return value
-        if kind == Kind.CHUNK:
+        if kind == FrameKind.CHUNK:
             return decode(value, tuple[str, msgspec.Raw])
         code, message = decode(value, tuple[str, str])
         raise _REFUSALS.get(code, errors.SandboxRefusedError)(message)
@@ -141,7 +141,7 @@ class Channel:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._decoder = Decoder()
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, AgentCall] = {}
         self._numbers = 0
         self._broken: SandboxError | None = None
         self.heard = anyio.Event()
@@ -149,7 +149,7 @@ class Channel:
 
     @property
     def busy(self) -> int:
-        """Calls in progress."""
+        """How many calls are in progress."""
         return len(self._calls)
 
     @property
@@ -196,14 +196,14 @@ class Channel:
         self.heard.set()
 
     async def post(self, number: int, operation: str, argument: object) -> None:
-        """Send one frame."""
+        """Send one frame of a call. Raises SandboxLostError when the channel is broken."""
         self.check()
         await self._link.send(encode(number, operation, argument))
 
-    async def open(self, operation: str, argument: object, *, room: int = 1 << 16) -> Call:
+    async def open(self, operation: str, argument: object, *, room: int = 1 << 16) -> AgentCall:
         """Begin a call; its opener must `finish` it. `room`: bytes of output that may come."""
         self._numbers += 1
-        call = self._calls[self._numbers] = Call(self, self._numbers, room + (1 << 16))
+        call = self._calls[self._numbers] = AgentCall(self, self._numbers, room + (1 << 16))
         try:
             await call.post(operation, argument)
         except BaseException:
@@ -211,7 +211,7 @@ class Channel:
             raise
         return call
 
-    async def finish(self, call: Call) -> None:
+    async def finish(self, call: AgentCall) -> None:
         """End a call. One that has no result yet is cancelled: whatever runs for it ends as well."""
         del self._calls[call.number]
         if not call.ended and self._broken is None:
@@ -223,7 +223,7 @@ class Channel:
     @asynccontextmanager
     async def call(
         self, operation: str, argument: object, timeout: float, *, room: int = 1 << 16
-    ) -> AsyncGenerator[Call]:
+    ) -> AsyncGenerator[AgentCall]:
         """A call for the time of the block, which must end within `timeout` seconds.
 
         Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
@@ -9,8 +10,19 @@ from typing import Protocol
 import anyio
 import msgspec
 
-from envs.sandbox.api import Chunk, Command, JobStatus, Output, Result, Spec, StreamName
-from envs.sandbox.local.channel import OUTPUT_WINDOW, Call, Channel, decode, in_time
+from envs.sandbox.api import (
+    Chunk,
+    Command,
+    Commands,
+    Exec,
+    JobStatus,
+    Output,
+    Result,
+    Shells,
+    Spec,
+    StreamName,
+)
+from envs.sandbox.local.channel import OUTPUT_WINDOW, AgentCall, Channel, decode, in_time
 from envs.sandbox.local.frames import PIECE
 from flash.errors import SandboxError, SandboxLimitError, SandboxLostError, SandboxRefusedError
 
@@ -21,32 +33,24 @@ LONGEST_COMMAND = 120_000
 STREAMS = ("stdout", "stderr")
 
 
-class Connection(Protocol):
+class HasAgent(Protocol):
     """What commands and files need of their sandbox."""
 
     @property
+    @abstractmethod
     def spec(self) -> Spec: ...
 
+    @abstractmethod
     async def channel(self) -> Channel:
         """The channel, once the sandbox is ready. Raises SandboxLostError, SandboxClosedError."""
         ...
 
 
-class Ending(msgspec.Struct, frozen=True):
-    """How the agent says that a command ended."""
+class Ending(Result, frozen=True):
+    """How the agent says that a command ended: what it sent as it came is not part of the streams."""
 
-    exit_code: int | None
-    signal: str | None
-    timed_out: bool
-    oom_killed: bool
-    stdout: bytes
-    stderr: bytes
-    stdout_truncated: bool
-    stderr_truncated: bool
-    wall_s: float
-    cpu_s: float
-    max_rss: int
     restarts: int = 0
+    """Of the session's shell, so far."""
 
 
 def to_result(ending: Ending, output: Mapping[str, bytes]) -> Result:
@@ -66,34 +70,27 @@ def to_result(ending: Ending, output: Mapping[str, bytes]) -> Result:
     )
 
 
-def request(
-    spec: Spec,
-    command: Command | None,
-    *,
-    timeout: float | None,
-    env: Mapping[str, str] | None = None,
-    cwd: str | None = None,
-    **more: object,
-) -> dict[str, object]:
-    """What the agent needs to know of a command.
+def argument_of(exec: Exec, limit: int, **more: object) -> dict[str, object]:
+    """A command as the agent is asked for it, which keeps `limit` bytes of each stream; `more` as it is.
 
     Raises:
         SandboxRefusedError: it is no command. SandboxLimitError: it is too long.
     """
+    command, timeout, env = exec.command, exec.timeout, exec.env or {}
     if timeout is not None and not timeout > 0:
         raise SandboxRefusedError(f"the timeout must be above 0 s, but is {timeout:g}")
-    asked: dict[str, object] = {"timeout": timeout, "limit": spec.output_limit, **more}
-    if cwd is not None:
-        asked["cwd"] = encoded(cwd)
+    asked: dict[str, object] = {"timeout": timeout, "limit": limit, **more}
+    if exec.cwd is not None:
+        asked["cwd"] = encoded(exec.cwd)
     if env:
         asked["env"] = {encoded(name): encoded(value) for name, value in env.items()}
     if isinstance(command, str):
         asked["command"] = encoded(command)
-    elif command is not None:
+    else:
         asked["argv"] = [encoded(word) for word in command]
         if not command:
             raise SandboxRefusedError("a command needs at least the name of a program")
-    words = [command] if isinstance(command, str) else [*(command or ()), *(env or {}), *(env or {}).values()]
+    words = [command] if isinstance(command, str) else [*command, *env, *env.values()]
     if sum(map(len, words)) > LONGEST_COMMAND:
         raise SandboxLimitError(
             f"a command may have {LONGEST_COMMAND} characters; write it to a file, or pass it as standard input"
@@ -116,53 +113,48 @@ def encoded(text: str) -> bytes:
     return data
 
 
-class SandboxJob:
-    """`api.Job`."""
+class AgentJob:
+    """A background job, as its agent knows it."""
 
-    def __init__(self, connection: Connection, job_id: str) -> None:
-        self._connection = connection
+    def __init__(self, sandbox: HasAgent, job_id: str) -> None:
+        self._sandbox = sandbox
         self.job_id = job_id
 
     async def poll(self) -> JobStatus:
-        """How it stands."""
-        channel = await self._connection.channel()
+        channel = await self._sandbox.channel()
         form = tuple[bool, int, int]
         (running, out, err), _ = await channel.ask("job_poll", {"job": self.job_id}, form, ANSWER_SECONDS)
         return JobStatus(running, out, err, None if running else await self.wait(ANSWER_SECONDS))
 
     async def wait(self, timeout: float) -> Result:
-        """Its result."""
-        channel = await self._connection.channel()
-        room = 2 * self._connection.spec.output_limit
+        channel = await self._sandbox.channel()
+        room = 2 * self._sandbox.spec.output_limit
         return to_result(*await channel.ask("job_wait", {"job": self.job_id}, Ending, timeout, room=room))
 
     async def signal(self, name: str = "SIGTERM") -> None:
-        """Send it a signal."""
-        channel = await self._connection.channel()
+        channel = await self._sandbox.channel()
         await channel.ask("job_signal", {"job": self.job_id, "signal": name}, type(None), ANSWER_SECONDS)
 
     async def output(self, stream: StreamName = "stdout", *, offset: int = 0, limit: int = 1 << 16) -> Output:
-        """A range of what it wrote."""
-        channel = await self._connection.channel()
-        limit = min(limit, self._connection.spec.output_limit)
+        channel = await self._sandbox.channel()
+        limit = min(limit, self._sandbox.spec.output_limit)
         asked = {"job": self.job_id, "stream": stream, "offset": offset, "limit": limit}
         (begin, total), output = await channel.ask("job_output", asked, tuple[int, int], ANSWER_SECONDS, room=limit)
         return Output(begin, output.get("stdout", b""), total)
 
 
-class SandboxSession:
-    """`api.Session`."""
+class AgentSession:
+    """A shell that the agent keeps open under a name."""
 
-    def __init__(self, connection: Connection, name: str) -> None:
-        self._connection = connection
+    def __init__(self, sandbox: HasAgent, name: str) -> None:
+        self._sandbox = sandbox
         self.name = name
         self.restarts = 0
 
     async def run(self, command: str, *, timeout: float) -> Result:
-        """Run one command, after those that were called before."""
-        spec = self._connection.spec
-        asked = request(spec, command, timeout=timeout, name=self.name)
-        channel = await self._connection.channel()
+        spec = self._sandbox.spec
+        asked = argument_of(Exec(command=command, timeout=timeout), spec.output_limit, name=self.name)
+        channel = await self._sandbox.channel()
         # It may wait for the commands before it as long as it may then run.
         waiting = 2 * timeout + ANSWER_SECONDS
         ending, output = await channel.ask("session_run", asked, Ending, waiting, room=2 * spec.output_limit)
@@ -170,29 +162,25 @@ class SandboxSession:
         return to_result(ending, output)
 
     async def interrupt(self) -> bool:
-        """ctrl-C."""
-        channel = await self._connection.channel()
+        channel = await self._sandbox.channel()
         return (await channel.ask("session_interrupt", {"name": self.name}, bool, ANSWER_SECONDS))[0]
 
     async def close(self) -> None:
-        """End the shell and what it started."""
-        channel = await self._connection.channel()
+        channel = await self._sandbox.channel()
         await channel.ask("session_close", {"name": self.name}, type(None), ANSWER_SECONDS)
 
 
-class SandboxTerminal:
-    """`api.Terminal`."""
+class AgentTerminal:
+    """A program on a pseudo-terminal: one call that streams both ways until the program ends."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: AgentCall) -> None:
         self._call = call
         self._ended = False
 
     async def write(self, data: bytes) -> None:
-        """Type."""
         await self._call.send(data)
 
     async def read(self) -> bytes:
-        """What came; empty once the program has ended."""
         while not self._ended:
             piece = await self._call.next()
             if isinstance(piece, msgspec.Raw):
@@ -205,48 +193,27 @@ class SandboxTerminal:
         return b""
 
     async def resize(self, rows: int, columns: int) -> None:
-        """Tell the program its size."""
         await self._call.post("window", [rows, columns])
 
 
-class RemoteCommands:
-    """`api.Commands`, for a class that is a `Connection`."""
+class AgentCommands(Commands, Shells, HasAgent):
+    """Commands and shells over the channel to the agent."""
 
-    async def run(
-        self: Connection,
-        command: Command,
-        *,
-        timeout: float,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-    ) -> Result:
-        """Run a command to its end, or for `timeout` seconds."""
-        spec, short = self.spec, len(stdin) <= PIECE
-        asked = request(spec, command, timeout=timeout, env=env, cwd=cwd, stdin=stdin if short else b"", feed=not short)
+    async def run_exec(self, exec: Exec) -> Result:
+        seconds, limit, short = exec.seconds, self.spec.output_limit, len(exec.stdin) <= PIECE
+        asked = argument_of(exec, limit, stdin=exec.stdin if short else b"", feed=not short)
         channel = await self.channel()
-        async with channel.call("run", asked, timeout + ANSWER_SECONDS, room=2 * spec.output_limit) as call:
+        async with channel.call("run", asked, seconds + ANSWER_SECONDS, room=2 * limit) as call:
             if short:
                 return to_result(*await call.result(Ending))
-            async with sending(call, stdin):
+            async with sending(call, exec.stdin):
                 return to_result(*await call.result(Ending))
 
-    async def stream(
-        self: Connection,
-        command: Command,
-        *,
-        timeout: float,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-    ) -> AsyncGenerator[Chunk | Result]:
-        """The same, with the output as it comes."""
-        if len(stdin) > PIECE:
+    async def stream_exec(self, exec: Exec) -> AsyncGenerator[Chunk | Result]:
+        if len(exec.stdin) > PIECE:
             raise SandboxLimitError(f"a stream takes {PIECE} bytes of input; write more to a file")
-        asked = request(
-            self.spec, command, timeout=timeout, env=env, cwd=cwd, stdin=stdin, stream=True, credit=OUTPUT_WINDOW
-        )
-        deadline = anyio.current_time() + timeout + ANSWER_SECONDS
+        deadline = anyio.current_time() + exec.seconds + ANSWER_SECONDS
+        asked = argument_of(exec, self.spec.output_limit, stdin=exec.stdin, stream=True, credit=OUTPUT_WINDOW)
         channel = await self.channel()
         # No cancel scope may be open while the caller has a piece: it would not be the innermost one any more.
         call = await channel.open("run", asked, room=2 * OUTPUT_WINDOW)
@@ -265,32 +232,25 @@ class RemoteCommands:
         finally:
             await channel.finish(call)
 
-    async def start(
-        self: Connection,
-        command: Command,
-        *,
-        timeout: float | None = None,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-    ) -> SandboxJob:
-        """Start a command in the background."""
-        asked = request(self.spec, command, timeout=timeout, env=env, cwd=cwd)
+    async def start_exec(self, exec: Exec) -> AgentJob:
+        if exec.stdin:
+            raise SandboxRefusedError("a job has no input; write it to a file")
+        asked = argument_of(exec, self.spec.output_limit)
         channel = await self.channel()
         # Cancelled here, nobody would know of the job: so its start is not.
         job_id = ""
         with anyio.CancelScope(shield=True):
             job_id, _ = await channel.ask("start", asked, str, ANSWER_SECONDS)
-        return SandboxJob(self, job_id)
+        return AgentJob(self, job_id)
 
-    def job(self: Connection, job_id: str) -> SandboxJob:
+    def job(self, job_id: str) -> AgentJob:
         """A job that was started earlier, perhaps by another process."""
-        return SandboxJob(self, job_id)
+        return AgentJob(self, job_id)
 
     @asynccontextmanager
-    async def session(self: Connection, name: str = "main") -> AsyncGenerator[SandboxSession]:
-        """A shell for the time of the block."""
+    async def session(self, name: str = "main") -> AsyncGenerator[AgentSession]:
         channel = await self.channel()
-        session = SandboxSession(self, name)
+        session = AgentSession(self, name)
         try:
             # A cancellation between the shell's start and our knowing of it would leave it behind.
             with anyio.CancelScope(shield=True):
@@ -302,24 +262,23 @@ class RemoteCommands:
 
     @asynccontextmanager
     async def terminal(
-        self: Connection, command: Command | None = None, *, rows: int = 24, columns: int = 80
-    ) -> AsyncGenerator[SandboxTerminal]:
-        """A program on a pseudo-terminal for the time of the block."""
+        self, command: Command | None = None, *, rows: int = 24, columns: int = 80
+    ) -> AsyncGenerator[AgentTerminal]:
         shell: Sequence[str] = ("/bin/sh", "-c", "exec $(command -v bash || echo sh) -i")
-        asked = request(
-            self.spec, command or shell, timeout=None, tty=True, rows=rows, columns=columns, stream=True,
-            credit=OUTPUT_WINDOW, env={"TERM": "xterm-256color"},
-        )  # fmt: skip
+        exec = Exec(command=command or shell, env={"TERM": "xterm-256color"})
+        asked = argument_of(
+            exec, self.spec.output_limit, tty=True, rows=rows, columns=columns, stream=True, credit=OUTPUT_WINDOW
+        )
         channel = await self.channel()
         call = await channel.open("run", asked, room=2 * OUTPUT_WINDOW)
         try:
-            yield SandboxTerminal(call)
+            yield AgentTerminal(call)
         finally:
             await channel.finish(call)
 
 
 @asynccontextmanager
-async def sending(call: Call, data: bytes) -> AsyncGenerator[None]:
+async def sending(call: AgentCall, data: bytes) -> AsyncGenerator[None]:
     """Send input while the block waits for the result."""
     body_error: BaseException | None = None
     async with anyio.create_task_group() as tasks:
@@ -334,7 +293,7 @@ async def sending(call: Call, data: bytes) -> AsyncGenerator[None]:
         raise body_error
 
 
-async def _send(call: Call, data: bytes) -> None:
+async def _send(call: AgentCall, data: bytes) -> None:
     await _ignore_loss(lambda: call.send(data, last=True))
 
 

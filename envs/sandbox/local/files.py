@@ -15,9 +15,9 @@ import anyio.to_thread
 import msgspec
 
 from envs.sandbox import trees
-from envs.sandbox.api import FileInfo
+from envs.sandbox.api import FileInfo, Files
 from envs.sandbox.local.channel import OUTPUT_WINDOW, Channel, decode, in_time
-from envs.sandbox.local.commands import ANSWER_SECONDS, Connection, Ending, encoded, request
+from envs.sandbox.local.commands import ANSWER_SECONDS, Ending, HasAgent, encoded
 from envs.sandbox.trees import TreeLimits
 from flash.errors import SandboxError, SandboxFileError, SandboxLimitError, SandboxLostError
 
@@ -37,14 +37,13 @@ MEMORY_BYTES = 1 << 20
 _Entry = tuple[bytes, Literal["file", "folder", "link", "other"], int, int, float]
 
 
-class RemoteFiles:
-    """`api.Files`, for a class that is a `Connection`."""
+class AgentFiles(Files, HasAgent):
+    """Files over the channel to the agent."""
 
     tree_limits = TreeLimits()
     """Caps on uploads and downloads."""
 
-    async def read(self: Connection, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
-        """Bytes of a regular file."""
+    async def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
         if offset < 0 or (limit is not None and limit < 0):
             raise SandboxFileError(f"{path}: offset and limit cannot be negative")
         if limit is not None and limit > READ_LIMIT:
@@ -66,8 +65,7 @@ class RemoteFiles:
             raise SandboxLimitError(f"{path}: has more than the {READ_LIMIT} bytes of one read; read it in ranges")
         return bytes(data)
 
-    async def write(self: Connection, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
-        """Replace a file in one step, or append to it."""
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
         if len(data) > WRITE_LIMIT:
             raise SandboxLimitError(f"{path}: one write takes {WRITE_LIMIT} bytes, not {len(data)}")
         channel = await self.channel()
@@ -77,8 +75,7 @@ class RemoteFiles:
             await call.send(data, last=True)
             await call.result(type(None))
 
-    async def list(self: Connection, path: str = ".") -> builtins.list[FileInfo]:
-        """The entries of a folder."""
+    async def list(self, path: str = ".") -> builtins.list[FileInfo]:
         channel = await self.channel()
         entries: builtins.list[FileInfo] = []
         async with channel.call("list", {"path": encoded(path)}, ANSWER_SECONDS, room=LIST_ROOM) as call:
@@ -89,25 +86,22 @@ class RemoteFiles:
                 entries += [FileInfo(os.fsdecode(name), kind, size, mode, at) for name, kind, size, mode, at in batch]
         return entries
 
-    async def remove(self: Connection, path: str) -> None:
-        """Remove a file, a link, or a folder with everything in it."""
+    async def remove(self, path: str) -> None:
         if path.rstrip("/") in ("", ".", ".."):
             raise SandboxFileError(f"{path!r}: not a path that can be removed")
         await _work(self, await self.channel(), "remove", path)
 
     async def upload(self, source: Path, path: str) -> None:
-        """Copy a local file or tree into the sandbox."""
         with tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES) as archive:
             await _in_thread(trees.pack, Path(source), archive, self.tree_limits)
             archive.seek(0)
-            await _receive(self, path, archive)  # type: ignore[arg-type]
+            await _receive(self, path, archive)
 
     async def download(self, path: str, target: Path) -> None:
-        """Copy a file or tree of the sandbox."""
         with tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES) as archive:
             # A tar archive pads each entry.
             room = self.tree_limits.total + 2048 * self.tree_limits.entries
-            async for piece in send_tree(self, path):  # type: ignore[arg-type]
+            async for piece in send_tree(self, path):
                 room -= len(piece)
                 if room < 0:
                     raise SandboxLimitError(f"{path}: more than {self.tree_limits.total} bytes")
@@ -121,9 +115,15 @@ async def _in_thread(function: object, *args: object) -> None:
     await anyio.to_thread.run_sync(functools.partial(function, *args))  # type: ignore[arg-type]
 
 
-async def _receive(sandbox: Connection, path: str, archive: IO[bytes]) -> None:
+def _argument(sandbox: HasAgent, function: str, path: str, **more: object) -> dict[str, object]:
+    """What the agent is asked for: one of its own functions on a path."""
+    limit = sandbox.spec.output_limit
+    return {"timeout": TREE_SECONDS, "limit": limit, "function": function, "path": encoded(path), **more}
+
+
+async def _receive(sandbox: HasAgent, path: str, archive: IO[bytes]) -> None:
     channel = await sandbox.channel()
-    asked = request(sandbox.spec, None, timeout=TREE_SECONDS, function="receive", path=encoded(path), feed=True)
+    asked = _argument(sandbox, "receive", path, feed=True)
     async with channel.call("work", asked, TREE_SECONDS + ANSWER_SECONDS, room=2 * sandbox.spec.output_limit) as call:
         while piece := archive.read(trees.COPY_BYTES):
             await call.send(piece)
@@ -131,49 +131,47 @@ async def _receive(sandbox: Connection, path: str, archive: IO[bytes]) -> None:
         _check(path, (await call.result(Ending))[0])
 
 
-async def _work(sandbox: Connection, channel: Channel, function: str, path: str) -> None:
-    asked = request(sandbox.spec, None, timeout=TREE_SECONDS, function=function, path=encoded(path))
+async def _work(sandbox: HasAgent, channel: Channel, function: str, path: str) -> None:
+    asked = _argument(sandbox, function, path)
     ending, _ = await channel.ask(
         "work", asked, Ending, TREE_SECONDS + ANSWER_SECONDS, room=2 * sandbox.spec.output_limit
     )
     _check(path, ending)
 
 
-async def restore(sandbox: Connection, channel: Channel, workdir: str) -> None:
+async def restore(sandbox: HasAgent, channel: Channel, workdir: str) -> None:
     """Fill the working directory with the files of the snapshot that the image is, if they lie beside it."""
     await _work(sandbox, channel, "restore", workdir)
 
 
-async def send_tree(sandbox: Connection, path: str) -> AsyncGenerator[bytes]:
+async def send_tree(sandbox: HasAgent, path: str) -> AsyncGenerator[bytes]:
     """A file or tree of the sandbox as a tar stream."""
     channel = await sandbox.channel()
-    asked = request(
-        sandbox.spec, None, timeout=TREE_SECONDS, function="send", path=encoded(path), stream=True, credit=OUTPUT_WINDOW
-    )
+    asked = _argument(sandbox, "send", path, stream=True, credit=OUTPUT_WINDOW)
     deadline = anyio.current_time() + TREE_SECONDS
     call = await channel.open("work", asked, room=2 * OUTPUT_WINDOW)
-    said = b""
+    transcript = b""
     try:
         while True:
             with in_time("send", max(ANSWER_SECONDS, deadline - anyio.current_time())):
                 piece = await call.next()
             if isinstance(piece, msgspec.Raw):
-                _check(path, decode(piece, Ending), said)
+                _check(path, decode(piece, Ending), transcript)
                 return
             data = decode(piece[1], bytes)
             await call.grant(data)
             if piece[0] == "stderr":
-                said = (said + data)[:4096]
+                transcript = (transcript + data)[:4096]
             else:
                 yield data
     finally:
         await channel.finish(call)
 
 
-def _check(path: str, ending: Ending, said: bytes = b"") -> None:
+def _check(path: str, ending: Ending, transcript: bytes = b"") -> None:
     if ending.exit_code == 0 and not ending.timed_out:
         return
-    text = (said + ending.stderr).decode("utf-8", "replace").strip()[:500]
+    text = (transcript + ending.stderr).decode("utf-8", "replace").strip()[:500]
     if ending.oom_killed or ending.timed_out or "No space left" in text:
         raise SandboxLimitError(f"{path}: {text or 'took too long, or too much memory'}")
     error: type[SandboxError] = SandboxFileError

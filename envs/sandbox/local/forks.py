@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import anyio
+from anyio.abc import TaskStatus
 
+from envs.sandbox.api import Spec
 from envs.sandbox.engines.backend import Backend
 from flash.errors import SandboxClosedError, SandboxError
-
-if TYPE_CHECKING:
-    from envs.sandbox.local.sandbox import Sandbox
 from flash.waiting import unwrapped_group
 
 _log = logging.getLogger(__name__)
 
 
-class Family:
+class Fork(Protocol):
+    """A sandbox that is not started yet."""
+
+    @property
+    def spec(self) -> Spec: ...
+
+    async def keep(self, *, task_status: TaskStatus[Any]) -> None:
+        """Live until it is closed or lost; started when it is ready. Raises SandboxError when it cannot be started."""
+        ...
+
+
+class Forks:
     """The forks of one sandbox, and the image that they began from, which is removed with the last of them.
 
     Args:
@@ -27,7 +37,7 @@ class Family:
         removal: seconds for removing the image.
     """
 
-    def __init__(self, backend: Backend, forks: Sequence[Sandbox], removal: float) -> None:
+    def __init__(self, backend: Backend, forks: Sequence[Fork], removal: float) -> None:
         self._backend = backend
         self._forks = forks
         self._removal = removal
@@ -71,7 +81,7 @@ class Family:
         async with unwrapped_group() as tasks:
             failures: list[SandboxError] = []
 
-            async def start(fork: Sandbox) -> None:
+            async def start(fork: Fork) -> None:
                 try:
                     await tasks.start(fork.keep)
                 except SandboxError as error:
@@ -85,7 +95,7 @@ class Family:
             self._settled.set()
 
     async def forget(self) -> None:
-        """Remove the image."""
+        """Remove the image that they began from; one that cannot be removed is left to the host's next look."""
         with anyio.move_on_after(self._removal, shield=True):
             try:
                 await self._backend.remove_image(self._forks[0].spec.image)

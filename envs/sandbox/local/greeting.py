@@ -29,7 +29,7 @@ class Hello(msgspec.Struct, frozen=True):
     """Files can be written to the working directory."""
     protected: bool
     """Other processes of the sandbox can neither read its memory nor use its descriptors."""
-    life: float
+    lifetime: float = msgspec.field(name="life")
     """Seconds until the agent ends by itself."""
     jobs: list[str] = []
     sessions: list[str] = []
@@ -43,8 +43,8 @@ class Rest:
         self._rest = rest
 
     @property
-    def said(self) -> bytes:
-        return self._link.said
+    def transcript(self) -> bytes:
+        return self._link.transcript
 
     async def send(self, data: bytes) -> None:
         await self._link.send(data)
@@ -62,7 +62,7 @@ class Rest:
 class NoLink:
     """Before there is a link."""
 
-    said = b""
+    transcript = b""
 
     async def send(self, data: bytes) -> None:
         raise SandboxLostError("the sandbox was not started")
@@ -91,7 +91,7 @@ async def greet(link: Link, options: bundle.Options, prelude: str = "") -> tuple
             break
         data = await link.receive()
         if not data or len(got) > _NOISE_LIMIT:
-            said = (got + data + link.said).decode("utf-8", "replace").strip()[-500:] or "nothing"
+            said = (got + data + link.transcript).decode("utf-8", "replace").strip()[-500:] or "nothing"
             raise SandboxStartError(
                 f"the sandbox ended before its agent answered; it said: {said}. Its image needs /bin/sh that works"
             )

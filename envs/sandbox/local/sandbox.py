@@ -1,4 +1,4 @@
-"""Sandbox: one container with its agent, from its creation to its removal.
+"""LocalSandbox: one container with its agent, from its creation to its removal.
 
 Lifecycle: `starting` → `ready` → `closed` (by its owner, its deadline, its idle time or its disk limit) or `lost` (its
 container or its agent is gone). One task owns it; leaving the block ends that task, which removes the container before
@@ -25,18 +25,18 @@ import anyio.lowlevel
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
-from envs.sandbox.api import Snapshot, Spec, State
+from envs.sandbox.api import Sandbox, Snapshot, Spec, State
 from envs.sandbox.engines import profiles
 from envs.sandbox.engines.backend import AGENT_SECRET, Backend, Link, Surroundings
 from envs.sandbox.engines.bundle import Options
 from envs.sandbox.local import watches
 from envs.sandbox.local.channel import Channel
-from envs.sandbox.local.commands import RemoteCommands
-from envs.sandbox.local.files import RemoteFiles, restore, send_tree
-from envs.sandbox.local.forks import Family
+from envs.sandbox.local.commands import AgentCommands
+from envs.sandbox.local.files import AgentFiles, restore, send_tree
+from envs.sandbox.local.forks import Forks
 from envs.sandbox.local.greeting import Hello, NoLink, with_deadline
 from envs.sandbox.local.shell_channel import ShellChannel
-from envs.sandbox.local.snapshots import LIFE, LIFE_LABEL, SNAPSHOT_LABEL, SNAPSHOT_NAME, from_snapshot
+from envs.sandbox.local.snapshots import INSTANCE, INSTANCE_LABEL, SNAPSHOT_LABEL, SNAPSHOT_NAME, from_snapshot
 from flash.errors import (
     SandboxClosedError,
     SandboxError,
@@ -56,7 +56,7 @@ FORGET_SECONDS = 5.0
 """For removing the image of a snapshot that failed or was cancelled."""
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class SandboxSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Deadlines of a sandbox. Seconds."""
 
     start: float = 120.0
@@ -73,7 +73,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """For removing the container, also when the block was cancelled."""
 
 
-class Sandbox(RemoteCommands, RemoteFiles):
+class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
     """See the module. An asynchronous context manager; or a task: `await tasks.start(sandbox.keep)`.
 
     Args:
@@ -94,7 +94,7 @@ class Sandbox(RemoteCommands, RemoteFiles):
         *,
         name: str | None = None,
         labels: Mapping[str, str] | None = None,
-        settings: Settings | None = None,
+        settings: SandboxSettings | None = None,
         adopt: str | None = None,
     ) -> None:
         profiles.check(spec)
@@ -102,9 +102,9 @@ class Sandbox(RemoteCommands, RemoteFiles):
         self._spec = spec
         self._name = name or f"flash-{uuid4().hex[:20]}"
         self._labels = dict(labels or {})
-        self._settings = settings or Settings()
+        self._settings = settings or SandboxSettings()
         self._secret = secrets.token_hex(32)
-        self._box_id = adopt or ""
+        self._container_id = adopt or ""
         self._adopted = adopt is not None
         self._state: State = "starting"
         self._reason = "the sandbox was not started"
@@ -124,18 +124,16 @@ class Sandbox(RemoteCommands, RemoteFiles):
         return self._name
 
     @property
-    def box_id(self) -> str:
+    def container_id(self) -> str:
         """The engine's id of its container; empty before it exists."""
-        return self._box_id
+        return self._container_id
 
     @property
     def spec(self) -> Spec:
-        """What was asked for."""
         return self._spec
 
     @property
     def state(self) -> State:
-        """How it stands."""
         return self._state
 
     @property
@@ -162,7 +160,7 @@ class Sandbox(RemoteCommands, RemoteFiles):
         # Without the block's own error: it is not the task group's.
         await self._stack.__aexit__(None, None, None)
 
-    async def keep(self, *, task_status: TaskStatus[Sandbox] = anyio.TASK_STATUS_IGNORED) -> None:
+    async def keep(self, *, task_status: TaskStatus[LocalSandbox] = anyio.TASK_STATUS_IGNORED) -> None:
         """Live, as a task of the owner: started when ready, until it is closed or lost and its container removed."""
         async with self:
             task_status.started(self)
@@ -191,14 +189,13 @@ class Sandbox(RemoteCommands, RemoteFiles):
         return self._channel
 
     async def snapshot(self) -> Snapshot:
-        """Keep the files as an image."""
         (await self.channel()).check()
         tag = uuid4().hex[:20]
         name = f"{SNAPSHOT_NAME}:{tag}"
         files = send_tree(self, self.hello.workdir) if self._surroundings.files_apart else None
-        labels = {**self._labels, SNAPSHOT_LABEL: self._name, LIFE_LABEL: LIFE}
+        labels = {**self._labels, SNAPSHOT_LABEL: self._name, INSTANCE_LABEL: INSTANCE}
         try:
-            size = await self._backend.commit(self._box_id, name=name, labels=labels, files=files)
+            size = await self._backend.commit(self._container_id, name=name, labels=labels, files=files)
         except BaseException:
             # The engine may have made it all the same, or still be at it.
             self._unwanted.append(name)
@@ -213,18 +210,17 @@ class Sandbox(RemoteCommands, RemoteFiles):
                 with suppress(SandboxError):
                     await self._backend.remove_image(name)
 
-    async def fork(self, count: int) -> list[Sandbox]:
-        """New sandboxes with the same files, which are closed with this one at the latest."""
+    async def fork(self, count: int) -> list[LocalSandbox]:
         if count < 1:
             raise SandboxRefusedError(f"at least one fork must be asked for, not {count}")
         spec = (await self.snapshot()).spec
-        forks = [Sandbox(self._backend, spec, labels=self._labels, settings=self._settings) for _ in range(count)]
-        family = Family(self._backend, forks, self._settings.removal)
+        forks = [LocalSandbox(self._backend, spec, labels=self._labels, settings=self._settings) for _ in range(count)]
+        group = Forks(self._backend, forks, self._settings.removal)
         if self._ending.is_set():
-            await family.forget()
+            await group.forget()
             raise SandboxLostError(self._reason) if self._state == "lost" else SandboxClosedError(self._reason)
-        self._forks.start_soon(family.keep)
-        await family.started()
+        self._forks.start_soon(group.keep)
+        await group.started()
         return forks
 
     async def _own(self, *, task_status: TaskStatus[None]) -> None:
@@ -264,11 +260,11 @@ class Sandbox(RemoteCommands, RemoteFiles):
             await self._make()
         else:
             await self._find()
-        self._surroundings = self._backend.surroundings(self._box_id, self._spec)
+        self._surroundings = self._backend.surroundings(self._container_id, self._spec)
         pause = FIRST_PAUSE
         while not self._ending.is_set():
             try:
-                async with opener(self._box_id) as link:
+                async with opener(self._container_id) as link:
                     channel = await self._introduce(link, fresh=opener == self._backend.attach)
                     await self._serve(channel, scope, task_status)
                     pause = FIRST_PAUSE
@@ -295,11 +291,11 @@ class Sandbox(RemoteCommands, RemoteFiles):
             )
         labels = {**self._labels, AGENT_SECRET: self._secret}
         with anyio.CancelScope(shield=True):
-            self._box_id = await self._backend.create(self._spec, name=self._name, labels=labels)
+            self._container_id = await self._backend.create(self._spec, name=self._name, labels=labels)
         await anyio.lowlevel.checkpoint()
-        await self._backend.start(self._box_id)
+        await self._backend.start(self._container_id)
         if info_needed:
-            found = await self._backend.inspect(self._box_id, runtime=True)
+            found = await self._backend.inspect(self._container_id, runtime=True)
             if found is None or Path(found.runtime).name != self._spec.runtime:
                 raise SandboxRefusedError(
                     f"the engine runs the sandbox under {found.runtime if found else 'nothing'!r} instead of "
@@ -308,12 +304,12 @@ class Sandbox(RemoteCommands, RemoteFiles):
 
     async def _find(self) -> None:
         """The container that is to be taken over."""
-        found = await self._backend.inspect(self._box_id)
+        found = await self._backend.inspect(self._container_id)
         if found is None or not found.running or AGENT_SECRET not in found.labels:
-            raise SandboxLostError(f"container {self._box_id[:20]} does not run, or is no sandbox")
+            raise SandboxLostError(f"container {self._container_id[:20]} does not run, or is no sandbox")
         self._name, self._secret = found.name, found.labels[AGENT_SECRET]
         # What is made of it has to be found like what it was made as; the image's labels are among its own.
-        own = (AGENT_SECRET, SNAPSHOT_LABEL, LIFE_LABEL)
+        own = (AGENT_SECRET, SNAPSHOT_LABEL, INSTANCE_LABEL)
         self._labels = {name: value for name, value in found.labels.items() if name not in own}
 
     async def _introduce(self, link: Link, *, fresh: bool) -> Channel:
@@ -324,7 +320,7 @@ class Sandbox(RemoteCommands, RemoteFiles):
         around = self._surroundings
         options = Options(
             workdir=around.workdir,
-            life=self._spec.deadline_s + LIFE_MARGIN,
+            lifetime=self._spec.deadline_s + LIFE_MARGIN,
             orphan=self._settings.orphan,
             cgroup=around.cgroup,
             address=around.address,
@@ -332,7 +328,7 @@ class Sandbox(RemoteCommands, RemoteFiles):
         )
         kind, detail, rest = await with_deadline(link, options, self._settings.start, around.prelude)
         if kind == "shell":
-            return ShellChannel(rest, around.workdir, options.life, int(detail))
+            return ShellChannel(rest, around.workdir, options.lifetime, int(detail))
         return Channel(rest)
 
     async def _serve(self, channel: Channel, scope: anyio.CancelScope, task_status: TaskStatus[None]) -> None:
@@ -367,11 +363,11 @@ class Sandbox(RemoteCommands, RemoteFiles):
                 self._state = "ready"
                 task_status.started()
             tasks.start_soon(watches.heart, channel, self._settings.heartbeat, self._settings.silence, self._end)
-            tasks.start_soon(watches.life, self.hello.life - LIFE_MARGIN, self._spec.deadline_s, self._end)
+            tasks.start_soon(watches.lifetime, self.hello.lifetime - LIFE_MARGIN, self._spec.deadline_s, self._end)
             if self._spec.idle_s is not None:
                 tasks.start_soon(watches.idle, self._spec.idle_s, self._use, self._end)
             if not self._surroundings.disk_enforced:
-                tasks.start_soon(watches.disk, self._backend, self._box_id, self._spec.disk_mib, self._end)
+                tasks.start_soon(watches.disk, self._backend, self._container_id, self._spec.disk_mib, self._end)
         if not self._connected.is_set():
             channel.check()
 
@@ -382,7 +378,7 @@ class Sandbox(RemoteCommands, RemoteFiles):
     async def _check_container(self) -> None:
         """Say that the sandbox is lost, and why, when its container does not run."""
         try:
-            found = await self._backend.inspect(self._box_id)
+            found = await self._backend.inspect(self._container_id)
         except SandboxError:
             return  # The engine cannot be reached; the container may well run.
         if found is None:
@@ -406,7 +402,7 @@ class Sandbox(RemoteCommands, RemoteFiles):
         pause = FIRST_PAUSE
         while True:
             try:
-                return await self._backend.delete(self._box_id or self._name)
+                return await self._backend.delete(self._container_id or self._name)
             except SandboxError as error:
                 _log.warning("removing container %s: %s", self._name, error)
                 await anyio.sleep(pause)

@@ -22,9 +22,9 @@ import anyio
 import msgspec
 
 from envs.sandbox.engines.backend import Link
-from envs.sandbox.local.channel import Call, Channel
+from envs.sandbox.local.channel import AgentCall, Channel
 from envs.sandbox.local.commands import ANSWER_SECONDS, Ending
-from envs.sandbox.local.frames import PIECE, Kind
+from envs.sandbox.local.frames import PIECE, FrameKind
 from envs.sandbox.local.greeting import NoLink
 from flash.errors import SandboxLimitError, SandboxLostError
 
@@ -41,15 +41,15 @@ class ShellChannel(Channel):
     Args:
         link: to the agent, after its greeting.
         workdir: where commands start.
-        life: seconds that the sandbox may live.
+        lifetime: seconds that the sandbox may live.
         uid: whom commands run as.
     """
 
-    def __init__(self, link: Link, workdir: str, life: float, uid: int) -> None:
+    def __init__(self, link: Link, workdir: str, lifetime: float, uid: int) -> None:
         super().__init__(NoLink())
         self._shell = link
         self._workdir = workdir
-        self._life = life
+        self._lifetime = lifetime
         self._uid = uid
         self._buffer = bytearray()
         self._room = LINE_BYTES
@@ -66,27 +66,27 @@ class ShellChannel(Channel):
             self._writes[number] = (argument, bytearray())
         elif operation in ("data", "eof") and number in self._writes and isinstance(argument, (bytes, memoryview)):
             self._writes[number][1].extend(argument)
-            self._take(number, Kind.CREDIT, len(argument))
+            self._take(number, FrameKind.CREDIT, len(argument))
             if operation == "eof":
                 asked, data = self._writes.pop(number)
                 self._waiting.append((number, "write", {**asked, "data": bytes(data)}))
         elif operation == "session_close":
-            self._take(number, Kind.RESULT, None)
+            self._take(number, FrameKind.RESULT, None)
         elif operation == "ping":
-            self._take(number, Kind.RESULT, 0)
+            self._take(number, FrameKind.RESULT, 0)
         elif operation in ("run", "read", "hello") and isinstance(argument, dict):
             self._waiting.append((number, operation, argument))
         elif operation not in ("credit", "cancel"):
-            self._take(number, Kind.FAILURE, ("request", _REFUSED.format(operation)))
+            self._take(number, FrameKind.FAILURE, ("request", _REFUSED.format(operation)))
         self._work.set()
 
-    async def finish(self, call: Call) -> None:
+    async def finish(self, call: AgentCall) -> None:
         """End a call. One that waits is forgotten; one that runs goes on to its end."""
         del self._calls[call.number]
         self._writes.pop(call.number, None)
         self._waiting = deque(entry for entry in self._waiting if entry[0] != call.number)
 
-    def _take(self, number: int, kind: Kind, value: object) -> None:
+    def _take(self, number: int, kind: FrameKind, value: object) -> None:
         if (call := self._calls.get(number)) is not None:
             call.take(kind, msgspec.Raw(_ENCODE(value)))
 
@@ -108,7 +108,7 @@ class ShellChannel(Channel):
                     try:
                         await self._carry_out(number, operation, asked)
                     except SandboxLimitError as reason:
-                        self._take(number, Kind.FAILURE, ("limit", str(reason)))
+                        self._take(number, FrameKind.FAILURE, ("limit", str(reason)))
                     except SandboxLostError as reason:
                         error = reason
                         tasks.cancel_scope.cancel()
@@ -132,7 +132,7 @@ class ShellChannel(Channel):
     async def _carry_out(self, number: int, operation: str, asked: dict[str, object]) -> None:
         if operation == "hello":
             _, out, _ = await self._ask("test -w . && echo yes", 10, 100)
-            self._take(number, Kind.RESULT, self._hello(out == b"yes\n"))
+            self._take(number, FrameKind.RESULT, self._hello(out == b"yes\n"))
         elif operation == "run":
             await self._run(number, asked)
         else:
@@ -140,23 +140,23 @@ class ShellChannel(Channel):
             ending, out, _ = await self._ask(_script(operation, asked), ANSWER_SECONDS, limit + PIECE)
             if ending.exit_code != 0:
                 text = ending.stderr.decode("utf-8", "replace").strip()[-300:]
-                self._take(number, Kind.FAILURE, ("file", text or f"{operation} failed"))
+                self._take(number, FrameKind.FAILURE, ("file", text or f"{operation} failed"))
                 return
             for at in range(0, len(out), PIECE):
-                self._take(number, Kind.CHUNK, ("stdout", out[at : at + PIECE]))
-            self._take(number, Kind.RESULT, [0] if operation == "read" else None)
+                self._take(number, FrameKind.CHUNK, ("stdout", out[at : at + PIECE]))
+            self._take(number, FrameKind.RESULT, [0] if operation == "read" else None)
 
     async def _run(self, number: int, asked: dict[str, object]) -> None:
         timeout = asked["timeout"]
         assert isinstance(timeout, (int, float))
         if asked.get("stream") or asked.get("feed"):
-            self._take(number, Kind.FAILURE, ("request", _REFUSED.format("streams, and long input")))
+            self._take(number, FrameKind.FAILURE, ("request", _REFUSED.format("streams, and long input")))
             return
         ending, out, err = await self._ask(_script("run", asked), timeout, int(str(asked["limit"])))
         for name, data in (("stdout", out), ("stderr", err)):
             for at in range(0, len(data), PIECE):
-                self._take(number, Kind.CHUNK, (name, data[at : at + PIECE]))
-        self._take(number, Kind.RESULT, msgspec.structs.replace(ending, stdout=b"", stderr=b""))
+                self._take(number, FrameKind.CHUNK, (name, data[at : at + PIECE]))
+        self._take(number, FrameKind.RESULT, msgspec.structs.replace(ending, stdout=b"", stderr=b""))
 
     async def _ask(self, script: str, seconds: float, limit: int) -> tuple[Ending, bytes, bytes]:
         """Run a script; how it ended, and its output."""
@@ -196,7 +196,7 @@ class ShellChannel(Channel):
     def _hello(self, writable: bool) -> dict[str, object]:
         return {
             "protocol": PROTOCOL, "kind": "shell", "version": "", "pid": 1, "uid": self._uid, "workdir": self._workdir,
-            "bash": False, "writable": writable, "protected": False, "life": self._life,
+            "bash": False, "writable": writable, "protected": False, "life": self._lifetime,
         }  # fmt: skip
 
 

@@ -9,16 +9,12 @@ from envs.sandbox.api import Spec
 SNAPSHOT_NAME = "localhost/flash-snapshot"
 """Name of the images that snapshots are; the tag tells them apart."""
 
-
 SNAPSHOT_LABEL = "flash.snapshot"
 """On snapshots, with the sandbox that they were made of."""
-
-
-LIFE_LABEL = "flash.snapshot.life"
-
-
-LIFE = uuid4().hex
-"""On snapshots: the process that made them, and whom alone it could tell of them."""
+INSTANCE_LABEL = "flash.snapshot.life"
+"""On snapshots, with the process that made them: it alone could tell of them."""
+INSTANCE = uuid4().hex
+"""This process, as that label says it."""
 
 
 def from_snapshot(spec: Spec) -> bool:

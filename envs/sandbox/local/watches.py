@@ -37,7 +37,7 @@ async def heart(channel: Channel, heartbeat: float, silence: float, end: End) ->
             return
 
 
-async def life(left: float, deadline_s: float, end: End) -> None:
+async def lifetime(left: float, deadline_s: float, end: End) -> None:
     """Close it when its life is over, of which so many seconds are left."""
     await anyio.sleep(max(0.0, left))
     end("closed", f"its deadline of {deadline_s:g} s was over")
@@ -52,12 +52,12 @@ async def idle(idle_s: float, use: Callable[[], tuple[int, bool]], end: End) -> 
             end("closed", f"it was idle for {idle_s:g} s")
 
 
-async def disk(backend: Backend, box_id: str, disk_mib: int, end: End) -> None:
+async def disk(backend: Backend, container_id: str, disk_mib: int, end: End) -> None:
     """Close it when its layer has grown over its limit: engines can seldom enforce that themselves."""
     while True:
         await anyio.sleep(DISK_LOOK_SECONDS)
         try:
-            found = await backend.inspect(box_id, size=True)
+            found = await backend.inspect(container_id, size=True)
         except SandboxError:
             continue  # The link says whether the sandbox is gone.
         if found is not None and (found.layer_size or 0) > disk_mib * MIB:

@@ -26,7 +26,7 @@ from envs.sandbox.pool.placement import NOTHING, Demand, HostView, choose, could
 from flash.errors import SandboxBusyError, SandboxRefusedError
 
 
-class Request(msgspec.Struct, frozen=True):
+class SandboxRequest(msgspec.Struct, frozen=True):
     """A wish for one sandbox."""
 
     id: str
@@ -48,7 +48,7 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class _Waiting(msgspec.Struct):
-    request: Request
+    request: SandboxRequest
     arrival: int
     late_at: int
     """Number of its owner's grants from which the request is late."""
@@ -62,7 +62,7 @@ class _Waiting(msgspec.Struct):
 
 
 class _Granted(msgspec.Struct):
-    request: Request
+    request: SandboxRequest
     arrival: int
     host: str
 
@@ -74,7 +74,7 @@ _Fit = tuple[Demand, str | None]
 
 
 class Admission:
-    """The queue and the books of one pool."""
+    """The queue of one pool, and what it has granted."""
 
     def __init__(self, *, max_waiting: int, patience: int) -> None:
         """A queue for at most `max_waiting` requests; `patience` counts grants."""
@@ -119,7 +119,7 @@ class Admission:
 
     # ---- requests
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: SandboxRequest) -> None:
         """Let a request wait.
 
         Raises:
@@ -153,8 +153,8 @@ class Admission:
         """A granted request's sandbox is gone."""
         self._end(id)
 
-    def restore(self, request: Request, host: str) -> None:
-        """Book what was granted in an earlier life, without asking whether it fits."""
+    def restore(self, request: SandboxRequest, host: str) -> None:
+        """Record what was granted in an earlier run, without asking whether it fits."""
         self._grant(_Waiting(request, next(self._arrivals), 0), self._hosts[host], counted=False)
 
     def is_waiting(self, id: str) -> bool:
@@ -209,7 +209,7 @@ class Admission:
                 elif (kept := self._host_to_keep(waiting.request, closed)) is not None:
                     closed.add(kept.name)
 
-    def _host_to_keep(self, request: Request, closed: set[str]) -> HostView | None:
+    def _host_to_keep(self, request: SandboxRequest, closed: set[str]) -> HostView | None:
         """The host on which this request will fit soonest: the one with the most room among those large enough."""
         large = [
             host
@@ -263,7 +263,7 @@ class Admission:
             closed=closed,
         )
 
-    # ---- books
+    # ---- records
 
     def _enter(self, waiting: _Waiting) -> None:
         request = waiting.request
@@ -331,19 +331,19 @@ class Admission:
         return granted
 
     def _forget(self, owner: str) -> None:
-        """Keep no books for owners that neither wait nor hold anything."""
+        """Keep no records of owners that neither wait nor hold anything."""
         if self._held.get(owner, 0) == 0:
             self._held.pop(owner, None)
             self._usage.pop(owner, None)
             if owner not in self._by_owner:
-                for books in (self._last_grant, self._turns, self._alarms):
-                    books.pop(owner, None)
+                for records in (self._last_grant, self._turns, self._alarms):
+                    records.pop(owner, None)
 
-    def _too_large(self, request: Request) -> str:
+    def _too_large(self, request: SandboxRequest) -> str:
         hosts = ", ".join(f"{host.name} {host.capacity}" for host in self._hosts.values())
         where = f" on host {request.only}" if request.only else ""
         return f"a sandbox of {request.demand} fits nowhere{where}, not even alone; the hosts have {hosts or 'nothing'}"
 
 
-def _shape(request: Request) -> _Shape:
+def _shape(request: SandboxRequest) -> _Shape:
     return request.demand, request.only, request.warm_key

@@ -1,22 +1,24 @@
-"""A `Maker` over a container engine: real sandboxes for a host.
+"""From a container engine to a host of a pool: a `Maker` over the engine, and the `LocalHost` over that.
 
 Each sandbox lives in a task of the maker; leaving `open_maker` ends all of them, and removes their containers.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+import os
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
-from envs.sandbox.api import SandboxLike, Spec
+from envs.sandbox.api import Sandbox, Spec
 from envs.sandbox.engines.backend import Backend
 from envs.sandbox.engines.machine import Load, MachineMeter
-from envs.sandbox.local.sandbox import Sandbox, Settings
+from envs.sandbox.local.sandbox import LocalSandbox, SandboxSettings
 from envs.sandbox.local.snapshots import SNAPSHOT_LABEL
-from envs.sandbox.pool.host import Container
+from envs.sandbox.pool.host import Container, HostSettings, Identity
+from envs.sandbox.pool.local_host import LocalHost
 from envs.sandbox.pool.ownership import PREFIX
 from envs.sandbox.pool.placement import Demand
 from flash.errors import SandboxError
@@ -26,9 +28,9 @@ _MIB = 1 << 20
 
 
 class EngineMaker:
-    """See the module."""
+    """Makes sandboxes on one engine. Made by `open_maker`."""
 
-    def __init__(self, backend: Backend, tasks: TaskGroup, settings: Settings) -> None:
+    def __init__(self, backend: Backend, tasks: TaskGroup, settings: SandboxSettings) -> None:
         self._backend = backend
         self._tasks = tasks
         self._settings = settings
@@ -48,40 +50,40 @@ class EngineMaker:
         """What the engine's machine does; None where that is not this machine."""
         return self._meter.read() if self._meter else None
 
-    async def make(self, spec: Spec, box: str, labels: Mapping[str, str]) -> SandboxLike:
-        """A started sandbox."""
+    async def make(self, spec: Spec, sandbox_id: str, labels: Mapping[str, str]) -> Sandbox:
         return await self._keep(
-            Sandbox(self._backend, _unlimited(spec), name=box, labels=labels, settings=self._settings)
+            LocalSandbox(self._backend, _unlimited(spec), name=sandbox_id, labels=labels, settings=self._settings)
         )
 
-    async def adopt(self, container: Container, spec: Spec, box: str) -> SandboxLike:
+    async def adopt(self, container: Container, spec: Spec, sandbox_id: str) -> Sandbox:
         """Take over a running container."""
-        return await self._keep(Sandbox(self._backend, _unlimited(spec), adopt=container.id, settings=self._settings))
+        return await self._keep(
+            LocalSandbox(self._backend, _unlimited(spec), adopt=container.id, settings=self._settings)
+        )
 
     async def containers(self) -> list[Container]:
         """Every container and snapshot of ours."""
-        boxes = await self._backend.list({f"{PREFIX}service": ""})
+        containers = await self._backend.list({f"{PREFIX}service": ""})
         images = await self._backend.list_images({SNAPSHOT_LABEL: ""})
         return [
-            *(Container(box.box_id, box.labels, box.running) for box in boxes),
+            *(Container(each.container_id, each.labels, each.running) for each in containers),
             *(Container(name, labels, False, image=True) for name, labels in images.items()),
         ]
 
     async def remove(self, id: str, *, image: bool) -> None:
-        """Remove one."""
         if image:
             await self._backend.remove_image(id)
         else:
             await self._backend.delete(id)
 
-    async def _keep(self, sandbox: Sandbox) -> Sandbox:
+    async def _keep(self, sandbox: LocalSandbox) -> LocalSandbox:
         """Let a sandbox live in a task of its own. A caller that is cancelled before it is ready ends it."""
         outcome = await self._tasks.start(self._live, sandbox)
         if isinstance(outcome, SandboxError):
             raise outcome
         return sandbox
 
-    async def _live(self, sandbox: Sandbox, *, task_status: TaskStatus[SandboxError | None]) -> None:
+    async def _live(self, sandbox: LocalSandbox, *, task_status: TaskStatus[SandboxError | None]) -> None:
         started = False
         try:
             async with sandbox:
@@ -99,8 +101,30 @@ def _unlimited(spec: Spec) -> Spec:
 
 
 @asynccontextmanager
-async def open_maker(backend: Backend, settings: Settings | None = None) -> AsyncGenerator[EngineMaker]:
+async def open_maker(backend: Backend, settings: SandboxSettings | None = None) -> AsyncGenerator[EngineMaker]:
     """A maker for the time of the block."""
     async with unwrapped_group() as tasks:
-        yield EngineMaker(backend, tasks, settings or Settings())
+        yield EngineMaker(backend, tasks, settings or SandboxSettings())
         tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def open_engine_host(
+    backend: Backend,
+    identity: Identity,
+    *,
+    name: str | None = None,
+    settings: HostSettings | None = None,
+    warm: Sequence[tuple[Spec, int]] = (),
+) -> AsyncGenerator[LocalHost]:
+    """A host over this engine for the time of the block.
+
+    Args:
+        backend: the engine.
+        identity: of the service that the host belongs to.
+        name: of the host; the machine's by default.
+        settings: how it keeps itself.
+        warm: how many of which kind to keep ready always.
+    """
+    async with open_maker(backend) as maker:
+        yield LocalHost(name or os.uname().nodename, maker, identity, settings=settings, warm=warm)

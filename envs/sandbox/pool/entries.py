@@ -23,9 +23,9 @@ def entry_of(lease: Lease, wall: float) -> Entry:
         lease_s=None if math.isinf(lease.lease_s) else lease.lease_s,
         hard_until=wall + left,
         key=lease.key,
-        host=lease.host if lease.box_id else "",
-        box=lease.box_id,
-        ready=lease.box is not None,
+        host=lease.host if lease.sandbox_id else "",
+        sandbox_id=lease.sandbox_id,
+        ready=lease.sandbox is not None,
         generation=lease.generation,
         parent=lease.parent,
         snapshots=tuple(lease.snapshots),
@@ -34,7 +34,7 @@ def entry_of(lease: Lease, wall: float) -> Entry:
 
 
 def lease_of(entry: Entry, wall: float) -> Lease:
-    """A lease of an earlier life, as far as the journal knows it. It has no sandbox yet."""
+    """A lease of an earlier run, as far as the journal knows it. It has no sandbox yet."""
     lease = Lease(
         entry.lease,
         entry.spec,
@@ -45,7 +45,7 @@ def lease_of(entry: Entry, wall: float) -> Lease:
         lease_s=math.inf if entry.lease_s is None else entry.lease_s,
         key=entry.key,
     )
-    lease.generation, lease.parent, lease.box_id = entry.generation, entry.parent, entry.box
+    lease.generation, lease.parent, lease.sandbox_id = entry.generation, entry.parent, entry.sandbox_id
     lease.snapshots, lease.kept = [*entry.snapshots], [*entry.kept]
     if entry.ready:
         # Never more than a whole life: the wall clock may have been set back meanwhile.

@@ -13,7 +13,7 @@ from uuid import uuid4
 import msgspec
 from anyio.abc import TaskStatus
 
-from envs.sandbox.api import SandboxLike, Spec
+from envs.sandbox.api import Sandbox, Spec
 from envs.sandbox.engines.machine import Load
 from envs.sandbox.pool.ownership import OwnerLock, machine
 from envs.sandbox.pool.placement import NOTHING, Demand
@@ -22,7 +22,7 @@ from envs.sandbox.pool.placement import NOTHING, Demand
 class Ticket(msgspec.Struct, frozen=True):
     """What a sandbox is started for."""
 
-    box: str
+    sandbox_id: str
     """Its id, chosen before it exists."""
     lease: str
     owner: str
@@ -59,11 +59,11 @@ class Host(Protocol):
         """What is known of it now."""
         ...
 
-    def take(self, spec: Spec) -> SandboxLike | None:
+    def take(self, spec: Spec) -> Sandbox | None:
         """A ready sandbox of this kind, which is the caller's from now on."""
         ...
 
-    async def start(self, ticket: Ticket) -> SandboxLike:
+    async def start(self, ticket: Ticket) -> Sandbox:
         """Start one. Leaves nothing behind when it fails or is cancelled.
 
         Raises:
@@ -75,7 +75,7 @@ class Host(Protocol):
         """Remove a snapshot. What cannot be removed now is removed when its time is over."""
         ...
 
-    async def recover(self, tickets: Sequence[Ticket]) -> dict[str, SandboxLike]:
+    async def recover(self, tickets: Sequence[Ticket]) -> dict[str, Sandbox]:
         """After a restart: the sandboxes of these tickets that still live, by id.
 
         All other sandboxes of ours are removed, and so are snapshots of these that nobody was told of.
@@ -121,11 +121,11 @@ class Maker(Protocol):
         """What the engine's machine does; None where that is not this machine."""
         ...
 
-    async def make(self, spec: Spec, box: str, labels: Mapping[str, str]) -> SandboxLike:
+    async def make(self, spec: Spec, sandbox_id: str, labels: Mapping[str, str]) -> Sandbox:
         """A started sandbox with these labels. Raises SandboxError."""
         ...
 
-    async def adopt(self, container: Container, spec: Spec, box: str) -> SandboxLike:
+    async def adopt(self, container: Container, spec: Spec, sandbox_id: str) -> Sandbox:
         """Take over a running container. Raises SandboxError when it does not answer."""
         ...
 
@@ -174,7 +174,7 @@ def warm_key(spec: Spec) -> str:
     return msgspec.json.encode(msgspec.structs.replace(spec, deadline_s=1.0, idle_s=None), order="sorted").decode()
 
 
-def new_box_id() -> str:
+def new_sandbox_id() -> str:
     """The name of a container to be."""
     return f"flash-{uuid4().hex[:20]}"
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
 import msgspec
 
-from envs.sandbox.api import Spec
+from envs.sandbox.api import OnLost, Spec
 from flash.errors import ConfigError
 
 _T = TypeVar("_T")
@@ -38,7 +38,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the bearer token that may use it; "" inside one process."""
     spec: Spec
     priority: int
-    on_lost: Literal["fail", "recreate"]
+    on_lost: OnLost
     lease_s: float | None
     """Seconds that a renewal lasts; None: for ever. After a restart it begins anew: nobody could renew meanwhile."""
     hard_until: float
@@ -47,7 +47,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """The request's idempotency key."""
     host: str = ""
     """Where the sandbox is; "" while it waits."""
-    box: str = ""
+    sandbox_id: str = msgspec.field(default="", name="box")
     """The sandbox; "" while it waits."""
     ready: bool = False
     """The holder may have it. Without, it was being made."""
@@ -62,14 +62,14 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Journal(Protocol):
-    """Keeps entries."""
+    """Where the entries of leases are kept: each write is done when its call returns."""
 
     async def put(self, entry: Entry) -> None:
         """Remember an entry, in place of an earlier one of the same lease."""
         ...
 
     async def drop(self, lease: str) -> None:
-        """Forget a lease."""
+        """Forget the entry of a lease; nothing when there is none."""
         ...
 
     async def load(self) -> list[Entry]:
@@ -84,11 +84,10 @@ class MemoryJournal:
         self.entries: dict[str, Entry] = {}
 
     async def put(self, entry: Entry) -> None:
-        """Remember an entry."""
         self.entries[entry.lease] = entry
 
     async def drop(self, lease: str) -> None:
-        """Forget a lease."""
+        """Forget the entry of a lease; nothing when there is none."""
         self.entries.pop(lease, None)
 
     async def load(self) -> list[Entry]:
@@ -118,12 +117,11 @@ class SqliteJournal:
             ) from error
 
     async def put(self, entry: Entry) -> None:
-        """Remember an entry."""
         row = (entry.lease, msgspec.json.encode(entry))
         await self._run(lambda: self._connection.execute("INSERT OR REPLACE INTO leases VALUES (?, ?)", row))
 
     async def drop(self, lease: str) -> None:
-        """Forget a lease."""
+        """Forget the entry of a lease; nothing when there is none."""
         await self._run(lambda: self._connection.execute("DELETE FROM leases WHERE lease = ?", (lease,)))
 
     async def load(self) -> list[Entry]:
@@ -138,7 +136,6 @@ class SqliteJournal:
         return entries
 
     def close(self) -> None:
-        """Close the file."""
         self._connection.close()
 
     async def _run(self, call: Callable[[], _T]) -> _T:

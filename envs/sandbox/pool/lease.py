@@ -1,7 +1,7 @@
 """A lease: one holder's right to a sandbox, from its order to its end, and the sandbox as the holder sees it.
 
-`Lease` is state without tasks; the pool moves it on. `Leased` is the `SandboxLike` that the holder uses: it books each
-call in the timeline, keeps the lease from idling while a call is in progress, and tells the holder of a loss exactly
+`Lease` is state without tasks; the pool moves it on. `LeasedSandbox` is what the holder uses: it puts each
+call into the timeline, keeps the lease from idling while a call is in progress, and tells the holder of a loss exactly
 once. After a sandbox was made again, the next call raises SandboxLostError, unless a call was in progress and has told
 already: nobody goes on in an empty sandbox without knowing. A call that was cancelled has told nobody.
 
@@ -19,7 +19,7 @@ from typing import Literal
 
 import anyio
 
-from envs.sandbox.api import OnLost, Result, SandboxLike, Spec
+from envs.sandbox.api import Commands, OnLost, Result, Sandbox, Spec
 from envs.sandbox.pool.timeline import Timeline
 from flash.errors import SandboxClosedError, SandboxError, SandboxLostError, SandboxTimeoutError
 
@@ -61,7 +61,7 @@ class Lease:
         """Why it is to end."""
         self.error: SandboxError | None = None
         """What ended it, if it failed."""
-        self.box: SandboxLike | None = None
+        self.sandbox: Sandbox | None = None
         self.host = ""
         self.generation = 0
         self.until = anyio.current_time() + lease_s
@@ -82,19 +82,19 @@ class Lease:
         """Images that its forks began from, and their hosts: removed after them."""
         self.kept: list[str] = []
         """Snapshots that its holder was told of."""
-        self.box_id = ""
+        self.sandbox_id = ""
         """The sandbox's id in the journal, from before it is made."""
         self.cleared = False
         """Its snapshots are removed and its entry in the journal dropped: nothing may be added any more."""
         self.starts = 0
         """Failed ones in a row."""
-        self.calls = 0
+        self.uses = 0
         """In progress."""
-        self._last_call = anyio.current_time()
+        self._last_use = anyio.current_time()
         self._changed = anyio.Event()
-        self._untold: tuple[SandboxLike | None, SandboxLostError] | None = None
+        self._untold: tuple[Sandbox | None, SandboxLostError] | None = None
         """A lost sandbox, and what its holder is to be told."""
-        self._told: SandboxLike | None = None
+        self._told: Sandbox | None = None
         """The sandbox of whose loss the holder knows."""
 
     def set(self, state: LeaseState, reason: str = "") -> None:
@@ -103,7 +103,7 @@ class Lease:
             self.timeline.add(time.time(), "state", reason, 0.0, state)
         self.state, self.reason = state, reason
         if state == "ready":
-            self._last_call = anyio.current_time()
+            self._last_use = anyio.current_time()
         self._changed.set()
         self._changed = anyio.Event()
 
@@ -115,13 +115,13 @@ class Lease:
     async def _remade(self) -> None:
         """Return once it neither waits nor starts, and has a sandbox of whose loss nobody knows."""
         while True:
-            changed, box = self._changed, self.box
+            changed, sandbox = self._changed, self.sandbox
             if self.state in ("queued", "starting"):
                 await changed.wait()
-            elif self.state != "ready" or box is None or box is not self._told:
+            elif self.state != "ready" or sandbox is None or sandbox is not self._told:
                 return
-            elif await _answers(box):
-                self._told = None if self._told is box else self._told
+            elif await _answers(sandbox):
+                self._told = None if self._told is sandbox else self._told
             else:
                 # A link that is mended changes no state: so it is asked again after a while.
                 with anyio.move_on_after(PROBE_S):
@@ -145,7 +145,7 @@ class Lease:
         """When it ends unless something happens, and why that would be."""
         idle = math.inf
         if self.spec.idle_s is not None and self.state == "ready":
-            idle = (anyio.current_time() if self.calls else self._last_call) + self.spec.idle_s
+            idle = (anyio.current_time() if self.uses else self._last_use) + self.spec.idle_s
         times = [
             (self.until, f"the lease was not renewed within {self.lease_s:g} s"),
             (self.hard_until, f"its life of {self.spec.deadline_s:g} s was over"),
@@ -153,39 +153,39 @@ class Lease:
         ]
         return min(times)
 
-    def lost(self, box: SandboxLike | None, error: SandboxLostError) -> None:
+    def lost(self, sandbox: Sandbox | None, error: SandboxLostError) -> None:
         """The sandbox is gone. The next call says so, unless one that was in progress has, or still does."""
-        self._untold = None if box is not None and box is self._told else (box, error)
+        self._untold = None if sandbox is not None and sandbox is self._told else (sandbox, error)
 
     @asynccontextmanager
-    async def call(self, kind: str, text: str) -> AsyncGenerator[Call]:
-        """One call of the holder, booked from its beginning to its end."""
-        box = await self._usable()
-        call = Call(box)
+    async def use(self, kind: str, text: str) -> AsyncGenerator[Use]:
+        """One use of the sandbox by its holder, in the timeline from its beginning to its end."""
+        sandbox = await self._usable()
+        use = Use(sandbox)
         at, start = time.time(), anyio.current_time()
-        self.calls += 1
+        self.uses += 1
         try:
-            yield call
+            yield use
         except BaseException as error:
-            call.outcome = type(error).__name__
+            use.outcome = type(error).__name__
             if isinstance(error, SandboxLostError):
-                self._told = box
-                if self._untold is not None and self._untold[0] is box:
+                self._told = sandbox
+                if self._untold is not None and self._untold[0] is sandbox:
                     self._untold = None
             raise
         finally:
-            self.calls -= 1
-            self._last_call = anyio.current_time()
-            self.timeline.add(at, kind, text, anyio.current_time() - start, call.outcome)
+            self.uses -= 1
+            self._last_use = anyio.current_time()
+            self.timeline.add(at, kind, text, anyio.current_time() - start, use.outcome)
 
-    async def _usable(self) -> SandboxLike:
+    async def _usable(self) -> Sandbox:
         if self._untold is not None:
             (_, error), self._untold = self._untold, None
             raise error
         with anyio.move_on_after(REMADE_WAIT_S):
             await self._remade()
-        if self.state == "ready" and self.box is not None and self.box is not self._told:
-            return self.box
+        if self.state == "ready" and self.sandbox is not None and self.sandbox is not self._told:
+            return self.sandbox
         if self.error is not None:
             raise self.error
         if self.state in ("queued", "starting", "ready"):
@@ -195,11 +195,11 @@ class Lease:
         raise SandboxClosedError(f"sandbox {self.id} is closed: {self.reason}")
 
 
-async def _answers(box: SandboxLike) -> bool:
+async def _answers(sandbox: Commands) -> bool:
     """Whether a sandbox of which a call said that it is lost is there after all."""
     try:
         with anyio.move_on_after(PROBE_S):
-            await box.run(["true"], timeout=PROBE_S)
+            await sandbox.run(["true"], timeout=PROBE_S)
             return True
     except (SandboxLostError, SandboxClosedError, SandboxTimeoutError):
         pass
@@ -208,15 +208,15 @@ async def _answers(box: SandboxLike) -> bool:
     return False
 
 
-class Call:
-    """A call in progress."""
+class Use:
+    """What the holder does with the sandbox at the moment: one of its calls, or a session's."""
 
-    def __init__(self, box: SandboxLike) -> None:
-        self.box = box
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.sandbox = sandbox
         self.outcome = "ok"
 
     def ended(self, result: Result) -> Result:
-        """Book how the command ended."""
+        """Take over how the command ended."""
         if result.timed_out:
             self.outcome = "timed out"
         elif result.oom_killed:

@@ -17,7 +17,7 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
-from envs.sandbox.api import SandboxLike, Spec
+from envs.sandbox.api import Sandbox, Spec
 from envs.sandbox.engines.machine import Load
 from envs.sandbox.local.snapshots import from_snapshot
 from envs.sandbox.pool.host import (
@@ -28,7 +28,7 @@ from envs.sandbox.pool.host import (
     Report,
     Ticket,
     demand,
-    new_box_id,
+    new_sandbox_id,
     warm_key,
 )
 from envs.sandbox.pool.ownership import PREFIX, Alive, Labels, owner_alive
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Ready(msgspec.Struct):
-    box: SandboxLike
+    sandbox: Sandbox
     key: str
     expires: float
     """On the loop's clock."""
@@ -84,12 +84,11 @@ class LocalHost:
         self._wake = anyio.Event()
         self._changed: Callable[[], None] = lambda: None
         self._tasks: TaskGroup | None = None
-        self._unwatched: list[tuple[str, SandboxLike]] = []
+        self._unwatched: list[tuple[str, Sandbox]] = []
         """Adopted before `run` began."""
 
     @property
     def name(self) -> str:
-        """Of the machine."""
         return self._name
 
     def report(self) -> Report:
@@ -110,67 +109,68 @@ class LocalHost:
             self._load,
         )
 
-    def take(self, spec: Spec) -> SandboxLike | None:
+    def take(self, spec: Spec) -> Sandbox | None:
         """A ready sandbox of this kind. Forks are not kept ready: nobody asks for theirs again."""
         if from_snapshot(spec):
             return None
         key = warm_key(spec)
-        found = next((each for each in self._ready if each.key == key and each.box.state == "ready"), None)
+        found = next((each for each in self._ready if each.key == key and each.sandbox.state == "ready"), None)
         self._specs.setdefault(key, spec)
         self._policy.asked(key, hit=found is not None, now=anyio.current_time())
         if found is not None:
             self._ready.remove(found)
         self._wake.set()
-        return found.box if found else None
+        return found.sandbox if found else None
 
-    async def start(self, ticket: Ticket) -> SandboxLike:
+    async def start(self, ticket: Ticket) -> Sandbox:
         """Start one, in place of ready ones where there is no room."""
-        self._known[ticket.box] = demand(ticket.spec)
+        self._known[ticket.sandbox_id] = demand(ticket.spec)
         try:
             while self._ready and not self._committed().fits(self._capacity):
                 await self._discard(self._ready.pop(0))
             return await self._make(ticket, self._wall() + ticket.spec.deadline_s)
         except BaseException:
             # Also when cancelled: what the engine may have made in spite of it is removed at the next look.
-            self._known.pop(ticket.box, None)
+            self._known.pop(ticket.sandbox_id, None)
             raise
 
     async def forget(self, image: str) -> None:
-        """Remove a snapshot."""
         await self._reaper.forget(image)
 
-    async def recover(self, tickets: Sequence[Ticket]) -> dict[str, SandboxLike]:
+    async def recover(self, tickets: Sequence[Ticket]) -> dict[str, Sandbox]:
         """Adopt what still runs of these; remove the rest of ours."""
         with anyio.fail_after(self._settings.answer_s):
             self._capacity = self._promised(await self._maker.capacity())
             containers = await self._maker.containers()
         self._why = ""
-        boxes = [each for each in containers if not each.image and self._reaper.is_ours(each)]
+        made = [each for each in containers if not each.image and self._reaper.is_ours(each)]
         # A snapshot in the making has a second container with the labels of its sandbox. It never runs, and gives way.
-        ours = {each.labels[f"{PREFIX}box"]: each for each in sorted(boxes, key=lambda each: each.running)}
-        adopted: dict[str, SandboxLike] = {}
+        ours = {each.labels[f"{PREFIX}box"]: each for each in sorted(made, key=lambda each: each.running)}
+        adopted: dict[str, Sandbox] = {}
 
         async def adopt(ticket: Ticket, container: Container) -> None:
             try:
                 with anyio.fail_after(self._settings.start_s):
-                    adopted[ticket.box] = await self._maker.adopt(container, ticket.spec, ticket.box)
+                    adopted[ticket.sandbox_id] = await self._maker.adopt(container, ticket.spec, ticket.sandbox_id)
             except (SandboxError, TimeoutError) as error:
-                _log.warning("sandbox %s of lease %s was lost in the restart: %s", ticket.box, ticket.lease, error)
+                _log.warning(
+                    "sandbox %s of lease %s was lost in the restart: %s", ticket.sandbox_id, ticket.lease, error
+                )
                 return
-            self._known[ticket.box] = demand(ticket.spec)
-            self._watch(ticket.box, adopted[ticket.box])
+            self._known[ticket.sandbox_id] = demand(ticket.spec)
+            self._watch(ticket.sandbox_id, adopted[ticket.sandbox_id])
 
         async with anyio.create_task_group() as tasks:
             for ticket in tickets:
-                if (container := ours.get(ticket.box)) is not None and container.running:
+                if (container := ours.get(ticket.sandbox_id)) is not None and container.running:
                     tasks.start_soon(adopt, ticket, container)
                 else:
                     how = "is gone" if container is None else "does not run"
-                    _log.warning("sandbox %s of lease %s: its container %s", ticket.box, ticket.lease, how)
-        kept = {ours[box].id for box in adopted}
+                    _log.warning("sandbox %s of lease %s: its container %s", ticket.sandbox_id, ticket.lease, how)
+        kept = {ours[sandbox_id].id for sandbox_id in adopted}
         self._reaper.restored(tickets)
         images = [each for each in containers if each.image and self._reaper.is_untold(each)]
-        await self._reaper.remove_all([*(each for each in boxes if each.id not in kept), *images])
+        await self._reaper.remove_all([*(each for each in made if each.id not in kept), *images])
         return adopted
 
     async def run(
@@ -181,8 +181,8 @@ class LocalHost:
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
-                for box_id, box in self._unwatched:
-                    self._watch(box_id, box)
+                for sandbox_id, sandbox in self._unwatched:
+                    self._watch(sandbox_id, sandbox)
                 self._unwatched.clear()
                 tasks.start_soon(self._look_after)
                 tasks.start_soon(self._keep_warm)
@@ -196,10 +196,10 @@ class LocalHost:
 
     # ---- starting
 
-    async def _make(self, ticket: Ticket, deadline: float) -> SandboxLike:
+    async def _make(self, ticket: Ticket, deadline: float) -> Sandbox:
         identity = self._identity
         labels = Labels(
-            ticket.box,
+            ticket.sandbox_id,
             identity.service,
             deadline,
             identity.lock,
@@ -211,7 +211,7 @@ class LocalHost:
         async with self._starts:
             try:
                 with anyio.fail_after(self._settings.start_s):
-                    box = await self._maker.make(ticket.spec, ticket.box, labels.as_dict())
+                    sandbox = await self._maker.make(ticket.spec, ticket.sandbox_id, labels.as_dict())
             except TimeoutError as error:
                 if isinstance(error, SandboxError):
                     raise
@@ -219,30 +219,30 @@ class LocalHost:
                     f"waited {self._settings.start_s:g} s for a sandbox of {ticket.spec.image} on {self._name}; look "
                     "at the engine's log there"
                 ) from None
-        self._watch(ticket.box, box)
-        return box
+        self._watch(ticket.sandbox_id, sandbox)
+        return sandbox
 
-    def _watch(self, box_id: str, box: SandboxLike) -> None:
+    def _watch(self, sandbox_id: str, sandbox: Sandbox) -> None:
         if self._tasks is None:
-            self._unwatched.append((box_id, box))
+            self._unwatched.append((sandbox_id, sandbox))
         else:
-            self._tasks.start_soon(self._until_ended, box_id, box)
+            self._tasks.start_soon(self._until_ended, sandbox_id, sandbox)
 
-    async def _until_ended(self, box_id: str, box: SandboxLike) -> None:
+    async def _until_ended(self, sandbox_id: str, sandbox: Sandbox) -> None:
         """Forget a sandbox once it has ended, and its place on the shelf."""
-        await box.wait_ended()
-        self._known.pop(box_id, None)
-        self._ready = [each for each in self._ready if each.box is not box]
+        await sandbox.wait_ended()
+        self._known.pop(sandbox_id, None)
+        self._ready = [each for each in self._ready if each.sandbox is not sandbox]
         self._wake.set()
         self._changed()
 
     async def _discard(self, ready: _Ready) -> None:
         with anyio.move_on_after(self._settings.close_s, shield=True):
             try:
-                await ready.box.close()
+                await ready.sandbox.close()
             except SandboxError as error:
-                _log.warning("closing the ready sandbox %s failed: %s", ready.box.sandbox_id, error)
-        self._known.pop(ready.box.sandbox_id, None)
+                _log.warning("closing the ready sandbox %s failed: %s", ready.sandbox.sandbox_id, error)
+        self._known.pop(ready.sandbox.sandbox_id, None)
 
     def _committed(self) -> Demand:
         return sum(self._known.values(), NOTHING)
@@ -293,29 +293,29 @@ class LocalHost:
         while have < target and not self._why and not self._warm_failures.remaining(key, now):
             if not (self._committed() + demand(spec)).fits(self._capacity):
                 return
-            box = new_box_id()
-            self._known[box] = demand(spec)
+            sandbox_id = new_sandbox_id()
+            self._known[sandbox_id] = demand(spec)
             self._warming[key] = self._warming.get(key, 0) + 1
-            self._tasks.start_soon(self._make_ready, key, spec, box)
+            self._tasks.start_soon(self._make_ready, key, spec, sandbox_id)
             have += 1
 
-    async def _make_ready(self, key: str, spec: Spec, box_id: str) -> None:
+    async def _make_ready(self, key: str, spec: Spec, sandbox_id: str) -> None:
         age = self._settings.warm_age_s
         lasting = msgspec.structs.replace(spec, deadline_s=spec.deadline_s + age, idle_s=None)
         kept = False
         try:
-            ticket = Ticket(box_id, "", "", lasting)
-            box = await self._make(ticket, self._wall() + lasting.deadline_s)
+            ticket = Ticket(sandbox_id, "", "", lasting)
+            sandbox = await self._make(ticket, self._wall() + lasting.deadline_s)
             self._warm_failures.succeeded(key)
-            if box.state == "ready":
-                self._ready.append(_Ready(box, key, anyio.current_time() + age))
+            if sandbox.state == "ready":
+                self._ready.append(_Ready(sandbox, key, anyio.current_time() + age))
                 kept = True
         except SandboxError as error:
             self._warm_failures.failed(key, str(error), anyio.current_time())
             _log.warning("a ready sandbox of %s cannot be made: %s", spec.image, error)
         finally:
             if not kept:
-                self._known.pop(box_id, None)
+                self._known.pop(sandbox_id, None)
             self._warming[key] -= 1
             self._wake.set()
             self._changed()

@@ -35,7 +35,7 @@ _FLOCK = "@hhqqi0q"
 class Labels(msgspec.Struct, frozen=True):
     """What a container's labels say."""
 
-    box: str
+    sandbox_id: str = msgspec.field(name="box")
     """The sandbox it is."""
     service: str
     """Who made it; the same after a restart of that service."""
@@ -54,7 +54,7 @@ class Labels(msgspec.Struct, frozen=True):
 
     def as_dict(self) -> dict[str, str]:
         """The labels of a container."""
-        return {PREFIX + name: str(value) for name, value in msgspec.structs.asdict(self).items()}
+        return {PREFIX + name: str(value) for name, value in msgspec.to_builtins(self).items()}
 
     @classmethod
     def read(cls, labels: Mapping[str, str]) -> Labels | None:

@@ -4,7 +4,7 @@ Each lease is served by one task of its own from its order to its end; callers o
 tell it to end. So a caller that is cancelled, at any await, leaves nothing behind.
 
 Law: every order is answered: by a sandbox, or by an error of `flash.errors.SandboxError` that says what it waited for.
-Law: when a lease is `done`, its sandbox is closed, its place in the books is free and the journal has forgotten it.
+Law: when a lease is `done`, its sandbox is closed, its place on its host is free and the journal has forgotten it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from uuid import uuid4
 import anyio
 from anyio.abc import TaskGroup
 
-from envs.sandbox.api import OnLost, SandboxLike, Snapshot, Spec
+from envs.sandbox.api import OnLost, Sandbox, Snapshot, Spec
 from envs.sandbox.pool.entries import entry_of, lease_of
-from envs.sandbox.pool.host import Host, Ticket, new_box_id
+from envs.sandbox.pool.host import Host, Ticket, new_sandbox_id
 from envs.sandbox.pool.journal import Entry, Journal, MemoryJournal
 from envs.sandbox.pool.lease import Lease
-from envs.sandbox.pool.leased import Leased
-from envs.sandbox.pool.state import Books, PoolSettings
+from envs.sandbox.pool.leased import LeasedSandbox
+from envs.sandbox.pool.state import PoolSettings, PoolState
 from flash.errors import (
     SandboxBusyError,
     SandboxClosedError,
@@ -51,7 +51,7 @@ class Pool:
         journal: Journal,
         wall: Callable[[], float],
     ) -> None:
-        self.books = Books(hosts, settings, wall)
+        self.state = PoolState(hosts, settings, wall)
         self._tasks = tasks
         self._settings = settings
         self._journal = journal
@@ -68,24 +68,12 @@ class Pool:
         priority: int = 0,
         deadline: float = 600.0,
         on_lost: OnLost = "fail",
-    ) -> AsyncGenerator[Leased]:
-        """A sandbox for the time of the block.
-
-        Args:
-            spec: what kind.
-            owner: who shares fairly with the others.
-            priority: larger is sooner, among this owner's requests.
-            deadline: seconds to wait for it.
-            on_lost: `recreate` makes a lost sandbox again, empty; the holder is told by a SandboxLostError.
-
-        Raises:
-            SandboxBusyError: there was no room within the deadline.
-            SandboxError: it cannot be made.
-        """
+    ) -> AsyncGenerator[LeasedSandbox]:
+        """See `SandboxProvider`; the sandbox is this pool's until the block ends."""
         lease = self.order(spec, owner=owner, priority=priority, on_lost=on_lost)
         try:
             await self.wait_ready(lease, deadline)
-            yield Leased(self, lease)
+            yield LeasedSandbox(self, lease)
         finally:
             await self.release(lease)
 
@@ -108,7 +96,7 @@ class Pool:
             SandboxStartError: this image only fails at the moment.
             SandboxBusyError: too many wait already.
         """
-        if (known := self.books.find_by_key(token, key)) is not None:
+        if (known := self.state.find_by_key(token, key)) is not None:
             if known.spec != spec:
                 raise SandboxRefusedError(f"the idempotency key {key!r} was used for another sandbox; use a new one")
             return known
@@ -122,9 +110,9 @@ class Pool:
             lease_s=lease_s,
             key=key,
         )
-        self.books.submit(lease, only)
+        self.state.submit(lease, only)
         self._tasks.start_soon(self._serve, lease, name=f"lease {lease.id}")
-        self.books.decide()
+        self.state.decide()
         return lease
 
     async def wait_ready(self, lease: Lease, deadline: float) -> None:
@@ -137,7 +125,7 @@ class Pool:
         with anyio.move_on_after(deadline) as scope:
             await lease.settled()
         if scope.cancelled_caught:
-            why = self.books.why_waiting(lease)
+            why = self.state.why_waiting(lease)
             error = SandboxBusyError(f"waited {deadline:g} s for a sandbox of {lease.spec.image}: {why}")
             lease.end("no sandbox in time", error)
             raise error
@@ -156,8 +144,8 @@ class Pool:
         Raises:
             SandboxError: it failed.
         """
-        async with lease.call("snapshot", "") as call:
-            snapshot = await call.box.snapshot()
+        async with lease.use("snapshot", "") as use:
+            snapshot = await use.sandbox.snapshot()
             lease.kept.append(snapshot.spec.image)
             await self._note(lease)
             return snapshot
@@ -168,13 +156,13 @@ class Pool:
         Raises:
             SandboxError: the snapshot or one of them failed; then none is left.
         """
-        async with parent.call("fork", f"{count} ways") as call:
-            snapshot = await call.box.snapshot()
+        async with parent.use("fork", f"{count} ways") as use:
+            snapshot = await use.sandbox.snapshot()
             parent.snapshots.append((snapshot.spec.image, parent.host))
             await self._note(parent)
             if parent.scope.cancel_called:
                 # Its end may not have seen this snapshot, and would not see the forks.
-                await self.books.host(parent.host).forget(snapshot.spec.image)
+                await self.state.host(parent.host).forget(snapshot.spec.image)
                 raise SandboxClosedError(f"sandbox {parent.id} ended while it was forked: {parent.ending}")
             forks: list[Lease] = []
             try:
@@ -190,9 +178,9 @@ class Pool:
                 raise
             return forks
 
-    def handle(self, lease: Lease) -> Leased:
+    def handle(self, lease: Lease) -> LeasedSandbox:
         """The sandbox of a lease, for its holder."""
-        return Leased(self, lease)
+        return LeasedSandbox(self, lease)
 
     def _order_fork(self, parent: Lease, spec: Spec) -> Lease:
         fork = self.order(
@@ -241,108 +229,108 @@ class Pool:
     async def _keep_serving(self, lease: Lease) -> None:
         """Returns only by an error, or by the end of the lease."""
         while True:
-            box = lease.box or await self._obtain(lease)
-            self._hand_out(lease, box)
-            await box.wait_ended()
+            sandbox = lease.sandbox or await self._obtain(lease)
+            self._hand_out(lease, sandbox)
+            await sandbox.wait_ended()
             error = SandboxLostError(f"sandbox {lease.id} on {lease.host} is gone: its container or its agent ended")
-            self.books.failed(error, lease.host)
-            lease.lost(box, error)
+            self.state.failed(error, lease.host)
+            lease.lost(sandbox, error)
             if lease.on_lost != "recreate" or lease.generation >= self._settings.recreate_attempts:
                 raise error
             lease.generation += 1
             lease.set("starting", str(error))
-            await self._close_box(box)
-            lease.box = None
-            self.books.put_back(lease, avoid=set())
+            await self._close_sandbox(sandbox)
+            lease.sandbox = None
+            self.state.put_back(lease, avoid=set())
 
-    def _hand_out(self, lease: Lease, box: SandboxLike) -> None:
-        lease.box = box
+    def _hand_out(self, lease: Lease, sandbox: Sandbox) -> None:
+        lease.sandbox = sandbox
         if math.isinf(lease.hard_until):
             lease.hard_until = anyio.current_time() + lease.spec.deadline_s
         again = f", made again ({lease.generation})" if lease.generation else ""
         lease.set("ready", f"on {lease.host}{again}")
-        self.books.changed()
+        self.state.changed()
 
-    async def _obtain(self, lease: Lease) -> SandboxLike:
+    async def _obtain(self, lease: Lease) -> Sandbox:
         """A started sandbox, tried on several hosts."""
         avoid: set[str] = set()
         while True:
             await lease.granted.wait()
             lease.set("starting", f"on {lease.host}")
             try:
-                box = await self._start(lease)
+                sandbox = await self._start(lease)
             except SandboxRefusedError:
                 raise
             except SandboxError as error:
-                if self.books.start_failed(lease, error):
+                if self.state.start_failed(lease, error):
                     self._tasks.start_soon(self._reopen, lease.host)
                 avoid.add(lease.host)
                 lease.starts += 1
                 if lease.starts >= self._settings.start_attempts:
                     raise
             else:
-                self.books.started(lease)
+                self.state.started(lease)
                 lease.starts = 0
-                return box
-            self.books.refuse_bad_kind(lease.spec)
+                return sandbox
+            self.state.refuse_bad_kind(lease.spec)
             lease.set("queued", "to be tried again")
-            self.books.put_back(lease, avoid)
+            self.state.put_back(lease, avoid)
 
-    async def _start(self, lease: Lease) -> SandboxLike:
-        host = self.books.host(lease.host)
-        box = host.take(lease.spec)
-        lease.box = box
-        lease.box_id = box.sandbox_id if box else new_box_id()
+    async def _start(self, lease: Lease) -> Sandbox:
+        host = self.state.host(lease.host)
+        sandbox = host.take(lease.spec)
+        lease.sandbox = sandbox
+        lease.sandbox_id = sandbox.sandbox_id if sandbox else new_sandbox_id()
         # Announced before it is made: after a crash in between, the container is found by its label.
         await self._note(lease)
-        if box is None:
-            box = lease.box = await host.start(Ticket(lease.box_id, lease.id, lease.owner, lease.spec))
+        if sandbox is None:
+            sandbox = lease.sandbox = await host.start(Ticket(lease.sandbox_id, lease.id, lease.owner, lease.spec))
             await self._note(lease)
-        return box
+        return sandbox
 
     async def _finish(self, lease: Lease) -> None:
-        """Close what is left of a lease, in the order: forks, sandbox, snapshots, journal, books."""
+        """Close what is left of a lease, in the order: forks, sandbox, snapshots, journal, state."""
         for child in lease.children:
             child.end("the sandbox it was forked from ended")
         lease.set("failed" if lease.error is not None else "closed", lease.ending)
         for child in lease.children:
             await child.done.wait()
-        if lease.box is not None:
-            await self._close_box(lease.box)
+        if lease.sandbox is not None:
+            await self._close_sandbox(lease.sandbox)
         lease.cleared = True
         await self._forget_snapshots(lease)
         await self._journal.drop(lease.id)
-        lease.box = None
-        self.books.remove(lease)
+        lease.sandbox = None
+        self.state.remove(lease)
         lease.done.set()
 
     async def _forget_snapshots(self, lease: Lease) -> None:
         for image, host in lease.snapshots:
-            await self.books.host(host).forget(image)
+            await self.state.host(host).forget(image)
 
-    async def _close_box(self, box: SandboxLike) -> None:
+    async def _close_sandbox(self, sandbox: Sandbox) -> None:
         try:
             with anyio.fail_after(self._settings.close_s):
-                await box.close()
+                await sandbox.close()
         except (SandboxError, TimeoutError) as error:
             # Its host still lists the container, and removes what no lease has.
-            _log.warning("sandbox %s could not be closed: %s", box.sandbox_id, error or "no answer")
+            _log.warning("sandbox %s could not be closed: %s", sandbox.sandbox_id, error or "no answer")
 
     async def _reopen(self, name: str) -> None:
         """Leave a host alone while it is in quarantine, then ask it again."""
-        self.books.refresh(name)
-        await anyio.sleep(self.books.quarantine_left(name))
-        self.books.refresh(name)
+        self.state.refresh(name)
+        await anyio.sleep(self.state.quarantine_left(name))
+        self.state.refresh(name)
 
     async def _note(self, lease: Lease) -> None:
-        """Write the journal."""
+        """Write to the journal how the lease stands now."""
         if not lease.cleared:
             await self._journal.put(entry_of(lease, self._wall()))
 
-    # ---- hosts, and what an earlier life left
+    # ---- hosts, and what an earlier run left
 
     async def begin(self, hosts: Sequence[Host]) -> None:
-        """Know the leases of an earlier life, and let the hosts work."""
+        """Know the leases of an earlier run, and let the hosts work."""
         entries = {entry.lease: entry for entry in await self._journal.load()}
         leases = {id: lease_of(entry, self._wall()) for id, entry in entries.items()}
         placed: dict[str, list[tuple[Entry, Lease]]] = {host.name: [] for host in hosts}
@@ -353,7 +341,7 @@ class Pool:
             elif entry.parent:
                 lease.end("the sandbox it was forked from ended")
             if entry.ready and entry.host in placed:
-                self.books.add(lease)
+                self.state.add(lease)
                 placed[entry.host].append((entry, lease))
             else:
                 origin = entries.get(entry.parent)
@@ -362,34 +350,34 @@ class Pool:
             self._tasks.start_soon(self._run_host, host, placed[host.name], name=f"host {host.name}")
 
     async def _run_host(self, host: Host, placed: Sequence[tuple[Entry, Lease]]) -> None:
-        """Go on with what an earlier life left on a host, then let it work.
+        """Go on with what an earlier run left on a host, then let it work.
 
         Consumes the journal's entries of this host. Waits for the host to answer. Produces leases with their old
         sandboxes; those whose sandbox is gone are served like any lost one.
         """
-        tickets = [Ticket(e.box, e.lease, e.owner, e.spec, (*dict(e.snapshots), *e.kept)) for e, _ in placed]
+        tickets = [Ticket(e.sandbox_id, e.lease, e.owner, e.spec, (*dict(e.snapshots), *e.kept)) for e, _ in placed]
         while True:
             try:
-                boxes = await host.recover(tickets)
+                sandboxes = await host.recover(tickets)
                 break
             except (SandboxError, TimeoutError) as error:
                 _log.warning("host %s cannot be reached: %s", host.name, error or "no answer")
             await anyio.sleep(self._settings.recover_retry_s)
-        self.books.refresh(host.name)
+        self.state.refresh(host.name)
         for entry, lease in placed:
-            self.books.restore(lease, host.name)
-            lease.box = boxes.get(entry.box)
-            if lease.box is None:
+            self.state.restore(lease, host.name)
+            lease.sandbox = sandboxes.get(entry.sandbox_id)
+            if lease.sandbox is None:
                 self._lost_in_restart(lease)
             elif lease.generation:
-                # Whether its holder was told that it is not the first one died with the earlier life.
+                # Whether its holder was told that it is not the first one died with the earlier run.
                 lease.lost(None, SandboxLostError(f"sandbox {lease.id} was made again, before its service restarted"))
             self._tasks.start_soon(self._serve, lease, name=f"lease {lease.id}")
-        await host.run(partial(self.books.refresh, host.name), task_status=anyio.TASK_STATUS_IGNORED)
+        await host.run(partial(self.state.refresh, host.name), task_status=anyio.TASK_STATUS_IGNORED)
 
     def _lost_in_restart(self, lease: Lease) -> None:
         error = SandboxLostError(f"sandbox {lease.id} did not outlive the restart of its service")
-        self.books.failed(error, lease.host)
+        self.state.failed(error, lease.host)
         lease.lost(None, error)
         lease.generation += 1
         lease.granted.set()
@@ -397,17 +385,17 @@ class Pool:
             lease.end(str(error), error)
 
     async def _resume(self, lease: Lease, entry: Entry, only: str | None) -> None:
-        """A lease of an earlier life that had no sandbox yet, or whose host is no longer ours: it waits again."""
+        """A lease of an earlier run that had no sandbox yet, or whose host is no longer ours: it waits again."""
         if entry.ready or entry.generation:
             self._lost_in_restart(lease)
-        lease.box_id, lease.hard_until, lease.granted = "", math.inf, anyio.Event()
+        lease.sandbox_id, lease.hard_until, lease.granted = "", math.inf, anyio.Event()
         # Those that its forks began from before it was lost: removed with it, as far as their hosts are still ours.
-        ours = {host.name for host in self.books.hosts()}
+        ours = {host.name for host in self.state.hosts()}
         lease.snapshots[:] = [(image, host) for image, host in lease.snapshots if host in ours]
         try:
-            self.books.submit(lease, only)
+            self.state.submit(lease, only)
         except SandboxError as error:
-            _log.warning("lease %s of an earlier life is given up: %s", lease.id, error)
+            _log.warning("lease %s of an earlier run is given up: %s", lease.id, error)
             # Not here: an engine that does not answer must not hold up the start of the service.
             self._tasks.start_soon(self._give_up, lease, name=f"lease {lease.id}")
             return

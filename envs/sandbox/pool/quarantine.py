@@ -23,7 +23,7 @@ class Quarantine:
     """Failures in a row by key."""
 
     def __init__(self, *, threshold: int, cooldown: float) -> None:
-        """`cooldown` in seconds."""
+        """`threshold` failures in a row; the first `cooldown` in seconds."""
         self._threshold = threshold
         self._cooldown = cooldown
         self._records: dict[str, _Record] = {}
@@ -40,7 +40,7 @@ class Quarantine:
         return True
 
     def succeeded(self, key: str) -> None:
-        """It works again."""
+        """It works again: its failures are forgotten."""
         self._records.pop(key, None)
 
     def remaining(self, key: str, now: float) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import anyio
 
-from envs.sandbox.local.snapshots import LIFE, LIFE_LABEL
+from envs.sandbox.local.snapshots import INSTANCE, INSTANCE_LABEL
 from envs.sandbox.pool.host import Container, HostSettings, Identity, Maker, Ticket
 from envs.sandbox.pool.ownership import PREFIX, Alive, Labels, Verdict, verdict
 from flash.errors import SandboxError
@@ -48,14 +48,14 @@ class Reaper:
         self._forgotten: set[str] = set()
         """Snapshots whose removal failed: removed at the next look."""
         self._restored: dict[str, Ticket] = {}
-        """Of an earlier life, by sandbox."""
+        """Of an earlier run, by sandbox."""
 
     def restored(self, tickets: Sequence[Ticket]) -> None:
-        """What an earlier life of the service knew of."""
-        self._restored = {ticket.box: ticket for ticket in tickets}
+        """What an earlier run of the service knew of."""
+        self._restored = {ticket.sandbox_id: ticket for ticket in tickets}
 
     def is_ours(self, container: Container) -> bool:
-        """Whether this service made it, in this life or an earlier one."""
+        """Whether this service made it, in this run or an earlier one."""
         labels = Labels.read(container.labels)
         return labels is not None and labels.service == self._identity.service
 
@@ -76,9 +76,9 @@ class Reaper:
             if container.image:
                 late = self._wall() > labels.deadline + self._settings.snapshot_s
                 # An engine may finish a snapshot after its maker's end.
-                untold = container.labels.get(LIFE_LABEL) != LIFE and self.is_untold(container)
+                untold = container.labels.get(INSTANCE_LABEL) != INSTANCE and self.is_untold(container)
                 return late or untold or container.id in self._forgotten
-            return labels.box not in known
+            return labels.sandbox_id not in known
         judged = verdict(labels, self._alive(labels, self._identity.machine), self._wall())
         if judged is not Verdict.ORPHAN:
             self._orphans.pop(container.id, None)

@@ -1,41 +1,29 @@
 """A simulated engine: sandboxes that cost only time on the loop's clock. For tests and for the scheduler's benchmark.
 
 `SimulatedMaker` behaves like an engine under a `LocalHost`: it starts sandboxes after a while, lists and removes them,
-and fails when told to. A `SimulatedBox` answers `run` after the seconds that its command names (`sleep 3`), and nothing
-else.
+and fails when told to. A `SimulatedSandbox` answers `run` after the seconds that its command names (`sleep 3`), and
+nothing else.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager
-from pathlib import Path
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar, cast
 from uuid import uuid4
 
 import anyio
 import msgspec
 
-from envs.sandbox.api import (
-    Chunk,
-    Command,
-    FileInfo,
-    Job,
-    Result,
-    SandboxLike,
-    Session,
-    Snapshot,
-    Spec,
-    State,
-    Terminal,
-)
+from envs.sandbox.api import Commands, Exec, Files, Result, Sandbox, Shells, Snapshot, Snapshots, Spec, State
 from envs.sandbox.engines.machine import Load
-from envs.sandbox.local.snapshots import LIFE, LIFE_LABEL, SNAPSHOT_LABEL, SNAPSHOT_NAME
+from envs.sandbox.local.snapshots import INSTANCE, INSTANCE_LABEL, SNAPSHOT_LABEL, SNAPSHOT_NAME
 from envs.sandbox.pool.host import Container
 from envs.sandbox.pool.placement import Demand
 from flash.errors import SandboxClosedError, SandboxLostError, SandboxRefusedError, SandboxStartError
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class SimulatedMaker:
@@ -45,7 +33,7 @@ class SimulatedMaker:
         self, whole: Demand, *, start_s: float = 0.1, remove_s: float = 0.05, spread: float = 0.0, seed: int = 0
     ) -> None:
         """`spread` is the standard deviation of the logarithm of the times."""
-        self.boxes: dict[str, SimulatedBox] = {}
+        self.sandboxes: dict[str, SimulatedSandbox] = {}
         """By container id."""
         self.snapshots: dict[str, Mapping[str, str]] = {}
         """Labels by name."""
@@ -66,48 +54,43 @@ class SimulatedMaker:
         self._random = random.Random(seed)
 
     async def capacity(self) -> Demand:
-        """What the machine has."""
         await self._answer(0.0)
         return self._whole
 
     def load(self) -> Load | None:
-        """What the machine does."""
         return self.measured
 
-    async def make(self, spec: Spec, box: str, labels: Mapping[str, str]) -> SandboxLike:
+    async def make(self, spec: Spec, sandbox_id: str, labels: Mapping[str, str]) -> Sandbox:
         """Start one. The container exists from the first half of the time on, like a real one."""
         await self._answer(self._seconds(self._start_s) / 2)
         # As engines do, with the labels of the image.
-        made = SimulatedBox(self, box, spec, {**self.snapshots.get(spec.image, {}), **labels})
-        self.boxes[made.container_id] = made
+        made = SimulatedSandbox(self, sandbox_id, spec, {**self.snapshots.get(spec.image, {}), **labels})
+        self.sandboxes[made.container_id] = made
         self.made += 1
-        self.most = max(self.most, len(self.boxes))
+        self.most = max(self.most, len(self.sandboxes))
         await self._answer(self._seconds(self._start_s) / 2)
         if spec.image in self.bad_images:
-            del self.boxes[made.container_id]
+            del self.sandboxes[made.container_id]
             raise SandboxStartError(f"{spec.image} does not start")
         return made
 
-    async def adopt(self, container: Container, spec: Spec, box: str) -> SandboxLike:
-        """Take one over."""
+    async def adopt(self, container: Container, spec: Spec, sandbox_id: str) -> Sandbox:
         await self._answer(self._remove_s)
-        if container.id not in self.boxes:
+        if container.id not in self.sandboxes:
             raise SandboxLostError(f"container {container.id} is gone")
-        return self.boxes[container.id]
+        return self.sandboxes[container.id]
 
     async def containers(self) -> list[Container]:
-        """All of them."""
         await self._answer(0.0)
-        listed = [Container(id, box.labels, box.running) for id, box in self.boxes.items()]
+        listed = [Container(id, sandbox.labels, sandbox.running) for id, sandbox in self.sandboxes.items()]
         return listed + [Container(name, labels, False, image=True) for name, labels in self.snapshots.items()]
 
     async def remove(self, id: str, *, image: bool = False) -> None:
-        """Remove one."""
         await self._answer(self._seconds(self._remove_s))
         if image:
             self.snapshots.pop(id, None)
-        elif (box := self.boxes.pop(id, None)) is not None:
-            box.end("lost")
+        elif (sandbox := self.sandboxes.pop(id, None)) is not None:
+            sandbox.end("lost")
 
     async def _answer(self, seconds: float) -> None:
         await anyio.sleep(seconds)
@@ -118,16 +101,25 @@ class SimulatedMaker:
         return mean * math.exp(self._random.gauss(0.0, self._spread)) if self._spread else mean
 
 
-class SimulatedBox:
-    """A `SandboxLike` in which only time passes."""
+def _refused(method: _Method) -> _Method:
+    """A method of sandboxes that a simulated one does not have."""
 
-    def __init__(self, maker: SimulatedMaker, box: str, spec: Spec, labels: Mapping[str, str]) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise SandboxRefusedError("a simulated sandbox has neither files nor shells")
+
+    return cast("_Method", refuse)
+
+
+class SimulatedSandbox(Sandbox):
+    """A sandbox in which only time passes."""
+
+    def __init__(self, maker: SimulatedMaker, sandbox_id: str, spec: Spec, labels: Mapping[str, str]) -> None:
         self.labels = labels
         self.container_id = uuid4().hex
         self.running = True
         """Its container was started."""
         self._maker = maker
-        self._id = box
+        self._id = sandbox_id
         self._spec = spec
         self._state: State = "ready"
         self._ended = anyio.Event()
@@ -152,19 +144,12 @@ class SimulatedBox:
 
     def crash(self) -> None:
         """Its container is killed."""
-        self._maker.boxes.pop(self.container_id, None)
+        self._maker.sandboxes.pop(self.container_id, None)
         self.end("lost")
 
-    async def run(
-        self,
-        command: Command,
-        *,
-        timeout: float,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-    ) -> Result:
+    async def run_exec(self, exec: Exec) -> Result:
         """`sleep SECONDS`; anything else takes no time."""
+        command, timeout = exec.command, exec.seconds
         words = command.split() if isinstance(command, str) else list(command)
         seconds = float(words[1]) if words[:1] == ["sleep"] else 0.0
         self._check()
@@ -186,65 +171,30 @@ class SimulatedBox:
             max_rss=0,
         )
 
-    def stream(self, command: Command, **_: object) -> AsyncIterator[Chunk | Result]:
-        """Refused."""
-        self._refuse()
-
-    async def start(self, command: Command, **_: object) -> Job:
-        """Refused."""
-        self._refuse()
-
-    def session(self, name: str = "main") -> AbstractAsyncContextManager[Session]:
-        """Refused."""
-        self._refuse()
-
-    def terminal(
-        self, command: Command | None = None, *, rows: int = 24, columns: int = 80
-    ) -> AbstractAsyncContextManager[Terminal]:
-        """Refused."""
-        self._refuse()
-
-    async def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
-        """Refused."""
-        self._refuse()
-
-    async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
-        """Refused."""
-        self._refuse()
-
-    async def list(self, path: str = ".") -> list[FileInfo]:
-        """Refused."""
-        self._refuse()
-
-    async def remove(self, path: str) -> None:
-        """Refused."""
-        self._refuse()
-
-    async def upload(self, source: Path, path: str) -> None:
-        """Refused."""
-        self._refuse()
-
-    async def download(self, path: str, target: Path) -> None:
-        """Refused."""
-        self._refuse()
+    stream_exec = _refused(Commands.stream_exec)
+    start_exec = _refused(Commands.start_exec)
+    session = _refused(Shells.session)
+    terminal = _refused(Shells.terminal)
+    read = _refused(Files.read)
+    write = _refused(Files.write)
+    list = _refused(Files.list)
+    remove = _refused(Files.remove)
+    upload = _refused(Files.upload)
+    download = _refused(Files.download)
+    fork = _refused(Snapshots.fork)
+    """The pool forks."""
 
     async def wait_ended(self) -> None:
-        """Return once it has ended."""
         await self._ended.wait()
 
     async def snapshot(self) -> Snapshot:
         """An image that starts like its own."""
         self._check()
         name = f"{SNAPSHOT_NAME}:{uuid4().hex[:20]}"
-        self._maker.snapshots[name] = {**self.labels, SNAPSHOT_LABEL: self.sandbox_id, LIFE_LABEL: LIFE}
+        self._maker.snapshots[name] = {**self.labels, SNAPSHOT_LABEL: self.sandbox_id, INSTANCE_LABEL: INSTANCE}
         return Snapshot(name, msgspec.structs.replace(self._spec, image=name), 0)
 
-    async def fork(self, count: int) -> list[SandboxLike]:
-        """Refused: the pool forks."""
-        self._refuse()
-
     async def close(self) -> None:
-        """End it and remove its container."""
         if self._maker.frozen:
             return
         if self._state == "ready":
@@ -259,6 +209,3 @@ class SimulatedBox:
             raise SandboxLostError(f"sandbox {self._id} is gone")
         if self._state == "closed":
             raise SandboxClosedError(f"sandbox {self._id} is closed")
-
-    def _refuse(self) -> NoReturn:
-        raise SandboxRefusedError("a simulated sandbox has neither files nor shells")

@@ -1,4 +1,4 @@
-"""The books of a pool: who waits, who has what, what failed, what is put aside. No tasks and no I/O.
+"""The state of a pool: who waits, who has what, what failed, what is put aside. No tasks and no I/O.
 
 Everything that the live page and the service show is read here; `version` grows with every change of it.
 """
@@ -14,7 +14,7 @@ import anyio
 import msgspec
 
 from envs.sandbox.api import Spec
-from envs.sandbox.pool.admission import Admission, Request
+from envs.sandbox.pool.admission import Admission, SandboxRequest
 from envs.sandbox.pool.host import Host, Report, demand, warm_key
 from envs.sandbox.pool.lease import Lease
 from envs.sandbox.pool.placement import NOTHING, Demand
@@ -78,7 +78,7 @@ class HostState(msgspec.Struct, frozen=True):
     sandboxes: int
 
 
-class Books:
+class PoolState:
     """What a pool knows."""
 
     def __init__(self, hosts: Sequence[Host], settings: PoolSettings, wall: Callable[[], float]) -> None:
@@ -177,7 +177,7 @@ class Books:
         self.add(lease)
 
     def add(self, lease: Lease) -> None:
-        """Know a lease."""
+        """Know a lease from now on, by its id and its idempotency key."""
         self._leases[lease.id] = lease
         if lease.key:
             self._by_key[lease.token, lease.key] = lease
@@ -235,7 +235,7 @@ class Books:
         return self._bad_hosts.remaining(name, anyio.current_time())
 
     def started(self, lease: Lease) -> None:
-        """A start succeeded."""
+        """A start succeeded: its host and its kind of sandbox are good again."""
         kind = _kind(lease.spec)
         self._good_kinds.add(kind)
         self._bad_hosts.succeeded(lease.host)
@@ -278,9 +278,9 @@ class Books:
             )
 
 
-def request_of(lease: Lease, only: str | None = None) -> Request:
+def request_of(lease: Lease, only: str | None = None) -> SandboxRequest:
     """A lease, as admission sees it."""
-    return Request(lease.id, lease.owner, demand(lease.spec), lease.priority, warm_key(lease.spec), only)
+    return SandboxRequest(lease.id, lease.owner, demand(lease.spec), lease.priority, warm_key(lease.spec), only)
 
 
 def _kind(spec: Spec) -> str:

@@ -36,11 +36,11 @@ class Timeline:
         self._events: deque[Event] = deque(maxlen=KEPT)
 
     def add(self, at: float, kind: str, text: str, seconds: float, outcome: str) -> None:
-        """Book one."""
+        """Keep one event; of its text only the beginning, on one line."""
         self._events.append(Event(at, kind, one_line(text[:TEXT_CHARS]), round(seconds, 4), outcome))
 
     def events(self) -> list[Event]:
-        """Oldest first."""
+        """Those that are kept, oldest first."""
         return list(self._events)
 
 

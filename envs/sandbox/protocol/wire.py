@@ -1,9 +1,9 @@
 """What travels between the service and its clients: bodies, queries and answers of the HTTP API.
 
-Every body is a struct that refuses unknown fields, sent as JSON, or as msgpack when the content type says so. In JSON,
-bytes are base64. Names and commands with bytes that are no UTF-8 are escaped as `envs.sandbox.text` says. An error
-is a `Problem` (RFC 9457) with the status of `problems.STATUS`; its `cause` is the class of the error, from which the
-client makes the same exception again.
+Every body is a struct that refuses unknown fields, sent as JSON, or as msgpack when the content type says so; a command
+is an `envs.sandbox.api.Exec`. In JSON, bytes are base64. Names and commands with bytes that are no UTF-8 are escaped as
+`envs.sandbox.text` says. An error is a `Problem` (RFC 9457) with the status of `problems.STATUS`; its `cause` is the
+class of the error, from which the client makes the same exception again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,18 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from envs.sandbox.api import Chunk, FileInfo, Result, Spec, State, StreamName
+from envs.sandbox.api import (
+    MAX_COMMAND,
+    MAX_TIMEOUT_S,
+    Chunk,
+    FileInfo,
+    OnLost,
+    Result,
+    Spec,
+    State,
+    StreamName,
+    Timeout,
+)
 from envs.sandbox.engines.machine import Load
 from envs.sandbox.pool.state import Failure
 from envs.sandbox.pool.timeline import Event
@@ -23,20 +34,16 @@ MSGPACK = "application/msgpack"
 NDJSON = "application/x-ndjson"
 TAR = "application/x-tar"
 
-MAX_COMMAND = 1 << 20
-"""Characters of a command line."""
-MAX_TIMEOUT_S = 86_400.0
-
-Timeout = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
+TERMINAL_ENDED = 1000
+"""Code with which the websocket of a terminal is closed when its program has ended."""
+TERMINAL_FAILED = 1011
+"""The same when the terminal was lost, for the reason that the close frame gives."""
 Path = Annotated[str, Meta(min_length=1, max_length=4096, pattern="^[^\x00]+$")]
-Folder = Annotated[str, Meta(min_length=1, max_length=4096)]
-"""In a body: bytes that are no UTF-8 are escaped, as in commands and environments; see `envs.sandbox.text`."""
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 """Of a session."""
 Owner = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/-]{0,64}$")]
 Wait = Annotated[float, Meta(ge=0, le=60)]
 """Seconds to hold an answer back until there is something to say."""
-_Text = Annotated[str, Meta(max_length=MAX_COMMAND)]
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,35 +57,16 @@ class Order(Body, frozen=True):
     owner: Owner = ""
     """On whose behalf; sandboxes are shared fairly between owners."""
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
-    on_lost: Literal["fail", "recreate"] = "fail"
+    on_lost: OnLost = "fail"
     lease_s: Annotated[float, Meta(ge=1, le=MAX_TIMEOUT_S)] = 120.0
     """The sandbox ends unless it is used or renewed within this many seconds."""
-
-
-class Run(Body, frozen=True):
-    """One command."""
-
-    command: _Text | list[_Text]
-    timeout: Timeout
-    stdin: bytes = b""
-    env: dict[str, str] | None = None
-    cwd: Folder | None = None
 
 
 class RunInSession(Body, frozen=True):
     """One command in a shell."""
 
-    command: _Text
+    command: Annotated[str, Meta(max_length=MAX_COMMAND)]
     timeout: Timeout
-
-
-class StartJob(Body, frozen=True):
-    """A command in the background."""
-
-    command: _Text | list[_Text]
-    timeout: Timeout | None = None
-    env: dict[str, str] | None = None
-    cwd: Folder | None = None
 
 
 class Signal(Body, frozen=True):
@@ -88,26 +76,26 @@ class Signal(Body, frozen=True):
 
 
 class Fork(Body, frozen=True):
-    """How many forks."""
+    """How many forks are asked for."""
 
     count: Annotated[int, Meta(ge=1, le=256)]
 
 
 class WaitQuery(Body, frozen=True):
-    """`?wait=SECONDS`"""
+    """`?wait=SECONDS`: hold the answer back for so long."""
 
     wait: Wait = 0.0
 
 
 class StatusQuery(Body, frozen=True):
-    """`?wait=SECONDS&since=VERSION`"""
+    """`?wait=SECONDS&since=VERSION`: hold the answer back until there is a newer version."""
 
     wait: Wait = 0.0
     since: int = -1
 
 
 class ReadQuery(Body, frozen=True):
-    """`?path=…&offset=…&limit=…`"""
+    """`?path=…&offset=…&limit=…`: a range of a file, in bytes."""
 
     path: Path
     offset: Annotated[int, Meta(ge=0)] = 0
@@ -115,7 +103,7 @@ class ReadQuery(Body, frozen=True):
 
 
 class WriteQuery(Body, frozen=True):
-    """`?path=…&mode=…&append=…`"""
+    """`?path=…&mode=…&append=…`: where the body is written to; the mode as a decimal number."""
 
     path: Path
     mode: Annotated[int, Meta(ge=0, le=0o777)] = 0o644
@@ -123,13 +111,13 @@ class WriteQuery(Body, frozen=True):
 
 
 class PathQuery(Body, frozen=True):
-    """`?path=…`"""
+    """`?path=…`: a file or folder, the working directory by default."""
 
     path: Path = "."
 
 
 class OutputQuery(Body, frozen=True):
-    """`?stream=…&offset=…&limit=…`"""
+    """`?stream=…&offset=…&limit=…`: a range of what a job wrote, in bytes."""
 
     stream: StreamName = "stdout"
     offset: Annotated[int, Meta(ge=0)] = 0
@@ -137,7 +125,7 @@ class OutputQuery(Body, frozen=True):
 
 
 class TerminalQuery(Body, frozen=True):
-    """`?rows=…&columns=…`"""
+    """`?rows=…&columns=…`: the size of a terminal, also as a message on its websocket."""
 
     rows: Annotated[int, Meta(ge=1, le=1000)] = 24
     columns: Annotated[int, Meta(ge=1, le=1000)] = 80
@@ -147,7 +135,7 @@ class TerminalQuery(Body, frozen=True):
 
 
 class Info(msgspec.Struct, frozen=True):
-    """One sandbox."""
+    """One lease and its sandbox, as its owner sees them."""
 
     id: str
     owner: str
@@ -171,7 +159,7 @@ class Info(msgspec.Struct, frozen=True):
 
 
 class SessionInfo(msgspec.Struct, frozen=True):
-    """One shell."""
+    """One open shell of a sandbox."""
 
     name: str
     restarts: int
@@ -191,7 +179,7 @@ class Interrupted(msgspec.Struct, frozen=True):
 
 
 class JobInfo(msgspec.Struct, frozen=True):
-    """One background job."""
+    """A background job that was started."""
 
     job_id: str
 
@@ -221,16 +209,8 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 StreamLine = Piece | Last | Broken | Alive
 
 
-class SnapshotInfo(msgspec.Struct, frozen=True):
-    """Files that were kept."""
-
-    snapshot_id: str
-    spec: Spec
-    size: int
-
-
 class HostStatus(msgspec.Struct, frozen=True):
-    """One host."""
+    """One host: what it has, what it promised, and how it does."""
 
     name: str
     cpus: float
@@ -282,7 +262,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """Class of the error in `flash.errors`."""
 
 
-class Timeline(msgspec.Struct, frozen=True):
+class EventList(msgspec.Struct, frozen=True):
     """What was done in a sandbox."""
 
     events: list[Event]
@@ -294,7 +274,7 @@ class Listing(msgspec.Struct, frozen=True):
     entries: list[FileInfo]
 
 
-class Sandboxes(msgspec.Struct, frozen=True):
-    """Several of them."""
+class SandboxList(msgspec.Struct, frozen=True):
+    """Several sandboxes, oldest first."""
 
     sandboxes: list[Info]

@@ -1,6 +1,6 @@
 """SandboxClient: sandboxes of a service, used like local ones.
 
-`SandboxClient.acquire` takes what `Pool.acquire` takes, and gives a `SandboxLike`: code runs unchanged with either. A
+`SandboxClient.acquire` takes what `Pool.acquire` takes, and gives a `Sandbox`: code runs unchanged with either. A
 task of the client keeps each lease alive and notices its end; a client that vanishes loses its sandboxes when their
 leases run out.
 """
@@ -22,8 +22,8 @@ from anyio.abc import TaskGroup
 from envs.sandbox.api import OnLost, Spec
 from envs.sandbox.protocol.problems import error_of
 from envs.sandbox.protocol.tokens import ADMIN, read_tokens
-from envs.sandbox.protocol.wire import Info, Order, Sandboxes, Status
-from envs.sandbox.remote.calls import Calls
+from envs.sandbox.protocol.wire import Info, Order, SandboxList, Status
+from envs.sandbox.remote.http import HttpClient
 from envs.sandbox.remote.sandbox import RemoteSandbox
 from flash.errors import ConfigError, SandboxBusyError, SandboxError
 from flash.waiting import unwrapped_group
@@ -45,10 +45,15 @@ class SandboxClient:
         Raises:
             ConfigError: the address is no such thing.
         """
-        self.calls = Calls(url, token, verify)
+        self._http = HttpClient(url, token, verify)
         self._owner = owner
         self._stack = AsyncExitStack()
         self._tasks: TaskGroup
+
+    @property
+    def http(self) -> HttpClient:
+        """The service, as it is reached over HTTP."""
+        return self._http
 
     async def __aenter__(self) -> Self:
         """Connect.
@@ -60,10 +65,10 @@ class SandboxClient:
             await self.status()
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await self.calls.aclose()
+                await self.http.aclose()
             raise
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(self.calls.aclose)
+            stack.push_async_callback(self.http.aclose)
             self._tasks = await stack.enter_async_context(unwrapped_group())
             self._stack = stack.pop_all()
         return self
@@ -84,36 +89,24 @@ class SandboxClient:
         deadline: float = 600.0,
         on_lost: OnLost = "fail",
     ) -> AsyncGenerator[RemoteSandbox]:
-        """A sandbox for the time of the block.
-
-        Args:
-            spec: what kind.
-            owner: who shares fairly with the others; the client's by default.
-            priority: larger is sooner, among this owner's requests.
-            deadline: seconds to wait for it.
-            on_lost: `recreate` makes a lost sandbox again, empty; the holder is told by a SandboxLostError.
-
-        Raises:
-            SandboxBusyError: there was no room within the deadline.
-            SandboxError: it cannot be made, or the service cannot be reached.
-        """
+        """See `SandboxProvider`. Without an `owner` the client's own is meant."""
         order = Order(spec=spec, owner=owner or self._owner, priority=priority, on_lost=on_lost, lease_s=LEASE_S)
         key = uuid4().hex
-        box: RemoteSandbox | None = None
+        sandbox: RemoteSandbox | None = None
         try:
             begin = anyio.current_time()
             info = await self.order(order, key, wait=min(POLL_S, deadline))
             info = await self.wait_ready(info, max(0.0, begin + deadline - anyio.current_time()), deadline)
-            box = self.attach(info)
-            yield box
+            sandbox = self.attach(info)
+            yield sandbox
         finally:
             # Without an answer to the order its key says which sandbox it is.
             with anyio.move_on_after(CLOSE_S, shield=True):
-                await self._give_back(box, order, key)
+                await self._give_back(sandbox, order, key)
 
     async def order(self, order: Order, key: str, *, wait: float = POLL_S) -> Info:
         """Ask for a sandbox. The same key gives the same sandbox."""
-        return await self.calls.ask(
+        return await self.http.ask(
             "POST", "/v1/sandboxes", Info, body=order, query={"wait": wait}, seconds=wait, key=key
         )
 
@@ -127,7 +120,7 @@ class SandboxClient:
         until = anyio.current_time() + seconds
         while info.state in ("queued", "starting") and (left := until - anyio.current_time()) > 0:
             wait = min(POLL_S, left)
-            info = await self.calls.ask("GET", f"/v1/sandboxes/{info.id}", Info, query={"wait": wait}, seconds=wait)
+            info = await self.http.ask("GET", f"/v1/sandboxes/{info.id}", Info, query={"wait": wait}, seconds=wait)
         if info.state in ("queued", "starting"):
             why = info.waiting_for or info.reason
             raise SandboxBusyError(f"waited {deadline:g} s for a sandbox of {info.spec.image}: {why}")
@@ -137,9 +130,9 @@ class SandboxClient:
 
     def attach(self, info: Info) -> RemoteSandbox:
         """Use a sandbox of the service, and keep its lease for as long as this client lives."""
-        box = RemoteSandbox(self, info)
-        self._tasks.start_soon(box.keep, name=f"lease {info.id}")
-        return box
+        sandbox = RemoteSandbox(self, info)
+        self._tasks.start_soon(sandbox.keep, name=f"lease {info.id}")
+        return sandbox
 
     def in_background(self, work: Callable[[str], Coroutine[Any, Any, None]], argument: str) -> None:
         """Do something that nobody waits for, while this client lives."""
@@ -147,29 +140,29 @@ class SandboxClient:
 
     async def find(self, id: str) -> RemoteSandbox:
         """A sandbox by its id."""
-        return self.attach(await self.calls.ask("GET", f"/v1/sandboxes/{quote(id, safe='')}", Info))
+        return self.attach(await self.http.ask("GET", f"/v1/sandboxes/{quote(id, safe='')}", Info))
 
     async def list(self) -> list[Info]:
         """The sandboxes that this token may use."""
-        return (await self.calls.ask("GET", "/v1/sandboxes", Sandboxes)).sandboxes
+        return (await self.http.ask("GET", "/v1/sandboxes", SandboxList)).sandboxes
 
     async def status(self, *, since: int = -1, wait: float = 0.0) -> Status:
         """The whole service; with `wait`, once it differs from version `since`."""
         query = {"since": since, "wait": wait}
-        return await self.calls.ask("GET", "/v1/status", Status, query=query, seconds=wait)
+        return await self.http.ask("GET", "/v1/status", Status, query=query, seconds=wait)
 
     async def end(self, id: str) -> None:
         """End a sandbox, and wait until it is gone."""
-        await self.calls.ask("DELETE", f"/v1/sandboxes/{quote(id, safe='')}", type(None), seconds=CLOSE_S)
+        await self.http.ask("DELETE", f"/v1/sandboxes/{quote(id, safe='')}", type(None), seconds=CLOSE_S)
 
     async def forget(self, snapshot_id: str) -> None:
         """Remove a snapshot that nothing runs from any more."""
-        await self.calls.ask("DELETE", f"/v1/snapshots/{quote(snapshot_id, safe='')}", type(None), seconds=CLOSE_S)
+        await self.http.ask("DELETE", f"/v1/snapshots/{quote(snapshot_id, safe='')}", type(None), seconds=CLOSE_S)
 
-    async def _give_back(self, box: RemoteSandbox | None, order: Order, key: str) -> None:
+    async def _give_back(self, sandbox: RemoteSandbox | None, order: Order, key: str) -> None:
         try:
-            if box is not None:
-                await box.close()
+            if sandbox is not None:
+                await sandbox.close()
             else:
                 await self.end((await self.order(order, key, wait=0.0)).id)
         except SandboxError:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import anyio
 from anyio.abc import TaskStatus
 
-from envs.sandbox.api import SandboxLike, Spec
+from envs.sandbox.api import Sandbox, Spec
 from envs.sandbox.engines.machine import Load
 from envs.sandbox.pool.host import Report, Ticket
 from envs.sandbox.pool.placement import NOTHING, Demand
@@ -40,27 +40,26 @@ class RemoteHost:
 
     @property
     def name(self) -> str:
-        """Of the host."""
         return self._name
 
     def report(self) -> Report:
         """What it said last."""
         return self._report
 
-    def take(self, spec: Spec) -> SandboxLike | None:
+    def take(self, spec: Spec) -> Sandbox | None:
         """None: the host hands out its ready sandboxes itself."""
         return None
 
-    async def start(self, ticket: Ticket) -> SandboxLike:
+    async def start(self, ticket: Ticket) -> Sandbox:
         """Have it start one. The ticket's id is the idempotency key."""
         order = Order(spec=ticket.spec, owner=self._service, lease_s=LEASE_S)
         info = None
         try:
-            info = await self._client.order(order, ticket.box, wait=POLL_S)
+            info = await self._client.order(order, ticket.sandbox_id, wait=POLL_S)
             return self._client.attach(await self._client.wait_ready(info, START_S, START_S))
         except BaseException:
             with anyio.move_on_after(POLL_S, shield=True):
-                await self._give_up(order, ticket.box)
+                await self._give_up(order, ticket.sandbox_id)
             raise
 
     async def forget(self, image: str) -> None:
@@ -70,12 +69,12 @@ class RemoteHost:
         except SandboxError as error:
             _log.debug("snapshot %s on %s is left to its time: %s", image, self._name, error)
 
-    async def recover(self, tickets: Sequence[Ticket]) -> dict[str, SandboxLike]:
+    async def recover(self, tickets: Sequence[Ticket]) -> dict[str, Sandbox]:
         """Attach to what still runs; end the rest of this front's."""
         status = await self._client.status()
         self._report = report_of(status)
-        wanted = {ticket.box for ticket in tickets}
-        found: dict[str, SandboxLike] = {}
+        wanted = {ticket.sandbox_id for ticket in tickets}
+        found: dict[str, Sandbox] = {}
 
         async def attach(info: Info) -> None:
             try:

@@ -1,14 +1,14 @@
-"""A sandbox of a service, as its client holds it: `SandboxLike` over HTTP."""
+"""A sandbox of a service, as its client holds it: a `Sandbox` over HTTP."""
 
 from __future__ import annotations
 
 import builtins
 import tempfile
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 from urllib.parse import quote
 from uuid import uuid4
 
@@ -20,15 +20,17 @@ import msgspec
 from envs.sandbox.api import (
     Chunk,
     Command,
+    Exec,
     FileInfo,
     JobStatus,
     Output,
     Result,
-    SandboxLike,
+    Sandbox,
     Snapshot,
     Spec,
     State,
     StreamName,
+    Terminal,
 )
 from envs.sandbox.protocol.problems import error_of
 from envs.sandbox.protocol.wire import (
@@ -41,23 +43,17 @@ from envs.sandbox.protocol.wire import (
     Last,
     Listing,
     Piece,
-    Run,
     RunInSession,
-    Sandboxes,
+    SandboxList,
     SessionInfo,
     SessionResult,
     Signal,
-    SnapshotInfo,
-    StartJob,
     StreamLine,
 )
+from envs.sandbox.remote.http import HttpClient
 from envs.sandbox.text import from_wire, to_wire
 from envs.sandbox.trees import TreeLimits, pack, unpack
 from flash.errors import SandboxError, SandboxLostError, SandboxTimeoutError
-
-if TYPE_CHECKING:
-    from envs.sandbox.remote.client import SandboxClient
-    from envs.sandbox.remote.terminal import RemoteTerminal
 
 _T = TypeVar("_T")
 
@@ -72,12 +68,31 @@ _RETRY_S = 1.0
 _IN_MEMORY = 1 << 20
 
 
-class RemoteSandbox:
+class Client(Protocol):
+    """What a sandbox asks of the client that it is from."""
+
+    @property
+    def http(self) -> HttpClient: ...
+
+    def attach(self, info: Info) -> Sandbox:
+        """Use another sandbox of the service."""
+        ...
+
+    async def end(self, id: str) -> None:
+        """End a sandbox, and wait until it is gone. Raises SandboxError."""
+        ...
+
+    def in_background(self, work: Callable[[str], Coroutine[Any, Any, None]], argument: str) -> None:
+        """Do something that nobody waits for."""
+        ...
+
+
+class RemoteSandbox(Sandbox):
     """See the module. Made by `SandboxClient`."""
 
-    def __init__(self, client: SandboxClient, info: Info) -> None:
+    def __init__(self, client: Client, info: Info) -> None:
         self._client = client
-        self.calls = client.calls
+        self.http = client.http
         self._info = info
         self.path = f"/v1/sandboxes/{info.id}"
         self._ended = anyio.Event()
@@ -110,7 +125,7 @@ class RemoteSandbox:
         while self._state == "ready":
             wait = min(_KEEP_S, self._info.lease_s / 3)
             try:
-                self._info = await self.calls.ask("GET", f"{self.path}/end", Info, query={"wait": wait}, seconds=wait)
+                self._info = await self.http.ask("GET", f"{self.path}/end", Info, query={"wait": wait}, seconds=wait)
             except SandboxTimeoutError:
                 pass
             except SandboxLostError:
@@ -125,31 +140,11 @@ class RemoteSandbox:
                     self._end("lost" if self._info.state == "failed" else "closed")
         return None
 
-    async def run(
-        self,
-        command: Command,
-        *,
-        timeout: float,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-    ) -> Result:
-        """Run a command to its end."""
-        body = Run(command=_wire(command), timeout=timeout, stdin=stdin, env=_dict(env), cwd=_maybe(cwd))
-        return await self.once("run", Result, body, timeout)
+    async def run_exec(self, exec: Exec) -> Result:
+        return await self.once("run", Result, exec.converted(to_wire), exec.seconds)
 
-    async def stream(
-        self,
-        command: Command,
-        *,
-        timeout: float,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-    ) -> AsyncGenerator[Chunk | Result]:
-        """Run a command, with its output as it comes."""
-        body = Run(command=_wire(command), timeout=timeout, stdin=stdin, env=_dict(env), cwd=_maybe(cwd))
-        async with self.calls.lines(f"{self.path}/stream", body, 0.0) as response:
+    async def stream_exec(self, exec: Exec) -> AsyncGenerator[Chunk | Result]:
+        async with self.http.lines(f"{self.path}/stream", exec.converted(to_wire), 0.0) as response:
             try:
                 async for text in response.aiter_lines():
                     line = msgspec.json.decode(text, type=StreamLine)
@@ -167,23 +162,13 @@ class RemoteSandbox:
                 raise SandboxLostError(f"the stream of {self.path} broke: {error}") from error
         raise SandboxLostError(f"the stream of {self.path} ended without a result")
 
-    async def start(
-        self,
-        command: Command,
-        *,
-        timeout: float | None = None,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-    ) -> RemoteJob:
-        """Start a command in the background."""
-        body = StartJob(command=_wire(command), timeout=timeout, env=_dict(env), cwd=_maybe(cwd))
-        info = await self.once("jobs", JobInfo, body, 0.0)
+    async def start_exec(self, exec: Exec) -> RemoteJob:
+        info = await self.once("jobs", JobInfo, exec.converted(to_wire), 0.0)
         return RemoteJob(self, info.job_id)
 
     @asynccontextmanager
     async def session(self, name: str = "main") -> AsyncGenerator[RemoteSession]:
-        """A shell for the time of the block."""
-        info = await self.calls.ask("PUT", f"{self.path}/sessions/{quote(name, safe='')}", SessionInfo)
+        info = await self.http.ask("PUT", f"{self.path}/sessions/{quote(name, safe='')}", SessionInfo)
         session = RemoteSession(self, info)
         try:
             yield session
@@ -194,59 +179,48 @@ class RemoteSandbox:
     @asynccontextmanager
     async def terminal(
         self, command: Command | None = None, *, rows: int = 24, columns: int = 80
-    ) -> AsyncGenerator[RemoteTerminal]:
-        """A shell on a pseudo-terminal for the time of the block. The service offers shells only."""
+    ) -> AsyncGenerator[Terminal]:
+        """The service offers shells only."""
         from envs.sandbox.remote.terminal import open_terminal
 
-        async with open_terminal(self.calls, f"{self.path}/terminal", command, rows, columns) as terminal:
+        async with open_terminal(self.http, f"{self.path}/terminal", command, rows, columns) as terminal:
             yield terminal
 
     async def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
-        """Bytes of a file."""
         query = {"path": path, "offset": offset} | ({} if limit is None else {"limit": limit})
-        return await self.calls.get_bytes(f"{self.path}/files", query)
+        return await self.http.get_bytes(f"{self.path}/files", query)
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
-        """Replace a file, or append to it."""
         query = {"path": path, "mode": mode, "append": str(append).lower()}
-        await self.calls.put_bytes(f"{self.path}/files", query, data)
+        await self.http.put_bytes(f"{self.path}/files", query, data)
 
     async def list(self, path: str = ".") -> builtins.list[FileInfo]:
-        """The entries of a folder."""
-        listing = await self.calls.ask("GET", f"{self.path}/entries", Listing, query={"path": path})
+        listing = await self.http.ask("GET", f"{self.path}/entries", Listing, query={"path": path})
         return [msgspec.structs.replace(entry, name=from_wire(entry.name)) for entry in listing.entries]
 
     async def remove(self, path: str) -> None:
-        """Remove a file or a folder."""
-        await self.calls.ask("DELETE", f"{self.path}/files", type(None), query={"path": path})
+        await self.http.ask("DELETE", f"{self.path}/files", type(None), query={"path": path})
 
     async def upload(self, source: Path, path: str) -> None:
-        """Copy a local file or tree into the sandbox."""
         with tempfile.SpooledTemporaryFile(_IN_MEMORY) as archive:
             data = await anyio.to_thread.run_sync(partial(_packed, source, archive))
-        await self.calls.put_bytes(f"{self.path}/tree", {"path": path}, data, media_type=TAR)
+        await self.http.put_bytes(f"{self.path}/tree", {"path": path}, data, media_type=TAR)
 
     async def download(self, path: str, target: Path) -> None:
-        """Copy a file or tree out of the sandbox."""
-        data = await self.calls.get_bytes(f"{self.path}/tree", {"path": path})
+        data = await self.http.get_bytes(f"{self.path}/tree", {"path": path})
         await anyio.to_thread.run_sync(partial(_unpacked, data, target))
 
     async def wait_ended(self) -> None:
-        """Return once it has ended."""
         await self._ended.wait()
 
     async def snapshot(self) -> Snapshot:
-        """Keep the files as they are now."""
-        kept = await self.calls.ask("POST", f"{self.path}/snapshot", SnapshotInfo, seconds=600.0)
-        return Snapshot(kept.snapshot_id, kept.spec, kept.size)
+        return await self.http.ask("POST", f"{self.path}/snapshot", Snapshot, seconds=600.0)
 
-    async def fork(self, count: int) -> Sequence[SandboxLike]:
-        """New sandboxes with the same files, closed with this one at the latest."""
-        forks = await self.once("fork", Sandboxes, Fork(count=count), 600.0)
+    async def fork(self, count: int) -> Sequence[Sandbox]:
+        forks = await self.once("fork", SandboxList, Fork(count=count), 600.0)
         return [self._client.attach(info) for info in forks.sandboxes]
 
     async def close(self) -> None:
-        """End it, and wait until nothing is left of it."""
         try:
             await self._client.end(self.sandbox_id)
         finally:
@@ -256,7 +230,7 @@ class RemoteSandbox:
         """A call that is carried out once, however often it is sent, and that ends when its caller is cancelled."""
         key = uuid4().hex
         try:
-            return await self.calls.ask("POST", f"{self.path}/{path}", answer, body=body, seconds=seconds, key=key)
+            return await self.http.ask("POST", f"{self.path}/{path}", answer, body=body, seconds=seconds, key=key)
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(_CANCEL_S, shield=True):
                 await self._cancel(key)
@@ -268,7 +242,7 @@ class RemoteSandbox:
 
     async def _cancel(self, key: str) -> None:
         with suppress(SandboxError):  # Gone with its sandbox, or with the service: its own timeout ends the command.
-            await self.calls.ask("DELETE", f"{self.path}/calls/{key}", type(None), seconds=_CANCEL_S)
+            await self.http.ask("DELETE", f"{self.path}/calls/{key}", type(None), seconds=_CANCEL_S)
 
     def _end(self, state: State) -> None:
         if not self._ended.is_set():
@@ -279,8 +253,8 @@ class RemoteSandbox:
 class RemoteSession:
     """A shell of a remote sandbox."""
 
-    def __init__(self, box: RemoteSandbox, info: SessionInfo) -> None:
-        self._box = box
+    def __init__(self, sandbox: RemoteSandbox, info: SessionInfo) -> None:
+        self._sandbox = sandbox
         self._path = f"sessions/{info.name}"
         self._name = info.name
         self._restarts = info.restarts
@@ -294,29 +268,26 @@ class RemoteSession:
         return self._restarts
 
     async def run(self, command: str, *, timeout: float) -> Result:
-        """Run one command in the shell."""
         body = RunInSession(command=to_wire(command), timeout=timeout)
-        answer = await self._box.once(f"{self._path}/run", SessionResult, body, timeout)
+        answer = await self._sandbox.once(f"{self._path}/run", SessionResult, body, timeout)
         self._restarts = answer.restarts
         return answer.result
 
     async def interrupt(self) -> bool:
-        """Send SIGINT to the running command."""
-        path = f"{self._box.path}/{self._path}/interrupt"
-        return (await self._box.calls.ask("POST", path, Interrupted)).interrupted
+        path = f"{self._sandbox.path}/{self._path}/interrupt"
+        return (await self._sandbox.http.ask("POST", path, Interrupted)).interrupted
 
     async def close(self) -> None:
-        """End the shell."""
         with suppress(SandboxError):  # It may be gone with its sandbox.
-            await self._box.calls.ask("DELETE", f"{self._box.path}/{self._path}", type(None))
+            await self._sandbox.http.ask("DELETE", f"{self._sandbox.path}/{self._path}", type(None))
 
 
 class RemoteJob:
     """A background job of a remote sandbox."""
 
-    def __init__(self, box: RemoteSandbox, job_id: str) -> None:
-        self._calls = box.calls
-        self._path = f"{box.path}/jobs/{job_id}"
+    def __init__(self, sandbox: RemoteSandbox, job_id: str) -> None:
+        self._http = sandbox.http
+        self._path = f"{sandbox.path}/jobs/{job_id}"
         self._job_id = job_id
 
     @property
@@ -324,40 +295,24 @@ class RemoteJob:
         return self._job_id
 
     async def poll(self) -> JobStatus:
-        """How it stands."""
-        return await self._calls.ask("GET", self._path, JobStatus)
+        return await self._http.ask("GET", self._path, JobStatus)
 
     async def wait(self, timeout: float) -> Result:
-        """Its result."""
         deadline = anyio.current_time() + timeout
         while True:
             wait = min(_JOB_POLL_S, max(0.0, deadline - anyio.current_time()))
-            status = await self._calls.ask("GET", self._path, JobStatus, query={"wait": wait}, seconds=wait)
+            status = await self._http.ask("GET", self._path, JobStatus, query={"wait": wait}, seconds=wait)
             if status.result is not None:
                 return status.result
             if anyio.current_time() >= deadline:
                 raise SandboxTimeoutError(f"job {self._job_id} still runs after {timeout:g} s")
 
     async def signal(self, name: str = "SIGTERM") -> None:
-        """Send a signal."""
-        await self._calls.ask("POST", f"{self._path}/signal", type(None), body=Signal(name=name))
+        await self._http.ask("POST", f"{self._path}/signal", type(None), body=Signal(name=name))
 
     async def output(self, stream: StreamName = "stdout", *, offset: int = 0, limit: int = 1 << 16) -> Output:
-        """A range of its output."""
         query = {"stream": stream, "offset": offset, "limit": limit}
-        return await self._calls.ask("GET", f"{self._path}/output", Output, query=query)
-
-
-def _wire(command: Command) -> str | builtins.list[str]:
-    return to_wire(command) if isinstance(command, str) else [to_wire(word) for word in command]
-
-
-def _maybe(text: str | None) -> str | None:
-    return None if text is None else to_wire(text)
-
-
-def _dict(env: Mapping[str, str] | None) -> dict[str, str] | None:
-    return None if env is None else {to_wire(name): to_wire(value) for name, value in env.items()}
+        return await self._http.ask("GET", f"{self._path}/output", Output, query=query)
 
 
 def _packed(source: Path, archive: IO[bytes]) -> bytes:

@@ -12,9 +12,8 @@ from websockets.asyncio.client import ClientConnection, connect, unix_connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from envs.sandbox.api import Command
-from envs.sandbox.protocol.wire import TerminalQuery
-from envs.sandbox.remote.calls import Calls
-from envs.sandbox.service.terminal import FAILED
+from envs.sandbox.protocol.wire import TERMINAL_FAILED, TerminalQuery
+from envs.sandbox.remote.http import HttpClient
 from flash.errors import SandboxLostError, SandboxRefusedError
 
 _QUIET = logging.getLogger(__name__)
@@ -32,19 +31,18 @@ class RemoteTerminal:
         self._socket = socket
 
     async def write(self, data: bytes) -> None:
-        """What is typed."""
         try:
             await self._socket.send(data)
         except ConnectionClosed as error:
-            raise SandboxLostError(f"the terminal is closed: {_said(error)}") from error
+            raise SandboxLostError(f"the terminal is closed: {_reason(error)}") from error
 
     async def read(self) -> bytes:
         """What came; empty once it has ended."""
         try:
             data = await self._socket.recv()
         except ConnectionClosed as error:
-            if error.rcvd is not None and error.rcvd.code == FAILED:
-                raise SandboxLostError(_said(error)) from error
+            if error.rcvd is not None and error.rcvd.code == TERMINAL_FAILED:
+                raise SandboxLostError(_reason(error)) from error
             return b""
         return data if isinstance(data, bytes) else data.encode()
 
@@ -53,39 +51,39 @@ class RemoteTerminal:
         try:
             await self._socket.send(msgspec.json.encode(TerminalQuery(rows=rows, columns=columns)).decode())
         except ConnectionClosed as error:
-            raise SandboxLostError(f"the terminal is closed: {_said(error)}") from error
+            raise SandboxLostError(f"the terminal is closed: {_reason(error)}") from error
 
 
 @asynccontextmanager
 async def open_terminal(
-    calls: Calls, path: str, command: Command | None, rows: int, columns: int
+    http: HttpClient, path: str, command: Command | None, rows: int, columns: int
 ) -> AsyncGenerator[RemoteTerminal]:
     """A terminal for the time of the block."""
     if command is not None:
         raise SandboxRefusedError("the service opens terminals with a shell only; type the command there")
     options: dict[str, Any] = {
-        "additional_headers": {"authorization": f"Bearer {calls.token}"},
+        "additional_headers": {"authorization": f"Bearer {http.token}"},
         "open_timeout": OPEN_S,
         "proxy": None,
         "compression": None,
         "logger": _QUIET,
     }
-    if calls.url.startswith("https:"):
-        options["ssl"] = calls.verify
+    if http.url.startswith("https:"):
+        options["ssl"] = http.verify
     target = f"{path}?rows={rows}&columns={columns}"
     try:
-        if calls.url.startswith("unix:"):
-            opened = unix_connect(calls.url.removeprefix("unix:"), f"ws://sandboxes{target}", **options)
+        if http.url.startswith("unix:"):
+            opened = unix_connect(http.url.removeprefix("unix:"), f"ws://sandboxes{target}", **options)
         else:
-            opened = connect(f"ws{calls.url.removeprefix('http')}{target}", **options)
+            opened = connect(f"ws{http.url.removeprefix('http')}{target}", **options)
         socket = await opened
     except (OSError, TimeoutError, InvalidHandshake) as error:
-        raise SandboxLostError(f"no terminal at {calls.url}{path}: {error}") from error
+        raise SandboxLostError(f"no terminal at {http.url}{path}: {error}") from error
     try:
         yield RemoteTerminal(socket)
     finally:
         await socket.close()
 
 
-def _said(error: ConnectionClosed) -> str:
+def _reason(error: ConnectionClosed) -> str:
     return error.rcvd.reason if error.rcvd is not None else "the connection broke"

@@ -19,7 +19,7 @@ from __future__ import annotations
 import anyio
 import msgspec
 
-from envs.sandbox.api import SandboxLike
+from envs.sandbox.api import Commands, Sandbox
 from envs.sandbox.engines import profiles
 
 SECONDS = 10.0
@@ -63,20 +63,20 @@ class Look(msgspec.Struct, frozen=True):
     state: str
 
 
-async def look(box: SandboxLike) -> Look | None:
+async def look(sandbox: Sandbox) -> Look | None:
     """What the sandbox is like; None when that cannot be told for certain.
 
     Raises:
         SandboxError: it cannot be asked.
     """
-    if box.spec.profile != "strict":
+    if sandbox.spec.profile != "strict":
         return None
-    mounts = await box.run(["cat", "/proc/self/mountinfo"], timeout=SECONDS, cwd="/", env=_ENV)
+    mounts = await sandbox.run(["cat", "/proc/self/mountinfo"], timeout=SECONDS, cwd="/", env=_ENV)
     folders = _folders(mounts.stdout.decode("utf-8", "backslashreplace"))
-    return await _look(box, "look", folders) if mounts.ok and folders else None
+    return await _look(sandbox, "look", folders) if mounts.ok and folders else None
 
 
-async def wipe(box: SandboxLike, before: Look) -> bool:
+async def wipe(sandbox: Commands, before: Look) -> bool:
     """Clear the sandbox, and tell whether it is as it was `before`.
 
     Raises:
@@ -85,15 +85,15 @@ async def wipe(box: SandboxLike, before: Look) -> bool:
     for pause in _PAUSES:
         await anyio.sleep(pause)
         # The end of a command that is stopped while nothing else was asked for ends every other process with it.
-        ended = await box.run(["sleep", "60"], timeout=KILL_AFTER_S, cwd="/", env=_ENV)
-        if ended.timed_out and await _look(box, "wipe", before.folders) == before:
+        ended = await sandbox.run(["sleep", "60"], timeout=KILL_AFTER_S, cwd="/", env=_ENV)
+        if ended.timed_out and await _look(sandbox, "wipe", before.folders) == before:
             return True
     return False
 
 
-async def _look(box: SandboxLike, what: str, folders: tuple[str, ...]) -> Look | None:
+async def _look(sandbox: Commands, what: str, folders: tuple[str, ...]) -> Look | None:
     command = ["/bin/sh", "-c", _SCRIPT, "sh", what, profiles.USER.partition(":")[0], *folders]
-    found = await box.run(command, timeout=SECONDS, cwd="/", env=_ENV)
+    found = await sandbox.run(command, timeout=SECONDS, cwd="/", env=_ENV)
     state = _constant(found.stdout.decode("utf-8", "backslashreplace"))
     return None if not found.ok or found.stdout_truncated or state is None else Look(folders, state)
 

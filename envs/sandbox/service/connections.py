@@ -3,19 +3,33 @@
 Law: what a client holds open is bounded in time by its own progress, and in number until it has shown a token. Heads,
 bodies that nobody wants any more and answers that are not taken each have a timer; a stranger, a connection that has
 shown no valid token yet, can be ended at any time to make room for the next one.
+
+Everything that uvicorn has, but does not promise, is touched here and nowhere else:
+
+    H11Protocol              made with config, server_state, app_state, _loop; conn (of h11), scope, loop, transport;
+                             on_response_complete, handle_websocket_upgrade
+    WebSocketsSansIOProtocol made in the same way; conn (with logger and debug), transport
+    Config                   http, ws: may be any callable that makes a protocol
+    Server                   capture_signals, should_exit, serve(sockets)
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import h11
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from envs.sandbox.service.limits import Limits
+from flash.waiting import unwrapped_group
 
 _QUIET = logging.getLogger(__name__)
 _QUIET.setLevel(logging.INFO)
@@ -73,7 +87,21 @@ class _Taking:
             self.begin()
 
 
-class HttpConnection(H11Protocol):
+class _Measured(asyncio.BaseProtocol):
+    """A connection whose client is watched while it takes what is sent to it."""
+
+    _taking: _Taking
+
+    def pause_writing(self) -> None:
+        self._taking.begin()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._taking.end()
+        super().resume_writing()
+
+
+class HttpConnection(_Measured, H11Protocol):
     """HTTP/1.1 for one client."""
 
     def __init__(self, *args: Any, limits: Limits, strangers: Strangers, **options: Any) -> None:
@@ -82,7 +110,6 @@ class HttpConnection(H11Protocol):
         self._strangers = strangers
         self._awaited: Literal["head", "rest"] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._taking: _Taking
 
     @property
     def known(self) -> bool:
@@ -114,14 +141,6 @@ class HttpConnection(H11Protocol):
         self._forget()
         super().handle_websocket_upgrade(event)
 
-    def pause_writing(self) -> None:
-        self._taking.begin()
-        super().pause_writing()
-
-    def resume_writing(self) -> None:
-        self._taking.end()
-        super().resume_writing()
-
     def _forget(self) -> None:
         self._strangers.left(self)
         self._taking.end()
@@ -145,13 +164,12 @@ class HttpConnection(H11Protocol):
             self._timer = self.loop.call_later(self._limits.head_s, self.transport.abort)
 
 
-class WebSocketConnection(WebSocketsSansIOProtocol):
+class WebSocketConnection(_Measured, WebSocketsSansIOProtocol):
     """A websocket for one client."""
 
     def __init__(self, *args: Any, limits: Limits, **options: Any) -> None:
         super().__init__(*args, **options)
         self._limits = limits
-        self._taking: _Taking
         # It would log the heads of requests, and with them the tokens, where somebody asks for details.
         self.conn.logger, self.conn.debug = _QUIET, False
 
@@ -164,10 +182,31 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
         self._taking.end()
         super().connection_lost(exc)
 
-    def pause_writing(self) -> None:
-        self._taking.begin()
-        super().pause_writing()
 
-    def resume_writing(self) -> None:
-        self._taking.end()
-        super().resume_writing()
+class _Server(uvicorn.Server):
+    """Leaves the process's signals to their owner."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+def protocols(limits: Limits, strangers: Strangers) -> dict[str, Any]:
+    """What a `uvicorn.Config` needs to know of these connections."""
+    return {
+        "http": partial(HttpConnection, limits=limits, strangers=strangers),
+        "ws": partial(WebSocketConnection, limits=limits),
+    }
+
+
+@asynccontextmanager
+async def accepting(config: uvicorn.Config, bound: socket.socket) -> AsyncGenerator[None]:
+    """Take connections at this socket for the time of the block.
+
+    Then requests in progress have the time that the configuration gives them; uvicorn cancels the rest.
+    """
+    server = _Server(config)
+    async with unwrapped_group() as tasks:
+        tasks.start_soon(server.serve, [bound])
+        yield
+        server.should_exit = True

@@ -1,7 +1,7 @@
 """Endpoints: one table entry per path and method, from which come the routes and the OpenAPI document.
 
-A handler gets a `Call` with everything already checked: the caller's lease, the query and the body as structs. What it
-returns is encoded; what it raises becomes a problem. A client that leaves cancels the handler.
+A handler gets an `ApiCall` with everything already checked: the caller's lease, the query and the body as structs. What
+it returns is encoded; what it raises becomes a problem. A client that leaves cancels the handler.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from envs.sandbox.api import Sandbox
 from envs.sandbox.pool.lease import Lease
 from envs.sandbox.protocol.problems import ProblemError, problem_of
 from envs.sandbox.protocol.wire import MSGPACK, Body
@@ -34,11 +35,11 @@ _KEY = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 _T = TypeVar("_T")
 
-Handler = Callable[["Call"], Awaitable[Any]]
+Handler = Callable[["ApiCall"], Awaitable[Any]]
 
 
-class Call:
-    """One request, checked."""
+class ApiCall:
+    """One call of the HTTP API: a request whose parts are checked."""
 
     def __init__(self, service: Service, request: Request, query: Any, body: Any) -> None:
         self.service = service
@@ -62,7 +63,7 @@ class Call:
         return self.service.lease(self.path["id"], self.token)
 
     @property
-    def box(self) -> Any:
+    def sandbox(self) -> Sandbox:
         """It, to be used."""
         return self.service.pool.handle(self.lease)
 
@@ -92,7 +93,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Takes an idempotency key."""
 
 
-async def once(call: Call, lease: Lease, work: Callable[[], Awaitable[_T]]) -> _T:
+async def once(call: ApiCall, lease: Lease, work: Callable[[], Awaitable[_T]]) -> _T:
     """With a key, once; without, for as long as the client stays."""
     if not call.key:
         return await work()
@@ -113,7 +114,7 @@ def routes(service: Service, endpoints: Sequence[Endpoint]) -> list[Route]:
 
 
 class _Dispatcher:
-    """One path."""
+    """Answers the requests to one path, each method by its endpoint."""
 
     def __init__(self, service: Service, methods: Mapping[str, Endpoint]) -> None:
         self._service = service
@@ -133,7 +134,7 @@ class _Dispatcher:
 
     async def _answer(self, endpoint: Endpoint, request: Request) -> Response | None:
         try:
-            call = Call(self._service, request, _query(endpoint, request), await _body(endpoint, request))
+            call = ApiCall(self._service, request, _query(endpoint, request), await _body(endpoint, request))
             if isinstance(endpoint.body, str):
                 result = await endpoint.handler(call)
             else:
@@ -155,7 +156,7 @@ class _Dispatcher:
 _LEFT = object()
 
 
-async def _unless_left(request: Request, handler: Handler, call: Call) -> Any:
+async def _unless_left(request: Request, handler: Handler, call: ApiCall) -> Any:
     """The handler's result. A client that leaves cancels it, and with it the command that it waits for."""
     result: Any = _LEFT
     async with anyio.create_task_group() as tasks:

@@ -9,35 +9,35 @@ from typing import cast
 
 import anyio
 
+from envs.sandbox.api import Snapshot
 from envs.sandbox.protocol.wire import (
+    EventList,
     Fork,
     Info,
     Order,
-    Sandboxes,
-    SnapshotInfo,
+    SandboxList,
     Status,
     StatusQuery,
-    Timeline,
     WaitQuery,
 )
-from envs.sandbox.service.endpoint import Call, Endpoint, once
+from envs.sandbox.service.endpoint import ApiCall, Endpoint, once
 
 STATUS_EVERY_S = 0.2
 """Least time between two answers of a status that is waited for."""
 
 
-async def _order(call: Call) -> Info:
+async def _order(call: ApiCall) -> Info:
     lease = call.service.order(call.body, call.token, call.key)
     with anyio.move_on_after(call.query.wait):
         await lease.settled()
     return call.service.info(lease)
 
 
-async def _list(call: Call) -> Sandboxes:
-    return Sandboxes([call.service.info(lease) for lease in call.service.visible(call.token)])
+async def _list(call: ApiCall) -> SandboxList:
+    return SandboxList([call.service.info(lease) for lease in call.service.visible(call.token)])
 
 
-async def _show(call: Call) -> Info:
+async def _show(call: ApiCall) -> Info:
     lease = call.lease
     with anyio.move_on_after(call.query.wait):
         await lease.settled()
@@ -45,56 +45,56 @@ async def _show(call: Call) -> Info:
     return call.service.info(lease)
 
 
-async def _ended(call: Call) -> Info:
+async def _ended(call: ApiCall) -> Info:
     lease = call.lease
     with anyio.move_on_after(call.query.wait):
         await lease.done.wait()
     return call.service.info(lease)
 
 
-async def _renew(call: Call) -> Info:
+async def _renew(call: ApiCall) -> Info:
     return call.service.info(call.lease)
 
 
-async def _close(call: Call) -> None:
+async def _close(call: ApiCall) -> None:
     await call.service.pool.release(call.lease)
 
 
-async def _snapshot(call: Call) -> SnapshotInfo:
+async def _snapshot(call: ApiCall) -> Snapshot:
     lease = call.lease
-    kept = await call.box.snapshot()
+    kept = await call.sandbox.snapshot()
     call.service.remember_snapshot(lease, kept)
-    return SnapshotInfo(kept.snapshot_id, kept.spec, kept.size)
+    return kept
 
 
-async def _forget(call: Call) -> None:
+async def _forget(call: ApiCall) -> None:
     await call.service.forget(call.path["snapshot"], call.token)
 
 
-async def _fork(call: Call) -> Sandboxes:
+async def _fork(call: ApiCall) -> SandboxList:
     lease = call.lease
 
-    async def fork() -> Sandboxes:
+    async def fork() -> SandboxList:
         forks = await call.service.pool.fork(lease, call.body.count)
-        return Sandboxes([call.service.info(each) for each in forks])
+        return SandboxList([call.service.info(each) for each in forks])
 
     return await once(call, lease, fork)
 
 
-async def _status(call: Call) -> Status:
-    query, books = cast("StatusQuery", call.query), call.service.pool.books
+async def _status(call: ApiCall) -> Status:
+    query, state = cast("StatusQuery", call.query), call.service.pool.state
     if query.wait:
         await anyio.sleep(STATUS_EVERY_S)
         with anyio.move_on_after(query.wait):
-            await books.changed_since(query.since)
+            await state.changed_since(query.since)
     return call.service.status(call.token)
 
 
-async def _timeline(call: Call) -> Timeline:
-    return Timeline(call.service.look_at(call.path["id"], call.token).timeline.events())
+async def _timeline(call: ApiCall) -> EventList:
+    return EventList(call.service.look_at(call.path["id"], call.token).timeline.events())
 
 
-_BOX = "/v1/sandboxes/{id}"
+_SANDBOX = "/v1/sandboxes/{id}"
 
 ENDPOINTS = (
     Endpoint(
@@ -108,33 +108,33 @@ ENDPOINTS = (
         status=201,
         keyed=True,
     ),
-    Endpoint(method="GET", path="/v1/sandboxes", summary="Your sandboxes.", handler=_list, answer=Sandboxes),
+    Endpoint(method="GET", path="/v1/sandboxes", summary="Your sandboxes.", handler=_list, answer=SandboxList),
     Endpoint(
         method="GET",
-        path=_BOX,
+        path=_SANDBOX,
         summary="One sandbox. `wait` holds the answer back while it is queued or starting.",
         handler=_show,
         query=WaitQuery,
         answer=Info,
     ),
     Endpoint(
-        method="DELETE", path=_BOX, summary="End a sandbox, and wait until it is gone.", handler=_close, status=204
+        method="DELETE", path=_SANDBOX, summary="End a sandbox, and wait until it is gone.", handler=_close, status=204
     ),
     Endpoint(
         method="GET",
-        path=_BOX + "/end",
+        path=_SANDBOX + "/end",
         summary="Renew the lease. `wait` holds the answer back until the sandbox has ended.",
         handler=_ended,
         query=WaitQuery,
         answer=Info,
     ),
-    Endpoint(method="POST", path=_BOX + "/renew", summary="Renew the lease.", handler=_renew, answer=Info),
+    Endpoint(method="POST", path=_SANDBOX + "/renew", summary="Renew the lease.", handler=_renew, answer=Info),
     Endpoint(
         method="POST",
-        path=_BOX + "/snapshot",
+        path=_SANDBOX + "/snapshot",
         summary="Keep the files.",
         handler=_snapshot,
-        answer=SnapshotInfo,
+        answer=Snapshot,
         status=201,
     ),
     Endpoint(
@@ -146,20 +146,20 @@ ENDPOINTS = (
     ),
     Endpoint(
         method="POST",
-        path=_BOX + "/fork",
+        path=_SANDBOX + "/fork",
         summary="More sandboxes with the same files, which end with this one at the latest.",
         handler=_fork,
         body=Fork,
-        answer=Sandboxes,
+        answer=SandboxList,
         status=201,
         keyed=True,
     ),
     Endpoint(
         method="GET",
-        path=_BOX + "/timeline",
+        path=_SANDBOX + "/timeline",
         summary="What was done in a sandbox.",
         handler=_timeline,
-        answer=Timeline,
+        answer=EventList,
     ),
     Endpoint(
         method="GET",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, cast
+from typing import cast
 
 import anyio
 import msgspec
@@ -12,7 +12,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from envs.sandbox.api import Chunk, JobStatus, Output, Result
+from envs.sandbox.api import Chunk, Exec, JobStatus, Output, Result
 from envs.sandbox.protocol.problems import ProblemError, problem_of
 from envs.sandbox.protocol.wire import (
     NDJSON,
@@ -23,16 +23,14 @@ from envs.sandbox.protocol.wire import (
     Last,
     OutputQuery,
     Piece,
-    Run,
     RunInSession,
     SessionInfo,
     SessionResult,
     Signal,
-    StartJob,
     StreamLine,
     WaitQuery,
 )
-from envs.sandbox.service.endpoint import Call, Endpoint, once
+from envs.sandbox.service.endpoint import ApiCall, Endpoint, once
 from envs.sandbox.service.guard import problem_response
 from envs.sandbox.text import from_wire
 from flash.errors import FlashError
@@ -41,32 +39,29 @@ ALIVE_S = 10.0
 """A stream that is silent for this long gets a line that says nothing, so that both ends know the other is there."""
 
 
-def _asked(body: Run | StartJob) -> dict[str, Any]:
-    """The parts of a command that may have bytes which are no UTF-8."""
-    command, env, cwd = body.command, body.env, body.cwd
-    return {
-        "command": from_wire(command) if isinstance(command, str) else [from_wire(word) for word in command],
-        "env": None if env is None else {from_wire(name): from_wire(value) for name, value in env.items()},
-        "cwd": None if cwd is None else from_wire(cwd),
-    }
+def _awaited(call: ApiCall) -> Exec:
+    """A command whose result is waited for."""
+    exec = cast("Exec", call.body)
+    if exec.timeout is None:
+        raise ProblemError(400, "body: Object missing required field `timeout`", "SandboxRefusedError")
+    return exec.converted(from_wire)
 
 
-async def _run(call: Call) -> Result:
-    box, body, lease = call.box, cast("Run", call.body), call.lease
+async def _run(call: ApiCall) -> Result:
+    sandbox, lease, exec = call.sandbox, call.lease, _awaited(call)
 
     async def run() -> Result:
-        return await box.run(**_asked(body), timeout=body.timeout, stdin=body.stdin)
+        return await sandbox.run_exec(exec)
 
     return await once(call, lease, run)
 
 
-async def _cancel(call: Call) -> None:
+async def _cancel(call: ApiCall) -> None:
     await call.service.cancel_call(call.lease, call.path["key"])
 
 
-async def _stream(call: Call) -> LineStream:
-    body = cast("Run", call.body)
-    return LineStream(call.box.stream(**_asked(body), timeout=body.timeout, stdin=body.stdin))
+async def _stream(call: ApiCall) -> LineStream:
+    return LineStream(call.sandbox.stream_exec(_awaited(call)))
 
 
 class LineStream(Response):
@@ -119,16 +114,16 @@ async def _until_left(receive: Receive, scope: anyio.CancelScope) -> None:
     scope.cancel()
 
 
-async def _open_session(call: Call) -> SessionInfo:
+async def _open_session(call: ApiCall) -> SessionInfo:
     session = await call.service.open_session(call.lease, _name(call))
     return SessionInfo(session.name, session.restarts)
 
 
-async def _sessions(call: Call) -> list[SessionInfo]:
+async def _sessions(call: ApiCall) -> list[SessionInfo]:
     return [SessionInfo(session.name, session.restarts) for session in call.service.sessions(call.lease)]
 
 
-async def _run_in_session(call: Call) -> SessionResult:
+async def _run_in_session(call: ApiCall) -> SessionResult:
     lease, body = call.lease, cast("RunInSession", call.body)
     session = call.service.session(lease, _name(call))
 
@@ -139,33 +134,36 @@ async def _run_in_session(call: Call) -> SessionResult:
     return await once(call, lease, run)
 
 
-async def _interrupt(call: Call) -> Interrupted:
+async def _interrupt(call: ApiCall) -> Interrupted:
     return Interrupted(await call.service.session(call.lease, _name(call)).interrupt())
 
 
-async def _close_session(call: Call) -> None:
+async def _close_session(call: ApiCall) -> None:
     await call.service.close_session(call.lease, _name(call))
 
 
-def _name(call: Call) -> str:
+def _name(call: ApiCall) -> str:
     name = call.path["name"]
     if not 1 <= len(name) <= 64 or not all(each.isascii() and (each.isalnum() or each in "._-") for each in name):
         raise ProblemError(400, "a session's name has 1 to 64 letters, digits, '.', '_' or '-'", "SandboxRefusedError")
     return name
 
 
-async def _start_job(call: Call) -> JobInfo:
-    lease, box, body = call.lease, call.box, cast("StartJob", call.body)
+async def _start_job(call: ApiCall) -> JobInfo:
+    lease, sandbox, exec = call.lease, call.sandbox, cast("Exec", call.body)
+    if exec.stdin:
+        raise ProblemError(400, "body: a job has no `stdin`; write it to a file", "SandboxRefusedError")
+    exec = exec.converted(from_wire)
 
     async def start() -> JobInfo:
-        job = await box.start(**_asked(body), timeout=body.timeout)
+        job = await sandbox.start_exec(exec)
         call.service.add_job(lease, job)
         return JobInfo(job.job_id)
 
     return await once(call, lease, start)
 
 
-async def _poll(call: Call) -> JobStatus:
+async def _poll(call: ApiCall) -> JobStatus:
     job = call.service.job(call.lease, call.path["job"])
     if call.query.wait:
         with anyio.move_on_after(call.query.wait):
@@ -173,47 +171,47 @@ async def _poll(call: Call) -> JobStatus:
     return await job.poll()
 
 
-async def _signal(call: Call) -> None:
+async def _signal(call: ApiCall) -> None:
     await call.service.job(call.lease, call.path["job"]).signal(call.body.name)
 
 
-async def _output(call: Call) -> Output:
+async def _output(call: ApiCall) -> Output:
     job = call.service.job(call.lease, call.path["job"])
     query = cast("OutputQuery", call.query)
     return await job.output(query.stream, offset=query.offset, limit=query.limit)
 
 
-_BOX = "/v1/sandboxes/{id}"
-_SESSION = _BOX + "/sessions/{name}"
-_JOB = _BOX + "/jobs/{job}"
+_SANDBOX = "/v1/sandboxes/{id}"
+_SESSION = _SANDBOX + "/sessions/{name}"
+_JOB = _SANDBOX + "/jobs/{job}"
 
 ENDPOINTS = (
     Endpoint(
         method="POST",
-        path=_BOX + "/run",
+        path=_SANDBOX + "/run",
         summary="Run a command. A client that leaves kills it, unless it gave an idempotency key.",
         handler=_run,
-        body=Run,
+        body=Exec,
         answer=Result,
         keyed=True,
     ),
     Endpoint(
         method="DELETE",
-        path=_BOX + "/calls/{key}",
+        path=_SANDBOX + "/calls/{key}",
         summary="Cancel the call with this idempotency key; its command is killed.",
         handler=_cancel,
         status=204,
     ),
     Endpoint(
         method="POST",
-        path=_BOX + "/stream",
+        path=_SANDBOX + "/stream",
         summary="Run a command with its output as lines of JSON. A client that leaves kills it.",
         handler=_stream,
-        body=Run,
+        body=Exec,
         answer=NDJSON,
     ),
     Endpoint(
-        method="GET", path=_BOX + "/sessions", summary="Open shells.", handler=_sessions, answer=list[SessionInfo]
+        method="GET", path=_SANDBOX + "/sessions", summary="Open shells.", handler=_sessions, answer=list[SessionInfo]
     ),
     Endpoint(
         method="PUT", path=_SESSION, summary="Open a shell.", handler=_open_session, answer=SessionInfo, status=201
@@ -237,10 +235,10 @@ ENDPOINTS = (
     ),
     Endpoint(
         method="POST",
-        path=_BOX + "/jobs",
+        path=_SANDBOX + "/jobs",
         summary="Start a command in the background.",
         handler=_start_job,
-        body=StartJob,
+        body=Exec,
         answer=JobInfo,
         status=201,
         keyed=True,

@@ -17,7 +17,7 @@ import msgspec
 from starlette.responses import Response, StreamingResponse
 
 from envs.sandbox.protocol.wire import BINARY, TAR, Listing, PathQuery, ReadQuery, WriteQuery
-from envs.sandbox.service.endpoint import Call, Endpoint
+from envs.sandbox.service.endpoint import ApiCall, Endpoint
 from envs.sandbox.text import to_wire
 from envs.sandbox.trees import TreeLimits, pack, unpack
 
@@ -30,44 +30,44 @@ _IN_MEMORY = 1 << 20
 """Bytes of an archive kept in memory; more goes to a temporary file."""
 
 
-async def _read(call: Call) -> Response:
+async def _read(call: ApiCall) -> Response:
     query: ReadQuery = call.query
-    data = await call.box.read(query.path, offset=query.offset, limit=query.limit)
+    data = await call.sandbox.read(query.path, offset=query.offset, limit=query.limit)
     return Response(data, media_type=BINARY, headers=_TO_KEEP)
 
 
-async def _write(call: Call) -> None:
+async def _write(call: ApiCall) -> None:
     query: WriteQuery = call.query
     data = await call.request.body()
-    await call.box.write(query.path, data, mode=query.mode, append=query.append)
+    await call.sandbox.write(query.path, data, mode=query.mode, append=query.append)
 
 
-async def _list(call: Call) -> Listing:
-    entries = await call.box.list(call.query.path)
+async def _list(call: ApiCall) -> Listing:
+    entries = await call.sandbox.list(call.query.path)
     return Listing([msgspec.structs.replace(entry, name=to_wire(entry.name)) for entry in entries])
 
 
-async def _remove(call: Call) -> None:
-    await call.box.remove(call.query.path)
+async def _remove(call: ApiCall) -> None:
+    await call.sandbox.remove(call.query.path)
 
 
-async def _upload(call: Call) -> None:
-    box = call.box
+async def _upload(call: ApiCall) -> None:
+    sandbox = call.sandbox
     with tempfile.SpooledTemporaryFile(_IN_MEMORY) as archive:
         async for piece in call.request.stream():
             await _in_thread(partial(archive.write, piece))
         with tempfile.TemporaryDirectory(prefix="flash-upload-") as folder:
             tree = Path(folder, "tree")
             await _in_thread(partial(_unpack, archive, tree))
-            await box.upload(tree, call.query.path)
+            await sandbox.upload(tree, call.query.path)
 
 
-async def _download(call: Call) -> StreamingResponse:
+async def _download(call: ApiCall) -> StreamingResponse:
     archive = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115 - closed when the answer has been sent
     try:
         with tempfile.TemporaryDirectory(prefix="flash-download-") as folder:
             tree = Path(folder, "tree")
-            await call.box.download(call.query.path, tree)
+            await call.sandbox.download(call.query.path, tree)
             await _in_thread(partial(_pack, tree, archive))
     except BaseException:
         archive.close()

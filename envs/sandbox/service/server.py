@@ -15,25 +15,22 @@ import ssl
 import stat
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
-from envs.sandbox.service.connections import HttpConnection, Strangers, WebSocketConnection
+from envs.sandbox.service.connections import Strangers, accepting, protocols
 from envs.sandbox.service.limits import Limits
 from flash.errors import ConfigError
-from flash.waiting import unwrapped_group
 
 SHUTDOWN_S = 3
 """Seconds for requests in progress when the service ends."""
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """Where to listen."""
+    """Where a service listens: a port of this machine or a unix socket, with or without TLS."""
 
     host: str = "127.0.0.1"
     port: int = 8700
@@ -108,14 +105,6 @@ def _only_owner() -> Generator[None]:
         os.umask(before)
 
 
-class _Server(uvicorn.Server):
-    """Leaves the process's signals to their owner."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
-
-
 @asynccontextmanager
 async def serving(
     app: ASGIApp, bound: socket.socket, address: Address, limits: Limits | None = None
@@ -128,13 +117,9 @@ async def serving(
     limits = limits or Limits()
     connections = min(limits.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
     strangers = Strangers(min(limits.strangers, connections // 2))
-    protocols: dict[str, Any] = {
-        "http": partial(HttpConnection, limits=limits, strangers=strangers),
-        "ws": partial(WebSocketConnection, limits=limits),
-    }
     config = uvicorn.Config(
         app,
-        **protocols,
+        **protocols(limits, strangers),
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -153,13 +138,9 @@ async def serving(
         config.load()
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"the certificate {address.certificate} cannot be used: {error}") from error
-    server = _Server(config)
     try:
-        async with unwrapped_group() as tasks:
-            tasks.start_soon(server.serve, [bound])
+        async with accepting(config, bound):
             yield _url(bound, address)
-            # Requests in progress have `SHUTDOWN_S` to end; uvicorn cancels the rest.
-            server.should_exit = True
     finally:
         bound.close()
         if address.unix is not None:

@@ -48,7 +48,7 @@ class _Answer:
         self.error: FlashError | None = None
 
 
-class _Desk:
+class _ClientState:
     """What the clients of one lease have open."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Service:
         self.name = name
         self.boot = uuid4().hex[:12]
         self._tasks = tasks
-        self._desks: dict[str, _Desk] = {}
+        self._client_states: dict[str, _ClientState] = {}
         self._snapshots: dict[str, tuple[str, str, str]] = {}
         """Token, host and image by id."""
 
@@ -108,18 +108,18 @@ class Service:
 
     def look_at(self, id: str, token: str) -> Lease:
         """The same without a use: who only watches keeps nothing alive."""
-        lease = self.pool.books.find(id)
+        lease = self.pool.state.find(id)
         if lease is None or not may_use(lease, token):
             raise ProblemError(404, f"there is no sandbox {id}", "SandboxClosedError")
         return lease
 
     def visible(self, token: str) -> list[Lease]:
         """The leases that a token may use."""
-        return [lease for lease in self.pool.books.leases() if may_use(lease, token)]
+        return [lease for lease in self.pool.state.leases() if may_use(lease, token)]
 
     def info(self, lease: Lease) -> Info:
         """A lease, as it is shown."""
-        books = self.pool.books
+        state = self.pool.state
         return Info(
             id=lease.id,
             owner=lease.owner,
@@ -131,9 +131,9 @@ class Service:
             generation=lease.generation,
             created_at=lease.created_at,
             lease_s=min(lease.lease_s, 1e9),
-            position=books.position(lease),
+            position=state.position(lease),
             key=lease.key,
-            waiting_for=books.why_waiting(lease) if lease.state == "queued" and not lease.done.is_set() else "",
+            waiting_for=state.why_waiting(lease) if lease.state == "queued" and not lease.done.is_set() else "",
             problem=problem_of(lease.error) if lease.error is not None else None,
         )
 
@@ -149,74 +149,73 @@ class Service:
         """Remove a snapshot. Nothing when it is not known: its host removes it when its time is over."""
         owner, host, image = self._snapshots.get(snapshot_id, ("", "", ""))
         if image and token in (ADMIN, owner):
-            await self.pool.books.host(host).forget(image)
+            await self.pool.state.host(host).forget(image)
             self._snapshots.pop(snapshot_id, None)
 
     # ---- shells
 
     async def open_session(self, lease: Lease, name: str) -> Session:
         """Open a shell that lives until it is closed, or the lease ends."""
-        desk = self._desk(lease)
-        if name in desk.closed:
+        clients = self._client_state(lease)
+        if name in clients.closed:
             raise SandboxBusyError(f"a session {name!r} is open already; close it, or use another name")
-        if len(desk.closed) >= SESSIONS_OPEN:
+        if len(clients.closed) >= SESSIONS_OPEN:
             raise SandboxRefusedError(f"{SESSIONS_OPEN} sessions are open; close one")
-        desk.closing[name], desk.closed[name] = anyio.Event(), anyio.Event()
-        outcome = await self._tasks.start(self._hold_session, lease, desk, name)
+        clients.closing[name], clients.closed[name] = anyio.Event(), anyio.Event()
+        outcome = await self._tasks.start(self._hold_session, lease, clients, name)
         if isinstance(outcome, FlashError):
             raise outcome
         return outcome
 
     async def _hold_session(
-        self, lease: Lease, desk: _Desk, name: str, *, task_status: TaskStatus[FlashError | Session]
+        self, lease: Lease, clients: _ClientState, name: str, *, task_status: TaskStatus[FlashError | Session]
     ) -> None:
         """Waits for the shell to be closed, or for the end of the lease's sandbox."""
         started = False
         try:
-            box = lease.box
+            sandbox = lease.sandbox
             async with self.pool.handle(lease).session(name) as session:
-                desk.sessions[name] = session
+                clients.sessions[name] = session
                 started = True
                 task_status.started(session)
-                await _first_of(desk.closing[name].wait, lease.done.wait, *([box.wait_ended] if box else ()))
+                await _first_of(clients.closing[name].wait, lease.done.wait, *([sandbox.wait_ended] if sandbox else ()))
         except FlashError as error:
             if not started:
                 task_status.started(error)
         finally:
-            desk.sessions.pop(name, None)
-            desk.closing.pop(name)
-            desk.closed.pop(name).set()
+            clients.sessions.pop(name, None)
+            clients.closing.pop(name)
+            clients.closed.pop(name).set()
 
     def session(self, lease: Lease, name: str) -> Session:
-        """An open shell."""
-        session = self._desk(lease).sessions.get(name)
+        """The open shell of this name. Raises ProblemError when there is none."""
+        session = self._client_state(lease).sessions.get(name)
         if session is None:
             raise ProblemError(404, f"no session {name!r} is open in sandbox {lease.id}", "SandboxClosedError")
         return session
 
     def sessions(self, lease: Lease) -> list[Session]:
-        """All open shells."""
-        return list(self._desk(lease).sessions.values())
+        return list(self._client_state(lease).sessions.values())
 
     async def close_session(self, lease: Lease, name: str) -> None:
         """Close a shell and wait for it. Nothing when none is open."""
-        desk = self._desk(lease)
-        if (closed := desk.closed.get(name)) is not None:
-            desk.closing[name].set()
+        clients = self._client_state(lease)
+        if (closed := clients.closed.get(name)) is not None:
+            clients.closing[name].set()
             await closed.wait()
 
     # ---- jobs
 
     def add_job(self, lease: Lease, job: Job) -> None:
         """Remember a job for later questions."""
-        jobs = self._desk(lease).jobs
+        jobs = self._client_state(lease).jobs
         jobs[job.job_id] = job
         if len(jobs) > JOBS_KEPT:
             del jobs[next(iter(jobs))]
 
     def job(self, lease: Lease, job_id: str) -> Job:
         """A job that was started."""
-        job = self._desk(lease).jobs.get(job_id)
+        job = self._client_state(lease).jobs.get(job_id)
         if job is None:
             raise ProblemError(404, f"there is no job {job_id} in sandbox {lease.id}", "SandboxRefusedError")
         return job
@@ -230,7 +229,7 @@ class Service:
             SandboxRefusedError: what was `asked` with this key before is something else.
             SandboxError: as of the call.
         """
-        answers = self._desk(lease).answers
+        answers = self._client_state(lease).answers
         answer = answers.get(key)
         if answer is None:
             answer = answers[key] = _Answer(asked)
@@ -256,11 +255,11 @@ class Service:
 
     def knows_call(self, lease: Lease, key: str) -> bool:
         """Whether a call with this key was begun."""
-        return key in self._desk(lease).answers
+        return key in self._client_state(lease).answers
 
     async def cancel_call(self, lease: Lease, key: str) -> None:
         """Cancel a call and wait for its end; its command is killed."""
-        if (answer := self._desk(lease).answers.get(key)) is not None:
+        if (answer := self._client_state(lease).answers.get(key)) is not None:
             answer.scope.cancel()
             await answer.done.wait()
 
@@ -269,22 +268,22 @@ class Service:
         for key in done[: max(0, len(answers) - ANSWERS_KEPT)]:
             del answers[key]
 
-    def _desk(self, lease: Lease) -> _Desk:
-        if lease.id not in self._desks:
-            self._desks[lease.id] = _Desk()
+    def _client_state(self, lease: Lease) -> _ClientState:
+        if lease.id not in self._client_states:
+            self._client_states[lease.id] = _ClientState()
             self._tasks.start_soon(self._clear, lease)
-        return self._desks[lease.id]
+        return self._client_states[lease.id]
 
     async def _clear(self, lease: Lease) -> None:
         """Forget what was open in a lease once it has ended."""
         await lease.done.wait()
-        self._desks.pop(lease.id, None)
+        self._client_states.pop(lease.id, None)
 
     # ---- the whole
 
     def status(self, token: str) -> Status:
         """The pool at this moment."""
-        books = self.pool.books
+        state = self.pool.state
         hosts = [
             HostStatus(
                 name=host.name,
@@ -300,23 +299,23 @@ class Service:
                 orphans_removed=host.report.orphans_removed,
                 load=host.report.load,
             )
-            for host in books.hosts()
+            for host in state.hosts()
         ]
         states: dict[str, int] = {}
-        for lease in books.leases():
+        for lease in state.leases():
             states[lease.state] = states.get(lease.state, 0) + 1
         hits, asked = sum(host.hits for host in hosts), sum(host.hits + host.misses for host in hosts)
         return Status(
-            version=books.version,
+            version=state.version,
             service=self.name,
             boot=self.boot,
             hosts=hosts,
             states=states,
-            queue=_queue_for(token, books.queue()),
+            queue=_queue_for(token, state.queue()),
             hit_rate=hits / asked if asked else None,
-            failures=dict(books.failures),
-            recent_failures=list(books.recent_failures)[-10:] if token == ADMIN else [],
-            images_put_aside=books.images_put_aside() if token == ADMIN else {},
+            failures=dict(state.failures),
+            recent_failures=list(state.recent_failures)[-10:] if token == ADMIN else [],
+            images_put_aside=state.images_put_aside() if token == ADMIN else {},
             sandboxes=[self.info(lease) for lease in self.visible(token)],
         )
 

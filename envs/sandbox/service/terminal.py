@@ -14,13 +14,11 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from envs.sandbox.api import Terminal
 from envs.sandbox.protocol.problems import ProblemError
-from envs.sandbox.protocol.wire import TerminalQuery
+from envs.sandbox.protocol.wire import TERMINAL_ENDED, TERMINAL_FAILED, TerminalQuery
 from envs.sandbox.service.guard import problem_response
 from envs.sandbox.service.service import Service
 from flash.errors import FlashError
 
-CLOSED = 1000
-FAILED = 1011
 REASON_BYTES = 120
 """A websocket's close frame has room for 123."""
 
@@ -37,12 +35,12 @@ async def serve_terminal(service: Service, socket: WebSocket) -> None:
         await socket.send_denial_response(problem_response(ProblemError(400, f"query: {error}").problem))
         return
     await socket.accept()
-    code, reason = CLOSED, "the program ended"
+    code, reason = TERMINAL_ENDED, "the program ended"
     try:
         async with service.pool.handle(lease).terminal(rows=query.rows, columns=query.columns) as terminal:
             await _join(terminal, socket)
     except FlashError as error:
-        code, reason = FAILED, str(error)
+        code, reason = TERMINAL_FAILED, str(error)
     except WebSocketDisconnect:
         return
     with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # The browser may have left first.

@@ -16,12 +16,12 @@ from benchmarks.form import Args, Row
 from benchmarks.sandbox import engine as sandbox_engine
 from benchmarks.sandbox import ours as sandbox_ours
 from benchmarks.sandbox import plot as sandbox_plot
-from benchmarks.sandbox import run as sandbox
+from benchmarks.sandbox import run as bench_run
 from benchmarks.sandbox import scheduler as sandbox_scheduler
 from benchmarks.sandbox import swerex as sandbox_swerex
 from envs.sandbox.engines.fake import FakeBackend
-from envs.sandbox.local.sandbox import Sandbox
-from envs.sandbox.pool.state import Books, PoolSettings
+from envs.sandbox.local.sandbox import LocalSandbox
+from envs.sandbox.pool.state import PoolSettings, PoolState
 from flash.errors import ConfigError
 
 LABELS = {"flash.test": "benchmark"}
@@ -35,7 +35,7 @@ def found(rows: list[Row]) -> dict[str, Row]:
 
 
 def test_latencies_are_in_milliseconds_and_the_goal_is_the_medians() -> None:
-    rows = found(sandbox.latencies("a", "round_trip", [0.001, 0.002, 0.009], [0.1], goal_ms=1.0, bound=0.5))
+    rows = found(bench_run.latencies("a", "round_trip", [0.001, 0.002, 0.009], [0.1], goal_ms=1.0, bound=0.5))
     median, high = rows["round_trip_ms_median"], rows["round_trip_ms_p99"]
     assert (median.ours, median.reference, median.goal, median.bound) == (2.0, 100.0, 1.0, 0.5)
     assert median.met is False
@@ -44,24 +44,24 @@ def test_latencies_are_in_milliseconds_and_the_goal_is_the_medians() -> None:
 
 
 def test_without_the_peer_there_is_nothing_to_compare_with() -> None:
-    assert sandbox.speedup("a", [0.001], [], 50.0) == []
-    assert sandbox.latencies("a", "start", [0.001], [])[0].reference is None
-    [row] = sandbox.speedup("a", [0.001, 0.002, 0.009], [0.1], 50.0)
+    assert bench_run.speedup("a", [0.001], [], 50.0) == []
+    assert bench_run.latencies("a", "start", [0.001], [])[0].reference is None
+    [row] = bench_run.speedup("a", [0.001, 0.002, 0.009], [0.1], 50.0)
     assert (row.ours, row.met) == (50.0, True)
 
 
 def test_the_command_line_names_parts_and_leaves_the_rest_to_the_form() -> None:
-    assert sandbox.arguments([]) == ([*sandbox.CASES, "scheduler"], True, [])
+    assert bench_run.arguments([]) == ([*bench_run.CASES, "scheduler"], True, [])
     given = ["--case", "starts", "--quick", "--case", "crowd", "--without-swerex", "--json", "rows.json"]
-    assert sandbox.arguments(given) == (["starts", "crowd"], False, ["--quick", "--json", "rows.json"])
+    assert bench_run.arguments(given) == (["starts", "crowd"], False, ["--quick", "--json", "rows.json"])
     with pytest.raises(SystemExit):
-        sandbox.arguments(["--case", "unknown"])
+        bench_run.arguments(["--case", "unknown"])
 
 
 def test_the_scheduler_alone_needs_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "engine", lambda: pytest.fail("an engine was started"))
-    monkeypatch.setattr(sandbox, "scheduler", lambda quick: [Row("a", "placements_per_s", "1/s", float(quick))])
-    assert sandbox.measure(["scheduler"], False, Args(quick=True))[0].ours == 1.0
+    monkeypatch.setattr(bench_run, "engine", lambda: pytest.fail("an engine was started"))
+    monkeypatch.setattr(bench_run, "scheduler", lambda quick: [Row("a", "placements_per_s", "1/s", float(quick))])
+    assert bench_run.measure(["scheduler"], False, Args(quick=True))[0].ours == 1.0
 
 
 # -- our half, on agents without containers --------------------------------------------------------------------------
@@ -73,25 +73,25 @@ async def test_sandboxes_are_timed_from_nothing_and_from_the_pool_and_all_are_re
         assert await sandbox_ours.cold_start(backend, LABELS) > 0
         assert await sandbox_ours.engine_start(backend, LABELS) > 0
         assert len(await sandbox_ours.warm_starts(backend, 2)) == 2
-        assert backend.boxes == {}
+        assert backend.containers == {}
 
 
 @pytest.mark.anyio
 async def test_round_trips_are_timed_in_shells_and_by_themselves_here_and_over_http() -> None:
     async with FakeBackend() as backend:
-        async with Sandbox(backend, sandbox_ours.SPEC, labels=LABELS) as box, box.session() as shell:
+        async with LocalSandbox(backend, sandbox_ours.SPEC, labels=LABELS) as sandbox, sandbox.session() as shell:
             assert len(await sandbox_ours.session(shell, 2)) == 2
-            assert len(await sandbox_ours.fresh(box, 2)) == 2
+            assert len(await sandbox_ours.fresh(sandbox, 2)) == 2
         async with sandbox_ours.over_http(backend) as remote, remote.session() as remote_shell:
             assert len(await sandbox_ours.session(remote_shell, 2)) == 2
-        assert backend.boxes == {}
+        assert backend.containers == {}
 
 
 @pytest.mark.anyio
 async def test_a_command_that_fails_is_no_figure() -> None:
-    async with FakeBackend() as backend, Sandbox(backend, sandbox_ours.SPEC, labels=LABELS) as box:
+    async with FakeBackend() as backend, LocalSandbox(backend, sandbox_ours.SPEC, labels=LABELS) as sandbox:
         with pytest.raises(RuntimeError, match="a command failed"):
-            await sandbox_ours.timed(lambda: box.run("exit 3", timeout=5), 1)
+            await sandbox_ours.timed(lambda: sandbox.run("exit 3", timeout=5), 1)
 
 
 @pytest.mark.anyio
@@ -99,7 +99,7 @@ async def test_each_of_the_crowd_is_served_and_nothing_is_left() -> None:
     async with FakeBackend() as backend:
         seen = await sandbox_ours.crowd(backend, count=3, at_once=2)
         assert (len(seen.first_results_s), seen.errors, seen.left) == (3, [], 0)
-        assert backend.boxes == {}
+        assert backend.containers == {}
 
 
 # -- the scheduler ---------------------------------------------------------------------------------------------------
@@ -118,12 +118,12 @@ def test_owners_share_the_simulated_hosts_and_nothing_is_left() -> None:
 
 def test_every_decision_is_timed_and_still_made() -> None:
     async def main() -> None:
-        books = Books([], PoolSettings(), lambda: 0.0)
-        seconds = sandbox_scheduler.timed_decisions(books)
-        before = books.version
-        books.decide()
+        state = PoolState([], PoolSettings(), lambda: 0.0)
+        seconds = sandbox_scheduler.timed_decisions(state)
+        before = state.version
+        state.decide()
         assert len(seconds) == 1
-        assert books.version == before + 1
+        assert state.version == before + 1
 
     anyio.run(main)
 

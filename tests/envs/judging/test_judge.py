@@ -7,7 +7,7 @@ from envs.judging.judge import Judge
 from envs.judging.options import LANGUAGES, Case, JudgePool, Limits, Suite, check_suite, languages_with
 from envs.judging.tests import find_program, run_tests
 from envs.sandbox.api import Spec
-from envs.sandbox.reuse.stock import open_stock
+from envs.sandbox.reuse.pool import open_reuse_pool
 from flash.errors import (
     ConfigError,
     SandboxBusyError,
@@ -16,7 +16,7 @@ from flash.errors import (
     SandboxRefusedError,
     SandboxStartError,
 )
-from tests.envs.boxes import FINE, ScriptedBox, ScriptedSupply, local_processes, result
+from tests.envs.sandboxes import FINE, ScriptedProvider, ScriptedSandbox, local_processes, result
 
 LIMITS = Limits(timeout=20.0)
 PYTHON = LANGUAGES["python"]
@@ -81,7 +81,7 @@ async def test_a_program_that_does_not_end_has_failed_and_the_time_of_an_answer_
 
 @pytest.mark.anyio
 async def test_unless_all_are_wanted_nothing_runs_after_the_first_failure():
-    box = ScriptedBox(Spec(image="img"))
+    box = ScriptedSandbox(Spec(image="img"))
     suite = Suite(language="python", tests=[Case(stdin=str(n), stdout="x") for n in range(9)])
     assert (await run_tests(box, "p", PYTHON, suite, LIMITS, every=False)).total == 9
     assert b"0" in box.seen
@@ -90,7 +90,7 @@ async def test_unless_all_are_wanted_nothing_runs_after_the_first_failure():
 
 @pytest.mark.anyio
 async def test_what_is_expected_is_never_in_the_sandbox():
-    box = ScriptedBox(Spec(image="img"))
+    box = ScriptedSandbox(Spec(image="img"))
     suite = Suite(language="python", tests=[Case(stdin="in", stdout="SECRET")])
     await run_tests(box, "print('in')", PYTHON, suite, LIMITS, every=True)
     assert b"in" in box.seen
@@ -128,11 +128,11 @@ async def test_a_language_that_is_compiled_is_compiled_once():
         calls.append(command[0])
         return result(stdout=b"3")
 
-    box = ScriptedBox(Spec(image="img"), answer)
+    box = ScriptedSandbox(Spec(image="img"), answer)
     suite = Suite(language="c", tests=[Case(stdout="3")] * 2)
     assert (await run_tests(box, "int main;", LANGUAGES["c"], suite, LIMITS, every=True)).passed == 2
     assert calls == ["tcc", "./main", "./main"]
-    box = ScriptedBox(Spec(image="img"), lambda command, stdin: result(exit_code=1, stderr=b"no"))
+    box = ScriptedSandbox(Spec(image="img"), lambda command, stdin: result(exit_code=1, stderr=b"no"))
     verdict = await run_tests(box, "int main;", LANGUAGES["c"], suite, LIMITS, every=True)
     assert (verdict.passed, verdict.cause, verdict.detail) == (0, "compile", "no")
 
@@ -148,7 +148,7 @@ async def test_a_program_that_uses_up_its_sandbox_has_failed_but_one_that_never_
                 raise SandboxLimitError("no process can be started")
             return FINE
 
-        return ScriptedBox(Spec(image="img"), answer)
+        return ScriptedSandbox(Spec(image="img"), answer)
 
     suite = Suite(language="python", tests=[Case(stdout="")] * 3)
     verdict = await run_tests(exhausted(1), "fork bomb", PYTHON, suite, LIMITS, every=True)
@@ -157,8 +157,8 @@ async def test_a_program_that_uses_up_its_sandbox_has_failed_but_one_that_never_
         await run_tests(exhausted(0), "fine", PYTHON, suite, LIMITS, every=True)
 
 
-async def _judged(supply: ScriptedSupply, pool: JudgePool):
-    async with open_stock(supply, owner="run", most=pool.parallel) as stock:
+async def _judged(supply: ScriptedProvider, pool: JudgePool):
+    async with open_reuse_pool(supply, owner="run", most=pool.parallel) as stock:
         return await Judge(stock, pool).judge("print(3)", ADD, LANGUAGES, LIMITS, every=True)
 
 
@@ -166,7 +166,7 @@ async def _judged(supply: ScriptedSupply, pool: JudgePool):
 @pytest.mark.virtual
 @pytest.mark.parametrize("error", [SandboxLostError("gone"), SandboxStartError("no")])
 async def test_a_sandbox_that_fails_is_replaced_and_the_answer_is_judged(error):
-    supply = ScriptedSupply(lambda command, stdin: result(stdout=b"3"), failures=2, error=error)
+    supply = ScriptedProvider(lambda command, stdin: result(stdout=b"3"), failures=2, error=error)
     assert (await _judged(supply, JudgePool())).passed == 1
 
 
@@ -176,7 +176,7 @@ async def test_a_sandbox_that_fails_is_replaced_and_the_answer_is_judged(error):
     ("error", "left"), [(SandboxLostError("gone"), 6), (SandboxRefusedError("never"), 8), (SandboxBusyError("full"), 8)]
 )
 async def test_law_5_a_failure_of_the_infrastructure_is_an_error_and_never_a_verdict(error, left):
-    supply = ScriptedSupply(failures=9, error=error)
+    supply = ScriptedProvider(failures=9, error=error)
     with pytest.raises(type(error)):
         await _judged(supply, JudgePool())
     assert supply.failures == left
@@ -191,13 +191,13 @@ async def test_a_sandbox_lost_in_the_middle_of_a_test_is_no_verdict_either():
         return FINE
 
     with pytest.raises(SandboxLostError):
-        await _judged(ScriptedSupply(lost), JudgePool())
+        await _judged(ScriptedProvider(lost), JudgePool())
 
 
 @pytest.mark.anyio
 @pytest.mark.virtual
 async def test_an_image_without_the_language_is_refused_and_no_program_blamed_for_it():
-    supply = ScriptedSupply(lambda command, stdin: result(exit_code=1 if command[0] == "/bin/sh" else 0))
+    supply = ScriptedProvider(lambda command, stdin: result(exit_code=1 if command[0] == "/bin/sh" else 0))
     with pytest.raises(SandboxRefusedError, match="the image flash-sandbox-python has no `python3`"):
         await _judged(supply, JudgePool(reuse=False))
 

@@ -7,7 +7,7 @@ from envs.rewards.code import code_verifier
 from envs.rewards.verifier import load_verifier, verify
 from flash.environment import sharing
 from flash.errors import ConfigError, EnvError, RewardError, SandboxLostError
-from tests.envs.boxes import ScriptedSupply, local_processes
+from tests.envs.sandboxes import ScriptedProvider, local_processes
 
 TESTS = {
     "language": "python",
@@ -17,7 +17,7 @@ RIGHT = "```python\ndef f(x): return x * x\nif __name__ == '__main__': print(f(i
 
 share = code_verifier(supply=local_processes)
 every = code_verifier(reward="all", supply=local_processes)
-lost = code_verifier(supply=ScriptedSupply(failures=99, error=SandboxLostError("gone")).open)
+lost = code_verifier(supply=ScriptedProvider(failures=99, error=SandboxLostError("gone")).open)
 
 
 @pytest.mark.anyio

@@ -24,7 +24,7 @@ from envs.sandbox import images
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.docker import DockerBackend, find_engine
 from envs.sandbox.engines.fake import FakeBackend
-from envs.sandbox.local.sandbox import Sandbox
+from envs.sandbox.local.sandbox import LocalSandbox
 from flash.errors import ConfigError, SandboxError
 from tests.envs.sandbox.browser import find_browser
 
@@ -86,8 +86,8 @@ async def containers(engine_url) -> AsyncIterator[tuple[DockerBackend, dict[str,
     async with DockerBackend(engine_url) as engine:
         yield engine, labels
         left = await engine.list(labels)
-        for box in left:
-            await engine.delete(box.box_id)
+        for sandbox in left:
+            await engine.delete(sandbox.container_id)
         snapshots = await engine.list_images(labels)
         for name in snapshots:
             await engine.remove_image(name)
@@ -103,10 +103,10 @@ class Bench:
         self.labels = labels
         self.isolated = not isinstance(backend, FakeBackend)
 
-    def sandbox(self, **options) -> Sandbox:
+    def sandbox(self, **options) -> LocalSandbox:
         settings = options.pop("settings", None)
         spec = Spec(image=options.pop("image", IMAGE), **options)
-        return Sandbox(self.backend, spec, labels=self.labels, settings=settings)
+        return LocalSandbox(self.backend, spec, labels=self.labels, settings=settings)
 
 
 @pytest.fixture(params=["fake", pytest.param("containers", marks=pytest.mark.integration)])
@@ -126,12 +126,12 @@ async def bench(kind, _engine_if_needed) -> AsyncIterator[Bench]:
     if kind == "fake":
         async with FakeBackend() as backend:
             yield Bench(backend, labels)
-            assert not backend.boxes
+            assert not backend.containers
             assert not backend.images
         return
     async with DockerBackend(_engine_if_needed) as engine:
         yield Bench(engine, labels)
         left = await engine.list(labels)
-        for box in left:
-            await engine.delete(box.box_id)
+        for sandbox in left:
+            await engine.delete(sandbox.container_id)
         assert not left, f"leaked containers: {left}"

@@ -14,7 +14,7 @@ from envs.sandbox.pool.local_host import LocalHost
 from envs.sandbox.pool.ownership import Alive
 from envs.sandbox.pool.placement import Demand
 from envs.sandbox.pool.pool import Pool, open_pool
-from envs.sandbox.pool.simulated import SimulatedBox, SimulatedMaker
+from envs.sandbox.pool.simulated import SimulatedMaker, SimulatedSandbox
 from envs.sandbox.pool.state import PoolSettings
 
 SPEC = Spec(image="img")
@@ -66,9 +66,9 @@ class Crash:
         self._journal.entries = dict(self._entries)
 
 
-def box_of(pool: Pool, id: str) -> SimulatedBox:
+def sandbox_of(pool: Pool, id: str) -> SimulatedSandbox:
     """The simulated sandbox behind a lease."""
-    lease = pool.books.find(id)
+    lease = pool.state.find(id)
     assert lease is not None
-    assert isinstance(lease.box, SimulatedBox)
-    return lease.box
+    assert isinstance(lease.sandbox, SimulatedSandbox)
+    return lease.sandbox

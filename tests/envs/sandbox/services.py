@@ -12,10 +12,9 @@ import msgspec
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.backend import Backend
 from envs.sandbox.engines.fake import FakeBackend
-from envs.sandbox.pool.engine_maker import open_maker
+from envs.sandbox.pool.engine_maker import open_engine_host
 from envs.sandbox.pool.host import HostSettings, Identity
 from envs.sandbox.pool.journal import Journal
-from envs.sandbox.pool.local_host import LocalHost
 from envs.sandbox.pool.pool import Pool, open_pool
 from envs.sandbox.pool.state import PoolSettings
 from envs.sandbox.protocol.tokens import ADMIN, Tokens
@@ -59,10 +58,8 @@ async def running(
     identity = Identity("test", str(folder / "lock"), "machine", "run")
     async with (
         _backend(backend) as engine,
-        open_maker(engine) as maker,
-        open_pool(
-            [LocalHost("here", maker, identity, settings=host_settings, warm=warm)], journal=journal, settings=settings
-        ) as pool,
+        open_engine_host(engine, identity, name="here", settings=host_settings, warm=warm) as host,
+        open_pool([host], journal=journal, settings=settings) as pool,
         open_service(pool) as service,
     ):
         app = make_app(service, Tokens({ADMIN: TOKEN, "other": OTHER_TOKEN}), limits)
@@ -80,5 +77,5 @@ async def _backend(backend: Backend | None) -> AsyncIterator[Backend]:
         return
     async with FakeBackend() as made:
         yield made
-        assert made.boxes == {}
+        assert made.containers == {}
         assert made.images == {}

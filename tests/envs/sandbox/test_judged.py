@@ -17,6 +17,8 @@ from flash.environment import sharing
 from flash.errors import ConfigError, SandboxStartError
 from tests.envs.sandbox.services import TOKEN, running
 
+pytestmark = pytest.mark.anyio
+
 ADD = [Case(stdin="1 2", stdout="3"), Case(stdin="20 30", stdout="50")]
 RIGHT = "x, y = map(int, input().split())\nprint(x + y)"
 BAD = {
@@ -49,10 +51,9 @@ MEAN = {
 
 async def _containers(url: str) -> set[str]:
     async with DockerBackend(url) as engine:
-        return {box.box_id for box in await engine.list({f"{PREFIX}service": ""})}
+        return {sandbox.container_id for sandbox in await engine.list({f"{PREFIX}service": ""})}
 
 
-@pytest.mark.anyio
 @pytest.mark.integration
 async def test_programs_are_judged_in_real_containers_and_none_of_them_harms_the_next(engine_url):
     before = await _containers(engine_url)
@@ -72,7 +73,6 @@ async def test_programs_are_judged_in_real_containers_and_none_of_them_harms_the
     assert await _containers(engine_url) == before
 
 
-@pytest.mark.anyio
 @pytest.mark.integration
 async def test_episodes_run_in_real_containers(engine_url):
     before = await _containers(engine_url)
@@ -96,7 +96,6 @@ async def test_episodes_run_in_real_containers(engine_url):
     assert await _containers(engine_url) == before
 
 
-@pytest.mark.anyio
 @pytest.mark.integration
 async def test_an_image_that_is_missing_is_missed_before_a_run_begins(engine_url):
     language = {"image": "flash-sandbox-nowhere", "file": "main.py", "run": ["python3", "main.py"]}
@@ -105,7 +104,6 @@ async def test_an_image_that_is_missing_is_missed_before_a_run_begins(engine_url
             await CodeEnv.prepare(CodeOptions(language="python", languages={"python": language}))
 
 
-@pytest.mark.anyio
 async def test_an_engine_that_is_missing_is_missed_before_a_run_begins(monkeypatch, tmp_path):
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     async with sharing("missing"):
@@ -113,7 +111,6 @@ async def test_an_engine_that_is_missing_is_missed_before_a_run_begins(monkeypat
             await CodeEnv.prepare(CodeOptions())
 
 
-@pytest.mark.anyio
 async def test_a_service_judges_as_well_as_a_pool_of_our_own(tmp_path):
     (tmp_path / "tokens").write_text(f"admin {TOKEN}\n")
     (tmp_path / "tokens").chmod(0o600)
@@ -124,4 +121,4 @@ async def test_a_service_judges_as_well_as_a_pool_of_our_own(tmp_path):
         prompt, _ = await env.reset(3)
         one, x, y = (int(value) for value in re.findall(r"=(\d+)", str(prompt)))
         assert (await env.step(f"read x y; echo $((x*{x - one}+y*{y - one}+{one}))"))[1] == 1.0
-        assert {lease.owner for lease in service.pool.books.leases()} == {"admin/remote-run"}
+        assert {lease.owner for lease in service.pool.state.leases()} == {"admin/remote-run"}

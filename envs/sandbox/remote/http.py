@@ -1,0 +1,247 @@
+"""Calls to the service over HTTP: encoding, errors, and what may be repeated when a connection breaks.
+
+A call is repeated only when that cannot carry it out twice: nothing was sent yet, it only reads, or it has an
+idempotency key. If the service was restarted in between, a repeated call that it does not know is answered with a
+SandboxLostError: nobody knows whether the first attempt was carried out.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+from urllib.parse import urlencode
+
+import anyio
+import httpx
+import msgspec
+
+from envs.sandbox.protocol.problems import MEDIA_TYPE, error_of
+from envs.sandbox.protocol.wire import BINARY, MSGPACK, NDJSON, Problem
+from flash.errors import ConfigError, SandboxError, SandboxLostError, SandboxRefusedError, SandboxTimeoutError
+
+_T = TypeVar("_T")
+
+CONNECT_S = 5.0
+"""Seconds for one connection to be made."""
+REPEAT_S = 30.0
+"""Seconds for which a call is repeated while the service cannot be reached: as long as a restart takes."""
+MARGIN_S = 30.0
+"""Seconds that an answer may take beyond what the call itself may take."""
+_FIRST_PAUSE_S = 0.05
+_LAST_PAUSE_S = 1.0
+
+
+class HttpClient:
+    """One service, as a client reaches it."""
+
+    def __init__(self, url: str, token: str, verify: ssl.SSLContext | bool = True) -> None:
+        """`url`: http://…, https://… or unix:/path.
+
+        Raises:
+            ConfigError: it is none of these, or no token.
+        """
+        self.url = url
+        self.token = token
+        self.verify = httpx.create_ssl_context(verify=verify, trust_env=False)
+        """How certificates are checked, over websockets as well."""
+        self._boot = ""
+        unix = url.removeprefix("unix:") if url.startswith("unix:") else None
+        if unix is None and not url.startswith(("http://", "https://")):
+            raise ConfigError(f"expected http://…, https://… or unix:/path as the address of the service, not {url!r}")
+        try:
+            parsed = httpx.URL("http://sandboxes" if unix is not None else url)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"{url!r} is no address of a service: {error}") from error
+        if unix == "" or not parsed.host or not 0 <= (parsed.port or 0) <= 65535:
+            raise ConfigError(f"{url!r} is no address of a service; expected http://HOST:PORT or unix:/path")
+        if not token or not (token.isascii() and token.isprintable()):
+            raise ConfigError(
+                "the token is empty or has characters that a header cannot carry; look at where it is from"
+            )
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self._client = httpx.AsyncClient(
+            base_url=parsed,
+            transport=httpx.AsyncHTTPTransport(uds=unix, limits=limits) if unix else None,
+            limits=limits,
+            verify=self.verify,
+            trust_env=False,
+            headers={"authorization": f"Bearer {token}"},
+            timeout=httpx.Timeout(MARGIN_S, connect=CONNECT_S),
+        )
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        answer: type[_T],
+        *,
+        body: msgspec.Struct | None = None,
+        query: Mapping[str, Any] | None = None,
+        seconds: float = 0.0,
+        key: str = "",
+    ) -> _T:
+        """A call whose answer is a struct.
+
+        Args:
+            method: of HTTP.
+            path: of the endpoint.
+            answer: what comes back; `type(None)` for nothing.
+            body: what is sent.
+            query: parameters.
+            seconds: how long the call itself may take.
+            key: makes it safe to repeat.
+
+        Raises:
+            SandboxError: what the service says, or that it cannot be reached.
+        """
+        headers = {"accept": MSGPACK}
+        content = None
+        if body is not None:
+            headers["content-type"] = MSGPACK
+            content = msgspec.msgpack.encode(body)
+        response = await self._send(method, path, content, query, headers, seconds, key)
+        if answer is type(None):
+            return None  # type: ignore[return-value]
+        try:
+            return msgspec.msgpack.decode(response.content, type=answer)
+        except msgspec.DecodeError as error:
+            raise SandboxLostError(
+                f"the answer of {self.url} cannot be read: {error}; is it the same version?"
+            ) from error
+
+    async def get_bytes(self, path: str, query: Mapping[str, Any]) -> bytes:
+        """The bytes of a file."""
+        return (await self._send("GET", path, None, query, {"accept": BINARY}, 0.0, "")).content
+
+    async def put_bytes(
+        self, path: str, query: Mapping[str, Any], data: bytes, *, key: str = "", media_type: str = BINARY
+    ) -> None:
+        """Send bytes. With a key they may be sent again."""
+        await self._send("PUT", path, data, query, {"content-type": media_type}, MARGIN_S, key)
+
+    @asynccontextmanager
+    async def lines(self, path: str, body: msgspec.Struct, seconds: float) -> AsyncGenerator[httpx.Response]:
+        """A streamed answer. Leaving the block ends the connection, and with it the call."""
+        headers = {"accept": NDJSON, "content-type": MSGPACK}
+        request = self._client.build_request(
+            "POST", path, content=msgspec.msgpack.encode(body), headers=headers, timeout=self._timeout(seconds)
+        )
+        try:
+            with self._translated(path, seconds):
+                response = await self._client.send(request, stream=True)
+        except _BrokenError as error:
+            raise error.final from error
+        try:
+            if response.status_code >= 400:
+                try:
+                    with self._translated(path, seconds):
+                        await response.aread()
+                except _BrokenError as error:
+                    raise error.final from error
+                raise self._error(response)
+            yield response
+        finally:
+            with anyio.CancelScope(shield=True):
+                await response.aclose()
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        query: Mapping[str, Any] | None,
+        headers: Mapping[str, str],
+        seconds: float,
+        key: str,
+    ) -> httpx.Response:
+        headers = {**headers, **({"idempotency-key": key} if key else {})}
+        repeatable = bool(key) or method in ("GET", "DELETE")
+        begin = anyio.current_time()
+        until = begin + seconds + MARGIN_S
+        give_up = min(begin + REPEAT_S, until)
+        boot, pause = self._boot, _FIRST_PAUSE_S
+        target = _target(path, query)
+        while True:
+            request = self._client.build_request(
+                method, target, content=content, headers=headers, timeout=self._timeout(seconds)
+            )
+            response = None
+            try:
+                # A call that is sent again has no more time than one that is sent once.
+                with self._translated(path, seconds), anyio.move_on_after(until - anyio.current_time()):
+                    response = await self._client.send(request)
+                if response is None:
+                    raise self._translated(path, seconds).late()
+                break
+            except _BrokenError as error:
+                # Another attempt that begins too late would only say that time is up, and not why.
+                if not (repeatable or error.unsent) or anyio.current_time() + pause >= give_up:
+                    raise error.final from error
+                if not error.unsent and boot:
+                    headers["flash-boot"] = boot
+            await anyio.sleep(pause)
+            pause = min(2 * pause, _LAST_PAUSE_S)
+        self._boot = response.headers.get("flash-boot", self._boot)
+        if response.status_code >= 400:
+            raise self._error(response)
+        return response
+
+    def _timeout(self, seconds: float) -> httpx.Timeout:
+        return httpx.Timeout(MARGIN_S, read=seconds + MARGIN_S, connect=CONNECT_S)
+
+    def _translated(self, path: str, seconds: float) -> _Translated:
+        return _Translated(f"{self.url}{path}", seconds + MARGIN_S)
+
+    def _error(self, response: httpx.Response) -> SandboxError:
+        if response.headers.get("content-type", "").startswith(MEDIA_TYPE):
+            try:
+                return error_of(msgspec.json.decode(response.content, type=Problem))
+            except msgspec.DecodeError:
+                pass  # Said below: something in between answered, not the service.
+        return SandboxLostError(f"{self.url} answered {response.status_code}, which the service does not send")
+
+
+def _target(path: str, query: Mapping[str, Any] | None) -> str:
+    """A path with its query, names that are no UTF-8 byte by byte."""
+    try:
+        return f"{path}?{urlencode(query, errors='surrogateescape')}" if query else path
+    except UnicodeEncodeError as error:
+        raise SandboxRefusedError(f"a name cannot be encoded: {error.reason}") from None
+
+
+class _BrokenError(SandboxError):
+    """A connection failed. `unsent`: the service cannot have seen the call."""
+
+    def __init__(self, final: SandboxError, *, unsent: bool) -> None:
+        super().__init__(str(final))
+        self.final = final
+        self.unsent = unsent
+
+
+class _Translated:
+    """Turns errors of httpx into ours."""
+
+    def __init__(self, what: str, seconds: float) -> None:
+        self._what = what
+        self._seconds = seconds
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, httpx.ReadTimeout):
+            raise self.late() from error
+        if isinstance(error, httpx.HTTPError):
+            unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            final = SandboxLostError(f"{self._what} cannot be reached: {reason}; does the service run?")
+            raise _BrokenError(final, unsent=unsent) from error
+
+    def late(self) -> SandboxTimeoutError:
+        """There was no answer in time."""
+        return SandboxTimeoutError(f"waited {self._seconds:g} s for {self._what}; look at the service's log")

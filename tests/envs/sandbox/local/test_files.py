@@ -1,0 +1,136 @@
+"""Files of a sandbox: ranges, atomic writes, listings, trees in both directions."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from envs.sandbox.trees import TreeLimits
+from flash.errors import SandboxError, SandboxFileError, SandboxLimitError
+
+pytestmark = pytest.mark.anyio
+
+LIMIT = 20.0
+
+
+async def test_ranges_of_files(bench):
+    data = bytes(range(256)) * 10_000
+    async with bench.sandbox() as sandbox:
+        await sandbox.write("deep/er/file", data, mode=0o600)
+        assert await sandbox.read("deep/er/file") == data
+        assert await sandbox.read("deep/er/file", offset=2_000_000, limit=10) == data[2_000_000:2_000_010]
+        assert await sandbox.read("deep/er/file", offset=2_559_990, limit=1000) == data[-10:]
+        assert await sandbox.read("deep/er/file", offset=9_999_999, limit=10) == b""
+        assert await sandbox.read("deep/er/file", limit=0) == b""
+        await sandbox.write("deep/er/file", b"more", append=True)
+        assert await sandbox.read("deep/er/file", offset=2_560_000) == b"more"
+        assert (await sandbox.run("stat -c %a deep/er/file", timeout=LIMIT)).stdout == b"600\n"
+        assert await sandbox.read("/proc/self/stat", limit=100) != b""
+
+
+async def test_what_would_block_or_never_end_is_refused(bench):
+    async with bench.sandbox() as sandbox:
+        await sandbox.run("mkfifo pipe; mkdir folder; ln -s /dev/zero zero", timeout=LIMIT)
+        for path in ("pipe", "folder", "zero", "missing", "/dev/stdin"):
+            with pytest.raises(SandboxFileError):
+                await sandbox.read(path)
+        with pytest.raises(SandboxFileError):
+            await sandbox.write("pipe", b"x", append=True)
+        with pytest.raises(SandboxFileError):
+            await sandbox.write("folder", b"x")
+        with pytest.raises(SandboxLimitError, match="ranges"):
+            await sandbox.read("missing", limit=1 << 30)
+        with pytest.raises(SandboxFileError):
+            await sandbox.read("missing", offset=-1)
+
+
+async def test_a_file_is_replaced_in_one_step(bench):
+    """A reader in the sandbox sees the old or the new content, never a part; a cancelled write leaves nothing."""
+    watch = "while [ ! -e stop ]; do head -c 1 file; tail -c 1 file; echo; done | sort -u"
+    async with bench.sandbox() as sandbox:
+        await sandbox.write("file", b"a" * 500_000)
+        job = await sandbox.start(watch)
+        for letter in (b"b", b"c", b"b", b"c"):
+            await sandbox.write("file", letter * 500_000)
+            with anyio.move_on_after(0.002):
+                await sandbox.write("file", b"x" * 20_000_000)
+        await sandbox.write("stop", b"")
+        seen = (await job.wait(LIMIT)).stdout.split()
+        assert all(len(pair) == 2 for pair in seen)
+        names = {entry.name for entry in await sandbox.list()}
+        assert names == {"file", "stop"}
+
+
+@pytest.mark.parametrize("name", ["a" * 255, "\U0001f600" * 63, "\udcff" * 255])
+async def test_a_name_may_be_as_long_as_the_system_allows(bench, name):
+    async with bench.sandbox() as sandbox:
+        await sandbox.write(name, b"content")
+        assert await sandbox.read(name) == b"content"
+        assert [each.name for each in await sandbox.list()] == [name]
+
+
+async def test_a_link_is_replaced_and_not_followed_by_a_write(bench):
+    async with bench.sandbox() as sandbox:
+        await sandbox.run("echo target > target; ln -s target link", timeout=LIMIT)
+        await sandbox.write("link", b"new")
+        assert await sandbox.read("target") == b"target\n"
+        assert await sandbox.read("link") == b"new"
+
+
+async def test_listing_and_removing(bench):
+    async with bench.sandbox() as sandbox:
+        await sandbox.run("mkdir -p d/sub; echo 12345 > d/file; ln -s file d/link; mkfifo d/pipe", timeout=LIMIT)
+        found = {entry.name: entry for entry in await sandbox.list("d")}
+        assert {name: entry.kind for name, entry in found.items()} == {
+            "file": "file", "link": "link", "pipe": "other", "sub": "folder"
+        }  # fmt: skip
+        assert found["file"].size == 6
+        assert [entry.name for entry in await sandbox.list("d/file")] == ["file"]
+        await sandbox.remove("d/link")
+        assert await sandbox.read("d/file") == b"12345\n"
+        await sandbox.remove("d")
+        await sandbox.remove("d")
+        with pytest.raises(SandboxFileError):
+            await sandbox.list("d")
+        with pytest.raises(SandboxFileError):
+            await sandbox.remove(".")
+
+
+async def test_names_that_are_no_text_can_be_used(bench):
+    async with bench.sandbox() as sandbox:
+        await sandbox.run(r"touch $'\xff\xfe' 'with space' $'new\nline'", timeout=LIMIT)
+        names = {entry.name for entry in await sandbox.list()}
+        assert names == {"\udcff\udcfe", "with space", "new\nline"}
+        await sandbox.write("\udcff\udcfe", b"data")
+        assert await sandbox.read("\udcff\udcfe") == b"data"
+
+
+async def test_trees_go_up_and_come_down(bench, tmp_path):
+    source = tmp_path / "source"
+    (source / "sub").mkdir(parents=True)
+    (source / "sub" / "data").write_bytes(b"\xff" * 400_000)
+    (source / "run.sh").write_text("#!/bin/sh\necho ran\n")
+    (source / "run.sh").chmod(0o755)
+    (source / "link").symlink_to("sub/data")
+    async with bench.sandbox() as sandbox:
+        await sandbox.upload(source, "tree")
+        assert (await sandbox.run("tree/run.sh; wc -c < tree/link", timeout=LIMIT)).stdout == b"ran\n400000\n"
+        await sandbox.download("tree", tmp_path / "back")
+        assert (tmp_path / "back" / "link").read_bytes() == b"\xff" * 400_000
+        await sandbox.upload(source / "run.sh", "one/file.sh")
+        await sandbox.download("one/file.sh", tmp_path / "file.sh")
+        assert (tmp_path / "file.sh").read_text() == "#!/bin/sh\necho ran\n"
+        with pytest.raises(SandboxFileError):
+            await sandbox.download("nothing", tmp_path / "nothing")
+        assert not (tmp_path / "nothing").exists()
+
+
+async def test_a_sandbox_cannot_write_to_the_host_through_a_download(bench, tmp_path):
+    async with bench.sandbox() as sandbox:
+        sandbox.tree_limits = TreeLimits(total=1 << 20, entries=100)
+        for trap in ("ln -s /etc out", "ln -s .. out", "mkfifo pipe", "truncate -s 1T huge", "mkdir $(seq 200)"):
+            await sandbox.run(f"rm -rf t; mkdir t; cd t; {trap}", timeout=LIMIT)
+            with pytest.raises(SandboxError):
+                await sandbox.download("t", tmp_path / "t")
+            assert list(tmp_path.iterdir()) == []
+        assert (await sandbox.run("echo on", timeout=LIMIT)).stdout == b"on\n"

@@ -1,0 +1,98 @@
+"""Frames between host and agent: each end reads what the other writes, whole and split, and refuses what is none."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from contextlib import suppress
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envs.sandbox.agent import wire
+from envs.sandbox.engines import bundle
+from envs.sandbox.local.frames import MAX_FRAME, Decoder, encode
+from envs.sandbox.local.greeting import greet
+from flash.errors import SandboxLostError, SandboxStartError
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@given(values, st.integers(1, 7))
+def test_the_agent_reads_what_the_host_writes(value, step):
+    frames, bodies = wire.Frames(), []
+    data = encode(7, "run", value) + encode(8, "ping", None)
+    for at in range(0, len(data), step):
+        bodies += frames.feed(data[at : at + step])
+    assert bodies == [[7, "run", value], [8, "ping", None]]
+
+
+@given(values, st.integers(1, 7))
+def test_the_host_reads_what_the_agent_writes(value, step):
+    decoder, bodies = Decoder(), []
+    data = bytes(wire.frame([7, 2, value]) + wire.frame([8, 0, None]))
+    for at in range(0, len(data), step):
+        bodies += decoder.feed(data[at : at + step])
+    assert [(call, kind, msgspec.msgpack.decode(raw)) for call, kind, raw in bodies] == [(7, 2, value), (8, 0, None)]
+
+
+@given(st.binary(min_size=8, max_size=400))
+def test_noise_is_never_a_frame(noise):
+    with suppress(SandboxLostError):
+        assert Decoder().feed(noise) == []
+
+
+def test_oversized_and_damaged_frames_end_the_channel():
+    with pytest.raises(SandboxLostError, match="more than"):
+        Decoder().feed((MAX_FRAME + 1).to_bytes(4, "big") + b"\0" * 4)
+    data = bytearray(wire.frame([1, 0, b"data"]))
+    data[-1] ^= 1
+    with pytest.raises(SandboxLostError, match="damaged"):
+        Decoder().feed(bytes(data))
+    with pytest.raises(wire.WireError):
+        wire.Frames().feed(bytes(data))
+
+
+def test_the_agents_modules_have_no_name_in_common():
+    names: list[str] = []
+    for part in bundle.PARTS:
+        text = (bundle.FOLDER / f"{part}.py").read_text()
+        names += re.findall(r"^(?:class |def )?([A-Za-z_]\w*)(?= = |\(|:)", text, re.MULTILINE)
+    assert sorted(set(names)) == sorted(names)
+    assert "from envs" not in bundle.source()
+    compile(bundle.source(), "agent", "exec")
+
+
+def test_the_agent_goes_as_byte_code_only_to_the_same_python():
+    options = bundle.Options(workdir="/work", lifetime=1, orphan=1, cgroup=False)
+    assert bundle.load(importlib.util.MAGIC_NUMBER.hex(), options)[:1] == b"m"
+    assert bundle.load("00000000", options)[:1] == b"s"
+
+
+class Silent:
+    """A link whose other end says something else than an agent."""
+
+    transcript = b""
+
+    def __init__(self, says: bytes) -> None:
+        self.says = [says, b""]
+
+    async def send(self, data: bytes) -> None: ...
+
+    async def receive(self) -> bytes:
+        return self.says.pop(0)
+
+    async def aclose(self) -> None: ...
+
+
+@pytest.mark.anyio
+async def test_an_image_that_says_something_else_is_named_with_what_it_said():
+    options = bundle.Options(workdir="/work", lifetime=1, orphan=1, cgroup=False)
+    with pytest.raises(SandboxStartError, match="exec format error"):
+        await greet(Silent(b"exec format error"), options)

@@ -1,0 +1,44 @@
+"""The journal on disk: what it remembers, and what it refuses to take for one."""
+
+from __future__ import annotations
+
+import pytest
+
+from envs.sandbox.api import Spec
+from envs.sandbox.pool.journal import Entry, SqliteJournal
+from flash.errors import ConfigError
+
+
+@pytest.mark.anyio
+async def test_the_journal_remembers_and_forgets(tmp_path):
+    def entry(lease: str, sandbox_id: str = "") -> Entry:
+        spec = Spec(image="i", env={"A": "b"})
+        return Entry(
+            lease=lease,
+            owner="o",
+            token="t",
+            spec=spec,
+            priority=1,
+            on_lost="fail",
+            lease_s=None,
+            hard_until=5.0,
+            sandbox_id=sandbox_id,
+        )
+
+    journal = SqliteJournal(tmp_path / "j")
+    await journal.put(entry("a"))
+    await journal.put(entry("b"))
+    await journal.put(entry("a", "box"))
+    await journal.drop("b")
+    # As after kill -9: nobody closed it.
+    again = SqliteJournal(tmp_path / "j")
+    assert await again.load() == [entry("a", "box")]
+    assert (tmp_path / "j").stat().st_mode & 0o077 == 0
+    again.close()
+    journal.close()
+
+
+def test_what_is_no_journal_is_refused(tmp_path):
+    (tmp_path / "j").write_bytes(b"something else" * 100)
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        SqliteJournal(tmp_path / "j")

@@ -1,0 +1,300 @@
+"""The same code against the local class, the pool and the service."""
+
+from __future__ import annotations
+
+from contextlib import aclosing, asynccontextmanager
+
+import anyio
+import msgspec
+import pytest
+
+from envs.sandbox.api import Chunk, Result
+from envs.sandbox.engines.fake import FakeBackend
+from envs.sandbox.local.sandbox import LocalSandbox
+from envs.sandbox.pool.engine_maker import open_maker
+from envs.sandbox.remote.client import SandboxClient, trusting
+from envs.sandbox.remote.http import REPEAT_S
+from flash.errors import (
+    ConfigError,
+    SandboxBusyError,
+    SandboxClosedError,
+    SandboxFileError,
+    SandboxLostError,
+    SandboxTimeoutError,
+)
+from tests.envs.sandbox.services import SPEC, TOKEN, running
+
+pytestmark = pytest.mark.anyio
+
+
+async def eventually(happened) -> None:
+    """Ask until it is so: nothing tells when it happens inside the sandbox."""
+    with anyio.fail_after(20):
+        while True:
+            if await happened():
+                return
+            await anyio.sleep(0.05)
+
+
+@asynccontextmanager
+async def local(folder):
+    async with FakeBackend() as backend, LocalSandbox(backend, SPEC) as sandbox:
+        yield sandbox
+
+
+@asynccontextmanager
+async def pooled(folder):
+    async with running(folder) as world, world.pool.acquire(SPEC) as sandbox:
+        yield sandbox
+
+
+@asynccontextmanager
+async def remote(folder):
+    async with running(folder) as world, world.client.acquire(SPEC) as sandbox:
+        yield sandbox
+
+
+@pytest.fixture(params=[local, pooled, remote])
+async def sandbox(request, tmp_path):
+    async with request.param(tmp_path) as made:
+        yield made
+
+
+async def test_a_command_and_how_it_ends(sandbox):
+    result = await sandbox.run("echo out; echo err >&2; exit 3", timeout=10)
+    assert (result.exit_code, result.stdout, result.stderr) == (3, b"out\n", b"err\n")
+    assert (await sandbox.run(["cat"], stdin=b"\xff\x00", timeout=10)).stdout == b"\xff\x00"
+    assert (await sandbox.run("echo $A", env={"A": "b c"}, timeout=10)).stdout == b"b c\n"
+    late = await sandbox.run("echo begun; sleep 60", timeout=0.5)
+    assert late.timed_out
+    assert late.stdout == b"begun\n"
+
+
+async def test_a_shell_keeps_its_state(sandbox):
+    async with sandbox.session() as session:
+        await session.run("x=5; cd /tmp", timeout=10)
+        assert (await session.run("echo $x $PWD", timeout=10)).stdout == b"5 /tmp\n"
+        assert (await session.run("exit 4", timeout=10)).exit_code == 4
+        assert (await session.run("echo again", timeout=10)).stdout == b"again\n"
+        assert session.restarts == 1
+        with pytest.raises(SandboxBusyError):
+            async with sandbox.session():
+                pass
+    async with sandbox.session():
+        pass
+
+
+async def test_a_shell_is_interrupted(sandbox):
+    async with sandbox.session() as session, anyio.create_task_group() as tasks:
+
+        async def interrupt() -> None:
+            # More than once: the first one may come before the shell has started its command.
+            while True:
+                await session.interrupt()
+                await anyio.sleep(0.1)
+
+        tasks.start_soon(interrupt)
+        assert not (await session.run("sleep 60", timeout=30)).timed_out
+        tasks.cancel_scope.cancel()
+
+
+async def test_background_jobs(sandbox):
+    job = await sandbox.start("echo one; sleep 60")
+    with pytest.raises(SandboxTimeoutError):
+        await job.wait(0.2)
+    assert (await job.poll()).running
+    await job.signal("SIGTERM")
+    assert (await job.wait(10)).signal == "SIGTERM"
+    output = await job.output()
+    assert (output.data, output.total) == (b"one\n", 4)
+    assert (await job.output(offset=2)).data == b"e\n"
+
+
+async def test_streams(sandbox):
+    items = []
+    async with aclosing(sandbox.stream("echo one; sleep 0.1; echo two >&2; exit 2", timeout=10)) as stream:
+        items = [item async for item in stream]
+    assert isinstance(items[-1], Result)
+    assert items[-1].exit_code == 2
+    chunks = items[:-1]
+    assert all(isinstance(chunk, Chunk) for chunk in chunks)
+    assert b"".join(c.data for c in chunks if c.stream == "stdout") == b"one\n"
+    assert b"".join(c.data for c in chunks if c.stream == "stderr") == b"two\n"
+
+
+async def test_leaving_a_stream_kills_its_command(sandbox):
+    async with aclosing(sandbox.stream("echo $$; exec sleep 60", timeout=60)) as stream:
+        async for item in stream:
+            pid = int(item.data)
+            break
+
+    async def gone() -> bool:
+        return (await sandbox.run(f"kill -0 {pid}", timeout=5)).exit_code != 0
+
+    await eventually(gone)
+
+
+async def test_files_and_trees(sandbox, tmp_path):
+    await sandbox.write("folder/a.bin", b"\x00\xff" * 100)
+    await sandbox.write("folder/a.bin", b"end", append=True)
+    assert await sandbox.read("folder/a.bin", offset=198) == b"\x00\xffend"
+    assert await sandbox.read("folder/a.bin", limit=1) == b"\x00"
+    assert [entry.name for entry in await sandbox.list("folder")] == ["a.bin"]
+    tree = tmp_path / "tree"
+    (tree / "deep").mkdir(parents=True)
+    (tree / "deep" / "b").write_text("b")
+    (tree / "link").symlink_to("deep/b")
+    await sandbox.upload(tree, "up")
+    assert (await sandbox.run("cat up/link", timeout=10)).stdout == b"b"
+    await sandbox.download("up", tmp_path / "down")
+    assert (tmp_path / "down" / "link").read_text() == "b"
+    await sandbox.upload(tree / "deep" / "b", "single")
+    await sandbox.download("single", tmp_path / "single")
+    assert (tmp_path / "single").read_text() == "b"
+    await sandbox.remove("folder")
+    with pytest.raises(SandboxFileError):
+        await sandbox.read("folder/a.bin")
+
+
+async def test_forks_have_the_files(sandbox):
+    await sandbox.write("f", b"1")
+    forks = await sandbox.fork(2)
+    for number, fork in enumerate(forks):
+        await fork.write("f", str(number).encode(), append=True)
+    assert [await fork.read("f") for fork in forks] == [b"10", b"11"]
+    assert await sandbox.read("f") == b"1"
+    await forks[0].close()
+
+
+async def test_a_terminal(sandbox):
+    async with sandbox.terminal(rows=30, columns=100) as terminal:
+        await terminal.resize(40, 120)
+        await terminal.write(b"stty size; exit\n")
+        seen = b""
+        with anyio.fail_after(20):
+            while data := await terminal.read():
+                seen += data
+    assert b"40 120" in seen
+
+
+async def test_what_is_closed_says_so(sandbox):
+    await sandbox.close()
+    assert sandbox.state == "closed"
+    await sandbox.wait_ended()
+    with pytest.raises(SandboxClosedError):
+        await sandbox.run("true", timeout=1)
+
+
+# ---- what only the service has
+
+
+async def test_a_cancelled_call_kills_its_command(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        with anyio.move_on_after(1):
+            await sandbox.run("echo $$ >pid; exec sleep 60", timeout=60)
+        pid = int(await sandbox.read("pid"))
+
+        async def gone() -> bool:
+            return (await sandbox.run(f"kill -0 {pid}", timeout=5)).exit_code != 0
+
+        await eventually(gone)
+
+
+async def test_a_lost_sandbox_is_told_and_made_again(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC, on_lost="recreate") as sandbox:
+        [id] = world.backend.containers
+        async with anyio.create_task_group() as tasks:
+
+            async def kill() -> None:
+                await anyio.sleep(0.3)
+                await world.backend.kill(id)
+
+            tasks.start_soon(kill)
+            with pytest.raises(SandboxLostError):
+                await sandbox.run("sleep 60", timeout=60)
+        assert (await sandbox.run("echo new", timeout=10)).stdout == b"new\n"
+
+
+async def test_a_client_learns_that_its_sandbox_ended(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        await world.pool.release(world.pool.state.leases()[0])
+        with anyio.fail_after(10):
+            await sandbox.wait_ended()
+        assert sandbox.state == "closed"
+
+
+async def test_a_client_that_vanishes_loses_its_sandboxes(tmp_path):
+    async with running(tmp_path) as world:
+        lease = world.pool.order(SPEC, owner="x", token="admin", lease_s=1.0)
+        await world.pool.wait_ready(lease, 10)
+        with anyio.fail_after(10):
+            await lease.done.wait()
+        assert "not renewed" in lease.reason
+
+
+async def test_waiting_without_room_keeps_the_deadline(tmp_path):
+    huge = msgspec.structs.replace(SPEC, cpus=1000.0)
+    async with running(tmp_path) as world:
+        with pytest.raises(Exception, match="fits nowhere"):
+            async with world.client.acquire(huge):
+                pass
+        world.backend.faults.create_delay = 2.0
+        with pytest.raises(SandboxBusyError, match=r"waited 0\.3 s for a sandbox of any: on here"):
+            async with world.client.acquire(SPEC, deadline=0.3):
+                pass
+        world.backend.faults.create_delay = 0.0
+        for lease in world.pool.state.leases():
+            with anyio.fail_after(10):
+                await lease.done.wait()
+
+
+async def test_open_maker_removes_what_is_left():
+    async with FakeBackend() as backend:
+        async with open_maker(backend) as maker:
+            await maker.make(SPEC, "flash-x", {"flash.sandbox.service": "s"})
+            assert len(backend.containers) == 1
+        assert backend.containers == {}
+
+
+async def test_a_job_of_a_lost_sandbox_is_not_taken_for_one_of_the_next(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC, on_lost="recreate") as sandbox:
+        before = await sandbox.start("echo before", timeout=10)
+        [id] = world.backend.containers
+        await world.backend.kill(id)
+        with pytest.raises(SandboxLostError):
+            await sandbox.run("sleep 60", timeout=60)
+        after = await sandbox.start("echo after", timeout=10)
+        assert (await after.wait(10)).stdout == b"after\n"
+        assert after.job_id != before.job_id
+        with pytest.raises(SandboxLostError):
+            await before.wait(10)
+
+
+@pytest.mark.virtual
+async def test_a_service_that_does_not_run_is_said_to_be_out_of_reach(tmp_path):
+    begin = anyio.current_time()
+    with pytest.raises(SandboxLostError, match=r"cannot be reached: ConnectError.*does the service run"):
+        async with SandboxClient(f"unix:{tmp_path / 'nobody'}", TOKEN):
+            pass
+    assert anyio.current_time() - begin < REPEAT_S
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:99999", "http://", "unix:", "127.0.0.1:8700"])
+def test_an_address_that_is_none_is_refused(url):
+    with pytest.raises(ConfigError, match=r"address of (the|a) service"):
+        SandboxClient(url, TOKEN)
+
+
+@pytest.mark.parametrize("token", ["", "tokén" * 8, "a token\nof two lines"])
+def test_a_token_that_no_header_can_carry_is_refused(token):
+    with pytest.raises(ConfigError, match="a header cannot carry") as refused:
+        SandboxClient("http://127.0.0.1:8700", token)
+    assert not token or token not in str(refused.value)
+
+
+def test_an_authority_that_is_no_certificate_is_refused(tmp_path):
+    (tmp_path / "ca.pem").write_text("junk")
+    for path in (tmp_path / "ca.pem", tmp_path / "nothing"):
+        with pytest.raises(ConfigError, match="cannot be used as a certificate authority"):
+            trusting(path)
+    assert trusting(None) is True

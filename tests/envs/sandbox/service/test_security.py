@@ -1,0 +1,380 @@
+"""The service against callers who should get nothing, and clients that misbehave. Slow ones: `test_security_slow`."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+import re
+import sys
+from urllib.parse import quote
+
+import httpx
+import msgspec
+import pytest
+from starlette.routing import Route, WebSocketRoute
+from websockets.asyncio.client import unix_connect
+from websockets.exceptions import InvalidStatus
+
+from envs.sandbox import cli as sandboxcli
+from envs.sandbox.protocol.tokens import ADMIN, COOKIE, Tokens
+from envs.sandbox.remote.client import SandboxClient
+from envs.sandbox.service.limits import Limits
+from envs.sandbox.service.logs import OneLine
+from envs.sandbox.service.web import ASSETS, make_routes
+from flash.errors import (
+    SandboxClosedError,
+    SandboxError,
+    SandboxFileError,
+    SandboxLimitError,
+    SandboxRefusedError,
+)
+from tests.envs.sandbox.raw import bare, bearer, connected, head
+from tests.envs.sandbox.services import OTHER_TOKEN, SPEC, TOKEN, running
+
+pytestmark = pytest.mark.anyio
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "SEARCH", "get")
+NOT_ENOUGH = (
+    {},
+    bearer("wrong" * 10),
+    bearer("x"),
+    {"authorization": "Bearer"},
+    bearer(TOKEN[:-1]),
+    bearer(f"{TOKEN}x"),
+    bearer(f"{TOKEN},{TOKEN}"),
+    {"authorization": TOKEN},
+    {"authorization": f"Basic {TOKEN}"},
+    {"x-token": TOKEN},
+    {"cookie": f"{COOKIE}={TOKEN}"},
+    {"cookie": f"{COOKIE}=admin|99999999999|{'0' * 64}"},
+    {"cookie": f"{COOKIE}=admin|x|"},
+)
+EVIL = "a\r\nset-cookie: x=1\r\n\r\n<script>"
+"""A name that would be a header of its own, or a line of a log."""
+
+
+def places(service, **names: str) -> list[tuple[str, bool]]:
+    """Every path of the application by its own table, and whether it is for websockets."""
+    found = []
+    for route in make_routes(service):
+        assert isinstance(route, Route | WebSocketRoute)
+        path = re.sub(r"{(\w+)}", lambda part: names.get(part[1], part[1]), route.path)
+        found.append((path, isinstance(route, WebSocketRoute)))
+    return found
+
+
+async def test_no_request_without_a_valid_token_succeeds(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        every = places(world.service, id=sandbox.sandbox_id)
+        assert {path for path, _ in every} >= {*ASSETS, "/v1/openapi.json", "/v1/status", "/v1/sandboxes"}
+        every += [("/nothing", False), ("/login", False), ("//", False), ("/v1/sandboxes/../status", False)]
+        for headers in NOT_ENOUGH:
+            async with bare(world, **headers) as client:
+                for path, _ in every:
+                    # Every method with no token and with a wrong one; then it is known to be one gate for all.
+                    for method in METHODS if headers in NOT_ENOUGH[:2] else METHODS[:1]:
+                        if (path, method) == ("/login", "POST"):
+                            continue
+                        answer = await client.request(method, f"{path}?token={TOKEN}")
+                        assert answer.status_code == 401, (headers, method, path)
+                        assert sandbox.sandbox_id not in answer.text
+                        assert "flash-boot" not in answer.headers
+        assert len(world.pool.state.leases()) == 1
+        assert (await sandbox.run("true", timeout=10)).ok
+
+
+async def test_no_websocket_without_a_valid_token_is_opened(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        every = places(world.service, id=sandbox.sandbox_id)
+        assert [path for path, websocket in every if websocket] == [f"/v1/sandboxes/{sandbox.sandbox_id}/terminal"]
+        for path, websocket in every:
+            for headers in NOT_ENOUGH if websocket else NOT_ENOUGH[:2]:
+                assert await refused(world, f"{path}?token={TOKEN}", headers) == 401, (path, headers)
+        assert (await sandbox.run("true", timeout=10)).ok
+
+
+async def refused(world, path: str, headers: dict[str, str]) -> int:
+    """The status with which a websocket is refused."""
+    with pytest.raises(InvalidStatus) as caught:
+        async with unix_connect(world.url.removeprefix("unix:"), f"ws://sandboxes{path}", additional_headers=headers):
+            pass
+    return caught.value.response.status_code
+
+
+async def test_two_tokens_in_one_request_are_refused(tmp_path):
+    async with running(tmp_path) as world, bare(world) as client:
+        both = [("authorization", "Bearer x"), ("authorization", f"Bearer {TOKEN}")]
+        assert (await client.get("/v1/status", headers=both)).status_code == 401
+
+
+async def test_a_terminal_needs_a_page_of_ours_and_a_sandbox_of_the_callers(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        path = f"/v1/sandboxes/{sandbox.sandbox_id}/terminal"
+        cookie = {"cookie": f"{COOKIE}={Tokens({ADMIN: TOKEN}).cookie_for(ADMIN)}"}
+        for origin in (
+            "http://evil",
+            "null",
+            "http://sandboxes:81",
+            "file://",
+            "http://sandboxes.evil",
+            "//sandboxes",
+            "http://[",
+        ):
+            assert await refused(world, path, cookie | {"origin": origin}) == 403, origin
+        assert await refused(world, path, cookie) == 403
+        assert await refused(world, path, bearer(OTHER_TOKEN)) == 404
+        assert await refused(world, f"{path}?rows=0", bearer(TOKEN)) == 400
+        async with unix_connect(
+            world.url.removeprefix("unix:"),
+            f"ws://sandboxes{path}",
+            additional_headers=cookie | {"origin": "http://sandboxes"},
+        ):
+            pass
+
+
+async def test_a_token_reaches_only_its_own_sandboxes(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        async with SandboxClient(world.url, OTHER_TOKEN) as other:
+            assert await other.list() == []
+            whole = world.pool.state.hosts()[0].report.capacity.millicpus / 1000
+            full = world.pool.order(msgspec.structs.replace(SPEC, cpus=whole), owner="admin/plan", token=ADMIN)
+            world.pool.state.failed(SandboxError("of image private:1"), "here")
+            status = await other.status()
+            assert status.sandboxes == []
+            assert (status.queue, status.failures) == ({"others": 1}, {"SandboxError": 1})
+            assert b"private" not in msgspec.json.encode(status)
+            assert (await world.client.status()).queue == {"admin/plan": 1}
+            await world.pool.release(full)
+            with pytest.raises(SandboxClosedError, match="there is no sandbox"):
+                await other.find(sandbox.sandbox_id)
+            with pytest.raises(SandboxError):
+                await other.end(sandbox.sandbox_id)
+            async with other.acquire(SPEC) as theirs:
+                assert (await world.client.find(theirs.sandbox_id)).sandbox_id == theirs.sandbox_id
+        assert (await sandbox.run("true", timeout=10)).ok
+
+
+async def test_a_key_that_was_used_for_another_call_is_refused(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox, bare(world, **bearer()) as raw:
+        path, keyed = f"/v1/sandboxes/{sandbox.sandbox_id}", {"idempotency-key": "k"}
+        first = await raw.post(f"{path}/run", json={"command": "echo one", "timeout": 10}, headers=keyed)
+        again = await raw.post(f"{path}/run", json={"command": "echo one", "timeout": 10}, headers=keyed)
+        assert again.json() == first.json()
+        other = await raw.post(f"{path}/run", json={"command": "echo two", "timeout": 10}, headers=keyed)
+        fork = await raw.post(f"{path}/fork", json={"count": 1}, headers=keyed)
+        for refused in (other, fork):
+            assert (refused.status_code, refused.json()["cause"]) == (422, "SandboxRefusedError")
+            assert "was used for another call" in refused.json()["detail"]
+
+
+@pytest.mark.parametrize("image", ["9", "9179a5ee", "9179A5EE", "f" * 63, "sha256:9179a5"])
+async def test_the_files_of_others_are_not_found_by_the_beginning_of_an_images_id(tmp_path, image):
+    async with running(tmp_path) as world:
+        with pytest.raises(SandboxRefusedError, match="give a name with its tag"):
+            async with world.client.acquire(msgspec.structs.replace(SPEC, image=image)):
+                pass
+        for whole in ("f" * 64, "sha256:" + "f" * 64, "ada:latest", "localhost/ada", "img"):
+            async with world.client.acquire(msgspec.structs.replace(SPEC, image=whole)):
+                pass
+
+
+async def test_a_browser_logs_in_once_and_other_sites_cannot_use_its_cookie(tmp_path):
+    async with running(tmp_path) as world, bare(world) as client:
+        ours = {"origin": "http://sandboxes"}
+        assert (await client.post("/login", data={"token": "wrong"}, headers=ours)).status_code == 401
+        assert (
+            await client.post("/login", data={"token": TOKEN}, headers={"origin": "http://evil"})
+        ).status_code == 403
+        assert (await client.post("/login", data={"token": TOKEN})).status_code == 403
+        assert (await client.post("/login", content=b"x" * 100_000, headers=ours)).status_code == 413
+        answer = await client.post("/login", data={"token": TOKEN}, headers=ours)
+        assert answer.status_code == 303
+        said = answer.headers["set-cookie"].lower()
+        assert "httponly" in said
+        assert "samesite=strict" in said
+        assert TOKEN not in said
+        client.cookies.clear()
+        cookie = {"cookie": answer.headers["set-cookie"].partition(";")[0]}
+        page = await client.get("/", headers=cookie)
+        assert page.status_code == 200
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        order = msgspec.json.encode({"spec": {"image": "any"}})
+        for headers in ({}, {"origin": "http://evil"}, {"origin": "null"}):
+            assert (await client.post("/v1/sandboxes", content=order, headers=cookie | headers)).status_code == 403
+        assert world.pool.state.leases() == []
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_login_is_no_failure(tmp_path, caplog):
+    async with running(tmp_path) as world:
+        async with connected(world) as connection:
+            await connection.stream.send(
+                head("POST", "/login", "origin: http://sandboxes", "content-length: 9") + b"to"
+            )
+        async with bare(world) as client:
+            assert (await client.get("/")).status_code == 401
+    assert [record for record in caplog.records if record.name.startswith("uvicorn")] == []
+
+
+async def test_paths_lead_nowhere_but_into_the_sandbox(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        async with bare(world, **bearer(TOKEN)) as client:
+            for path in (
+                "/static/../web.py",
+                "/static/..%2fweb.py",
+                "/static/%2e%2e/web.py",
+                "//etc/passwd",
+                "/static/",
+            ):
+                assert (await client.get(httpx.URL(f"http://sandboxes{path}"))).status_code == 404, path
+            base = f"/v1/sandboxes/{sandbox.sandbox_id}"
+            assert (await client.get(f"{base}/files", params={"path": "a\0b"})).status_code == 400
+            assert (await client.get(f"{base}/files?path=a&path=b")).status_code == 400
+            assert (await client.put(f"{base}/sessions/..%2f..")).status_code in (400, 404)
+            assert (await client.get("/v1/sandboxes/..%2f..%2fetc")).status_code == 404
+        with pytest.raises(SandboxFileError):
+            await sandbox.read("nowhere")
+
+
+async def test_what_a_client_sends_does_not_get_into_headers(tmp_path):
+    async with (
+        running(tmp_path) as world,
+        world.client.acquire(SPEC) as sandbox,
+        bare(world, **bearer(TOKEN)) as client,
+    ):
+        evil = quote(EVIL, safe="")
+        every = places(world.service, id=evil, name=evil, job=evil, snapshot=evil)
+        every += places(world.service, id=sandbox.sandbox_id, name=evil, job=evil, key=evil)
+        for path, _ in every:
+            for method in ("GET", "PATCH"):
+                answer = await client.request(method, f"http://sandboxes{path}?path={evil}")
+                assert "set-cookie" not in answer.headers
+                if answer.status_code >= 400:
+                    assert answer.headers["content-type"] == "application/problem+json"
+                    assert msgspec.json.decode(answer.content)["status"] == answer.status_code
+        await sandbox.write(EVIL, b"content")
+        got = await client.get(f"/v1/sandboxes/{sandbox.sandbox_id}/files", params={"path": EVIL})
+        assert (got.content, got.headers["content-disposition"]) == (b"content", "attachment")
+        order = {"idempotency-key": "a b;c", "content-type": "application/json"}
+        answer = await client.post("/v1/sandboxes", content=b'{"spec":{"image":"any"}}', headers=order)
+        assert answer.status_code == 400
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["x: y\nz: a\r\n b", "x\ny: z", "x: \0", "content-length: 1\r\ncontent-length: 2", "host: other", "x y: z"],
+)
+async def test_a_head_that_can_be_read_in_two_ways_is_refused(tmp_path, line):
+    async with running(tmp_path) as world, connected(world) as connection:
+        await connection.stream.send(head("POST", "/v1/sandboxes", "content-type: application/json", line))
+        await connection.until(b"HTTP/1.1 400 ")
+        assert world.pool.state.leases() == []
+
+
+async def test_a_log_has_one_line_per_record_and_no_token(tmp_path, caplog):
+    """What clients, sandboxes and images say cannot look like another record."""
+    caplog.set_level(logging.DEBUG)
+    async with running(tmp_path) as world, bare(world, **bearer(TOKEN)) as client:
+        world.backend.faults.start = SandboxError(f"the engine says: {EVIL}\x1b[2J")
+        order = msgspec.json.encode({"spec": {"image": f"any{EVIL}"}})
+        json = {"content-type": "application/json"}
+        assert (await client.post("/v1/sandboxes?wait=10", content=order, headers=json)).status_code == 201
+        world.backend.faults.start = None
+        await client.get(f"http://sandboxes/{quote(EVIL)}?token={TOKEN}")
+        await client.post("/login", data={"token": TOKEN}, headers={"origin": "http://sandboxes"})
+        async with world.client.acquire(SPEC) as sandbox:
+            await sandbox.run(["echo", EVIL], timeout=10)
+            async with sandbox.terminal() as terminal:
+                await terminal.read()
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(OneLine())
+    records = [record for record in caplog.records if record.name.startswith(("envs", "uvicorn"))]
+    for record in records:
+        handler.handle(record)
+    assert any("the engine says" in record.getMessage() for record in records)
+    assert len(stream.getvalue().splitlines()) == len(records)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", stream.getvalue())
+    assert TOKEN not in stream.getvalue()
+
+
+def test_a_traceback_in_a_log_cannot_look_like_a_record():
+    try:
+        raise ValueError(EVIL)
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, "f", 1, "it failed", (), sys.exc_info())
+    first, *rest = OneLine().format(record).splitlines()
+    assert first.endswith("ERROR x: it failed")
+    assert rest
+    assert all(line.startswith("    ") for line in rest)
+
+
+async def test_tokens_are_shown_nowhere(tmp_path):
+    async with (
+        running(tmp_path) as world,
+        world.client.acquire(SPEC) as sandbox,
+        bare(world, **bearer(TOKEN)) as client,
+    ):
+        said = await sandbox.run("cat /proc/self/environ /proc/$PPID/environ /proc/$PPID/cmdline", timeout=10)
+        assert TOKEN.encode() not in said.stdout
+        for path, _ in places(world.service, id=sandbox.sandbox_id):
+            for token in (TOKEN, OTHER_TOKEN):
+                assert token not in (await client.get(path)).text, path
+
+
+def test_no_option_takes_a_token():
+    """Arguments can be read by everybody on the machine; files and the environment cannot."""
+    parser = argparse.ArgumentParser()
+    sandboxcli.add_parser(parser.add_subparsers())
+    options: set[str] = set()
+    todo = [parser]
+    while todo:
+        for action in todo.pop()._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                todo += action.choices.values()
+            options |= {option for option in action.option_strings if "token" in option or "secret" in option}
+    assert options == {"--token-file"}
+
+
+async def test_bodies_are_checked_and_bounded(tmp_path):
+    limits = Limits(body_bytes=100_000)
+    async with running(tmp_path, limits=limits) as world, world.client.acquire(SPEC) as sandbox:
+        base = f"/v1/sandboxes/{sandbox.sandbox_id}"
+        async with bare(world, **bearer(TOKEN)) as client:
+
+            async def endless():
+                for _ in range(1000):
+                    yield b"x" * 10_000
+
+            for body in (b"x" * 200_000, endless()):
+                answer = await client.put(f"{base}/files", params={"path": "f"}, content=body)
+                assert answer.status_code == 413
+                assert answer.headers["content-type"] == "application/problem+json"
+            json = {"content-type": "application/json"}
+            for body, status in (
+                (b"{", 400),
+                (b"[" * 90_000, 400),
+                (b'{"command":"x","timeout":1,"more":2}', 400),
+                (b'{"command":"x","timeout":-1}', 400),
+                (b'{"command":"x","timeout":1e300}', 400),
+                (b"\xff\xfe", 400),
+            ):
+                assert (await client.post(f"{base}/run", content=body, headers=json)).status_code == status, body[:20]
+            wrong = await client.post(f"{base}/run", content=b"x", headers={"content-type": "text/plain"})
+            assert wrong.status_code == 415
+            assert (await client.patch(f"{base}/run")).status_code == 405
+        with pytest.raises(SandboxLimitError):
+            await sandbox.write("f", b"x" * 200_000)
+        assert (await sandbox.run("true", timeout=10)).ok
+
+
+async def test_a_damaged_or_hostile_archive_is_refused(tmp_path):
+    async with (
+        running(tmp_path) as world,
+        world.client.acquire(SPEC) as sandbox,
+        bare(world, **bearer(TOKEN)) as client,
+    ):
+        path = f"/v1/sandboxes/{sandbox.sandbox_id}/tree"
+        answer = await client.put(path, params={"path": "t"}, content=b"no tar" * 500)
+        assert answer.status_code == 413
+        assert answer.json()["cause"] == "SandboxLimitError"

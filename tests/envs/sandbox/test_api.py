@@ -1,0 +1,56 @@
+"""The interfaces that every sandbox has, and the one form of a command."""
+
+from __future__ import annotations
+
+import inspect
+import os
+
+import msgspec
+import pytest
+
+from envs.sandbox import api
+from envs.sandbox.api import Exec
+from envs.sandbox.text import from_wire, to_wire
+from flash.errors import SandboxRefusedError
+from tests.envs.sandbox.raw import bare, bearer
+from tests.envs.sandbox.services import SPEC, running
+
+PROTOCOLS = [kind for _, kind in inspect.getmembers(api, inspect.isclass) if getattr(kind, "_is_protocol", False)]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.__name__)
+def test_no_interface_asks_for_more_than_six_things_of_its_own(protocol):
+    own = [name for name, member in vars(protocol).items() if not name.startswith("_")]
+    assert len(own) <= 6, own
+
+
+def test_a_command_keeps_bytes_that_are_no_text_on_its_way():
+    name = os.fsdecode(b"\xff")
+    sent = Exec(command=["cat", name], timeout=1.0, env={name: name}, cwd=name)
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent.converted(to_wire)), type=Exec)
+    assert received.converted(from_wire) == msgspec.structs.replace(sent, command=["cat", name])
+
+
+def test_a_command_without_a_timeout_cannot_be_waited_for():
+    with pytest.raises(SandboxRefusedError, match="needs a timeout"):
+        _ = Exec(command="true").seconds
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("run", {"command": "true"}, "missing required field `timeout`"),
+        ("stream", {"command": "true"}, "missing required field `timeout`"),
+        ("jobs", {"command": "cat", "stdin": "eA=="}, "a job has no `stdin`"),
+        ("run", {"command": "true", "timeout": 0}, "Expected `float` > 0.0"),
+        ("run", {"command": "true", "timeout": 1, "cwd": ""}, "length >= 1"),
+        ("run", {"command": "true", "timeout": 1, "more": 1}, "unknown field `more`"),
+    ],
+)
+async def test_the_service_refuses_a_command_that_lacks_or_has_what_it_may_not(tmp_path, path, body, says):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox, bare(world, **bearer()) as client:
+        answer = await client.post(f"/v1/sandboxes/{sandbox.sandbox_id}/{path}", json=body)
+        assert answer.status_code == 400
+        assert says in answer.json()["detail"]
+        assert answer.json()["cause"] == "SandboxRefusedError"

@@ -1,0 +1,202 @@
+"""`flash sandbox serve` as a process of its own over real containers: killed, restarted, ended."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import anyio
+import pytest
+
+from envs.sandbox.api import Spec
+from envs.sandbox.cli import FAILED
+from envs.sandbox.engines.docker import DockerBackend
+from envs.sandbox.pool.ownership import PREFIX
+from envs.sandbox.protocol.wire import Order
+from envs.sandbox.remote.client import SandboxClient, service_token
+from flash.errors import SandboxError, SandboxLostError
+from tests.envs.sandbox.conftest import IMAGE
+
+pytestmark = [pytest.mark.anyio, pytest.mark.integration, pytest.mark.timeout(300)]
+
+SPEC = Spec(image=IMAGE, memory_mib=64)
+
+
+class Place:
+    """A state folder, and the service that runs there."""
+
+    def __init__(self, folder: Path, engine: str) -> None:
+        self.folder = folder
+        self.url = f"unix:{folder / 's'}"
+        self.arguments = ["--listen", self.url, "--state", str(folder), "--engine", engine]
+
+    @asynccontextmanager
+    async def serving(self, *more: str, end: int = signal.SIGTERM) -> AsyncIterator[subprocess.Popen[bytes]]:
+        process = self.flash("serve", *self.arguments, *more)
+        try:
+            assert process.stdout is not None
+            line = await anyio.to_thread.run_sync(process.stdout.readline)
+            assert line.startswith(b"sandboxes at unix:"), line
+            yield process
+        finally:
+            process.send_signal(end)
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(process.wait)
+            process.stdout.close()
+
+    def client(self) -> SandboxClient:
+        return SandboxClient(self.url, service_token(self.folder / "tokens"))
+
+    def flash(self, *words: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-m", "flash", "sandbox", *words], stdout=subprocess.PIPE)
+
+    async def said(self, *words: str) -> tuple[int, bytes]:
+        """Exit code and output of one action of a client."""
+        where = ["--url", self.url, "--token-file", str(self.folder / "tokens")]
+        process = self.flash(words[0], *where, *words[1:])
+        output, _ = await anyio.to_thread.run_sync(process.communicate)
+        return process.returncode, output
+
+    async def containers(self, engine: str) -> int:
+        label = {f"{PREFIX}service": (self.folder / "service").read_text()}
+        async with DockerBackend(engine) as backend:
+            return len(await backend.list(label))
+
+
+@pytest.fixture
+def place(tmp_path, engine_url) -> Place:
+    return Place(tmp_path, engine_url)
+
+
+async def test_a_person_uses_the_service(place, engine_url):
+    async with place.serving():
+        assert await place.said("run", "--image", IMAGE, "--memory", "64", "echo hello; exit 3") == (3, b"hello\n")
+        async with place.client() as client, client.acquire(SPEC) as sandbox:
+            code, listed = await place.said("ls")
+            assert code == 0
+            assert sandbox.sandbox_id.encode() in listed
+            await sandbox.write("f", b"content")
+            assert await place.said("run", "--in", sandbox.sandbox_id, "cat", "f") == (0, b"content")
+            assert (await place.said("rm", sandbox.sandbox_id))[0] == 0
+            with anyio.fail_after(30):
+                await sandbox.wait_ended()
+    assert await place.containers(engine_url) == 0
+
+
+async def test_a_run_without_a_result_is_told_from_a_command_that_failed(place):
+    async with place.serving():
+        assert await place.said("run", "--in", "nothing", "true") == (FAILED, b"")
+        assert await place.said("run", "--image", "flash-no-such-image", "true") == (FAILED, b"")
+
+
+async def test_a_reader_that_leaves_ends_a_run_without_a_traceback(place):
+    async with place.serving():
+        where = f"--url {place.url} --token-file {place.folder / 'tokens'} --image {IMAGE} --memory 64"
+        line = f"{sys.executable} -m flash sandbox run {where} yes | head -1; echo ${{PIPESTATUS[0]}}"
+        done = await anyio.run_process(["bash", "-c", line])
+        assert (done.stdout, done.stderr) == (b"y\n141\n", b"")
+
+
+async def test_a_shell_whose_input_is_a_file_ends_with_it(place):
+    path = place.folder / "typed"
+    path.write_text("echo $((6 * 7))")
+    async with place.serving():
+        where = ["--url", place.url, "--token-file", str(place.folder / "tokens"), "--image", IMAGE, "--memory", "64"]
+        for typed in (path, Path("/dev/null")):
+            with typed.open() as file, anyio.fail_after(60):
+                command = [sys.executable, "-m", "flash", "sandbox", "shell", *where]
+                done = await anyio.run_process(command, stdin=file, check=False)
+            assert (done.returncode, done.stderr) == (0, b"")
+
+
+async def test_a_state_folder_that_cannot_be_made_is_told(place):
+    blocked = place.folder / "file"
+    blocked.touch()
+    command = [sys.executable, "-m", "flash", "sandbox", "serve", "--state", str(blocked / "state")]
+    done = await anyio.run_process(command, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"flash: error: --state ")
+    assert done.stderr.count(b"\n") == 1
+
+
+async def test_kill_9_of_the_service_leaks_nothing_and_loses_nothing(place, engine_url):
+    keys = [uuid4().hex for _ in range(3)]
+    order = Order(spec=SPEC, lease_s=60)
+    async with place.serving(end=signal.SIGKILL), place.client() as client:
+        first = [await client.order(order, key) for key in keys]
+        assert [info.state for info in first] == ["ready"] * 3
+        origin = client.attach(first[0])
+        await origin.write("kept", b"still here")
+        (fork,) = await origin.fork(1)
+    assert await place.containers(engine_url) >= 3  # And those that stood ready.
+    async with place.serving(), place.client() as client:
+        again = [await client.wait_ready(await client.order(order, key), 30, 30) for key in keys]
+        assert [info.id for info in again] == [info.id for info in first]
+        sandbox = client.attach(again[0])
+        assert await sandbox.read("kept") == b"still here"
+        assert (await sandbox.run("echo works", timeout=10)).stdout == b"works\n"
+        (found,) = [info for info in await client.list() if info.id == fork.sandbox_id]
+        assert await client.attach(found).read("kept") == b"still here"
+    assert await place.containers(engine_url) == 0
+
+
+async def test_a_command_that_a_restart_interrupts_is_never_reported_as_done(place, engine_url):
+    outcome: list[object] = []
+    ended = anyio.Event()
+
+    async def run(sandbox) -> None:
+        try:
+            outcome.append(await sandbox.run("sleep 3; echo done", timeout=60))
+        except SandboxError as error:
+            outcome.append(error)
+        ended.set()
+
+    async with AsyncExitStack() as stack:
+        async with place.serving(end=signal.SIGKILL):
+            client = await stack.enter_async_context(place.client())
+            info = await client.order(Order(spec=SPEC, lease_s=60), uuid4().hex)
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+            tasks.start_soon(run, client.attach(info))
+            await anyio.sleep(1)
+        await stack.enter_async_context(place.serving())
+        with anyio.fail_after(60):
+            await ended.wait()
+    [answer] = outcome
+    assert isinstance(answer, SandboxLostError)
+    assert "may or may not" in str(answer)
+    assert await place.containers(engine_url) == 0
+
+
+async def test_keep_leaves_the_sandboxes_for_the_next_start(place, engine_url):
+    key, order = uuid4().hex, Order(spec=SPEC, lease_s=60)
+    async with place.serving("--keep"), place.client() as client:
+        first = await client.order(order, key)
+    assert await place.containers(engine_url) >= 1
+    async with place.serving(), place.client() as client:
+        assert (await client.order(order, key)).id == first.id
+    assert await place.containers(engine_url) == 0
+
+
+async def test_two_services_cannot_share_a_state_folder(place):
+    async with place.serving():
+        process = place.flash("serve", *place.arguments[:1], f"unix:{place.folder / 't'}", *place.arguments[2:])
+        await anyio.to_thread.run_sync(process.communicate)
+        assert process.returncode == 2
+
+
+async def test_a_front_places_sandboxes_on_another_service(place, tmp_path_factory, engine_url):
+    folder = tmp_path_factory.mktemp("front")
+    front = Place(folder, engine_url)
+    async with place.serving():
+        host = f"--host=there={place.url}={place.folder / 'tokens'}"
+        async with front.serving(host), front.client() as client:
+            async with client.acquire(SPEC) as sandbox:
+                assert (await sandbox.run("echo through", timeout=10)).stdout == b"through\n"
+                assert (await client.list())[0].host == "there"
+            assert [info.state for info in await client.list()] == []
+    assert await place.containers(engine_url) == 0
