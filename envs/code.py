@@ -22,7 +22,7 @@ import msgspec
 
 from envs.data.split import Prompt, Split, SplitOptions, divide, read_prompt, show_prompt
 from envs.data.tables import column_names, read_rows
-from envs.judging.judge import SupplyOpener, shared_judge
+from envs.judging.judge import SandboxOpener, shared_judge
 from envs.judging.options import (
     JudgePool,
     Language,
@@ -117,7 +117,7 @@ class _Problem(msgspec.Struct, frozen=True):
 class CodeEnv:
     """One program to write."""
 
-    supply: ClassVar[SupplyOpener] = staticmethod(open_sandboxes)
+    opener: ClassVar[SandboxOpener] = staticmethod(open_sandboxes)
     """Opens the sandboxes of a node."""
 
     def __init__(self, options: CodeOptions) -> None:
@@ -148,7 +148,7 @@ class CodeEnv:
             ConfigError: there is no engine, a package, a token or a row is missing.
             SandboxError: the engine or the service does not answer, or an image does not start.
         """
-        judge = await shared_judge(options.judge_pool, cls.supply)
+        judge = await shared_judge(options.judge_pool, cls.opener)
         for name in await anyio.to_thread.run_sync(_used_languages, options, abandon_on_cancel=True):
             await judge.try_out(options.known_languages[name], options.program_limits)
 
@@ -169,7 +169,7 @@ class CodeEnv:
         if self._suite is None:
             raise EnvError("step() was called before reset()")
         options, every = self._options, self._options.reward == "share"
-        judge = await shared_judge(options.judge_pool, type(self).supply)
+        judge = await shared_judge(options.judge_pool, type(self).opener)
         verdict = await judge.judge(action, self._suite, options.known_languages, options.program_limits, every=every)
         reward = verdict.share if every else float(verdict.passed == verdict.total)
         info = {**msgspec.structs.asdict(verdict), "metrics": verdict.metrics(), "note": verdict.note()}

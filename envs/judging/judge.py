@@ -27,16 +27,16 @@ PAUSE_S = 0.5
 _NO_NAME = re.compile(r"[^A-Za-z0-9._:/-]")
 """What an owner of sandboxes may not be called."""
 
-SupplyOpener = Callable[[Location, str], AbstractAsyncContextManager[SandboxProvider]]
+SandboxOpener = Callable[[Location, str], AbstractAsyncContextManager[SandboxProvider]]
 """Opens sandboxes for an owner, for the time of a block: `envs.sandbox.open.open_sandboxes`, or a test's own."""
 
 
 class Judge:
-    """Judges programs in the sandboxes of a stock. Shared by all episodes of a node: see `shared_judge`."""
+    """Judges programs in sandboxes that are used again. Shared by all episodes of a node: see `shared_judge`."""
 
-    def __init__(self, stock: ReusePool, pool: JudgePool) -> None:
-        self.stock = stock
-        self._pool = pool
+    def __init__(self, sandboxes: ReusePool, settings: JudgePool) -> None:
+        self.sandboxes = sandboxes
+        self._settings = settings
         self._usable: set[Language] = set()
 
     async def judge(
@@ -55,15 +55,15 @@ class Judge:
             memory_mib=suite.memory_mib or limits.memory_mib,
         )
         spec = spec_of(language, limits)
-        for attempt in range(self._pool.attempts):
+        for attempt in range(self._settings.attempts):
             try:
-                async with self.stock.borrow(spec, self._pool.wait) as box:
-                    await self._look_for(language, box)
-                    return await run_tests(box, program, language, suite, limits, every=every)
+                async with self.sandboxes.borrow(spec, self._settings.wait) as sandbox:
+                    await self._look_for(language, sandbox)
+                    return await run_tests(sandbox, program, language, suite, limits, every=every)
             except (SandboxBusyError, SandboxRefusedError):
                 raise
             except SandboxError:
-                if attempt + 1 == self._pool.attempts:
+                if attempt + 1 == self._settings.attempts:
                     raise
             await anyio.sleep(PAUSE_S * 2**attempt)
         raise AssertionError("at least one attempt")
@@ -74,23 +74,23 @@ class Judge:
         Raises:
             SandboxError: it cannot be made, or its image lacks what the language needs.
         """
-        async with self.stock.borrow(spec_of(language, limits), self._pool.wait) as box:
-            await self._look_for(language, box)
+        async with self.sandboxes.borrow(spec_of(language, limits), self._settings.wait) as sandbox:
+            await self._look_for(language, sandbox)
 
-    async def _look_for(self, language: Language, box: Sandbox) -> None:
+    async def _look_for(self, language: Language, sandbox: Sandbox) -> None:
         """Refuse an image without the language, which would make every program crash."""
         if language in self._usable:
             return
         for words in (language.compile, language.run, language.test):
             # What begins with a dot is what compiling leaves.
             if words is not None and not words[0].startswith("."):
-                found = await box.run(["/bin/sh", "-c", 'command -v "$1"', "sh", words[0]], timeout=10)
+                found = await sandbox.run(["/bin/sh", "-c", 'command -v "$1"', "sh", words[0]], timeout=10)
                 if not found.ok:
                     raise SandboxRefusedError(f"the image {language.image} has no `{words[0]}`; use another one")
         self._usable.add(language)
 
 
-async def shared_judge(pool: JudgePool, opener: SupplyOpener = open_sandboxes) -> Judge:
+async def shared_judge(pool: JudgePool, opener: SandboxOpener = open_sandboxes) -> Judge:
     """This node's judge with this judge pool, which is opened by the first who asks and closed with the node.
 
     Raises:
@@ -102,9 +102,9 @@ async def shared_judge(pool: JudgePool, opener: SupplyOpener = open_sandboxes) -
     async def open_judge() -> AsyncGenerator[Judge]:
         owner = _NO_NAME.sub("-", run_name())[:64]
         async with (
-            opener(pool, owner) as supply,
-            open_reuse_pool(supply, owner=owner, most=pool.parallel, reuse=pool.reuse) as stock,
+            opener(pool, owner) as provider,
+            open_reuse_pool(provider, owner=owner, most=pool.parallel, reuse=pool.reuse) as sandboxes,
         ):
-            yield Judge(stock, pool)
+            yield Judge(sandboxes, pool)
 
     return await shared((pool, opener), open_judge)

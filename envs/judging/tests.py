@@ -79,7 +79,7 @@ def find_program(answer: str, names: tuple[str, ...]) -> str:
 
 
 async def run_tests(
-    box: Sandbox, program: str, language: Language, suite: Suite, limits: Limits, *, every: bool
+    sandbox: Sandbox, program: str, language: Language, suite: Suite, limits: Limits, *, every: bool
 ) -> Verdict:
     """Judge a program in a clean sandbox; with `every`, all tests run, otherwise none after the first that fails.
 
@@ -92,9 +92,9 @@ async def run_tests(
     if not program.strip():
         return Verdict(0, total, "no program")
     # Read-only against its own slips; what matters is that nothing in the sandbox decides about a test.
-    await box.write(language.file, program.encode("utf-8", "replace") + b"\n", mode=0o444)
+    await sandbox.write(language.file, program.encode("utf-8", "replace") + b"\n", mode=0o444)
     if language.compile is not None:
-        built = await box.run(language.compile, timeout=3 * limits.timeout)
+        built = await sandbox.run(language.compile, timeout=3 * limits.timeout)
         if not built.ok:
             return Verdict(0, total, "compile", _shown(built.stderr or built.stdout))
     used, began = 0.0, False
@@ -103,7 +103,7 @@ async def run_tests(
         if left <= 0:
             return Verdict(passed, total, cause if cause != "passed" else "timeout", detail)
         try:
-            found, why, seconds = await _run_test(box, language, case, min(limits.timeout, left))
+            found, why, seconds = await _run_test(sandbox, language, case, min(limits.timeout, left))
         except (SandboxLimitError, SandboxFileError) as error:
             if not began:
                 raise
@@ -118,16 +118,16 @@ async def run_tests(
     return Verdict(passed, total, cause, detail)
 
 
-async def _run_test(box: Sandbox, language: Language, case: Case, timeout: float) -> tuple[Cause, str, float]:
+async def _run_test(sandbox: Sandbox, language: Language, case: Case, timeout: float) -> tuple[Cause, str, float]:
     """How one test ended, what it showed, and its seconds."""
     if case.program is not None:
         assert language.test is not None
         mark = secrets.token_hex(16)
         source = f"{case.program}\n{language.test_end.replace(MARK, mark)}\n"
-        result = await box.run(language.test, timeout=timeout, stdin=source.encode("utf-8", "replace"))
+        result = await sandbox.run(language.test, timeout=timeout, stdin=source.encode("utf-8", "replace"))
         right = _lines(result.stdout)[-1:] == [mark]
     else:
-        result = await box.run(language.run, timeout=timeout, stdin=case.stdin.encode("utf-8", "replace"))
+        result = await sandbox.run(language.run, timeout=timeout, stdin=case.stdin.encode("utf-8", "replace"))
         right = _lines(result.stdout) == _lines((case.stdout or "").encode("utf-8", "replace"))
     return *_cause(result, right), result.wall_s
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from envs.judging.judge import SupplyOpener, shared_judge
+from envs.judging.judge import SandboxOpener, shared_judge
 from envs.judging.options import Language, Suite, check_suite, judge_pool_of, languages_with, limits_of
 from envs.sandbox.open import open_sandboxes
 from flash.errors import ConfigError, RewardError
@@ -28,7 +28,7 @@ def code_verifier(
     languages: Mapping[str, Any] | None = None,
     limits: Mapping[str, Any] | None = None,
     sandboxes: Mapping[str, Any] | None = None,
-    supply: SupplyOpener = open_sandboxes,
+    opener: SandboxOpener = open_sandboxes,
 ) -> Callable[[str, str], Awaitable[float]]:
     """A verifier that runs the program of a completion.
 
@@ -37,7 +37,7 @@ def code_verifier(
         languages: more languages by name, in the form of `envs.judging.options.Language`.
         limits: what a program may use, in the form of `envs.judging.options.Limits`.
         sandboxes: where programs run, in the form of `envs.judging.options.JudgePool`.
-        supply: opens the sandboxes of a node.
+        opener: opens the sandboxes of a node.
 
     Raises:
         ConfigError: an argument has another form.
@@ -46,7 +46,7 @@ def code_verifier(
 
     async def judged(completion: str, answer: str) -> float:
         suite = _suite(answer, known)
-        judge = await shared_judge(pool, supply)
+        judge = await shared_judge(pool, opener)
         verdict = await judge.judge(completion, suite, known, allowed, every=reward == "share")
         return verdict.share if reward == "share" else float(verdict.passed == verdict.total)
 

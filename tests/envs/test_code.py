@@ -33,7 +33,7 @@ ROWS = [
 class Local(CodeEnv):
     """In local processes."""
 
-    supply = staticmethod(local_processes)
+    opener = staticmethod(local_processes)
 
 
 @pytest.fixture
@@ -128,16 +128,16 @@ async def test_rows_say_what_their_programs_may_use_also_in_tables_of_columns(tm
     tests = [{"stdin": "1", "stdout": "1"}, {"program": "true"}]
     rows = [{"prompt": f"p{n}", "tests": tests, "memory_mib": n or None, "timeout": 2.5} for n in (0, 99)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    boxes = ScriptedProvider()
+    provider = ScriptedProvider()
 
     class Scripted(CodeEnv):
-        supply = staticmethod(boxes.open)
+        opener = staticmethod(provider.open)
 
     async with sharing("test"):
         for seed in (0, HELD_OUT):
             options = CodeOptions(path=str(tmp_path / "rows.parquet"), held_out_fraction=0.5)
             await judged(Scripted(options), seed, "true")
-    assert {box.spec.memory_mib for box in boxes.boxes} == {256, 99}
+    assert {sandbox.spec.memory_mib for sandbox in provider.sandboxes} == {256, 99}
 
 
 @pytest.mark.anyio
@@ -152,29 +152,29 @@ async def test_the_reward_may_be_the_share_of_tests(data):
 
 
 @pytest.mark.anyio
-async def test_episodes_of_a_node_share_one_supply_which_acts_for_the_run():
-    supply, opened = ScriptedProvider(), []
+async def test_episodes_of_a_node_share_one_provider_which_acts_for_the_run():
+    provider, opened = ScriptedProvider(), []
 
     class Scripted(CodeEnv):
         @staticmethod
-        def supply(source, owner):
+        def opener(source, owner):
             opened.append(owner)
-            return supply.open(source, owner)
+            return provider.open(source, owner)
 
     async with sharing("my run"), anyio.create_task_group() as tasks:
         for seed in range(10):
             tasks.start_soon(judged, Scripted(CodeOptions()), seed, "true")
     assert opened == ["my-run"]
-    assert supply.owners == {"my-run"}
-    assert supply.most <= 8
-    assert supply.out == 0
+    assert provider.owners == {"my-run"}
+    assert provider.most <= 8
+    assert provider.out == 0
 
 
 @pytest.mark.anyio
 @pytest.mark.virtual
 async def test_law_5_a_sandbox_that_keeps_failing_is_an_error_and_never_a_reward():
     class Lost(CodeEnv):
-        supply = staticmethod(ScriptedProvider(failures=99, error=SandboxLostError("gone")).open)
+        opener = staticmethod(ScriptedProvider(failures=99, error=SandboxLostError("gone")).open)
 
     async with sharing("test"):
         env = Lost(CodeOptions())
@@ -185,22 +185,22 @@ async def test_law_5_a_sandbox_that_keeps_failing_is_an_error_and_never_a_reward
 
 @pytest.mark.anyio
 async def test_preparing_starts_a_sandbox_of_each_language_in_use_and_tells_what_is_missing(data):
-    boxes = ScriptedProvider()
+    provider = ScriptedProvider()
 
     class Scripted(CodeEnv):
-        supply = staticmethod(boxes.open)
+        opener = staticmethod(provider.open)
 
     rows = [*ROWS, {"prompt": "x", "language": "lua", "tests": [{"stdout": "1"}]}]
     lua = {"image": "lua-image", "file": "m.lua", "run": ["lua", "m.lua"]}
     async with sharing("test"):
         await Scripted.prepare(CodeOptions(path=data(rows), languages={"lua": lua}))
-        assert {box.spec.image for box in boxes.boxes} == {"flash-sandbox-python", "lua-image"}
+        assert {sandbox.spec.image for sandbox in provider.sandboxes} == {"flash-sandbox-python", "lua-image"}
         kinds = {"code": {"path": f"{__name__}:CodeEnv", "options": {"limits": {"memory_mib": 99}}}}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CodeEnv, "supply", staticmethod(boxes.open))
+            patch.setattr(CodeEnv, "opener", staticmethod(provider.open))
             await Mixture.prepare(MixtureOptions(kinds=kinds))
-        assert boxes.boxes[-1].spec.memory_mib == 99
-        boxes.failures, boxes.error = 9, SandboxStartError("no such image")
+        assert provider.sandboxes[-1].spec.memory_mib == 99
+        provider.failures, provider.error = 9, SandboxStartError("no such image")
         with pytest.raises(SandboxStartError, match="no such image"):
             await Scripted.prepare(CodeOptions(limits={"memory_mib": 77}))
 

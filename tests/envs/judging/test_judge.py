@@ -157,17 +157,17 @@ async def test_a_program_that_uses_up_its_sandbox_has_failed_but_one_that_never_
         await run_tests(exhausted(0), "fine", PYTHON, suite, LIMITS, every=True)
 
 
-async def _judged(supply: ScriptedProvider, pool: JudgePool):
-    async with open_reuse_pool(supply, owner="run", most=pool.parallel) as stock:
-        return await Judge(stock, pool).judge("print(3)", ADD, LANGUAGES, LIMITS, every=True)
+async def _judged(provider: ScriptedProvider, pool: JudgePool):
+    async with open_reuse_pool(provider, owner="run", most=pool.parallel) as sandboxes:
+        return await Judge(sandboxes, pool).judge("print(3)", ADD, LANGUAGES, LIMITS, every=True)
 
 
 @pytest.mark.anyio
 @pytest.mark.virtual
 @pytest.mark.parametrize("error", [SandboxLostError("gone"), SandboxStartError("no")])
 async def test_a_sandbox_that_fails_is_replaced_and_the_answer_is_judged(error):
-    supply = ScriptedProvider(lambda command, stdin: result(stdout=b"3"), failures=2, error=error)
-    assert (await _judged(supply, JudgePool())).passed == 1
+    provider = ScriptedProvider(lambda command, stdin: result(stdout=b"3"), failures=2, error=error)
+    assert (await _judged(provider, JudgePool())).passed == 1
 
 
 @pytest.mark.anyio
@@ -176,10 +176,10 @@ async def test_a_sandbox_that_fails_is_replaced_and_the_answer_is_judged(error):
     ("error", "left"), [(SandboxLostError("gone"), 6), (SandboxRefusedError("never"), 8), (SandboxBusyError("full"), 8)]
 )
 async def test_law_5_a_failure_of_the_infrastructure_is_an_error_and_never_a_verdict(error, left):
-    supply = ScriptedProvider(failures=9, error=error)
+    provider = ScriptedProvider(failures=9, error=error)
     with pytest.raises(type(error)):
-        await _judged(supply, JudgePool())
-    assert supply.failures == left
+        await _judged(provider, JudgePool())
+    assert provider.failures == left
 
 
 @pytest.mark.anyio
@@ -197,9 +197,9 @@ async def test_a_sandbox_lost_in_the_middle_of_a_test_is_no_verdict_either():
 @pytest.mark.anyio
 @pytest.mark.virtual
 async def test_an_image_without_the_language_is_refused_and_no_program_blamed_for_it():
-    supply = ScriptedProvider(lambda command, stdin: result(exit_code=1 if command[0] == "/bin/sh" else 0))
+    provider = ScriptedProvider(lambda command, stdin: result(exit_code=1 if command[0] == "/bin/sh" else 0))
     with pytest.raises(SandboxRefusedError, match="the image flash-sandbox-python has no `python3`"):
-        await _judged(supply, JudgePool(reuse=False))
+        await _judged(provider, JudgePool(reuse=False))
 
 
 @pytest.mark.parametrize("case", [{}, {"stdout": "1", "program": "x"}, {"program": "x", "stdin": "1"}, {"expect": "1"}])

@@ -15,9 +15,9 @@ TESTS = {
 }
 RIGHT = "```python\ndef f(x): return x * x\nif __name__ == '__main__': print(f(int(input())))\n```"
 
-share = code_verifier(supply=local_processes)
-every = code_verifier(reward="all", supply=local_processes)
-lost = code_verifier(supply=ScriptedProvider(failures=99, error=SandboxLostError("gone")).open)
+share = code_verifier(opener=local_processes)
+every = code_verifier(reward="all", opener=local_processes)
+lost = code_verifier(opener=ScriptedProvider(failures=99, error=SandboxLostError("gone")).open)
 
 
 @pytest.mark.anyio

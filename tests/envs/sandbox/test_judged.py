@@ -69,7 +69,7 @@ async def test_programs_are_judged_in_real_containers_and_none_of_them_harms_the
             verdict = await judge.judge(program, suite, languages, limits, every=True)
             assert verdict.passed == 0, what
             assert (await judge.judge(RIGHT, suite, languages, limits, every=True)).passed == 2, what
-        assert judge.stock.used_again > judge.stock.made
+        assert judge.sandboxes.used_again > judge.sandboxes.made
     assert await _containers(engine_url) == before
 
 
