@@ -26,28 +26,15 @@ from flash.errors import ContractError
 from flash.hub.breaker import Breaker
 from flash.hub.choice import choose
 from flash.hub.contract import AgeContract
-from flash.hub.groups import Group, GroupFilter, Member
+from flash.hub.groups import Group, Member
 from flash.hub.leases import LeaseTable, as_issued
 from flash.hub.ledger import Ledger
+from flash.hub.rules import BufferRules
 from flash.hub.tasks import Cursor, TaskSource
 from flash.types import Failure, Lease, Outcome, Trajectory
 
 FILTER_BREAKER = 20
 """Batches' worth of groups filtered out in a row, none kept between, that stop a run which filters everything."""
-
-
-class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What the configuration says about samples, beside the age contract."""
-
-    retries: int = 2
-    breaker: int = 64
-    quarantine: int = 16
-    on_expire: Literal["mask", "requeue", "wait"] = "mask"
-    fifo_window: float | None = None
-    extra_per_group: int = 0
-    waves: bool = False
-    """Groups start in batches, the next batch when the last one is home."""
-    filter: GroupFilter = GroupFilter()
 
 
 class BufferState(msgspec.Struct):

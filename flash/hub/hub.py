@@ -10,24 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import anyio
 import msgspec
 
-from flash.config.tree import Config, RolloutConfig
+from flash.config.tree import Config
 from flash.errors import ContractError, FlashError, PeerLostError, error_of
 from flash.hub import protocol as p
 from flash.hub.batching import deal
-from flash.hub.buffer import BufferRules, BufferState, SampleBuffer
+from flash.hub.buffer import BufferState, SampleBuffer
 from flash.hub.contract import AgeContract
 from flash.hub.evaluation import Evaluations
-from flash.hub.groups import GroupFilter
+from flash.hub.leases import Holders
 from flash.hub.metrics import StepMetrics
+from flash.hub.rules import buffer_rules
 from flash.hub.tasks import TaskSource
 from flash.observe.observer import Observer
 from flash.transport.request import ReplyT, Request, answered
-from flash.types import Activity, Failure, Lease, Published, Shard, Split, Trajectory
+from flash.types import Activity, Failure, Lease, Published, Shard, Trajectory
 from flash.waiting import deadline
 
 LEASES_AT_ONCE = 256
@@ -41,33 +42,12 @@ class HubState(msgspec.Struct):
     buffer: BufferState
 
 
-class _Lent(NamedTuple):
-    """Who holds a lease, and for what."""
-
-    node: int
-    split: Split
-
-
 class RunEnd(msgspec.Struct, frozen=True):
     """How the run ended."""
 
     reason: Literal["finished", "interrupted"]
     version: int
     ledger: dict[str, int]
-
-
-def buffer_rules(rollout: RolloutConfig) -> BufferRules:
-    """The part of the configuration that the buffer uses."""
-    return BufferRules(
-        retries=rollout.retries,
-        breaker=rollout.breaker,
-        quarantine=rollout.quarantine,
-        on_expire=rollout.on_expire,
-        fifo_window=rollout.fifo_window,
-        extra_per_group=rollout.extra_per_group,
-        waves=not rollout.queue_scheduling,
-        filter=GroupFilter(rollout.drop_equal_rewards, rollout.accuracy_bounds),
-    )
 
 
 class Hub:
@@ -111,9 +91,7 @@ class Hub:
         )
         self._published: Published | None = None
         self._engines: dict[int, dict[int, p.EngineStatus]] = {}
-        self._lent: dict[int, _Lent] = {}
-        """Leases that nodes hold, by number."""
-        self._cancels: dict[int, list[int]] = {}
+        self._holders = Holders()
         self._shards: list[Shard] = []
         self._fetched: set[int] = set()
         self._evaluating_since: float | None = None
@@ -244,10 +222,9 @@ class Hub:
             self.fail(PeerLostError(f"trainer rank {number} is gone; its own output says why"))
         if kind == "node":
             self._engines.pop(int(number), None)
-            self._cancels.pop(int(number), None)
-            for lease_id in [lease_id for lease_id, lent in self._lent.items() if lent.node == int(number)]:
-                owner = self._evaluations if self._lent.pop(lease_id).split == "eval" else self.buffer
-                owner.revoke(lease_id)
+            for lease in self._holders.lost(int(number)):
+                owner = self._evaluations if lease.task.split == "eval" else self.buffer
+                owner.revoke(lease.lease_id)
         self._notify()
 
     # -- rollout nodes -----------------------------------------------------------------------------------------------
@@ -269,8 +246,7 @@ class Hub:
         leases: list[Lease] = []
         while len(leases) < min(capacity, LEASES_AT_ONCE) and (granted := self._next_leases(node, versions)):
             leases += granted
-        for lease in leases:
-            self._lent[lease.lease_id] = _Lent(node, lease.task.split)
+        self._holders.lend(node, leases)
         return leases
 
     def _next_leases(self, node: int, versions: list[int]) -> list[Lease]:
@@ -294,7 +270,7 @@ class Hub:
 
     def _deliver(self, request: p.DeliverRequest) -> p.Ack:
         for ended in request.ended:
-            self._lent.pop(ended.lease_id, None)
+            self._holders.ended(ended.lease_id)
             self._take(request.node, ended.lease_id, ended.result)
         self._spread_word()
         self._notify()
@@ -315,10 +291,8 @@ class Hub:
             self.fail(error)
 
     def _spread_word(self) -> None:
-        """Sort what the buffer has withdrawn by node, for their cancel requests, and pass its notes on."""
-        for lease_id in self.buffer.leases.withdrawn:
-            if (lent := self._lent.get(lease_id)) is not None:
-                self._cancels.setdefault(lent.node, []).append(lease_id)
+        """Keep what the buffer has withdrawn for the nodes' cancel requests, and pass its notes on."""
+        self._holders.withdraw(self.buffer.leases.withdrawn)
         self.buffer.leases.withdrawn.clear()
         for note in self.buffer.notes:
             self._observer.note(note)
@@ -326,8 +300,8 @@ class Hub:
 
     async def _next_cancels(self, request: p.CancelRequest) -> p.CancelReply:
         with anyio.move_on_after(p.LONG_POLL_S):
-            await self._until(lambda: self._done or bool(self._cancels.get(request.node)))
-        return p.CancelReply(self._cancels.pop(request.node, []), done=self._done)
+            await self._until(lambda: self._done or self._holders.has_cancels(request.node))
+        return p.CancelReply(self._holders.take_cancels(request.node), done=self._done)
 
     async def _next_version(self, request: p.VersionRequest) -> p.VersionReply:
         def newer() -> bool:

@@ -1,13 +1,14 @@
 """Leases: which tasks wait, in order, and who has the others. Pure state.
 
-Training and evaluation keep a table each. Every task on its way is either queued there or out on one lease. A lease
-that was withdrawn is out no more; the reason is kept until its node reports what it had generated.
+Training and evaluation keep a `LeaseTable` each. Every task on its way is either queued there or out on one lease. A
+lease that was withdrawn is out no more; the reason is kept until its node reports what it had generated. `Holders`
+knows which node has which lease, of both.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -115,3 +116,42 @@ class LeaseTable:
 
     def _place(self, member: Member) -> Place:
         return self._place_of(member.task)
+
+
+class Holders:
+    """Which node holds which lease, and which of them it is still to be told to cancel."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[int, Lease]] = {}
+        self._cancels: dict[int, list[int]] = {}
+
+    def lend(self, node: int, leases: Iterable[Lease]) -> None:
+        """A node was given leases."""
+        for lease in leases:
+            self._held[lease.lease_id] = node, lease
+
+    def ended(self, lease_id: int) -> None:
+        """A node has handed a lease over, known here or not."""
+        self._held.pop(lease_id, None)
+
+    def lost(self, node: int) -> list[Lease]:
+        """A node is gone: the leases that it held, whose cancels are forgotten too."""
+        self._cancels.pop(node, None)
+        leases = [lease for holder, lease in self._held.values() if holder == node]
+        for lease in leases:
+            del self._held[lease.lease_id]
+        return leases
+
+    def withdraw(self, lease_ids: Iterable[int]) -> None:
+        """Leases have become pointless: their nodes will be told."""
+        for lease_id in lease_ids:
+            if lease_id in self._held:
+                self._cancels.setdefault(self._held[lease_id][0], []).append(lease_id)
+
+    def has_cancels(self, node: int) -> bool:
+        """Whether a node is to be told of any."""
+        return node in self._cancels
+
+    def take_cancels(self, node: int) -> list[int]:
+        """What a node is to be told; it is told once."""
+        return self._cancels.pop(node, [])

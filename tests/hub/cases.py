@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from flash.hub.buffer import BufferRules, BufferState, SampleBuffer
+from flash.hub.buffer import BufferState, SampleBuffer
 from flash.hub.contract import AgeContract
+from flash.hub.rules import BufferRules
 from flash.hub.tasks import TaskSource
 from flash.types import Lease, Outcome, Span, Task, Trajectory, Turn, VersionRun
 
