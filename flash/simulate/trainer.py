@@ -18,7 +18,7 @@ from flash.types import Activity, Canary, Published, Shard
 
 
 class SimTrainer:
-    """One simulated trainer and its books."""
+    """One simulated trainer, and what it did and trained."""
 
     def __init__(self, config: Config, settings: SimulateConfig, hub: p.HubCaller, now: Callable[[], float]) -> None:
         self._deadlines = config.deadlines

@@ -125,7 +125,7 @@ class TcpPublisher:
         announce(encode_update(UpdateInfo(update=vars(source))))
 
     def close(self) -> None:
-        """Stop serving; pulls that have begun go on to their end."""
+        """Stop serving; pulls that have begun go on while this process lives."""
         if self._server is not None:
             self._server.close()
 
