@@ -5,23 +5,18 @@ Invariant: once announced, a version's tensors never change, although the traine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 
 from flash.config.tree import Config
+from flash.weights.staging import Announce, NamedTensors
 
 
 class WeightPublisher(Protocol):
     """Gives versions to the engines. Lives on every trainer rank, because gathering full tensors is a collective."""
 
-    def publish(
-        self,
-        version: int,
-        tensors: Iterable[tuple[str, torch.Tensor]],
-        announce: Callable[[bytes], None],
-    ) -> None:
+    def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> None:
         """Offer `version` to the engines.
 
         Called by all ranks with the same names in the same order: to iterate over `tensors`, full and unsharded,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+"""A model's tensors by name, one after the other."""
+Announce = Callable[[bytes], None]
+"""Tells the engines, by `Published.update_info`, that they may start to load a version."""
 
-def stage(
-    tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, device: str | None = "cpu"
-) -> Iterator[tuple[str, torch.Tensor]]:
+
+def stage(tensors: NamedTensors, dtype: torch.dtype, device: str | None = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
     """Contiguous private copies in the engines' dtype; `device` None leaves each tensor where it is."""
     for name, tensor in tensors:
         target = dtype if tensor.is_floating_point() else tensor.dtype

@@ -19,7 +19,7 @@ import socket
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ import torch
 
 from flash.errors import DeadlineError, TransportError, WeightsError
 from flash.transport.auth import blocking_handshake, client_handshake, new_token, server_handshake
-from flash.weights.staging import dtype_name, stage
+from flash.weights.staging import Announce, NamedTensors, dtype_name, stage
 from flash.weights.update import UpdateInfo, encode_update
 
 CHUNK_BYTES = 4 << 20
@@ -89,7 +89,7 @@ class Image:
         return hashlib.sha256(self.manifest).hexdigest()
 
 
-def make_image(tensors: Iterable[tuple[str, torch.Tensor]]) -> Image:
+def make_image(tensors: NamedTensors) -> Image:
     """Turn staged host tensors, which it takes over, into an image."""
     lines: list[TensorMeta] = []
     payloads: list[memoryview] = []
@@ -110,12 +110,7 @@ class TcpPublisher:
         self._dtype = dtype
         self._server = WeightServer(host, timeout_s) if rank == 0 else None
 
-    def publish(
-        self,
-        version: int,
-        tensors: Iterable[tuple[str, torch.Tensor]],
-        announce: Callable[[bytes], None],
-    ) -> None:
+    def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> None:
         """Hold `version` ready for the engines. Returns as soon as they may pull."""
         if self._server is None:
             for _ in tensors:

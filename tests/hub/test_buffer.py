@@ -69,11 +69,17 @@ def test_no_sample_starts_on_an_engine_whose_tokens_the_next_step_could_not_trai
     assert (again.task.task_id, again.min_version) == (leases[2].task.task_id, 1)
 
 
-def test_a_failed_task_goes_to_another_node_as_long_as_there_is_one() -> None:
-    buffer = make_buffer(alpha=0)
+def failed_on_node_0(**options: Any) -> tuple[SampleBuffer, Lease]:
+    """A buffer whose first task has failed on node 0, and the lease that it had there."""
+    buffer = make_buffer(alpha=0, **options)
     first = buffer.lease([0], node=0, alone=False)
     assert first is not None
     buffer.finish(first.lease_id, fail(first), node=0)
+    return buffer, first
+
+
+def test_a_failed_task_goes_to_another_node_as_long_as_there_is_one() -> None:
+    buffer, first = failed_on_node_0()
     other = buffer.lease([0], node=0, alone=False)
     assert other is not None
     assert other.task.task_id != first.task.task_id
@@ -83,20 +89,14 @@ def test_a_failed_task_goes_to_another_node_as_long_as_there_is_one() -> None:
 
 
 def test_a_task_that_failed_everywhere_waits_for_no_node_when_only_one_is_left() -> None:
-    buffer = make_buffer(alpha=0)
-    first = buffer.lease([0], node=0, alone=False)
-    assert first is not None
-    buffer.finish(first.lease_id, fail(first), node=0)
+    buffer, first = failed_on_node_0()
     again = buffer.lease([0], node=0, alone=True)
     assert again is not None
     assert again.task.task_id == first.task.task_id
 
 
 def test_an_avoided_task_at_the_head_of_the_queue_keeps_no_node_from_new_work() -> None:
-    buffer = make_buffer(alpha=0, batch=4, group=1)
-    first = buffer.lease([0], node=0, alone=False)
-    assert first is not None
-    buffer.finish(first.lease_id, fail(first), node=0)
+    buffer, _ = failed_on_node_0(batch=4, group=1)
     assert [lease.task.group_id for lease in iter(lambda: buffer.lease([0], 0, alone=False), None)] == [1, 2, 3]
 
 
