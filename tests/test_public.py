@@ -1,4 +1,4 @@
-"""The public face: what `import flash` gives, and the page that lists it."""
+"""The public faces: what `import flash` and `import envs.sandbox` give, and the page that lists it."""
 
 from __future__ import annotations
 
@@ -6,37 +6,41 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+import envs.sandbox
 import flash
 
-PAGE = Path(__file__).parents[1] / "docs" / "api.md"
+PAGE = (Path(__file__).parents[1] / "docs" / "api.md").read_text(encoding="utf-8")
 ALIASES = {"Info", "ResetResult", "StepResult", "Observation", "HELD_OUT"}
-"""Types and numbers without a docstring of their own."""
+"""Types and numbers, which have no docstring of their own."""
+FACES = pytest.mark.parametrize("face", [flash, envs.sandbox], ids=lambda face: face.__name__)
 
 
-@pytest.mark.parametrize("name", flash.__all__)
-def test_every_public_name_is_there_and_documented(name: str) -> None:
-    value: Any = getattr(flash, name)
-    assert name in dir(flash)
-    assert f"`{name}" in PAGE.read_text(encoding="utf-8")
-    if name not in ALIASES:
-        assert value.__doc__, f"{name} has no docstring"
+@FACES
+def test_every_public_name_is_there_and_documented(face: ModuleType) -> None:
+    for name in face.__all__:
+        value: Any = getattr(face, name)
+        assert name in dir(face)
+        assert name in ALIASES or value.__doc__, f"{face.__name__}.{name} has no docstring"
 
 
-def test_the_page_lists_nothing_else() -> None:
-    text = PAGE.read_text(encoding="utf-8").partition("## `import flash`")[2].partition("\n## ")[0]
-    assert {*re.findall(r"^\| `(\w+)", text, flags=re.MULTILINE)} == {*flash.__all__}
+@FACES
+def test_the_page_lists_every_public_name_and_nothing_else(face: ModuleType) -> None:
+    section = PAGE.partition(f"## `import {face.__name__}`")[2].partition("\n## ")[0]
+    assert sorted(re.findall(r"^\| `(\w+)", section, flags=re.MULTILINE)) == sorted(face.__all__)
 
 
-def test_another_name_is_an_attribute_error() -> None:
+@FACES
+def test_another_name_is_an_attribute_error(face: ModuleType) -> None:
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
-        flash.trian  # noqa: B018
+        face.trian  # noqa: B018
 
 
-def test_importing_it_and_naming_everything_needs_no_torch() -> None:
+def test_importing_flash_and_naming_everything_needs_no_torch() -> None:
     script = (
         "import sys, flash; [getattr(flash, name) for name in flash.__all__];"
         "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"

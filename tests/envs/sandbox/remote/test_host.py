@@ -146,6 +146,7 @@ async def test_a_sandbox_whose_container_is_killed_is_lost_at_the_front_too(tmp_
             await pool.handle(lease).run("true", timeout=20)
 
 
+@pytest.mark.integration  # half a minute of the real clock
 async def test_a_host_that_goes_away_takes_no_more_and_what_it_had_is_told(tmp_path):
     leave = anyio.Event()
 
