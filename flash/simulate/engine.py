@@ -317,7 +317,10 @@ class SimEngine:
     def _abort(self, sequence: SimSequence) -> None:
         """Its reader is gone."""
         if sequence in self._waiting:
+            first = next(iter(self._waiting)) is sequence
             del self._waiting[sequence]
+            if first:  # there may be room for the one behind it
+                self._stir()
         elif sequence in self._running:
             self._leaving.append(sequence)
             if self._swapping:

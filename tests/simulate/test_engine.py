@@ -6,8 +6,9 @@ from collections import OrderedDict, deque
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flash.config.simulate import SimulateConfig
@@ -193,7 +194,25 @@ def workloads(draw: st.DrawFn) -> tuple[SimulateConfig, int, list[Arrival], list
     return constants, draw(st.integers(1, 6)), arrivals, loads
 
 
+THE_FIRST_THAT_WAITS_LEAVES = (
+    msgspec.structs.replace(CONSTANTS, kv_tokens=150),
+    4,
+    [
+        *(Arrival(0.001 + i * 1.1e-7, 1, 12, 1, i, None) for i in range(4)),
+        Arrival(0.00100044, 1, 12, 15, 4, None),
+        Arrival(0.00100055, 2, 40, 14, 5, None),
+        Arrival(0.10100066, 1, 12, 1, 6, None),
+        Arrival(0.10000077, 2, 40, 9, 7, 0.27600819),
+        *(Arrival(0.001 + i * 1.1e-7, 1, 12, 1, i, None) for i in (8, 9)),
+        Arrival(0.0010011, 1, 12, 13, 10, None),
+    ],
+    [],
+)
+"""It was put back, has no room, and keeps a smaller one from joining until it leaves."""
+
+
 @given(workloads())
+@example(THE_FIRST_THAT_WAITS_LEAVES)
 def test_the_closed_form_ends_every_response_when_a_step_by_step_engine_does(workload: Any) -> None:
     constants, places, arrivals, loads = workload
     naive = Naive(constants, places, arrivals, loads)
