@@ -136,8 +136,8 @@ async def test_thousands_of_calls_at_once_each_get_their_own_reply(client: Clien
     assert replies == {number: number + 1 for number in range(3000)}
 
 
-async def test_a_frame_of_100_megabytes_goes_there_and_back(client: Client):
-    data = bytes(range(256)) * (100_000_000 // 256)
+async def test_a_frame_of_64_megabytes_goes_there_and_back(client: Client):
+    data = bytes(range(256)) * (64_000_000 // 256)
     assert (await client.call(Echo(data), 60)).data == data
 
 
