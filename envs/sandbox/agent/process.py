@@ -245,7 +245,8 @@ class Pipe:
         """Take what is in the pipe now, and no more: somebody may go on writing for ever."""
         if self.fd < 0:
             return
-        waiting = struct.unpack("i", fcntl.ioctl(self.fd, termios.FIONREAD, b"\0" * 4))[0]
+        # What was last written to a terminal may be on its way, uncounted; only reading fetches it.
+        waiting = max(READ_BYTES, struct.unpack("i", fcntl.ioctl(self.fd, termios.FIONREAD, b"\0" * 4))[0])
         while waiting > 0 and self.fd >= 0:
             try:
                 data = os.read(self.fd, min(waiting, READ_BYTES))
