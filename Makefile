@@ -6,7 +6,7 @@ BENCH_ARGS ?=
 
 # At most four tests at a time, each file's in their order: see tests/conftest.py.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
 
 .PHONY: env check unit test lint bench docs clean
 

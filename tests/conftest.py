@@ -39,21 +39,27 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "may_block: the test may block its event loop")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-    items.sort(key=lambda item: FIRST.index(_group(item)) if _group(item) in FIRST else len(FIRST))
+    items.sort(key=lambda item: (*FIRST, group_of(item.nodeid)).index(group_of(item.nodeid)))
 
 
-def _group(item: pytest.Item) -> str:
-    """The worker's queue that a test stands in."""
-    path = item.path.as_posix()
-    if "/integration/" in path or "vllm_engine" in path:
+def group_of(nodeid: str) -> str:
+    """What a test is kept together with: see above."""
+    path = nodeid.partition("::")[0]
+    if path.startswith("tests/integration/") or "vllm_engine" in path:
         return "engines"
-    if "engine_url" in getattr(item, "fixturenames", ()) and item.get_closest_marker("integration"):
-        return "containers"
-    return path
+    return "containers" if "/sandbox/" in path else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return ByGroup(config, log)
 
 
 @pytest.fixture
