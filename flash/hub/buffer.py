@@ -16,7 +16,7 @@ here, independently of the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import count
 from typing import Literal
 
@@ -100,13 +100,13 @@ class SampleBuffer:
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
-    def lease(self, versions: Sequence[int], node: int = 0, *, alone: bool = True) -> Lease | None:
+    def lease(self, versions: Sequence[int], node: int = 0, *, nodes: Collection[int] = ()) -> Lease | None:
         """Hand out the next task that a node may run, or None.
 
         Args:
             versions: what the node's engines run.
-            node: its number; a task goes to another node than those it failed on, unless this one is `alone`.
-            alone: whether no other node could take it.
+            node: its number. A task goes to another node than those it failed on, as long as there is one.
+            nodes: all nodes that could take it.
 
         Raises:
             BreakerError: every kind of environment is quarantined.
@@ -115,7 +115,7 @@ class SampleBuffer:
         for member in self.leases.queue:
             if self._needed_version(self._group(member).slot, member.task.sample_index) > newest:
                 return None
-            if alone or node not in member.avoid:
+            if node not in member.avoid or all(other in member.avoid for other in nodes):
                 return self._hand_out(member, versions)
         if not self._room_for_group(newest):
             return None

@@ -257,7 +257,7 @@ class Hub:
         if max(versions, default=-1) < 0 or self._stopping is not None or self._evaluations.measuring_start:
             return []
         try:
-            lease = self.buffer.lease(versions, node, alone=len(self._engines) < 2)
+            lease = self.buffer.lease(versions, node, nodes=self._engines.keys())
         except FlashError as error:
             self.fail(error)
             return []

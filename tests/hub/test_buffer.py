@@ -72,7 +72,7 @@ def test_no_sample_starts_on_an_engine_whose_tokens_the_next_step_could_not_trai
 def failed_on_node_0(**options: Any) -> tuple[SampleBuffer, Lease]:
     """A buffer whose first task has failed on node 0, and the lease that it had there."""
     buffer = make_buffer(alpha=0, **options)
-    first = buffer.lease([0], node=0, alone=False)
+    first = buffer.lease([0], node=0, nodes={0, 1})
     assert first is not None
     buffer.finish(first.lease_id, fail(first), node=0)
     return buffer, first
@@ -80,24 +80,39 @@ def failed_on_node_0(**options: Any) -> tuple[SampleBuffer, Lease]:
 
 def test_a_failed_task_goes_to_another_node_as_long_as_there_is_one() -> None:
     buffer, first = failed_on_node_0()
-    other = buffer.lease([0], node=0, alone=False)
+    other = buffer.lease([0], node=0, nodes={0, 1})
     assert other is not None
     assert other.task.task_id != first.task.task_id
-    elsewhere = buffer.lease([0], node=1, alone=False)
+    elsewhere = buffer.lease([0], node=1, nodes={0, 1})
     assert elsewhere is not None
     assert elsewhere.task.task_id == first.task.task_id
 
 
 def test_a_task_that_failed_everywhere_waits_for_no_node_when_only_one_is_left() -> None:
     buffer, first = failed_on_node_0()
-    again = buffer.lease([0], node=0, alone=True)
+    again = buffer.lease([0], node=0, nodes={0})
     assert again is not None
     assert again.task.task_id == first.task.task_id
 
 
+@pytest.mark.parametrize("nodes", [{0, 1}, {0, 1, 2}])
+def test_a_task_that_failed_on_every_node_goes_out_again(nodes: set[int]) -> None:
+    buffer = make_buffer(alpha=0, retries=len(nodes))
+    task = None
+    for node in nodes:
+        lease = buffer.lease([0], node=node, nodes=nodes)
+        assert lease is not None
+        task = task or lease.task.task_id
+        assert lease.task.task_id == task
+        buffer.finish(lease.lease_id, fail(lease), node=node)
+    again = buffer.lease([0], node=0, nodes=nodes)
+    assert again is not None
+    assert again.task.task_id == task
+
+
 def test_an_avoided_task_at_the_head_of_the_queue_keeps_no_node_from_new_work() -> None:
     buffer, _ = failed_on_node_0(batch=4, group=1)
-    assert [lease.task.group_id for lease in iter(lambda: buffer.lease([0], 0, alone=False), None)] == [1, 2, 3]
+    assert [lease.task.group_id for lease in iter(lambda: buffer.lease([0], 0, nodes={0, 1}), None)] == [1, 2, 3]
 
 
 def test_the_rest_of_a_group_can_be_leased_with_its_first_member() -> None:

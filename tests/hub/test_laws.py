@@ -33,6 +33,7 @@ class Life(RuleBasedStateMachine):
         alpha=st.sampled_from([0.0, 0.25, 1.0, 2.5]),
         group=st.sampled_from([2, 4]),
         batches=st.sampled_from([1, 2]),
+        nodes=st.integers(1, 8),
         rules=st.fixed_dictionaries(
             {
                 "retries": st.integers(0, 2),
@@ -45,27 +46,29 @@ class Life(RuleBasedStateMachine):
             }
         ),
     )
-    def begin(self, alpha: float, group: int, batches: int, rules: dict[str, Any]) -> None:
+    def begin(self, alpha: float, group: int, batches: int, nodes: int, rules: dict[str, Any]) -> None:
         batch = group * batches
         self.settings = {"alpha": alpha, "batch": batch, "group": group, "steps": STEPS, "quarantine": 1000} | rules
         self.buffer = make_buffer(**self.settings, kind_of=kind_of)
         self.alpha, self.batch, self.group, self.rules = alpha, batch, group, rules
+        self.nodes = range(nodes)
         self.version = 0
         self.leases: dict[int, tuple[Lease, int]] = {}
         self.training = False
 
-    @rule(behind=st.integers(0, 3), node=st.integers(0, 1), ahead=st.integers(0, 1))
+    @rule(behind=st.integers(0, 3), node=st.integers(0, 7), ahead=st.integers(0, 1))
     def lease(self, behind: int, node: int, ahead: int) -> None:
         engines = [max(0, self.version - behind), max(0, self.version - behind - ahead)]
-        lease = self.buffer.lease(engines, node, alone=False)
+        lease = self.buffer.lease(engines, node % len(self.nodes), nodes=self.nodes)
         if lease is not None:
             start = min(version for version in engines if version >= lease.min_version)
             self.leases[lease.lease_id] = lease, start
 
     @rule()
     def lease_all(self) -> None:
-        while (lease := self.buffer.lease([self.version])) is not None:
-            self.leases[lease.lease_id] = lease, self.version
+        for node in self.nodes:
+            while (lease := self.buffer.lease([self.version], node, nodes=self.nodes)) is not None:
+                self.leases[lease.lease_id] = lease, self.version
 
     @precondition(lambda self: len(self.leases) > 2)
     @rule(late=st.integers(0, 1000))
@@ -109,7 +112,7 @@ class Life(RuleBasedStateMachine):
     )
     def fail(self, pick: int, outcome: Outcome) -> None:
         lease, _ = self.pop(pick)
-        self.buffer.finish(lease.lease_id, Failure(lease.task, outcome, "x", 1), node=pick % 2)
+        self.buffer.finish(lease.lease_id, Failure(lease.task, outcome, "x", 1), node=pick % len(self.nodes))
 
     @precondition(lambda self: self.leases)
     @rule(pick=st.integers(0, 1000))
@@ -181,8 +184,8 @@ class Life(RuleBasedStateMachine):
         """No deadlock: work is out, or can be handed out to an engine of the current version, or a batch is ready."""
         if self.version >= STEPS or self.training or self.leases:
             return
-        twin = self.twin()
-        assert twin.lease([self.version]) is not None or twin.take(self.version) is not None
+        leases = [self.twin().lease([self.version], node, nodes=self.nodes) for node in self.nodes]
+        assert any(lease is not None for lease in leases) or self.twin().take(self.version) is not None
 
 
 TestLaws = Life.TestCase
