@@ -85,16 +85,16 @@ def _staleness(config: Config, objective: Objective) -> Iterator[Problem]:
             "train.allow_uncorrected = true"
         )
         yield Problem("train.async_ratio", message)
-    if alpha >= 1:
+    if alpha > 0:
         return
     if objective.proximal_policy == "loglinear":
         message = (
-            f"the log-linear proximal policy lies between the sampling policy and now by age, and with "
-            f"train.async_ratio = {alpha:g} every age is 0: choose another proximal policy"
+            "the log-linear proximal policy lies between the sampling policy and now by age, and with "
+            "train.async_ratio = 0 every age is 0: choose another proximal policy"
         )
         yield Problem("algorithm.options", message)
     if not isinstance(algorithm.staleness, NoStaleness):
-        message = f"has no effect: with train.async_ratio = {alpha:g} every age is 0"
+        message = "has no effect: with train.async_ratio = 0 every age is 0"
         yield Problem("algorithm.staleness", message)
 
 

@@ -6,6 +6,7 @@ Every field has a docstring that says its meaning and unit; `flash config` and d
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -143,13 +144,23 @@ class EngineConfig(Section, frozen=True):
     """Tokens between two deliveries of a running sequence."""
 
 
+SLACK = 1e-9
+"""Keeps comparisons true where α, or α times a batch, is a whole number that floats cannot hold."""
+
+
+def max_age(async_ratio: float) -> int:
+    """⌈α⌉: the most versions that a trained token may be old under an asynchronous ratio."""
+    return math.ceil(async_ratio - SLACK)
+
+
 class TrainConfig(Section, frozen=True):
     """A step of the trainer: batch, staleness, optimizer, schedule."""
 
     batch_size: Positive = 256
     """Samples per step: a multiple of rollout.group_size."""
     async_ratio: NonNegativeFloat = 1.0
-    """α: a token is trained at most α versions after it was sampled. 0 is synchronous training."""
+    """α: up to (1 + α) batches of samples are on their way, and a token is trained at most ⌈α⌉ versions after it was
+    sampled. 0 is synchronous training."""
     allow_uncorrected: bool = False
     """Permit α > 0 with an objective that ignores behaviour log-probs."""
     learning_rate: PositiveFloat = 1e-6

@@ -296,7 +296,7 @@ class SampleBuffer:
     def _watch(self, group: Group) -> None:
         """Members that no later step could train need not wait for the others of their group."""
         self._expiring.pop(group.group_id, None)
-        if self._rules.on_expire != "mask" or self._contract.async_ratio < 1 or group.complete or group.earlier:
+        if self._rules.on_expire != "mask" or self._contract.max_age < 1 or group.complete or group.earlier:
             return
         after_next = self._contract.min_token_version(self._next_step + 1)
         if group.expiring(after_next) and self._rules.filter.keeps(group):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from flash.hub.contract import SLACK, AgeContract
+from flash.config.tree import SLACK
+from flash.hub.contract import AgeContract
 from flash.hub.groups import Group
 
 

@@ -1,7 +1,8 @@
 """The age contract: the numbers that admission, choice and consumption follow.
 
-With α = async ratio and B = samples per step: every token trained by the step that makes version n+1 was sampled by a
-version ≥ n − α.
+With α = async ratio and B = samples per step: admission lets (1 + α)·B samples be on their way, and every token
+trained by the step that makes version n+1 was sampled by a version ≥ n − ⌈α⌉. Ages are whole numbers: a sample that α
+admits one version early is one version old, whatever the fraction.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ import math
 
 import msgspec
 
-SLACK = 1e-9
-"""Keeps comparisons true where α·B is a whole number that floats cannot hold."""
+from flash.config.tree import SLACK, max_age
 
 
 class AgeContract(msgspec.Struct, frozen=True):
@@ -33,13 +33,18 @@ class AgeContract(msgspec.Struct, frozen=True):
         k = (slot - self.extra_groups) * self.group_size + member + 1
         return max(0, math.ceil(k / self.batch_size - 1 - self.async_ratio - SLACK))
 
+    @property
+    def max_age(self) -> int:
+        """⌈α⌉: the most versions that a trained token may be old."""
+        return max_age(self.async_ratio)
+
     def min_token_version(self, step: int) -> int:
         """The oldest version whose tokens the step that trains version `step` may use."""
-        return math.ceil(step - self.async_ratio - SLACK)
+        return step - self.max_age
 
     def last_step(self, token_version: int) -> int:
         """The last step that may train a token of this version."""
-        return math.floor(token_version + self.async_ratio + SLACK)
+        return token_version + self.max_age
 
     @property
     def groups_per_batch(self) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from algorithms.base import Advantage
-from flash.config.tree import Config
+from flash.config.tree import Config, max_age
 from flash.errors import ContractError
 from flash.trainer.collectives import gather_rows, raise_together
 from flash.trainer.credit import Credit, assign_credit
@@ -92,13 +92,13 @@ def plan_step(shard: Shard, config: Config, estimator: Advantage, version: int, 
 
 
 def check_ages(shard: Shard, version: int, age_T: np.ndarray, async_ratio: float) -> None:
-    """The age contract at consumption: version n trains only tokens of versions n − α … n."""
+    """The age contract at consumption: version n trains only tokens of versions n − ⌈α⌉ … n."""
     if shard.step != version:
         raise ContractError(f"a batch for version {shard.step} reached a trainer that holds version {version}")
-    if age_T.size and (age_T.max() > async_ratio or age_T.min() < 0):
+    if age_T.size and (age_T.max() > max_age(async_ratio) or age_T.min() < 0):
         raise ContractError(
-            f"step {shard.step}: token ages run from {age_T.min()} to {age_T.max()}, the contract allows 0 to "
-            f"{async_ratio:g} (train.async_ratio); the hub's min_version was {shard.min_version}"
+            f"step {shard.step}: token ages run from {age_T.min()} to {age_T.max()}, train.async_ratio = "
+            f"{async_ratio:g} allows 0 to {max_age(async_ratio)}; the hub's min_version was {shard.min_version}"
         )
 
 

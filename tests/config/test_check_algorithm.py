@@ -92,7 +92,7 @@ def resolve(*overrides: str) -> Config:
             "`algorithm.options`: the log-linear proximal policy lies between the sampling policy and now by age",
         ),
         (
-            ["algorithm.options.proximal=loglinear", "train.async_ratio=0.5"],
+            ["algorithm.options.proximal=loglinear", "train.async_ratio=0"],
             "`algorithm.options` (override): the log-linear proximal policy",
         ),
         (

@@ -136,12 +136,12 @@ class Life(RuleBasedStateMachine):
         if groups is None:
             return
         self.training = True
-        limit = math.ceil(self.version - self.alpha)
+        limit = self.version - math.ceil(self.alpha)
         assert all(len(group.trajectories()) + len(group.earlier) <= self.group for group in groups)
         for shard in deal(groups, self.version, limit, 2):
             for sample in shard.samples:
                 kept = [run for run in sample.trajectory.versions if run.version >= shard.min_version]
-                assert all(run.version >= self.version - self.alpha for run in kept)
+                assert all(run.version >= self.version - math.ceil(self.alpha) for run in kept)
                 if self.rules["on_expire"] == "requeue":
                     assert kept == sample.trajectory.versions
 

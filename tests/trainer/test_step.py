@@ -309,7 +309,7 @@ def test_a_batch_without_a_token_to_train_leaves_the_weights_alone(tied_model: P
 def test_age_contract_a_token_older_than_the_ratio_stops_the_run(tied_model: Path) -> None:
     rng = np.random.default_rng(0)
     old = [make_trajectory(0, i, [VersionRun(1, 4)], rng, reward=float(i)) for i in range(2)]
-    for alpha, allowed in ((1.0, False), (1.9, False), (2.0, True)):
+    for alpha, allowed in ((0.5, False), (1.0, False), (1.1, True), (2.0, True)):
         trainer = trainer_at(3, tied_model, train={"async_ratio": alpha, "max_tokens_per_microbatch": 64})
         shard = make_shard(old, step=3, min_version=0)
         if allowed:
