@@ -34,6 +34,16 @@ TEST_LABEL = "flash.test"
 """On every container of these tests, with a value of its own for each."""
 
 
+REAL = ("local", "remote", "service")
+"""Rooms whose tests start agents and servers, on the real clock."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name in REAL and item.path.parent.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.integration)
+
+
 def _missing(what: str, reason: str) -> NoReturn:
     if os.environ.get(f"FLASH_REQUIRE_{what}") == "1":
         pytest.fail(f"FLASH_REQUIRE_{what} is set, but {reason}")
