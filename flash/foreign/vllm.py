@@ -65,6 +65,24 @@ TOUCHED = (
 )
 """`module:Class.attribute`; the attributes of a class include those that its `__init__` sets."""
 
+TOUCHED_BY_WORKERS = (
+    "vllm.distributed.weight_transfer.base:WeightTransferEngine.init_transfer_engine",
+    "vllm.distributed.weight_transfer.base:WeightTransferEngine.start_weight_update",
+    "vllm.distributed.weight_transfer.base:WeightTransferEngine.receive_weights",
+    "vllm.distributed.weight_transfer.base:WeightTransferEngine.finish_weight_update",
+    "vllm.distributed.weight_transfer.base:WeightTransferEngine.shutdown",
+    "vllm.distributed.weight_transfer.base:WeightTransferEngine.model",
+    "vllm.distributed.weight_transfer.base:WeightTransferEngine.model_config",
+    "vllm.distributed.weight_transfer.base:WeightTransferEngine.device",
+    "vllm.distributed.weight_transfer.base:WeightTransferInitInfo",
+    "vllm.distributed.weight_transfer.base:WeightTransferUpdateInfo",
+    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+    "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding",
+    "vllm.model_executor.model_loader.reload:initialize_layerwise_reload",
+    "vllm.model_executor.model_loader.reload:finalize_layerwise_reload",
+)
+"""The same for `flash.foreign.vllm_worker`, whose import is long."""
+
 CORE_PROCESS = "EngineCore"
 """How the name of the process that vLLM starts first begins."""
 

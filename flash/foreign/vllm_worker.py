@@ -1,4 +1,7 @@
-"""vLLM beyond what it documents, inside its worker: how new weights are put in place. Importing this imports vLLM."""
+"""vLLM beyond what it documents, inside its worker: how new weights are put in place. Importing this imports vLLM.
+
+What is touched here is listed in `flash.foreign.vllm.TOUCHED_BY_WORKERS`.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +18,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 __all__ = [
-    "TOUCHED",
     "WeightTransferEngine",
     "WeightTransferInitInfo",
     "WeightTransferUpdateInfo",
     "begin_reload",
     "end_reload",
 ]
-
-TOUCHED = (
-    "vllm.distributed.weight_transfer.base:WeightTransferEngine.init_transfer_engine",
-    "vllm.distributed.weight_transfer.base:WeightTransferEngine.start_weight_update",
-    "vllm.distributed.weight_transfer.base:WeightTransferEngine.receive_weights",
-    "vllm.distributed.weight_transfer.base:WeightTransferEngine.finish_weight_update",
-    "vllm.distributed.weight_transfer.base:WeightTransferEngine.shutdown",
-    "vllm.distributed.weight_transfer.base:WeightTransferEngine.model",
-    "vllm.distributed.weight_transfer.base:WeightTransferEngine.model_config",
-    "vllm.distributed.weight_transfer.base:WeightTransferEngine.device",
-    "vllm.distributed.weight_transfer.base:WeightTransferInitInfo",
-    "vllm.distributed.weight_transfer.base:WeightTransferUpdateInfo",
-    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
-    "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding",
-    "vllm.model_executor.model_loader.reload:initialize_layerwise_reload",
-    "vllm.model_executor.model_loader.reload:finalize_layerwise_reload",
-)
-"""In the form of `flash.foreign.vllm.TOUCHED`."""
 
 
 def begin_reload(model: torch.nn.Module) -> None:

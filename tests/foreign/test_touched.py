@@ -13,10 +13,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from flash.foreign import torch, transformers, vllm, vllm_worker
+from flash.foreign import torch, transformers, vllm
 
 ROOT = Path(__file__).parents[2]
-TOUCHED = [*vllm.TOUCHED, *vllm_worker.TOUCHED, *torch.TOUCHED, *transformers.TOUCHED]
+TOUCHED = [*vllm.TOUCHED, *vllm.TOUCHED_BY_WORKERS, *torch.TOUCHED, *transformers.TOUCHED]
 LIBRARIES = ("vllm", "torch", "transformers", "uvicorn", "aiodocker")
 
 
@@ -33,6 +33,7 @@ def has(owner: Any, name: str) -> bool:
     )
 
 
+@pytest.mark.integration  # imports most of vLLM
 @pytest.mark.parametrize("path", TOUCHED)
 def test_what_we_touch_is_there(path: str) -> None:
     module, _, attributes = path.partition(":")
