@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
+import time
 from pathlib import Path
 
 import msgspec
@@ -36,6 +38,7 @@ def train(config: Config, *, resume: bool = False) -> Summary | None:
         FlashError: the run failed; its output, on standard error, shows the error where it arose.
         KeyboardInterrupt: it was interrupted; it can be resumed.
     """
+    begun = time.time()
     with tempfile.TemporaryDirectory(prefix="flash-config-") as folder:
         file = Path(folder) / "config.toml"
         file.write_text(dump(config), encoding="utf-8")
@@ -46,15 +49,21 @@ def train(config: Config, *, resume: bool = False) -> Summary | None:
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if code != 0:
-        raise _reason(config.run_dir)
-    summary = config.run_dir / "summary.json"
-    return msgspec.json.decode(summary.read_bytes(), type=Summary) if summary.exists() else None
+        raise error_left(config.run_dir, since=begun)
+    if os.environ.get("FLASH_NODE_RANK", "0") != "0":
+        return None
+    return msgspec.json.decode((config.run_dir / "summary.json").read_bytes(), type=Summary)
 
 
-def _reason(run_dir: Path) -> FlashError:
-    """The error that a run has left behind because no restart could mend it."""
+def error_left(run_dir: Path, since: float) -> FlashError:
+    """The error that a run has left behind since a time, in Unix seconds, because no restart could mend it.
+
+    An older one ended an earlier launch of the same run.
+    """
     try:
         row = json.loads((run_dir / ERROR_FILE).read_text())
-        return error_of(row["error"], row["message"]) or FlashError(row["message"])
+        if row["time"] >= since:
+            return error_of(row["error"], row["message"]) or FlashError(row["message"])
     except (OSError, ValueError, KeyError):
-        return FlashError(f"the run in {run_dir} failed; what ended it stands in its output above")
+        pass  # none was left, or a full disk cut it off: the output has it
+    return FlashError(f"the run in {run_dir} failed; what ended it stands in its output above")
