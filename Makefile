@@ -3,12 +3,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 BENCH_ARGS ?=
+GPU_CHECK ?=
 
 # At most four tests at a time, each file's in their order: see tests/conftest.py.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
 
-.PHONY: env check unit test lint bench docs clean
+.PHONY: env check unit test lint bench gpu-check docs clean
 
 # Returns at once when .venv is current.
 env:
@@ -34,6 +35,11 @@ lint: env
 # Every benchmark, then the tables of docs/figures.md; `make bench BENCH_ARGS=--quick` for the short form.
 bench: env
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+# What one NVIDIA GPU can show, in under eight minutes: `make gpu-check GPU_CHECK="mfu engine"` for some parts,
+# GPU_CHECK="--model FOLDER" to train a model of your own as well.
+gpu-check: env
+	$(BIN)/python -m benchmarks.gpu $(GPU_CHECK)
 
 # docs/configuration.md, from the docstrings of flash/config/tree.py.
 docs: env

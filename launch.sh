@@ -33,6 +33,9 @@ find_root() {
 }
 
 # One `flash train` per node of the job, meeting at the first one.
+#
+# Slurm asks for the end in two ways: it signals this script (the time limit, by --signal above), or the ranks (preemption
+# with a grace time). Either way the ranks write a checkpoint, and what they exit with says that they were interrupted.
 run_on_slurm() {
     local head preempted="" srun_pid status=0
     read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -40,17 +43,36 @@ run_on_slurm() {
     export FLASH_NNODES=$SLURM_JOB_NUM_NODES
     # srun does not take this from sbatch by itself.
     if [[ -n ${SLURM_CPUS_PER_TASK-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
+    # Written by the first node's rank, which runs on this machine.
+    FLASH_INTERRUPTED=$(mktemp -u "${TMPDIR:-/tmp}/flash-interrupted.XXXXXX")
+    export FLASH_INTERRUPTED
 
-    # shellcheck disable=SC2016  # the node's own shell expands SLURM_NODEID
+    # The ranks are signalled through scancel: srun itself would kill them, checkpoint or not.
+    trap 'preempted=1; scancel --quiet --signal=TERM "$SLURM_JOB_ID" || true' TERM
+    # Signals reach the whole process group of a rank, this shell too. 143 is a rank that had not begun to listen. An
+    # interrupted rank counts as a good one, since srun kills the others when one is bad.
+    # shellcheck disable=SC2016  # the node's own shell expands these
     srun --nodes="$FLASH_NNODES" --ntasks="$FLASH_NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
-        bash -c 'FLASH_NODE_RANK=$SLURM_NODEID exec "$@"' bash "$@" &
+        bash -c '
+            trap : TERM INT
+            FLASH_NODE_RANK=$SLURM_NODEID "$@"
+            status=$?
+            # A node without trainers that has failed for good: the run goes on.
+            if ((status == 75)); then exit 0; fi
+            if ((status != 130 && status != 143)); then exit "$status"; fi
+            if ((SLURM_NODEID == 0)); then touch "$FLASH_INTERRUPTED"; fi' bash "$@" &
     srun_pid=$!
-    trap 'preempted=1; kill -TERM "$srun_pid" 2>/dev/null || true' TERM
+    # Each signal cuts a wait short, while the ranks are still writing their checkpoint.
     wait "$srun_pid" || status=$?
+    while kill -0 "$srun_pid" 2>/dev/null; do
+        status=0
+        wait "$srun_pid" || status=$?
+    done
+    # A rank that is interrupted because another one failed is no preemption: srun has that one's exit code.
+    if [[ -e $FLASH_INTERRUPTED && $status == 0 ]]; then preempted=1; fi
+    rm -f "$FLASH_INTERRUPTED"
     if [[ -z $preempted ]]; then return "$status"; fi
 
-    # Each signal cuts a wait short, while the ranks are still writing their checkpoint.
-    while kill -0 "$srun_pid" 2>/dev/null; do wait "$srun_pid" || true; done
     # A job that was cancelled, or that Slurm requeues by itself, is not running any more.
     if scontrol show job "$SLURM_JOB_ID" | grep -q 'JobState=RUNNING'; then
         echo "requeueing job $SLURM_JOB_ID"

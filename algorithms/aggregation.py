@@ -2,6 +2,10 @@
 
 `token_weights` gives the weight of each token, so that the loss of the batch is the plain sum of weight · loss over all
 micro-batches of all ranks. The denominators are those of the whole batch; a sequence is never cut.
+
+Which tokens count: those of the mask. A correction that rejects takes a sequence out of it, and so out of the
+denominators (`algorithms.corrections`). A token that an objective or a weight gives 0 stays in: a cap that masks
+(`decoupled_ppo`, as in AReaL), `icepop` and `m2po` are sums over all tokens by their formulas.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ class DecoupledPpo(Objective, frozen=True):
     weight_cap: Annotated[float, Meta(gt=0)] = 5.0
     """Largest w that is used as it is."""
     cap: Literal["mask", "clamp"] = "mask"
-    """What happens to a token with a larger w: no loss at all, or w = weight_cap."""
+    """What happens to a token with a larger w: no loss at all, or w = weight_cap. In both it counts as a token of the
+    batch, so that the others weigh what they would have weighed (AReaL)."""
     proximal: Proximal = "recompute"
     """The proximal policy: the weights at the start of the step (one more forward pass), a point between behaviour and
     now by age (none), or an exponentially weighted average of the weights of all steps (one, and a copy of them)."""

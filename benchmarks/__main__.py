@@ -17,12 +17,24 @@ MODULES = {
         name: f"benchmarks.simulated.{name}"
         for name in (
             *("async_ratio", "capacity", "end_to_end", "env_async", "gpu_split", "length_bias", "prompt_replication"),
-            *("queue_scheduling", "redundant_envs", "scaling", "stragglers"),
+            *(
+                "goodput",
+                "hub_scale",
+                "journal",
+                "nodes",
+                "queue_scheduling",
+                "redundant_envs",
+                "scaling",
+                "stragglers",
+            ),
         )
     },
     **{
         name: f"benchmarks.real.{name}"
-        for name in ("async_vs_sync", "calibration", "engine_efficiency", "loop_load", "objective_cost")
+        for name in (
+            *("async_vs_sync", "calibration", "chaos", "engine_efficiency"),
+            *("join", "loop_load", "objective_cost", "plain_loop"),
+        )
     },
     "real_agentic": "benchmarks.real.agentic",
     "real_rlvr": "benchmarks.real.rlvr",

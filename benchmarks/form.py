@@ -24,6 +24,7 @@ LOWER_IS_BETTER = (
     *("_ms", "_ms_median", "_ms_p99", "_s", "_s_per_step", "seconds"),
     *("_error", "_bytes", "_mib", "_gib", "start_ratio", "leaked"),
     *("false_successes", "late_answers", "untyped_errors"),
+    *("_lost", "_doubled", "_unaccounted", "_beyond_alpha", "_left", "_failed", "hangs"),
 )
 """Endings of metrics of which less is better, unless they are rates (`…_per_s`)."""
 ROOT = Path(__file__).resolve().parent.parent

@@ -3,7 +3,7 @@
 Problems come from a data set, in several languages if it likes, or are made (`envs.linear`). The answer ends the
 episode. The reward is 1 when all tests pass, or the share of those that do. A program that crashes, hangs, takes too
 much memory or prints something else has failed a test; the metrics count how. A sandbox that fails is replaced and, if
-that does not help, ends the episode with its error: never with a reward.
+that does not help, ends the episode with its error: never with a reward, unless it was the program that ended it.
 
 The environment must have its answers judged somewhere: see `envs.judging.tests` for what a program may and may
 not do there, and `envs.sandbox` for the sandboxes.
@@ -55,7 +55,9 @@ class CodeOptions(SplitOptions, frozen=True, kw_only=True, dict=True):
     path: str | None = None
     """A data set, as for `envs.dataset:DatasetEnv`. None: problems are made; they are always plain text."""
     tests_column: str = "tests"
-    """Holds the tests: a list of {stdin, stdout} or {program}, or that list as JSON text."""
+    """Holds the tests: a list of {stdin, stdout}, {call, args, returns} or {program}, or that list as JSON text."""
+    test_programs: bool = False
+    """Allow tests of the form {program}, which an answer that is written to deceive them passes."""
     language: str = "bash"
     """Of made problems, and of rows without a column `language`."""
     languages: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -107,6 +109,7 @@ class _Source(msgspec.Struct, frozen=True):
     held_out_path: str | None
     held_out_fraction: float
     language: str
+    test_programs: bool
 
 
 class _Problem(msgspec.Struct, frozen=True):
@@ -252,10 +255,11 @@ def _problem(row: dict[str, Any], source: _Source, languages: dict[str, Language
         suite = msgspec.convert({"language": source.language, **own, "tests": tests}, Suite)
     except (msgspec.MsgspecError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"{place}: {source.tests_column!r} must list tests with `stdout` (and `stdin`) or `program`: {error}"
+            f"{place}: {source.tests_column!r} must list tests with `stdout` (and `stdin`), with `call`, `args` and "
+            f"`returns`, or with `program`: {error}"
         ) from None
     try:
-        check_suite(suite, languages)
+        check_suite(suite, languages, test_programs=source.test_programs)
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
     return _Problem(read_prompt(row[source.prompt_column], place), suite)

@@ -3,7 +3,9 @@
     FlashError
     ├── ConfigError          wrong input, found before anything starts
     ├── CheckpointError      a checkpoint cannot be written or read
-    ├── RunDirectoryError    metrics, samples or plots cannot be written
+    ├── RunDirectoryError    metrics, samples or plots cannot be written, or another launch writes them
+    ├── RecordingError       recorded batches are missing or damaged
+    ├── RequeueError         SLURM requeues the job, and it gets nowhere
     ├── WeightsError         a published version is damaged or was loaded wrongly
     ├── ContractError        an invariant of the run was broken: a bug, the run stops
     ├── EnvError             an environment broke its interface or raised
@@ -18,10 +20,14 @@
     │       ├── SandboxFileError     a path is not what the call needs
     │       └── SandboxRefusedError  the request is wrong, or not allowed here
     ├── EngineError          an engine cannot serve a request
+    │   ├── EngineRefusal    the request is wrong, and the engine well
+    │   ├── PoisonError      the request has killed engines, one after the other
     │   └── EngineDeadError  an engine is gone and takes its requests with it
     ├── BreakerError         the run only fails: too many samples given up in a row
     └── TransportError       a peer cannot be reached, trusted or understood
         ├── PeerLostError    an established connection broke
+        ├── CollectiveError  a trainer rank lost another one in the middle of a collective
+        ├── ProtocolError    a peer said what it may not, and was disconnected
         └── DeadlineError    a wait outlived its deadline (also a TimeoutError)
 
 A message says what was wrong, what was expected and what to do. `fatal` tells the launcher whether a restart can help:
@@ -30,6 +36,7 @@ a wrong config stays wrong, a lost peer may come back.
 
 from __future__ import annotations
 
+import signal
 from typing import ClassVar
 
 
@@ -49,7 +56,15 @@ class CheckpointError(FlashError):
 
 
 class RunDirectoryError(FlashError):
-    """The run directory cannot be written."""
+    """The run directory cannot be written, or another launch writes it."""
+
+
+class RecordingError(FlashError):
+    """Recorded batches are missing or damaged."""
+
+
+class RequeueError(FlashError):
+    """A requeued job is stopped again and again before it has got any further."""
 
 
 class WeightsError(FlashError):
@@ -116,6 +131,14 @@ class EngineError(FlashError):
     """An engine refused or failed one request."""
 
 
+class EngineRefusal(EngineError):
+    """A request is wrong: too long, or with a token that the model does not have. Others are served."""
+
+
+class PoisonError(EngineError):
+    """Engines died under a request, one after the other: it is given to no other one."""
+
+
 class EngineDeadError(EngineError):
     """An engine process is gone."""
 
@@ -136,6 +159,16 @@ class PeerLostError(TransportError):
     fatal = False
 
 
+class CollectiveError(TransportError):
+    """A collective of the trainer ranks failed: mostly the echo of another rank's end."""
+
+    fatal = False
+
+
+class ProtocolError(TransportError):
+    """A peer said what no peer of this run says; its connection is closed."""
+
+
 class DeadlineError(TransportError, TimeoutError):
     """A wait outlived its deadline.
 
@@ -146,6 +179,16 @@ class DeadlineError(TransportError, TimeoutError):
 
     def __init__(self, waited_for: str, seconds: float, look_at: str) -> None:
         super().__init__(f"waited {seconds:g} s for {waited_for}; look at {look_at}")
+
+
+def how_it_ended(exit_code: int) -> str:
+    """How a process has ended, in words; below 0 is the signal that killed it."""
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    number = -exit_code
+    name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
+    hint = ", perhaps because memory ran out: see dmesg" if number == signal.SIGKILL else ""
+    return f"was killed by signal {number} ({name}){hint}"
 
 
 def error_of(name: str, message: str) -> FlashError | None:

@@ -5,7 +5,8 @@ a `Failure`. The hub deals trained groups to trainer ranks as a `Shard`. A train
 `Published`.
 
 Token arrays are little-endian bytes: int32 ids, float32 log-probs. Versions are run-length pairs over the action
-tokens.
+tokens. What there is one of per sample is out of the garbage collector's sight (`gc=False`): it can be part of no
+cycle, and looking through a hundred thousand of them would stop the hub for half a second.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Outcome(StrEnum):
     ENV_TIMEOUT = "env_timeout"
     REWARD_ERROR = "reward_error"
     ENGINE_ERROR = "engine_error"
+    ENGINE_KILLED = "engine_killed"
     STALE = "stale"
     CANCELLED = "cancelled"
     FILTERED = "filtered"
@@ -50,7 +52,7 @@ Observation = str | list[Message]
 """What an environment shows: plain text, or chat messages that go through the model's chat template."""
 
 
-class Task(msgspec.Struct, frozen=True):
+class Task(msgspec.Struct, frozen=True, gc=False):
     """One sample to make: member `sample_index` of group `group_id`, whose environment is reset with `seed`."""
 
     task_id: int
@@ -66,7 +68,7 @@ class Task(msgspec.Struct, frozen=True):
     """The kind of environment, where the run mixes several (see envs.mixture)."""
 
 
-class Lease(msgspec.Struct, frozen=True):
+class Lease(msgspec.Struct, frozen=True, gc=False):
     """The right and the duty to run one task."""
 
     lease_id: int
@@ -75,7 +77,7 @@ class Lease(msgspec.Struct, frozen=True):
     """The task may only run on engines whose weights are at least this version, so that no token of it is older."""
 
 
-class VersionRun(msgspec.Struct, frozen=True, array_like=True):
+class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`count` consecutive action tokens sampled by policy version `version`."""
 
     version: int
@@ -90,7 +92,7 @@ def append_versions(runs: list[VersionRun], later: Iterable[VersionRun]) -> None
         runs.append(run)
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Positions [start, stop) of `Trajectory.token_ids`."""
 
     start: int
@@ -108,7 +110,7 @@ class Completion(msgspec.Struct, frozen=True):
     """`stop`: the model ended its answer. `length`: the token limit did."""
 
 
-class Turn(msgspec.Struct, frozen=True, array_like=True):
+class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One response and what the environment made of it."""
 
     observation: str
@@ -128,7 +130,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     """What it says of the response, for people."""
 
 
-class Trajectory(msgspec.Struct, frozen=True, tag=True):
+class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
     """One finished sample: exactly what was sampled, and what it earned."""
 
     task: Task
@@ -146,6 +148,8 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True):
     """Policy version per action token, run-length."""
     turns: list[Turn]
     """What happened, turn by turn; at least one."""
+    lost_tokens: int = 0
+    """Tokens that were sampled for it and are not among these: of requests that were aborted when they moved."""
 
     def tokens(self) -> Int32Array:
         """The whole sequence, int32 [T]: a view of `token_ids`."""
@@ -168,6 +172,17 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True):
     def action_count(self) -> int:
         """A: tokens that the policy sampled."""
         return len(self.logprobs) // 4
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that were sampled for it, those that were lost on the way included."""
+        return self.action_count + self.lost_tokens
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes, about."""
+        text = sum(len(turn.observation) + len(turn.action) for turn in self.turns)
+        return len(self.token_ids) + len(self.logprobs) + text
 
     def action_mask(self) -> BoolArray:
         """bool [T]: True where the policy sampled."""
@@ -205,7 +220,7 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True):
         )
 
 
-class Failure(msgspec.Struct, frozen=True, tag=True):
+class Failure(msgspec.Struct, frozen=True, tag=True, gc=False):
     """One lease that ended without a trajectory. Never a reward of 0."""
 
     task: Task
@@ -214,8 +229,13 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
     tokens: int
     """Generated tokens lost with it."""
 
+    @property
+    def sampled(self) -> int:
+        """Tokens that were sampled for it."""
+        return self.tokens
 
-class BatchSample(msgspec.Struct, frozen=True, array_like=True):
+
+class BatchSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What every trainer rank knows of one sample of a batch, whichever rank was dealt it."""
 
     group_id: int
@@ -230,7 +250,20 @@ class BatchSample(msgspec.Struct, frozen=True, array_like=True):
     """Reward of each turn; they sum to `reward`."""
 
 
-class ShardSample(msgspec.Struct, frozen=True):
+class Batch(msgspec.Struct, frozen=True):
+    """What a step trains, before it is dealt to the ranks."""
+
+    step: int
+    """The policy version the trainer holds."""
+    min_version: int
+    """As in `Shard`."""
+    trajectories: list[Trajectory]
+    """Group by group."""
+    earlier: list[BatchSample]
+    """As in `Shard`."""
+
+
+class ShardSample(msgspec.Struct, frozen=True, gc=False):
     """One trajectory dealt to a rank; `index` is its place in `Shard.batch`."""
 
     index: int
@@ -271,6 +304,8 @@ class Published(msgspec.Struct, frozen=True):
     update_info: bytes
     """msgpack of what the backend's receiver needs to get the tensors of this version."""
     canary: Canary
+    life: int = 0
+    """Which life of the trainer ranks holds it (`flash.hub.lives`); the hub says so."""
 
 
 class Activity(msgspec.Struct, frozen=True, array_like=True):

@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def group_of(nodeid: str) -> str:
     """What a test is kept together with: see above."""
     path = nodeid.partition("::")[0]
-    if path.startswith("tests/integration/") or "vllm_engine" in path:
+    if path.startswith(("tests/integration/", "tests/cluster/")) or "vllm_engine" in path:
         return "engines"
     return "containers" if "/sandbox/" in path else path
 

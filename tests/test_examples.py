@@ -5,12 +5,18 @@ import os
 import sys
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
+import yaml
 
+from flash.cli.main import parse
 from flash.config.check import check
 from flash.config.load import dump, load
+from flash.run.grace import grace
 
-EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.toml"))
+FOLDER = Path(__file__).parent.parent / "examples"
+EXAMPLES = sorted(FOLDER.rglob("*.toml"))
+MANIFESTS = sorted(FOLDER.rglob("*.yaml"))
 
 
 @pytest.fixture
@@ -36,6 +42,7 @@ def test_there_is_an_example_for_each_reference_setting():
         "multi_turn",
         "code",
         "ppo_critic",
+        "run",
     }
 
 
@@ -61,6 +68,7 @@ def test_an_example_says_what_it_wants_and_whether_it_was_run(example):
         ("one_gpu", "ipc", [1], [1]),
         ("one_node_8gpu", "nccl", [4], [4]),
         ("slurm_multinode", "nccl", [8, 0, 0, 0], [0, 8, 8, 8]),
+        ("run", "tcp", [4], [4]),
     ],
 )
 def test_an_example_places_its_processes_as_it_says(name, backend, trainers, engines, overrides):
@@ -70,3 +78,38 @@ def test_an_example_places_its_processes_as_it_says(name, backend, trainers, eng
     assert config.weights_backend == backend
     assert [config.trainer_ranks_on(node) for node in nodes] == trainers
     assert [config.engines_on(node) for node in nodes] == engines
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda manifest: manifest.stem)
+def test_kubernetes_knows_every_word_of_a_manifest(manifest):
+    resources = list(yaml.safe_load_all(manifest.read_text()))
+    assert resources
+    for resource in resources:
+        kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
+
+
+def pods():
+    """The pods' containers and how long they have to end, by the name of what makes them."""
+    found = {}
+    for manifest in MANIFESTS:
+        for resource in yaml.safe_load_all(manifest.read_text()):
+            if "template" in resource["spec"]:
+                pod = resource["spec"]["template"]["spec"]
+                found[resource["metadata"]["name"]] = (
+                    pod["containers"][0]["args"],
+                    pod["terminationGracePeriodSeconds"],
+                )
+    return found
+
+
+def test_the_pods_run_commands_that_exist_and_may_end_in_order(overrides):
+    example = FOLDER / "kubernetes" / "run.toml"
+    config = load([example], overrides(example))
+    (train, train_s), (join, join_s) = pods()["flash-trainer"], pods()["flash-rollout"]
+    assert train_s == join_s >= grace(config)
+    assert parse(train[1:3] + train[4:]).resume
+    hub = parse(join[1:]).hub
+    assert hub == f"flash-trainer:{config.cluster.hub_port}"
+    assert (
+        load([example], [*overrides(example), train[3].replace("$(POD_IP)", "10.0.0.1")]).cluster.hub_host == "10.0.0.1"
+    )

@@ -15,13 +15,14 @@ from benchmarks.training import PINNED, train
 
 SYNCHRONOUS = [
     "train.async_ratio=0",
+    "rollout.seeded=false",
     "rollout.queue_scheduling=false",
     "rollout.replicate_prompts=false",
     "rollout.env_async=false",
 ]
 MODES = {
     "synchronous": SYNCHRONOUS,
-    "techniques, α = 0": ["train.async_ratio=0"],
+    "techniques, α = 0": ["train.async_ratio=0", "rollout.seeded=false"],
     "techniques, α = 2": ["train.async_ratio=2"],
 }
 """Overrides of each mode. The techniques are on by default."""

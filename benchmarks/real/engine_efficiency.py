@@ -37,6 +37,7 @@ from flash.hub.hub import Hub
 from flash.observe.observer import MemoryObserver
 from flash.rollout.engine import Pressure
 from flash.rollout.node import RolloutNode
+from flash.rollout.supervisor import only
 from flash.rollout.tokenizer import HfTokenizer
 from flash.rollout.vllm_engine import VLLMEngine
 from flash.transport.client import connect
@@ -68,6 +69,9 @@ class Resident:
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
         return 0.0
+
+    def reassign(self, number: int) -> None:
+        raise AssertionError("there is one hub")
 
     async def wait_dead(self) -> EngineDeadError:
         return await self._engine.wait_dead()
@@ -124,11 +128,11 @@ async def through_flash(config: Config, engine: VLLMEngine, version: int, tokeni
     async with anyio.create_task_group() as group:
         port = await group.start(partial(serve, deadline=30.0), "127.0.0.1", 0, token, p.HubRequest, handler)
         async with connect("127.0.0.1", port, token, "node-0", 30.0) as link:
-            node = RolloutNode(0, config, [Resident(engine, version)], 0, tokenizer, make_env, link, now=now)
+            node = RolloutNode(0, config, [only(Resident(engine, version))], 0, tokenizer, make_env, link, now=now)
             await hub.handle(p.PublishRequest(Published(version, "tcp", b"", Canary([], []))))
             start = time.perf_counter()
             group.start_soon(node.run)
-            await hub.handle(p.EngineReport(0, [p.EngineStatus(0, version, 0.0, 0.0, 0.0)], []))
+            await hub.handle(p.EngineReport(0, version + 1, [p.EngineStatus(0, version, 0.0, 0.0, 0.0)], []))
             reply = await hub.handle(p.BatchRequest(0, 0, []))
             seconds = time.perf_counter() - start
             assert reply.shard is not None

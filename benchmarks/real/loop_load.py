@@ -153,7 +153,7 @@ class Crossing:
         await self._publish(0)
         engine = p.EngineStatus(index=0, version=0, idle_s=0.0, lifetime_s=1.0, canary_error=0.0)
         for step in range(self._steps):
-            await self._hub.handle(p.EngineReport(0, [msgspec.structs.replace(engine, version=step)], []))
+            await self._hub.handle(p.EngineReport(0, step + 1, [msgspec.structs.replace(engine, version=step)], []))
             while self.samples < (step + 1) * self._batch:
                 await self._round_trip(step)
             await self._timed(self._train, step)
@@ -174,7 +174,7 @@ class Crossing:
         leases = replies[0].leases
         frame = bytearray()
         ended = [p.EndedLease(lease.lease_id, self._trajectory(lease, step)) for lease in leases]
-        append_frame(frame, FrameKind.REQUEST, 1, p.DeliverRequest(0, ended))
+        append_frame(frame, FrameKind.REQUEST, 1, p.DeliverRequest(0, ended, PER_MESSAGE))
         await self._timed(self._deliver, bytes(frame))
         self.samples += sum(lease.task.split == "train" for lease in leases)
 
@@ -210,7 +210,7 @@ class Crossing:
 class _Forgetful(MemoryObserver):
     """Keeps no samples: they would fill the memory."""
 
-    def trajectories(self, step: int, trajectories: Any) -> None: ...
+    def batch(self, batch: Any) -> None: ...
 
 
 async def hub_rows(steps: int) -> list[Row]:

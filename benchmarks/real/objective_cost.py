@@ -58,6 +58,7 @@ class LayerCase(msgspec.Struct, frozen=True):
 
     way: Literal["chunks", "whole"]
     tokens: int
+    vocabulary: int = VOCABULARY
 
 
 class LayerCost(msgspec.Struct, frozen=True):
@@ -84,8 +85,8 @@ def layer_cost(case: LayerCase) -> LayerCost:
         drawn = torch.randn(rows, WIDTH, generator=generator, device=device).mul_(WIDTH**-0.25)
         return drawn.to(torch.bfloat16 if device == "cuda" else torch.float32).requires_grad_()
 
-    hidden_TD, weight_VD = factor(case.tokens), factor(VOCABULARY)
-    target_T = torch.randint(0, VOCABULARY, (case.tokens,), generator=generator, device=device)
+    hidden_TD, weight_VD = factor(case.tokens), factor(case.vocabulary)
+    target_T = torch.randint(0, case.vocabulary, (case.tokens,), generator=generator, device=device)
     grad_T = torch.randn(case.tokens, generator=generator, device=device)
     way = {"chunks": in_chunks, "whole": over_whole_logits}[case.way]
     # Imports and thread pools are neither timed nor weighed; on a small vocabulary, for the same reason as above.
@@ -265,7 +266,7 @@ def step_costs(case: StepCase) -> dict[str, StepCost]:
     return costs
 
 
-def make_tiny_model(folder: str) -> None:
+def make_tiny_model(folder: str, layers: int = LAYERS) -> None:
     """Random weights: what a step costs does not depend on them."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -274,7 +275,7 @@ def make_tiny_model(folder: str) -> None:
         vocab_size=TINY_VOCABULARY,
         hidden_size=MODEL_WIDTH,
         intermediate_size=4 * MODEL_WIDTH,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
         head_dim=HEAD_DIM,
@@ -323,22 +324,24 @@ def step_config(objective: str, folder: str, steps: int) -> Config:
     return msgspec.convert(tables, Config)
 
 
-def random_shard(step: int) -> Shard:
+def random_shard(
+    step: int, groups: int = GROUPS, answers: tuple[int, int] = ANSWERS, vocabulary: int = TINY_VOCABULARY
+) -> Shard:
     """A batch of random answers of different lengths, sampled by the version before."""
     rng = np.random.default_rng(step)
     version = max(step - 1, 0)
     trajectories = list[Trajectory]()
-    for group in range(GROUPS):
+    for group in range(groups):
         for member in range(GROUP_SIZE):
-            answer = int(rng.integers(*ANSWERS, endpoint=True))
+            answer = int(rng.integers(*answers, endpoint=True))
             length, reward = PROMPT + answer, float(rng.random() < 0.5)
-            logprobs = rng.normal(-math.log(TINY_VOCABULARY), 0.2, answer)
+            logprobs = rng.normal(-math.log(vocabulary), 0.2, answer)
             trajectories.append(
                 Trajectory(
                     task=Task(group * GROUP_SIZE + member, group, member, seed=group),
                     outcome=Outcome.OK,
                     reward=reward,
-                    token_ids=rng.integers(0, TINY_VOCABULARY, length).astype("<i4").tobytes(),
+                    token_ids=rng.integers(0, vocabulary, length).astype("<i4").tobytes(),
                     action_spans=[Span(PROMPT, length)],
                     logprobs=logprobs.astype("<f4").tobytes(),
                     versions=[VersionRun(version, answer)],

@@ -21,7 +21,7 @@ from envs.sandbox.pool.host import HostSettings, Identity
 from envs.sandbox.pool.local_host import LocalHost
 from envs.sandbox.pool.ownership import PREFIX, OwnerLock
 from envs.sandbox.pool.pool import Pool, open_pool
-from envs.sandbox.protocol.tokens import ADMIN, Tokens
+from envs.sandbox.protocol.tokens import ADMIN, Token, Tokens
 from envs.sandbox.remote.client import SandboxClient
 from envs.sandbox.service.server import Address, open_socket, serving
 from envs.sandbox.service.service import open_service
@@ -126,8 +126,8 @@ async def over_http(backend: Backend) -> AsyncGenerator[Sandbox]:
     token, address = uuid4().hex, Address(port=0)
     async with (
         open_local_pool(backend, ONLY_FIXED) as opened,
-        open_service(opened.pool) as service,
-        serving(make_app(service, Tokens({ADMIN: token})), open_socket(address), address) as url,
+        open_service(opened.pool, Tokens({ADMIN: Token(token)})) as service,
+        serving(make_app(service), open_socket(address), address) as url,
         SandboxClient(url, token) as client,
         client.acquire(SPEC, deadline=READY_S) as sandbox,
     ):

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.form import Row
-from envs.sandbox.api import Spec
+from envs.sandbox.api import MAX_TIMEOUT_S, Spec
 from envs.sandbox.pool.host import HostSettings, Identity
 from envs.sandbox.pool.local_host import LocalHost
 from envs.sandbox.pool.ownership import Alive, Labels
@@ -140,7 +140,7 @@ async def _client(pool: Pool, owner: int, draw: random.Random, seen: Seen) -> No
                 spec, owner=f"owner-{owner}", priority=draw.randrange(3), deadline=math.inf
             ) as sandbox:
                 seen.placed += 1
-                await sandbox.run(["sleep", str(draw.expovariate(1 / mean))], timeout=math.inf)
+                await sandbox.run(["sleep", str(draw.expovariate(1 / mean))], timeout=MAX_TIMEOUT_S)
         except SandboxError:
             if not seen.over:
                 raise

@@ -90,7 +90,7 @@ def packages(image_python: str) -> Path:
 
 def container(spec: Spec, labels: Mapping[str, str], folder: Path, port: int, token: str) -> dict[str, Any]:
     """A container like one of ours, whose first process is swe-rex's server."""
-    config = profiles.container(spec, dict(labels), owned_tmpfs=False, seccomp=None)
+    config = profiles.container(spec, dict(labels), user=None, owned_tmpfs=False, seccomp=None)
     host = config["HostConfig"]
     assert isinstance(host, dict)
     # With the host's network the name is the host's, too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from typing import Any
@@ -45,6 +46,10 @@ TWO_ENGINES: dict[str, Any] = {
 """Two engines and one trainer whose work is easily counted: nothing but decoding steps, swaps and training steps."""
 
 
+GPUS_PER_NODE = 8
+"""Engines are dealt to as many nodes as their GPUs fill, unless a configuration says otherwise."""
+
+
 def configure(**tables: Mapping[str, Any]) -> Config:
     """`BASE` with changes, table by table."""
     return _changed(BASE, tables)
@@ -62,6 +67,9 @@ def change(config: Config, **tables: Mapping[str, Any]) -> Config:
 
 def _changed(base: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> Config:
     changed = {name: base.get(name, {}) | dict(table) for name, table in tables.items()}
+    simulated = tables.get("simulate", {})
+    if "rollout_gpus" in simulated and "nodes" not in simulated:
+        changed["simulate"]["nodes"] = math.ceil(simulated["rollout_gpus"] / GPUS_PER_NODE)
     return msgspec.convert({**base, **changed}, Config)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.form import Row
+from flash.observe.stats import Interval, mean_interval
 
 COLORS = ("tab:blue", "tab:orange", "tab:brown")
 """Of the systems in the plot, Flash first."""
@@ -101,6 +102,31 @@ def rows(case: Case, name: str, ours: Curve, others: Sequence[Curve]) -> list[Ro
         ]
     for curve in (ours, *others):
         out += _facts(f"{label}, {curve.system}", curve, case.accuracy)
+    return out
+
+
+def over_seeds(case: Case, name: str, rows: Sequence[Row]) -> list[Row]:
+    """The mean speed-up of several seeds with its 95 % interval (Student's t on logarithms), per system of TRL's.
+
+    A seed of ours that does not reach the accuracy makes the mean 0.
+    """
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.metric == "speedup":
+            found.setdefault(row.case.rpartition(", over ")[2], []).append(row)
+    out: list[Row] = []
+    for system, speedups in found.items():
+        if len(speedups) < 2:
+            continue
+        label = f"{name}, {len(speedups)} seeds, over {system}"
+        interval = Interval(-math.inf, -math.inf, -math.inf)
+        if all(row.ours for row in speedups):
+            interval = mean_interval([math.log(row.ours) for row in speedups])
+        out += [
+            Row(label, "speedup", "x", math.exp(interval.mean), None, speedups[0].goal),
+            Row(label, "speedup_low", "x", math.exp(interval.low)),
+            Row(label, "speedup_high", "x", math.exp(interval.high)),
+        ]
     return out
 
 

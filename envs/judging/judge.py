@@ -1,11 +1,13 @@
 """A node's judge: borrows a sandbox of the judge pool for each answer, and another one where the first fails.
 
 What is judged, and how, is in `envs.judging.tests`. Where no sandbox could do it, the answer has no verdict but an
-error, of `flash.errors.SandboxError`.
+error, of `flash.errors.SandboxError`. But a program that loses each of its sandboxes while a harmless one keeps its own
+has failed: it has found a way to end them, and would otherwise never be scored.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -14,13 +16,15 @@ import anyio
 import msgspec
 
 from envs.judging.options import JudgePool, Language, Limits, Suite, spec_of
-from envs.judging.tests import Verdict, find_program, run_tests
-from envs.sandbox.api import Sandbox
+from envs.judging.tests import LostInTestError, Verdict, find_program, run_tests
+from envs.sandbox.api import Sandbox, Spec
 from envs.sandbox.open import Location, SandboxProvider, open_sandboxes
 from envs.sandbox.reuse.pool import ReusePool, open_reuse_pool
 from flash.environment import run_name, shared
 from flash.errors import SandboxBusyError, SandboxError, SandboxRefusedError
 
+WITNESS_S = 5.0
+"""Longest time for which a harmless program has to keep its sandbox, where another one has lost all of its own."""
 PAUSE_S = 0.5
 """Before another sandbox is tried; twice as long each time."""
 
@@ -45,7 +49,7 @@ class Judge:
         """The verdict on the program in an answer. A sandbox that fails is replaced, a few times.
 
         Raises:
-            SandboxError: every attempt failed, or there was no room.
+            SandboxError: every attempt failed, and not by the program; or there was no room.
         """
         language = languages[suite.language]
         program = find_program(answer, (suite.language, *language.fences))
@@ -55,18 +59,39 @@ class Judge:
             memory_mib=suite.memory_mib or limits.memory_mib,
         )
         spec = spec_of(language, limits)
+        begin, losses = anyio.current_time(), 0
         for attempt in range(self._settings.attempts):
+            last = attempt + 1 == self._settings.attempts
+            start = anyio.current_time()
             try:
                 async with self.sandboxes.borrow(spec, self._settings.wait) as sandbox:
                     await self._look_for(language, sandbox)
                     return await run_tests(sandbox, program, language, suite, limits, every=every)
             except (SandboxBusyError, SandboxRefusedError):
                 raise
+            except LostInTestError as error:
+                losses += 1
+                # A program that waits before each end must not take more time than a step has.
+                last = last or (losses > 1 and anyio.current_time() - begin > limits.total)
+                own = last and 1 < losses == attempt + 1 and await self._others_live(spec, anyio.current_time() - start)
+                if own:
+                    return Verdict(error.passed, len(suite.tests), "sandbox lost", str(error))
+                if last:
+                    raise
             except SandboxError:
-                if attempt + 1 == self._settings.attempts:
+                if last:
                     raise
             await anyio.sleep(PAUSE_S * 2**attempt)
         raise AssertionError("at least one attempt")
+
+    async def _others_live(self, spec: Spec, seconds: float) -> bool:
+        """Whether a harmless program keeps such a sandbox for as long."""
+        pause = str(math.ceil(min(seconds, WITNESS_S)))
+        try:
+            async with self.sandboxes.borrow(spec, self._settings.wait) as sandbox:
+                return (await sandbox.run(["sleep", pause], timeout=2 * WITNESS_S)).ok
+        except SandboxError:
+            return False
 
     async def try_out(self, language: Language, limits: Limits) -> None:
         """Start one sandbox of a language.
@@ -81,7 +106,7 @@ class Judge:
         """Refuse an image without the language, which would make every program crash."""
         if language in self._usable:
             return
-        for words in (language.compile, language.run, language.test):
+        for words in (language.compile, language.run, language.call, language.test):
             # What begins with a dot is what compiling leaves.
             if words is not None and not words[0].startswith("."):
                 found = await sandbox.run(["/bin/sh", "-c", 'command -v "$1"', "sh", words[0]], timeout=10)

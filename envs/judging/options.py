@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from envs.judging.calls import CALL_PYTHON
 from envs.sandbox.api import Spec
 from envs.sandbox.open import Location, check_location
 from flash.config.objects import check_options
@@ -34,6 +35,8 @@ class Language(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Runs it."""
     compile: _Words | None = None
     """Runs once before all tests."""
+    call: _Words | None = None
+    """Calls a function of the program, as `envs.judging.calls.CALL_PYTHON` does; without it there are no calls."""
     test: _Words | None = None
     """Runs a test program that it reads from its input; without it the language has no test programs."""
     test_end: str = ""
@@ -47,6 +50,7 @@ LANGUAGES: dict[str, Language] = {
         image="flash-sandbox-python",
         file="main.py",
         run=("python3", "main.py"),
+        call=("python3", "-c", CALL_PYTHON),
         test=("python3", "-"),
         test_end='print("{mark}")',
         fences=("py", "python3"),
@@ -55,7 +59,8 @@ LANGUAGES: dict[str, Language] = {
         image="flash-sandbox-python",
         file="main.sh",
         run=("bash", "main.sh"),
-        test=("bash", "-s"),
+        # Read to its end before it runs: what runs in it shares its input, and would find the rest there.
+        test=("bash", "-c", 'IFS= read -r -d "" test; exec </dev/null; eval "unset test; $test"'),
         test_end="echo {mark}",
         fences=("sh", "shell"),
     ),
@@ -70,16 +75,25 @@ LANGUAGES: dict[str, Language] = {
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """An input with the output that it must give, or a test program."""
+    """An input with the output that it must give, a call with what it must return, or a test program."""
 
     stdin: str = ""
     stdout: str | None = None
     """What must be printed; white space at the ends of lines and at the end does not count."""
+    call: str | None = None
+    """A function of the program, or of a class of it that is made without arguments: `add`, `Solution.add`."""
+    args: list[Any] = []
+    returns: Any = None
+    """What the call must return, in the form of JSON: tuples are lists. Numbers with a fraction may differ by 1e-9."""
     program: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.stdout is None) == (self.program is None) or (self.program is not None and self.stdin):
-            raise ValueError("a test has either `stdout`, with or without `stdin`, or `program`")
+        kinds = [self.stdout is not None, self.call is not None, self.program is not None]
+        called = bool(self.args) or self.returns is not None
+        if sum(kinds) != 1 or (self.stdin and self.stdout is None) or (called and self.call is None):
+            raise ValueError(
+                "a test has either `stdout`, with or without `stdin`, or `call` with `args` and `returns`, or `program`"
+            )
 
 
 class Suite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -158,17 +172,26 @@ def judge_pool_of(table: Mapping[str, Any]) -> JudgePool:
     return pool
 
 
-def check_suite(suite: Suite, languages: Mapping[str, Language]) -> None:
-    """Refuse tests that nothing could run.
+def check_suite(suite: Suite, languages: Mapping[str, Language], *, test_programs: bool) -> None:
+    """Refuse tests that nothing could run, and test programs unless they are allowed.
 
     Raises:
-        ConfigError: the language is unknown, or has no test programs.
+        ConfigError: the language is unknown or has no tests of this kind, or test programs are not allowed.
     """
     language = languages.get(suite.language)
     if language is None:
         raise ConfigError(f"there is no language {suite.language!r}, only {', '.join(languages)}")
-    if language.test is None and any(case.program is not None for case in suite.tests):
+    programs = any(case.program is not None for case in suite.tests)
+    if programs and language.test is None:
         raise ConfigError(f"{suite.language} has no test programs: give it `test` and `test_end`, or use stdout")
+    if programs and not test_programs:
+        raise ConfigError(
+            "a test `program` runs in one process with the answer, and an answer written to deceive passes it; use "
+            "`call` with `args` and `returns`, or `stdin` and `stdout`, which are compared outside of the sandbox, or "
+            "allow it with `test_programs = true`"
+        )
+    if language.call is None and any(case.call is not None for case in suite.tests):
+        raise ConfigError(f"{suite.language} has no calls: give it `call`, or use stdout")
 
 
 def spec_of(language: Language, limits: Limits) -> Spec:

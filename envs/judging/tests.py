@@ -1,13 +1,15 @@
 """The tests of a suite, run on one program in one clean sandbox, and the verdict.
 
-Two kinds of tests. *Input and output*: the program runs with an input, and what it printed is compared here, outside of
-the sandbox, so that the expected output is never where the program could find it. *Test programs*: code of the same
-language that loads the program and checks it. They pass when they reach their end: a text drawn for each run, which is
-in no file, argument or variable, must be their last line, and the exit code 0; so neither an early exit nor a printed
-"passed" counts. But such a test shares its process with the program, and a program written to deceive it could find
-that text. Prefer inputs and outputs where programs are rewarded.
+Three kinds of tests. *Input and output*: the program runs with an input, and what it printed is compared here, outside
+of the sandbox, so that the expected output is never where the program could find it. *Calls*: the same with a function
+of the program and what it returned (`envs.judging.calls`). *Test programs*: code of the same language that loads the
+program and checks it. They pass when they reach their end: a text drawn for each run must be their last line, and the
+exit code 0; so neither an early exit nor a printed "passed" counts. But such a test shares its process with the
+program, and a program written to deceive it passes: in Python, five lines that walk to the outermost frame find that
+text among its code's constants. So they are refused unless an environment or a verifier allows them.
 
-Law: a verdict is about the program. Whatever goes wrong with a sandbox is an error of `flash.errors.SandboxError`.
+Law: a verdict is about the program. Whatever goes wrong with a sandbox is an error of `flash.errors.SandboxError`; one
+that was lost while a test ran may be the program's doing, and its error says so.
 """
 
 from __future__ import annotations
@@ -17,15 +19,26 @@ from typing import Literal, get_args
 
 import msgspec
 
+from envs.judging.calls import question, returned_this
 from envs.judging.options import MARK, Case, Language, Limits, Suite
 from envs.sandbox.api import Result, Sandbox
-from flash.errors import SandboxFileError, SandboxLimitError
+from flash.errors import SandboxFileError, SandboxLimitError, SandboxLostError
 
-Cause = Literal["passed", "no program", "compile", "wrong output", "too much output", "crash", "timeout", "memory"]
-"""How the first test that failed did; `compile`: there was nothing to test."""
+Cause = Literal[
+    "passed", "no program", "compile", "wrong output", "too much output", "crash", "timeout", "memory", "sandbox lost"
+]
+"""How the first test that failed did; `compile`: there was nothing to test; `sandbox lost`: see the judge."""
 
 SHOWN = 500
 """Characters of a program's output in a verdict."""
+
+
+class LostInTestError(SandboxLostError):
+    """A sandbox was lost while a test ran, after `passed` others had passed."""
+
+    def __init__(self, message: str, passed: int) -> None:
+        super().__init__(message)
+        self.passed = passed
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -109,6 +122,8 @@ async def run_tests(
                 raise
             # It could run a program, until this one had run: no process or folder is left for another.
             found, why, seconds = "crash", str(error), 0.0
+        except SandboxLostError as error:
+            raise LostInTestError(str(error), passed) from error
         began, used = True, used + seconds
         passed += found == "passed"
         if found != "passed" and cause == "passed":
@@ -126,6 +141,10 @@ async def _run_test(sandbox: Sandbox, language: Language, case: Case, timeout: f
         source = f"{case.program}\n{language.test_end.replace(MARK, mark)}\n"
         result = await sandbox.run(language.test, timeout=timeout, stdin=source.encode("utf-8", "replace"))
         right = _lines(result.stdout)[-1:] == [mark]
+    elif case.call is not None:
+        assert language.call is not None
+        result = await sandbox.run(language.call, timeout=timeout, stdin=question(case.call, case.args))
+        right = returned_this(result.stdout, case.returns)
     else:
         result = await sandbox.run(language.run, timeout=timeout, stdin=case.stdin.encode("utf-8", "replace"))
         right = _lines(result.stdout) == _lines((case.stdout or "").encode("utf-8", "replace"))

@@ -28,6 +28,7 @@ def code_verifier(
     languages: Mapping[str, Any] | None = None,
     limits: Mapping[str, Any] | None = None,
     sandboxes: Mapping[str, Any] | None = None,
+    test_programs: bool = False,
     opener: SandboxOpener = open_sandboxes,
 ) -> Callable[[str, str], Awaitable[float]]:
     """A verifier that runs the program of a completion.
@@ -37,6 +38,7 @@ def code_verifier(
         languages: more languages by name, in the form of `envs.judging.options.Language`.
         limits: what a program may use, in the form of `envs.judging.options.Limits`.
         sandboxes: where programs run, in the form of `envs.judging.options.JudgePool`.
+        test_programs: allow tests of the form {program}, which an answer that is written to deceive them passes.
         opener: opens the sandboxes of a node.
 
     Raises:
@@ -45,7 +47,7 @@ def code_verifier(
     known, allowed, pool = languages_with(languages or {}), limits_of(limits or {}), judge_pool_of(sandboxes or {})
 
     async def judged(completion: str, answer: str) -> float:
-        suite = _suite(answer, known)
+        suite = _suite(answer, known, test_programs)
         judge = await shared_judge(pool, opener)
         verdict = await judge.judge(completion, suite, known, allowed, every=reward == "share")
         return verdict.share if reward == "share" else float(verdict.passed == verdict.total)
@@ -53,10 +55,10 @@ def code_verifier(
     return judged
 
 
-def _suite(answer: str, languages: dict[str, Language]) -> Suite:
+def _suite(answer: str, languages: dict[str, Language], test_programs: bool) -> Suite:
     try:
         suite = msgspec.json.decode(answer, type=Suite)
-        check_suite(suite, languages)
+        check_suite(suite, languages, test_programs=test_programs)
     except (msgspec.MsgspecError, ConfigError) as error:
         raise RewardError(f"the answer column does not hold tests: {error}") from error
     return suite

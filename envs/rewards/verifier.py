@@ -50,6 +50,12 @@ def load_verifier(path: str) -> Verifier:
         raise ConfigError(f"there is no verifier {path!r}: {error}") from error
     if not callable(verifier):
         raise ConfigError(f"{path!r} is not a function (completion, answer) -> float")
+    try:
+        inspect.signature(verifier).bind("completion", "answer")
+    except TypeError as error:
+        raise ConfigError(f"{path!r} must take two arguments, completion and answer: {error}") from None
+    except ValueError:  # written in C, without a signature: the first call shows
+        pass
     return cast("Verifier", verifier)
 
 

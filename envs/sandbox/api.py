@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -47,24 +47,37 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     cpus: Annotated[float, Meta(ge=0.01, le=1024)] = 1.0
     """Engines give no less, and take next to nothing for no limit at all."""
     memory_mib: Annotated[int, Meta(ge=16, le=4 << 20)] = 512
-    """Hard limit, without swap. Files in memory (/work and /tmp under `strict`) count."""
+    """Hard limit, without swap. Files in memory (/tmp, and /work under `strict`) count; all of them together can take
+    three quarters of it, so that no file keeps the sandbox from working."""
     pids: Annotated[int, Meta(ge=8, le=1 << 20)] = 256
-    disk_mib: Annotated[int, Meta(ge=1, le=4 << 20)] = 256
-    """Room for files: the size of /work under `strict`, otherwise what the sandbox may write to its own layer."""
+    disk_mib: Annotated[int, Meta(ge=1, le=4 << 20)] | None = None
+    """Room for files: the size of /work under `strict`, otherwise what the sandbox may write to its own layer. None:
+    256, or under `strict` what the memory allows."""
     network: Literal["none", "bridge"] = "none"
     env: dict[str, str] = {}
     workdir: Annotated[str, Meta(pattern="^/[^\x00]+$", max_length=4096)] = "/work"
     """Where commands start, and what relative paths are relative to."""
-    runtime: str | None = None
-    """The engine's name of the container runtime, for instance `runsc`; None: the engine's default."""
-    require_runtime: bool = False
-    """Refuse to start unless the container really runs under `runtime`."""
+    runtime: Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] | None = None
+    """The engine's name of a container runtime, for instance `runsc`; the sandbox is refused unless it really runs
+    under it. None: the engine's default."""
     deadline_s: Annotated[float, Meta(gt=0)] = 3600.0
     """Life of the sandbox from its start; afterwards it is closed, whatever it does."""
     idle_s: Annotated[float, Meta(gt=0)] | None = None
     """Closed after this long without a call in progress."""
     output_limit: Annotated[int, Meta(ge=1024, le=1 << 26)] = 1 << 20
     """Bytes kept of each stream of a command: the first half of them and the last half."""
+
+
+def check_timeout(seconds: object) -> None:
+    """Refuse what is no time for a command: not a number of seconds above 0, up to a day.
+
+    Raises:
+        SandboxRefusedError: saying what it is.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= MAX_TIMEOUT_S:
+        raise SandboxRefusedError(
+            f"a timeout is a number of seconds, above 0 and up to {MAX_TIMEOUT_S:g}, not {seconds!r:.80}"
+        )
 
 
 class Exec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,6 +91,21 @@ class Exec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Added to the sandbox's own."""
     cwd: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
     """Where it starts; None: in the working directory."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no agent could run: the constructor of a struct checks nothing itself."""
+        fields: dict[str, Any] = {name: getattr(self, name) for name in ("command", "timeout", "env")}
+        command, timeout, env = fields["command"], fields["timeout"], fields["env"] or {}
+        words: list[object] = [command] if isinstance(command, str) else [*(command or ())]
+        if not words or not all(isinstance(word, str) for word in words):
+            raise SandboxRefusedError(f"a command is text, or a list of at least one word, not {command!r:.80}")
+        if timeout is not None:
+            check_timeout(timeout)
+        for name, value in env.items():
+            if not (isinstance(name, str) and isinstance(value, str)):
+                raise SandboxRefusedError(f"env: names and values are text, but {name!r:.80} is {value!r:.80}")
+            if not name or "=" in name:
+                raise SandboxRefusedError(f"env: {name!r:.80} cannot be the name of a variable")
 
     @property
     def seconds(self) -> float:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from flash.errors import ConfigError, SandboxError
+from flash.errors import ConfigError, SandboxError, SandboxRefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -32,6 +32,10 @@ FAILED = 125
 END_OF_INPUT = b"\x04"
 """What a terminal takes for the end of what is typed."""
 END_EVERY_S = 0.3
+MAX_INPUT = 16 << 20
+"""Bytes of standard input that `run` takes."""
+SILENCE_S = 2.0
+"""Seconds without any input after which `run` says what it waits for."""
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -56,6 +60,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         help="another service to place sandboxes on",
     )
     serve.add_argument("--warm", action="append", default=[], metavar="IMAGE=NUMBER", help="keep so many ready")
+    serve.add_argument("--users", metavar="FIRST-LAST", help="numbers of users for sandboxes, one for each")
     serve.add_argument("--state", type=Path, default=_state_folder(), metavar="FOLDER", help="journal, lock and tokens")
     serve.add_argument("--keep", action="store_true", help="leave the sandboxes for the next start of the service")
 
@@ -145,7 +150,6 @@ def _spec(arguments: argparse.Namespace) -> Spec:
         "memory_mib": arguments.memory,
         "network": arguments.network,
         "runtime": arguments.runtime,
-        "require_runtime": arguments.runtime is not None,
     }
     try:
         return msgspec.convert(wanted, Spec)
@@ -175,7 +179,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
         await anyio.Path(state).mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--state {state}: {error.strerror}; name a folder that can be made") from error
-    tokens = read_tokens(state / "tokens")
+    tokens = Tokens(read_tokens(state / "tokens"))
     address = parse_address(arguments.listen, arguments.certificate, arguments.key)
     async with AsyncExitStack() as stack:
         lock = stack.enter_context(OwnerLock(state / "lock"))
@@ -185,9 +189,8 @@ async def _serve(arguments: argparse.Namespace) -> int:
         stops = stack.enter_context(anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT))
         hosts = await _hosts(arguments, stack, _service_id(state), lock)
         pool = await stack.enter_async_context(open_pool(hosts, journal=journal))
-        service = await stack.enter_async_context(open_service(pool, os.uname().nodename))
-        app = make_app(service, Tokens(tokens))
-        url = await stack.enter_async_context(serving(app, bound, address))
+        service = await stack.enter_async_context(open_service(pool, tokens, os.uname().nodename))
+        url = await stack.enter_async_context(serving(make_app(service), bound, address))
         sys.stdout.write(f"sandboxes at {url}, tokens in {state / 'tokens'}\n")
         sys.stdout.flush()
         async for _ in stops:
@@ -201,6 +204,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
 async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: str, lock: Any) -> list[Host]:
     """This machine's engine, or the services that were named."""
     from envs.sandbox.engines.docker import DockerBackend
+    from envs.sandbox.engines.users import USERS, parse_users
     from envs.sandbox.pool.engine_maker import open_engine_host
     from envs.sandbox.pool.host import Identity
     from envs.sandbox.remote.client import SandboxClient, service_token
@@ -212,7 +216,8 @@ async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: 
         client = SandboxClient(url, service_token(Path(path)))
         hosts.append(RemoteHost(name, await stack.enter_async_context(client), service))
     if not hosts:
-        backend = await stack.enter_async_context(DockerBackend(arguments.engine))
+        users = parse_users(arguments.users) if arguments.users else USERS
+        backend = await stack.enter_async_context(DockerBackend(arguments.engine, users=users))
         warm = [_warm(text) for text in arguments.warm]
         hosts.append(await stack.enter_async_context(open_engine_host(backend, Identity.of(service, lock), warm=warm)))
     return hosts
@@ -284,8 +289,10 @@ async def _run(arguments: argparse.Namespace) -> int:
     from envs.sandbox.api import Chunk
 
     words: list[str] = arguments.command_line
+    stdin = await _standard_input()
     async with _sandbox(arguments) as sandbox:
-        async for item in sandbox.stream(words[0] if len(words) == 1 else words, timeout=arguments.timeout):
+        command = words[0] if len(words) == 1 else words
+        async for item in sandbox.stream(command, timeout=arguments.timeout, stdin=stdin):
             if isinstance(item, Chunk):
                 target = sys.stdout if item.stream == "stdout" else sys.stderr
                 target.buffer.write(item.data)
@@ -298,6 +305,33 @@ async def _run(arguments: argparse.Namespace) -> int:
                 return 128 + int(getattr(signal, item.signal, 0))
             return item.exit_code if item.exit_code is not None else FAILED
     return FAILED
+
+
+async def _standard_input() -> bytes:
+    """What is piped into this command, to its end; nothing from a terminal.
+
+    Raises:
+        SandboxRefusedError: it is too long.
+    """
+    if sys.stdin is None or sys.stdin.isatty():
+        return b""
+    data = bytearray()
+    while len(data) <= MAX_INPUT:
+        with anyio.move_on_after(SILENCE_S) as silence:
+            # A file cannot be waited for, and has no need of it.
+            with suppress(PermissionError):
+                await anyio.wait_readable(sys.stdin)
+        if silence.cancelled_caught:
+            sys.stderr.write("flash: reading the standard input to its end; give `< /dev/null` for none\n")
+            with suppress(PermissionError):
+                await anyio.wait_readable(sys.stdin)
+        piece = os.read(sys.stdin.fileno(), 1 << 16)
+        if not piece:
+            return bytes(data)
+        data += piece
+    raise SandboxRefusedError(
+        f"the standard input has more than {MAX_INPUT} bytes; write it to a file of the sandbox, and run it with --in"
+    )
 
 
 async def _shell(arguments: argparse.Namespace) -> int:

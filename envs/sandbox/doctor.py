@@ -41,6 +41,7 @@ REFUSALS = {
     "EPROTONOSUPPORT": "the kernel does not offer it",
     "EAFNOSUPPORT": "the kernel does not offer it",
     "ENETUNREACH": "no way there",
+    "killed": "ends the program",
 }
 """How an attempt may end. Another error, such as that of a wrong argument, says that it was let and done badly."""
 FORK_BOMB = """\
@@ -53,6 +54,7 @@ try:
 except OSError: pass
 print(count)
 """
+READ_SHELL = 'import os; os.open("/proc/%d/fd/0" % os.getppid(), os.O_RDONLY)'
 MEMORY_BOMB = """\
 import sys
 held = []
@@ -66,6 +68,10 @@ ADVICE = {
         "the engine cannot set this limit. Without root it needs control groups, version 2, delegated to its user "
         "(systemd: Delegate=yes); as root, --cgroup-manager cgroupfs works without systemd"
     ),
+    ("shell of a session hidden from programs",): (
+        "the image needs Python 3.8 or newer, and the kernel must run programs that are in memory only "
+        "(vm.memfd_noexec = 0 or 1); else a program can answer for the next command of its session"
+    ),
     ("agent hidden from commands", "probe"): (
         "the image needs Python 3.6 or newer with its standard library; else commands can disturb their own sandbox"
     ),
@@ -73,6 +79,21 @@ ADVICE = {
         "runtime",
         "kernel",
     ): "the engine runs another one; Podman takes its runtime from containers.conf, or from --runtime",
+    (
+        "limit the agent",
+        "change the agent's priority",
+        "change the priority of all",
+        "change the agent's I/O priority",
+        "change the I/O priority of all",
+        "change the agent's scheduling",
+        "choose the agent's CPUs",
+        "reach the hypervisor",
+        "use the kernel's ciphers",
+        "use 32-bit system calls",
+    ): (
+        "a program may disturb what judges it, or reach what is no part of its sandbox. Our own system call filter is "
+        "derived from the one of the package golang-github-containers-common on this machine; install that"
+    ),
     ("seccomp filter",): "the engine was built or told to run without seccomp; look at `podman info` or `docker info`",
 }
 """What to do about failed checks, by their names."""
@@ -151,17 +172,18 @@ async def doctor(backend: Backend, spec: Spec) -> Diagnosis:
             )
         ]
         if sandbox.hello.kind == "python":
-            checks += await _probe(sandbox)
+            checks += await _probe(sandbox, info.users)
             checks += [await _fork_bomb(sandbox), await _memory_bomb(sandbox), *await _disk(sandbox)]
         else:
             checks.append(Check("probe", "measured from inside", "the image has no Python", False))
+        checks += await _session(sandbox)
         checks.append(await _timeout(sandbox))
     if spec.runtime:
         checks.append(Check("runtime", spec.runtime, runtime, Path(runtime).name == spec.runtime))
     return Diagnosis(info.name, True, spec, runtime, checks)
 
 
-async def _probe(sandbox: LocalSandbox) -> list[Check]:
+async def _probe(sandbox: LocalSandbox, users: tuple[int, int] | None) -> list[Check]:
     arguments = ["python3", "-IS", "-c", PROBE.read_text(), sandbox.spec.workdir, sandbox.spec.network]
     answer = await sandbox.run(arguments, timeout=PROBE_SECONDS)
     try:
@@ -169,12 +191,15 @@ async def _probe(sandbox: LocalSandbox) -> list[Check]:
     except msgspec.DecodeError as error:
         transcript = answer.stderr.decode("utf-8", "replace")[-300:]
         return [Check("probe", "measured from inside", f"failed: {error}; {transcript}", False)]
-    return [*_settings(sandbox.spec, findings.facts), *_escapes(sandbox.spec, findings.attempts)]
+    return [*_settings(sandbox.spec, findings.facts, users), *_escapes(sandbox.spec, findings.attempts)]
 
 
-def _settings(spec: Spec, facts: Facts) -> Iterator[Check]:
+def _settings(spec: Spec, facts: Facts, users: tuple[int, int] | None) -> Iterator[Check]:
     profile = profiles.PROFILES[spec.profile]
-    if profile.user is not None:
+    if profile.own_user and users:
+        own = users[0] <= facts.uid <= users[1] and facts.gid == facts.uid
+        yield Check("user", "one of its own", f"{facts.uid}:{facts.gid}", own)
+    elif profile.user is not None:
         yield _same("user", profile.user, f"{facts.uid}:{facts.gid}")
     mask = sum(1 << CAPABILITY_BITS[name] for name in profile.capabilities)
     yield _same("capabilities", f"{mask:016x}", facts.bounding)
@@ -192,11 +217,7 @@ def _settings(spec: Spec, facts: Facts) -> Iterator[Check]:
     yield _same("CPUs", f"{spec.cpus:g}", f"{facts.cpus:g}" if facts.cpus is not None else "unlimited")
     yield _same("open files", str(profiles.OPEN_FILES), str(facts.open_files))
     yield _same("core dumps", "0", str(facts.core))
-    sizes = {"/tmp": profiles.TMP_MIB, "/run": profiles.SMALL_MIB, "/var/tmp": profiles.SMALL_MIB}
-    sizes["/dev/shm"] = profiles.SMALL_MIB
-    if profiles.work_in_memory(spec):
-        sizes[spec.workdir] = spec.disk_mib
-    for path, size in sizes.items():
+    for path, size in profiles.sizes_mib(spec).items():
         yield _same(f"size of {path}", str(size * profiles.MIB), str(facts.sizes.get(path, "missing")))
     yield _same("host name", "sandbox", facts.host_name)
     if spec.runtime and "runsc" in spec.runtime:
@@ -237,12 +258,22 @@ async def _memory_bomb(sandbox: LocalSandbox) -> Check:
 async def _disk(sandbox: LocalSandbox) -> list[Check]:
     if not profiles.work_in_memory(sandbox.spec):
         return []
-    size = (sandbox.spec.disk_mib + 8) * profiles.MIB
+    size = (profiles.disk_mib(sandbox.spec) + 8) * profiles.MIB
     answer = await sandbox.run(
         f"head -c {size} /dev/zero > fill; code=$?; rm -f fill; exit $code", timeout=BOMB_SECONDS
     )
     full = b"No space left" in answer.stderr or answer.oom_killed
     return [Check("fill the disk", "no space left", "no space left" if full else _how(answer), full)]
+
+
+async def _session(sandbox: LocalSandbox) -> list[Check]:
+    """Root of the image may read everything of its sandbox."""
+    if sandbox.hello.kind != "python" or not sandbox.hello.bash or sandbox.spec.profile == "compat":
+        return []
+    async with sandbox.session() as session:
+        answer = await session.run(f"python3 -ISc '{READ_SHELL}'; :", timeout=BOMB_SECONDS)
+    hidden = b"PermissionError" in answer.stderr
+    return [Check("shell of a session hidden from programs", "yes", "yes" if hidden else "no", hidden)]
 
 
 async def _timeout(sandbox: LocalSandbox) -> Check:

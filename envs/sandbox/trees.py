@@ -117,10 +117,10 @@ class _Packing:
         self._archive.members = []  # type: ignore[attr-defined]  # Otherwise it keeps all of them.
 
 
-def unpack(source: IO[bytes], target: Path, limits: TreeLimits) -> None:
+def unpack(source: IO[bytes], target: Path, limits: TreeLimits, *, what: str = "download") -> None:
     """Unpack an archive that a sandbox sent, as `target`, which must not exist or be an empty folder.
 
-    An archive of one file may replace a file.
+    An archive of one file may replace a file. `what` it is called in errors.
 
     Raises:
         SandboxLimitError: it is too large, or tries to leave the tree.
@@ -134,17 +134,17 @@ def unpack(source: IO[bytes], target: Path, limits: TreeLimits) -> None:
     with place as folder:
         root = Path(folder, "root")
         try:
-            single = _Unpacking(root, limits).run(source)
+            single = _Unpacking(root, limits, what).run(source)
             if single:
                 (root / "file").replace(target)
                 return
             if target.is_symlink() or target.is_file() or (target.exists() and any(target.iterdir())):
-                raise SandboxFileError(f"{target} exists; download into a new or empty folder")
+                raise SandboxFileError(f"{target} exists; {what} into a new or empty folder")
             root.chmod(0o755)
             root.replace(target)
         except (tarfile.TarError, ValueError, OverflowError, RecursionError, EOFError) as error:
             # What `tarfile` makes of headers that no program writes.
-            raise SandboxLimitError(f"the sandbox sent a damaged archive: {error}") from error
+            raise SandboxLimitError(f"the {what} is a damaged archive: {error}") from error
         except OSError as error:
             raise SandboxFileError(f"{target} cannot be written: {error}") from error
 
@@ -152,46 +152,49 @@ def unpack(source: IO[bytes], target: Path, limits: TreeLimits) -> None:
 class _Bounded:
     """An archive of which nothing long is read at once."""
 
-    def __init__(self, source: IO[bytes]) -> None:
+    def __init__(self, source: IO[bytes], what: str) -> None:
         self._source = source
+        self._what = what
         self.seek = source.seek
         self.tell = source.tell
 
     def read(self, count: int) -> bytes:
         """At most so many bytes."""
         if not 0 <= count <= HEADER_BYTES:
-            raise SandboxLimitError(f"the download has a header of {count} bytes")
+            raise SandboxLimitError(f"the {self._what} has a header of {count} bytes")
         return self._source.read(count)
 
 
 class _Unpacking:
     """One archive on its way into a new folder."""
 
-    def __init__(self, root: Path, limits: TreeLimits) -> None:
+    def __init__(self, root: Path, limits: TreeLimits, what: str) -> None:
         self._root = root
+        self._what = what
         self._limits = limits
         self._bytes = 0
         self._entries = 0
         self._folders = {root}
-        self._links: list[tuple[Path, str]] = []
+        self._links: dict[Path, str] = {}
 
     def run(self, source: IO[bytes]) -> bool:
         """Unpack everything; True for an archive of one file."""
         self._root.mkdir()
         single = False
-        with tarfile.open(fileobj=_Bounded(source), mode="r:") as archive:  # type: ignore[arg-type]
+        with tarfile.open(fileobj=_Bounded(source, self._what), mode="r:") as archive:  # type: ignore[arg-type]
             for count, member in enumerate(archive, start=1):
                 single = member.name == FILE_MEMBER and count == 1 and member.isreg()
                 self._one(archive, member, self._root / "file" if single else self._place(member.name))
                 archive.members = []  # type: ignore[attr-defined]  # Otherwise it keeps all of them.
                 if single:
                     break
-        for path, link in self._links:
+        for path, link in self._links.items():
             path.symlink_to(link)
         # Only now do all links exist that one link may lead through.
-        for path, link in self._links:
+        for path, link in self._links.items():
             if not self._stays(path):
-                raise SandboxLimitError(f"the link {path.relative_to(self._root)} leads out of the download: {link}")
+                name = path.relative_to(self._root)
+                raise SandboxLimitError(f"the link {name} leads out of the {self._what}: {link}")
         return single
 
     def _stays(self, path: Path) -> bool:
@@ -207,7 +210,7 @@ class _Unpacking:
     def _place(self, name: str) -> Path:
         parts = name.split("/")
         if name.startswith("/") or not name or any(part in ("", "..", ".") or "\0" in part for part in parts):
-            raise SandboxLimitError(f"the download has an entry with the name {name!r}")
+            raise SandboxLimitError(f"the {self._what} has an entry with the name {name!r}")
         return self._root.joinpath(*parts)
 
     def _one(self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
@@ -216,12 +219,16 @@ class _Unpacking:
         self._folder(path if member.isdir() else path.parent)
         if member.issym():
             if os.path.isabs(member.linkname) or "\0" in member.linkname:
-                raise SandboxLimitError(f"the link {member.name} leads out of the download: {member.linkname}")
-            if os.path.lexists(path):
-                raise SandboxLimitError(f"the download has {member.name} twice")
-            self._links.append((path, member.linkname))
+                raise SandboxLimitError(f"the link {member.name} leads out of the {self._what}: {member.linkname}")
+            if path in self._links or os.path.lexists(path):
+                raise SandboxLimitError(f"the {self._what} has {member.name} twice")
+            self._links[path] = member.linkname
         elif member.isreg():
             self._file(archive, member, path)
+        elif member.islnk():
+            raise SandboxLimitError(
+                f"{member.name} is a second name of {member.linkname}; send it as a file of its own"
+            )
         elif not member.isdir():
             raise SandboxLimitError(f"{member.name} is neither a file, a folder nor a link")
 
@@ -239,7 +246,7 @@ class _Unpacking:
     def _count(self) -> None:
         self._entries += 1
         if self._entries > self._limits.entries:
-            raise SandboxLimitError(f"the download has more than {self._limits.entries} entries")
+            raise SandboxLimitError(f"the {self._what} has more than {self._limits.entries} entries")
 
     def _file(self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
         if member.sparse is not None:  # type: ignore[attr-defined]
@@ -247,7 +254,7 @@ class _Unpacking:
             raise SandboxLimitError(f"{member.name} is a sparse file")
         self._bytes += member.size
         if member.size < 0 or self._bytes > self._limits.total:
-            raise SandboxLimitError(f"the download has more than {self._limits.total} bytes")
+            raise SandboxLimitError(f"the {self._what} has more than {self._limits.total} bytes")
         content = archive.extractfile(member)
         assert content is not None
         # Exclusively: an archive that names a file twice must not write into the first.
@@ -257,7 +264,7 @@ class _Unpacking:
                 left -= len(piece)
                 file.write(piece)
         if left:
-            raise SandboxLimitError(f"the sandbox sent a damaged archive: {member.name} is cut off")
+            raise SandboxLimitError(f"the {self._what} is a damaged archive: {member.name} is cut off")
         path.chmod(stat.S_IMODE(member.mode) & 0o755 | 0o600)
 
 

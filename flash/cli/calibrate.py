@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from flash.cli.commands import Commands
+from flash.cli.files import check_writable
 from flash.cli.simulate import run_all
 from flash.config.load import load
 from flash.observe.rundir import write_atomically
@@ -39,8 +40,9 @@ def calibrate_command(run_dir: Path, output: Path | None = None) -> dict[str, An
     Raises:
         ConfigError: there is nothing to fit to.
     """
-    fitted = calibrate(run_dir)
     file = run_dir / "fitted.toml" if output is None else output
+    check_writable(output)
+    fitted = calibrate(run_dir)
     write_atomically(file, fitted.toml().encode())
     tables.print_calibration(fitted, predicted_step_s(run_dir / "config.toml", file), run_dir / "config.toml", file)
     return fitted.table

@@ -6,16 +6,20 @@ It parses and validates first: torch and vllm are imported only when something s
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from envs.sandbox import cli as sandbox
-from flash.cli import calibrate, plot, simulate, tiny_model, train
+from flash.cli import calibrate, drain, evaluate, join, plot, replay, rollout, simulate, tiny_model, train
 from flash.errors import FlashError
 
 DESCRIPTION = "Asynchronous reinforcement-learning post-training for language models."
-COMMANDS = (train, simulate, calibrate, plot, tiny_model, sandbox)
+COMMANDS = (train, join, drain, evaluate, rollout, replay, simulate, calibrate, plot, tiny_model, sandbox)
 """In the order of the help."""
+UNREAD = 128 + signal.SIGPIPE
+"""Exit code of who writes to a pipe that nobody reads, as shells have it."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -26,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments; files and overrides may also stand behind options, where argparse alone does not look for them."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
@@ -38,13 +42,28 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+def _open_what_is_closed() -> None:
+    """Who starts us without an output (`>&-`, as some supervisors do) wants none."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as above
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `flash`; the exit code. 2 means wrong input, 130 an interrupt."""
-    arguments = _parse(argv)
+    """Entry point of `flash`; the exit code. 2: wrong input, 130: an interrupt, 141: nobody reads the output."""
+    _open_what_is_closed()
+    arguments = parse(argv)
     try:
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
     except FlashError as error:
         sys.stderr.write(f"flash: error: {error}\n")
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # As of `flash … | head`. What is left of the output would fail once more at the interpreter's end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD

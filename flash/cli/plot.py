@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flash.cli.commands import Commands
 from flash.errors import ConfigError
+from flash.observe.rundir import RunDirectory
 
 
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
@@ -20,9 +21,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Draw, and say which files were written."""
     from flash.observe.plots import write_plots
 
-    run_dir: Path = arguments.run_dir
-    if not (run_dir / "metrics.jsonl").is_file():
-        raise ConfigError(f"{run_dir} is not a run directory: it has no metrics.jsonl")
-    for path in write_plots(run_dir):
+    directory = RunDirectory(arguments.run_dir)
+    if not directory.config.is_file():
+        raise ConfigError(f"{arguments.run_dir} is no run directory: it holds no config.toml")
+    paths = write_plots(arguments.run_dir)
+    if not paths:
+        raise ConfigError(f"{arguments.run_dir}: there is nothing to draw yet: its run has made no step")
+    for path in paths:
         sys.stdout.write(f"{path}\n")
     return 0

@@ -10,8 +10,10 @@ import argparse
 import itertools
 import multiprocessing
 import os
-from collections.abc import Sequence
+import signal
+from collections.abc import Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from flash.cli.commands import Commands
+from flash.cli.files import check_writable
 from flash.config.decode import suggest
 from flash.config.load import key_paths, load, split_arguments
 from flash.config.tree import Config
@@ -72,9 +75,7 @@ def simulate_command(
     Raises:
         ConfigError: names every problem of the arguments or of a cell's configuration.
     """
-    for file in (plot, json):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(f"cannot write {file}: the folder {file.absolute().parent} does not exist")
+    check_writable(plot, json)
     if plot is not None and find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib, which is not installed")
     keys = [parse_sweep(sweep) for sweep in sweeps]
@@ -108,8 +109,31 @@ def run_all(configs: Sequence[Config]) -> list[SimReport]:
         return [simulate(configs[0])]
     workers = min(len(configs), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     # Spawned, not forked: a fork would copy whatever threads and locks the caller has.
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return list(tables.watched(pool.map(simulate, configs), len(configs)))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool, _workers_end_with_us():
+        with _interrupts_held_back():
+            reports = pool.map(simulate, configs)
+        return list(tables.watched(reports, len(configs)))
+
+
+@contextmanager
+def _workers_end_with_us() -> Generator[None]:
+    """An interrupt, or a cell that fails, does not wait for the other cells."""
+    try:
+        yield
+    except BaseException:
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        raise
+
+
+@contextmanager
+def _interrupts_held_back() -> Generator[None]:
+    """Processes started meanwhile see no interrupt: a terminal sends it to all, and each would say so at length."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def parse_sweep(text: str) -> Sweep:
@@ -161,6 +185,6 @@ def product(sweeps: Sequence[Sweep]) -> list[tuple[str, ...]]:
 def recommend(cells: Sequence[Cell]) -> Cell:
     """The cell to choose: of those within CLOSE of the highest throughput, the one with the youngest tokens, then the
     one that wastes least."""
-    fastest = max(cell.report.samples_per_s for cell in cells)
-    near = [cell for cell in cells if cell.report.samples_per_s >= (1 - CLOSE) * fastest]
-    return min(near, key=lambda cell: (cell.oldest, round(cell.waste, 3), -cell.report.samples_per_s))
+    fastest = max(cell.report.tokens_per_s for cell in cells)
+    near = [cell for cell in cells if cell.report.tokens_per_s >= (1 - CLOSE) * fastest]
+    return min(near, key=lambda cell: (cell.oldest, round(cell.waste, 3), -cell.report.tokens_per_s))

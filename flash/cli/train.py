@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+from types import FrameType
 
 from flash.cli.commands import Commands
+from flash.config.advice import advise
 from flash.config.load import dump, load, split_arguments
-from flash.trainer.tiny_model import make_missing_model
+from flash.run.models import make_missing_model
 
 
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("train", help="run a config: rollouts and training at the same time")
     parser.add_argument("config", nargs="+", metavar="CONFIG|KEY=VALUE", help="TOML files, then dotted overrides")
-    parser.add_argument("--dry-run", action="store_true", help="validate, print the resolved config, start nothing")
+    parser.add_argument("--dry-run", action="store_true", help="try all but engines; print the resolved config")
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
     return parser
 
@@ -24,14 +27,26 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.resume:
         overrides.append("run.resume=true")
     config = load(paths, overrides)
+    advise(config)
     if arguments.dry_run:
+        from flash.run.dry_run import dry_run
+
+        for line in dry_run(config):
+            sys.stderr.write(f"checked {line}\n")
         sys.stdout.write(dump(config))
         return 0
-    from flash.run.launcher import INTERRUPTED, launch, resume_command
+    from flash.run.agents import INTERRUPTED
+    from flash.run.launcher import launch, resume_command
 
+    # Until torchrun takes signals over: what was begun by then is put in order, as after Ctrl-C.
+    signal.signal(signal.SIGTERM, _interrupt)
     make_missing_model(config)
     files = [str(path) for path in paths]
     code = launch(config, files, overrides)
     if code == INTERRUPTED:
         sys.stderr.write(f"flash: interrupted; go on with: {resume_command(files, overrides)}\n")
     return code
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

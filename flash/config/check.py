@@ -6,7 +6,6 @@ Each rule looks at one matter and yields its problems; no rule needs another. Th
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +14,10 @@ from typing import Any
 import msgspec
 
 from flash.config.check_algorithm import algorithm_rule
-from flash.config.decode import Problem
-from flash.config.objects import examine_options, load_environment, refusal
+from flash.config.check_machine import MACHINE_RULES, unreachable
+from flash.config.decode import Problem, show
+from flash.config.objects import examine_options, load_environment, load_sink, refusal
+from flash.config.section import LOWEST_TEMPERATURE
 from flash.config.simulate import SimulateConfig
 from flash.config.spread import parse_spread
 from flash.config.tree import Config
@@ -24,6 +25,9 @@ from flash.errors import ConfigError
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 """`name` or `owner/name`: anything else is a path."""
+
+MOST_ANSWERS = 1_000_000
+"""Of one evaluation: the hub keeps them all until it is over."""
 
 WARM_START_METHODS = ("solved_examples", "alphabet")
 
@@ -91,7 +95,13 @@ def _own_check(env: type[object], kwargs: dict[str, Any]) -> Iterator[Problem]:
 def model_rule(config: Config) -> Iterator[Problem]:
     """A local model folder is one, or is to be made. A hub id is taken on trust."""
     path = Path(config.model.path)
-    if _is_hub_id(config.model.path):
+    if not config.model.path.strip():
+        yield Problem("model.path", "is empty: expected a Hugging Face model folder or a hub id")
+        return
+    if (fault := unreachable(config.model.path)) is not None:
+        yield Problem("model.path", f"{show(config.model.path)} cannot be used: {fault}")
+        return
+    if is_hub_id(config.model.path):
         return
     if path.is_file():
         yield Problem("model.path", f"expected a folder, got the file {path}")
@@ -105,7 +115,8 @@ def model_rule(config: Config) -> Iterator[Problem]:
         yield Problem("model.path", message)
 
 
-def _is_hub_id(text: str) -> bool:
+def is_hub_id(text: str) -> bool:
+    """Whether a text can only be the name of a model on the hub: nothing here has that path, nor could have."""
     path = Path(text)
     named = HUB_ID.fullmatch(text) is not None and (path.parent == Path() or not path.parent.exists())
     return named and not path.exists()
@@ -118,7 +129,12 @@ def other_models_rule(config: Config) -> Iterator[Problem]:
         ("critic.path", config.critic and config.critic.path),
     ]
     for key, path in named:
-        if path is None or path == config.model.path or _is_hub_id(path):
+        if path is None or path == config.model.path:
+            continue
+        if (fault := unreachable(path)) is not None:
+            yield Problem(key, f"{show(path)} cannot be used: {fault}")
+            continue
+        if is_hub_id(path):
             continue
         if not (Path(path) / "config.json").is_file():
             yield Problem(key, f"{path} is no Hugging Face model: expected a folder with a config.json, or a hub id")
@@ -160,6 +176,21 @@ def eval_rule(config: Config) -> Iterator[Problem]:
     if config.eval.samples > 1 and config.eval.temperature == 0:
         message = f"{config.eval.samples} greedy answers are all the same: set eval.temperature above 0"
         yield Problem("eval.samples", message)
+    if 0 < config.eval.temperature < LOWEST_TEMPERATURE:
+        message = f"expected 0, which is greedy, or at least {LOWEST_TEMPERATURE}, got {config.eval.temperature:g}"
+        yield Problem("eval.temperature", message)
+    if config.eval.problems * config.eval.samples > MOST_ANSWERS:
+        message = f"expected at most {MOST_ANSWERS} answers (problems · samples), got {config.eval.samples} to each"
+        yield Problem("eval.problems", message)
+
+
+def sink_rule(config: Config) -> Iterator[Problem]:
+    """A tracker's sink can be made."""
+    if config.observe.sink is not None:
+        try:
+            load_sink(config.observe.sink)
+        except ConfigError as error:
+            yield Problem("observe.sink", str(error))
 
 
 def placement_rule(config: Config) -> Iterator[Problem]:
@@ -202,21 +233,9 @@ def weights_rule(config: Config) -> Iterator[Problem]:
         yield Problem(key, "nccl cannot join two processes on one GPU (engine.share_gpus): expected ipc, tcp or auto")
 
 
-def cpu_rule(config: Config) -> Iterator[Problem]:
-    """Cores that are named must be among those of this machine."""
-    cores = os.cpu_count() or 1
-    for key, cpus in (
-        ("cluster.node_cpus", config.cluster.node_cpus),
-        ("cluster.trainer_cpus", config.cluster.trainer_cpus),
-    ):
-        if cpus is not None and (not cpus or max(cpus) >= cores):
-            message = f"expected one or more of this machine's cores 0 to {cores - 1}, got {cpus}"
-            yield Problem(key, message)
-
-
 def resume_rule(config: Config) -> Iterator[Problem]:
     """There is a run to continue."""
-    if config.run.resume and not config.run_dir.is_dir():
+    if config.run.resume and unreachable(str(config.run_dir)) is None and not config.run_dir.is_dir():
         yield Problem("run.resume", f"there is no run to continue: the folder {config.run_dir} does not exist")
 
 
@@ -277,9 +296,10 @@ RULES: tuple[Rule, ...] = (
     response_rule,
     length_rule,
     eval_rule,
+    sink_rule,
     placement_rule,
     weights_rule,
-    cpu_rule,
+    *MACHINE_RULES,
     resume_rule,
     simulate_rule,
 )

@@ -16,10 +16,13 @@ from typing import Any, NamedTuple, Union, cast, get_args, get_origin
 import msgspec
 from msgspec import inspect
 
+from flash.config.section import MOST
 from flash.errors import ConfigError
 
 NONE = "none"
 """Stands for None, which TOML has no word for."""
+
+_PART = "with a part "
 
 LONGEST_VALUE = 60
 """Characters of a wrong value that a message repeats."""
@@ -35,18 +38,21 @@ class Problem(NamedTuple):
 
 def mismatch(key: str, annotation: Any, value: Any) -> Problem:
     """The problem of a value that is not of its type."""
-    return Problem(key, f"expected {describe(annotation)}, got {show(value)}")
+    fault = _fault(value)
+    if fault is None and isinstance(value, int) and value > MOST:
+        fault = f"which is above {MOST}"
+    return Problem(key, f"expected {describe(annotation)}, got {show(value)}" + (f", {fault}" if fault else ""))
 
 
 def convert(value: Any, annotation: Any) -> Any:
     """The value as its annotated type.
 
     Raises:
-        msgspec.ValidationError: the value does not fit, or is a number that is not finite.
+        msgspec.ValidationError: the value does not fit, or is nothing that any key can use.
         TypeError: no plain value can be checked against this annotation.
     """
-    if not _finite(value):
-        raise msgspec.ValidationError("not a finite number")
+    if (fault := _fault(value)) is not None:
+        raise msgspec.ValidationError(fault)
     return msgspec.convert(value, annotation)
 
 
@@ -125,10 +131,29 @@ def _no_option(name: str, kind: str, kinds: dict[str, type[msgspec.Struct]], fie
     return f"{show(kind) if kind else 'this table'} has no such option{hint} (its options: {own})"
 
 
-def _finite(value: Any) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return not isinstance(value, list) or all(_finite(item) for item in value)
+def _fault(value: Any) -> str | None:
+    """Why nothing can use a value, or a part of it."""
+    match value:
+        case float() if not math.isfinite(value):
+            return "which is not a finite number"
+        case int() if abs(value) >= 2**63:
+            return "which does not fit into 64 bits"
+        case str() if "\0" in value or not _is_unicode(value):
+            return "which holds characters that no text has"
+        case list() | dict():
+            inner = cast("dict[str, Any]", value).values() if isinstance(value, dict) else cast("list[Any]", value)
+            fault = next((fault for item in inner if (fault := _fault(item)) is not None), None)
+            return fault and _PART + fault.removeprefix(_PART)
+        case _:
+            return None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
@@ -162,7 +187,12 @@ def show(value: Any) -> str:
         return "{" + ", ".join(f"{name} = {show(one)}" for name, one in built.items()) + "}"
     if isinstance(value, dict):
         return "a table"
-    text = json.dumps(value, default=str, ensure_ascii=False)
+    if isinstance(value, int) and abs(value) >= 2**64:
+        return f"a number of {value.bit_length()} bits"
+    try:
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    except ValueError:  # a number of more digits than Python writes
+        return f"a {type(value).__name__}"
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
 
 
@@ -207,19 +237,24 @@ def _words(info: inspect.Type, beside: Sequence[inspect.Type] = ()) -> str:
 
 
 def _bounds(number: inspect.IntType | inspect.FloatType) -> str:
-    if number.ge is not None and number.le is not None:
-        return f" from {number.ge:g} to {number.le:g}"
+    highest = number.le if number.le != MOST else None  # not said in advance, but of what is above it
+    if number.ge is not None and highest is not None:
+        return f" from {_limit(number.ge)} to {_limit(highest)}"
     limits = [
-        f"{word} {limit:g}"
+        f"{word} {_limit(limit)}"
         for word, limit in (
             ("above", number.gt),
             ("at least", number.ge),
             ("below", number.lt),
-            ("at most", number.le),
+            ("at most", highest),
         )
         if limit is not None
     ]
     return " " + " and ".join(limits) if limits else ""
+
+
+def _limit(limit: float) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
 def _either(words: list[str]) -> str:

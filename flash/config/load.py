@@ -30,6 +30,7 @@ from flash.config.decode import (
     tag_field,
 )
 from flash.config.hardware import count_gpus
+from flash.config.objects import import_from
 from flash.config.section import Section
 from flash.config.tree import Config
 from flash.errors import ConfigError
@@ -39,6 +40,8 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 def load(paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = (), *, simulated: bool = False) -> Config:
     """Read, merge, decode, resolve and cross-check a configuration.
+
+    Its import paths may name modules beside the files: from here on Python imports from their folders too.
 
     Args:
         paths: a TOML file, or several, of which a later one wins.
@@ -50,8 +53,9 @@ def load(paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()
     """
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for path in [paths] if isinstance(paths, (str, Path)) else paths:
-        _merge(merged, _read(Path(path)), str(path), origins)
+    files = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
+    for file in files:
+        _merge(merged, _read(file), str(file), origins)
     for override in overrides:
         _merge(merged, _parse_override(override), "override", origins)
     decoder = _Decoder()
@@ -59,6 +63,7 @@ def load(paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()
     if decoder.problems or config is None:
         raise refuse(decoder.problems, origins)
     config = _resolve(config)
+    import_from(str(file.resolve().parent) for file in files)
     problems = check(config, simulated=simulated)
     if problems:
         raise refuse(problems, origins)
@@ -92,13 +97,15 @@ def _plain(value: Any) -> Any:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         beside = [str(other) for other in path.parent.glob("*.toml")]
         raise ConfigError(f"there is no configuration file {path}{suggest(str(path), beside)}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path that cannot be one
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of very many digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
@@ -116,7 +123,7 @@ def _parse_override(text: str) -> dict[str, Any]:
 def _parse_value(text: str) -> Any:
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     return parsed["value"] if len(parsed) == 1 else text
 

@@ -1,8 +1,9 @@
 """Objects named in the configuration: environments, objectives and verifiers, by import path.
 
-`module:attribute` names anything that Python can import, also from the current directory, so that adding one needs no
-edit inside Flash. Options are checked against the signature before anything starts: each keyword argument is an option,
-or, where the only argument is `options` and annotated with a struct, each field of that struct.
+`module:attribute` names anything that Python can import, also from the config's folder and from the working directory,
+so that adding one needs no edit inside Flash. Options are checked against the signature before anything starts: each
+keyword argument is an option, or, where the only argument is `options` and annotated with a struct, each field of that
+struct.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import inspect
 import os
 import pkgutil
 import sys
+import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -29,6 +32,27 @@ ENVIRONMENT_METHODS = ("reset", "step", "close")
 
 OPTIONS = "options"
 """The parameter that stands for the whole table of options, where it is the only one and annotated with a struct."""
+
+IMPORT_PATH = "FLASH_IMPORT_PATH"
+"""The environment variable that tells the processes of a run where the one that started it imports from."""
+
+
+def import_from(folders: Iterable[str]) -> None:
+    """Let import paths name modules in these folders too. Whatever is installed comes first."""
+    sys.path += [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
+
+
+def share_import_path() -> None:
+    """Let the processes started from here import what this one can: see `take_import_path`.
+
+    Not as PYTHONPATH: that would put a user's folder before the standard library, in programs of other Pythons too.
+    """
+    os.environ[IMPORT_PATH] = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
+
+
+def take_import_path() -> None:
+    """Import also from where the process that started this one does."""
+    import_from(filter(None, os.environ.get(IMPORT_PATH, "").split(os.pathsep)))
 
 
 def load_object(path: str) -> Any:
@@ -50,13 +74,12 @@ def load_object(path: str) -> Any:
 
 
 def _load_module(name: str) -> Any:
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.append(here)
+    import_from([os.getcwd()])
     importlib.invalidate_caches()
     missing = _first_missing(name)
     if missing is not None:
-        raise ConfigError(f"there is no module `{missing}`{_nearest_module(missing)} (looked in {here} too)")
+        looked = "" if "." in missing else f" (looked in what is installed, and in {', '.join(own_folders())})"
+        raise ConfigError(f"there is no module `{missing}`{_nearest_module(missing)}{looked}")
     try:
         return importlib.import_module(name)
     except ConfigError:  # says itself what is missing, for example a package
@@ -90,9 +113,21 @@ def _first_missing(name: str) -> str | None:
 
 def _nearest_module(name: str) -> str:
     parent, _, _ = name.rpartition(".")
-    paths = getattr(sys.modules[parent], "__path__", []) if parent else None
+    paths = getattr(sys.modules[parent], "__path__", []) if parent else own_folders()
     prefix = f"{parent}." if parent else ""
-    return suggest(name, [prefix + module.name for module in pkgutil.iter_modules(paths)])
+    shipped = [] if parent else ["envs", "algorithms"]
+    return suggest(name, [*shipped, *(prefix + module.name for module in pkgutil.iter_modules(paths))])
+
+
+def own_folders() -> list[str]:
+    """Where modules come from that are the user's: not from Python or its packages, whose names nobody means."""
+    installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
+    own = [folder for folder in sys.path if Path(folder).is_dir() and not _lies_in(Path(folder).resolve(), installed)]
+    return list(dict.fromkeys(os.path.abspath(folder) for folder in own))
+
+
+def _lies_in(folder: Path, folders: set[Path]) -> bool:
+    return any(one in folders for one in (folder, *folder.parents))
 
 
 def load_environment(path: str) -> type[object]:
@@ -122,6 +157,35 @@ def load_objective(name: str) -> type[Objective]:
     if found.__call__ is Objective.__call__:
         raise ConfigError(f"`{name}` does not define `__call__(self, tokens)`, the formula of its loss")
     return found
+
+
+def load_sink(path: str) -> Callable[[dict[str, Any], int | None], Any]:
+    """What makes a tracker's sink: see `flash.observe.sink`.
+
+    Raises:
+        ConfigError: there is none, or it takes other arguments.
+    """
+    found = load_object(path)
+    if not callable(found) or not _takes(found, "config", "resumed_at"):
+        raise ConfigError(
+            f"`{path}` makes no sink: expected a function that is called as `function(config, resumed_at)`"
+        )
+    return found
+
+
+def is_sink(made: object) -> bool:
+    """Whether it can be called as `sink(kind, row)`."""
+    return callable(made) and _takes(made, "kind", "row")
+
+
+def _takes(function: Callable[..., object], *positional: str) -> bool:
+    try:
+        inspect.signature(function).bind(*positional)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin that says nothing of its parameters
+        pass
+    return True
 
 
 def check_options(cls: Callable[..., object], options: Mapping[str, Any], where: str) -> dict[str, Any]:

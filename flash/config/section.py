@@ -7,8 +7,19 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-Positive = Annotated[int, Meta(gt=0)]
-NonNegative = Annotated[int, Meta(ge=0)]
+MOST = 2**31 - 1
+"""The largest of any count: what libraries below hold in 32 bits."""
+
+Positive = Annotated[int, Meta(gt=0, le=MOST)]
+NonNegative = Annotated[int, Meta(ge=0, le=MOST)]
+Seed = NonNegative
+LearningRate = Annotated[float, Meta(gt=0, le=1)]
+"""Adam moves each weight by about the learning rate: above 1 nothing of a model is left after a step."""
+LOWEST_TEMPERATURE = 0.01
+"""Engines take what is below for this, and so would sample from another distribution than the trainer assumes."""
+Temperature = Annotated[float, Meta(ge=LOWEST_TEMPERATURE, le=100)]
+Deadline = Annotated[float, Meta(ge=0.1, le=1e8)]
+"""Seconds. Nothing that crosses a network is there for sure within a tenth of one; clocks end at some centuries."""
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]

@@ -17,6 +17,7 @@ from statistics import NormalDist
 
 import msgspec
 
+from flash.config.decode import LONGEST_VALUE
 from flash.errors import ConfigError
 
 RARE = 1e-6
@@ -105,7 +106,7 @@ def _read(text: str) -> tuple[str, list[float], dict[str, float]]:
     """`name(1, 2, high=3)` as name, numbers and cuts."""
     try:
         call = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # what Python's parser says to absurd texts
         raise _refused(text, "it cannot be read") from None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise _refused(text, "it is not of the form name(number, …)")
@@ -126,7 +127,8 @@ def _number(text: str, node: ast.expr) -> float:
 
 
 def _refused(text: str, why: str) -> ConfigError:
-    return ConfigError(f"{text!r} is not a distribution: {why}; write one like {', '.join(FORMS)}")
+    shown = text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
+    return ConfigError(f"{shown!r} is not a distribution: {why}; write one like {', '.join(FORMS)}")
 
 
 def _cut(text: str, shape: _Shape, cuts: dict[str, float], low: float, high: float) -> Spread:

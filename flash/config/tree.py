@@ -17,18 +17,29 @@ from algorithms.corrections import Correction
 from algorithms.kl import Kl
 from algorithms.shaping import Shaping
 from algorithms.staleness import NoStaleness, Staleness
-from flash.config.section import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from flash.config.section import (
+    Deadline,
+    Fraction,
+    LearningRate,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    Seed,
+    Temperature,
+)
 from flash.config.simulate import SimulateConfig
 
 
 class RunConfig(Section, frozen=True):
     """The run as a whole."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]+$")]
-    """Names the run directory."""
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")]
+    """Names the run directory: one folder below `output_dir`, so no `/`, and no dot at the start."""
     output_dir: str = "outputs"
     """Folder that holds the run directories."""
-    seed: int = 0
+    seed: Seed = 0
     """Every random choice of the run derives from it."""
     steps: Positive = 100
     """Optimizer steps; each trains one batch and makes one policy version."""
@@ -64,9 +75,9 @@ class TinyModelConfig(Section, frozen=True):
     """Most supervised steps on the environment's solved examples; fewer, when the model is as good as RL needs it."""
     batch_size: Positive = 64
     """Examples per supervised step."""
-    learning_rate: PositiveFloat = 2e-3
+    learning_rate: LearningRate = 2e-3
     """Peak learning rate of the warm start."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the initial weights and of the examples."""
 
 
@@ -74,7 +85,8 @@ class EnvConfig(Section, frozen=True):
     """The environment, by import path."""
 
     path: str
-    """`module:Class`; the class takes `options` as keyword arguments."""
+    """`module:Class`, of a module that is installed, or lies in the config's folder or the working directory; the class
+    takes `options` as keyword arguments."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's class, checked against its signature."""
 
@@ -96,7 +108,7 @@ class RolloutConfig(Section, frozen=True):
     on_expire: Literal["mask", "requeue", "wait"] = "mask"
     """What happens to a sample whose tokens get too old. `mask`: those tokens leave the loss; `requeue`: it is
     cancelled and started again; `wait`: the next step waits for it."""
-    fifo_window: Annotated[float, Meta(ge=1)] | None = None
+    fifo_window: Annotated[float, Meta(ge=1, le=1e6)] | None = None
     """A step chooses among the first `fifo_window` batches of groups in order of issue: 1 is strict order, which waits
     for stragglers and favours no length. None: any complete group."""
     extra_groups: NonNegative = 0
@@ -113,8 +125,11 @@ class RolloutConfig(Section, frozen=True):
     """The samples of a prompt are placed one by one. Off: they go to one engine and come home together."""
     env_async: bool = True
     """Every environment steps on its own. Off: a node's environments step together, when all responses are there."""
-    temperature: PositiveFloat = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature; the trainer computes its log-probs at the same one."""
+    seeded: bool | None = None
+    """Draw each response with a seed of its own, made from run.seed: its tokens then depend on it and on the weights
+    alone, at a cost (docs/asynchrony.md). None: where a run can be repeated, on the CPU with train.async_ratio = 0."""
     retries: NonNegative = 2
     """How often a sample that failed for a reason of the infrastructure is tried again."""
     breaker: Positive = 64
@@ -134,7 +149,7 @@ class EngineConfig(Section, frozen=True):
     """Engines run on the trainers' GPUs instead of their own."""
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of a GPU's memory for weights and KV cache."""
-    kv_cache_gib: PositiveFloat = 1.0
+    kv_cache_gib: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     """KV cache of a CPU engine, in GiB."""
     max_sequences: Positive = 256
     """Sequences an engine decodes at once."""
@@ -142,6 +157,9 @@ class EngineConfig(Section, frozen=True):
     """Run without compiled graphs: slower steps, faster start."""
     stream_interval: Positive = 16
     """Tokens between two deliveries of a running sequence."""
+    max_restarts: NonNegative = 3
+    """How often in a row an engine that dies or hangs is started again in its place, after 1, 2, 4, … s; one that has
+    served for 10 minutes since counts anew. With weights.backend = nccl, whose group is fixed, it never is."""
 
 
 SLACK = 1e-9
@@ -158,24 +176,24 @@ class TrainConfig(Section, frozen=True):
 
     batch_size: Positive = 256
     """Samples per step: a multiple of rollout.group_size."""
-    async_ratio: NonNegativeFloat = 1.0
+    async_ratio: Annotated[float, Meta(ge=0, le=1000)] = 1.0
     """α: up to (1 + α) batches of samples are on their way, and a token is trained at most ⌈α⌉ versions after it was
     sampled. 0 is synchronous training."""
     allow_uncorrected: bool = False
     """Permit α > 0 with an objective that ignores behaviour log-probs."""
-    learning_rate: PositiveFloat = 1e-6
+    learning_rate: LearningRate = 1e-6
     """Peak learning rate."""
     warmup_steps: NonNegative = 0
     """Steps of linear warm-up."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up, until the last step."""
-    final_learning_rate: NonNegativeFloat = 0.0
+    final_learning_rate: Fraction = 0.0
     """Where linear and cosine decay end."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's moments."""
     eps: PositiveFloat = 1e-8
     """AdamW's ε."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: Annotated[float, Meta(ge=0, le=100)] = 0.0
     """AdamW's decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
@@ -208,7 +226,7 @@ class AlgorithmConfig(Section, frozen=True):
     """How much less an old sample counts in the objective's loss."""
     kl: Kl | None = None
     """A pull towards a reference policy. None: no pull."""
-    entropy_bonus: NonNegativeFloat = 0.0
+    entropy_bonus: Annotated[float, Meta(ge=0, le=100)] = 0.0
     """Coefficient of the policy's entropy, which is taken from the loss."""
     shaping: list[Shaping] = field(default_factory=list)
     """What length adds to the rewards before they become advantages, one after the other."""
@@ -219,7 +237,7 @@ class CriticConfig(Section, frozen=True):
 
     path: str | None = None
     """A Hugging Face model folder or hub id, with the policy's tokenizer. None: model.path."""
-    learning_rate: PositiveFloat = 1e-5
+    learning_rate: LearningRate = 1e-5
     """Constant over the run."""
     warmup_steps: NonNegative = 0
     """First steps in which only the critic learns; the policy keeps its weights, its version counts on."""
@@ -236,7 +254,7 @@ class WeightsConfig(Section, frozen=True):
 
     backend: Literal["auto", "tcp", "nccl", "ipc"] = "auto"
     """`auto`: tcp without GPUs, ipc where trainer and engine share one, nccl otherwise."""
-    canary_tolerance: PositiveFloat | None = None
+    canary_tolerance: Annotated[float, Meta(gt=0, le=10)] | None = None
     """Largest allowed difference of log-probs between engine and trainer. None: 1e-4 in float32, 0.1 in bfloat16."""
     canary_tokens: Annotated[int, Meta(ge=2)] = 32
     """Length of the fixed prompt that is compared after each swap."""
@@ -247,9 +265,9 @@ class EvalConfig(Section, frozen=True):
 
     every: NonNegative = 10
     """Steps between evaluations; 0 keeps only the first and the last."""
-    problems: Positive = 128
+    problems: Annotated[int, Meta(gt=0, le=1_000_000)] = 128
     """Held-out problems per evaluation."""
-    samples: Positive = 1
+    samples: Annotated[int, Meta(gt=0, le=10_000)] = 1
     """Answers per problem; pass@k is given for k = samples."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0 is greedy."""
@@ -262,25 +280,42 @@ class CheckpointConfig(Section, frozen=True):
     """Steps between checkpoints; the last step always writes one."""
     keep: Positive = 2
     """Complete checkpoints kept."""
+    batches: Literal["kept", "all", "none"] = "kept"
+    """Trained batches that stay in the run directory, for `flash replay` and for trainer ranks that start again: those
+    since the oldest checkpoint that is kept, all, or none."""
+    journal: Literal["write", "fsync", "off"] = "write"
+    """What a restart keeps of the time since the checkpoint. `write`: every sample that was delivered, and every batch
+    that was formed; they are handed to the operating system before they are acknowledged, and survive the end of all
+    processes. `fsync` forces them to the disk, and they survive the end of the machine. `off`: nothing."""
     export: bool = True
     """Write a Hugging Face folder at the end."""
+
+
+class ObserveConfig(Section, frozen=True):
+    """Who is told of a run, beside its directory and the terminal."""
+
+    sink: str | None = None
+    """`module:function` that makes a tracker's sink: [metrics](metrics.md#your-tracker) says how it is called."""
 
 
 class ClusterConfig(Section, frozen=True):
     """Nodes, trainer ranks and devices of the job."""
 
     nodes: Positive = 1
-    """Machines in the job."""
+    """Machines that the job starts with; `flash join` adds others."""
     gpus_per_node: NonNegative | Literal["auto"] = "auto"
     """GPUs each node offers; 0 runs everything on the CPU."""
     trainer_ranks: Positive = 1
     """Trainer processes per trainer node."""
     trainer_nodes: Positive = 1
     """The first nodes carry trainers; every node with GPUs to spare carries engines."""
-    hub_port: NonNegative = 0
+    hub_host: str | None = None
+    """Address of the first node at which others join it. None: 127.0.0.1 in a job of one node, else the one that the
+    other nodes of the job reach."""
+    hub_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """TCP port of the hub on the first node; 0 takes any free one."""
     max_restarts: NonNegative = 3
-    """How often torchrun restarts the processes after a crash."""
+    """How often processes start again after a crash: the trainer ranks of all nodes together, and each node loop."""
     node_cpus: list[NonNegative] | None = None
     """CPU cores of the node loop and its engines. None: all."""
     trainer_cpus: list[NonNegative] | None = None
@@ -290,31 +325,36 @@ class ClusterConfig(Section, frozen=True):
 class DeadlinesConfig(Section, frozen=True):
     """Every wait on something outside the waiting code ends after one of these. Seconds."""
 
-    connect: PositiveFloat = 60
+    connect: Deadline = 60
     """A peer opens its port and proves the token."""
-    rendezvous: PositiveFloat = 600
+    rendezvous: Deadline = 600
     """All processes of the job appear."""
-    request: PositiveFloat = 60
-    """A peer answers a message that needs no work."""
-    engine_start: PositiveFloat = 900
+    request: Deadline = 60
+    """A peer answers a message that needs no work; a node that is silent for so long loses its work to the others."""
+    engine_start: Deadline = 900
     """An engine loads its model and answers."""
-    generate: PositiveFloat = 1800
-    """One response, from request to last token."""
-    env_reset: PositiveFloat = 60
+    engine_step: Deadline = 300
+    """An engine that has requests makes a step, or counts as dead; half of `generate` where that is less."""
+    generate: Deadline = 1800
+    """One response, from request to last token; time in which its node has no engine is not counted."""
+    env_reset: Deadline = 60
     """An environment resets."""
-    env_step: PositiveFloat = 120
+    env_step: Deadline = 120
     """An environment steps, its reward included."""
-    episode: PositiveFloat = 7200
-    """One episode, from its environment's start to its reward."""
-    swap: PositiveFloat = 300
-    """An engine loads a version and passes the canary."""
-    batch: PositiveFloat = 3600
-    """Enough groups finish for a step."""
-    step: PositiveFloat = 3600
+    episode: Deadline = 7200
+    """One episode, from its environment's start to its reward; time in which it waits for a node without engines is not
+    counted."""
+    swap: Deadline = 300
+    """An engine loads a version and passes the canary; what `rollout.swap` lets it wait for before comes on top."""
+    batch: Deadline = 3600
+    """Enough groups finish for a step; counted from the first engine that is ready."""
+    step: Deadline = 3600
     """A trainer finishes the step it was given a batch for."""
-    collective: PositiveFloat = 600
+    collective: Deadline = 600
     """All trainer ranks join a collective."""
-    shutdown: PositiveFloat = 8
+    sink: Deadline = 60
+    """At the end of a run `observe.sink` takes the rows that still wait for it; of an interrupted one, `shutdown`."""
+    shutdown: Deadline = 8
     """Everything ends after an interrupt, the last checkpoint included."""
 
 
@@ -333,6 +373,7 @@ class Config(Section, frozen=True):
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    observe: ObserveConfig = ObserveConfig()
     cluster: ClusterConfig = ClusterConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     simulate: SimulateConfig | None = None
@@ -348,6 +389,11 @@ class Config(Section, frozen=True):
         return self.train.batch_size // self.rollout.group_size
 
     @property
+    def engine_restarts(self) -> int:
+        """`engine.max_restarts`, or 0 where nobody can join the engines that weights were first sent to."""
+        return 0 if self.weights_backend == "nccl" else self.engine.max_restarts
+
+    @property
     def gpus_per_node(self) -> int:
         """`cluster.gpus_per_node`, with `auto` resolved by `flash.config.load`."""
         assert isinstance(self.cluster.gpus_per_node, int), "resolved by flash.config.load.load"
@@ -361,6 +407,13 @@ class Config(Section, frozen=True):
         if self.gpus_per_node == 0:
             return "tcp"
         return "ipc" if self.engine.share_gpus else "nccl"
+
+    @property
+    def seeded(self) -> bool:
+        """`rollout.seeded`, with None resolved for this run."""
+        if self.rollout.seeded is not None:
+            return self.rollout.seeded
+        return self.train.async_ratio == 0 and self.gpus_per_node == 0
 
     @property
     def canary_tolerance(self) -> float:

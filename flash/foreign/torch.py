@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import signal
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,10 +16,18 @@ if TYPE_CHECKING:
 TOUCHED = (
     "torch.distributed.run:run",
     "torch.distributed.run:parse_args",
+    "torch.distributed.launcher.api:LocalElasticAgent",
+    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._monitor_workers",
+    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._remaining_restarts",
+    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._exit_barrier_timeout",
+    "torch.distributed.elastic.agent.server.api:RunResult.failures",
+    "torch.distributed.elastic.multiprocessing.errors:ProcessFailure.timestamp",
+    "torch.distributed.elastic.rendezvous.api:RendezvousError",
     "torch.distributed.elastic.multiprocessing.api:SignalException",
     "torch.distributed.elastic.multiprocessing.errors:ChildFailedError",
     "torch.distributed:TCPStore",
     "torch.distributed:PrefixStore",
+    "torch.distributed:HashStore",
     "torch.distributed:DistError",
     "torch.multiprocessing.reductions:reduce_tensor",
     "torch.distributed.checkpoint.state_dict_loader:load",
@@ -28,27 +39,135 @@ TOUCHED = (
 """In the form of `flash.foreign.vllm.TOUCHED`."""
 
 
+REPEATING = (
+    "torch.distributed.elastic.agent.server.api",
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.elastic.multiprocessing.errors",
+    "torch.distributed.launcher.api",
+    "torch.distributed.run",
+)
+"""Loggers of torchrun that say of each signal and each worker's end what `failed` is told, and our own errors explain.
+Each sets a level of its own when it is imported, so that none of those above it counts."""
+
+
+SAME_MOMENT_S = 5
+"""Processes killed within so many seconds were killed by the same hand; torchrun waits longer before it kills."""
+
+
 class Interrupted(Exception):
     """A signal ended torchrun."""
 
 
-def torchrun(arguments: Sequence[str]) -> bool:
+class NotMet(Exception):
+    """The nodes of a job did not meet, or lost each other."""
+
+
+class Failure(Protocol):
+    """torchrun's `ProcessFailure`."""
+
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def exitcode(self) -> int: ...
+    @property
+    def timestamp(self) -> int: ...
+
+
+class Ended(NamedTuple):
+    """A process of torchrun's that has failed."""
+
+    local: int
+    """Its number among the processes of this node."""
+    pid: int
+    exit_code: int
+    """Below 0: the signal that killed it."""
+
+
+def unprompted(failures: Sequence[Failure]) -> list[Ended]:
+    """The processes that ended by themselves, or were killed by others than torchrun, which lists its own kills too.
+
+    The first one failed, whereupon torchrun tells all others to end, and kills who does not in time.
+    """
+    first = min(failure.timestamp for failure in failures)
+    return [
+        Ended(failure.local_rank, failure.pid, failure.exitcode)
+        for number, failure in enumerate(failures)
+        if number == 0
+        or not (
+            failure.exitcode == -signal.SIGTERM
+            or (failure.exitcode == -signal.SIGKILL and failure.timestamp - first > SAME_MOMENT_S)
+        )
+    ]
+
+
+def torchrun(arguments: Sequence[str], failed: Callable[[Sequence[Ended], int], None], end_s: float) -> bool:
     """Run torchrun in this process, to the end of its workers; whether all of them ended well.
+
+    `failed` is told which processes have failed, and how many restarts are left, before the others are ended. At its
+    own end it waits up to `end_s` for the other nodes.
 
     Raises:
         Interrupted: a signal ended it.
+        NotMet: the nodes of the job did not meet, or lost each other.
     """
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import parse_args, run
 
+    for module in REPEATING:
+        logging.getLogger(module).setLevel(logging.CRITICAL)
     try:
-        run(parse_args(list(arguments)))
+        with _telling(failed, end_s):
+            run(parse_args(list(arguments)))
     except ChildFailedError:
         return False
     except SignalException:
         raise Interrupted from None
+    except (DistError, RendezvousError) as error:
+        raise NotMet(f"{type(error).__name__}: {error}") from error
     return True
+
+
+@contextmanager
+def _telling(failed: Callable[[Sequence[Ended], int], None], end_s: float) -> Generator[None]:
+    """Have torchrun's agent tell of its workers' ends, which it only logs, and not wait for lost nodes for minutes."""
+    from torch.distributed.elastic.agent.server.api import WorkerState
+    from torch.distributed.launcher import api
+
+    # Untyped, as its decorators leave no types, and the module names it for itself only.
+    launcher: Any = api
+    agent: Any = launcher.LocalElasticAgent
+
+    class TellingAgent(agent):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._exit_barrier_timeout = end_s
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            if result.state == WorkerState.FAILED:
+                failed(unprompted(list(result.failures.values())), self._remaining_restarts)
+            return result
+
+    launcher.LocalElasticAgent = TellingAgent
+    try:
+        yield
+    finally:
+        launcher.LocalElasticAgent = agent
+
+
+def collective_failed(error: BaseException) -> bool:
+    """Whether an error says that a collective failed, as it does when another rank is gone.
+
+    nccl's have a class; gloo's are a RuntimeError that begins with the place in gloo's sources.
+    """
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
 def connect_store(host: str, port: int, seconds: float, prefix: str) -> Store:
@@ -56,6 +175,13 @@ def connect_store(host: str, port: int, seconds: float, prefix: str) -> Store:
     from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     return PrefixStore(prefix, TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds)))
+
+
+def private_store() -> Store:
+    """A store of this process alone, for a process group of one rank."""
+    from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+    return HashStore()
 
 
 def below(store: Store, prefix: str) -> Store:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 TOUCHED = (
     "transformers:PreTrainedModel._supports_attention_backend",
@@ -10,6 +14,7 @@ TOUCHED = (
     "transformers:PreTrainedModel.set_attn_implementation",
     "transformers:PreTrainedModel.get_output_embeddings",
     "transformers:PreTrainedModel.set_output_embeddings",
+    "transformers:PreTrainedModel.get_correct_attn_implementation",
     "transformers:AttentionInterface.register",
 )
 """In the form of `flash.foreign.vllm.TOUCHED`."""
@@ -20,6 +25,30 @@ def takes_attention(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "_supports_attention_backend", False))
 
 
+def default_attention(model: PreTrainedModel) -> str:
+    """The attention that transformers gives a model of this class where nothing is asked for."""
+    return model.get_correct_attn_implementation(None)
+
+
+def windows(model: PreTrainedModel) -> list[int]:
+    """How many tokens the model's attention sees back where it is limited, by window or by chunk."""
+    config = model.config.get_text_config()
+    limits = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size", "window_size"))
+    return [limit for limit in limits if isinstance(limit, int) and limit > 0]
+
+
 def layer_types(model: PreTrainedModel) -> set[str]:
     """Class names of the layers that are sharded as a whole."""
     return set(model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
+
+
+@contextmanager
+def without_bars() -> Generator[None]:
+    """Without transformers' own progress bars, which would cut into the caller's lines."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

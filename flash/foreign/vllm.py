@@ -8,7 +8,10 @@ is used: importing this module needs none.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from copy import copy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 TOUCHED = (
@@ -23,6 +26,7 @@ TOUCHED = (
     "vllm.v1.engine.async_llm:AsyncLLM.update_weights",
     "vllm.v1.engine.async_llm:AsyncLLM.finish_weight_update",
     "vllm.v1.engine.async_llm:AsyncLLM.update_weight_version",
+    "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc",
     "vllm.v1.engine.async_llm:AsyncLLM.resume_generation",
     "vllm.v1.engine.async_llm:AsyncLLM.log_stats",
     "vllm.v1.engine.async_llm:AsyncLLM.output_processor",
@@ -46,6 +50,7 @@ TOUCHED = (
     "vllm.sampling_params:RequestOutputKind.FINAL_ONLY",
     "vllm.sampling_params:SamplingParams.flat_logprobs",
     "vllm.sampling_params:SamplingParams.skip_clone",
+    "vllm.sampling_params:SamplingParams.seed",
     "vllm.v1.metrics.loggers:PrometheusStatLogger.record",
     "vllm.v1.metrics.loggers:PrometheusStatLogger.log",
     "vllm.v1.metrics.loggers:PrometheusStatLogger.log_engine_initialized",
@@ -76,6 +81,8 @@ TOUCHED_BY_WORKERS = (
     "vllm.distributed.weight_transfer.base:WeightTransferEngine.device",
     "vllm.distributed.weight_transfer.base:WeightTransferInitInfo",
     "vllm.distributed.weight_transfer.base:WeightTransferUpdateInfo",
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.moe_kernel",
+    "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.process_weights_after_loading",
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
     "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding",
     "vllm.model_executor.model_loader.reload:initialize_layerwise_reload",
@@ -85,6 +92,8 @@ TOUCHED_BY_WORKERS = (
 
 CORE_PROCESS = "EngineCore"
 """How the name of the process that vLLM starts first begins."""
+WORKER_TITLE = b"VLLM::Worker"
+"""How vLLM has the command line of a worker begin."""
 
 
 # -- starting and ending ---------------------------------------------------------------------------------------------
@@ -111,6 +120,22 @@ def core_process(llm: Any) -> Any:
     """The one process of the engine's core, as `multiprocessing` has it."""
     (core,) = llm.engine_core.resources.engine_manager.processes
     return core
+
+
+def worker_pids(core_pid: int) -> list[int]:
+    """The processes that compute for a core that has started; none where it computes itself."""
+    children: list[str] = []
+    for thread in Path(f"/proc/{core_pid}/task").iterdir():
+        with suppress(OSError):  # threads come and go meanwhile
+            children += (thread / "children").read_text().split()
+    return [int(pid) for pid in children if _command(pid).startswith(WORKER_TITLE)]
+
+
+def _command(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""  # it has ended meanwhile
 
 
 def fail_requests(llm: Any) -> None:
@@ -155,6 +180,13 @@ def sampling_parameters(temperature: float, max_tokens: int) -> Any:
     )
 
 
+def seeded(parameters: Any, seed: int) -> Any:
+    """The same parameters with a generator of the request's own, whose draws no other request disturbs."""
+    own = copy(parameters)
+    own.seed = seed
+    return own
+
+
 def scoring_parameters() -> Any:
     """Parameters of a request for the log-probs of its prompt."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -172,6 +204,14 @@ def version_starts(llm: Any, queue: Any) -> Callable[[], Sequence[tuple[str, int
     """A look at a running request: the labels of the weight versions so far, each with its first token."""
     state = llm.output_processor.request_states.get(queue.request_id)
     return lambda: state.weight_version_starts
+
+
+def undelivered(queue: Any) -> int:
+    """The tokens of an aborted request that lie in its queue: what it had gathered for its next piece comes last."""
+    tokens = 0
+    while (output := queue.get_nowait()) is not None:
+        tokens += sum(len(piece.token_ids) for piece in output.outputs)
+    return tokens
 
 
 # -- weights ---------------------------------------------------------------------------------------------------------
@@ -192,13 +232,26 @@ async def join_transfer(llm: Any, init_info: dict[str, Any]) -> None:
     await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info))
 
 
-async def update_weights(llm: Any, update_info: dict[str, Any], label: str) -> None:
-    """Load new weights while paused; tokens sampled from then on carry the label."""
+async def update_weights(llm: Any, update_info: dict[str, Any], label: str) -> str | None:
+    """Load new weights while paused; tokens sampled from then on carry the label.
+
+    Returns the first worker's reason why our receiver could not, in which case there is no new label.
+    """
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
     await llm.start_weight_update()
     await llm.update_weights(WeightTransferUpdateRequest(update_info))
-    await llm.finish_weight_update(label)
+    await llm.finish_weight_update()
+    failures = await llm.collective_rpc("flash_load_failure")
+    failure = next((one for one in failures if one is not None), None)
+    if failure is None:
+        await llm.update_weight_version(label)
+    return failure
+
+
+async def held_fingerprints(llm: Any) -> list[list[int]]:
+    """Of the weights that each worker holds."""
+    return [list(sums) for sums in await llm.collective_rpc("flash_fingerprint")]
 
 
 def register_backend(name: str, module: str, class_name: str) -> None:

@@ -5,6 +5,8 @@ What is touched here is listed in `flash.foreign.vllm.TOUCHED_BY_WORKERS`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -26,9 +29,35 @@ __all__ = [
 ]
 
 
-def begin_reload(model: torch.nn.Module) -> None:
-    """Make the layers expect new tensors, in the storage that compiled graphs point into."""
+def begin_reload(
+    model: torch.nn.Module, device: torch.device, before_packing: Callable[[torch.nn.Module], None]
+) -> None:
+    """Make the layers expect new tensors, in the storage that compiled graphs point into.
+
+    On the CPU `before_packing` is called with each layer whose new weights are there and still have their plain form.
+    """
+    if device.type == "cpu":
+        for layer in model.modules():
+            method: Any = getattr(layer, "quant_method", None)
+            process = getattr(method, "process_weights_after_loading", None)
+            if process is not None and not isinstance(process, partial):
+                method.process_weights_after_loading = partial(_process, method, process, before_packing)
     initialize_layerwise_reload(model)
+
+
+def _process(
+    method: Any, process: Any, before_packing: Callable[[torch.nn.Module], None], layer: torch.nn.Module
+) -> None:
+    """Bring a layer's new weights into the form of its kernel, on the CPU.
+
+    vLLM packs the experts of a mixture when it loads them, and not when it reloads them: the kernel would read plain
+    weights as packed ones.
+    """
+    before_packing(layer)
+    kernel = method.moe_kernel if isinstance(method, UnquantizedFusedMoEMethod) else None
+    process(layer)
+    if kernel is not None:
+        kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def end_reload(model: torch.nn.Module, model_config: Any, device: torch.device) -> None:

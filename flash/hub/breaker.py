@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from flash.errors import BreakerError
 from flash.types import Failure, Task
+
+
+class Streaks(msgspec.Struct):
+    """How many there were in a row, up to now."""
+
+    given_up: int = 0
+    given_up_of_kind: dict[str, int] = {}
+    filtered: int = 0
+
+    def copy(self) -> Streaks:
+        """The same, which later changes do not reach."""
+        return Streaks(self.given_up, dict(self.given_up_of_kind), self.filtered)
 
 
 class Breaker:
@@ -13,20 +27,19 @@ class Breaker:
         samples: samples given up in a row, over all kinds, that stop the run.
         samples_of_kind: samples of one kind given up in a row that put the kind into quarantine.
         groups: groups filtered out in a row that stop the run.
+        streaks: where it goes on; None begins anew.
     """
 
-    def __init__(self, samples: int, samples_of_kind: int, groups: int) -> None:
+    def __init__(self, samples: int, samples_of_kind: int, groups: int, streaks: Streaks | None = None) -> None:
         self._samples = samples
         self._samples_of_kind = samples_of_kind
         self._groups = groups
-        self._given_up = 0
-        self._given_up_of_kind: dict[str, int] = {}
-        self._filtered = 0
+        self.streaks = streaks or Streaks()
 
     def finished(self, task: Task) -> None:
         """A sample came home."""
-        self._given_up = 0
-        self._given_up_of_kind.pop(task.kind, None)
+        self.streaks.given_up = 0
+        self.streaks.given_up_of_kind.pop(task.kind, None)
 
     def given_up(self, task: Task, failure: Failure) -> bool:
         """A sample was given up. Returns whether its kind goes into quarantine; the unnamed kind never does.
@@ -34,16 +47,16 @@ class Breaker:
         Raises:
             BreakerError: too many in a row.
         """
-        in_a_row = self._given_up_of_kind.get(task.kind, 0) + 1
+        in_a_row = self.streaks.given_up_of_kind.get(task.kind, 0) + 1
         if task.kind and in_a_row >= self._samples_of_kind:
-            self._given_up_of_kind.pop(task.kind, None)
-            self._given_up = 0
+            self.streaks.given_up_of_kind.pop(task.kind, None)
+            self.streaks.given_up = 0
             return True
-        self._given_up_of_kind[task.kind] = in_a_row
-        self._given_up += 1
-        if self._given_up >= self._samples:
+        self.streaks.given_up_of_kind[task.kind] = in_a_row
+        self.streaks.given_up += 1
+        if self.streaks.given_up >= self._samples:
             raise BreakerError(
-                f"{self._given_up} samples in a row were given up and none finished between; "
+                f"{self.streaks.given_up} samples in a row were given up and none finished between; "
                 f"the last one ({failure.outcome}): {failure.message}. Fix the cause, or raise rollout.breaker "
                 "or rollout.retries."
             )
@@ -51,7 +64,7 @@ class Breaker:
 
     def kept(self) -> None:
         """A complete group passed the filters."""
-        self._filtered = 0
+        self.streaks.filtered = 0
 
     def filtered(self) -> None:
         """A complete group was filtered out.
@@ -59,9 +72,9 @@ class Breaker:
         Raises:
             BreakerError: too many in a row.
         """
-        self._filtered += 1
-        if self._filtered >= self._groups:
+        self.streaks.filtered += 1
+        if self.streaks.filtered >= self._groups:
             raise BreakerError(
-                f"{self._filtered} groups in a row were filtered out and none was kept: nothing is left to learn from. "
-                "The problems are all too easy or too hard, or rollout.accuracy_bounds is too narrow."
+                f"{self.streaks.filtered} groups in a row were filtered out and none was kept: nothing is left to "
+                "learn from. The problems are all too easy or too hard, or rollout.accuracy_bounds is too narrow."
             )

@@ -1,73 +1,97 @@
-"""Which complete groups a step trains: a pure decision over the groups in flight.
+"""Which complete groups a step trains: a pure decision over what is counted of the groups in flight.
 
 Those whose tokens expire first go first. No straggler is waited for while enough groups are complete, with two
 exceptions that the configuration asks for: a window in the order of issue (`fifo_window`), and `on_expire = "wait"`,
 where a step is held back as long as taking it would leave a group that is still on its way no step to be trained in.
+
+The question comes up with every result, so that it looks at versions, of which there are few, and not at groups.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
 
-from flash.config.tree import SLACK
 from flash.hub.contract import AgeContract
-from flash.hub.groups import Group
+
+
+class Eligible:
+    """The groups that a step may train: by the oldest version of their tokens, then in the order of issue."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, list[int]] = {}
+        self._versions: dict[int, int] = {}
+
+    def put(self, group_id: int, oldest: int) -> None:
+        """A group may be trained, whose oldest token is of this version."""
+        if self._versions.get(group_id) == oldest:
+            return
+        self.remove(group_id)
+        self._versions[group_id] = oldest
+        insort(self._groups.setdefault(oldest, []), group_id)
+
+    def remove(self, group_id: int) -> None:
+        """A group may not be trained, or not any more."""
+        if (oldest := self._versions.pop(group_id, None)) is None:
+            return
+        groups = self._groups[oldest]
+        del groups[bisect_left(groups, group_id)]
+        if not groups:
+            del self._groups[oldest]
+
+    def first(self, size: int, before: int | None) -> dict[int, Sequence[int]] | None:
+        """The first `size` groups by version, of those issued before one; None when there are not so many."""
+        found: dict[int, Sequence[int]] = {}
+        for oldest in sorted(self._groups):
+            groups = self._groups[oldest]
+            end = len(groups) if before is None else bisect_left(groups, before)
+            if end := min(end, size):
+                found[oldest] = groups[:end]
+                size -= end
+            if size == 0:
+                return found
+        return None
 
 
 def choose(
     contract: AgeContract,
     step: int,
-    groups: Iterable[Group],
-    ready: Iterable[Group],
+    eligible: Eligible,
+    begun: Mapping[int, Sequence[int]],
     *,
-    fifo_window: float | None,
+    before: int | None,
     wait: bool,
-) -> list[Group] | None:
+) -> list[int] | None:
     """The groups of a step, or None while it has to wait.
 
     Args:
         contract: the run's age contract.
         step: the version that is trained.
-        groups: all groups in flight.
-        ready: those of them that are complete.
-        fifo_window: batches of groups, in order of issue, among which the step may choose. None: all.
+        eligible: the groups that may be trained.
+        begun: by their oldest version, how many groups are in flight and how many of them are not complete.
+        before: only groups issued before this one may be chosen. None: all.
         wait: whether groups on their way must keep a step in which all their tokens can be trained.
     """
-    size = contract.groups_per_batch
-    eligible = list(ready)
-    if fifo_window is not None:
-        end = math.floor((step + fifo_window) * size + SLACK)
-        eligible = [group for group in eligible if group.slot < end]
-    if len(eligible) < size:
+    chosen = eligible.first(contract.groups_per_batch, before)
+    if chosen is None or (wait and not _all_in_time(contract, step + 1, begun, chosen)):
         return None
-    eligible.sort(key=lambda group: (group.oldest_version, group.group_id))
-    chosen = eligible[:size]
-    if wait and not _all_in_time(contract, step + 1, groups, chosen):
-        return None
-    return chosen
+    return [group_id for groups in chosen.values() for group_id in groups]
 
 
-def _all_in_time(contract: AgeContract, step: int, groups: Iterable[Group], chosen: Sequence[Group]) -> bool:
+def _all_in_time(
+    contract: AgeContract, step: int, begun: Mapping[int, Sequence[int]], chosen: Mapping[int, Sequence[int]]
+) -> bool:
     """Whether all groups but the chosen can be trained from `step` on, each before its first token expires.
 
-    Earliest deadline first: up to any step s there are s − step + 1 batches, so no more groups than they hold may be
+    Earliest deadline first: up to any step s there are s - step + 1 batches, so no more groups than they hold may be
     due by s. A step that is overbooked by complete groups alone does not count: waiting would not change it.
     """
-    taken = {group.group_id for group in chosen}
-    due: dict[int, int] = {}
-    on_their_way: dict[int, bool] = {}
-    for group in groups:
-        oldest = group.oldest_version
-        if group.group_id in taken or oldest is None:
-            continue
-        last = contract.last_step(oldest)
-        due[last] = due.get(last, 0) + 1
-        on_their_way[last] = on_their_way.get(last, False) or not group.complete
     total, waiting = 0, False
-    for last in sorted(due):
-        total += due[last]
-        waiting = waiting or on_their_way[last]
+    for oldest in sorted(begun):
+        groups, on_their_way = begun[oldest]
+        total += groups - len(chosen.get(oldest, ()))
+        waiting = waiting or on_their_way > 0
+        last = contract.last_step(oldest)
         if waiting and total > max(0, last - step + 1) * contract.groups_per_batch:
             return False
     return True

@@ -33,6 +33,12 @@ class AgeContract(msgspec.Struct, frozen=True):
         k = (slot - self.extra_groups) * self.group_size + member + 1
         return max(0, math.ceil(k / self.batch_size - 1 - self.async_ratio - SLACK))
 
+    def slots_admitted(self, version: int, sample_index: int) -> int:
+        """The groups, counted from the start, of which a published version may start this sample."""
+        member = min(sample_index, self.group_size - 1)
+        samples = (version + 1 + self.async_ratio + SLACK) * self.batch_size
+        return math.floor((samples - member - 1) / self.group_size) + 1 + self.extra_groups
+
     @property
     def max_age(self) -> int:
         """⌈α⌉: the most versions that a trained token may be old."""

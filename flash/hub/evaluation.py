@@ -7,14 +7,15 @@ of the infrastructure is tried again within the budget; one that still fails is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from flash.config.tree import EvalConfig
 from flash.hub.groups import Member
 from flash.hub.leases import LeaseTable, failed_last
 from flash.hub.metrics import env_metrics
+from flash.hub.slices import at_once
 from flash.hub.tasks import held_out_tasks
-from flash.observe.stats import mean_interval, pass_at_k
+from flash.observe.stats import mean_interval
 from flash.types import Failure, Lease, Task, Trajectory
 
 
@@ -35,11 +36,19 @@ class EvalRound:
         """Versions that sampled at least one token."""
         self._measured: list[dict[str, float]] = []
 
-    def lease(self, versions: Sequence[int]) -> Lease | None:
-        """The next task, for a node whose engines run these versions: one must run at least the round's."""
-        if not self._leases.queue or max(versions, default=-1) < self.version:
+    def lease(self, versions: Sequence[int], node: int, nodes: Collection[int]) -> Lease | None:
+        """The next task for a node whose engines run these versions: one must run at least the round's.
+
+        A task goes to another node than those it failed on, as long as there is one among `nodes`.
+        """
+        if max(versions, default=-1) < self.version:
             return None
-        return self._leases.grant(self._leases.queue[0], self.version)
+        member = self._leases.queue.first_for(node, nodes)
+        return None if member is None else self._leases.grant(member, self.version)
+
+    def at_hand(self, newest: int) -> int:
+        """Tasks that wait for a node whose newest engine runs this version."""
+        return len(self._leases.queue) if newest >= self.version else 0
 
     def finish(self, member: Member, result: Trajectory | Failure, node: int) -> None:
         """Book what a task brought home from a node, or that it is to be tried again."""
@@ -51,17 +60,24 @@ class EvalRound:
             self.missing += 1
 
     @property
+    def home(self) -> int:
+        """Answers that have come, or never will."""
+        return sum(map(len, self.rewards.values())) + self.missing
+
+    @property
     def done(self) -> bool:
         """No task is queued or leased."""
         return not self._leases.queue and not self._leases.out
 
     def row(self) -> dict[str, float]:
-        """Mean reward with its 95 % confidence interval, pass@k for k = samples per problem, the environment's own."""
+        """Mean reward with its 95 % confidence interval, best of k = samples per problem, the environment's own.
+
+        Where every reward is 0 or 1 these are an accuracy and pass@k.
+        """
         groups = self.rewards.values()
         flat = [reward for answers in groups for reward in answers]
         interval = mean_interval(flat, [problem for problem, answers in self.rewards.items() for _ in answers])
         whole = [answers for answers in groups if len(answers) == self._samples]
-        passes = [pass_at_k(len(answers), sum(r >= 1 for r in answers), self._samples) for answers in whole]
         return {
             "step": self.version,
             "version_min": min(self.versions, default=self.version),
@@ -70,16 +86,19 @@ class EvalRound:
             "low": interval.low,
             "high": interval.high,
             "k": self._samples,
-            "pass_at_k": sum(passes) / len(passes) if passes else math.nan,
+            "best_of_k": math.fsum(map(max, whole)) / len(whole) if whole else math.nan,
+            "binary": float(all(reward in (0, 1) for reward in flat)),
             "problems": len(self.rewards),
             "samples": len(flat),
             "missing": self.missing,
-            **env_metrics(self._measured),
+            **at_once(env_metrics(self._measured)),
         }
 
 
 class Evaluations:
-    """The rounds of a run, one at a time: at the first version of a new run, every `every` versions, at the last one.
+    """The rounds of a run, one at a time: at version 0, every `every` versions, at the last one.
+
+    A round that was due in a former life and left no result is made up for at the first version of this one.
 
     Args:
         config: how to evaluate.
@@ -88,6 +107,7 @@ class Evaluations:
         steps: the last version.
         kind_of: the kind of a problem.
         lease_ids: numbers the leases of the whole run, those of training included.
+        evaluated: versions whose results stand.
     """
 
     def __init__(
@@ -98,8 +118,10 @@ class Evaluations:
         steps: int,
         kind_of: Callable[[int], str],
         lease_ids: Iterator[int],
+        evaluated: Collection[int] = (),
     ) -> None:
         self._config = config
+        self._evaluated = frozenset(evaluated)
         self._first_version = first_version
         self._steps = steps
         self._kind_of = kind_of
@@ -109,13 +131,17 @@ class Evaluations:
 
     def published(self, version: int) -> None:
         """A version is there to be evaluated."""
-        every = self._config.every
-        first = version == 0
-        last = version == self._steps
-        regular = every > 0 and version > self._first_version and version % every == 0
-        if first or last or regular:
+        due = self._wanted(version)
+        if version == self._first_version:
+            newest = max(filter(self._wanted, range(version + 1)))
+            due = not any(newest <= done <= version for done in self._evaluated)
+        if due:
             self._due.append(version)
         self._begin()
+
+    def _wanted(self, version: int) -> bool:
+        every = self._config.every
+        return version in (0, self._steps) or (every > 0 and version % every == 0)
 
     def _begin(self) -> None:
         if self._round is None and self._due:
@@ -129,13 +155,24 @@ class Evaluations:
         return self._round is not None and self._round.version == 0
 
     @property
+    def progress(self) -> str:
+        """How much of the running round is done; empty while none runs."""
+        if self._round is None:
+            return ""
+        return f"{self._round.home} of {self._config.problems * self._config.samples} answers"
+
+    @property
     def done(self) -> bool:
         """No round runs or is due."""
         return self._round is None and not self._due
 
-    def lease(self, versions: Sequence[int]) -> Lease | None:
-        """A task of the running round, or None."""
-        return self._round.lease(versions) if self._round is not None else None
+    def lease(self, versions: Sequence[int], node: int = 0, *, nodes: Collection[int] = ()) -> Lease | None:
+        """A task of the running round that a node may run, or None; `nodes` are all that could take it."""
+        return self._round.lease(versions, node, nodes) if self._round is not None else None
+
+    def at_hand(self, newest: int) -> int:
+        """Tasks of the running round that wait for a node whose newest engine runs this version."""
+        return self._round.at_hand(newest) if self._round is not None else 0
 
     def finish(self, lease_id: int, result: Trajectory | Failure, node: int) -> dict[str, float] | None:
         """Take what a lease brought home from a node; the row of the round, when it was its last one.

@@ -8,6 +8,7 @@ still on its way; the later parts know the rewards of the earlier ones.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Literal
 
 import msgspec
@@ -20,7 +21,7 @@ MOST_MISSING = 0.25
 MemberState = Literal["queued", "leased", "done", "lost", "beaten", "trained"]
 
 
-class Member(msgspec.Struct):
+class Member(msgspec.Struct, gc=False):
     """One task of a group."""
 
     task: Task
@@ -28,18 +29,16 @@ class Member(msgspec.Struct):
     lease_id: int = -1
     """While leased."""
     floor: int = 0
-    """While leased: none of its tokens is older than this version."""
-    avoid: list[int] = []
+    """While leased or done: none of its tokens is older than this version."""
+    avoid: tuple[int, ...] = ()
     """Nodes on which it failed."""
     trajectory: Trajectory | None = None
 
 
-class Group(msgspec.Struct):
+class Group(msgspec.Struct, gc=False):
     """All tasks of one prompt."""
 
     group_id: int
-    slot: int
-    """Its place, from 0, among the groups issued and not returned: what admission counts."""
     wanted: int
     """Finished members that make it complete; further members are redundant."""
     members: list[Member]
@@ -62,12 +61,16 @@ class Group(msgspec.Struct):
         """Part with the members that are done: they form a group of their own, to be trained now."""
         part = [msgspec.structs.replace(member) for member in self.members if member.state == "done"]
         entries = [trajectory.entry() for trajectory in self.trajectories()]
-        now = Group(self.group_id, self.slot, self.wanted, part, list(self.earlier))
+        now = Group(self.group_id, self.wanted, part, self.earlier)
         for member in self.members:
             if member.state == "done":
                 member.state, member.trajectory = "trained", None
-        self.earlier += entries
+        self.earlier = [*self.earlier, *entries]
         return now
+
+    def copy(self) -> Group:
+        """The same group, which later changes do not reach."""
+        return Group(self.group_id, self.wanted, list(map(copy, self.members)), self.earlier)
 
     def count(self, state: MemberState) -> int:
         """Members in a state."""
@@ -86,13 +89,6 @@ class Group(msgspec.Struct):
     def trajectories(self) -> list[Trajectory]:
         """What its finished members brought home."""
         return [member.trajectory for member in self.members if member.trajectory is not None]
-
-    @property
-    def oldest_version(self) -> int | None:
-        """No token of it, sampled or being sampled, is older than this version. None: nothing was begun."""
-        done = [trajectory.oldest_version for trajectory in self.trajectories()]
-        leased = [member.floor for member in self.members if member.state == "leased"]
-        return min([*done, *leased], default=None)
 
     def trained_tokens(self, min_version: int) -> int:
         """Action tokens of its members sampled by `min_version` or newer."""

@@ -1,13 +1,13 @@
-"""The Hub: the only stateful place of a run. It wires tasks, buffer, batching and evaluation, and speaks the protocol.
+"""The Hub: the only stateful place of a run. It wires its parts, speaks the protocol, and watches the run's stages.
 
 Lifecycle: trainers publish the first version → first evaluation → leases and batches until the last step or an
 interrupt → trainer ranks say goodbye → last evaluation → nodes are told that there is no more work.
-The hub owns no task: its methods run in the tasks of whoever calls them, and `run` watches deadlines.
+Its methods run in the tasks of whoever calls them; `run` watches deadlines, and does what nobody waits for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from itertools import count
 from typing import Literal
@@ -15,31 +15,32 @@ from typing import Literal
 import anyio
 import msgspec
 
+from flash.config import waits
 from flash.config.tree import Config
-from flash.errors import ContractError, FlashError, PeerLostError, error_of
+from flash.errors import CollectiveError, ContractError, FlashError, error_of
 from flash.hub import protocol as p
-from flash.hub.batching import deal
-from flash.hub.buffer import BufferState, SampleBuffer
+from flash.hub.batching import PART_BYTES
+from flash.hub.buffer import SampleBuffer
 from flash.hub.contract import AgeContract
+from flash.hub.course import Course
 from flash.hub.evaluation import Evaluations
-from flash.hub.leases import Holders
+from flash.hub.journal import NO_JOURNAL, Journal
+from flash.hub.members import Home, Members
 from flash.hub.metrics import StepMetrics
+from flash.hub.nodes import Nodes
+from flash.hub.past import Past, Start
 from flash.hub.rules import buffer_rules
+from flash.hub.stages import LOOK_AT, Beginning, Stage, stage_s, waited_for
+from flash.hub.state import HubState, KeepState, weigh
+from flash.hub.steps import Steps
 from flash.hub.tasks import TaskSource
+from flash.hub.trainers import Trainers
 from flash.observe.observer import Observer
 from flash.transport.request import ReplyT, Request, answered
-from flash.types import Activity, Failure, Lease, Published, Shard, Trajectory
-from flash.waiting import deadline
+from flash.waiting import deadline, unwrapped_group
 
-LEASES_AT_ONCE = 256
-"""Leases of one reply: thousands would hold the loop for a quarter of a second, and the node asks again at once."""
-
-
-class HubState(msgspec.Struct):
-    """What a checkpoint keeps of the hub."""
-
-    version: int
-    buffer: BufferState
+NOWHERE = Home()
+"""Of a hub that nobody joins from another process."""
 
 
 class RunEnd(msgspec.Struct, frozen=True):
@@ -51,7 +52,22 @@ class RunEnd(msgspec.Struct, frozen=True):
 
 
 class Hub:
-    """Serves nodes and trainer ranks. `now` gives Unix seconds on the loop's clock."""
+    """Serves nodes and trainer ranks.
+
+    Args:
+        config: the run.
+        observer: is told of everything.
+        now: gives Unix seconds on the loop's clock.
+        state: what a former life left.
+        kind_of: the kind of a problem.
+        evaluated: versions that a former life has evaluated.
+        home: where the run was started.
+        keep_state: writes the hub's state into the checkpoint of a version.
+        journal: keeps what happens between two checkpoints.
+        checkpoint: the folder that the trainer ranks begin with; empty: version 0, the model as it is.
+        past: what the run keeps for trainer ranks that start again; None: when one is lost, the run ends.
+        part_bytes: of a trainer rank's shard, what one message may hold.
+    """
 
     def __init__(
         self,
@@ -59,15 +75,21 @@ class Hub:
         observer: Observer,
         *,
         now: Callable[[], float],
-        state: bytes | None = None,
+        state: HubState | None = None,
         kind_of: Callable[[int], str] = lambda seed: "",
+        evaluated: Collection[int] = (),
+        home: Home = NOWHERE,
+        keep_state: KeepState = weigh,
+        journal: Journal = NO_JOURNAL,
+        checkpoint: str = "",
+        past: Past | None = None,
+        part_bytes: int = PART_BYTES,
     ) -> None:
-        restored = msgspec.msgpack.decode(state, type=HubState) if state is not None else None
         self._config = config
         self._observer = observer
-        self._now = now
-        self._version = restored.version if restored else 0
-        rollout = config.rollout
+        self._course = Course(state.version if state else 0)
+        rollout, version = config.rollout, self._course.version
+        self._first_version = version
         self._contract = AgeContract(
             config.train.async_ratio,
             config.train.batch_size,
@@ -75,103 +97,143 @@ class Hub:
             config.run.steps,
             rollout.extra_groups,
         )
-        cursor = restored.buffer.cursor if restored else None
-        members = rollout.group_size + rollout.extra_per_group
+        cursor = state.buffer.cursor if state else None
         lease_ids = count()
         self.buffer = SampleBuffer(
             self._contract,
-            TaskSource(config.run.seed, members, kind_of, cursor),
+            TaskSource(config.run.seed, rollout.group_size + rollout.extra_per_group, kind_of, cursor),
             buffer_rules(rollout),
-            step=self._version,
-            state=restored.buffer if restored else None,
+            step=version,
+            state=state.buffer if state else None,
             lease_ids=lease_ids,
+            journal=journal,
         )
         self._evaluations = Evaluations(
-            config.eval, rollout.retries, self._version, config.run.steps, kind_of, lease_ids
+            config.eval, rollout.retries, version, config.run.steps, kind_of, lease_ids, evaluated
         )
-        self._published: Published | None = None
-        self._engines: dict[int, dict[int, p.EngineStatus]] = {}
-        self._holders = Holders()
-        self._shards: list[Shard] = []
-        self._fetched: set[int] = set()
-        self._evaluating_since: float | None = None
-        self._gone: set[int] = set()
-        self._stopping: Literal["finished", "interrupted"] | None = None
-        self._done = False
-        self._error: FlashError | None = None
-        self._changed = anyio.Event()
-        self._progress = 0
-        self._metrics = StepMetrics(self.buffer.ledger.generated_tokens)
+        metrics = StepMetrics(self.buffer.ledger)
+        shared = (config, observer, now, self._course, self.buffer, self._evaluations, metrics)
+        self._members = Members(config, home)
+        self._nodes = Nodes(*shared, self._members, batch_at_hand=lambda: self._steps.can_form())
+        start = Start(version, checkpoint)
+        self._trainers = Trainers(config, observer, now, self._course, metrics, past, start, part_bytes)
+        self._lives = self._trainers.lives
+        self._steps = Steps(*shared, self._contract, self._nodes, self._trainers, keep_state, part_bytes)
 
-    @staticmethod
-    def version_of(state: bytes) -> int:
-        """The policy version a stored state belongs to."""
-        return msgspec.msgpack.decode(state, type=HubState).version
+    @property
+    def version(self) -> int:
+        """The version that the run has reached."""
+        return self._course.version
 
-    # -- waiting -----------------------------------------------------------------------------------------------------
+    @property
+    def held_version(self) -> int:
+        """The version that the trainer ranks hold: an earlier one while they train steps again."""
+        return self._lives.held
 
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait, under the caller's deadline, until a change makes the condition true or the run has failed."""
-        while not condition():
-            if self._error is not None:
-                raise self._error
-            await self._changed.wait()
+    @property
+    def published_version(self) -> int:
+        """The newest version that engines may have; -1 before the first."""
+        return self._course.published.version if self._course.published is not None else -1
 
     def fail(self, error: FlashError) -> None:
         """End the run with this error; the first one wins."""
-        self._error = self._error or error
-        self._notify()
+        self._course.fail(error)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether somebody has asked for an early end."""
+        return self._course.stopping == "interrupted"
 
     def interrupt(self) -> None:
-        """Stop after the running step, leaving a checkpoint."""
-        self._stopping = self._stopping or "interrupted"
-        self._notify()
+        """Stop after the running step, leaving a checkpoint; a run that has trained everything ends at once."""
+        self._course.interrupt()
+
+    # -- stages ------------------------------------------------------------------------------------------------------
 
     async def run(self) -> RunEnd:
-        """Watch the run from the first version to the last goodbye.
-
-        Waits for progress of the trainers, under deadlines.step while they hold a batch and deadlines.batch while they
-        wait for one. Raises the error that ended the run.
-        """
-        deadlines = self._config.deadlines
-        world = self._config.trainer_world_size
-        while len(self._gone) < world:
-            seen, training = self._progress, bool(self._shards)
-            seconds = deadlines.step if training else deadlines.batch
-            if self._stopping == "interrupted":
-                seconds = deadlines.shutdown
-            elif self._published is None:
-                seconds = deadlines.rendezvous
-            look_at = "the trainer ranks" if training else "engines and environments"
-            with deadline(seconds, partial(self._stalled, training), look_at):
-                stopping = self._stopping
-                await self._until(
-                    lambda seen=seen, stopping=stopping: (
-                        self._progress != seen or self._stopping != stopping or len(self._gone) == world
+        """Watch the run from the first version to the last goodbye. Raises the error that ended the run."""
+        async with unwrapped_group() as tasks:
+            tasks.start_soon(self._nodes.watch)
+            tasks.start_soon(self._nodes.catch_up)
+            await self._watch_trainers()
+            if self._course.stopping != "interrupted":
+                with deadline(self._config.deadlines.step, "the last evaluation", "the engines and eval.problems"):
+                    await self._course.until(
+                        "run", lambda: self._evaluations.done or self._course.stopping == "interrupted"
                     )
-                )
-        if self._stopping != "interrupted":
-            with deadline(deadlines.step, "the last evaluation", "the engines and eval.problems"):
-                await self._until(lambda: self._evaluations.done)
-        self._done = True
-        self._notify()
+            tasks.cancel_scope.cancel()
+        self._course.end()
         self.buffer.check()
-        return RunEnd(self._stopping or "finished", self._version, self.buffer.ledger.totals(self.buffer.in_flight))
+        totals = self.buffer.ledger.totals(self.buffer.in_flight)
+        return RunEnd(self._course.stopping or "finished", self._course.version, totals)
+
+    async def _watch_trainers(self) -> None:
+        """Wait for each stage of the run to end, under its deadline, until all trainer ranks are gone."""
+        while not self._trainers.done:
+            seen, stage = self._course.progress, self._stage()
+            with deadline(stage_s(stage, self._config), partial(self._waited_for, stage), LOOK_AT[stage]):
+                await self._course.until(
+                    "run",
+                    lambda seen=seen, stage=stage: (
+                        self._course.progress != seen or self._stage() is not stage or self._trainers.done
+                    ),
+                )
+
+    def _stage(self) -> Stage:
+        """What the run waits for at the moment."""
+        if self._course.stopping == "interrupted":
+            return Stage.ENDING
+        if self._lives.away:
+            return Stage.AWAY
+        if self._lives.behind(self._course.version):
+            return Stage.AGAIN
+        if self._course.published is None:
+            return Stage.FIRST_VERSION
+        if self._steps.training:
+            return Stage.STEP
+        if not self._nodes.fleet.started:
+            return Stage.STARTING
+        if self._steps.waits_for_engines:
+            return Stage.LOADING
+        if self._course.stopping == "finished":
+            return Stage.SAVING
+        return Stage.RETURNING if self._nodes.fleet.waits_for_engines else Stage.BATCH
+
+    def _waited_for(self, stage: Stage) -> str:
+        """The same in words."""
+        groups = f"{self.buffer.ready_groups} of {self._contract.groups_per_batch}"
+        step = self._lives.held if stage is Stage.AGAIN else self._course.version
+        words = waited_for(stage, step=step, groups=groups, behind=self._nodes.fleet.behind())
+        alone = self._members.engines == 0 if stage is Stage.STARTING else not self._nodes.fleet
+        if stage in (Stage.STARTING, Stage.BATCH) and alone:
+            words += ", while no node has an engine: `flash join` brings one"
+        return words
+
+    def beginning(self) -> Beginning | None:
+        """What the run does before its first step; None from then on, and when it has ended before."""
+        course = self._course
+        if course.version > self._first_version or course.error is not None:
+            return None
+        if course.stopping == "interrupted" or (course.stopping == "finished" and self._evaluations.done):
+            return None
+        if course.published is None:
+            return Beginning("starting engines and trainers")
+        if not self._nodes.fleet.started:
+            return Beginning("starting engines")
+        if answers := self._evaluations.progress:
+            return Beginning("first evaluation", answers)
+        if self._steps.training:
+            return Beginning("first step")
+        return Beginning("first batch", f"{self.buffer.ready_groups} of {self._contract.groups_per_batch} groups")
+
+    async def past(self, doing: str) -> None:
+        """Wait, under the caller's deadline, until the beginning does something else."""
+        while (now := self.beginning()) is not None and now.doing == doing:
+            await self._course.bells.heard("run")
 
     async def all_nodes_left(self) -> None:
         """Wait, under the caller's deadline, until every node has taken note of the end and closed its connection."""
-        await self._until(lambda: not self._engines)
-
-    def _stalled(self, training: bool) -> str:
-        """What the run waits for."""
-        if training:
-            return f"the trainer ranks to finish step {self._version}"
-        where = f"{self.buffer.ready_groups} of {self._contract.groups_per_batch} groups are complete"
-        return f"a batch for step {self._version} ({where})"
+        await self._course.until("run", lambda: not self._nodes.fleet)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -182,203 +244,104 @@ class Hub:
     async def _answer(self, request: msgspec.Struct) -> msgspec.Struct:
         match request:
             case p.LeaseRequest():
-                return await self._lease(request)
+                return await self._nodes.lease(request)
             case p.DeliverRequest():
-                return self._deliver(request)
+                return await self._nodes.deliver(request)
             case p.CancelRequest():
-                return await self._next_cancels(request)
+                return await self._nodes.cancels(request)
             case p.VersionRequest():
-                return await self._next_version(request)
+                return await self._nodes.newer_version(request)
+            case p.LoadFailed():
+                return await self._nodes.load_failed(request)
             case p.EngineReport():
-                return self._engine_report(request)
-            case p.BatchRequest():
-                return await self._batch(request)
-            case p.Commit():
-                return self._commit(request)
-            case p.PublishRequest():
-                return await self._publish(request.published)
-            case p.SnapshotRequest():
-                state = HubState(self._version, self.buffer.snapshot())
-                return p.SnapshotReply(msgspec.msgpack.encode(state))
-            case p.Goodbye():
-                self._observer.activities(request.activities)
-                await self._until(lambda: self._stopping == "interrupted" or self._all_have_newest())
-                self._gone.add(request.rank)
+                return self._nodes.engines_changed(request)
+            case p.RunRequest():
+                return self._members.about(request, ending=self._ending)
+            case p.JoinRequest():
+                return self._join(request)
+            case p.DrainRequest():
+                self._members.may_leave(request.node)
+                self._nodes.send_off(request.node)
+            case p.Leave():
+                self._nodes.leaves(request)
             case p.Interrupt():
                 self._observer.note(request.reason)
-                self.interrupt()
+                self._course.interrupt()
             case p.Fatal():
-                self.fail(error_of(request.error, request.message) or FlashError(request.message))
+                await self._fatal(request)
                 await anyio.sleep_forever()  # a peer that left now would have torchrun end us before we say why
             case _:
-                raise ContractError(f"the hub does not serve a {type(request).__name__}")
-        self._notify()
+                return await self._trainers.while_it_lasts(partial(self._answer_rank, request))
         return p.Ack()
+
+    async def _answer_rank(self, request: msgspec.Struct) -> msgspec.Struct:
+        match request:
+            case p.LifeRequest():
+                return await self._trainers.begins()
+            case p.LifeWatch():
+                await anyio.sleep_forever()
+            case p.BatchRequest():
+                return await self._steps.batch(request)
+            case p.Commit():
+                return await self._steps.commit(request)
+            case p.PublishRequest():
+                return await self._steps.publish(request.published)
+            case p.SnapshotRequest():
+                return await self._steps.snapshot()
+            case p.Goodbye():
+                await self._steps.goodbye(request)
+            case _:
+                raise ContractError(f"the hub does not serve a {type(request).__name__}")
+        return p.Ack()
+
+    async def _fatal(self, request: p.Fatal) -> None:
+        """End the run with a peer's error, unless it is the echo of the end of another one that has no voice."""
+        error = error_of(request.error, request.message)
+        if error is None or isinstance(error, CollectiveError):
+            life = self._lives.number
+            await anyio.sleep(waits.echo_s(self._config))
+            if not self._lives.counts(life):
+                return
+        if isinstance(error, CollectiveError):
+            self._trainers.end_life(error)
+        else:
+            self._course.fail(error or FlashError(request.message))
+
+    @property
+    def _ending(self) -> bool:
+        """Whether nobody needs another node: the evaluation of the last version may still do."""
+        course = self._course
+        return course.done or course.stopping == "interrupted"
+
+    def _join(self, request: p.JoinRequest) -> p.JoinReply:
+        if self._ending:
+            return p.JoinReply(None, 0)
+        reply = self._members.join(request)
+        assert reply.node is not None, "None only stands for the end of a run"
+        self._nodes.joins(reply.node, request.engines)
+        return reply
+
+    @property
+    def joined(self) -> list[int]:
+        """The nodes that have come by themselves, and live."""
+        return self._members.joined
+
+    def rank_arrives(self, rank: int) -> int:
+        """A trainer rank has connected; the life of the ranks that it belongs to."""
+        return self._lives.arrives(rank)
+
+    def life_counts(self, life: int) -> bool:
+        """Whether the ranks of this life are still listened to."""
+        return self._lives.counts(life)
 
     def peer_lost(self, name: str) -> None:
-        """A connection ended. A node's leases go back; a trainer rank that did not say goodbye ends the run."""
+        """A connection ended. A node's leases go back; of a trainer rank, one of the newest life, it is the end.
+
+        Not if it has said goodbye.
+        """
         kind, _, number = name.partition("-")
-        if kind == "trainer" and int(number) not in self._gone:
-            self.fail(PeerLostError(f"trainer rank {number} is gone; its own output says why"))
+        if kind == "trainer":
+            self._trainers.lost(int(number))
         if kind == "node":
-            self._engines.pop(int(number), None)
-            for lease in self._holders.lost(int(number)):
-                owner = self._evaluations if lease.task.split == "eval" else self.buffer
-                owner.revoke(lease.lease_id)
-        self._notify()
-
-    # -- rollout nodes -----------------------------------------------------------------------------------------------
-
-    async def _lease(self, request: p.LeaseRequest) -> p.LeaseReply:
-        """Hand out tasks. Waits for room under the age contract, at most one long poll."""
-        leases: list[Lease] = []
-
-        def granted() -> bool:
-            leases.extend(self._grant(request.node, request.capacity))
-            return bool(leases) or self._done
-
-        with anyio.move_on_after(p.LONG_POLL_S):
-            await self._until(granted)
-        return p.LeaseReply(leases, done=self._done)
-
-    def _grant(self, node: int, capacity: int) -> list[Lease]:
-        versions = [engine.version for engine in self._engines.get(node, {}).values()]
-        leases: list[Lease] = []
-        while len(leases) < min(capacity, LEASES_AT_ONCE) and (granted := self._next_leases(node, versions)):
-            leases += granted
-        self._holders.lend(node, leases)
-        return leases
-
-    def _next_leases(self, node: int, versions: list[int]) -> list[Lease]:
-        """The next task for a node, or the next whole group."""
-        if (lease := self._evaluations.lease(versions)) is not None:
-            self._evaluating_since = self._now() if self._evaluating_since is None else self._evaluating_since
-            return [lease]
-        if max(versions, default=-1) < 0 or self._stopping is not None or self._evaluations.measuring_start:
-            return []
-        try:
-            lease = self.buffer.lease(versions, node, nodes=self._engines.keys())
-        except FlashError as error:
-            self.fail(error)
-            return []
-        if lease is None:
-            return []
-        self._metrics.began(self._now())
-        if self._config.rollout.replicate_prompts:
-            return [lease]
-        return [lease, *self.buffer.lease_rest(lease, versions)]
-
-    def _deliver(self, request: p.DeliverRequest) -> p.Ack:
-        for ended in request.ended:
-            self._holders.ended(ended.lease_id)
-            self._take(request.node, ended.lease_id, ended.result)
-        self._spread_word()
-        self._notify()
-        return p.Ack()
-
-    def _take(self, node: int, lease_id: int, result: Trajectory | Failure) -> None:
-        if result.task.split == "eval":
-            if (row := self._evaluations.finish(lease_id, result, node)) is not None:
-                now = self._now()
-                self._observer.evaluation(row | {"time": now})
-                if self._evaluating_since is not None:
-                    self._observer.activities([Activity("evaluation", "evaluate", self._evaluating_since, now)])
-                self._evaluating_since = None
-            return
-        try:
-            self.buffer.finish(lease_id, result, node)
-        except FlashError as error:
-            self.fail(error)
-
-    def _spread_word(self) -> None:
-        """Keep what the buffer has withdrawn for the nodes' cancel requests, and pass its notes on."""
-        self._holders.withdraw(self.buffer.leases.withdrawn)
-        self.buffer.leases.withdrawn.clear()
-        for note in self.buffer.notes:
-            self._observer.note(note)
-        self.buffer.notes.clear()
-
-    async def _next_cancels(self, request: p.CancelRequest) -> p.CancelReply:
-        with anyio.move_on_after(p.LONG_POLL_S):
-            await self._until(lambda: self._done or self._holders.has_cancels(request.node))
-        return p.CancelReply(self._holders.take_cancels(request.node), done=self._done)
-
-    async def _next_version(self, request: p.VersionRequest) -> p.VersionReply:
-        def newer() -> bool:
-            return self._done or (self._published is not None and self._published.version > request.after)
-
-        with anyio.move_on_after(p.LONG_POLL_S):
-            await self._until(newer)
-        published = self._published
-        if published is not None and published.version <= request.after:
-            published = None
-        return p.VersionReply(published, done=self._done)
-
-    def _engine_report(self, request: p.EngineReport) -> p.Ack:
-        self._engines[request.node] = {engine.index: engine for engine in request.engines}
-        self._metrics.canaries(request.engines)
-        self._observer.activities(request.activities)
-        self._notify()
-        return p.Ack()
-
-    # -- trainer ranks -----------------------------------------------------------------------------------------------
-
-    async def _publish(self, published: Published) -> p.Ack:
-        """Announce a version once every engine has left the ones before the newest: engines are at most one behind."""
-        await self._until(self._all_have_newest)
-        self._published = published
-        self._progress += 1
-        self._evaluations.published(published.version)
-        self._notify()
-        return p.Ack()
-
-    def _all_have_newest(self) -> bool:
-        """Whether no engine needs the trainers' weights any more."""
-        newest = self._published.version if self._published is not None else -1
-        return all(engine.version >= newest for engines in self._engines.values() for engine in engines.values())
-
-    async def _batch(self, request: p.BatchRequest) -> p.BatchReply:
-        """Give a rank its shard. Waits for enough complete groups; all ranks of a step get the same answer."""
-        if request.step != self._version:
-            raise ContractError(f"rank {request.rank} asks for step {request.step}; the run is at {self._version}")
-        self._observer.activities(request.activities)
-        await self._until(self._form_batch)
-        if not self._shards:
-            return p.BatchReply(None, finished=self._stopping == "finished")
-        self._fetched.add(request.rank)
-        return p.BatchReply(self._shards[request.rank])
-
-    def _form_batch(self) -> bool:
-        if self._shards:
-            return True
-        if self._version >= self._config.run.steps and self._stopping is None:
-            self._stopping = "finished"
-            self.buffer.close()
-            self._spread_word()
-        if self._stopping is not None:
-            return True
-        groups = self.buffer.take(self._version)
-        if groups is None:
-            return False
-        self._spread_word()
-        min_version = self._contract.min_token_version(self._version)
-        self._shards = deal(groups, self._version, min_version, self._config.trainer_world_size)
-        self._observer.trajectories(self._version, [t for group in groups for t in group.trajectories()])
-        self._progress += 1
-        self._notify()
-        return True
-
-    def _commit(self, request: p.Commit) -> p.Ack:
-        if request.step != self._version or len(self._fetched) != self._config.trainer_world_size:
-            raise ContractError(f"step {request.step} was committed while the run is at {self._version}")
-        trained = [sample.trajectory for shard in self._shards for sample in shard.samples]
-        self._shards, self._fetched = [], set()
-        self.buffer.commit(self._version)
-        self._version += 1
-        self._progress += 1
-        engines = [engine for node in self._engines.values() for engine in node.values()]
-        self._observer.step(
-            self._metrics.row(self._version, trained, request.metrics, self.buffer, engines, self._now())
-        )
-        self._notify()
-        return p.Ack()
+            self._nodes.left(int(number))
+            self._members.left(int(number))

@@ -7,16 +7,14 @@ knows which node has which lease, of both.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from itertools import takewhile
 
 import msgspec
 
 from flash.hub.groups import Member
+from flash.hub.queue import Place, TaskQueue
 from flash.types import RETRIED, Lease, Outcome, Task
-
-Place = tuple[int, ...]
-"""Where a task stands in the queue: lower places go out first."""
 
 
 def as_issued(task: Task) -> Place:
@@ -41,17 +39,13 @@ class LeaseTable:
     def __init__(self, ids: Iterator[int], retries: int, place: Callable[[Task], Place]) -> None:
         self._ids = ids
         self._retries = retries
-        self._place_of = place
-        self._queue: list[Member] = []
+        self.queue = TaskQueue(place)
+        """Tasks that wait."""
         self._out: dict[int, Member] = {}
-        self._reasons: dict[int, Outcome] = {}
+        self.reasons: dict[int, Outcome] = {}
+        """Why leases were withdrawn whose nodes have not reported yet."""
         self.withdrawn: list[int] = []
         """Leases that have become pointless: to be cancelled on their nodes."""
-
-    @property
-    def queue(self) -> Sequence[Member]:
-        """Tasks that wait, in order."""
-        return self._queue
 
     @property
     def out(self) -> int:
@@ -61,15 +55,27 @@ class LeaseTable:
     def put(self, member: Member) -> None:
         """A task waits, at its place."""
         member.state = "queued"
-        insort(self._queue, member, key=self._place)
+        self.queue.put(member)
 
-    def grant(self, member: Member, floor: int) -> Lease:
-        """A waiting task goes out."""
-        self._unqueue(member)
-        lease = Lease(next(self._ids), member.task, floor)
+    def number(self) -> int:
+        """A number for a lease that is about to be granted."""
+        return next(self._ids)
+
+    def grant(self, member: Member, floor: int, number: int | None = None) -> Lease:
+        """A waiting task goes out, on a lease of this number, or of the next one."""
+        self.queue.take(member)
+        lease = Lease(self.number() if number is None else number, member.task, floor)
         self._out[lease.lease_id] = member
         member.state, member.lease_id, member.floor = "leased", lease.lease_id, floor
         return lease
+
+    def take_up(self, member: Member) -> None:
+        """A task is out already."""
+        self._out[member.lease_id] = member
+
+    def is_out(self, lease_id: int) -> bool:
+        """Whether a task is out on this lease."""
+        return lease_id in self._out
 
     def ended(self, lease_id: int) -> Member | None:
         """A lease has ended. None: it was withdrawn, or belongs to a former life."""
@@ -84,69 +90,78 @@ class LeaseTable:
             if outcome not in RETRIED or member.task.attempt >= self._retries:
                 return False
             member.task = msgspec.structs.replace(member.task, attempt=member.task.attempt + 1)
-            member.avoid.append(node)
+            member.avoid += (node,)
         self.put(member)
         return True
 
-    def revoke(self, lease_id: int) -> bool:
-        """A lease's node is gone: its task queues again, unless the lease was withdrawn. Tells whether it does."""
+    def revoke(self, lease_id: int) -> Member | None:
+        """A lease's node is gone: its task, which is returned, queues again. None: the lease was withdrawn."""
         member = self.ended(lease_id)
         if member is None:
             self.reason(lease_id)
-            return False
+            return None
         self.put(member)
-        return True
+        return member
 
     def remove(self, member: Member, reason: Outcome) -> None:
         """A task neither waits any more nor is out; a lease that still is will be withdrawn."""
         if member.state == "queued":
-            self._unqueue(member)
+            self.queue.take(member)
         elif member.state == "leased" and self._out.pop(member.lease_id, None) is not None:
-            self._reasons[member.lease_id] = reason
+            self.reasons[member.lease_id] = reason
             self.withdrawn.append(member.lease_id)
 
     def reason(self, lease_id: int) -> Outcome:
         """Why a lease that is not out was withdrawn; asked once."""
-        return self._reasons.pop(lease_id, Outcome.CANCELLED)
-
-    def _unqueue(self, member: Member) -> None:
-        at = bisect_left(self._queue, self._place(member), key=self._place)
-        assert self._queue[at] is member, "a queued member is in the queue"
-        del self._queue[at]
-
-    def _place(self, member: Member) -> Place:
-        return self._place_of(member.task)
+        return self.reasons.pop(lease_id, Outcome.CANCELLED)
 
 
 class Holders:
     """Which node holds which lease, and which of them it is still to be told to cancel."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[int, Lease]] = {}
+        self._held: dict[int, tuple[int, Lease, float]] = {}
+        """In the order in which they were lent."""
+        self._of_node: dict[int, dict[int, Lease]] = {}
         self._cancels: dict[int, list[int]] = {}
 
-    def lend(self, node: int, leases: Iterable[Lease]) -> None:
+    def lend(self, node: int, leases: Iterable[Lease], now: float) -> None:
         """A node was given leases."""
         for lease in leases:
-            self._held[lease.lease_id] = node, lease
+            self._held[lease.lease_id] = node, lease, now
+            self._of_node.setdefault(node, {})[lease.lease_id] = lease
+
+    def held(self, node: int) -> int:
+        """How many leases a node holds."""
+        return len(self._of_node.get(node, ()))
+
+    def lent_before(self, then: float) -> list[tuple[int, Lease]]:
+        """Leases that have been out since before a time, with their nodes."""
+        held = self._held.values()
+        return [(node, lease) for node, lease, _ in takewhile(lambda each: each[2] < then, held)]
 
     def ended(self, lease_id: int) -> None:
         """A node has handed a lease over, known here or not."""
-        self._held.pop(lease_id, None)
+        if (held := self._held.pop(lease_id, None)) is not None:
+            del self._of_node[held[0]][lease_id]
 
     def lost(self, node: int) -> list[Lease]:
         """A node is gone: the leases that it held, whose cancels are forgotten too."""
         self._cancels.pop(node, None)
-        leases = [lease for holder, lease in self._held.values() if holder == node]
+        leases = list(self._of_node.pop(node, {}).values())
         for lease in leases:
             del self._held[lease.lease_id]
         return leases
 
-    def withdraw(self, lease_ids: Iterable[int]) -> None:
-        """Leases have become pointless: their nodes will be told."""
+    def withdraw(self, lease_ids: Iterable[int]) -> set[int]:
+        """Leases have become pointless: these are the nodes that are to be told."""
+        nodes: set[int] = set()
         for lease_id in lease_ids:
             if lease_id in self._held:
-                self._cancels.setdefault(self._held[lease_id][0], []).append(lease_id)
+                node = self._held[lease_id][0]
+                self._cancels.setdefault(node, []).append(lease_id)
+                nodes.add(node)
+        return nodes
 
     def has_cancels(self, node: int) -> bool:
         """Whether a node is to be told of any."""

@@ -33,6 +33,15 @@ class Ledger(msgspec.Struct):
     discarded_tokens: dict[Outcome, int] = {}
     """Action tokens that will never enter a loss, by reason."""
 
+    def copy(self) -> Ledger:
+        """The same counters, which later bookings do not reach."""
+        return msgspec.structs.replace(
+            self,
+            given_up=dict(self.given_up),
+            retried=dict(self.retried),
+            discarded_tokens=dict(self.discarded_tokens),
+        )
+
     def give_up(self, outcome: Outcome, count: int = 1) -> None:
         """Book tasks that leave untrained."""
         self.given_up[outcome] = self.given_up.get(outcome, 0) + count
@@ -45,6 +54,15 @@ class Ledger(msgspec.Struct):
         """Book generated tokens that will not be trained."""
         if tokens:
             self.discarded_tokens[outcome] = self.discarded_tokens.get(outcome, 0) + tokens
+
+    def train(self, trained: int, tokens: int, times: int = 1) -> None:
+        """Book a task of a committed step, and how many of its tokens entered the loss; -1 times takes it back."""
+        self.trained_tokens += times * trained
+        self.discard(Outcome.STALE, times * (tokens - trained))
+        if trained:
+            self.trained += times
+        else:
+            self.give_up(Outcome.STALE, times)
 
     def check(self, in_flight: int, buffered_tokens: int) -> None:
         """Compare with the buffer's own counts.

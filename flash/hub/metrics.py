@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 
 from flash.hub.buffer import SampleBuffer
+from flash.hub.ledger import Ledger
 from flash.hub.protocol import EngineStatus
-from flash.types import Outcome, Trajectory
+from flash.types import RETRIED, Outcome
 
 ENV_PREFIX = "env/"
 """Begins the names of what environments measure, so that they meet no other metric."""
+FAILURES = (*sorted(RETRIED), Outcome.ENGINE_KILLED)
+"""Ends of an attempt that count as failures."""
+TRAJECTORIES_AT_ONCE = 512
+"""Trajectories in one slice, some of which are freed on the way: each takes up to ten microseconds."""
 
 
-def env_metrics(measured: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the trajectories that have it."""
+def env_metrics(measured: Iterable[Mapping[str, float]]) -> Generator[None, None, dict[str, float]]:
+    """The mean of each metric over the trajectories that have it, in slices as of `flash.hub.slices`."""
     values: dict[str, list[float]] = {}
-    for metrics in measured:
+    for number, metrics in enumerate(measured, start=1):
         for name, value in metrics.items():
             values.setdefault(ENV_PREFIX + name, []).append(value)
-    return {name: math.fsum(each) / len(each) for name, each in sorted(values.items())}
+        if number % TRAJECTORIES_AT_ONCE == 0:
+            yield
+    # Each is divided before the sum: this cannot overflow.
+    return {name: math.fsum(value / len(each) for value in each) for name, each in sorted(values.items())}
 
 
 class StepMetrics:
     """Remembers where the last step ended. Waiting and rates count from the first lease: before, nothing ran."""
 
-    def __init__(self, generated_tokens: int) -> None:
-        self._generated_tokens = generated_tokens
+    def __init__(self, ledger: Ledger) -> None:
+        self._before = ledger.totals(0)
         self._since: float | None = None
         self._canary_error = 0.0
+        self._restarts = 0
+        self._trainer_restarts = 0
 
     def began(self, now: float) -> None:
         """A training sample was handed out."""
@@ -38,20 +48,34 @@ class StepMetrics:
         """Engines have passed their canaries."""
         self._canary_error = max([self._canary_error, *(engine.canary_error for engine in engines)])
 
+    def restarted(self, engines: int) -> None:
+        """Engines have come back."""
+        self._restarts += engines
+
+    def trainers_returned(self) -> None:
+        """The trainer ranks have come back."""
+        self._trainer_restarts += 1
+
     def row(
         self,
         version: int,
-        trajectories: Sequence[Trajectory],
+        env: Mapping[str, float],
         trainer: Mapping[str, float],
         buffer: SampleBuffer,
         engines: Sequence[EngineStatus],
         now: float,
     ) -> dict[str, float]:
-        """The row of the step that made `version` out of these. Times in seconds, `now` in Unix seconds."""
+        """The row of the step that made `version`; `env` is what the environments of its samples measured.
+
+        Times in seconds, `now` in Unix seconds.
+        """
         ledger = buffer.ledger
         elapsed = max(now - (self._since if self._since is not None else now), 1e-9)
-        generated = ledger.generated_tokens - self._generated_tokens
-        self._since, self._generated_tokens = now, ledger.generated_tokens
+        totals = ledger.totals(0)
+        booked = {name: total - self._before.get(name, 0) for name, total in totals.items()}
+        self._since, self._before = now, totals
+        restarts, self._restarts = self._restarts, 0
+        trainer_restarts, self._trainer_restarts = self._trainer_restarts, 0
         lifetime = sum(engine.lifetime_s for engine in engines)
         wait = max(0.0, min(trainer.get("trainer_wait_s", 0.0), elapsed - trainer.get("trainer_step_s", 0.0)))
         return {
@@ -59,12 +83,17 @@ class StepMetrics:
             "step": version - 1,
             "version": version,
             "time": now,
-            "samples": len(trajectories),
+            "samples": booked["trained"],
+            "stale_share": _stale_share(booked),
+            **_failures(booked),
             "trainer_wait_s": wait,
             "trainer_wait_share": wait / elapsed,
             "interval_s": elapsed,
-            "tokens_per_second": generated / elapsed,
+            "tokens_per_second": booked["generated_tokens"] / elapsed,
             "generated_tokens": ledger.generated_tokens,
+            "engines": len(engines),
+            "engine_restarts": restarts,
+            "trainer_restarts": trainer_restarts,
             "engine_idle_share": sum(e.idle_s for e in engines) / lifetime if lifetime else math.nan,
             "canary_max": self._canary_error,
             "queue_ready_groups": buffer.ready_groups,
@@ -73,5 +102,19 @@ class StepMetrics:
             "wasted_tokens": sum(ledger.discarded_tokens.values()),
             "filtered": ledger.filtered,
             "given_up": sum(ledger.given_up.values()),
-            **env_metrics(trajectory.env_metrics() for trajectory in trajectories),
+            **env,
         }
+
+
+def _stale_share(booked: Mapping[str, int]) -> float:
+    """Of the tokens that were trained or grew too old, those that did."""
+    stale = booked.get(f"discarded_tokens_{Outcome.STALE}", 0)
+    return stale / max(stale + booked["trained_tokens"], 1)
+
+
+def _failures(booked: Mapping[str, int]) -> dict[str, float]:
+    """Attempts that failed, whether they were tried again or given up: all, and by reason where there are any."""
+    kinds = {f"failures_{why}": booked.get(f"retried_{why}", 0) + booked.get(f"given_up_{why}", 0) for why in FAILURES}
+    # Given up as cancelled is what redundancy withdraws; tried again is what a lost node had.
+    kinds[f"failures_{Outcome.CANCELLED}"] = booked.get(f"retried_{Outcome.CANCELLED}", 0)
+    return {"failures": sum(kinds.values()), **{name: count for name, count in kinds.items() if count}}

@@ -1,22 +1,25 @@
 """The messages between the hub and its peers.
 
-Rollout nodes send `LeaseRequest`, `DeliverRequest`, `CancelRequest`, `VersionRequest` and `EngineReport`; trainer ranks
-send `BatchRequest`, and rank 0 also `PublishRequest`, `Commit` and `SnapshotRequest`. Any peer may send `Goodbye`,
-`Interrupt` or `Fatal`. Each class names the struct that answers it.
-Requests that wait (leases, cancels, versions) are answered, possibly empty, within `LONG_POLL_S`.
+Rollout nodes send `LeaseRequest`, `DeliverRequest`, `CancelRequest`, `VersionRequest`, `LoadFailed` and `EngineReport`;
+trainer ranks send `LifeRequest`, `LifeWatch`, `BatchRequest` and `Goodbye`, and rank 0 also `PublishRequest`, `Commit`
+and `SnapshotRequest`. Any of them may send `Interrupt` or `Fatal`. A guest becomes a rollout node: it sends
+`RunRequest`, then `JoinRequest`, and at its end `Leave`. Each class names the struct that answers it.
+Requests of nodes that wait (leases, cancels, versions) are answered, possibly empty, within
+`flash.config.waits.long_poll_s`.
 """
 
 from __future__ import annotations
 
+import sys
+from functools import cache
+from hashlib import sha256
 from typing import Protocol
 
 import msgspec
 
+from flash import types
 from flash.transport.request import ReplyT, Request
 from flash.types import Activity, Failure, Lease, Published, Shard, Trajectory
-
-LONG_POLL_S = 20.0
-"""Seconds after which a waiting request is answered empty, so that the peer sees that the hub is alive."""
 
 
 class HubCaller(Protocol):
@@ -39,13 +42,14 @@ class LeaseReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class LeaseRequest(Request[LeaseReply], frozen=True, tag=True):
-    """A node asks for up to `capacity` tasks. It gets at least one unless the long poll ends."""
+    """A node asks for tasks. It gets at least one unless the long poll ends."""
 
     node: int
     capacity: int
+    """Tasks that it could start now."""
 
 
-class EndedLease(msgspec.Struct, frozen=True):
+class EndedLease(msgspec.Struct, frozen=True, gc=False):
     """What became of one lease."""
 
     lease_id: int
@@ -57,6 +61,8 @@ class DeliverRequest(Request[Ack], frozen=True, tag=True):
 
     node: int
     ended: list[EndedLease]
+    capacity: int
+    """Tasks that it could start now: what it asked for while it waits may have become too little."""
 
 
 class CancelReply(msgspec.Struct, frozen=True, tag=True):
@@ -65,6 +71,8 @@ class CancelReply(msgspec.Struct, frozen=True, tag=True):
 
     lease_ids: list[int]
     done: bool
+    leave: bool = False
+    """Whether somebody wants the node to leave in order."""
 
 
 class CancelRequest(Request[CancelReply], frozen=True, tag=True):
@@ -87,6 +95,20 @@ class VersionRequest(Request[VersionReply], frozen=True, tag=True):
     after: int
 
 
+class LoadFailedReply(msgspec.Struct, frozen=True, tag=True):
+    """Whether those who published it are gone: the next ones publish it again, and the engine is well."""
+
+    gone: bool
+
+
+class LoadFailed(Request[LoadFailedReply], frozen=True, tag=True):
+    """An engine could not load a version, and its node asks whether that is its own fault."""
+
+    node: int
+    life: int
+    """As in what was published."""
+
+
 class EngineStatus(msgspec.Struct, frozen=True):
     """One engine as its node sees it."""
 
@@ -101,18 +123,53 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
 
 class EngineReport(Request[Ack], frozen=True, tag=True):
-    """A node reports its engines after each swap, and what they were busy with since."""
+    """A node reports its engines after each swap, death and restart, and what happened to them since."""
 
     node: int
+    number: int
+    """Counts the node's reports: of its engines an older one that comes later says nothing."""
     engines: list[EngineStatus]
+    """Those that live."""
     activities: list[Activity]
+    notes: list[str] = msgspec.field(default_factory=list[str])
+    """What people should know."""
+    restarts: int = 0
+    """Engines that have come back."""
+
+
+class LifeReply(msgspec.Struct, frozen=True, tag=True):
+    """What the rank is to begin with: the same for all ranks of this life."""
+
+    number: int
+    """Of the life, from 1 on."""
+    checkpoint: str | None
+    """The folder to load; empty: version 0, the model as it is. None: there is nothing left to do."""
+
+
+class LifeRequest(Request[LifeReply], frozen=True, tag=True):
+    """A trainer rank has started."""
+
+    rank: int
+
+
+class LifeWatch(Request[Ack], frozen=True, tag=True):
+    """Never answered: the call fails when the life of this rank is over, since another rank of it is gone."""
+
+    rank: int
 
 
 class BatchReply(msgspec.Struct, frozen=True, tag=True):
-    """The rank's shard; None ends training: save a checkpoint, and when `finished` also export the model."""
+    """The rank's shard; None ends training: save a checkpoint, and when `finished` also export the model.
+
+    A long shard travels in parts (`flash.hub.fetching`); what they know of the whole batch is in the first."""
 
     shard: Shard | None
     finished: bool = False
+    keeps: bool = True
+    """Whether the ranks may write a checkpoint of what they hold after this. Not on their way back to the run's
+    version, as the hub's part of a checkpoint is of that one."""
+    left: int = 0
+    """Parts to come after this one."""
 
 
 class BatchRequest(Request[BatchReply], frozen=True, tag=True):
@@ -121,6 +178,8 @@ class BatchRequest(Request[BatchReply], frozen=True, tag=True):
     rank: int
     step: int
     activities: list[Activity]
+    part: int = 0
+    """Of the shard, from 0 on."""
 
 
 class Commit(Request[Ack], frozen=True, tag=True):
@@ -137,13 +196,16 @@ class PublishRequest(Request[Ack], frozen=True, tag=True):
 
 
 class SnapshotReply(msgspec.Struct, frozen=True, tag=True):
-    """The hub's state as bytes."""
+    """The hub's state is in the file, forced to the disk."""
 
-    state: bytes
+    size: int
+    crc32: int
 
 
 class SnapshotRequest(Request[SnapshotReply], frozen=True, tag=True):
-    """Rank 0 asks for the hub's state, to store in a checkpoint."""
+    """Rank 0 asks the hub to write its state into the folder of the checkpoint that the ranks are writing.
+
+    They share the machine, and so the file system: no state is too large for a message."""
 
 
 class Goodbye(Request[Ack], frozen=True, tag=True):
@@ -167,12 +229,72 @@ class Fatal(Request[Ack], frozen=True, tag=True):
     message: str
 
 
+class RunReply(msgspec.Struct, frozen=True, tag=True):
+    """What a node has to know of a run to join it."""
+
+    config: str
+    """All of it, as TOML."""
+    digest: str
+    """Of the configuration: the node says it when it joins."""
+    folder: str
+    """Where the run was started: its relative paths begin there."""
+    imports: list[str]
+    """Folders of the user's modules."""
+    launch: str
+    """The launch of the first node, as in `error.json`."""
+    ending: bool
+    """Whether there is nothing left to do."""
+
+
+class RunRequest(Request[RunReply], frozen=True, tag=True):
+    """A node asks what the run is. All versions of Flash have this message, as it is."""
+
+    code: str
+    """Its `dialect`."""
+
+
+class JoinReply(msgspec.Struct, frozen=True, tag=True):
+    """The peer is a rollout node from here on, with this number."""
+
+    node: int | None
+    """None: the run is ending, and there is nothing left to do."""
+    first_engine: int
+    """The number of its first engine."""
+
+
+class JoinRequest(Request[JoinReply], frozen=True, tag=True):
+    """A peer wants to be a rollout node."""
+
+    digest: str
+    """Of the configuration that it has been told."""
+    engines: int
+    """How many it will start."""
+
+
+class DrainRequest(Request[Ack], frozen=True, tag=True):
+    """A person wants a node that has joined to leave in order."""
+
+    node: int
+
+
+class Leave(Request[Ack], frozen=True, tag=True):
+    """A node that has joined is about to go: it asks for no more leases, ends what it has or hands it back."""
+
+    node: int
+    error: str = ""
+    """Name of the error's class in `flash.errors`, where one is the reason."""
+    message: str = ""
+
+
 HubRequest = (
     LeaseRequest
     | DeliverRequest
     | CancelRequest
     | VersionRequest
+    | LoadFailed
     | EngineReport
+    | LifeRequest
+    | LifeWatch
     | BatchRequest
     | Commit
     | PublishRequest
@@ -180,5 +302,25 @@ HubRequest = (
     | Goodbye
     | Interrupt
     | Fatal
+    | RunRequest
+    | JoinRequest
+    | DrainRequest
+    | Leave
 )
 """Everything that the hub's server reads."""
+
+
+@cache
+def dialect() -> str:
+    """Tells versions of Flash apart whose messages differ: their nodes and hubs would not understand each other."""
+    structs = {
+        value
+        for home in (sys.modules[__name__], types)
+        for value in vars(home).values()
+        if isinstance(value, type) and issubclass(value, msgspec.Struct)
+    }
+    fields = {
+        struct.__name__: [(field.name, str(field.type)) for field in msgspec.structs.fields(struct)]
+        for struct in structs
+    }
+    return sha256(str(sorted(fields.items())).encode()).hexdigest()[:12]

@@ -19,6 +19,8 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
     on_expire: Literal["mask", "requeue", "wait"] = "mask"
     fifo_window: float | None = None
     extra_per_group: int = 0
+    whole_groups: bool = False
+    """The samples of a group go to one node together."""
     waves: bool = False
     """Groups start in batches, the next batch when the last one is home."""
     filter: GroupFilter = GroupFilter()
@@ -33,6 +35,7 @@ def buffer_rules(rollout: RolloutConfig) -> BufferRules:
         on_expire=rollout.on_expire,
         fifo_window=rollout.fifo_window,
         extra_per_group=rollout.extra_per_group,
+        whole_groups=not rollout.replicate_prompts,
         waves=not rollout.queue_scheduling,
         filter=GroupFilter(rollout.drop_equal_rewards, rollout.accuracy_bounds),
     )

@@ -28,6 +28,19 @@ class Cursor(msgspec.Struct):
     next_problem: int = 0
     quarantined: list[str] = []
 
+    def copy(self) -> Cursor:
+        """The same, which later changes do not reach."""
+        return Cursor(self.next_group, self.next_problem, list(self.quarantined))
+
+
+class Problem(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the next group is about."""
+
+    following: int
+    """The number of the problem after it."""
+    seed: int
+    kind: str
+
 
 class TaskSource:
     """The cursor over the training problems.
@@ -51,27 +64,33 @@ class TaskSource:
         self._kind_of = kind_of
         self.cursor = cursor or Cursor()
 
-    def issue_group(self) -> list[Task]:
-        """The tasks of the next group; they share the seed and so the prompt.
+    def next_problem(self) -> Problem:
+        """What the next group will be about.
 
         Raises:
             BreakerError: every kind of environment is quarantined.
         """
-        for _ in range(SEARCH):
-            seed = (self._run_seed * SEED_STRIDE + self.cursor.next_problem) % HELD_OUT
+        for number in range(self.cursor.next_problem, self.cursor.next_problem + SEARCH):
+            seed = (self._run_seed * SEED_STRIDE + number) % HELD_OUT
             kind = self._kind_of(seed)
-            self.cursor.next_problem += 1
             if kind not in self.cursor.quarantined:
-                break
-        else:
-            raise BreakerError(
-                f"every kind of environment keeps failing ({', '.join(sorted(self.cursor.quarantined))}): nothing is "
-                "left to train on. The notes above say why each was given up"
-            )
+                return Problem(number + 1, seed, kind)
+        raise BreakerError(
+            f"every kind of environment keeps failing ({', '.join(sorted(self.cursor.quarantined))}): nothing is "
+            "left to train on. The notes above say why each was given up"
+        )
+
+    def issue_group(self) -> list[Task]:
+        """The tasks of the next group. Raises BreakerError as `next_problem`."""
+        return self.issue(self.next_problem())
+
+    def issue(self, problem: Problem) -> list[Task]:
+        """The tasks of the next group, which is about this problem; they share the seed and so the prompt."""
+        self.cursor.next_problem = problem.following
         group_id = self.cursor.next_group
         self.cursor.next_group += 1
         first = group_id * self._members
-        return [Task(first + i, group_id, i, seed, kind=kind) for i in range(self._members)]
+        return [Task(first + i, group_id, i, problem.seed, kind=problem.kind) for i in range(self._members)]
 
     def quarantine(self, kind: str) -> None:
         """Issue no more problems of this kind."""

@@ -57,6 +57,10 @@ class Console:
         """Print a line for the person at the terminal."""
         self._print(text, "default")
 
+    def warn(self, text: str) -> None:
+        """Print a line that asks for something to be changed."""
+        self._print(f"warning: {text}", "yellow")
+
     def stage(self, text: str) -> None:
         """Say what the run is doing now. Without a terminal each stage is printed the first time only."""
         if self._live is not None:
@@ -85,19 +89,9 @@ class Console:
             )
 
     def evaluation(self, row: Row) -> None:
-        """Print one held-out evaluation; its accuracy also stands in the next step line."""
+        """Print one held-out evaluation; its mean also stands in the next step line."""
         self._accuracy = number(row, "mean_reward")
-        parts = [f"evaluation at step {_whole(row, 'step')}: accuracy {_fixed(row, 'mean_reward', 3)}"]
-        if number(row, "low") is not None and number(row, "high") is not None:
-            parts.append(f"95% interval {_fixed(row, 'low', 3)} to {_fixed(row, 'high', 3)}")
-        if number(row, "pass_at_k") is not None and (number(row, "k") or 1) > 1:
-            parts.append(f"pass@{_whole(row, 'k')} {_fixed(row, 'pass_at_k', 3)}")
-        if number(row, "problems") is not None:
-            parts.append(f"{_whole(row, 'problems')} problems")
-        if number(row, "version_min") is not None and number(row, "version_max") is not None:
-            first, last = _whole(row, "version_min"), _whole(row, "version_max")
-            parts.append(f"version {first}" if first == last else f"versions {first} to {last}")
-        self._print(", ".join(parts), "green")
+        self._print(f"evaluation at step {_whole(row, 'step')}: {evaluation_line(row)}", "green")
         if self._live is not None:
             self._live.update(accuracy=_fixed(row, "mean_reward", 3))
 
@@ -108,7 +102,7 @@ class Console:
         width = max(len(title) for title, _ in rows)
         self._print("", "default")
         for title, text in rows:
-            self._print(f"{title.ljust(width)}  {text}", "bold" if title == "accuracy" else "default")
+            self._print(f"{title.ljust(width)}  {text}", "bold" if title in ("accuracy", "reward") else "default")
 
     def close(self) -> None:
         """Take the live line away."""
@@ -134,6 +128,22 @@ class Console:
                 self._stream = None  # a run outlives the terminal or pipe it was started from
 
 
+def evaluation_line(row: Row) -> str:
+    """What an evaluation found. A mean of rewards is an accuracy only where each of them is 0 or 1."""
+    binary = number(row, "binary") == 1
+    parts = [f"{'accuracy' if binary else 'mean reward'} {_fixed(row, 'mean_reward', 3)}"]
+    if number(row, "low") is not None and number(row, "high") is not None:
+        parts.append(f"95% interval {_fixed(row, 'low', 3)} to {_fixed(row, 'high', 3)}")
+    if number(row, "best_of_k") is not None and (number(row, "k") or 1) > 1:
+        parts.append(f"{'pass@' if binary else 'best of '}{_whole(row, 'k')} {_fixed(row, 'best_of_k', 3)}")
+    if number(row, "problems") is not None:
+        parts.append(f"{_whole(row, 'problems')} problems")
+    if number(row, "version_min") is not None and number(row, "version_max") is not None:
+        first, last = _whole(row, "version_min"), _whole(row, "version_max")
+        parts.append(f"version {first}" if first == last else f"versions {first} to {last}")
+    return ", ".join(parts)
+
+
 class _Live:
     """The progress line of rich, and printing above it."""
 
@@ -148,7 +158,7 @@ class _Live:
             BarColumn(bar_width=16),
             TextColumn("{task.fields[stage]}", style="cyan", markup=False),
             TextColumn(
-                "reward {task.fields[reward]}  accuracy {task.fields[accuracy]}  "
+                "reward {task.fields[reward]}  held out {task.fields[accuracy]}  "
                 "{task.fields[rate]} tok/s  {task.fields[left]} left",
                 markup=False,
             ),
@@ -180,8 +190,14 @@ def closing_table(config: Config, summary: Summary) -> list[tuple[str, str]]:
     ledger = ", ".join(f"{key} {value}" for key, value in summary.ledger.items() if value)
     rows = [
         ("model", f"{summary.model}, {summary.objective}, seed {summary.seed}"),
-        ("accuracy", f"{_plain(summary.initial_accuracy, '.3f')} -> {_plain(summary.final_accuracy, '.3f')}"),
-        ("steps", f"{summary.steps} ({summary.samples} samples)"),
+        (
+            "accuracy" if summary.binary else "reward",
+            f"{_plain(summary.initial_reward, '.3f')} -> {_plain(summary.final_reward, '.3f')} on held-out problems",
+        ),
+        ("steps", str(summary.steps)),
+        ("trained", f"{summary.samples} samples, {_short(summary.trained_tokens)} tokens"),
+        ("too old", f"{_plain(summary.stale_share, '.1%')} of the tokens"),
+        ("failures", f"{summary.failures} attempts at a sample"),
         ("time", f"{_clock(summary.wall_seconds)} ({_short(summary.tokens_per_second)} tokens/s)"),
         (
             "async ratio",
@@ -190,7 +206,10 @@ def closing_table(config: Config, summary: Summary) -> list[tuple[str, str]]:
         ("trainer", f"waited {_plain(summary.trainer_wait_share, '.1%')} of the time"),
         ("engines", f"idle {_plain(summary.engine_idle_share, '.1%')} of the time"),
         ("canary", f"largest log-prob difference {_plain(summary.canary_max, '.1e')}"),
-        ("restarts", str(summary.restarts)),
+        (
+            "restarts",
+            f"{summary.restarts}, {summary.trainer_restarts} of trainers alone, {summary.engine_restarts} of engines",
+        ),
         ("ledger", ledger or BLANK),
         ("directory", str(directory.path)),
     ]
@@ -253,7 +272,7 @@ def _age(row: Row) -> str:
 COLUMNS = (
     Column("step", 5, lambda row: _whole(row, "step")),
     Column("reward", 6, lambda row: _fixed(row, "reward_mean", 3)),
-    Column("acc", 5, lambda row: _fixed(row, "accuracy", 3)),
+    Column("eval", 5, lambda row: _fixed(row, "accuracy", 3)),
     Column("loss", 7, lambda row: _fixed(row, "loss", 4)),
     Column("entropy", 7, lambda row: _fixed(row, "entropy", 3)),
     Column("ratio", 5, lambda row: _fixed(row, "ratio_mean", 3)),
@@ -262,6 +281,8 @@ COLUMNS = (
     Column("kl", 8, lambda row: _tiny(row, "mismatch_kl")),
     Column("grad", 6, lambda row: _fixed(row, "grad_norm", 3)),
     Column("age/max", 7, _age),
+    Column("old%", 5, lambda row: _percent(row, "stale_share")),
+    Column("fail", 4, lambda row: _whole(row, "failures")),
     Column("tok/s", 6, lambda row: _short(number(row, "tokens_per_second"))),
     Column("wait%", 5, lambda row: _percent(row, "trainer_wait_share")),
     Column("lr", 7, lambda row: _tiny(row, "learning_rate")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from flash.types import Activity, Trajectory
+from flash.types import Activity, Batch, Trajectory
 
 
 class Observer(Protocol):
@@ -23,8 +23,12 @@ class Observer(Protocol):
         """Who was busy when."""
         ...
 
-    def trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """The samples a step trains on."""
+    def batch(self, batch: Batch) -> None:
+        """What a step trains on."""
+        ...
+
+    def ledger(self, totals: Mapping[str, int]) -> None:
+        """The ledger's totals, as of a checkpoint."""
         ...
 
     def note(self, text: str) -> None:
@@ -40,6 +44,7 @@ class MemoryObserver:
         self.evaluations: list[dict[str, float]] = []
         self.bars: list[Activity] = []
         self.samples: dict[int, list[Trajectory]] = {}
+        self.ledgers: list[dict[str, int]] = []
         self.notes: list[str] = []
 
     def step(self, row: Mapping[str, float]) -> None:
@@ -51,8 +56,11 @@ class MemoryObserver:
     def activities(self, rows: Sequence[Activity]) -> None:
         self.bars.extend(rows)
 
-    def trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        self.samples[step] = list(trajectories)
+    def batch(self, batch: Batch) -> None:
+        self.samples[batch.step] = list(batch.trajectories)
+
+    def ledger(self, totals: Mapping[str, int]) -> None:
+        self.ledgers.append(dict(totals))
 
     def note(self, text: str) -> None:
         self.notes.append(text)

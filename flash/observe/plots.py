@@ -3,6 +3,7 @@
     reward.png     reward of the trained samples and held-out accuracy, over steps and over time
     ages.png       how old the trained tokens were
     offpolicy.png  how far the trained tokens were from the policy that trained on them
+    mismatch.png   how far engine and trainer are apart at equal weights, by environment
     timeline.png   who was busy when: the whole run, and a few steps of it close up
 
 Drawn for 800 pixels of width, at twice that resolution. matplotlib is imported on the first call; no global
@@ -13,16 +14,19 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flash.observe.rundir import RunDirectory, write_atomically
+from flash.observe.alarms import MISMATCH
+from flash.observe.rundir import RunDirectory, write_atomically, writing
 from flash.observe.series import (
     IDLE,
     AgeSeries,
     Floats,
+    MismatchSeries,
     OffPolicySeries,
     RewardSeries,
     TimelineLane,
@@ -30,6 +34,7 @@ from flash.observe.series import (
     age_series,
     drawing_order,
     lane_shares,
+    mismatch_series,
     offpolicy_series,
     reward_series,
     timeline,
@@ -50,6 +55,8 @@ BLUE = "#0072b2"
 ORANGE = "#d55e00"
 GREEN = "#009e73"
 PURPLE = "#cc79a7"
+SMALL_MISMATCH = 1e-9
+"""Below this the axis of the mismatch is linear, down to 0: float32 makes less."""
 MASK_COLOURS = (PURPLE, GREEN, "#e69f00")
 RATIO_TICKS = (
     (0.12, (1.02, 1.05, 1.1)),
@@ -96,10 +103,13 @@ def write_plots(run_dir: Path) -> list[Path]:
         figures["ages.png"] = draw_ages(ages)
     if (offpolicy := offpolicy_series(metrics)) is not None:
         figures["offpolicy.png"] = draw_offpolicy(offpolicy)
+    if (mismatch := mismatch_series(metrics)) is not None:
+        figures["mismatch.png"] = draw_mismatch(mismatch)
     if (bars := timeline(directory.read_spans(), metrics)) is not None:
         figures["timeline.png"] = draw_timeline(bars)
     if figures:
-        directory.plots.mkdir(exist_ok=True)
+        with writing(directory.plots):
+            directory.plots.mkdir(exist_ok=True)
     paths: list[Path] = []
     for name, figure in figures.items():
         image = io.BytesIO()
@@ -186,6 +196,24 @@ def draw_offpolicy(series: OffPolicySeries) -> Figure:
     for axes in (weights, shares, policy):
         axes.set_xlabel("step")
         axes.locator_params(axis="x", integer=True)
+    return figure
+
+
+def draw_mismatch(series: MismatchSeries) -> Figure:
+    """Engine against trainer at equal weights, a line for each environment, and from where on people are warned."""
+    figure = _figure(3.0)
+    (axes,) = _axes(figure, 1, 1, squeeze=False)
+    axes.set_yscale("symlog", linthresh=SMALL_MISMATCH)
+    for (name, values), colour in zip(series.by_environment.items(), cycle((BLUE, *MASK_COLOURS, ORANGE))):
+        _line(axes, series.steps, values, colour, name)
+    axes.axhline(MISMATCH, color=FAINT, linewidth=1, linestyle="--")
+    axes.set_ylim(0, 1.5 * max(MISMATCH, axes.get_ylim()[1]))
+    axes.set_xlabel("step")
+    axes.set_ylabel("mean of w − 1 − log w, age 0")
+    axes.locator_params(axis="x", integer=True)
+    handles, labels = axes.get_legend_handles_labels()
+    if labels:
+        _legend(figure, handles, labels)
     return figure
 
 

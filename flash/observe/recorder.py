@@ -1,21 +1,33 @@
 """Recorder: the observer of a real run. It writes the run directory and talks to the terminal.
 
 It takes what the hub observes in order, adds the run's wall time to each row, and at the end makes summary and plots.
+A tracker's sink (`observe.sink`) is given the same rows, and then the summary, or the error that ended the run.
 """
 
 from __future__ import annotations
 
 import math
+import tomllib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from flash.config.load import dump
+from flash.config.objects import is_sink, load_sink
 from flash.config.tree import Config
+from flash.observe import recording
+from flash.observe.alarms import Alarms
 from flash.observe.console import Console
 from flash.observe.rundir import RunDirectory, readable, sample_times
+from flash.observe.sink import Sink, SinkFeed
 from flash.observe.summary import summarise
-from flash.types import Activity, Trajectory
+from flash.types import Activity, Batch
+from flash.waiting import first_error
 
 
 class TokenText(Protocol):
@@ -47,10 +59,17 @@ class Recorder:
         # A resumed run's clock continues where its last recorded step stood.
         self._begun = now() - (float(earlier[-1].get("wall_s", 0.0)) if earlier else 0.0)
         self._console = Console(config)
+        self._alarms = Alarms()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        self._writing: deque[Future[None]] = deque()
         self._canary = 0.0
+        self._sink = (
+            None
+            if config.observe.sink is None
+            else SinkFeed(config.observe.sink, partial(make_sink, config.observe.sink, config, resume_at))
+        )
         if resume_at is not None:
             self._console.note(f"continuing {config.run_dir} from version {resume_at}")
-        self._console.stage("starting engines and trainers")
 
     def __enter__(self) -> Recorder:
         return self
@@ -58,34 +77,99 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._console.close()
+        try:
+            if error is None:
+                self._written()
+            elif self._sink is not None:
+                told = first_error(error) if isinstance(error, BaseExceptionGroup) else error
+                self._end_sink("error", {"error": type(told).__name__, "message": str(told)}, interrupted=True)
+        finally:
+            self._writer.shutdown()
+            self._console.close()
 
     def step(self, row: Mapping[str, float]) -> None:
         """Write the metrics of a committed step, with the run's wall time, and print its line."""
         full = {**row, "wall_s": self._now() - self._begun}
+        if self._sink is not None:
+            full["sink_lost"] = self._sink.lost
         canary = row.get("canary_max", 0.0)
         self._canary = max(self._canary, 0.0 if math.isnan(canary) else canary)
         self.directory.append_metrics(full)
+        self._console.stage("training")
         self._console.step(full)
+        for warning in self._alarms.step(full):
+            self._console.warn(warning)
+        self._give("step", full)
 
     def evaluation(self, row: Mapping[str, float]) -> None:
         """Write the metrics of an evaluation, with the run's wall time, and print its line."""
         full = {**row, "wall_s": self._now() - self._begun}
         self.directory.append_evaluation(full)
         self._console.evaluation(full)
-        self._console.stage("training")
+        self._give("evaluation", full)
+
+    def _give(self, kind: str, row: Mapping[str, Any]) -> None:
+        if self._sink is not None:
+            self._sink.put(kind, row)
+            for warning in self._sink.warnings():
+                self._console.warn(warning)
+
+    def _end_sink(self, kind: str, row: Mapping[str, Any], *, interrupted: bool) -> None:
+        """Give it the last row, and wait until it has all."""
+        if self._sink is not None:
+            self._sink.put(kind, row, last=True)
+            deadlines = self._config.deadlines
+            seconds = min(deadlines.sink, deadlines.shutdown) if interrupted else deadlines.sink
+            for warning in self._sink.close(seconds):
+                self._console.warn(warning)
+
+    def evaluated(self) -> set[int]:
+        """The versions that earlier lives of the run have evaluated."""
+        return {int(row["step"]) for row in self.directory.read_evaluations()}
 
     def activities(self, rows: Sequence[Activity]) -> None:
         """Record bars of the timeline."""
         self.directory.append_spans(rows)
 
-    def trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Record the samples a step trains on: all of them in numbers, a few of them readably."""
-        self.directory.append_samples(sample_times(t, step) for t in trajectories)
-        chosen = trajectories[: self._config.run.log_samples]
+    def batch(self, batch: Batch) -> None:
+        """Record what a step trains on: as it is, its samples in numbers, and a few of them readably.
+
+        A thread writes them, in order, since there may be many and long ones. Raises what an earlier call met.
+        """
+        while self._writing and self._writing[0].done():
+            self._writing.popleft().result()
+        self._writing.append(self._writer.submit(self._write_batch, batch))
+
+    def recorded_steps(self) -> list[int]:
+        """The steps whose batches are recorded, those handed over so far included. Blocks until they are written."""
+        return self._writer.submit(recording.recorded_steps, self.directory.batches).result()
+
+    def recorded_batch(self, step: int) -> Batch:
+        """What a step has trained. Blocks as above. Raises RecordingError."""
+        return self._writer.submit(recording.read_batch, self.directory.batches, step).result()
+
+    def _written(self) -> None:
+        """Wait until all samples are written. Raises what the thread met."""
+        while self._writing:
+            self._writing.popleft().result()
+
+    def _write_batch(self, batch: Batch) -> None:
+        if self._config.checkpoint.batches != "none":
+            self.directory.write_batch(batch, keep_all=self._config.checkpoint.batches == "all")
+        step = batch.step
+        self.directory.append_samples(sample_times(t, step) for t in batch.trajectories)
+        chosen = batch.trajectories[: self._config.run.log_samples]
         if chosen:
             samples = [readable(t, step, self._tokenizer.token_texts(t.tokens().tolist())) for t in chosen]
             self.directory.write_trajectories(step, samples)
+
+    def ledger(self, totals: Mapping[str, int]) -> None:
+        """Write the totals that belong to a checkpoint: a run that is killed leaves them."""
+        self.directory.write_ledger(totals)
+
+    def stage(self, text: str) -> None:
+        """Say what the run is doing now."""
+        self._console.stage(text)
 
     def note(self, text: str) -> None:
         """Print one line for people."""
@@ -94,6 +178,7 @@ class Recorder:
     def finish(self, ledger: Mapping[str, int], *, interrupted: bool) -> None:
         """Write summary and ledger and print the closing table; an interrupted run has no time for plots."""
         self._console.stage("writing the summary")
+        self._written()
         self.directory.write_ledger(ledger)
         summary = summarise(
             self._config,
@@ -108,4 +193,19 @@ class Recorder:
             from flash.observe.plots import write_plots
 
             write_plots(self.directory.path)
+        self._end_sink("summary", msgspec.to_builtins(summary), interrupted=interrupted)
         self._console.finish(summary)
+
+
+def make_sink(path: str, config: Config, resume_at: int | None) -> Sink:
+    """Call what `observe.sink` names.
+
+    Raises:
+        ConfigError: there is none.
+        TypeError: what it made is no sink.
+        Exception: whatever it raises.
+    """
+    made = load_sink(path)(tomllib.loads(dump(config)), resume_at)
+    if not is_sink(made):
+        raise TypeError(f"it returned {made!r}, which cannot be called as `sink(kind, row)`")
+    return made

@@ -6,6 +6,8 @@
     spans.jsonl                       one `Activity` per line: who was busy with what
     samples.jsonl                     one `SampleTimes` per trained sample: lengths, times, versions
     trajectories/step-000012.jsonl    a few readable samples of each step
+    batches/step-000012.bin           what a step trained, exactly (flash.observe.recording)
+    journal/                          what happened to samples since a checkpoint (flash.run.journal)
     ledger.json, summary.json         totals
     checkpoints/, plots/              written by their own rooms
     earlier/001/                      rows of steps that a later life did again
@@ -29,8 +31,9 @@ import msgspec
 import numpy as np
 
 from flash.errors import RunDirectoryError
+from flash.observe import recording
 from flash.observe.summary import Summary
-from flash.types import Activity, Outcome, Span, Trajectory, VersionRun
+from flash.types import Activity, Batch, Outcome, Span, Trajectory, VersionRun
 
 Row = Mapping[str, Any]
 
@@ -157,6 +160,7 @@ class RunDirectory:
         self.ledger = path / "ledger.json"
         self.summary = path / "summary.json"
         self.trajectories = path / "trajectories"
+        self.batches = path / "batches"
         self.checkpoints = path / "checkpoints"
         self.plots = path / "plots"
         self.earlier = path / "earlier"
@@ -170,10 +174,10 @@ class RunDirectory:
         this name moves as a whole to `<name>.1`, `<name>.2`, …
         """
         directory = cls(path)
-        with _writing(path):
+        with writing(path):
             if resume_at is None:
                 _set_aside(path)
-            for folder in (path, directory.trajectories, directory.checkpoints, directory.plots):
+            for folder in (path, directory.trajectories, directory.batches, directory.checkpoints, directory.plots):
                 folder.mkdir(parents=True, exist_ok=True)
             if resume_at is not None:
                 directory._roll_back(resume_at)
@@ -201,6 +205,17 @@ class RunDirectory:
         file = self.trajectories / f"step-{step:06d}.jsonl"
         write_atomically(file, _lines(samples))
         return file
+
+    def write_batch(self, batch: Batch, *, keep_all: bool) -> None:
+        """Write what a step trains; without `keep_all` what lies before the oldest checkpoint goes."""
+        with writing(self.batches):
+            recording.write_batch(self.batches, batch)
+            if not keep_all and (versions := self.checkpointed()):
+                recording.forget_before(self.batches, versions[0])
+
+    def checkpointed(self) -> list[int]:
+        """The versions of which there are checkpoints, whole or not, in order."""
+        return sorted(int(folder.name.removeprefix("step-")) for folder in self.checkpoints.glob("step-[0-9]*[0-9]"))
 
     def write_ledger(self, totals: Row) -> None:
         """Replace the ledger's totals."""
@@ -238,9 +253,10 @@ class RunDirectory:
         _split(self.evals, aside, dict[str, Any], lambda row: row.get("version_max", row.get("step", 0)) <= resume_at)
         _split(self.spans, aside, Activity, lambda _: True)
         _split(self.samples, aside, SampleTimes, lambda sample: sample.step < resume_at)
-        for file in sorted(self.trajectories.glob("step-*.jsonl")):
-            if int(file.stem.removeprefix("step-")) >= resume_at:
-                _move(file, aside / self.trajectories.name)
+        for folder in (self.trajectories, self.batches):
+            for file in sorted(folder.glob("step-*[0-9].*")):
+                if int(file.name.partition(".")[0].removeprefix("step-")) >= resume_at:
+                    _move(file, aside / folder.name)
 
 
 def _set_aside(path: Path) -> None:
@@ -252,7 +268,7 @@ def _set_aside(path: Path) -> None:
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace a file as a whole: readers see the old content or the new one, also after a crash."""
     aside = path.with_name(path.name + ".tmp")
-    with _writing(path):
+    with writing(path):
         try:
             with aside.open("wb") as file:
                 file.write(data)
@@ -265,7 +281,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def _writing(path: Path) -> Generator[None]:
+def writing(path: Path) -> Generator[None]:
     """Turn the operating system's refusal into an error that says what to do."""
     try:
         yield
@@ -287,7 +303,7 @@ def _pretty(value: Any) -> bytes:
 def _append(path: Path, rows: Iterable[Any]) -> None:
     """Append whole lines with one write, so that a killed process tears at most the last one."""
     data = _lines(rows)
-    with _writing(path), path.open("ab") as file:
+    with writing(path), path.open("ab") as file:
         file.write(data)
 
 
@@ -296,7 +312,11 @@ def _whole_lines(path: Path, kind: type[T]) -> Iterator[tuple[bytes, T]]:
     if not path.exists():
         return
     decoder = msgspec.json.Decoder(kind)
-    for line in path.read_bytes().splitlines(keepends=True):
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}") from error
+    for line in data.splitlines(keepends=True):
         if line.endswith(b"\n"):
             try:
                 yield line, decoder.decode(line)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from flash.observe.alarms import BY_ENVIRONMENT
 from flash.observe.summary import by_step, number
 from flash.types import Activity
 
@@ -92,6 +93,15 @@ class OffPolicySeries(NamedTuple):
     """[K]: ages with a ratio."""
     ratios: Floats
     """[K, 3]: 1 %, 50 % and 99 % quantile of the ratio at the start of the step, at each age."""
+
+
+class MismatchSeries(NamedTuple):
+    """How far engine and trainer are apart at equal weights. Unknown values are NaN."""
+
+    steps: Floats
+    """[S]"""
+    by_environment: dict[str, Floats]
+    """Name → [S]: mean of w − 1 − log w over the tokens of age 0; the only name is "" where there is one."""
 
 
 class TimelineLane(NamedTuple):
@@ -182,6 +192,16 @@ def offpolicy_series(metrics: Sequence[Row]) -> OffPolicySeries | None:
         ages=np.array(ages, dtype=np.float64),
         ratios=np.array([[_mean_ratio(rows, age, percent) for percent in (1, 50, 99)] for age in ages]).reshape(-1, 3),
     )
+
+
+def mismatch_series(metrics: Sequence[Row]) -> MismatchSeries | None:
+    """Prepare the mismatch; None when no step trained a token of age 0."""
+    rows = [row for row in by_step(metrics) if number(row, "mismatch_k3_age_0") is not None]
+    if not rows:
+        return None
+    kinds = sorted({key for row in rows for key in row if key.startswith(BY_ENVIRONMENT)})
+    named = {key.removeprefix(BY_ENVIRONMENT): key for key in kinds} or {"": "mismatch_k3_age_0"}
+    return MismatchSeries(_column(rows, "step"), {name: _column(rows, key) for name, key in named.items()})
 
 
 def _mean_ratio(rows: Sequence[Row], age: int, percent: int) -> float:

@@ -1,4 +1,4 @@
-"""Confidence intervals and pass@k of evaluations. Pure functions.
+"""Confidence intervals of evaluations. Pure functions.
 
 Legend: n samples, G problems (clusters), p the mean of 0/1 values, z and t the 97.5 % quantiles.
 """
@@ -49,13 +49,6 @@ def mean_interval(values: Sequence[float], problems: Sequence[int] | None = None
         return _wilson(mean, _effective_size(mean, variance, n, clusters))
     half = _t_quantile(clusters - 1) * math.sqrt(variance) if clusters > 1 else math.inf
     return Interval(mean, mean - half, mean + half)
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased P(at least one of k answers is right), from c right ones among n (Chen et al. 2021, eq. 1)."""
-    assert 0 <= c <= n, "more right answers than answers"
-    assert 1 <= k <= n, "k answers cannot be drawn from fewer"
-    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def _effective_size(p: float, variance: float, n: int, clusters: int) -> float:

@@ -16,13 +16,21 @@ Row = Mapping[str, Any]
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `summary.json`. None stands for what was never measured."""
 
-    initial_accuracy: float | None
+    initial_reward: float | None
     """Mean reward of the first held-out evaluation."""
-    final_accuracy: float | None
+    final_reward: float | None
     """Mean reward of the last held-out evaluation."""
+    binary: bool
+    """Whether every held-out reward was 0 or 1: then these two are means."""
     steps: int
     samples: int
-    """Samples trained."""
+    """Samples of which a token was trained, as in the ledger."""
+    trained_tokens: int
+    """Response tokens that entered the loss, as in the ledger."""
+    stale_share: float | None
+    """Share of the response tokens that were too old to be trained; the rest was trained."""
+    failures: int
+    """Attempts at a training sample that failed, tried again or given up."""
     wall_seconds: float
     tokens_per_second: float | None
     """Generated tokens per second of the time in which steps were made."""
@@ -35,6 +43,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Age of the oldest token that was trained, in versions."""
     ledger: dict[str, Any]
     restarts: int
+    """Of the hub, and of all other processes with it."""
+    trainer_restarts: int
+    """Of the trainer ranks, while the run went on."""
+    engine_restarts: int
+    """Engines that were started again in their places."""
     seed: int
     model: str
     objective: str
@@ -52,12 +65,16 @@ def summarise(
     canary_max: float | None,
 ) -> Summary:
     """Sum up a run from its rows; missing keys count as not measured."""
-    accuracies = [row["mean_reward"] for row in by_step(evaluations) if number(row, "mean_reward") is not None]
+    means = [row["mean_reward"] for row in by_step(evaluations) if number(row, "mean_reward") is not None]
     return Summary(
-        initial_accuracy=accuracies[0] if accuracies else None,
-        final_accuracy=accuracies[-1] if accuracies else None,
+        initial_reward=means[0] if means else None,
+        final_reward=means[-1] if means else None,
+        binary=bool(evaluations) and all(number(row, "binary") == 1 for row in evaluations),
         steps=1 + int(max((number(row, "step") or 0 for row in metrics), default=-1)),
-        samples=int(sum(number(row, "samples") or 0 for row in metrics)),
+        samples=int(number(ledger, "trained") or 0),
+        trained_tokens=int(number(ledger, "trained_tokens") or 0),
+        stale_share=_stale_share(ledger),
+        failures=int(sum(number(row, "failures") or 0 for row in metrics)),
         wall_seconds=max((number(row, "wall_s") or 0.0 for row in (*metrics, *evaluations)), default=0.0),
         tokens_per_second=_throughput(metrics),
         async_ratio=config.train.async_ratio,
@@ -66,11 +83,19 @@ def summarise(
         max_age=max((age for row in metrics if (age := number(row, "age_max")) is not None), default=None),
         ledger=dict(ledger),
         restarts=restarts,
+        trainer_restarts=int(sum(number(row, "trainer_restarts") or 0 for row in metrics)),
+        engine_restarts=int(sum(number(row, "engine_restarts") or 0 for row in metrics)),
         seed=config.run.seed,
         model=config.model.path,
         objective=config.algorithm.objective,
         canary_max=canary_max,
     )
+
+
+def _stale_share(ledger: Row) -> float | None:
+    stale = number(ledger, "discarded_tokens_stale") or 0
+    known = stale + (number(ledger, "trained_tokens") or 0)
+    return stale / known if known else None
 
 
 def number(row: Row, key: str) -> float | None:

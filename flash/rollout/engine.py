@@ -6,7 +6,7 @@ engine steps, loads, resumes; sequences go on and their later tokens carry the n
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 import msgspec
@@ -23,6 +23,10 @@ class SamplingSettings(msgspec.Struct, frozen=True):
     """0 is greedy."""
 
 
+def ignored(tokens: int) -> None:
+    """For who does not ask what was lost."""
+
+
 class GenerateRequest(msgspec.Struct, frozen=True):
     """One response asked of an engine."""
 
@@ -34,6 +38,11 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     it; one that samples need not look at it."""
     done: int = 0
     """The last tokens of the prompt that are the response's own, sampled before its request moved to this engine."""
+    seed: int | None = None
+    """What the tokens are drawn with, so that they depend on it and on the weights alone. None: with the engine's own
+    randomness, so that they also depend on what else it serves."""
+    lost: Callable[[int], None] = ignored
+    """Told, when the request is aborted, how many tokens had been sampled for it that were in no piece yet."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -90,11 +99,20 @@ class Engine(Protocol):
 
         Raises:
             WeightsError: a tensor fails its checksum (named), or the canary differs by more than the tolerance.
+            EngineError, DeadlineError: it failed for a reason of its own, or took too long; it serves nothing before it
+                has loaded a version.
+        """
+        ...
+
+    def reassign(self, number: int) -> None:
+        """Be this engine of the next hub, without a version until the next `load`, which may be of an older one.
+
+        Nobody asks anything of it meanwhile, and that load keeps no cache.
         """
         ...
 
     async def wait_dead(self) -> EngineDeadError:
-        """Return, with the reason, when the engine dies on its own. Never returns while it lives."""
+        """Return, with the reason, when the engine dies on its own, or hangs. Never returns while it lives."""
         ...
 
     async def close(self) -> None:

@@ -11,6 +11,7 @@ import inspect
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
+from hashlib import blake2b
 from typing import Protocol, TypeVar
 
 import anyio
@@ -19,7 +20,7 @@ import numpy as np
 
 from flash.environment.interface import Environment, StepResult
 from flash.environment.results import check_reset_result, check_step_result, metrics_of, note_of
-from flash.errors import DeadlineError, EngineError, EnvError, RewardError
+from flash.errors import DeadlineError, EngineError, EnvError, PoisonError, RewardError
 from flash.rollout.engine import GenerateRequest, SamplingSettings
 from flash.rollout.phases import Phases
 from flash.types import (
@@ -72,13 +73,17 @@ class Responder(Protocol):
         affinity: tuple[int, int],
         progress: Callable[[int], None],
         timeout: float,
+        episode: anyio.CancelScope,
     ) -> Completion:
-        """Sample one response. Raises EngineError, DeadlineError."""
+        """Sample one response, within the deadline of an episode. Raises EngineError, DeadlineError."""
         ...
 
 
 class EpisodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What all episodes of a run share."""
+
+    seed: int | None
+    """Every response is drawn with a seed of its own that follows from this one. None: engines draw as they like."""
 
     train: SamplingSettings
     eval: SamplingSettings
@@ -100,6 +105,8 @@ class EpisodeProgress:
     def __init__(self) -> None:
         self.tokens = 0
         """Action tokens sampled so far, over all turns."""
+        self.lost = 0
+        """Tokens that were sampled for it and never arrived: their request was aborted before its next piece."""
 
     def asks(self) -> None:
         """A response is asked for. An owner that wants to know overrides this."""
@@ -108,6 +115,12 @@ class EpisodeProgress:
 def response_key(task: Task, turn: int) -> int:
     """Names the response of a turn (from 0), the same in each attempt at the task."""
     return (task.task_id * KEYS_PER_TASK + turn) * 2 + (task.split == "eval")
+
+
+def response_seed(seed: int, task: Task, turn: int) -> int:
+    """What a turn's response is drawn with: another for each attempt, so that one that fails does not fail again."""
+    named = f"{seed} {response_key(task, turn)} {task.attempt}".encode()
+    return int.from_bytes(blake2b(named, digest_size=8).digest()) >> 1
 
 
 class Episode:
@@ -143,7 +156,7 @@ class Episode:
         """Live through the episode; never raises except for cancellation and programmer errors."""
         state = _EpisodeState(lease, progress)
         try:
-            with anyio.move_on_after(self._settings.episode_s):
+            with anyio.move_on_after(self._settings.episode_s) as state.scope:
                 return await self._live(state)
             return state.too_long(self._settings.episode_s)
         except RewardError as error:
@@ -152,6 +165,8 @@ class Episode:
             return state.failed(Outcome.ENV_TIMEOUT, str(error))
         except EnvError as error:
             return state.failed(Outcome.ENV_ERROR, str(error))
+        except PoisonError as error:
+            return state.failed(Outcome.ENGINE_KILLED, str(error))
         except (EngineError, DeadlineError) as error:
             return state.failed(Outcome.ENGINE_ERROR, str(error))
 
@@ -186,15 +201,17 @@ class Episode:
             action = self._tokenizer.decode(completion.token_ids)
             (following, reward, terminated, truncated, info), env_s = await self._step(env, state, action)
             measured, note = metrics_of(info), note_of(info)
-            transcript.turns.append(Turn(_text(observation), action, reward, start, generate_s, env_s, measured, note))
+            transcript.turns.append(
+                Turn(text_of(observation), action, reward, start, generate_s, env_s, measured, note)
+            )
             cut = completion.finish == "length"
             if terminated or truncated:
-                return transcript.trajectory(state.task, Outcome.TRUNCATED if truncated or cut else Outcome.OK)
+                return transcript.trajectory(state, Outcome.TRUNCATED if truncated or cut else Outcome.OK)
             if len(transcript.turns) == settings.max_turns:
-                return transcript.trajectory(state.task, Outcome.TRUNCATED)
+                return transcript.trajectory(state, Outcome.TRUNCATED)
             tokens = self._following(following, stopped=not cut, chat=chat)
             if len(transcript.tokens) + len(tokens) >= settings.max_length:
-                return transcript.trajectory(state.task, Outcome.TRUNCATED)
+                return transcript.trajectory(state, Outcome.TRUNCATED)
             transcript.show(tokens)
             observation = following
 
@@ -270,6 +287,8 @@ class Episode:
             prompt=list(transcript.tokens),
             sampling=SamplingSettings(min(sampling.max_new_tokens, room), sampling.temperature),
             key=response_key(task, len(transcript.turns)),
+            seed=None if settings.seed is None else response_seed(settings.seed, task, len(transcript.turns)),
+            lost=state.lost,
         )
         state.waits_for(Outcome.ENGINE_ERROR, f"response {state.turn()} (seed {task.seed})", "the engines")
         start = self._now()
@@ -280,6 +299,7 @@ class Episode:
             affinity=(task.group_id, task.task_id),
             progress=state.sampled,
             timeout=settings.generate_s,
+            episode=state.scope,
         )
         if not completion.token_ids:
             raise EngineError(f"an engine ended response {state.turn()} (seed {task.seed}) without a token")
@@ -321,6 +341,8 @@ class _EpisodeState:
         self.task = lease.task
         self.progress = progress
         self.transcript = _Transcript()
+        self.scope = anyio.CancelScope()
+        """Has the episode's deadline."""
         self._waits = (Outcome.ENV_TIMEOUT, "", "")
 
     def turn(self) -> int:
@@ -330,6 +352,10 @@ class _EpisodeState:
     def sampled(self, count: int) -> None:
         """New tokens of the response under way."""
         self.progress.tokens += count
+
+    def lost(self, count: int) -> None:
+        """Tokens of an aborted request that were in no piece."""
+        self.progress.lost += count
 
     def waits_for(self, late: Outcome, what: str, look_at: str) -> None:
         """Note what comes next, and what its lateness would be called."""
@@ -346,7 +372,7 @@ class _EpisodeState:
 
     def failed(self, outcome: Outcome, message: str) -> Failure:
         """The episode without a trajectory."""
-        return Failure(self.task, outcome, message, self.progress.tokens)
+        return Failure(self.task, outcome, message, self.progress.tokens + self.progress.lost)
 
 
 class _Transcript:
@@ -371,13 +397,13 @@ class _Transcript:
         self._spans.append(Span(start, len(self.tokens)))
         append_versions(self._versions, completion.versions)
 
-    def trajectory(self, task: Task, outcome: Outcome) -> Trajectory:
+    def trajectory(self, state: _EpisodeState, outcome: Outcome) -> Trajectory:
         """All of it, framed."""
         count = sum(span.stop - span.start for span in self._spans)
         versions = sum(run.count for run in self._versions)
         assert count == len(self.logprobs) == versions, "one log-prob and one version per action token"
         return Trajectory(
-            task=task,
+            task=state.task,
             outcome=outcome,
             reward=math.fsum(turn.reward for turn in self.turns),
             token_ids=np.array(self.tokens, dtype="<i4").tobytes(),
@@ -385,6 +411,7 @@ class _Transcript:
             logprobs=np.array(self.logprobs, dtype="<f4").tobytes(),
             versions=self._versions,
             turns=self.turns,
+            lost_tokens=state.progress.lost,
         )
 
 
@@ -398,7 +425,8 @@ def _place(error: BaseException) -> str:
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
-def _text(observation: Observation) -> str:
+def text_of(observation: Observation) -> str:
+    """An observation as people read it."""
     if isinstance(observation, str):
         return observation
     return "\n".join(f"{message.role}: {message.content}" for message in observation)

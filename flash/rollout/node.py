@@ -1,41 +1,48 @@
 """The rollout side of one node: engines, proxy, episodes and scheduler in one task group.
 
 Lifecycle: what environments share is opened (`flash.environment.shared`) → engines start → each loads the newest
-published version whenever it is behind, on its own → the scheduler turns leases into results until the hub has no more
-→ engines close, then what was shared. An engine that dies leaves its requests to the others; the death of the last one
-ends the node with its error.
+published version whenever it is behind, on its own → the scheduler turns leases into results until the hub has no more,
+or the node is drained → engines close, then what was shared. An engine that dies leaves its requests to the others, or
+to the one that starts in its place (`flash.rollout.supervisor`). When no place can be filled any more the node ends,
+with the last one's error. No sample counts as failed for any of that.
+
+A node that has lost its hub may serve the next one with the engines that it has (`work` again, after `rehome`): they
+count as having no version then, and of what they had in hand nothing is left.
 """
 
 from __future__ import annotations
 
-import gc
+import math
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import count
 
 import anyio
 
+from flash.config import waits
 from flash.config.tree import Config
 from flash.environment.interface import Environment
 from flash.environment.shared import sharing
-from flash.errors import EngineDeadError
+from flash.errors import DeadlineError, EngineDeadError, EngineError, TransportError
 from flash.hub import protocol as p
+from flash.hub.collecting import seldom_collected
 from flash.rollout.engine import Engine, SamplingSettings
 from flash.rollout.episode import Episode, EpisodeSettings, Tokenizer
 from flash.rollout.phases import phases
-from flash.rollout.proxy import LLMProxy, ProxySettings, start_engines
+from flash.rollout.proxy import LLMProxy, ProxySettings
 from flash.rollout.scheduler import MOST_EPISODES, Scheduler
+from flash.rollout.supervisor import Restart, Supervisor, start_engines
 from flash.transport.request import ReplyT, Request
-from flash.types import Lease
+from flash.types import Lease, Published
 from flash.waiting import deadline
-
-COLLECTION_THRESHOLDS = (200_000, 10, 10)
-"""Of Python's cyclic garbage collector while a node serves. Episodes leave no cycles behind, but they live long enough
-to be looked at again and again: at Python's own thresholds that stops a loop of 10,000 episodes for a second."""
 
 
 def episode_settings(config: Config) -> EpisodeSettings:
     """The part of the configuration that episodes use."""
     limit = config.rollout.max_new_tokens
     return EpisodeSettings(
+        seed=config.run.seed if config.seeded else None,
         train=SamplingSettings(limit, config.rollout.temperature),
         eval=SamplingSettings(limit, config.eval.temperature),
         max_length=config.model.max_length,
@@ -56,6 +63,7 @@ def proxy_settings(config: Config) -> ProxySettings:
         bind_groups=not config.rollout.replicate_prompts,
         swap_s=config.deadlines.swap,
         drain_s=config.deadlines.generate,
+        return_s=waits.engine_return_s(config),
     )
 
 
@@ -65,20 +73,21 @@ class RolloutNode:
     Args:
         node: its number in the run.
         config: the run.
-        engines: its engines, not started.
+        make_engines: make its engines, given their numbers, not started; each the next one, too, where one has died.
         first_engine: the first engine's number in the run.
         tokenizer: the model's.
         make_env: makes the environment of a kind.
         hub: the connection to the hub.
         now: Unix seconds on the loop's clock.
         prepare: opens what the environments of this node share, before anything starts.
+        rehearse: tries the environment after that.
     """
 
     def __init__(
         self,
         node: int,
         config: Config,
-        engines: Sequence[Engine],
+        make_engines: Sequence[Callable[[int], Engine]],
         first_engine: int,
         tokenizer: Tokenizer,
         make_env: Callable[[str], Environment],
@@ -86,17 +95,53 @@ class RolloutNode:
         *,
         now: Callable[[], float],
         prepare: Callable[[], Awaitable[None]] | None = None,
+        rehearse: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        self._node = node
+        self._report_numbers = count(1)
         self._prepare = prepare
+        self._rehearse = rehearse
         self._config = config
-        self._engines = engines
-        self._hub = hub
+        self._make_engines = make_engines
+        self._first_engine = first_engine
+        restarts, start_s = config.engine_restarts, config.deadlines.engine_start
+        self._supervisors = [
+            Supervisor(place, partial(self._make_engine, place), restarts, start_s)
+            for place in range(len(make_engines))
+        ]
+        self._tokenizer = tokenizer
+        self._make_env = make_env
+        self._started = False
+        """Whether its engines have been started."""
+        self.start_s = math.nan
+        """How long that took."""
+        self._served: set[int] = set()
+        """Places whose engine has loaded a version, this one or one before it."""
+        self._died_at: dict[int, float] = {}
+        """Places whose next engine has not loaded a version yet."""
+        self._notes: list[str] = []
+        self._restarts = 0
+        """Engines that came back since the last report."""
+        self._now = now
+        self._begin(node, hub)
+
+    def _make_engine(self, place: int) -> Engine:
+        return self._make_engines[place](self._first_engine + place)
+
+    def _begin(self, node: int, hub: p.HubCaller) -> None:
+        """What it has for one hub."""
+        self._node, self._hub = node, hub
+        self._starting = anyio.CancelScope()
+        self._leaving = False
+        self._open = set(range(len(self._supervisors)))
+        """Places that have an engine, or will have one."""
+        config, now = self._config, self._now
         # The scheduler asks the proxy for room, the proxy wakes the scheduler: one of them has to look it up later.
+        engines = [supervisor.engine for supervisor in self._supervisors]
         self._proxy = LLMProxy(
-            engines, first_engine, proxy_settings(config), on_room=lambda: self._scheduler.wake(), now=now
+            engines, self._first_engine, proxy_settings(config), on_room=lambda: self._scheduler.wake(), now=now
         )
-        episode = Episode(make_env, tokenizer, self._proxy, episode_settings(config), phases(config), now=now)
+        settings = episode_settings(config)
+        episode = Episode(self._make_env, self._tokenizer, self._proxy, settings, phases(config), now=now)
         most = config.rollout.max_concurrent
         self._scheduler = Scheduler(
             self,
@@ -106,10 +151,57 @@ class RolloutNode:
         )
 
     async def run(self) -> None:
-        """Serve until the hub has no more work."""
+        """Serve one hub until it has no more work, or until `drain`, and end."""
         async with sharing(self._config.run.name, close_s=self._config.deadlines.shutdown):
-            await self._prepare_env()
+            try:
+                await self.work()
+            finally:
+                await self.close()
+
+    async def work(self) -> None:
+        """Serve a hub as of `run`, within the caller's `sharing`; the engines, started by the first one, stay."""
+        with self._starting:
+            if not self._started:
+                await self._start()
+                self._started = True
+        if not self._starting.cancel_called:
             await self._serve_hub()
+
+    def rehome(self, node: int, first_engine: int, hub: p.HubCaller) -> None:
+        """The hub is gone: `work` for the next one, as this node of it."""
+        self._first_engine = first_engine
+        for place, supervisor in enumerate(self._supervisors):
+            supervisor.engine.reassign(first_engine + place)
+        self._begin(node, hub)
+
+    async def close(self) -> None:
+        """End the engines."""
+        with anyio.CancelScope(shield=True), anyio.move_on_after(self._config.deadlines.shutdown):
+            for supervisor in self._supervisors:
+                await supervisor.engine.close()
+
+    async def drain(self) -> None:
+        """Take no more leases, and end within deadlines.shutdown what runs, or hand it back. `run` returns then."""
+        self._leaving = True
+        self._starting.cancel()
+        seconds = self._config.deadlines.shutdown
+        with suppress(TransportError):  # a hub that cannot be told notices it anyway
+            await self._hub.call(p.Leave(self._node), timeout=seconds)
+        await self._scheduler.drain(seconds if self._has_engine else 0.0)
+
+    @property
+    def _has_engine(self) -> bool:
+        """Whether an engine is there, and not only on its way back."""
+        return not self._open <= self._died_at.keys()
+
+    async def _start(self) -> None:
+        await self._prepare_env()
+        if self._rehearse is not None:
+            await self._rehearse()
+        begun = self._now()
+        engines = [supervisor.engine for supervisor in self._supervisors]
+        await start_engines(engines, self._config.deadlines.engine_start)
+        self.start_s = self._now() - begun
 
     async def _prepare_env(self) -> None:
         if self._prepare is None:
@@ -119,82 +211,130 @@ class RolloutNode:
             await self._prepare()
 
     async def _serve_hub(self) -> None:
-        thresholds = gc.get_threshold()
-        try:
-            await start_engines(self._engines, self._config.deadlines.engine_start)
-            # What vLLM and torch have loaded stays for good: a full collection over it stops the loop for 0.3 s.
-            gc.freeze()
-            gc.set_threshold(*COLLECTION_THRESHOLDS)
+        with seldom_collected():
             async with anyio.create_task_group() as group:
-                for index in range(len(self._engines)):
-                    group.start_soon(self._serve, index)
+                for place in range(len(self._supervisors)):
+                    group.start_soon(self._keep, place)
                 group.start_soon(self._heed)
                 await self._scheduler.run()
                 group.cancel_scope.cancel()
             await self._report()
-        finally:
-            gc.set_threshold(*thresholds)
-            gc.unfreeze()
-            with anyio.CancelScope(shield=True), anyio.move_on_after(self._config.deadlines.shutdown):
-                for engine in self._engines:
-                    await engine.close()
 
-    async def _serve(self, index: int) -> None:
-        """One engine's life: it follows the published versions until it dies.
+    async def _keep(self, place: int) -> None:
+        """Fill a place with engines as long as its budget lasts. Produces the error that ends the node, of the last."""
+        death = await self._supervisors[place].run(self)
+        if not self._open:
+            raise death
 
-        Produces a report of those that are left, or the error that ends the node when there are none.
-        """
-        error = await self._dead(index)
-        self._proxy.fail(index, error)
-        if not self._proxy.alive:
-            raise error
-        await self._report()
+    # -- Owner of the supervisors' engines ---------------------------------------------------------------------------
 
-    async def _dead(self, index: int) -> EngineDeadError:
+    async def serve(self, place: int) -> EngineDeadError:
         """Keep an engine on the newest version until it dies, whoever notices first."""
+
+        async def follow() -> None:
+            try:
+                await self._follow(place)
+            except EngineDeadError as error:
+                self._proxy.fail(place, error)
+
         errors: list[EngineDeadError] = []
         async with anyio.create_task_group() as group:
-
-            async def follow() -> None:
-                try:
-                    await self._follow(index)
-                except EngineDeadError as error:
-                    errors.append(error)
-                    group.cancel_scope.cancel()
-
             group.start_soon(follow)
-            errors.append(await self._engines[index].wait_dead())
+            errors.append(await self._proxy.dead(place))
             group.cancel_scope.cancel()
         return errors[0]
 
-    async def _follow(self, index: int) -> None:
+    async def died(self, place: int, death: EngineDeadError, restart: Restart | None) -> None:
+        """Tell people of it, and the hub which engines are left. A node that leaves needs no other one."""
+        self._died_at.setdefault(place, self._now())
+        if self._leaving:  # whoever ends a whole machine ends its engines too
+            if not self._has_engine:
+                self._scheduler.hand_back()
+            return
+        if restart is None:
+            self._open.discard(place)
+        self._notes.append(f"{death}. {self._what_follows(restart)}")
+        if self._open:
+            await self._report()
+        else:
+            # So that people are told of it; it ends the node whether or not the hub hears it.
+            with suppress(TransportError):
+                await self._report()
+
+    def _what_follows(self, restart: Restart | None) -> str:
+        """Of a death, for people."""
+        most = self._config.engine_restarts
+        if restart is not None:
+            return f"It starts again in {restart.pause_s:g} s ({restart.number} of {most} restarts in a row)"
+        spent = f"engine.max_restarts is {most}"
+        if self._config.weights_backend == "nccl":
+            spent = "with weights.backend = nccl it is not started again"
+        if self._open:
+            return f"The run goes on without it: {spent}"
+        return f"It was the last one of node {self._node}, which ends with it: {spent}"
+
+    async def replaced(self, place: int, engine: Engine) -> None:
+        """Tell the hub of it before it asks for a version, which is kept for it from then on."""
+        await self._proxy.replace(place, engine)
+        await self._report()
+
+    async def _follow(self, place: int) -> None:
         """Keep one engine on the newest version.
 
         Consumes published versions. Waits for one newer than the engine's. Produces a report after each swap.
         """
-        engine = self._engines[index]
+        engine = self._supervisors[place].engine
         while True:
             reply = await self._call(p.VersionRequest(self._node, after=engine.version))
             if reply.done:
                 return
-            if reply.published is not None:
-                await self._proxy.load(index, reply.published)
+            if reply.published is not None and await self._load(place, reply.published):
                 await self._report()
 
+    async def _load(self, place: int, published: Published) -> bool:
+        """One swap. False: nobody holds the version any more, and the engine waits for the next who do.
+
+        Raises:
+            EngineDeadError: it has failed, and another engine may do better.
+        """
+        try:
+            await self._proxy.load(place, published)
+        except (EngineError, DeadlineError) as error:
+            if not isinstance(error, EngineDeadError):
+                reply = await self._call(p.LoadFailed(self._node, published.life))
+                if reply.gone:
+                    return False
+            # What fails before it was ever done will fail again: the model does not fit, or the configuration.
+            if isinstance(error, EngineDeadError) or place not in self._served:
+                raise
+            raise EngineDeadError(str(error)) from error
+        self._served.add(place)
+        if (died_at := self._died_at.pop(place, None)) is not None:
+            seconds, number = self._now() - died_at, self._first_engine + place
+            self._notes.append(f"engine {number} is back after {seconds:.0f} s, with version {published.version}")
+            self._restarts += 1
+        return True
+
     async def _heed(self) -> None:
-        """End what has become pointless.
+        """End what has become pointless, be it the node.
 
         Consumes the hub's cancels. Waits for the next ones. Produces cancelled episodes, whose tokens are reported.
         """
-        while True:
-            reply = await self._call(p.CancelRequest(self._node))
-            self._scheduler.cancel(reply.lease_ids)
-            if reply.done:
-                return
+        async with anyio.create_task_group() as leaving:
+            while True:
+                reply = await self._call(p.CancelRequest(self._node))
+                self._scheduler.cancel(reply.lease_ids)
+                if reply.leave:
+                    leaving.start_soon(self.drain)
+                if reply.done:
+                    return
 
     async def _report(self) -> None:
         engines, activities = self._proxy.report()
-        await self._call(p.EngineReport(self._node, engines, activities))
+        notes, self._notes = self._notes, []
+        restarts, self._restarts = self._restarts, 0
+        number = next(self._report_numbers)
+        await self._call(p.EngineReport(self._node, number, engines, activities, notes, restarts))
 
     # -- LeaseSource -------------------------------------------------------------------------------------------------
 
@@ -203,9 +343,9 @@ class RolloutNode:
         reply = await self._call(p.LeaseRequest(self._node, capacity))
         return None if reply.done else reply.leases
 
-    async def deliver(self, ended: list[p.EndedLease]) -> None:
+    async def deliver(self, ended: list[p.EndedLease], capacity: int) -> None:
         """Hand results to the hub."""
-        await self._call(p.DeliverRequest(self._node, ended))
+        await self._call(p.DeliverRequest(self._node, ended, capacity))
 
     async def _call(self, request: Request[ReplyT]) -> ReplyT:
         return await self._hub.call(request, timeout=self._config.deadlines.request)

@@ -2,7 +2,7 @@
 
 `flash.rollout.routing` decides who is served where, `flash.rollout.concurrency` how much an engine may hold; what is
 beyond that waits here. A request whose engine dies, fails it or is emptied for a swap goes on elsewhere with its tokens
-so far. `flash.rollout.usage` keeps who was busy.
+so far; where there is no other it waits with them for the next one. `flash.rollout.usage` keeps who was busy.
 
 Conservation: every `generate` call is waiting, held by exactly one engine, or over.
 """
@@ -16,18 +16,20 @@ from typing import Literal
 import anyio
 import msgspec
 
-from flash.errors import EngineDeadError, EngineError
+from flash.errors import EngineDeadError, EngineError, EngineRefusal, PoisonError
 from flash.hub.protocol import EngineStatus
-from flash.rollout.concurrency import ConcurrencyLimit
 from flash.rollout.engine import Engine, GenerateRequest
+from flash.rollout.engine_record import EngineRecord
 from flash.rollout.response import Response
-from flash.rollout.routing import EngineView, RoutedRequest, Router
-from flash.rollout.usage import EngineUsage
+from flash.rollout.routing import MAX_DEATHS, RoutedRequest, Router
 from flash.types import Activity, Completion, Published
 from flash.waiting import deadline
 
 MAX_FAILURES = 3
-"""Engines that may fail one request before it counts as failed; deaths of engines are not counted."""
+"""Engines that may fail one request before it counts as failed; deaths of engines are counted by the router."""
+MAX_FAILED_IN_A_ROW = 8
+"""Requests that an engine may fail without a token of any other in between, before it counts as dead: else one broken
+engine would use up the attempts of every sample. Requests that it refuses are not counted."""
 
 
 class ProxySettings(msgspec.Struct, frozen=True):
@@ -42,26 +44,8 @@ class ProxySettings(msgspec.Struct, frozen=True):
     swap_s: float
     drain_s: float
     """Deadlines, in seconds: of requests that were told to leave, and of those that may end."""
-
-
-class _EngineRecord:
-    """One engine: itself, what it runs, and what is known of it.
-
-    `view` is the router's part, a value of its own: the router decides without tasks, clocks and engines, so that it
-    must not see the rest.
-    """
-
-    def __init__(self, engine: Engine, number: int, view: EngineView) -> None:
-        self.engine = engine
-        self.number = number
-        """Among the engines of the run; `view.index` counts those of this proxy."""
-        self.view = view
-        self.limit = ConcurrencyLimit(view.limit)
-        self.running: dict[anyio.CancelScope, RoutedRequest] = {}
-        """One scope per request, the youngest last: cancelling it makes the request move."""
-        self.emptied = anyio.Event()
-        self.usage = EngineUsage(f"engine {number}")
-        self.canary_error = 0.0
+    return_s: float
+    """Longest time without any engine, in seconds."""
 
 
 class _Wait:
@@ -69,7 +53,7 @@ class _Wait:
 
     def __init__(self) -> None:
         self.over = anyio.Event()
-        self.engine: _EngineRecord | None = None
+        self.engine: EngineRecord | None = None
 
 
 class LLMProxy:
@@ -96,11 +80,14 @@ class LLMProxy:
         versions = [engine.version for engine in engines]
         self._router = Router(settings.max_sequences, versions, bind_groups=settings.bind_groups)
         self._records = [
-            _EngineRecord(engine, first_index + view.index, view)
+            EngineRecord(engine, first_index + view.index, view)
             for engine, view in zip(engines, self._router.views, strict=True)
         ]
         self._waits: dict[RoutedRequest, _Wait] = {}
-        self._death: EngineDeadError | None = None
+        self._calls: set[anyio.CancelScope] = set()
+        """The deadlines of all `generate` calls, and of their episodes."""
+        self._outage_since: float | None = None
+        """Since when no engine has served, while that is so."""
         self._on_room = on_room
         self._now = now
 
@@ -114,6 +101,7 @@ class LLMProxy:
         affinity: tuple[int, int],
         progress: Callable[[int], None],
         timeout: float,
+        episode: anyio.CancelScope,
     ) -> Completion:
         """Sample one response.
 
@@ -122,27 +110,36 @@ class LLMProxy:
             min_version: oldest engine version that may sample any of its tokens.
             affinity: the group's and the task's number; the engine that served them before is preferred.
             progress: told the number of new tokens as they come.
-            timeout: seconds until the request is aborted; waiting for an engine counts.
+            timeout: seconds until the request is aborted; waiting for an engine counts, but not a time without engines
+                that ends.
+            episode: has the caller's own deadline, in which such a time does not count either.
 
         Raises:
-            EngineDeadError: the last engine is gone.
+            PoisonError: it has killed `MAX_DEATHS` engines.
             EngineError: all engines, or `MAX_FAILURES` of them, failed the request.
             DeadlineError: the response took longer than `timeout`.
         """
         routed, response = RoutedRequest(affinity, min_version), Response(request)
-        with deadline(timeout, "a response", lambda: self._whereabouts(min_version)):
-            while (whole := response.exhausted()) is None:
-                record = await self._admit(routed)
-                whole = await self._stream(record, routed, response, progress)
-                if whole is not None:
-                    break
-            return whole
+        with deadline(timeout, "a response", lambda: self._whereabouts(min_version)) as scope:
+            for each in (scope, episode):
+                each.deadline += self._outage_left()
+                self._calls.add(each)
+            try:
+                while (whole := response.exhausted()) is None:
+                    record = await self._admit(routed)
+                    whole = await self._stream(record, routed, response, progress)
+                    if whole is not None:
+                        break
+                return whole
+            finally:
+                self._calls -= {scope, episode}
 
-    async def _admit(self, routed: RoutedRequest) -> _EngineRecord:
+    async def _admit(self, routed: RoutedRequest) -> EngineRecord:
         """Wait for an engine; returns the one that holds the request from then on."""
         while True:
-            if not self._router.alive:
-                raise self._gone()
+            if routed.deaths >= MAX_DEATHS:
+                self._convict_group(routed.affinity[0])
+                raise PoisonError(f"{MAX_DEATHS} engines died before they had given a token of it: {routed.death}")
             engine = self._router.ask(routed)
             if engine is not None:
                 record = self._records[engine]
@@ -154,16 +151,16 @@ class LLMProxy:
             if record.view.alive and not record.view.closed:
                 return record
             # A swap or its death came between the choice and now.
-            self._release(record, ended=False)
+            self._release(record, routed, ended=False)
 
-    async def _queued(self, routed: RoutedRequest) -> _EngineRecord | None:
-        """Wait in the queue until an engine has taken the request; None when the last engine died instead."""
+    async def _queued(self, routed: RoutedRequest) -> EngineRecord | None:
+        """Wait in the queue until an engine has taken the request; None when it has to ask again."""
         wait = self._waits[routed] = _Wait()
         try:
             await wait.over.wait()
         except BaseException:  # cancelled: the request leaves the queue, or gives back what it has just got
             if wait.engine is not None:
-                self._release(wait.engine, ended=False)
+                self._release(wait.engine, routed, ended=False)
             elif routed.place is not None:
                 self._router.withdraw(routed)
                 self._on_room()
@@ -173,7 +170,7 @@ class LLMProxy:
         return wait.engine
 
     async def _stream(
-        self, record: _EngineRecord, routed: RoutedRequest, response: Response, progress: Callable[[int], None]
+        self, record: EngineRecord, routed: RoutedRequest, response: Response, progress: Callable[[int], None]
     ) -> Completion | None:
         """One engine's part of a response: the whole, or None when it goes on elsewhere."""
         scope = anyio.CancelScope()
@@ -182,45 +179,56 @@ class LLMProxy:
             with scope:
                 async with aclosing(record.engine.generate(response.rest())) as pieces:
                     async for piece in pieces:
+                        record.failed_in_a_row = 0
                         if isinstance(piece, Completion):
                             return response.completed(piece)
+                        if not routed.proven:
+                            self._proven(record, routed)
                         response.add(piece)
                         progress(len(piece.token_ids))
                 raise EngineError(f"engine {record.number} ended a response without completing it")
         except EngineDeadError as error:
-            self.fail(record.view.index, error)
-        except EngineError:
+            self._died(record, error)
+        except EngineError as error:
+            self._failed(record, error)
             routed.barred |= {record.view.index}
-            if len(routed.barred) >= MAX_FAILURES or self._router.hopeless(routed):
+            gone = not record.view.alive
+            if not gone and (len(routed.barred) >= MAX_FAILURES or self._router.hopeless(routed)):
                 raise
         finally:
             self._end(record, scope)
-            self._release(record, ended=True)
+            self._release(record, routed, ended=True)
         return None
 
-    def _release(self, record: _EngineRecord, *, ended: bool) -> None:
+    def _release(self, record: EngineRecord, routed: RoutedRequest, *, ended: bool) -> None:
         """A request has left an engine: the oldest that waits takes its place."""
         self._observe(record, ended=ended)
+        self._router.acquit(record.view.index, routed)
         self._router.release(record.view.index)
         if record.view.held == 0:
             record.emptied.set()
         self._fill(record)
 
-    def _observe(self, record: _EngineRecord, *, ended: bool) -> None:
+    def _observe(self, record: EngineRecord, *, ended: bool) -> None:
         """Let the engine's limit follow its pressure."""
         record.limit.observe(record.engine.pressure, record.view.held, ended=ended)
         self._router.set_limit(record.view.index, record.limit.limit)
 
-    def _fill(self, record: _EngineRecord) -> None:
+    def _fill(self, record: EngineRecord) -> None:
         for routed in self._router.fill(record.view.index):
             wait = self._waits[routed]
             wait.engine = record
             wait.over.set()
         self._on_room()
 
-    def _gone(self) -> EngineDeadError:
-        assert self._death is not None, "only a proxy whose engines have all died has no engine"
-        return EngineDeadError(f"no engine is left; the last one: {self._death}")
+    def _failed(self, record: EngineRecord, error: EngineError) -> None:
+        """An engine has failed a request, or refused it."""
+        if isinstance(error, EngineRefusal):
+            return
+        record.failed_in_a_row += 1
+        if record.failed_in_a_row >= MAX_FAILED_IN_A_ROW:
+            times = f"{record.failed_in_a_row} requests in a row"
+            self.fail(record.view.index, EngineDeadError(f"engine {record.number} failed {times}; the last: {error}"))
 
     def _whereabouts(self, min_version: int) -> str:
         states = [
@@ -244,19 +252,22 @@ class LLMProxy:
         self._router.begin_swap(engine, closed=mode in ("abort", "drain"))
         if mode == "abort":
             self._move_all(record)
-            await self._emptied(record, "to stop", self._settings.swap_s)
+            await self._emptied(record, "to stop before its swap", self._settings.swap_s)
         elif mode == "drain":
-            await self._emptied(record, "to end", self._settings.drain_s)
+            await self._emptied(record, "to end before its swap", self._settings.drain_s)
         start = self._now()
         # After an error the engine stays closed where it was: its weights are undefined.
-        record.canary_error = await record.engine.load(published, keep_cache=mode == "keep")
+        keep_cache = mode == "keep" and record.engine.version >= 0
+        record.canary_error = await record.engine.load(published, keep_cache=keep_cache)
         record.usage.begin(self._now(), busy=bool(record.running))
         record.usage.swapped(start, self._now())
         self._router.end_swap(engine, record.engine.version)
+        self._lengthen(-self._outage_left())
+        self._outage_since = None
         self._fill(record)
         self._balance(record)
 
-    def _balance(self, record: _EngineRecord) -> None:
+    def _balance(self, record: EngineRecord) -> None:
         """The first engine that reaches a version is given all that waited for it: share it with one that comes later.
 
         The youngest requests move, since the least has to be computed again for them.
@@ -266,37 +277,96 @@ class LLMProxy:
                 routed.settled = False
                 scope.cancel()
 
-    async def _emptied(self, record: _EngineRecord, what: str, seconds: float) -> None:
+    async def _emptied(self, record: EngineRecord, what: str, seconds: float) -> None:
         """Wait until an engine that is closed holds no request."""
 
         def waited_for() -> str:
-            return f"{record.view.held} requests of engine {record.number} {what} before its swap"
+            return f"{record.view.held} requests of engine {record.number} {what}"
 
         with deadline(seconds, waited_for, "the engine, deadlines.swap and rollout.swap"):
             while record.view.held:
                 record.emptied = anyio.Event()
                 await record.emptied.wait()
 
-    def _move_all(self, record: _EngineRecord) -> None:
+    def _move_all(self, record: EngineRecord) -> None:
         for scope in record.running:
             scope.cancel()
 
+    def _proven(self, record: EngineRecord, routed: RoutedRequest) -> None:
+        """An engine has given a token of a request."""
+        routed.proven = True
+        if routed.deaths:
+            routed.deaths = 0
+            self._router.acquit(record.view.index, routed)
+            self._fill(record)
+
+    def _convict_group(self, group: int) -> None:
+        """A request of this group has killed its engines: the suspects that share its prompt are given none either."""
+        for routed, wait in self._waits.items():
+            if routed.suspected and routed.affinity[0] == group:
+                routed.deaths = MAX_DEATHS
+                if routed.place is not None:
+                    self._router.withdraw(routed)
+                wait.over.set()
+
+    def _died(self, record: EngineRecord, error: EngineDeadError) -> None:
+        """An engine is gone by itself, and not for what was done to it."""
+        if record.view.alive:
+            self._router.died_under(record.running.values(), str(error))
+        self.fail(record.view.index, error)
+
     def fail(self, engine: int, error: EngineDeadError) -> None:
-        """An engine is gone for good: its requests, and those that wait for it, move to the others, if any is left."""
+        """An engine is gone: its requests, and those that wait for it, move to the others, or wait for the next."""
         record = self._records[engine]
         if not record.view.alive:
             return
-        self._death = error
+        record.death = error
+        record.died.set()
         self._move_all(record)
-        homeless = self._router.fail(engine)
-        # Asked again by those who wait themselves, the oldest first: that is the order in which they are woken.
-        for routed in homeless if self._router.alive else list(self._waits):
+        self._ask_again(self._router.fail(engine))
+        if not self._router.alive and self._outage_since is None:
+            # No response has failed: they get the time in which another engine may come.
+            self._outage_since = self._now()
+            self._lengthen(self._outage_left())
+
+    async def replace(self, engine: int, new: Engine) -> None:
+        """Another engine, started and without a version, takes the place of a dead one that was closed."""
+        record = self._records[engine]
+        # Cancelled when it died; a late one would count for the new engine.
+        await self._emptied(record, "to leave", self._settings.swap_s)
+        record.begin(new, self._settings.max_sequences)
+        record.usage.restart()
+        self._ask_again(self._router.replace(engine, self._settings.max_sequences, new.version))
+
+    def _ask_again(self, homeless: Sequence[RoutedRequest]) -> None:
+        """The queue has forgotten these: who waits for them asks, in the order in which they are woken."""
+        for routed in homeless:
             self._waits[routed].over.set()
 
-    @property
-    def alive(self) -> bool:
-        """Whether an engine is left."""
-        return self._router.alive
+    def _outage_left(self) -> float:
+        """Seconds for which there may still be no engine that serves; 0 while there is one."""
+        if self._outage_since is None:
+            return 0.0
+        return max(0.0, self._outage_since + self._settings.return_s - self._now())
+
+    def _lengthen(self, seconds: float) -> None:
+        """Give all responses more time, or take it back."""
+        for scope in self._calls:
+            scope.deadline += seconds
+
+    async def dead(self, engine: int) -> EngineDeadError:
+        """Return, with the reason, when an engine is gone, whoever noticed. Never returns while one is in its place."""
+        record = self._records[engine]
+
+        async def watch() -> None:
+            self._died(record, await record.engine.wait_dead())
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch)
+            await record.died.wait()
+            group.cancel_scope.cancel()
+        assert record.death is not None
+        return record.death
 
     def versions(self) -> list[int]:
         """Version of each engine, −1 for those that are dead or have none."""
@@ -304,12 +374,13 @@ class LLMProxy:
 
     # -- usage -------------------------------------------------------------------------------------------------------
 
-    def _begin(self, record: _EngineRecord, scope: anyio.CancelScope, routed: RoutedRequest) -> None:
+    def _begin(self, record: EngineRecord, scope: anyio.CancelScope, routed: RoutedRequest) -> None:
         record.running[scope] = routed
+        routed.proven = False
         if len(record.running) == 1:
             record.usage.busy(self._now())
 
-    def _end(self, record: _EngineRecord, scope: anyio.CancelScope) -> None:
+    def _end(self, record: EngineRecord, scope: anyio.CancelScope) -> None:
         del record.running[scope]
         if not record.running:
             record.usage.idle(self._now())
@@ -326,11 +397,3 @@ class LLMProxy:
                 statuses.append(EngineStatus(record.number, version, idle_s, lifetime_s, canary_error))
             activities += record.usage.take_bars(now, busy=bool(record.running))
         return statuses, activities
-
-
-async def start_engines(engines: Sequence[Engine], timeout: float) -> None:
-    """Start all engines at once. Raises DeadlineError, EngineError."""
-    with deadline(timeout, "the engines to start", "the engines' output and deadlines.engine_start"):
-        async with anyio.create_task_group() as group:
-            for engine in engines:
-                group.start_soon(engine.start)

@@ -5,6 +5,10 @@ is preferred as long as it is not much fuller, and among equals the one that ser
 and leaves in the order of its tasks, the oldest first. With bound groups all requests of a group go to one engine, and
 wait for it.
 
+An engine that dies by itself may have been killed by one of its requests. One under which engines have died twice, none
+of which had given a token of it, is a *suspect*, until another engine gives one. An engine has one suspect at a time,
+so that the next death convicts the right one.
+
 Invariant (work conservation): no engine with room waits beside a request that it may serve.
 """
 
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 TASK_SLACK = 0.25
@@ -20,6 +24,10 @@ TASK_SLACK = 0.25
 saves computing the whole context. The one that served a sibling saves only the prompt, and decides between equals."""
 UNEVEN = 0.25
 """By how much of its requests an engine must be fuller than another to give some away: moving costs their prefill."""
+SUSPECTED = 2
+"""Engines that have died under a suspect: once may be chance, and suspects wait for each other."""
+MAX_DEATHS = 3
+"""Engines that may die under a request, none of which had given a token of it, before it is given to no other one."""
 REMEMBERED = 1 << 16
 """Tasks and groups whose engine is remembered: more than live at once on a node."""
 
@@ -38,6 +46,17 @@ class RoutedRequest:
         """The only engine it waits for, if any."""
         self.settled = True
         """Whether the engine that served its task or group before is preferred."""
+        self.proven = False
+        """Whether the engine that has it has given a token of it."""
+        self.deaths = 0
+        """Engines that have died under it since one has given a token of it."""
+        self.death = ""
+        """How the last one did."""
+
+    @property
+    def suspected(self) -> bool:
+        """Whether it may be what kills engines."""
+        return self.deaths >= SUSPECTED
 
 
 class EngineView:
@@ -55,11 +74,17 @@ class EngineView:
         self.closed = False
         """It takes no request before its swap is over."""
         self.swapping = False
+        self.suspect: RoutedRequest | None = None
+        """Of its requests the one that may kill it."""
 
     @property
     def open(self) -> bool:
         """Whether it takes one more request."""
         return self.alive and not self.closed and self.held < self.limit
+
+    def takes(self, suspect: bool) -> bool:
+        """Whether it takes one more such request."""
+        return self.open and not (suspect and self.suspect is not None)
 
     @property
     def load(self) -> float:
@@ -73,6 +98,7 @@ class _Need(NamedTuple):
     engine: int | None
     min_version: int
     barred: frozenset[int]
+    suspect: bool
 
 
 _Entry = tuple[tuple[int, int], int, RoutedRequest]
@@ -109,15 +135,15 @@ class Router:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def ask(self, request: RoutedRequest) -> int | None:
-        """Place a request and return its engine, or let it wait. Some engine has to live."""
+        """Place a request and return its engine, or let it wait."""
         if self.hopeless(request):
             # The engine that could still serve it has died: those that have failed it get another chance.
             request.barred = frozenset()
-        bound = self._bound_view(request) if self._bind else None
+        bound = self._bound_view(request) if self._bind and self.alive else None
         if bound is None:
             view = self._choose(request)
         else:
-            view = bound if bound.open and bound.version >= request.min_version else None
+            view = bound if bound.takes(request.suspected) and bound.version >= request.min_version else None
         if view is None:
             self._wait(request, bound)
             return None
@@ -131,6 +157,18 @@ class Router:
     def release(self, engine: int) -> None:
         """A placed request has left its engine."""
         self.views[engine].held -= 1
+
+    def acquit(self, engine: int, request: RoutedRequest) -> None:
+        """An engine has given a token of a request, or the request has left it: it may have another suspect."""
+        if self.views[engine].suspect is request:
+            self.views[engine].suspect = None
+
+    def died_under(self, requests: Iterable[RoutedRequest], death: str) -> None:
+        """An engine that ran these has died by itself."""
+        for request in requests:
+            if not request.proven:
+                request.deaths += 1
+                request.death = death
 
     def fill(self, engine: int) -> list[RoutedRequest]:
         """Place waiting requests on an engine that may have got room; the oldest first."""
@@ -180,11 +218,28 @@ class Router:
         view.swapping, view.closed, view.version = False, False, version
 
     def fail(self, engine: int) -> list[RoutedRequest]:
-        """An engine is gone for good; returns the requests that it alone could serve, to be asked again."""
+        """An engine is gone; returns the requests that it alone could serve, to be asked again."""
         self.views[engine].alive = False
         alive = {view.index for view in self.views if view.alive}
+        return self._expel(lambda need: need.engine == engine or alive <= need.barred)
+
+    def replace(self, engine: int, limit: int, version: int) -> list[RoutedRequest]:
+        """Another engine takes the place of one that is gone; returns the requests to be asked again.
+
+        They have waited without any engine, and could not be bound to one.
+        """
+        first = not self.alive
+        view = self.views[engine]
+        assert not view.alive, "a place is taken when it is empty"
+        assert not view.held, "a place is taken when it is empty"
+        view.limit, view.version = limit, version
+        view.alive, view.closed, view.swapping = True, False, False
+        return self._expel(lambda need: first)
+
+    def _expel(self, which: Callable[[_Need], bool]) -> list[RoutedRequest]:
+        """Take requests out of the queue by what they need, the oldest of each kind first."""
         left: list[RoutedRequest] = []
-        for need in [need for need in self._queues if need.engine == engine or alive <= need.barred]:
+        for need in [need for need in self._queues if which(need)]:
             left += [entry[2] for entry in sorted(self._queues.pop(need), key=_by_age) if _waits(entry)]
         for request in left:
             self._leave(request)
@@ -195,11 +250,12 @@ class Router:
     def _choose(self, request: RoutedRequest) -> EngineView | None:
         best: EngineView | None = None
         best_key = (True, 0.0, True)
+        suspect = request.suspected
         group, task = request.affinity
         mine = self._task_engine.get(task) if request.settled else None
         ours = self._group_engine.get(group) if request.settled else None
         for view in self.views:
-            if not view.open or view.version < request.min_version or view.index in request.barred:
+            if not view.takes(suspect) or view.version < request.min_version or view.index in request.barred:
                 continue
             # A swapping engine would make the request wait for its pause.
             slack = 1 + TASK_SLACK * view.held if view.index == mine else 0.0
@@ -221,6 +277,8 @@ class Router:
 
     def _hold(self, view: EngineView, request: RoutedRequest) -> None:
         view.held += 1
+        if request.suspected:
+            view.suspect = request
         group, task = request.affinity
         _remember(self._task_engine, task, view.index)
         if not self._bind:
@@ -232,7 +290,7 @@ class Router:
         request.bound = bound.index if bound is not None else None
         request.place = self._arrivals
         self._arrivals += 1
-        need = _Need(request.bound, request.min_version, request.barred)
+        need = _Need(request.bound, request.min_version, request.barred, request.suspected)
         heapq.heappush(self._queues.setdefault(need, []), (request.affinity, request.place, request))
         self.waiting += 1
         if bound is not None:
@@ -254,7 +312,7 @@ class Router:
             if not queue:
                 del self._queues[need]
                 continue
-            mine = need.engine is None or need.engine == view.index
+            mine = need.engine in (None, view.index) and view.takes(need.suspect)
             if mine and need.min_version <= view.version and view.index not in need.barred:
                 oldest = queue[0] if oldest is None or _by_age(queue[0]) < _by_age(oldest) else oldest
         return oldest[2] if oldest is not None else None

@@ -6,7 +6,7 @@ Conservation: every lease has one result, also when its episode was cancelled.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
 import anyio
@@ -19,16 +19,19 @@ from flash.types import Failure, Lease, Outcome, Trajectory
 MOST_EPISODES = 16384
 """Episodes alive on a node at most, where engines set the number: each holds an environment, and some ten kilobytes."""
 
+DELIVERY_BYTES = 1 << 20
+"""Results of one delivery: the hub reads a message in one go, and what is behind a long one on the wire comes late."""
+
 
 class LeaseSource(Protocol):
     """Where leases come from and results go."""
 
     async def lease(self, capacity: int) -> list[Lease] | None:
-        """Up to `capacity` leases, possibly none yet; None when there will be no more."""
+        """Leases for as many as can start now, possibly none yet; None when there will be no more."""
         ...
 
-    async def deliver(self, ended: list[EndedLease]) -> None:
-        """Hand them over; returns when they are acknowledged."""
+    async def deliver(self, ended: list[EndedLease], capacity: int) -> None:
+        """Hand them over, and tell how many leases can start now; returns when they are acknowledged."""
         ...
 
 
@@ -72,13 +75,18 @@ class Scheduler:
         self._alive: dict[int, _LiveEpisode] = {}
         self._silent: set[_LiveEpisode] = set()
         """Episodes that have not asked for a response yet."""
+        self._newest = -1
+        """The newest lease that has come; they come in the order of their numbers."""
+        self._cancelled_ahead: set[int] = set()
+        """Leases that are still to come, and were cancelled already."""
         self._woken = anyio.Event()
         self._ended: list[EndedLease] = []
         self._arrived = anyio.Event()
         self._closing = False
+        self._filling = anyio.CancelScope()
 
     async def run(self) -> None:
-        """Turn leases into results until the source has no more.
+        """Turn leases into results until the source has no more, or until `drain`.
 
         Consumes leases. Waits for room, then for the source. Unblocked by an episode ending and by `wake`. Produces one
         result per lease, delivered before `run` returns.
@@ -86,19 +94,33 @@ class Scheduler:
         async with anyio.create_task_group() as outer:
             outer.start_soon(self._deliver)
             async with anyio.create_task_group() as episodes:
-                await self._fill(episodes)
+                with self._filling:
+                    await self._fill(episodes)
             self._closing = True
             self._arrived.set()
+
+    async def drain(self, seconds: float) -> None:
+        """Ask for no more leases; what has not ended after so many seconds is cancelled. `run` returns then."""
+        self._filling.cancel()
+        await anyio.sleep(seconds)
+        self.hand_back()
+
+    def hand_back(self) -> None:
+        """End at once what runs; its leases end as cancelled."""
+        self.cancel(list(self._alive))
 
     def wake(self) -> None:
         """There may be more room than before."""
         self._woken.set()
 
     def cancel(self, lease_ids: Iterable[int]) -> None:
-        """End these episodes at once, wherever they are. Leases that are not alive here are ignored."""
+        """End these episodes at once, wherever they are, or when they come; those that have ended are ignored."""
         for lease_id in lease_ids:
             if lease_id in self._alive:
                 self._alive[lease_id].scope.cancel()
+            elif lease_id > self._newest:
+                # Sent after the reply with this lease, which is longer, and read before it.
+                self._cancelled_ahead.add(lease_id)
 
     def free(self) -> int:
         """Episodes that could start usefully now."""
@@ -108,8 +130,8 @@ class Scheduler:
         return max(0, free)
 
     async def _fill(self, episodes: TaskGroup) -> None:
-        """A request for leases that the source holds back may have become too small: what it did not ask for is asked
-        for as soon as it is answered."""
+        """A request for leases that the source holds back may have become too small: deliveries tell it, and what it
+        did not know of is asked for as soon as it is answered."""
         while True:
             while (free := self.free()) == 0:
                 self._woken = anyio.Event()
@@ -119,6 +141,10 @@ class Scheduler:
                 return
             for lease in leases:
                 alive = self._alive[lease.lease_id] = _LiveEpisode(self._silent)
+                self._newest = lease.lease_id
+                if lease.lease_id in self._cancelled_ahead:
+                    self._cancelled_ahead.discard(lease.lease_id)
+                    alive.scope.cancel()
                 episodes.start_soon(self._run_one, lease, alive)
 
     async def _run_one(self, lease: Lease, alive: _LiveEpisode) -> None:
@@ -127,7 +153,7 @@ class Scheduler:
             result = await self._run_episode(lease, alive)
         if result is None:
             message = "cancelled: the hub has no use for it any more"
-            result = Failure(lease.task, Outcome.CANCELLED, message, alive.tokens)
+            result = Failure(lease.task, Outcome.CANCELLED, message, alive.tokens + alive.lost)
         del self._alive[lease.lease_id]
         self._silent.discard(alive)
         self._ended.append(EndedLease(lease.lease_id, result))
@@ -135,11 +161,23 @@ class Scheduler:
         self.wake()
 
     async def _deliver(self) -> None:
-        """Send what has ended, all at once: while one delivery is on its way the next one gathers."""
+        """Send what has ended: while one delivery is on its way the next one gathers."""
         while self._ended or not self._closing:
             if not self._ended:
                 self._arrived = anyio.Event()
                 await self._arrived.wait()
                 continue
-            batch, self._ended = self._ended, []
-            await self._source.deliver(batch)
+            count = _fitting(self._ended)
+            batch, self._ended = self._ended[:count], self._ended[count:]
+            await self._source.deliver(batch, self.free())
+
+
+def _fitting(ended: Sequence[EndedLease]) -> int:
+    """How many of these go into one delivery; at least one."""
+    size = 0
+    for number, each in enumerate(ended):
+        if isinstance(each.result, Trajectory):
+            size += each.result.size
+        if size > DELIVERY_BYTES and number > 0:
+            return number
+    return len(ended)

@@ -39,6 +39,10 @@ class EngineUsage:
             self._times.enter("idle", now)
         self._draw(now)
 
+    def restart(self) -> None:
+        """Another engine, idle and without a version, takes its place: seconds count from its first version."""
+        self._times, self._busy_since = StateTimes(), None
+
     def swapped(self, start: float, now: float) -> None:
         """It has loaded a version since `start`."""
         self._bars.append(Activity(self._lane, "swap", start, now))

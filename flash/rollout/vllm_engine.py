@@ -9,38 +9,47 @@ while no step is running, so the stamps are exact.
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import itertools
-import multiprocessing
-import os
 import re
-import signal
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
 import anyio
 import anyio.to_thread
 
+from flash.config import waits
 from flash.config.tree import Config
-from flash.errors import DeadlineError, EngineDeadError, EngineError, FlashError, WeightsError
+from flash.errors import (
+    DeadlineError,
+    EngineDeadError,
+    EngineError,
+    EngineRefusal,
+    FlashError,
+    WeightsError,
+)
 from flash.foreign import vllm
-from flash.rollout.engine import GenerateRequest, Pressure, Progress, SamplingSettings
+from flash.rollout.engine import GenerateRequest, Pressure, Progress
+from flash.rollout.step_watch import StepWatch
 from flash.rollout.vllm_pressure import PressureGauge
+from flash.rollout.vllm_processes import EngineProcesses
+from flash.rollout.vllm_requests import SamplingParameters, version_runs
 from flash.rollout.vllm_start import configure, engine_environment
-from flash.types import Completion, Published, VersionRun
+from flash.types import Completion, Published
 from flash.waiting import deadline
 from flash.weights.canary import check_canary
-from flash.weights.update import UpdateInfo, decode_update, place_engine
+from flash.weights.held import HeldWeights
+from flash.weights.update import DAMAGED, NOT_HELD, UpdateInfo, decode_update, place_engine
 
 FIRST_VERSION = -1
 """The version of an engine that loaded none: it serves whatever the model folder holds."""
 CANARY_PRIORITY = -1
 """Goes before every sample (0), so that the canary never waits for a running sequence to end."""
 
-_running_cores: set[int] = set()
-"""Process ids of this process's started engine cores: the others are still starting."""
+SECOND_LOOK_S = 1.0
+"""Between the moment in which an engine seems to hang and the verdict: a loop that was blocked has to read first."""
+
 _WORKER_ERROR = re.compile(r"Worker failed with error '(.*)', please check the stack trace", re.DOTALL)
 
 
@@ -51,20 +60,31 @@ class VLLMEngine:
         config: the run.
         index: this engine's number among all engines of the run.
         gpus: the GPUs it uses, counted among those visible to this process; empty on the CPU.
+        on_start: told the process id of the engine's core once it serves.
     """
 
-    def __init__(self, config: Config, index: int, gpus: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        config: Config,
+        index: int,
+        gpus: Sequence[int] = (),
+        on_start: Callable[[int], None] = lambda core: None,
+    ) -> None:
         self._config = config
         self._index = index
         self._gpus = list(gpus)
+        self._on_start = on_start
         self._llm: Any = None
         self._version = FIRST_VERSION
+        self._salt = FIRST_VERSION
+        """The version that will compute what is asked now: that of a swap from its pause on."""
         self._joined: dict[str, Any] | None = None
+        self._held = HeldWeights()
         self._request_ids = itertools.count()
-        self._params: dict[SamplingSettings, Any] = {}
+        self._sampling = SamplingParameters()
         self._closing = False
-        self._core: Any = None
-        self._core_fd = -1
+        self._processes = EngineProcesses(self._die)
+        self._steps = StepWatch(waits.hang_s(config))
         self._death: EngineDeadError | None = None
         self._died = anyio.Event()
         self._swap_scope: anyio.CancelScope | None = None
@@ -94,10 +114,11 @@ class VLLMEngine:
         try:
             with deadline(seconds, f"engine {self._index} to start", "vLLM's log above"):
                 await anyio.to_thread.run_sync(self._construct, abandon_on_cancel=True)
-                self._watch()
+                self._processes.watch(self._llm)
                 # The first call starts vLLM's reading task, without which an engine's death goes unnoticed.
                 await self._llm.get_supported_tasks()
                 await self._llm.update_weight_version(str(FIRST_VERSION))
+                self._on_start(self._processes.core)
         except DeadlineError:
             await self._give_up()
             raise
@@ -124,10 +145,12 @@ class VLLMEngine:
         token_ids: list[int] = []
         logprobs: list[float] = []
         finished = False
+        queue: Any = None
+        self._steps.begins(anyio.current_time())
         try:
             # The salt keeps the prefixes of older weights apart, where a swap kept them.
-            prompt = {"type": "token", "prompt_token_ids": request.prompt, "cache_salt": str(self._version)}
-            queue = await llm.add_request(request_id, prompt, self._sampling_params(request.sampling))
+            prompt = {"type": "token", "prompt_token_ids": request.prompt, "cache_salt": str(self._salt)}
+            queue = await llm.add_request(request_id, prompt, self._sampling.of(request))
             starts = vllm.version_starts(llm, queue)
             while True:
                 output = queue.get_nowait() or await queue.get()
@@ -137,19 +160,20 @@ class VLLMEngine:
                 logprobs += piece.logprobs.logprobs
                 if output.finished:
                     break
-                versions = _version_runs(starts(), start, len(token_ids))
+                versions = version_runs(starts(), start, len(token_ids))
                 yield Progress(piece.token_ids, piece.logprobs.logprobs, versions)
             finished = True
         except Exception as error:  # vLLM's errors have no common base: all of them become ours here
             raise self._typed(error) from error
         finally:
+            self._steps.ends()
             if not finished:
-                await self._abort(request_id)
+                await self._abort(request_id, queue, request.lost)
         spans = [(span.version, span.start) for span in piece.weight_versions or ()]
         yield Completion(
             token_ids=token_ids,
             logprobs=logprobs,
-            versions=_version_runs(spans, 0, len(token_ids)),
+            versions=version_runs(spans, 0, len(token_ids)),
             finish=self._finish(piece.finish_reason),
         )
 
@@ -158,29 +182,37 @@ class VLLMEngine:
 
         The engine pauses between two steps; sequences in flight keep their tokens. Their KV cache is forgotten and
         made again under the new weights, or kept; new requests never share the cache of older weights. After an error
-        the engine's weights are undefined, and it stays paused if it was: only `close` is of use then.
+        the engine's weights are undefined, and it stays paused if it was, until it is closed or has loaded a version.
 
         Raises:
-            WeightsError: a tensor fails its checksum (named), or the canary differs by more than the tolerance.
+            WeightsError: a tensor fails its checksum (named), the engine holds other weights than were published, or
+                the canary differs by more than the tolerance.
             EngineDeadError: the engine died on the way.
-            DeadlineError: it took longer than deadlines.swap.
+            EngineError: its worker failed.
+            DeadlineError: it took too long.
         """
         self._check_alive()
-        seconds = self._config.deadlines.swap
         version = published.version
-        observed: list[float] = []
+        observed, held = list[float](), list[list[int]]()
         waited_for, look_at = f"engine {self._index} to load version {version}", "vLLM's log and the trainer's rank 0"
         try:
-            with deadline(seconds, waited_for, look_at) as self._swap_scope:
-                info = decode_update(published.update_info)
-                observed = await self._swap(info, version, published.canary.token_ids, keep_cache=keep_cache)
+            info = decode_update(published.update_info)
+            with deadline(self._swap_seconds(info), waited_for, look_at) as self._swap_scope:
+                observed, held = await self._swap(info, version, published.canary.token_ids, keep_cache=keep_cache)
         except DeadlineError:
             self._check_alive()  # its death cancels the swap too
             raise
+        except FlashError:
+            raise
         except Exception as error:  # whatever went wrong in vLLM's worker arrives as a bare Exception
             raise self._swap_error(error, version) from error
+        except anyio.get_cancelled_exc_class():
+            self._die("it was left in the middle of a swap")  # paused, with weights that nobody knows
+            raise
         finally:
             self._swap_scope = None
+        self._steps.goes_on(anyio.current_time())
+        self._held.check(info.fingerprint, held, engine=self._index, version=version)
         gap = check_canary(
             published.canary,
             observed,
@@ -191,21 +223,42 @@ class VLLMEngine:
         self._version = version
         return gap
 
+    async def adopt(self, version: int) -> None:
+        """From now on what the engine serves, the model folder's own weights at first, counts as this version."""
+        self._check_alive()
+        await self._llm.update_weight_version(str(version))
+        self._version = self._salt = version
+
+    def reassign(self, number: int) -> None:
+        """See `Engine`. Not with nccl, where the number is its place in a group."""
+        self._index, self._version = number, FIRST_VERSION
+
     async def wait_dead(self) -> EngineDeadError:
-        """Return, with the reason, when the engine dies on its own. Never returns while it lives."""
-        await self._died.wait()
-        assert self._death is not None
+        """Return, with the reason, when the engine dies on its own, or hangs. Never returns while it lives.
+
+        Waits for the moment in which it could have made no step for too long.
+        """
+        while self._death is None:
+            with anyio.move_on_after(self._steps.left(anyio.current_time())):
+                await self._died.wait()
+            if self._death is None and not self._steps.left(anyio.current_time()):
+                await anyio.sleep(SECOND_LOOK_S)
+                if not self._steps.left(anyio.current_time()):
+                    self._die(f"it has made no step for {waits.hang_s(self._config):g} s, while requests run")
         return self._death
 
     async def close(self) -> None:
         """End the engine and its processes. Requests in flight fail; closing twice does nothing."""
         self._closing = True
-        self._unwatch()
+        self._processes.unwatch()
         llm, self._llm = self._llm, None
         if llm is not None:
             vllm.fail_requests(llm)
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self._shut_down, llm)
+            if self._death is not None:
+                # Where it was raised, and from what: frames that hold the AsyncLLM.
+                self._death.__traceback__ = self._death.__cause__ = self._death.__context__ = None
             # AsyncLLM shuts down once more when it is collected, which fails if that is at the interpreter's end.
             del llm
             gc.collect()
@@ -213,74 +266,70 @@ class VLLMEngine:
     def _shut_down(self, llm: Any) -> None:
         """End all processes; blocks. Half of the time for an orderly end, which frees shared memory; then by force."""
         llm.shutdown(timeout=self._config.deadlines.shutdown / 2)
-        if self._core is None:
-            return
-        _kill_group(self._core.pid)
-        self._core.join(self._config.deadlines.shutdown / 2)
-        _running_cores.discard(self._core.pid)
+        self._processes.end(self._config.deadlines.shutdown / 2)
 
     def _construct(self) -> None:
         """Build the AsyncLLM; blocks until the model is loaded. Runs in a thread."""
+        self._processes.start_here()
         with engine_environment(self._config):
-            make_llm = configure(self._config, self._index, self._gpus, self._gauge)
+            make_llm = configure(self._config, self._index, self._gpus, self._stepped)
             if not self._closing:
                 self._llm = make_llm()
         if self._closing and self._llm is not None:
             # The one who waited has left: nobody else knows of these processes.
             self._llm.shutdown(timeout=0)
 
-    def _watch(self) -> None:
-        """Notice the engine core's death, through a file descriptor that becomes readable then."""
-        self._core = vllm.core_process(self._llm)
-        _running_cores.add(self._core.pid)
-        self._core_fd = os.pidfd_open(self._core.pid)
-        asyncio.get_running_loop().add_reader(self._core_fd, self._on_death)
+    def _stepped(self, stats: Any) -> None:
+        """vLLM tells of a step."""
+        self._gauge.record(stats)
+        self._steps.steps(anyio.current_time())
 
-    def _unwatch(self) -> None:
-        if self._core_fd >= 0:
-            asyncio.get_running_loop().remove_reader(self._core_fd)
-            os.close(self._core_fd)
-            self._core_fd = -1
-
-    def _on_death(self) -> None:
-        self._unwatch()
-        self._death = EngineDeadError(
-            f"engine {self._index}: its process {self._core.pid} ended on its own; see vLLM's log above"
-        )
-        self._died.set()
-        if self._swap_scope is not None:
-            # vLLM never completes the calls that a dead engine was to answer.
-            self._swap_scope.cancel()
+    def _die(self, cause: str) -> EngineDeadError:
+        """The engine is gone for good, whoever noticed: the first cause counts."""
+        if self._death is None:
+            self._processes.unwatch()
+            self._death = EngineDeadError(
+                f"engine {self._index} is dead: {cause}; vLLM's own words stand above, if any"
+            )
+            self._died.set()
+            if self._llm is not None:
+                vllm.fail_requests(self._llm)
+            if self._swap_scope is not None:
+                # vLLM never completes the calls that a dead engine was to answer.
+                self._swap_scope.cancel()
+        return self._death
 
     async def _give_up(self) -> None:
         """Leave no process of a start that did not succeed."""
         self._closing = True
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._end_starting)
+            await anyio.to_thread.run_sync(self._processes.end_starting, self._config.deadlines.shutdown)
         await self.close()
 
-    def _end_starting(self) -> None:
-        """End the engine cores of this process that are still starting; blocks.
+    def _swap_seconds(self, info: UpdateInfo) -> float:
+        """deadlines.swap, and beyond it the start of all other engines where this one has to meet them."""
+        meets = info.init is not None and info.init != self._joined
+        return waits.first_version_s(self._config) if meets else self._config.deadlines.swap
 
-        Ours is not known to us yet, so that other engines' go with it: a failed start ends the run anyway.
-        """
-        for core in multiprocessing.active_children():
-            if core.name.startswith(vllm.CORE_PROCESS) and core.pid not in _running_cores:
-                core.kill()
-                _kill_group(core.pid)
-                core.join(self._config.deadlines.shutdown)
-
-    async def _swap(self, info: UpdateInfo, version: int, canary: Sequence[int], *, keep_cache: bool) -> list[float]:
-        """Pause, load, resume; returns the engine's log-probs of the canary."""
+    async def _swap(
+        self, info: UpdateInfo, version: int, canary: Sequence[int], *, keep_cache: bool
+    ) -> tuple[list[float], list[list[int]]]:
+        """Pause, load, resume; returns the engine's log-probs of the canary, and the fingerprint of each worker."""
         llm = self._llm
+        # Sent in this turn of the loop: what is asked from now on comes behind the pause, and meets the new weights.
+        self._salt = version
         await vllm.pause(llm, keep_cache=keep_cache)
+        # Not before: the pause waits for the step in flight, which may hang.
+        self._steps.pauses()
         if not keep_cache:
             self._gauge.all_put_back()
         if info.init is not None and info.init != self._joined:
             placed = place_engine(info.init, self._index, self._config.engine.tensor_parallel)
             await vllm.join_transfer(llm, placed)
             self._joined = info.init
-        await vllm.update_weights(llm, info.update, str(version))
+        failure = await vllm.update_weights(llm, info.update, str(version))
+        if failure is not None:
+            raise self._load_error(failure, version)
         # Asked before the resume, so that it runs in the first step.
         queue = await llm.add_request(
             f"{self._index}.canary.{version}",
@@ -291,22 +340,18 @@ class VLLMEngine:
         await llm.resume_generation()
         output = await queue.get()
         positions = output.prompt_logprobs
-        return [positions[at][token].logprob for at, token in enumerate(canary) if at > 0]
+        observed = [positions[at][token].logprob for at, token in enumerate(canary) if at > 0]
+        return observed, await vllm.held_fingerprints(llm)
 
-    def _sampling_params(self, sampling: SamplingSettings) -> Any:
-        params = self._params.get(sampling)
-        if params is None:
-            params = vllm.sampling_parameters(sampling.temperature, sampling.max_new_tokens)
-            self._params[sampling] = params
-        return params
-
-    async def _abort(self, request_id: str) -> None:
-        """Free a request's place in the engine, also when the one who asked was cancelled."""
+    async def _abort(self, request_id: str, queue: Any, lost: Callable[[int], None]) -> None:
+        """Free a request's place in the engine, also when the one who asked was cancelled; tell what it had sampled."""
         if self._llm is None or self._death is not None:
             return
         # An engine that cannot be told any more has nothing left to abort.
         with anyio.CancelScope(shield=True), suppress(Exception):
             await self._llm.abort(request_id)
+            if queue is not None:
+                lost(vllm.undelivered(queue))
 
     def _check_alive(self) -> None:
         if self._death is not None:
@@ -318,7 +363,7 @@ class VLLMEngine:
         self._check_alive()
         longest = self._config.model.max_length
         if not 0 < len(prompt) < longest:
-            raise EngineError(
+            raise EngineRefusal(
                 f"a prompt of {len(prompt)} tokens does not fit: it needs at least 1 token and has to leave room for "
                 f"1 more in the context of {longest} (model.max_length)"
             )
@@ -336,9 +381,12 @@ class VLLMEngine:
         if isinstance(error, FlashError):
             return error
         if vllm.is_core_death(error):
-            return self._death or EngineDeadError(f"engine {self._index} is gone; see vLLM's log above")
+            # While it is closed its requests end so too.
+            if self._closing:
+                return EngineDeadError(f"engine {self._index} is closed")
+            return self._die(self._processes.how_core_ended())
         if vllm.is_refusal(error):
-            return EngineError(f"engine {self._index} refused a request: {error}")
+            return EngineRefusal(f"engine {self._index} refused a request: {error}")
         return EngineError(f"engine {self._index} failed a request: {type(error).__name__}: {error}")
 
     def _swap_error(self, error: Exception, version: int) -> FlashError:
@@ -346,22 +394,12 @@ class VLLMEngine:
         if isinstance(typed, EngineDeadError):
             return typed
         found = _WORKER_ERROR.search(str(error))
-        reason = found.group(1) if found else f"{type(error).__name__}: {error}"
-        return WeightsError(f"engine {self._index} could not load version {version}: {reason}")
+        return self._load_error(found.group(1) if found else f"{type(error).__name__}: {error}", version)
 
-
-def _version_runs(starts: Sequence[tuple[str, int]], first: int, stop: int) -> list[VersionRun]:
-    """Versions of the tokens [first, stop), from vLLM's labels and the tokens at which they begin."""
-    ends = [start for _, start in starts[1:]] + [stop]
-    return [
-        VersionRun(version=int(label), count=min(end, stop) - max(start, first))
-        for (label, start), end in zip(starts, ends, strict=True)
-        if min(end, stop) > max(start, first)
-    ]
-
-
-def _kill_group(core_pid: int | None) -> None:
-    """End what is left of an engine: workers share the process group that their core opened."""
-    if core_pid is not None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(core_pid, signal.SIGKILL)
+    def _load_error(self, reason: str, version: int) -> FlashError:
+        if NOT_HELD in reason:
+            # Nobody knew of it while it was stopped: a new start brings it up to date, and the weights are well.
+            return self._die(f"it came too late for version {version} ({reason})")
+        message = f"engine {self._index} could not load version {version}: {reason}"
+        # Damaged for one, damaged for all. Whatever else went wrong on the way, in the worker or on the GPU is its own.
+        return WeightsError(message) if DAMAGED in reason else EngineError(message)

@@ -2,6 +2,7 @@
 
 vLLM's children inherit this process's environment at the moment they are spawned, so it is changed for that long and
 then put back exactly as it was. All engines of a process share one environment, which lets them start at the same time.
+Where an engine is started again, what environments start meanwhile inherits it too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any
 
 from flash.config.tree import Config
 from flash.foreign import vllm
-from flash.rollout.vllm_pressure import PressureGauge
 from flash.weights.plugin import NODE_PID
 from flash.weights.update import TCP_BACKEND
 
@@ -34,18 +34,18 @@ _users = 0
 _saved: dict[str, str] = {}
 
 
-def configure(config: Config, index: int, gpus: Sequence[int], gauge: PressureGauge) -> Callable[[], Any]:
-    """Check the arguments of engine `index`; what is returned builds its AsyncLLM, which shows its load on the gauge.
+def configure(config: Config, index: int, gpus: Sequence[int], stepped: Callable[[Any], None]) -> Callable[[], Any]:
+    """Check the arguments of engine `index`; what is returned builds its AsyncLLM, which tells of each step's load.
 
     To be called inside `engine_environment`, both of them.
     """
     with _configuring, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return partial(_build, vllm.engine_maker(engine_args(config, index, gpus)), gauge)
+        return partial(_build, vllm.engine_maker(engine_args(config, index, gpus)), stepped)
 
 
-def _build(make_llm: Callable[..., Any], gauge: PressureGauge) -> Any:
-    llm = make_llm(stat_loggers=[vllm.stat_logger(gauge.record)])
+def _build(make_llm: Callable[..., Any], stepped: Callable[[Any], None]) -> Any:
+    llm = make_llm(stat_loggers=[vllm.stat_logger(stepped)])
     vllm.count_nothing_here(llm)
     return llm
 
@@ -70,9 +70,14 @@ def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, An
         "weight_transfer_config": {
             "backend": TCP_BACKEND if config.weights_backend == "tcp" else config.weights_backend
         },
+        "worker_extension_cls": "flash.weights.worker_extension.WorkerExtension",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if config.gpus_per_node == 0 and config.seeded:
+        # A prompt that is prefilled in parts has vLLM turn its generator back, which torch's for the CPU cannot: the
+        # engine would die.
+        args["enable_chunked_prefill"] = False
     if config.gpus_per_node == 0:
         return args | {"kv_cache_memory_bytes": int(config.engine.kv_cache_gib * 2**30)}
     return args | {"gpu_memory_utilization": config.engine.memory_fraction, "device_ids": list(gpus)}
@@ -114,6 +119,9 @@ def engine_variables(
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.deadlines.engine_start)),
     }
+    if config.gpus_per_node == 0 and config.engine.enforce_eager:
+        # vLLM's sampler compiles a comparison of two tensors all the same, with a C++ compiler, in the first swap.
+        variables["TORCHDYNAMO_DISABLE"] = "1"
     if config.gpus_per_node == 0:
         variables |= _cpu_binding(config.engine.count, config.engine.tensor_parallel, sorted(cpus))
     return variables

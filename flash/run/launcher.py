@@ -1,33 +1,45 @@
-"""Starts torchrun for this node: one process for the node loop, one per trainer rank.
+"""Starts a node with trainers: its node loop, under torchrun in this process, and beside it its trainer ranks.
 
-On one machine the rendezvous is private to the job. In a job of several nodes every node runs the same command with
-`FLASH_NNODES`, `FLASH_NODE_RANK` and `FLASH_RDZV_ENDPOINT` set (launch.sh does it under SLURM).
+Each of the two has an agent of its own, so that the death of a trainer rank costs the trainers' work alone
+(`flash.run.trainers`). In a job of several nodes every node runs the same command with `FLASH_NNODES`,
+`FLASH_NODE_RANK` and `FLASH_RDZV_ENDPOINT` set (launch.sh does it under SLURM). The trainer ranks of all nodes meet in
+torchrun's rendezvous, which on one machine is private to the job; nodes without any join the run (`flash.run.join`).
+
+While it runs, a launch is the only one to write its run directory, and the owner of a folder for temporary files; its
+processes end when it is gone.
 """
 
 from __future__ import annotations
 
-import logging
-import math
 import os
+import re
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
+from flash.config.objects import share_import_path
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.foreign.torch import Interrupted, torchrun
+from flash.run.agents import run_agent
+from flash.run.error_marker import ErrorMarker
+from flash.run.grace import grace
+from flash.run.join import join
+from flash.run.locks import run_held
+from flash.run.rendezvous import RENDEZVOUS, hub_place
+from flash.run.requeue import refuse_idle_requeues
+from flash.run.scratch import scratch_folder
+from flash.run.starter_watch import begin_launch
+from flash.run.trainers import TrainersBeside, run_trainers
 
-QUIET = ("torch.distributed", "torch.distributed.elastic")
-"""Loggers that repeat at length what our own error has said."""
+ENDPOINT = re.compile(r".+:[0-9]+")
 
-INTERRUPTED = 130
-"""Exit code of a run that a signal ended: 128 + SIGINT, as shells have it."""
-
-TORCHRUN_MARGIN_S = 30
-"""Seconds beyond deadlines.shutdown after which torchrun kills what has not ended: a checkpoint must not be cut off."""
+ALONE = ("--standalone", "--nproc-per-node=1")
+"""torchrun's options for a node loop: it meets nobody there."""
 
 
-def torchrun_arguments(config: Config, environment: dict[str, str]) -> list[str]:
-    """The options of torchrun on this node.
+def place_in_job(config: Config, environment: Mapping[str, str]) -> int:
+    """The number of this node among those of the job.
 
     Raises:
         ConfigError: the environment and cluster.nodes disagree.
@@ -39,16 +51,11 @@ def torchrun_arguments(config: Config, environment: dict[str, str]) -> list[str]
             f"cluster.nodes = {config.cluster.nodes}, but this job has {nodes} node(s): change one of them, or start "
             "every node through launch.sh under sbatch"
         )
-    processes = 1 + config.trainer_ranks_on(node)
-    shared = [f"--nproc-per-node={processes}", f"--max-restarts={config.cluster.max_restarts}"]
-    if nodes == 1:
-        return ["--standalone", *shared]
-    endpoint = environment.get("FLASH_RDZV_ENDPOINT", "")
-    if ":" not in endpoint:
-        raise ConfigError(f"FLASH_RDZV_ENDPOINT = {endpoint!r}, expected HOST:PORT of the first node")
-    identity = environment.get("SLURM_JOB_ID", config.run.name)
-    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={identity}"]
-    return [f"--nnodes={nodes}", f"--node-rank={node}", *rendezvous, *shared]
+    if not 0 <= node < nodes:
+        raise ConfigError(f"FLASH_NODE_RANK = {node}, expected one from 0 to {nodes - 1}, another on each node")
+    if nodes > 1 and not ENDPOINT.fullmatch(environment.get(RENDEZVOUS, "")):
+        raise ConfigError(f"{RENDEZVOUS} = {environment.get(RENDEZVOUS, '')!r}, expected HOST:PORT of the first node")
+    return node
 
 
 def resume_command(paths: Sequence[str], overrides: Sequence[str]) -> str:
@@ -58,18 +65,51 @@ def resume_command(paths: Sequence[str], overrides: Sequence[str]) -> str:
 
 
 def launch(config: Config, paths: Sequence[str], overrides: Sequence[str]) -> int:
-    """Run the job on this node to its end; the exit code: 0, 1 or INTERRUPTED."""
-    extra = list(overrides)
-    if int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0:
-        extra.append("run.resume=true")
-    options = torchrun_arguments(config, dict(os.environ))
+    """Run the job on this node to its end; the exit code: 0, 1 or INTERRUPTED, or that of `join`.
 
-    for name in QUIET:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    Raises:
+        ConfigError: the environment and the configuration disagree.
+        RunDirectoryError: another launch writes the run directory.
+        RequeueError: SLURM has requeued the job again and again without a step of progress.
+        PeerLostError: the nodes of the job did not meet, or lost each other.
+    """
+    arguments = [*paths, *overrides]
+    node = place_in_job(config, os.environ)
+    if node >= config.cluster.trainer_nodes:
+        return join(hub_place(config, os.environ), own=config)
+    sys.stdout.write(f"[{describe_start(config)}]\n")
+    sys.stdout.flush()
+    from flash.trainer.objective import try_objective  # torch, which nothing before this needs
+
+    try_objective(config.algorithm)
+    os.environ.setdefault("FLASH_NODE_RANK", "0")
+    share_import_path()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # As a variable, since not every torch that we work with has the option.
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(TORCHRUN_MARGIN_S + math.ceil(config.deadlines.shutdown))
-    try:
-        return 0 if torchrun([*options, "-m", "flash.run.worker", *paths, *extra]) else 1
-    except Interrupted:
-        return INTERRUPTED
+    marker = ErrorMarker(config.run_dir, begin_launch())
+    with ExitStack() as stack:
+        requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+        if node == 0:
+            stack.enter_context(run_held(config.run_dir, grace(config)))
+            if requeued:
+                refuse_idle_requeues(config)
+        if requeued:
+            arguments.append("run.resume=true")
+        stack.enter_context(scratch_folder())
+        if node > 0 and not config.engines_on(node):
+            return run_trainers(config, arguments, marker)
+        trainers = stack.enter_context(TrainersBeside(config, arguments, marker))
+        code = run_agent(config, "node", ALONE, arguments, marker)
+        return 1 if trainers.failed else code
+
+
+def describe_start(config: Config) -> str:
+    """What this node is about to start, in words: seconds pass before its processes can speak."""
+    node = int(os.environ.get("FLASH_NODE_RANK", "0"))
+    trainers, engines = config.trainer_ranks_on(node), config.engines_on(node)
+    where = f"node {node}: " if config.cluster.nodes > 1 else ""
+    return f"{where}starting processes for {counted(trainers, 'trainer rank')} and {counted(engines, 'engine')}"
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, in words."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,38 +1,57 @@
 """The node loop: one asyncio event loop per node. Node 0's also runs the hub and writes the run directory.
 
+These are the loops of the nodes with trainers; those of the others are in `flash.run.joined`.
+
 Ends when the hub has no more work, on the first error, or after an interrupt (SIGINT, SIGTERM): then trainer ranks
 finish their step and write a checkpoint within deadlines.shutdown.
 """
 
 from __future__ import annotations
 
-import secrets
+import os
 import signal
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import anyio
 import msgspec
 
+from flash.config.objects import own_folders
 from flash.config.tree import Config
 from flash.environment.load import LoadedEnvironment
-from flash.errors import FlashError, TransportError
+from flash.errors import EngineError, FlashError, TransportError
 from flash.hub import protocol as p
+from flash.hub.collecting import seldom_collected
+from flash.hub.gate import Gate
 from flash.hub.hub import Hub, RunEnd
+from flash.hub.journal import NO_JOURNAL
+from flash.hub.members import Home
 from flash.observe.recorder import Recorder
-from flash.rollout.node import RolloutNode
+from flash.rollout.node import RolloutNode, episode_settings
+from flash.rollout.rehearsal import rehearse
 from flash.rollout.tokenizer import HfTokenizer
 from flash.rollout.vllm_engine import VLLMEngine
-from flash.run.rendezvous import HubAddress, Meeting, Rank, advertised_host
-from flash.trainer.checkpoint import newest_complete, read_hub_state
+from flash.run.beginning import tell_beginning
+from flash.run.hub_place import HubAddress, announce, withdraw
+from flash.run.hub_state import NOTHING, keep_hub_state, restored
+from flash.run.journal import FileJournal
+from flash.run.past import RecordedPast
+from flash.run.rendezvous import Rank, advertised_host, find_hub
+from flash.run.scratch import remember_shared_memory
+from flash.run.starter_watch import LAUNCHER
+from flash.run.token import VARIABLE, hub_token
+from flash.trainer.stored import Choice, choose
+from flash.transport.blocking import BlockingClient
 from flash.transport.client import connect
 from flash.transport.request import Request
 from flash.transport.server import Peer, serve
 from flash.waiting import first_error
+
+FAREWELL_S = 0.2
+"""Seconds in which the nodes that have joined are told that an interrupted run is over."""
 
 
 def run_node_loop(rank: Rank, config: Config) -> int:
@@ -41,41 +60,78 @@ def run_node_loop(rank: Rank, config: Config) -> int:
 
 
 async def _node_loop(rank: Rank, config: Config) -> int:
-    meeting = await anyio.to_thread.run_sync(Meeting, rank, config.deadlines.rendezvous)
-    await anyio.to_thread.run_sync(meeting.declare, rank, config)
-    now = _clock()
+    # Taken out, so that neither engines nor environments inherit it.
+    token = os.environ.pop(VARIABLE, None)
+    now = unix_clock()
     try:
         if rank.node == 0:
-            await _first_node(rank, config, meeting, now)
+            await _first_node(rank, config, token, now)
         else:
-            address = await anyio.to_thread.run_sync(meeting.hub)
+            address = await anyio.to_thread.run_sync(_answering, config, token, rank.node, abandon_on_cancel=True)
             await _other_node(rank.node, config, address, now)
     except BaseExceptionGroup as group:  # of the task groups below: people see the error that tells most
         raise first_error(group) from None
     return 0
 
 
-def _clock() -> Callable[[], float]:
+def _answering(config: Config, token: str | None, node: int) -> HubAddress:
+    """The address of a hub that lets us in. Blocks until there is one."""
+
+    def try_it(address: HubAddress) -> HubAddress:
+        name = f"messenger-{node}"
+        with BlockingClient(address.host, address.port, address.token, name, config.deadlines.connect):
+            return address
+
+    return find_hub(config, token, try_it)
+
+
+def unix_clock() -> Callable[[], float]:
     """Unix seconds that advance with the loop's clock."""
     offset = time.time() - anyio.current_time()
     return lambda: anyio.current_time() + offset
 
 
-async def _first_node(rank: Rank, config: Config, meeting: Meeting, now: Callable[[], float]) -> None:
+async def _first_node(rank: Rank, config: Config, token: str | None, now: Callable[[], float]) -> None:
     resume = config.run.resume or rank.restarts > 0
-    checkpoint = newest_complete(config.run_dir) if resume else None
-    state = read_hub_state(checkpoint) if checkpoint is not None else None
-    version = None
+    checkpoint, notes = await anyio.to_thread.run_sync(choose, config.run_dir) if resume else Choice(None, [])
+    kept = NOTHING
     if resume:
-        version = Hub.version_of(state) if state is not None else 0
+        kept = await anyio.to_thread.run_sync(restored, checkpoint, config)
+    state = kept.state
+    version = state.version if state is not None else 0
     tokenizer = await anyio.to_thread.run_sync(HfTokenizer, config.model)
-    with Recorder(config, tokenizer, now=now, resume_at=version, restarts=rank.restarts) as recorder:
+    with Recorder(
+        config, tokenizer, now=now, resume_at=version if resume else None, restarts=rank.restarts
+    ) as recorder:
+        for note in (*notes, *kept.notes):
+            recorder.note(note)
         env = LoadedEnvironment(config.env.path, config.env.options)
-        hub = Hub(config, recorder, now=now, state=state, kind_of=env.kind_of)
+        evaluated = recorder.evaluated()
+        home = Home(os.getcwd(), tuple(own_folders()), os.environ[LAUNCHER])
+        journal = None
+        if config.checkpoint.journal != "off":
+            to_disk = config.checkpoint.journal == "fsync"
+            journal = FileJournal(config.run_dir, version, kept.place, to_disk=to_disk, tell=recorder.note)
+        hub = Hub(
+            config,
+            recorder,
+            now=now,
+            state=state,
+            kind_of=env.kind_of,
+            evaluated=evaluated,
+            home=home,
+            keep_state=partial(keep_hub_state, config.run_dir),
+            journal=journal or NO_JOURNAL,
+            checkpoint=str(checkpoint or ""),
+            past=RecordedPast(config.run_dir, recorder),
+        )
         async with anyio.create_task_group() as signals:
             # Outermost: torchrun's SIGTERM must not cut the orderly end of a run that has failed, nor hide its error.
             signals.start_soon(_interrupt_on_signal, hub)
-            async with _serving(hub, config, meeting, checkpoint) as address:
+            if journal is not None:
+                signals.start_soon(journal.run)
+            signals.start_soon(tell_beginning, hub, recorder.stage)
+            async with _serving(hub, config, token) as address:
                 end = await _run_hub(hub, config, env, address, now)
             finish = partial(recorder.finish, end.ledger, interrupted=end.reason == "interrupted")
             await anyio.to_thread.run_sync(finish)
@@ -83,24 +139,26 @@ async def _first_node(rank: Rank, config: Config, meeting: Meeting, now: Callabl
 
 
 @asynccontextmanager
-async def _serving(hub: Hub, config: Config, meeting: Meeting, checkpoint: Path | None) -> AsyncGenerator[HubAddress]:
+async def _serving(hub: Hub, config: Config, given: str | None) -> AsyncGenerator[HubAddress]:
     """The hub's port is open inside the block."""
-    token = secrets.token_bytes(32)
     host = advertised_host(config)
 
+    gate = Gate(hub, config)
+
     async def handler(peer: Peer, request: Request[Any]) -> msgspec.Struct:
-        return await hub.handle(request)
+        return await gate.handle(peer, request)
 
-    def gone(peer: Peer) -> None:
-        hub.peer_lost(peer.name)
-
-    async with anyio.create_task_group() as group:
-        server = partial(serve, deadline=config.deadlines.connect, on_disconnect=gone)
-        port = await group.start(server, host, config.cluster.hub_port, token, p.HubRequest, handler)
-        address = HubAddress(host, port, token, str(checkpoint or ""))
-        await anyio.to_thread.run_sync(meeting.announce, address)
-        yield address
-        group.cancel_scope.cancel()
+    with hub_token(config.run_dir, given) as (token, token_file):
+        async with anyio.create_task_group() as group:
+            server = partial(serve, deadline=config.deadlines.connect, on_connect=gate.arrived, on_disconnect=gate.left)
+            port = await group.start(server, host, config.cluster.hub_port, token, p.HubRequest, handler)
+            address = HubAddress(host, port, token)
+            try:
+                await anyio.to_thread.run_sync(announce, config.run_dir, address, token_file)
+                yield address
+            finally:
+                withdraw(config.run_dir)
+            group.cancel_scope.cancel()
 
 
 async def _run_hub(
@@ -108,14 +166,37 @@ async def _run_hub(
 ) -> RunEnd:
     async with anyio.create_task_group() as group:
         if config.engines_on(0):
-            group.start_soon(_roll_out, 0, config, env, address, now)
-        end = await hub.run()
+            group.start_soon(_roll_out_here, hub, config, env, address, now)
+        with seldom_collected():
+            end = await hub.run()
         if end.reason == "finished":
             with anyio.move_on_after(config.deadlines.request):
                 await hub.all_nodes_left()
+        elif hub.joined:
+            await anyio.sleep(FAREWELL_S)
         group.cancel_scope.cancel()
         return end
     raise AssertionError("cancelled from outside, and not told")
+
+
+async def _roll_out_here(
+    hub: Hub, config: Config, env: LoadedEnvironment, address: HubAddress, now: Callable[[], float]
+) -> None:
+    with engines_until_interrupted(hub):
+        await _roll_out(0, config, env, address, now)
+
+
+@contextmanager
+def engines_until_interrupted(hub: Hub) -> Generator[None]:
+    """Let engines fail once the run was interrupted.
+
+    torchrun passes a signal on to whole process groups, and an engine that is starting has not left ours yet.
+    """
+    try:
+        yield
+    except* EngineError:
+        if not hub.interrupted:
+            raise
 
 
 async def _other_node(node: int, config: Config, address: HubAddress, now: Callable[[], float]) -> None:
@@ -160,7 +241,21 @@ async def _roll_out(
 ) -> None:
     """The engines and episodes of a node that has some."""
     first = sum(config.engines_on(earlier) for earlier in range(node))
-    engines = [VLLMEngine(config, first + i, config.engine_gpus(node, i)) for i in range(config.engines_on(node))]
-    tokenizer = await anyio.to_thread.run_sync(HfTokenizer, config.model)
     async with connect(address.host, address.port, address.token, f"node-{node}", config.deadlines.connect) as hub:
-        await RolloutNode(node, config, engines, first, tokenizer, env.make, hub, now=now, prepare=env.prepare).run()
+        await (await make_node(node, first, config, env, hub, now)).run()
+
+
+async def make_node(
+    node: int, first_engine: int, config: Config, env: LoadedEnvironment, hub: p.HubCaller, now: Callable[[], float]
+) -> RolloutNode:
+    """A node with real engines; nothing of it is started."""
+
+    def make_engine(gpus: Sequence[int], number: int) -> VLLMEngine:
+        return VLLMEngine(config, number, gpus, remember_shared_memory)
+
+    engines = [partial(make_engine, config.engine_gpus(node, i)) for i in range(config.engines_on(node))]
+    tokenizer = await anyio.to_thread.run_sync(HfTokenizer, config.model)
+    settings, seed = episode_settings(config), config.run.seed
+    tried = partial(rehearse, tokenizer, env.make, env.kind_of, settings, run_seed=seed, now=now)
+    parts = (node, config, engines, first_engine, tokenizer, env.make, hub)
+    return RolloutNode(*parts, now=now, prepare=env.prepare, rehearse=tried)

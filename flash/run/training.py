@@ -10,13 +10,15 @@ from pathlib import Path
 
 import msgspec
 
+from flash.config.advice import advise
 from flash.config.load import dump, load
 from flash.config.tree import Config
 from flash.errors import FlashError, error_of
 from flash.observe.summary import Summary
-from flash.run.launcher import INTERRUPTED, launch
-from flash.run.worker import ERROR_FILE
-from flash.trainer.tiny_model import make_missing_model
+from flash.run.agents import INTERRUPTED
+from flash.run.error_marker import ERROR_FILE
+from flash.run.launcher import launch
+from flash.run.models import make_missing_model
 
 
 def train(config: Config, *, resume: bool = False) -> Summary | None:
@@ -27,7 +29,7 @@ def train(config: Config, *, resume: bool = False) -> Summary | None:
     calls this. Workers do not import that script, so it needs no guard.
 
     Args:
-        config: from `flash.load`, or made by hand; it is checked again.
+        config: from `flash.load`, or made by hand; it is checked again, and what is unwise is told on standard error.
         resume: go on from the run directory's newest complete checkpoint.
 
     Returns:
@@ -44,6 +46,7 @@ def train(config: Config, *, resume: bool = False) -> Summary | None:
         file.write_text(dump(config), encoding="utf-8")
         overrides = ["run.resume=true"] if resume else []
         config = load(file, overrides)
+        advise(config)
         make_missing_model(config)
         code = launch(config, [str(file)], overrides)
     if code == INTERRUPTED:

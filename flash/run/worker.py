@@ -1,53 +1,56 @@
-"""What torchrun starts: local rank 0 becomes the node loop, the others trainer ranks.
+"""What torchrun starts: the node loop of a node, or one of its trainer ranks.
 
-An error ends the process with code 1; one that a restart cannot mend is left as `error.json` in the run directory, so
-that restarted processes end at once instead of failing the same way again.
+An error ends the process with code 1; one that a restart cannot mend is left as `error.json` in the run directory.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
-import time
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
 from flash.config.load import load, split_arguments
+from flash.config.objects import take_import_path
 from flash.config.tree import Config
-from flash.errors import ConfigError, FlashError
+from flash.errors import ConfigError, FlashError, PeerLostError
+from flash.run.error_marker import ErrorMarker
+from flash.run.grace import grace
+from flash.run.locks import run_lock, share
 from flash.run.rendezvous import Rank
+from flash.run.scratch import join_scratch_folder
+from flash.run.starter_watch import LAUNCHER, end_with_starter
 from flash.run.trainer_rank import run_trainer_rank
+from flash.transport.accept import raise_descriptor_limit
 
 log = logging.getLogger("flash")
 
-ERROR_FILE = "error.json"
-"""In the run directory: the error that no restart could mend."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m flash.run.worker CONFIG… [key=value…]`, under torchrun."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    log.setLevel(logging.INFO)
-    logging.getLogger("vllm.triton_utils").setLevel(logging.ERROR)
+    """`python -m flash.run.worker ROLE CONFIG… [key=value…]`, under torchrun; the role is "node" or "trainer"."""
+    role, *arguments = list(sys.argv[1:] if argv is None else argv)
+    begin_logging()
+    raise_descriptor_limit()
     try:
         rank = Rank.from_environment()
+        take_import_path()
         paths, overrides = split_arguments(arguments)
         config = load(paths, overrides)
     except FlashError as error:
-        return _complain(error)
-    marker = ErrorMarker(config.run_dir)
-    if rank.restarts > 0 and marker.stands():
+        return complain(error)
+    _attach(role, rank, config)
+    marker = ErrorMarker(config.run_dir, os.environ[LAUNCHER])
+    if marker.stands():
         return 1
     try:
-        return _become(rank, config)
+        return _become(role, rank, config)
     except FlashError as error:
-        if error.fatal and rank.node == 0:
+        # In its last life every error ends the run; that of a lost peer is the echo of another's.
+        last = rank.restarts >= config.cluster.max_restarts and not isinstance(error, PeerLostError)
+        if rank.node == 0 and (error.fatal or last):
             marker.write(error)
-        return _complain(error)
+        return complain(error)
     except KeyboardInterrupt:
         return 130
     except Exception:  # the process's outermost boundary: show the bug, end with a code torchrun understands
@@ -55,47 +58,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _complain(error: FlashError) -> int:
+def _attach(role: str, rank: Rank, config: Config) -> None:
+    """Bind this process to its launch: it counts as a user of what the launch holds, and does not outlive it."""
+    share(run_lock(config.run_dir))
+    join_scratch_folder()
+    end_with_starter(grace(config) if role == "node" and rank.node == 0 else 0, speaks=role == "node")
+
+
+def begin_logging() -> None:
+    """What a process of a job logs, and where."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    log.setLevel(logging.INFO)
+
+
+def complain(error: FlashError) -> int:
+    """Show an error where people look; the exit code."""
     kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
     sys.stderr.write(f"flash: error: {kind}{error}\n")
     sys.stderr.flush()
     return 1
 
 
-class ErrorMarker:
-    """`error.json`: the error that ended this launch, so that a restart does not repeat it."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / ERROR_FILE
-        self._launch = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.getppid()}"
-
-    def stands(self) -> bool:
-        """Whether an earlier life of the same launch ended for good."""
-        try:
-            return bool(json.loads(self._path.read_text())["launch"] == self._launch)
-        except (OSError, ValueError, KeyError):
-            return False
-
-    def write(self, error: FlashError) -> None:
-        """Leave the error behind. A full disk must not hide the error itself."""
-        row = {
-            "launch": self._launch,
-            "error": type(error).__name__,
-            "message": str(error),
-            "time": time.time(),
-        }
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(json.dumps(row, indent=2))
-        except OSError as problem:
-            log.warning("cannot write %s: %s", self._path, problem)
-
-
-def _become(rank: Rank, config: Config) -> int:
-    cpus = config.cluster.node_cpus if rank.local == 0 else config.cluster.trainer_cpus
+def _become(role: str, rank: Rank, config: Config) -> int:
+    cpus = config.cluster.node_cpus if role == "node" else config.cluster.trainer_cpus
     if cpus is not None:
         os.sched_setaffinity(0, cpus)
-    if rank.local == 0:
+    if role == "node":
         from flash.run.node_loop import run_node_loop
 
         return run_node_loop(rank, config)

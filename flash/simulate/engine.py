@@ -150,6 +150,8 @@ class SimEngine:
             yield Completion([0] * tokens, [LOGPROB] * tokens, sequence.runs, finish)
         finally:
             if not sequence.ended:
+                if (piece := self._piece(sequence)) is not None:
+                    request.lost(len(piece.token_ids))
                 self._abort(sequence)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
@@ -166,6 +168,10 @@ class SimEngine:
                 self._give_up_swap()
         self._refuse_if_dead()
         return 0.0
+
+    def reassign(self, number: int) -> None:
+        """See `Engine`."""
+        self._version = -1
 
     def kill(self) -> None:
         """Die, as a process does: every request fails."""

@@ -31,10 +31,10 @@ def draw_sweep(cells: Sequence[Cell]) -> bytes:
     for values, line in lines.items():
         label = ", ".join(f"{_short(key)} {value}" for key, value in zip(others, values, strict=True))
         places = [numbers[cell.values[last]] for cell in line]
-        axes[0].plot(places, [cell.report.samples_per_s for cell in line], marker="o", label=label or None)
+        axes[0].plot(places, [cell.report.tokens_per_s for cell in line], marker="o", label=label or None)
     axes[0].set_xticks(list(numbers.values()), list(numbers))
     axes[0].set_xlabel(_short(last))
-    axes[0].set_ylabel("samples per second")
+    axes[0].set_ylabel("trained tokens per second")
     axes[0].set_ylim(0, None)
     if others:
         axes[0].legend(frameon=False, fontsize=8)

@@ -20,7 +20,13 @@ class SimReport(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     """Seconds per step. The first step, which waits for the first samples, is left out when there are more than 2."""
     samples_per_s: float
-    """Trained samples per second over the same steps."""
+    """Trained samples per second over the same steps; one whose tokens are all too old is none."""
+    tokens_per_s: float
+    """Trained tokens per second over the same steps."""
+    stale_share: float
+    """Share of the generated tokens that had become too old."""
+    stale_samples: int
+    """Samples that had no other tokens."""
     trainer_busy: float
     trainer_idle: dict[str, float]
     """Shares by cause: `batch`, it waits for samples; `publish`, for engines to load the version before."""

@@ -49,18 +49,20 @@ def print_run(config: Config, cell: Cell) -> None:
 
 
 def _speed(report: SimReport) -> list[tuple[str, str]]:
-    trained, generated = (
-        tokens / max(report.samples, 1) for tokens in (report.trained_tokens, report.generated_tokens)
-    )
+    per_trained = report.generated_tokens / max(report.trained_tokens, 1)
     bias = report.mean_trained_length / report.mean_issued_length - 1 if report.mean_issued_length else 0.0
     return [
         ("step time", f"{report.step_s:.4g} s"),
         (
             "throughput",
             (
-                f"{report.samples_per_s:.4g} samples/s, {report.samples_per_s * trained:,.0f} trained tokens/s, "
-                f"{report.samples_per_s * generated:,.0f} generated tokens/s"
+                f"{report.tokens_per_s:,.0f} trained tokens/s, {report.samples_per_s:.4g} trained samples/s, "
+                f"{report.tokens_per_s * per_trained:,.0f} generated tokens/s"
             ),
+        ),
+        (
+            "too old",
+            f"{report.stale_share:.1%} of the generated tokens, {report.stale_samples:,} samples with all of theirs",
         ),
         ("slot use", f"{report.slot_use:.1%} of the engines' places for sequences"),
         (
@@ -139,14 +141,14 @@ def print_sweep(cells: Sequence[Cell], best: Cell) -> None:
     """One row per cell, the recommended one marked, and why."""
     console = _console()
     keys = list(cells[0].values)
-    titles = ("step s", "samples/s", "engines busy", "trainers busy", "oldest age", "waste", "")
+    titles = ("step s", "tokens/s", "engines busy", "trainers busy", "oldest age", "waste", "")
     table = _table(*(key.rpartition(".")[2] for key in keys), *titles)
     for cell in cells:
         report = cell.report
         table.add_row(
             *cell.values.values(),
             f"{report.step_s:.4g}",
-            f"{report.samples_per_s:.4g}",
+            f"{report.tokens_per_s:,.0f}",
             f"{report.engine_busy:.0%}",
             f"{report.trainer_busy:.0%}",
             str(cell.oldest),
@@ -160,14 +162,14 @@ def print_sweep(cells: Sequence[Cell], best: Cell) -> None:
 
 def recommendation(cells: Sequence[Cell], best: Cell) -> str:
     """The choice in one sentence."""
-    fastest = max(cell.report.samples_per_s for cell in cells)
-    slowest = min(cell.report.samples_per_s for cell in cells)
-    rate = best.report.samples_per_s
+    fastest = max(cell.report.tokens_per_s for cell in cells)
+    slowest = min(cell.report.tokens_per_s for cell in cells)
+    rate = best.report.tokens_per_s
     chosen = ", ".join(f"{key} = {value}" for key, value in best.values.items())
     speed = "the fastest" if rate == fastest else f"{rate / fastest:.1%} of the fastest"
     age = "1 version" if best.oldest == 1 else f"{best.oldest} versions"
     return (
-        f"Take {chosen}: {rate:.4g} samples/s, {speed} and {rate / slowest:.2f}x the slowest, "
+        f"Take {chosen}: {rate:,.0f} trained tokens/s, {speed} and {rate / slowest:.2f}x the slowest, "
         f"with no trained token older than {age} and {best.waste:.1%} of the tokens wasted."
     )
 

@@ -8,29 +8,56 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 import anyio
 
+from flash.config import waits
 from flash.config.simulate import SimulateConfig
 from flash.config.tree import Config
 from flash.hub import protocol as p
+from flash.hub.fetching import fetch
 from flash.types import Activity, Canary, Published, Shard
 
 
-class SimTrainer:
-    """One simulated trainer, and what it did and trained."""
+class Trained(NamedTuple):
+    """What of one step's batch enters its loss."""
 
-    def __init__(self, config: Config, settings: SimulateConfig, hub: p.HubCaller, now: Callable[[], float]) -> None:
-        self._deadlines = config.deadlines
+    samples: int
+    """With at least one token."""
+    tokens: int
+
+    @staticmethod
+    def of(shard: Shard) -> Trained:
+        """Count what is not too old."""
+        counts = [sample.trajectory.trained_tokens(shard.min_version) for sample in shard.samples]
+        return Trained(sum(count > 0 for count in counts), sum(counts))
+
+
+class SimTrainer:
+    """One simulated trainer, and what it did and trained; `version` is what it begins with."""
+
+    def __init__(
+        self,
+        config: Config,
+        settings: SimulateConfig,
+        hub: p.HubCaller,
+        now: Callable[[], float],
+        *,
+        version: int = 0,
+    ) -> None:
+        self._config = config
         self._settings = settings
         self._train_gpus = settings.gpus - settings.rollout_gpus
         self._hub = hub
         self._now = now
-        self._version = 0
+        self._version = version
         self.activities: list[Activity] = []
         """What it was doing: `train`, `batch` (waits for one) or `publish` (waits for the engines)."""
         self.commits: list[float] = []
         """When each step ended."""
+        self.trained: list[Trained] = []
+        """What each step trained."""
         self.ages: Counter[int] = Counter()
         """Trained tokens by age."""
         self.lengths: Counter[int] = Counter()
@@ -39,20 +66,29 @@ class SimTrainer:
     async def run(self) -> None:
         """Train until the hub says stop.
 
-        Consumes shards. Waits for the hub, under deadlines.batch and deadlines.swap. Produces commits and versions.
+        Consumes shards. Waits for the hub. Produces commits and versions.
         """
         await self._publish()
         while (shard := await self._next_shard()) is not None:
             start, seconds = self._now(), self._seconds(shard)
-            await anyio.sleep(seconds)
+            await self.work(seconds)
             self._did("train", start)
             self._count(shard)
             metrics = {"trainer_wait_s": self._waited, "trainer_step_s": seconds}
-            await self._hub.call(p.Commit(shard.step, metrics), timeout=self._deadlines.request)
+            await self._hub.call(p.Commit(shard.step, metrics), timeout=self._config.deadlines.request)
             self.commits.append(self._now())
+            self.trained.append(Trained.of(shard))
             self._version += 1
+            await self.committed()
             await self._publish()
-        await self._hub.call(p.Goodbye(0, []), timeout=self._deadlines.swap)
+        await self._hub.call(p.Goodbye(0, []), timeout=waits.taken_s(self._config))
+
+    async def work(self, seconds: float) -> None:
+        """Let the time of a step pass."""
+        await anyio.sleep(seconds)
+
+    async def committed(self) -> None:
+        """A step is committed, and its version not published yet: the place of a checkpoint, of which there is none."""
 
     def _seconds(self, shard: Shard) -> float:
         tokens = sum(sample.trajectory.length for sample in shard.samples)
@@ -60,7 +96,7 @@ class SimTrainer:
 
     async def _next_shard(self) -> Shard | None:
         start = self._now()
-        reply = await self._hub.call(p.BatchRequest(0, self._version, []), timeout=self._deadlines.batch)
+        reply = await fetch(self._hub, 0, self._version, waits.batch_s(self._config))
         self._waited = self._now() - start
         self._did("batch", start)
         return reply.shard
@@ -68,7 +104,7 @@ class SimTrainer:
     async def _publish(self) -> None:
         start = self._now()
         published = Published(self._version, "tcp", b"", Canary([0, 0], [-1.0]))
-        await self._hub.call(p.PublishRequest(published), timeout=self._deadlines.swap)
+        await self._hub.call(p.PublishRequest(published), timeout=waits.taken_s(self._config))
         self._did("publish", start)
 
     def _did(self, name: str, start: float) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 
 import anyio
@@ -23,9 +23,13 @@ from flash.config.tree import ClusterConfig, Config
 from flash.environment.interface import Environment
 from flash.hub import protocol as p
 from flash.hub.hub import Hub, RunEnd
+from flash.hub.in_process import InProcessCaller
+from flash.hub.state import HubState, KeepState, weigh
 from flash.observe.observer import Observer
+from flash.rollout.engine import Engine
 from flash.rollout.episode import response_key
 from flash.rollout.node import RolloutNode
+from flash.rollout.supervisor import only
 from flash.simulate.clock import VirtualLoop
 from flash.simulate.engine import SimEngine
 from flash.simulate.environment import SimEnvironment, SimTokenizer
@@ -33,9 +37,8 @@ from flash.simulate.meter import BUSY, Meter
 from flash.simulate.report import SimReport
 from flash.simulate.trainer import SimTrainer
 from flash.simulate.workload import Workload
-from flash.transport.request import ReplyT, Request
-from flash.types import Activity, Task, Trajectory
-from flash.waiting import deadline, first_error
+from flash.types import Activity, Batch, Task
+from flash.waiting import first_error
 
 LIFTED_S = 1e6
 """A lifted deadline: longer than any step that makes sense, and still an end for one that never comes."""
@@ -87,22 +90,6 @@ def lifted(config: Config, settings: SimulateConfig) -> Config:
     )
 
 
-class InProcessCaller:
-    """A peer's calls to the hub of the same process. `watch` sees every request with its reply."""
-
-    def __init__(self, hub: Hub, watch: Callable[[msgspec.Struct, msgspec.Struct], None] | None = None) -> None:
-        self._hub = hub
-        self._watch = watch
-
-    async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
-        """Ask the hub. Raises DeadlineError after `timeout` seconds."""
-        with deadline(timeout, f"the reply to {type(request).__name__}", "the hub of this process"):
-            reply = await self._hub.handle(request)
-        if self._watch is not None:
-            self._watch(request, reply)
-        return reply
-
-
 class SimNode:
     """One node: its engines, and what its episodes are doing."""
 
@@ -122,11 +109,25 @@ class SimNode:
 class World:
     """One run. Make it on the virtual clock that it is to run on.
 
-    `observer` is told what the hub observes. Public for tests and benchmarks that look inside while it runs: `hub`,
-    `nodes`, `engines`, `trainer`.
+    Public for tests and benchmarks that look inside while it runs: `hub`, `nodes`, `engines`, `trainer`.
+
+    Args:
+        config: the run, with its `[simulate]` table.
+        observer: is told what the hub observes.
+        state: what a former life left, to go on from.
+        evaluated: versions that need no evaluation.
+        keep_state: is given the hub's state where the trainer has it kept.
     """
 
-    def __init__(self, config: Config, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        observer: Observer | None = None,
+        *,
+        state: HubState | None = None,
+        evaluated: Collection[int] = (),
+        keep_state: KeepState = weigh,
+    ) -> None:
         assert config.simulate is not None, "the configuration has a [simulate] table"
         self.settings = config.simulate
         self.config = lifted(config, self.settings)
@@ -134,13 +135,13 @@ class World:
         self.workload = Workload(self.settings, config.run.seed, config.rollout.max_new_tokens, members)
         self._now = anyio.current_time
         self._rows = _Rows(observer)
-        self.hub = Hub(self.config, self._rows, now=self._now)
+        self.hub = Hub(self.config, self._rows, now=self._now, state=state, evaluated=evaluated, keep_state=keep_state)
         count = self.settings.rollout_gpus // self.settings.gpus_per_engine
         self.engines = [self.make_engine(index) for index in range(count)]
         self.meter = Meter(count, self._state, lambda index: self.engines[index].running, self._now)
         self.nodes = self._deal()
         self._node_of = [node for node in self.nodes for _ in node.engines]
-        self.trainer = SimTrainer(self.config, self.settings, InProcessCaller(self.hub, self._saw_trainer), self._now)
+        self.trainer = self.make_trainer(InProcessCaller(self.hub, self._saw_trainer))
         self._occupied: set[int] = set()
         self._issued: dict[int, Task] = {}
         self._begun: float | None = None
@@ -156,6 +157,14 @@ class World:
             on_change=lambda: self._changed(index),
         )
 
+    def make_trainer(self, hub: InProcessCaller) -> SimTrainer:
+        """The trainer, at the version that the hub begins with."""
+        return SimTrainer(self.config, self.settings, hub, self._now, version=self.hub.version)
+
+    def makers(self, node: SimNode) -> list[Callable[[int], Engine]]:
+        """What makes the engines of a node: those that it has, since none of them dies."""
+        return [only(engine) for engine in node.engines]
+
     def _deal(self) -> list[SimNode]:
         """The engines in even parts, in order."""
         nodes, count = self.settings.nodes, len(self.engines)
@@ -169,10 +178,14 @@ class World:
         made: Counter[int] = Counter()
         async with anyio.create_task_group() as group:
             for node in self.nodes:
-                group.start_soon(self._rollout_node(node, made).run, name=f"node {node.number}")
+                group.start_soon(self.serve, node, made, name=f"node {node.number}")
             group.start_soon(self.trainer.run, name="trainer")
             return await self.hub.run()
         raise AssertionError("cancelled from outside, and not told")
+
+    async def serve(self, node: SimNode, made: Counter[int]) -> None:
+        """The life of a node; `made` counts the environments of each problem."""
+        await self._rollout_node(node, made).run()
 
     def _rollout_node(self, node: SimNode, made: Counter[int]) -> RolloutNode:
         def make_env(kind: str) -> Environment:
@@ -184,7 +197,7 @@ class World:
         return RolloutNode(
             node.number,
             self.config,
-            node.engines,
+            self.makers(node),
             node.first_engine,
             SimTokenizer(),
             make_env,
@@ -242,7 +255,9 @@ class World:
         """What the run came to. `real_s` and `lag_s` are the simulation's own cost, where it was measured."""
         begun, commits = self._begun or 0.0, self.trainer.commits
         seconds = commits[-1] - begun
-        steady = (commits[-1] - commits[0]) / (len(commits) - 1) if len(commits) > 2 else seconds / len(commits)
+        skipped = 1 if len(commits) > 2 else 0
+        steady_s = commits[-1] - commits[0] if skipped else seconds
+        steady = self.trainer.trained[skipped:]
         states, slot_s = self._measured
         places = len(self.engines) * self.config.engine.max_sequences
         names = {name for state in states for name in state}
@@ -255,8 +270,11 @@ class World:
             samples=end.ledger["trained"],
             trained_tokens=end.ledger["trained_tokens"],
             generated_tokens=end.ledger["generated_tokens"],
-            step_s=steady,
-            samples_per_s=self.config.train.batch_size / steady,
+            step_s=steady_s / len(steady),
+            samples_per_s=sum(each.samples for each in steady) / steady_s,
+            tokens_per_s=sum(each.tokens for each in steady) / steady_s,
+            stale_share=end.ledger.get("discarded_tokens_stale", 0) / max(end.ledger["generated_tokens"], 1),
+            stale_samples=end.ledger.get("given_up_stale", 0),
             trainer_busy=trainer.pop("train", 0.0),
             trainer_idle=trainer,
             engine_busy=engines.pop(BUSY, 0.0),
@@ -306,9 +324,13 @@ class _Rows:
         if self._observer is not None:
             self._observer.activities(rows)
 
-    def trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+    def batch(self, batch: Batch) -> None:
         if self._observer is not None:
-            self._observer.trajectories(step, trajectories)
+            self._observer.batch(batch)
+
+    def ledger(self, totals: Mapping[str, int]) -> None:
+        if self._observer is not None:
+            self._observer.ledger(totals)
 
     def note(self, text: str) -> None:
         if self._observer is not None:

@@ -6,24 +6,37 @@ hub's state; and last a manifest with the size and CRC of every file. Only then 
 before the rename, the previous checkpoint is the newest complete one.
 
 `save` and `load` are collectives: a failure on one rank is raised on all. The trainer ranks share the run directory.
-Finding a checkpoint and reading the hub's state need no torch.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from flash.errors import CheckpointError
+from flash.errors import CheckpointError, TransportError
+from flash.trainer.stored import (
+    HUB_STATE,
+    MANIFEST,
+    TMP,
+    FileEntry,
+    Manifest,
+    aside_of,
+    describe,
+    prepare,
+    prune,
+    read_manifest,
+    replace,
+    step_folder,
+    sync,
+    verify,
+)
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
     from transformers import PreTrainedModel
 
@@ -31,8 +44,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MANIFEST = "manifest.json"
-HUB_STATE = "hub.bin"
+KeepHubState = Callable[[Path], FileEntry]
+"""Has the hub write its state to a file, and describes it."""
+
 STATE = "state"
 """Folder of the sharded weights and moments."""
 EXTRAS = {
@@ -40,83 +54,29 @@ EXTRAS = {
     "ewma": 'an average of the policy\'s weights (proximal = "ewma")',
 }
 """What a trainer may keep beside the policy, and in words what asks for it."""
-TMP = ".tmp-"
-READ_SIZE = 1 << 20
-"""Bytes read at a time for a CRC."""
 
 
-class FileEntry(msgspec.Struct, frozen=True):
-    """One file of a checkpoint; `path` is relative to its folder."""
-
-    path: str
-    size: int
-    crc32: int
-
-
-class Manifest(msgspec.Struct, frozen=True):
-    """What a complete checkpoint holds."""
-
-    version: int
-    """The policy version of its weights."""
-    skipped_steps: int
-    files: list[FileEntry]
-    extras: tuple[str, ...] = ()
-    """What it holds beside the policy, by the names of `EXTRAS`."""
-
-
-def newest_complete(run_dir: Path) -> Path | None:
-    """The checkpoint with the highest version whose files are all there in their full size."""
-    found = complete_checkpoints(run_dir)
-    return found[0] if found else None
-
-
-def complete_checkpoints(run_dir: Path) -> list[Path]:
-    """All complete checkpoints, newest first. Damaged and half-written ones are passed over."""
-    folders = sorted((run_dir / "checkpoints").glob("step-*"), key=lambda folder: folder.name, reverse=True)
-    return [folder for folder in folders if _is_complete(folder)]
-
-
-def read_manifest(path: Path) -> Manifest:
-    """The manifest of one checkpoint.
-
-    Raises:
-        CheckpointError: it is missing or unreadable.
-    """
-    try:
-        return msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
-    except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{path} is no complete checkpoint: {error}") from error
-
-
-def read_hub_state(path: Path) -> bytes:
-    """The hub's state of one checkpoint, checked against the manifest.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
-    _verify(path, [entry for entry in read_manifest(path).files if entry.path == HUB_STATE])
-    return (path / HUB_STATE).read_bytes()
-
-
-def save(run_dir: Path, trainer: Trainer, hub_state: bytes, *, keep: int) -> Path:
+def save(run_dir: Path, trainer: Trainer, keep_hub_state: KeepHubState, *, keep: int) -> Path:
     """Write `checkpoints/step-…` for the trainer's version, then prune to the `keep` newest. Called by all ranks.
 
-    `hub_state` counts on rank 0. An earlier checkpoint of the same version is replaced.
+    `keep_hub_state` is called on rank 0. An earlier checkpoint of the same version is replaced.
 
     Raises:
-        CheckpointError: on every rank, when any rank could not write. The previous checkpoint is untouched.
+        CheckpointError: on every rank, when any rank or the hub could not write. The previous checkpoint is untouched.
+        TransportError: on rank 0 alone, when the hub did not answer: the hub's end is that of all ranks.
     """
     import torch.distributed as dist
 
     rank = dist.get_rank()
-    folder = run_dir / "checkpoints" / f"step-{trainer.version:06d}"
-    aside = folder.with_name(TMP + folder.name)
+    folder = step_folder(run_dir, trainer.version)
+    aside = aside_of(folder)
     try:
-        _together(lambda: _prepare(aside, aside.parent.glob(TMP + "*")) if rank == 0 else None, aside)
+        _together(lambda: prepare(aside, aside.parent.glob(TMP + "*")) if rank == 0 else None, aside)
         _together(lambda: _write_rng(aside, rank), aside)
         _write_state(aside / STATE, trainer)
-        mine = _together(lambda: _seal(aside, rank, hub_state), aside)
-        files = [entry for entries in mine for entry in entries]
+        hub_state = _together(lambda: [keep_hub_state(aside / HUB_STATE)] if rank == 0 else [], aside)[0]
+        mine = _together(lambda: _seal(aside, rank), aside)
+        files = [entry for entries in (hub_state, *mine) for entry in entries]
         files.sort(key=lambda entry: entry.path)
         manifest = Manifest(trainer.version, trainer.skipped_steps, files, _extras(trainer))
         _together(lambda: _commit(aside, folder, manifest) if rank == 0 else None, aside)
@@ -125,12 +85,12 @@ def save(run_dir: Path, trainer: Trainer, hub_state: bytes, *, keep: int) -> Pat
             shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(f"cannot write {folder}: {error}; {_space(folder.parent, trainer)}") from error
     if rank == 0:
-        _prune(run_dir, keep)
+        prune(run_dir, keep)
     return folder
 
 
-def load(path: Path, trainer: Trainer) -> bytes:
-    """Put a checkpoint into the trainer, on any number of ranks, and return the hub's state. Called by all ranks.
+def load(path: Path, trainer: Trainer) -> None:
+    """Put a checkpoint into the trainer, on any number of ranks. Called by all ranks.
 
     Raises:
         CheckpointError: on every rank, when a file is damaged, the model is another one, or the checkpoint holds
@@ -143,7 +103,7 @@ def load(path: Path, trainer: Trainer) -> bytes:
     rank, world = dist.get_rank(), dist.get_world_size()
     manifest = _together(lambda: read_manifest(path), path)[rank]
     _compare_extras(path, manifest.extras, _extras(trainer))
-    _together(lambda: _verify(path, manifest.files[rank::world]), path)
+    _together(lambda: verify(path, manifest.files[rank::world]), path)
     state = _state(trainer)
     try:
         dcp.load(state, checkpoint_id=path / STATE)
@@ -155,7 +115,31 @@ def load(path: Path, trainer: Trainer) -> bytes:
     _together(lambda: _read_rng(path, rank), path)
     trainer.version = manifest.version
     trainer.skipped_steps = manifest.skipped_steps
-    return _together(lambda: read_hub_state(path) if rank == 0 else b"", path)[0]
+
+
+def read_weights(path: Path, trainer: Trainer) -> dict[str, Tensor]:
+    """The policy's weights in a checkpoint, by parameter name, whole and on the CPU; the trainer stays as it is.
+
+    Called by all ranks. What the checkpoint holds beside them is not read.
+
+    Raises:
+        CheckpointError: on every rank, when the model is another one, or its tensors cannot be read.
+    """
+    import torch
+    import torch.distributed.checkpoint.state_dict_loader as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.distributed.tensor import DTensor
+
+    held: dict[str, Any] = get_model_state_dict(trainer.model)
+    weights = {name: torch.zeros_like(value) for name, value in held.items()}
+    try:
+        dcp.load({"model": weights}, checkpoint_id=path / STATE)
+    except CheckpointException as error:
+        raise CheckpointError(f"cannot load {path}: {_reason(error)}") from error
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).cpu() for name, value in weights.items()
+    }
 
 
 def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
@@ -171,19 +155,19 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     rank = dist.get_rank()
     # Every rank takes part in the gathering; only rank 0 keeps the tensors, on the CPU.
     tensors = {name: tensor.cpu().contiguous() for name, tensor in named_full_tensors(model) if rank == 0}
-    aside = folder.with_name(TMP + folder.name)
+    aside = aside_of(folder)
 
     def write() -> None:
         from safetensors.torch import save_file
 
-        _prepare(aside)
+        prepare(aside)
         model.config.save_pretrained(aside)
         model.generation_config.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
         for file in _files(aside):
-            _sync(file)
-        _replace(aside, folder)
+            sync(file)
+        replace(aside, folder)
 
     try:
         _together(lambda: write() if rank == 0 else None, folder)
@@ -285,6 +269,8 @@ def _together(work: Callable[[], T], about: Path) -> list[T]:
     fault = ""
     try:
         result = work()
+    except TransportError:
+        raise  # the hub is gone or ends the run, and so do all ranks
     except Exception as error:  # supervised boundary: whatever happened is passed on to every rank
         fault = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
     outcomes: list[tuple[str, Any]] = [("", None)] * dist.get_world_size()
@@ -295,87 +281,26 @@ def _together(work: Callable[[], T], about: Path) -> list[T]:
     return [value for _, value in outcomes]
 
 
-def _prepare(aside: Path, leftovers: Iterable[Path] = ()) -> None:
-    """An empty folder to write into. Leftovers of writes that were killed go first: they may be what fills the disk."""
-    for folder in {*leftovers, aside}:
-        if folder.exists():
-            shutil.rmtree(folder)
-    aside.mkdir(parents=True)
-
-
-def _seal(aside: Path, rank: int, hub_state: bytes) -> list[FileEntry]:
+def _seal(aside: Path, rank: int) -> list[FileEntry]:
     """Force this rank's files to the disk and describe them."""
     mine = [aside / f"rng-{rank:05d}.pt", *(aside / STATE).glob(f"__{rank}_*")]
     if rank == 0:
-        (aside / HUB_STATE).write_bytes(hub_state)
-        mine += [aside / HUB_STATE, aside / STATE / ".metadata"]
+        mine.append(aside / STATE / ".metadata")
     for file in mine:
-        _sync(file)
-    return [FileEntry(str(file.relative_to(aside)), file.stat().st_size, _crc32(file)) for file in mine]
+        sync(file)
+    return [describe(file, aside) for file in mine]
 
 
 def _commit(aside: Path, folder: Path, manifest: Manifest) -> None:
     """The manifest, then the name that makes the checkpoint count."""
     (aside / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     for path in (aside / MANIFEST, aside / STATE, aside):
-        _sync(path)
-    _replace(aside, folder)
-
-
-def _replace(aside: Path, folder: Path) -> None:
-    """Rename, with an earlier folder of that name moved out of the way first."""
-    old = folder.with_name(f"{TMP}old-{folder.name}")
-    if folder.exists():
-        folder.rename(old)
-    aside.rename(folder)
-    _sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _prune(run_dir: Path, keep: int) -> None:
-    kept = set(complete_checkpoints(run_dir)[:keep])
-    for folder in (run_dir / "checkpoints").glob("step-*"):
-        if folder not in kept:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_complete(folder: Path) -> bool:
-    try:
-        files = read_manifest(folder).files
-        return all((folder / entry.path).stat().st_size == entry.size for entry in files)
-    except (OSError, CheckpointError):
-        return False
-
-
-def _verify(folder: Path, entries: Iterable[FileEntry]) -> None:
-    for entry in entries:
-        try:
-            found = _crc32(folder / entry.path)
-        except OSError as error:
-            raise CheckpointError(f"{folder}: cannot read {entry.path}: {error}") from error
-        if found != entry.crc32:
-            raise CheckpointError(f"{folder / entry.path} is damaged: CRC {found:08x}, written as {entry.crc32:08x}")
-
-
-def _crc32(file: Path) -> int:
-    crc = 0
-    with file.open("rb") as stream:
-        while block := stream.read(READ_SIZE):
-            crc = zlib.crc32(block, crc)
-    return crc
+        sync(path)
+    replace(aside, folder)
 
 
 def _files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
-
-
-def _sync(path: Path) -> None:
-    """Force a file or a folder's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _space(folder: Path, trainer: Trainer) -> str:

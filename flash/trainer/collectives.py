@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,17 @@ def gather_ragged(values: Tensor, counts: Sequence[int]) -> Tensor:
     padded[:, : values.shape[1]] = values
     rows = gather_rows(padded.flatten()).view(len(counts), len(values), widest)
     return torch.cat([row[:, :count] for row, count in zip(rows, counts, strict=True)], dim=1)
+
+
+def gather_sums(rows: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Rows of numbers by name, added over all ranks, in the order of the names; a rank may lack some."""
+    gathered: list[Mapping[str, Sequence[float]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(gathered, rows)
+    names = sorted({name for one in gathered for name in one})
+    return {
+        name: [sum(column) for column in zip(*(one[name] for one in gathered if name in one), strict=True)]
+        for name in names
+    }
 
 
 def raise_together(fault: str, told: Tensor, what: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flash.errors import ConfigError
-from flash.trainer.model import packed_layout, reshard
+from flash.trainer.model import class_name, packed_layout, reshard
 from flash.trainer.output_layer import OutputLayer, Selection
 
 
@@ -61,7 +61,7 @@ def token_logprobs(
     # The very tensor: whatever a model does to logits, it would have done to log-probs here.
     if selection.answer is None or output.logits is not selection.answer:
         raise ConfigError(
-            f"model.path: {type(model).__name__} caps, scales or otherwise changes the logits after its output layer, "
+            f"model.path: {class_name(model)} caps, scales or otherwise changes the logits after its output layer, "
             "which training does not support; choose another model"
         )
     logp_T, entropy_T = output.logits[0].unbind(-1)

@@ -1,7 +1,8 @@
 """What a trainer rank does from start to goodbye.
 
 publish the version it starts with → ask the hub for a shard → train → commit → publish → … → the hub says stop →
-checkpoint, and at the end of the run the Hugging Face export. Every rank makes the same calls in the same order,
+checkpoint, and at the end of the run the Hugging Face export. What ranks do that have started again, and train what
+others have trained before them, is the same: the hub knows. Every rank makes the same calls in the same order,
 because gathering weights, training and checkpoints are collectives; only rank 0 speaks for the group.
 """
 
@@ -10,14 +11,19 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from flash.config import waits
 from flash.config.tree import Config
+from flash.errors import CheckpointError
 from flash.hub import protocol as p
+from flash.hub.fetching import fetch_blocking
 from flash.trainer import checkpoint
 from flash.trainer.logprobs import canary_logprobs
 from flash.trainer.model import named_full_tensors
 from flash.trainer.step import Trainer
+from flash.trainer.stored import FileEntry
 from flash.transport.blocking import BlockingClient
 from flash.transport.request import ReplyT, Request
 from flash.types import Activity, Canary, Published, Shard
@@ -45,6 +51,8 @@ class TrainerLoop:
         self._tokenizer = tokenizer
         self._activities: list[Activity] = []
         self._saved_version = -1
+        self._keeps = True
+        """Whether the hub takes part in a checkpoint of what this rank holds now."""
         vocabulary = int(trainer.model.config.vocab_size)
         # The engine answers the canary with one token, which needs its place in the context.
         length = min(config.weights.canary_tokens, config.model.max_length - 1)
@@ -53,7 +61,8 @@ class TrainerLoop:
     def run(self) -> None:
         """Train until the hub says stop.
 
-        Consumes shards. Waits for the hub, under deadlines.batch. Produces versions, commits and checkpoints.
+        Consumes shards. Waits for the hub, which knows what is late and gives up before this rank does. Produces
+        versions, commits and checkpoints.
         """
         self._publish()
         while (shard := self._next_shard()) is not None:
@@ -61,16 +70,16 @@ class TrainerLoop:
                 metrics = self._trainer.train_step(shard)
             self._commit(shard, metrics, seconds[0])
             self._publish()
-            if self._trainer.version % self._config.checkpoint.every == 0:
+            if self._keeps and self._trainer.version % self._config.checkpoint.every == 0:
                 self._checkpoint()
         self._leave()
 
     def _next_shard(self) -> Shard | None:
-        request = p.BatchRequest(self._rank, self._trainer.version, self._activities)
-        self._activities = []
+        did, self._activities = self._activities, []
         with self._doing("wait") as seconds:
-            reply = self._hub.call(request, timeout=self._config.deadlines.batch)
-        self._finished = reply.finished
+            timeout = waits.batch_s(self._config)
+            reply = fetch_blocking(self._hub, self._rank, self._trainer.version, did, timeout)
+        self._finished, self._keeps = reply.finished, reply.keeps
         self._waited = seconds[0]
         return reply.shard
 
@@ -87,25 +96,30 @@ class TrainerLoop:
 
             def announce(update_info: bytes) -> None:
                 published = Published(version, self._config.weights_backend, update_info, canary)
-                self._call(p.PublishRequest(published), self._config.deadlines.swap)
+                self._call(p.PublishRequest(published), waits.taken_s(self._config))
 
             self._publisher.publish(version, named_full_tensors(trainer.model), announce)
 
     def _checkpoint(self) -> None:
         with self._doing("checkpoint"):
-            state = b""
-            if self._rank == 0:
-                state = self._call(p.SnapshotRequest()).state
-            checkpoint.save(self._config.run_dir, self._trainer, state, keep=self._config.checkpoint.keep)
+            checkpoint.save(
+                self._config.run_dir, self._trainer, self._keep_hub_state, keep=self._config.checkpoint.keep
+            )
         self._saved_version = self._trainer.version
 
+    def _keep_hub_state(self, file: Path) -> FileEntry:
+        kept = self._call(p.SnapshotRequest(), waits.kept_s(self._config))
+        if (found := file.stat().st_size) != kept.size:
+            raise CheckpointError(f"the hub wrote {kept.size} bytes of its state, and {file} has {found}")
+        return FileEntry(file.name, kept.size, kept.crc32)
+
     def _leave(self) -> None:
-        if self._saved_version != self._trainer.version:
+        if self._keeps and self._saved_version != self._trainer.version:
             self._checkpoint()
         if self._finished and self._config.checkpoint.export:
             checkpoint.export_hf(self._trainer.model, self._tokenizer, self._config.run_dir / "model")
         # Rank 0 holds the weights of the last version until the engines have them.
-        self._call(p.Goodbye(self._rank, self._activities), self._config.deadlines.swap)
+        self._call(p.Goodbye(self._rank, self._activities), waits.taken_s(self._config))
 
     def _call(self, request: Request[ReplyT], timeout: float | None = None) -> ReplyT:
         return self._hub.call(request, timeout=timeout or self._config.deadlines.request)

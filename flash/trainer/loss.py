@@ -2,7 +2,8 @@
 
     loss = objective · Π corrections · staleness + β · KL − bonus · entropy
 
-The corrections multiply the policy's loss only. Shape legend: T = action tokens of a micro-batch.
+The corrections multiply the policy's loss only; a token that one of them rejects has no loss of any kind and leaves the
+mask. Shape legend: T = action tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from algorithms.base import Objective, ObjectiveOutput, PackedTokens, Proximal
+from algorithms.base import Objective, PackedTokens, Proximal
+from algorithms.corrections import correct
 from algorithms.kl import kl
 from algorithms.proximal import loglinear
 from flash.config.tree import AlgorithmConfig
-from flash.errors import ConfigError
 from flash.trainer.firstpass import Facts
 from flash.trainer.logprobs import TokenLogprobs
+from flash.trainer.objective import checked_output
 from flash.trainer.packing import MicroBatch
 
 
@@ -27,6 +29,8 @@ class TokenLoss(NamedTuple):
 
     loss_T: Tensor
     """With gradient; 0 where masked."""
+    mask_T: Tensor
+    """bool: trained and not rejected by a correction."""
     correction_T: Tensor
     """The product of the corrections."""
     divergence_T: Tensor | None
@@ -67,36 +71,31 @@ def pack_tokens(
     )
 
 
+def without_rejected(tokens: PackedTokens, keep_T: Tensor) -> PackedTokens:
+    """The tokens as if the others had not been sampled: masked and emptied."""
+    return tokens._replace(
+        logp_T=tokens.logp_T.where(keep_T, 0.0),
+        behaviour_T=tokens.behaviour_T.where(keep_T, 0.0),
+        proximal_T=tokens.proximal_T.where(keep_T, 0.0),
+        advantage_T=tokens.advantage_T.where(keep_T, 0.0),
+        reward_T=tokens.reward_T.where(keep_T, 0.0),
+        mask_T=tokens.mask_T & keep_T,
+    )
+
+
 def first_logprobs(now: TokenLogprobs, facts: Facts) -> Tensor:
     """[T], no gradient: log-prob at the start of the step; where no pass was made for it, at the minibatch's start."""
     return now.logp_T.detach() if facts.first_T is None else facts.first_T
-
-
-def _checked(output: object, objective: Objective, mask_T: Tensor) -> ObjectiveOutput:
-    """What an objective returned, which may be the user's own. A mean, say, would be spread over all tokens unseen."""
-    if not isinstance(output, ObjectiveOutput):
-        found = type(output).__name__
-    else:
-        shapes = {"loss_T": tuple(output.loss_T.shape)} | {name: tuple(x.shape) for name, x in output.stats.items()}
-        wrong = [f"{name} of shape {shape}" for name, shape in shapes.items() if shape != tuple(mask_T.shape)]
-        if not wrong:
-            return output
-        found = ", ".join(wrong)
-    raise ConfigError(
-        f"algorithm.objective: {type(objective).__name__} must return ObjectiveOutput(loss_T, stats) with one number "
-        f"per token, shape {tuple(mask_T.shape)}, but returned {found}"
-    )
 
 
 def token_loss(
     objective: Objective, algorithm: AlgorithmConfig, tokens: PackedTokens, facts: Facts, entropy_T: Tensor
 ) -> TokenLoss:
     """The loss of each token before aggregation."""
+    correction_T, keep_T = correct(algorithm.corrections, tokens)
+    tokens = without_rejected(tokens, keep_T)
     mask_T = tokens.mask_T
-    output = _checked(objective(tokens), objective, mask_T)
-    correction_T = torch.ones_like(tokens.behaviour_T)
-    for correction in algorithm.corrections:
-        correction_T = correction_T * correction(tokens)
+    output = checked_output(objective(tokens), objective, mask_T)
     loss_T = output.loss_T.where(mask_T, 0.0) * correction_T * facts.staleness_T.where(mask_T, 0.0)
     divergence_T = None
     if algorithm.kl is not None:
@@ -106,4 +105,4 @@ def token_loss(
             loss_T = loss_T + algorithm.kl.coefficient * divergence_T
     if algorithm.entropy_bonus:
         loss_T = loss_T - algorithm.entropy_bonus * entropy_T.where(mask_T, 0.0)
-    return TokenLoss(loss_T.where(mask_T, 0.0), correction_T, divergence_T, output.stats)
+    return TokenLoss(loss_T.where(mask_T, 0.0), mask_T, correction_T, divergence_T, output.stats)

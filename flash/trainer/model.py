@@ -28,8 +28,9 @@ from flash.errors import ConfigError
 from flash.foreign.transformers import layer_types, takes_attention
 from flash.trainer.output_layer import replace_output_layer
 
-PACKED_ATTENTION = "packed_sdpa"
-"""Our name in transformers' attention interface. Not in its mask interface, so no dense mask is built."""
+PACKED_ATTENTION = "packed"
+"""Our name in transformers' attention interface. Not in its mask interface, so no dense mask is built. It must contain
+none of transformers' own names, such as sdpa: the rules for that one would apply."""
 
 
 class PackedLayout(NamedTuple):
@@ -41,6 +42,11 @@ class PackedLayout(NamedTuple):
     """S."""
     longest: int
     """L."""
+
+    @property
+    def even(self) -> bool:
+        """Whether all sequences are of one length: the packed row then is the padded batch."""
+        return len(self.slot_P) == self.sequences * self.longest
 
 
 def packed_layout(position_P: Tensor, offset_S: Tensor, longest: int) -> PackedLayout:
@@ -117,10 +123,18 @@ def packed_attention(
     **other: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence of a packed row: query [1, H, P, D] to output [1, P, H, D]."""
-    assert packed_layout is not None, "call the model through token_logprobs"
-    assert attention_mask is None, "packed sequences need no mask"
+    if packed_layout is None:
+        raise ConfigError(
+            f"model.path: {class_name(module)} does not pass on what its attention is told of packed sequences; choose "
+            "another model"
+        )
+    if attention_mask is not None:
+        raise ConfigError(
+            f"model.path: {class_name(module)} makes a mask of its own for its attention, which packed training would "
+            "have to ignore; choose another model"
+        )
     if other.get("softcap") is not None or other.get("s_aux") is not None:
-        raise ConfigError(f"model.path: {type(module).__name__} uses capped or sink attention, which is not supported")
+        raise ConfigError(f"model.path: {class_name(module)} uses capped or sink attention, which is not supported")
     longest = packed_layout.longest
     band = None
     if sliding_window is not None and longest > sliding_window:
@@ -137,11 +151,19 @@ def packed_attention(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     output_SLHD = output.transpose(1, 2).reshape(-1, *output.shape[1:2], output.shape[3])
-    return output_SLHD[packed_layout.slot_P].unsqueeze(0), None
+    packed = output_SLHD if packed_layout.even else output_SLHD[packed_layout.slot_P]
+    return packed.unsqueeze(0), None
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class as transformers has it; FSDP puts its own before it."""
+    return type(module).__name__.removeprefix("FSDP")
 
 
 def _spread(packed: Tensor, layout: PackedLayout) -> Tensor:
     """[1, H, P, D] to a zero-padded [S, H, L, D]."""
+    if layout.even:
+        return packed[0].unflatten(1, (layout.sequences, layout.longest)).transpose(0, 1)
     _, heads, _, width = packed.shape
     rows = packed.new_zeros(layout.sequences * layout.longest, heads, width)
     rows = rows.index_copy(0, layout.slot_P, packed[0].transpose(0, 1))

@@ -46,13 +46,19 @@ def apply_gradient(
     on_nonfinite: Literal["stop", "skip"],
     whose: str,
     advice: str,
+    share: float = 1.0,
 ) -> tuple[float, bool]:
     """Clip, check and apply the gradient, unless nothing was trained. Returns its global norm, and whether it applied.
+
+    `share` is the part of its denominator that was kept in the end.
 
     Raises:
         ContractError: the gradient is not finite and `on_nonfinite` is "stop"; with `whose` it is and `advice`.
     """
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if share not in (0.0, 1.0):
+        for grad in grads:
+            grad.div_(share)
     norm_tensor = get_total_norm(grads)
     norm = float(norm_tensor.full_tensor() if isinstance(norm_tensor, DTensor) else norm_tensor)
     if not math.isfinite(norm) and on_nonfinite == "stop":

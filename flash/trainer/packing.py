@@ -51,6 +51,8 @@ class MicroBatch:
     """Which turn of its sequence each action token belongs to, from 0."""
     index_S: Int64Array
     """Place of each sequence in `Shard.batch`."""
+    kinds_S: tuple[str, ...]
+    """The environment of each sequence, where a mixture has several."""
 
     @property
     def index_T(self) -> Int64Array:
@@ -75,6 +77,7 @@ DUMMY = MicroBatch(
     sequence_T=np.zeros(1, dtype=np.int64),
     turn_T=np.zeros(1, dtype=np.int64),
     index_S=np.zeros(1, dtype=np.int64),
+    kinds_S=("",),
 )
 """A masked token: adds exactly nothing, and lets a rank without work join the collectives of the others."""
 
@@ -140,6 +143,7 @@ def _concatenate(samples: Sequence[ShardSample], min_version: int) -> MicroBatch
         sequence_T=np.repeat(np.arange(len(samples)), counts),
         turn_T=np.concatenate([_turns(*pair) for pair in zip(samples, actions, strict=True)]),
         index_S=np.array([sample.index for sample in samples], dtype=np.int64),
+        kinds_S=tuple(sample.trajectory.task.kind for sample in samples),
     )
     _check_behaviour(micro, samples)
     return micro

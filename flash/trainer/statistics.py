@@ -11,6 +11,7 @@ Shape legend: T = action tokens of a micro-batch, W = ranks, A = ages, N = bins.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from algorithms.base import PackedTokens
-from flash.trainer.collectives import gather_rows
+from flash.trainer.collectives import gather_rows, gather_sums
 from flash.trainer.loss import TokenLoss
 from flash.trainer.plan import StepPlan
 from flash.types import Shard
@@ -102,30 +103,50 @@ class StepStatistics:
 
     def __init__(self, device: torch.device) -> None:
         self._tally = Tally()
+        self._pending = torch.zeros((), dtype=torch.float64, device=device)
         self._ratios = RatioHistogram(device)
+        self._by_kind: dict[str, Tensor] = {}
 
     def add(
-        self, tokens: PackedTokens, first_T: Tensor, entropy_T: Tensor, age_T: Tensor, loss: TokenLoss, share_T: Tensor
+        self,
+        tokens: PackedTokens,
+        first_T: Tensor,
+        entropy_T: Tensor,
+        age_T: Tensor,
+        kinds_S: Sequence[str],
+        loss: TokenLoss,
+        share_T: Tensor,
     ) -> None:
-        """One micro-batch. `share_T` is what each token adds to the loss of its minibatch."""
+        """One micro-batch. `share_T` is what each token adds to the loss of its minibatch.
+
+        What compares policies is taken over all trained tokens, rejected ones too; what the objective says, over those
+        that it was given. `kinds_S` is each sequence's environment, where a mixture has several.
+        """
         tally, mask_T = self._tally, tokens.mask_T
         log_ratio_T = (first_T - tokens.behaviour_T).where(mask_T, 0.0)
         self._ratios.add(log_ratio_T, age_T, mask_T)
         self._add_mismatch(log_ratio_T, mask_T, mask_T & (age_T == 0))
+        self._add_kinds(log_ratio_T, mask_T & (age_T == 0), tokens.sequence_T, kinds_S)
         weight_T = log_ratio_T.double().clamp(max=LARGEST).exp()
         tally.add("weight", weight_T, mask_T)
         tally.add("weight square", weight_T.square(), mask_T)
-        tally.add("loss", share_T, mask_T)
+        tally.add("count kept", loss.mask_T, mask_T)
+        self._pending += share_T.detach().double().where(loss.mask_T, 0.0).sum()
         tally.add("entropy", entropy_T, mask_T)
         tally.add("advantage", tokens.advantage_T.abs(), mask_T)
         tally.add("masked correction", loss.correction_T == 0, mask_T)
         if "weight" in loss.stats:
-            tally.add("masked cap", loss.stats["weight"] == 0, mask_T)
+            tally.add("masked cap", loss.stats["weight"] == 0, loss.mask_T)
         if loss.divergence_T is not None:
-            tally.add("kl", loss.divergence_T, mask_T)
+            tally.add("kl", loss.divergence_T, loss.mask_T)
         for name, stat_T in loss.stats.items():
-            tally.add(f"stat {name}", stat_T, mask_T)
-            tally.bound(f"stat {name}", stat_T, mask_T)
+            tally.add(f"stat {name}", stat_T, loss.mask_T)
+            tally.bound(f"stat {name}", stat_T, loss.mask_T)
+
+    def end_minibatch(self, share: float) -> None:
+        """`share` is the part of the denominator of its losses that was kept."""
+        self._tally.add("loss", self._pending / (share or 1.0), torch.ones_like(self._pending, dtype=torch.bool))
+        self._pending = torch.zeros_like(self._pending)
 
     def _add_mismatch(self, log_ratio_T: Tensor, mask_T: Tensor, current_T: Tensor) -> None:
         """How far the engine's log-probs are from the trainer's, for all tokens and for the current version's."""
@@ -136,8 +157,25 @@ class StepStatistics:
             self._tally.add(f"k3 {which}", k3_T, chosen_T)
             self._tally.bound(f"gap {which}", log_ratio_T.abs(), chosen_T)
 
+    def _add_kinds(self, log_ratio_T: Tensor, current_T: Tensor, sequence_T: Tensor, kinds_S: Sequence[str]) -> None:
+        """The mismatch of the current version's tokens, by environment."""
+        k3_T = (log_ratio_T.double().exp() - 1 - log_ratio_T.double()).where(current_T, 0.0)
+        sums_S2 = k3_T.new_zeros(len(kinds_S), 2)
+        sums_S2.index_add_(0, sequence_T, torch.stack([current_T.double(), k3_T], dim=-1))
+        for kind, sums in zip(kinds_S, sums_S2.cpu(), strict=True):
+            self._by_kind[kind] = self._by_kind.get(kind, torch.zeros_like(sums)) + sums
+
+    def _kind_metrics(self) -> dict[str, float]:
+        """`mismatch_k3_age_0`, and by environment where there are several; nothing without a token of age 0."""
+        rows = gather_sums({kind: sums.tolist() for kind, sums in self._by_kind.items()})
+        rows = {kind: (count, total) for kind, (count, total) in rows.items() if count}
+        metrics = {f"mismatch_k3_env_{kind}": total / count for kind, (count, total) in rows.items() if kind}
+        if rows:
+            metrics["mismatch_k3_age_0"] = sum(row[1] for row in rows.values()) / sum(row[0] for row in rows.values())
+        return metrics
+
     def metrics(self, minibatches: int) -> dict[str, float]:
-        """Over the trained tokens of all ranks, in two collectives.
+        """Over the trained tokens of all ranks, in three collectives.
 
         The mismatch is engine against trainer at equal weights, so it is taken over tokens of the current version; over
         all tokens when there are none, and then it contains the policy's drift. `ess` is Kish's effective sample size
@@ -146,6 +184,7 @@ class StepStatistics:
         sums, least, most = self._tally.reduce()
         which = "current" if sums["count current"] > 0 else "all"
         count, compared = max(sums["count all"], 1.0), max(sums[f"count {which}"], 1.0)
+        kept = max(sums["count kept"], 1.0)
         metrics = {
             "loss": sums["loss"] / minibatches,
             "entropy": sums["entropy"] / count,
@@ -160,18 +199,18 @@ class StepStatistics:
         if sums["weight square"] > 0:
             metrics["ess"] = sums["weight"] ** 2 / (count * sums["weight square"])
         if "kl" in sums:
-            metrics["kl_reference"] = sums["kl"] / count
+            metrics["kl_reference"] = sums["kl"] / kept
         for name in (key.removeprefix("stat ") for key in sums if key.startswith("stat ")):
-            mean = sums[f"stat {name}"] / count
+            mean = sums[f"stat {name}"] / kept
             if name == "clipped":
                 metrics["clip_fraction"] = mean
-            elif sums["count all"]:
+            elif sums["count kept"]:
                 metrics |= {
                     f"{name}_mean": mean,
                     f"{name}_min": least[f"stat {name}"],
                     f"{name}_max": most[f"stat {name}"],
                 }
-        return metrics | self._ratios.reduce()
+        return metrics | self._kind_metrics() | self._ratios.reduce()
 
 
 def batch_metrics(shard: Shard, plan: StepPlan) -> dict[str, float]:

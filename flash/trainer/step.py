@@ -23,18 +23,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from algorithms.aggregation import token_weights
-from algorithms.base import Advantage, Aggregation, Objective, PackedTokens
-from flash.config.objects import check_options, load_objective
-from flash.config.tree import AlgorithmConfig, Config
+from algorithms.base import Advantage, Aggregation, PackedTokens
+from algorithms.corrections import correct
+from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.trainer.collectives import gather_ragged
+from flash.trainer.collectives import gather_ragged, gather_rows
 from flash.trainer.critic import Critic
 from flash.trainer.ewma import start_average, update_average
 from flash.trainer.firstpass import Facts, Models, first_pass, policy_logprobs
+from flash.trainer.logprobs import TokenLogprobs
 from flash.trainer.loss import first_logprobs, pack_tokens, token_loss
 from flash.trainer.model import load_model, reshard, shard_model, trainer_mesh
+from flash.trainer.objective import make_objective
 from flash.trainer.optimizer import apply_gradient, learning_rate, make_optimizer
 from flash.trainer.packing import MicroBatch
+from flash.trainer.packing_check import check_packing
 from flash.trainer.plan import MinibatchPlan, plan_step
 from flash.trainer.statistics import StepStatistics, batch_metrics
 from flash.types import Shard
@@ -56,6 +59,7 @@ class Trainer:
         device: Literal["cpu", "cuda"] = "cuda" if config.gpus_per_node > 0 else "cpu"
         mesh = trainer_mesh(device)
         self.model = shard_model(load_model(config.model), mesh, config.model.dtype)
+        check_packing(self.model, config)
         self.optimizer = make_optimizer(self.model, config.train)
         self.critic: Critic | None = None
         """Where advantages are estimated with one."""
@@ -88,12 +92,16 @@ class Trainer:
         rate = learning_rate(self._config.train, self._config.run.steps, self.version)
         statistics, norms = StepStatistics(self.model.device), list[float]()
         for index, (minibatch, known) in enumerate(zip(plan.minibatches, facts, strict=True)):
-            limit = self._limit(minibatch, known, updated=index > 0)
-            for micro, facts_of in zip(minibatch.micro_batches, known, strict=True):
+            limit = self._limit(minibatch, known, shard.step, updated=index > 0)
+            kept = [
                 self._backward(micro, facts_of, minibatch, shard.step, limit, statistics)
+                for micro, facts_of in zip(minibatch.micro_batches, known, strict=True)
+            ]
+            share = self._kept_share(minibatch, kept)
+            statistics.end_minibatch(share)
             self._train_critic(minibatch, known)
             if not self._warming_up:
-                norms.append(self._update(rate, trained=minibatch.total_tokens > 0))
+                norms.append(self._update(rate, share, trained=minibatch.total_tokens > 0 and share > 0))
         metrics = batch_metrics(shard, plan) | statistics.metrics(len(plan.minibatches)) | self._critic_metrics()
         self._finish()
         finite = [norm for norm in norms if math.isfinite(norm)]
@@ -118,17 +126,21 @@ class Trainer:
             update_average(self.ewma, self.model, self._objective.proximal_decay, self.version)
 
     @torch.no_grad()
-    def _limit(self, minibatch: MinibatchPlan, known: Sequence[Facts], *, updated: bool) -> float:
+    def _limit(self, minibatch: MinibatchPlan, known: Sequence[Facts], step: int, *, updated: bool) -> float:
         """What the objective makes of all trained tokens of the minibatch, of all ranks; inf where it does not ask."""
         if not self._objective.limits or minibatch.total_tokens == 0:
             return math.inf
         pairs: list[Tensor] = []
         for micro, facts in zip(minibatch.micro_batches, known, strict=True):
-            logp_T = None if updated else facts.first_T
-            if logp_T is None:
-                logp_T = policy_logprobs(self.model, micro, self._config.rollout.temperature).logp_T
-            pair = torch.stack([logp_T - self._tensor(micro.behaviour_T), facts.advantage_T])
-            pairs.append(pair[:, self._tensor(micro.mask_T)])
+            if updated or facts.first_T is None:
+                now = policy_logprobs(self.model, micro, self._config.rollout.temperature)
+            else:
+                now = TokenLogprobs(facts.first_T, torch.zeros_like(facts.first_T))
+            tokens = pack_tokens(micro, now, facts, self._objective.proximal_policy, step=step, limit=math.inf)
+            # A rejected token is as if never sampled: without an advantage no rule counts it.
+            keep_T = correct(self._config.algorithm.corrections, tokens).keep_T
+            pair = torch.stack([tokens.logp_T - tokens.behaviour_T, tokens.advantage_T.where(keep_T, 0.0)])
+            pairs.append(pair[:, tokens.mask_T])
         log_ratio_N, advantage_N = gather_ragged(torch.cat(pairs, dim=1), minibatch.rank_tokens)
         return self._objective.limit(log_ratio_N, advantage_N)
 
@@ -140,19 +152,34 @@ class Trainer:
         step: int,
         limit: float,
         statistics: StepStatistics,
-    ) -> None:
-        """Add one micro-batch's share of the gradient, and book its statistics."""
+    ) -> Tensor:
+        """Add one micro-batch's share of the gradient, and book its statistics. Returns its kept tokens, sequences."""
         algorithm, temperature = self._config.algorithm, self._config.rollout.temperature
         with torch.set_grad_enabled(not self._warming_up):
             now = policy_logprobs(self.model, micro, temperature, entropy_gradient=algorithm.entropy_bonus > 0)
             tokens = pack_tokens(micro, now, facts, self._objective.proximal_policy, step=step, limit=limit)
             loss = token_loss(self._objective, algorithm, tokens, facts, now.entropy_T)
-            share_T = loss.loss_T * self._weights(tokens, whole)
+            share_T = loss.loss_T * self._weights(tokens._replace(mask_T=loss.mask_T), whole)
             if not self._warming_up:
                 # FSDP averages gradients over ranks; the loss is already a share of the whole batch.
                 (share_T.sum() * dist.get_world_size()).backward()
         age_T = self._tensor(step - micro.version_T)
-        statistics.add(tokens, first_logprobs(now, facts), now.entropy_T, age_T, loss, share_T)
+        first_T = first_logprobs(now, facts)
+        statistics.add(tokens, first_T, now.entropy_T, age_T, micro.kinds_S, loss, share_T)
+        kept = (int(loss.mask_T.sum()), tokens.sequence_T[loss.mask_T].unique().numel())
+        return torch.tensor(kept, device=loss.mask_T.device)
+
+    def _kept_share(self, whole: MinibatchPlan, kept: Sequence[Tensor]) -> float:
+        """The part of the loss's denominator that no correction rejected, over all ranks.
+
+        What is rejected follows from the log-probs of the very pass that trains, so it is known only afterwards.
+        """
+        if not any(correction.rejects for correction in self._config.algorithm.corrections):
+            return 1.0
+        tokens, sequences = gather_rows(torch.stack(list(kept)).sum(0)).sum(0).tolist()
+        if self._aggregation == "token_mean":
+            return tokens / max(whole.total_tokens, 1)
+        return sequences / max(whole.total_sequences, 1)
 
     def _weights(self, tokens: PackedTokens, whole: MinibatchPlan) -> Tensor:
         """[T]: what each token's loss weighs in the loss of the minibatch."""
@@ -166,7 +193,7 @@ class Trainer:
             constant=self._config.algorithm.constant_length or self._config.rollout.max_new_tokens,
         )
 
-    def _update(self, rate: float, *, trained: bool) -> float:
+    def _update(self, rate: float, share: float, *, trained: bool) -> float:
         """One update of the policy. Returns the gradient's norm before clipping."""
         train = self._config.train
         norm, applied = apply_gradient(
@@ -175,6 +202,7 @@ class Trainer:
             rate=rate,
             max_norm=train.max_grad_norm,
             trained=trained,
+            share=share,
             on_nonfinite=train.on_nonfinite,
             whose=f"step {self.version}",
             advice="look at the last metrics for a loss or ratio that runs away, lower train.learning_rate",
@@ -199,16 +227,6 @@ class Trainer:
         return torch.from_numpy(array).to(self.model.device)
 
 
-def make_objective(config: AlgorithmConfig) -> Objective:
-    """The configured objective with its options.
-
-    Raises:
-        ConfigError: there is no such objective, or an option does not fit.
-    """
-    kind = load_objective(config.objective)
-    return kind(**check_options(kind, config.options, "algorithm.options"))
-
-
 def _load_reference(config: Config, mesh: DeviceMesh) -> PreTrainedModel | None:
     """The reference policy of a KL, sharded like the policy; None without one."""
     if config.algorithm.kl is None:
@@ -216,6 +234,8 @@ def _load_reference(config: Config, mesh: DeviceMesh) -> PreTrainedModel | None:
     path = config.algorithm.kl.reference or config.model.path
     described = msgspec.structs.replace(config.model, path=path)
     try:
-        return shard_model(load_model(described), mesh, described.dtype).requires_grad_(False)
+        model = shard_model(load_model(described), mesh, described.dtype).requires_grad_(False)
+        check_packing(model, config)
     except ConfigError as error:
         raise ConfigError(f"algorithm.kl.reference: {str(error).removeprefix('model.path: ')}") from error
+    return model

@@ -2,8 +2,10 @@
 
 The result is an ordinary Hugging Face folder with a tokenizer of the environment's characters. The supervised warm
 start ends as soon as the model would sample nearly a quarter of the answers right: it can then answer at all, and
-reinforcement learning has most of the way before it. A fingerprint file of all options makes the folder its own cache;
-a folder without one belongs to somebody else and is never written to.
+reinforcement learning has most of the way before it. Where the examples leave something open, such as the moves of a
+demonstrator that draws them, no model gets there: then it ends when the loss falls no further. A fingerprint file of
+what the model is made from makes the folder its own cache; a folder without one belongs to somebody else and is never
+written to. A warm start that is interrupted leaves what it has come to, and says so, as does each use of that.
 
 torch and transformers are imported where they are used: asking whether a folder is current needs neither.
 
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from flash.config.objects import check_options, load_object
-from flash.config.tree import Config, TinyModelConfig
+from flash.config.tree import TinyModelConfig
 from flash.environment.interface import SolvedExample, WarmStart
 from flash.errors import ConfigError
 
@@ -34,7 +36,10 @@ if TYPE_CHECKING:
 FINGERPRINT = "flash_tiny.json"
 """The file, inside the model folder, that holds all options it was made from."""
 
-RECIPE = 1
+INTERRUPTED = "interrupted_after"
+"""In that file: steps of a warm start that was interrupted."""
+
+RECIPE = 2
 """Part of the fingerprint: raised when this file makes another model from the same options."""
 
 STOP_AT = 0.22
@@ -43,6 +48,15 @@ reaches this share. Stopping by steps instead would not do: seeds differ by a fa
 
 SMOOTHING = 0.1
 """Weight of the newest step in the running mean that is compared with `STOP_AT`."""
+
+WINDOW = 150
+"""Steps over which losses are averaged, to see whether the loss still falls: longer than the plateau at the start."""
+
+LEAST_GAIN = 0.003
+"""Share by which the mean loss of a window has to be below that of the one before, or the loss falls no further."""
+
+SAMPLE = 16
+"""Examples in the fingerprint: what they show of the environment's options is what the model depends on."""
 
 LR_WARMUP_STEPS = 20
 """Steps of linear learning-rate warm-up."""
@@ -61,15 +75,6 @@ Progress = Callable[[int, int, float], None]
 """Called after each step with steps done, steps in all (as many as done, when it was the last), and the loss."""
 
 
-def make_missing_model(config: Config) -> None:
-    """Make the tiny model a configuration asks for, unless it is there already."""
-    if config.tiny_model is None:
-        return
-    path, wanted = Path(config.model.path), (config.tiny_model, config.env.path, config.env.options)
-    if not is_current(path, *wanted):
-        make_tiny_model(path, *wanted, show_progress)
-
-
 def show_progress(step: int, steps: int, loss: float) -> None:
     """Tell of every fiftieth supervised step, and of the last."""
     if step == steps or step % 50 == 0:
@@ -78,18 +83,39 @@ def show_progress(step: int, steps: int, loss: float) -> None:
 
 
 def is_current(path: Path, config: TinyModelConfig, env_path: str, env_options: dict[str, Any]) -> bool:
-    """Whether the folder holds the model that exactly these options make."""
+    """Whether the folder holds the model that these options make."""
+    return not what_changed(path, config, env_path, env_options)
+
+
+def what_changed(path: Path, config: TinyModelConfig, env_path: str, env_options: dict[str, Any]) -> list[str]:
+    """Of what the model is made from, the parts that the one in the folder was not made from: nothing, or a word each.
+
+    Raises:
+        ConfigError: the environment offers no examples.
+    """
+    wanted, found = _fingerprint(config, _example_source(env_path, env_options), env_options), _read_fingerprint(path)
+    return [name for name in wanted if found.get(name) != wanted[name]]
+
+
+def _read_fingerprint(path: Path) -> dict[str, Any]:
     try:
         found = json.loads((path / FINGERPRINT).read_text())
     except (OSError, ValueError):
-        return False
-    return found == _fingerprint(config, env_path, env_options)
+        return {}
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def interrupted_after(path: Path) -> int:
+    """Steps after which the warm start of the model in the folder was interrupted; 0: it was not."""
+    return int(_read_fingerprint(path).get(INTERRUPTED, 0))
 
 
 def make_tiny_model(
     path: Path, config: TinyModelConfig, env_path: str, env_options: dict[str, Any], progress: Progress
 ) -> None:
-    """Make the model and put it at `path`, whole or not at all; an older one of ours is replaced.
+    """Make the model and put it at `path`; an older one of ours is replaced.
+
+    Interrupted, it puts there what it has come to, unless what is there was made from the same and is whole.
 
     Raises:
         ConfigError: `path` holds something else, the width does not divide into heads, or the environment offers no
@@ -102,19 +128,60 @@ def make_tiny_model(
         )
     if config.width % HEAD_DIM:
         raise ConfigError(f"tiny_model.width must be a multiple of {HEAD_DIM}, but is {config.width}")
+    from flash.foreign.transformers import without_bars
+
     env = _example_source(env_path, env_options)
     tokenizer = _make_tokenizer(env.alphabet())
     model = _make_model(config, tokenizer)
-    _warm_start(model, tokenizer, env, config, progress)
-    with _replacing(path) as folder:
-        with _quiet_saving():
-            model.save_pretrained(folder)
-        tokenizer.save_pretrained(str(folder))
-        (folder / FINGERPRINT).write_text(json.dumps(_fingerprint(config, env_path, env_options), indent=2))
+    made_from = _fingerprint(config, env, env_options)
+
+    def save() -> None:
+        with _replacing(path) as folder:
+            with without_bars():
+                model.save_pretrained(folder)
+            tokenizer.save_pretrained(str(folder))
+            (folder / FINGERPRINT).write_text(json.dumps(made_from, indent=2))
+
+    done = 0
+
+    def count(step: int, steps: int, loss: float) -> None:
+        nonlocal done
+        done = step
+        progress(step, steps, loss)
+
+    try:
+        with _one_thread():
+            _warm_start(model, tokenizer, env, config, count)
+    except KeyboardInterrupt:
+        whole = is_current(path, config, env_path, env_options) and not interrupted_after(path)
+        if done and not whole:
+            made_from[INTERRUPTED] = done
+            save()
+            sys.stdout.write(f"tiny model: interrupted after {done} steps; {path} has the model as it is by now\n")
+        raise
+    save()
 
 
-def _fingerprint(config: TinyModelConfig, env_path: str, env_options: dict[str, Any]) -> dict[str, Any]:
-    made_from = {"recipe": RECIPE, "tiny_model": config, "env": {"path": env_path, "options": env_options}}
+def save_tokenizer(folder: Path, env_path: str, env_options: dict[str, Any]) -> None:
+    """The tokenizer that such a model would have, without the model.
+
+    Raises:
+        ConfigError: the environment offers no usable examples.
+    """
+    _make_tokenizer(_example_source(env_path, env_options).alphabet()).save_pretrained(str(folder))
+
+
+def _fingerprint(config: TinyModelConfig, env: WarmStart, env_options: dict[str, Any]) -> dict[str, Any]:
+    """Of the environment only what the model is taught: most options, such as a failure rate, change nothing of it."""
+    examples = env.solved_examples(SAMPLE, config.seed)
+    # An environment that draws without the seed shows others each time: its options have to do.
+    repeatable = examples == env.solved_examples(SAMPLE, config.seed)
+    made_from = {
+        "recipe": RECIPE,
+        "tiny_model": config,
+        "alphabet": env.alphabet(),
+        "examples": examples if repeatable else env_options,
+    }
     return json.loads(msgspec.json.encode(made_from))
 
 
@@ -189,12 +256,13 @@ def _warm_start(
     config: TinyModelConfig,
     progress: Progress,
 ) -> None:
-    """Supervised steps on fresh solved examples, until the model is good enough or the steps are used up."""
+    """Supervised steps on fresh solved examples, until the model is good enough, learns no more, or no step is left."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     model.train()
     accuracy = 0.0
+    losses: list[float] = []
     for step in range(config.warm_start_steps):
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * min(1.0, (step + 1) / LR_WARMUP_STEPS)
@@ -206,10 +274,24 @@ def _warm_start(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         accuracy += SMOOTHING * (probability - accuracy)
-        good_enough = accuracy >= STOP_AT
-        progress(step + 1, step + 1 if good_enough else config.warm_start_steps, loss.item())
+        losses.append(loss.item())
+        good_enough = accuracy >= STOP_AT or _falls_no_further(losses)
+        progress(step + 1, step + 1 if good_enough else config.warm_start_steps, losses[-1])
         if good_enough:
             return
+    if config.warm_start_steps:
+        sys.stdout.write(
+            f"tiny model: warm_start_steps = {config.warm_start_steps} are made; the model is kept, though it would "
+            f"get {accuracy:.1%} of the examples right and not {STOP_AT:.0%}\n"
+        )
+
+
+def _falls_no_further(losses: list[float]) -> bool:
+    """Looked at once per window: the mean of the last one against the one before."""
+    if len(losses) < 2 * WINDOW or len(losses) % WINDOW:
+        return False
+    before, now = sum(losses[-2 * WINDOW : -WINDOW]), sum(losses[-WINDOW:])
+    return now > (1 - LEAST_GAIN) * before
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, examples: list[SolvedExample]) -> tuple[Tensor, Tensor]:
@@ -259,17 +341,19 @@ def _loss(model: Qwen3ForCausalLM, ids_BT: Tensor, targets_BT: Tensor) -> tuple[
 
 
 @contextlib.contextmanager
-def _quiet_saving() -> Generator[None]:
-    """Without transformers' own progress bar, which would cut into the caller's."""
-    from transformers.utils import logging
+def _one_thread() -> Generator[None]:
+    """Let torch compute in one thread: in models this small, threads that wait for each other decide how long it takes.
 
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    Where another program shares two cores, a step of the quickstart's model takes 0.2 s in one thread, and 3 s in two.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
         yield
     finally:
-        if shown:
-            logging.enable_progress_bar()
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

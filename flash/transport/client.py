@@ -79,9 +79,11 @@ async def _open(host: str, port: int, token: bytes, name: str, seconds: float, w
     except DeadlineError:
         raise
     except OSError as error:
-        raise PeerLostError(
-            f"cannot connect to {where}: {error.__cause__ or error}; is it running, and may this machine reach it?"
-        ) from error
+        cause = error.__cause__ or error
+        hint = "is it running, and may this machine reach it?"
+        if isinstance(cause, ConnectionRefusedError):
+            hint = "nothing listens there: that process has ended, or is starting again; its own output says which"
+        raise PeerLostError(f"cannot connect to {where}: {cause}; {hint}") from error
     except TransportError as error:
         raise TransportError(f"no connection to {where}: {error}") from error
 
@@ -119,10 +121,9 @@ class Client:
         number = next(self._ids)
         call = _PendingCall()
         with anyio.move_on_after(timeout):
-            if self._connection.full:
-                await self._connection.room()
             self._check()
-            self._connection.post(FrameKind.REQUEST, number, request)
+            await self._connection.send(FrameKind.REQUEST, number, request)
+            self._check()
             self._calls[number] = call
             try:
                 await call.done.wait()

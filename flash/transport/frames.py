@@ -11,19 +11,21 @@ Invariant: decoding any split of the concatenated frames gives the frames, in or
 from __future__ import annotations
 
 import struct
+from collections.abc import Generator
 from enum import IntEnum
 
 import msgspec
 
 from flash.errors import TransportError
+from flash.transport.slices import encode_slices
 
 MAX_FRAME_BYTES = 1 << 30
-"""Longest frame in bytes. Far above any batch, low enough that a corrupt length is noticed before it is waited for."""
+"""Longest frame in bytes. Far above any message of ours (what has no bound travels in parts, or through a file), low
+enough that a corrupt length is noticed before it is waited for."""
 
 _HEADER = struct.Struct("!IBQ")
 _LENGTH_BYTES = 4
 _MIN_LENGTH = _HEADER.size - _LENGTH_BYTES
-_ENCODER = msgspec.msgpack.Encoder()
 
 
 class FrameKind(IntEnum):
@@ -56,7 +58,17 @@ class Refusal(msgspec.Struct, frozen=True):
 def append_frame(
     buffer: bytearray, kind: FrameKind, call: int, body: msgspec.Struct | None, limit: int = MAX_FRAME_BYTES
 ) -> None:
+    """Encode one frame to the end of `buffer`, all of it at once. See `frame_slices`."""
+    for _ in frame_slices(buffer, kind, call, body, limit):
+        pass
+
+
+def frame_slices(
+    buffer: bytearray, kind: FrameKind, call: int, body: msgspec.Struct | None, limit: int = MAX_FRAME_BYTES
+) -> Generator[None]:
     """Encode one frame to the end of `buffer`, which is left as it was on an error.
+
+    Yields after each slice of a long one. Nobody else may use the buffer until it is over.
 
     Raises:
         TransportError: the frame would be longer than `limit` bytes.
@@ -65,7 +77,7 @@ def append_frame(
     try:
         buffer += _HEADER.pack(0, kind, call)
         if body is not None:
-            _ENCODER.encode_into(body, buffer, -1)
+            yield from encode_slices(body, buffer)
         length = len(buffer) - start - _LENGTH_BYTES
         if length > limit:
             raise TransportError(

@@ -15,15 +15,24 @@ from typing import Generic, TypeVar
 
 import anyio
 import msgspec
-from anyio.abc import SocketAttribute, SocketStream, TaskGroup, TaskStatus
+from anyio.abc import SocketAttribute, SocketListener, SocketStream, TaskGroup, TaskStatus
 from anyio.streams.stapled import MultiListener
 
-from flash.errors import ConfigError, FlashError, PeerLostError, TransportError
+from flash.errors import ConfigError, FlashError, PeerLostError, ProtocolError, TransportError
+from flash.transport.accept import STRANGERS, Sayings, Strangers, accept_all
 from flash.transport.auth import admit_client, check_token
 from flash.transport.connection import FrameConnection, tune
 from flash.transport.frames import Frame, FrameKind, Refusal
 
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)
+
+REFUSALS_SAID = 20
+"""Refused connections that are logged in a minute."""
+
+CALLS_AT_ONCE = 1 << 12
+"""Requests of one peer under way: far above what ours ask at once, and each holds a task."""
+FAREWELL_S = 2.0
+"""Seconds for a dropped peer to take the words that tell it why."""
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +59,7 @@ async def serve(
     handler: Handler[RequestT],
     *,
     deadline: float,
+    on_connect: Callable[[Peer], None] | None = None,
     on_disconnect: Callable[[Peer], None] | None = None,
     task_status: TaskStatus[int] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
@@ -63,8 +73,10 @@ async def serve(
         token: what a peer has to prove, and what is proven to it.
         request_type: the struct, or tagged union of structs, that peers send.
         handler: turns a request into its reply, as a task of its own; replies may overtake each other. Its `FlashError`
-            goes to the caller; any other exception is a bug and ends the server.
+            goes to the caller, and a `ProtocolError` ends the connection too; any other exception is a bug and ends
+            the server.
         deadline: seconds for a new connection to prove the token.
+        on_connect: called once per peer, before its first request; a `ProtocolError` of it refuses the peer.
         on_disconnect: called once per peer, after its last handler ended, also when the server ends.
         task_status: is given the bound port.
 
@@ -72,10 +84,12 @@ async def serve(
         ConfigError: the address cannot be listened at, or the token is too short.
     """
     check_token(token)
-    server = _Server(token, request_type, handler, deadline, on_disconnect)
-    async with await _listen(host, port) as listener:
+    server = _Server(token, request_type, handler, deadline, on_connect, on_disconnect)
+    async with await _listen(host, port) as listener, anyio.create_task_group() as tasks:
+        for one in listener.listeners:
+            assert isinstance(one, SocketListener), "a port's listeners are sockets"
+            tasks.start_soon(accept_all, one, server.accept, tasks, server.strangers, server.sayings)
         task_status.started(listener.extra(SocketAttribute.local_port))
-        await listener.serve(server.accept)
 
 
 async def _listen(host: str, port: int) -> MultiListener[SocketStream]:
@@ -103,12 +117,16 @@ class _Server(Generic[RequestT]):
         request_type: type[RequestT],
         handler: Handler[RequestT],
         deadline: float,
+        on_connect: Callable[[Peer], None] | None,
         on_disconnect: Callable[[Peer], None] | None,
     ) -> None:
+        self.strangers = Strangers(STRANGERS)
+        self.sayings = Sayings(anyio.current_time, REFUSALS_SAID)
         self._token = token
         self._decoder = msgspec.msgpack.Decoder(request_type)
         self._handler = handler
         self._deadline = deadline
+        self._on_connect = on_connect
         self._on_disconnect = on_disconnect
         self._ids = count(1)
 
@@ -117,23 +135,31 @@ class _Server(Generic[RequestT]):
         async with stream:
             address = _address(stream)
             try:
-                with anyio.fail_after(self._deadline):
-                    name = await admit_client(stream, self._token)
+                peer = Peer(next(self._ids), await self._name(stream), address)
                 tune(stream)
+                if self._on_connect is not None:
+                    self._on_connect(peer)
             except TimeoutError:
-                _log.warning("refused a connection from %s: no proof within %g s", address, self._deadline)
+                self.sayings.warn("refused a connection from %s: no proof within %g s", address, self._deadline)
                 return
             except (TransportError, OSError) as error:
-                _log.warning("refused a connection from %s: %s", address, error)
+                self.sayings.warn("refused a connection from %s: %s", address, error)
                 return
-            peer = Peer(next(self._ids), name, address)
             try:
-                await _Session(
-                    peer, FrameConnection(stream, f"{name} at {address}"), self._decoder, self._handler
-                ).run()
+                connection = FrameConnection(stream, f"{peer.name} at {address}")
+                await _Session(peer, connection, self._decoder, self._handler).run()
             finally:
                 if self._on_disconnect is not None:
                     self._on_disconnect(peer)
+
+    async def _name(self, stream: SocketStream) -> str:
+        """What a connection calls itself, once it has proven the token."""
+        name = ""
+        with self.strangers.one() as scope, anyio.fail_after(self._deadline):
+            name = await admit_client(stream, self._token)
+        if scope.cancelled_caught:
+            raise TransportError("no proof yet, and others wait")
+        return name
 
 
 class _Session(Generic[RequestT]):
@@ -151,18 +177,30 @@ class _Session(Generic[RequestT]):
         self._decoder = decoder
         self._handler = handler
         self._running: dict[int, anyio.CancelScope] = {}
+        self._dropped = False
 
     async def run(self) -> None:
         """Until the connection ends; then all its handlers are cancelled."""
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._connection.write)
-            try:
-                await self._read(tasks)
-            except PeerLostError as error:
-                _log.debug("%s left: %s", self._peer, error)
-            except TransportError as error:
-                _log.warning("dropped %s: %s", self._peer, error)
-            tasks.cancel_scope.cancel()
+        async with anyio.create_task_group() as writing:
+            writing.start_soon(self._connection.write)
+            async with anyio.create_task_group() as tasks:
+                try:
+                    await self._read(tasks)
+                except PeerLostError as error:
+                    _log.debug("%s left: %s", self._peer, error)
+                except TransportError as error:
+                    self._drop(error)
+                tasks.cancel_scope.cancel()
+            if self._dropped:
+                with anyio.move_on_after(FAREWELL_S):
+                    await self._connection.flush()
+            writing.cancel_scope.cancel()
+
+    def _drop(self, error: TransportError) -> None:
+        """Say once why this peer is disconnected."""
+        if not self._dropped:
+            _log.warning("dropped %s: %s", self._peer, error)
+        self._dropped = True
 
     async def _read(self, tasks: TaskGroup) -> None:
         """Start a handler per request, cancel the handlers of cancelled calls.
@@ -184,16 +222,21 @@ class _Session(Generic[RequestT]):
     def _start(self, frame: Frame, tasks: TaskGroup) -> None:
         if frame.call in self._running:
             raise TransportError(f"call {frame.call} was begun twice")
+        if len(self._running) >= CALLS_AT_ONCE:
+            raise TransportError(f"more than {CALLS_AT_ONCE} calls wait at once")
         try:
             request = self._decoder.decode(frame.body)
-        except msgspec.DecodeError as error:
-            refusal = Refusal("TransportError", f"the request cannot be read: {error}; do both ends run the same code?")
-            self._connection.post(FrameKind.ERROR, frame.call, refusal)
-            return
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            unread = ProtocolError(f"the request cannot be read: {error}; do both ends run the same code?")
+            self._refuse(frame.call, unread)
+            raise unread from error
         scope = self._running[frame.call] = anyio.CancelScope()
-        tasks.start_soon(self._answer, frame.call, request, scope)
+        tasks.start_soon(self._answer, frame.call, request, scope, tasks)
 
-    async def _answer(self, call: int, request: RequestT, scope: anyio.CancelScope) -> None:
+    def _refuse(self, call: int, error: FlashError) -> None:
+        self._connection.post(FrameKind.ERROR, call, Refusal(type(error).__name__, str(error)))
+
+    async def _answer(self, call: int, request: RequestT, scope: anyio.CancelScope, tasks: TaskGroup) -> None:
         try:
             with scope:
                 try:
@@ -201,11 +244,14 @@ class _Session(Generic[RequestT]):
                     # that takes no replies.
                     await self._connection.room()
                     reply = await self._handler(self._peer, request)
-                    await self._connection.room()
-                    self._connection.post(FrameKind.REPLY, call, reply)
+                    await self._connection.send(FrameKind.REPLY, call, reply)
+                except ProtocolError as error:
+                    self._refuse(call, error)
+                    self._drop(error)
+                    tasks.cancel_scope.cancel()
                 except FlashError as error:
                     await self._connection.room()
-                    self._connection.post(FrameKind.ERROR, call, Refusal(type(error).__name__, str(error)))
+                    self._refuse(call, error)
         finally:
             del self._running[call]
 

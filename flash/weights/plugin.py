@@ -1,12 +1,14 @@
-"""vLLM's entry point into Flash: runs once in each of vLLM's processes (`vllm.general_plugins`).
+"""vLLM's entry points into Flash, which run in each of vLLM's processes.
 
-It registers the tcp weight receiver, and ties the life of an engine's processes to their node loop: they leave the
-launcher's process group, so that an interrupt reaches the node loop alone and it closes its engines in order, and they
-end by themselves when the node loop is gone, however it went.
+`no_platform` (`vllm.platform_plugins`) comes before all else: vLLM asks it for a platform, of which we have none.
+`register` (`vllm.general_plugins`) registers the tcp weight receiver, and ties the life of an engine's processes to
+their node loop: they leave the launcher's process group, so that an interrupt reaches the node loop alone and it closes
+its engines in order, and they end by themselves when the node loop is gone, however it went.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
@@ -29,6 +31,16 @@ def register() -> None:
     node_pid = os.environ.get(NODE_PID)
     if node_pid is not None and int(node_pid) != os.getpid():
         follow(int(node_pid))
+
+
+def no_platform() -> None:
+    """Offer no platform, and let neither vLLM's CPU build nor torch warn of Triton, which has nothing for a CPU.
+
+    vLLM would in each process where it is installed, before it sets up its logging, and so at any level that is asked
+    for; torch where it is not.
+    """
+    for name in ("vllm.triton_utils", "torch._library.triton"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def follow(node_pid: int) -> None:

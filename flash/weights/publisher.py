@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from flash.config import waits
 from flash.config.tree import Config
 from flash.weights.staging import Announce, NamedTensors
 
@@ -39,11 +40,10 @@ def make_publisher(config: Config, rank: int, host: str) -> WeightPublisher:
         host: address of this machine that all engines can reach.
     """
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    timeout_s = config.deadlines.swap
     if config.weights_backend == "tcp":
         from flash.weights.tcp import TcpPublisher
 
-        return TcpPublisher(rank, host, dtype, timeout_s)
+        return TcpPublisher(rank, host, dtype, config.deadlines.connect, config.deadlines.swap)
     if config.weights_backend == "ipc":
         from flash.weights.vllm_backends import IpcPublisher, TorchIpcExporter
 
@@ -52,4 +52,5 @@ def make_publisher(config: Config, rank: int, host: str) -> WeightPublisher:
 
     engines = sum(config.engines_on(node) for node in range(config.cluster.nodes))
     workers = engines * config.engine.tensor_parallel
-    return NcclPublisher(rank, host, dtype, timeout_s, workers, NcclLink())
+    first_s, timeout_s = waits.first_version_s(config), waits.new_version_s(config)
+    return NcclPublisher(rank, host, dtype, first_s, timeout_s, workers, NcclLink())

@@ -14,13 +14,11 @@ published.
 from __future__ import annotations
 
 import hashlib
-import logging
 import socket
 import struct
 import threading
 import zlib
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,9 +26,11 @@ import msgspec
 import torch
 
 from flash.errors import DeadlineError, TransportError, WeightsError
-from flash.transport.auth import blocking_handshake, client_handshake, new_token, server_handshake
+from flash.transport.auth import blocking_handshake, client_handshake, new_token
+from flash.weights.door import Door
+from flash.weights.fingerprint import Fingerprint
 from flash.weights.staging import Announce, NamedTensors, dtype_name, stage
-from flash.weights.update import UpdateInfo, encode_update
+from flash.weights.update import DAMAGED, NOT_HELD, UpdateInfo, encode_update
 
 CHUNK_BYTES = 4 << 20
 """Bytes per send and receive: each chunk has its own deadline, so that a slow link is not mistaken for a dead one."""
@@ -40,8 +40,6 @@ WORKER_NAME = "engine worker"
 """What a worker calls itself when it proves the token."""
 MAX_MANIFEST_BYTES = 256 << 20
 """Longest reply a worker accepts."""
-
-_log = logging.getLogger(__name__)
 
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
@@ -106,9 +104,9 @@ class TcpPublisher:
     Threads: one accepts, one per connected worker sends. They end with `close`.
     """
 
-    def __init__(self, rank: int, host: str, dtype: torch.dtype, timeout_s: float) -> None:
+    def __init__(self, rank: int, host: str, dtype: torch.dtype, prove_s: float, timeout_s: float) -> None:
         self._dtype = dtype
-        self._server = WeightServer(host, timeout_s) if rank == 0 else None
+        self._server = WeightServer(host, prove_s, timeout_s) if rank == 0 else None
 
     def publish(self, version: int, tensors: NamedTensors, announce: Announce) -> None:
         """Hold `version` ready for the engines. Returns as soon as they may pull."""
@@ -116,8 +114,9 @@ class TcpPublisher:
             for _ in tensors:
                 pass
             return
-        source = self._server.hold(version, make_image(stage(tensors, self._dtype)))
-        announce(encode_update(UpdateInfo(update=vars(source))))
+        fingerprint = Fingerprint()
+        source = self._server.hold(version, make_image(stage(tensors, self._dtype, fingerprint)))
+        announce(encode_update(UpdateInfo(vars(source), fingerprint.sums)))
 
     def close(self) -> None:
         """Stop serving; pulls that have begun go on while this process lives."""
@@ -126,18 +125,21 @@ class TcpPublisher:
 
 
 class WeightServer:
-    """Serves the newest `VERSIONS_KEPT` images to workers that prove the token."""
+    """Serves the newest `VERSIONS_KEPT` images to workers that prove the token.
 
-    def __init__(self, host: str, timeout_s: float) -> None:
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        self._listener = socket.create_server((host, 0), family=family)
+    Args:
+        host: an address of this machine that workers reach.
+        prove_s: seconds for a worker to prove the token.
+        timeout_s: longest silence of a worker that has.
+    """
+
+    def __init__(self, host: str, prove_s: float, timeout_s: float) -> None:
         self._host = host
         self._timeout_s = timeout_s
         self._token = new_token()
         self._lock = threading.Lock()
         self._images: dict[int, Image] = {}
-        self._thread = threading.Thread(target=self._accept, name="flash-weights", daemon=True)
-        self._thread.start()
+        self._door = Door(host, self._token, prove_s, timeout_s, self._answer)
 
     def hold(self, version: int, image: Image) -> TcpSource:
         """Serve `image` as `version`, and forget all but the newest versions."""
@@ -147,7 +149,7 @@ class WeightServer:
                 del self._images[old]
         return TcpSource(
             host=self._host,
-            port=self._listener.getsockname()[1],
+            port=self._door.port,
             token=self._token.hex(),
             version=version,
             digest=image.digest,
@@ -156,38 +158,15 @@ class WeightServer:
 
     def close(self) -> None:
         """Accept no one any more; connections that are open end on their own."""
-        # close() alone does not wake a thread that is blocked in accept().
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join(timeout=self._timeout_s)
-
-    def _accept(self) -> None:
-        """Consumes connections. Waits for workers for as long as the server lives. Unblocked by `close`."""
-        while True:
-            try:
-                connection, peer = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection, peer), daemon=True).start()
-
-    def _serve(self, connection: socket.socket, peer: object) -> None:
-        with connection:
-            connection.settimeout(self._timeout_s)
-            try:
-                self._answer(connection)
-            except (OSError, TransportError) as error:
-                # One worker's broken connection is its own error to report; the others go on.
-                _log.warning("a pull of weights from %s ended early: %s", peer, error)
+        self._door.close()
 
     def _answer(self, connection: socket.socket) -> None:
-        blocking_handshake(server_handshake(self._token), connection.sendall, partial(_receive, connection))
         (version,) = struct.unpack("!q", _receive(connection, 8))
         with self._lock:
             image = self._images.get(version)
             held = sorted(self._images)
         if image is None:
-            _send_reply(connection, Reply(error=f"version {version} is not held any more; held are {held}"))
+            _send_reply(connection, Reply(error=f"version {version} {NOT_HELD}; held are {held}"))
             return
         _send_reply(connection, Reply(manifest=image.manifest))
         for payload in image.payloads:
@@ -247,7 +226,7 @@ def _open(connection: socket.socket, source: TcpSource) -> list[TensorMeta]:
     digest = hashlib.sha256(reply.manifest).hexdigest()
     if digest != source.digest:
         raise WeightsError(
-            f"the manifest of version {source.version} has digest {digest}, but {source.digest} was announced"
+            f"the manifest of version {source.version} {DAMAGED}: its digest is {digest}, {source.digest} was announced"
         )
     return msgspec.msgpack.decode(reply.manifest, type=list[TensorMeta])
 
@@ -258,7 +237,7 @@ def _receive_tensor(connection: socket.socket, line: TensorMeta, version: int) -
     crc32 = _receive_into(connection, _bytes(flat))
     if crc32 != line.crc32:
         raise WeightsError(
-            f"tensor {line.name} of version {version} is damaged: its crc32 is {crc32:08x}, "
+            f"tensor {line.name} of version {version} {DAMAGED}: its crc32 is {crc32:08x}, "
             f"{line.crc32:08x} was published"
         )
     return flat.view(getattr(torch, line.dtype)).view(line.shape)

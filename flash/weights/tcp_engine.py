@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flash.errors import FlashError
 from flash.foreign.vllm_worker import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -15,6 +16,7 @@ from flash.foreign.vllm_worker import (
     end_reload,
 )
 from flash.weights.tcp import TcpSource, pull
+from flash.weights.worker_extension import forget_failure, remember, remember_failure
 
 
 @dataclass
@@ -38,11 +40,23 @@ class TcpWeightEngine(WeightTransferEngine[TcpInitInfo, TcpUpdateInfo]):
 
     def start_weight_update(self) -> None:
         """Make the layers expect new tensors."""
-        begin_reload(self.model)
+        forget_failure()
+        begin_reload(self.model, self.device, remember)
 
     def receive_weights(self, update_info: TcpUpdateInfo) -> None:
-        """Load each tensor as soon as it arrived and was verified."""
-        self.model.load_weights(pull(update_info))  # pyright: ignore[reportCallIssue]
+        """Load each tensor as soon as it arrived and was verified.
+
+        A version that cannot be pulled is left for `flash_load_failure`: vLLM would print each exception's traceback
+        twice, and a trainer that dies in the middle of a pull is nothing unheard of.
+        """
+        try:
+            self.model.load_weights(pull(update_info))  # pyright: ignore[reportCallIssue]
+        except FlashError as error:
+            remember_failure(str(error))
+        except BaseException:
+            # Else the next version would be loaded on top of the half of this one: layers count what they are given.
+            self.finish_weight_update()
+            raise
 
     def finish_weight_update(self) -> None:
         """Put the new tensors in place, in every form in which the model keeps them."""

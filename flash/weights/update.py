@@ -13,6 +13,10 @@ TCP_BACKEND = "flash_tcp"
 """Name under which `flash.weights.plugin` registers the tcp receiver in vLLM's processes."""
 
 
+NOT_HELD = "is not held any more"
+"""What a trainer says of a version that it has forgotten."""
+DAMAGED = "is damaged"
+"""What a worker says of a version whose bytes are not those that were published."""
 TRAINER_RANKS = 1
 """Trainer processes in the group that nccl forms with the engine workers: only rank 0 broadcasts."""
 
@@ -22,6 +26,8 @@ class UpdateInfo(msgspec.Struct, frozen=True):
 
     update: dict[str, Any]
     """Arguments of this version's `update_weights`."""
+    fingerprint: list[int]
+    """Of the tensors as published (`flash.weights.fingerprint`)."""
     init: dict[str, Any] | None = None
     """Arguments of the rendezvous with this publisher; None where there is none."""
 

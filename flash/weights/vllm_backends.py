@@ -5,7 +5,8 @@ vLLM and CUDA were written against vLLM 0.32's sources (`nccl_engine`, `ipc_engi
 
 nccl: trainer rank 0 and all engine workers form one group, trainer first; engine e's workers start at rank
 1 + e · tensor_parallel, which each engine fills in itself. Rank 0 stages a version in host memory, announces, and
-broadcasts; that ends when the last engine joined. The group is fixed: an engine that dies makes the next publish fail.
+broadcasts; that ends when the last engine joined. The group is fixed: no engine can be started again, and one that dies
+makes the next publish fail.
 
 ipc: engine and trainer share GPUs. Every trainer rank exports handles of device copies on its own GPU; rank 0 collects
 them by GPU. No engine reports when it is done with the memory, so the newest two versions are kept.
@@ -26,6 +27,7 @@ import torch
 from flash.errors import DeadlineError
 from flash.foreign import vllm
 from flash.foreign.torch import ipc_handle
+from flash.weights.fingerprint import Fingerprint
 from flash.weights.staging import dtype_name, stage
 from flash.weights.update import TRAINER_RANKS, UpdateInfo, encode_update
 
@@ -70,6 +72,7 @@ class NcclPublisher:
         rank: int,
         host: str,
         dtype: torch.dtype,
+        first_s: float,
         timeout_s: float,
         workers: int,
         link: BroadcastLink,
@@ -77,7 +80,7 @@ class NcclPublisher:
         self._rank = rank
         self._host = host
         self._dtype = dtype
-        self._timeout_s = timeout_s
+        self._first_s, self._timeout_s = first_s, timeout_s
         self._world_size = TRAINER_RANKS + workers
         self._link = link
         self._port: int | None = None
@@ -92,13 +95,15 @@ class NcclPublisher:
         """Gather, announce, then broadcast to the engines as they join. Returns when all of them have it.
 
         Raises:
-            DeadlineError: not all engines joined in time. The group cannot be used after that.
+            DeadlineError: not all engines joined in time, which for the first version includes their start. The group
+                cannot be used after that.
         """
         if self._rank != 0:
             for _ in tensors:
                 pass
             return
-        staged = list(stage(tensors, self._dtype))
+        fingerprint = Fingerprint()
+        staged = list(stage(tensors, self._dtype, fingerprint))
         if self._port is None:
             self._port = free_port(self._host)
         port = self._port
@@ -109,7 +114,7 @@ class NcclPublisher:
             "world_size": self._world_size,
             "packed": True,
         }
-        announce(encode_update(UpdateInfo(update=describe(staged), init=init)))
+        announce(encode_update(UpdateInfo(describe(staged), fingerprint.sums, init)))
 
         def transfer() -> None:
             if not self._joined:
@@ -117,7 +122,8 @@ class NcclPublisher:
                 self._joined = True
             self._link.broadcast(staged)
 
-        within(transfer, self._timeout_s, f"{self._world_size - 1} engine workers to take version {version}")
+        seconds = self._timeout_s if self._joined else self._first_s
+        within(transfer, seconds, f"{self._world_size - 1} engine workers to take version {version}")
 
     def close(self) -> None:
         """Leave the group."""
@@ -177,7 +183,8 @@ class IpcPublisher:
         announce: Callable[[bytes], None],
     ) -> None:
         """Copy on every rank's GPU, export, and announce the merged handles. Returns as soon as engines may read."""
-        staged = list(stage(tensors, self._dtype, device=None))
+        fingerprint = Fingerprint()
+        staged = list(stage(tensors, self._dtype, fingerprint, device=None))
         self._kept.append(staged)
         gathered = self._exporter.gather(self._exporter.export(staged))
         if self._rank != 0:
@@ -188,7 +195,7 @@ class IpcPublisher:
                 target.update(handle)
         pickled = base64.b64encode(pickle.dumps(merged)).decode()
         update = describe(staged) | {"ipc_handles_pickled": pickled}
-        announce(encode_update(UpdateInfo(update=update, init={"packed": False})))
+        announce(encode_update(UpdateInfo(update, fingerprint.sums, {"packed": False})))
 
     def close(self) -> None:
         """Free the copies."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from algorithms import OBJECTIVES
 from algorithms.aggregation import token_weights
 from algorithms.base import Aggregation, Objective, PackedTokens
+from algorithms.corrections import Correction, correct
 from tests.algorithms.reference import Row
 
 LENGTHS = (7, 1, 12, 5, 9, 3, 16, 2, 8)
@@ -120,16 +121,22 @@ def take(tokens: PackedTokens, order: Sequence[int]) -> tuple[PackedTokens, Tens
 
 
 def step(
-    objective: Objective, parts: Sequence[PackedTokens], aggregation: Aggregation | None = None
+    objective: Objective,
+    parts: Sequence[PackedTokens],
+    aggregation: Aggregation | None = None,
+    corrections: Sequence[Correction] = (),
 ) -> tuple[float, list[Tensor]]:
     """Loss of a minibatch that was cut into micro-batches, and the gradient for the log-probs of each.
 
-    Like the trainer: masked slots are emptied before the objective and after it, and the denominators are global.
+    Like the trainer: masked slots are emptied before the objective and after it, rejected tokens leave the mask, and
+    the denominators are global.
     """
+    corrected = [correct(corrections, part) for part in parts]
+    parts = [part._replace(mask_T=part.mask_T & one.keep_T) for part, one in zip(parts, corrected, strict=True)]
     total_tokens = sum(int(part.mask_T.sum()) for part in parts)
     total_sequences = sum(len(part.sequence_T[part.mask_T].unique()) for part in parts)
     loss, gradients = 0.0, list[Tensor]()
-    for part in with_limit(objective, parts):
+    for part, one in zip(with_limit(objective, parts), corrected, strict=True):
         leaf_T = part.logp_T.clone().requires_grad_()
         emptied = filled(part._replace(logp_T=leaf_T), 0.0)
         weight_T = token_weights(
@@ -141,7 +148,8 @@ def step(
             total_sequences=total_sequences,
             constant=16.0,
         )
-        share = (objective(emptied).loss_T.where(part.mask_T, 0.0) * weight_T).sum()
+        loss_T = objective(emptied).loss_T.where(part.mask_T, 0.0) * one.weight_T.where(part.mask_T, 0.0)
+        share = (loss_T * weight_T).sum()
         share.backward()
         assert leaf_T.grad is not None
         loss += share.item()

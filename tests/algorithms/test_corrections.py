@@ -8,9 +8,15 @@ import msgspec
 import pytest
 import torch
 
-from algorithms.corrections import Correction, Geometric, IcePop, SequenceMask, TokenTis
-from tests.algorithms.cases import LENGTHS, filled, random_tokens, rows_of, take
-from tests.algorithms.reference import Row, mates
+from algorithms.base import Aggregation, Objective, PackedTokens
+from algorithms.corrections import Correction, Geometric, IcePop, SequenceMask, TokenTis, correct
+from algorithms.decoupled_ppo import DecoupledPpo
+from algorithms.grpo import Grpo
+from algorithms.m2po import M2po
+from algorithms.tis import Tis
+from tests.algorithms.cases import DEFAULTS, LENGTHS, filled, random_tokens, rows_of, step, take, with_limit
+from tests.algorithms.reference import Reference, Row, decoupled_ppo, m2po, mates, tis
+from tests.algorithms.test_invariance import AGGREGATIONS
 
 CASES: list[Correction] = [
     TokenTis(),
@@ -87,6 +93,93 @@ def test_far_policies_give_finite_weights(correction: Correction) -> None:
     tokens = random_tokens(torch.float32)
     for gap in (-80.0, 80.0):
         assert correction(tokens._replace(behaviour_T=tokens.proximal_T + gap)).isfinite().all()
+
+
+REJECTING = pytest.mark.parametrize(
+    "correction", [SequenceMask(low=0.8, high=1.5), Geometric(low=0.9, high=1.05)], ids=repr
+)
+AGGREGATED = pytest.mark.parametrize("aggregation", AGGREGATIONS)
+
+
+def accepted(correction: Correction, tokens: PackedTokens) -> list[int]:
+    keep_T = correct([correction], tokens).keep_T & tokens.mask_T
+    return sorted(set(tokens.sequence_T[keep_T].tolist()))
+
+
+@REJECTING
+@AGGREGATED
+@pytest.mark.parametrize("objective", DEFAULTS, ids=lambda one: type(one).__name__)
+def test_a_rejected_sequence_is_as_if_it_had_not_been_sampled(
+    correction: Correction, aggregation: Aggregation, objective: Objective
+) -> None:
+    tokens = random_tokens()
+    chosen = accepted(correction, tokens)
+    assert 0 < len(chosen) < len(LENGTHS) - 1
+    part, place_T = take(tokens, chosen)
+    expected, (expected_T,) = step(objective, [part], aggregation)
+    loss, (gradient_T,) = step(objective, [tokens], aggregation, [correction])
+    assert loss == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(gradient_T[place_T], expected_T, rtol=1e-12, atol=1e-15)
+    assert gradient_T.count_nonzero() == expected_T.count_nonzero()
+
+
+@REJECTING
+@AGGREGATED
+def test_a_filter_commutes_with_every_cut_and_with_garbage_in_masked_slots(
+    correction: Correction, aggregation: Aggregation
+) -> None:
+    tokens, objective = random_tokens(), Grpo()
+    loss, (gradient_T,) = step(objective, [tokens], aggregation, [correction])
+    parts, places = zip(*(take(tokens, part) for part in ([8, 3, 1], [0, 7, 6, 5], [4, 2])), strict=True)
+    dirty = [filled(part, math.nan) for part in parts]
+    shared, gradients = step(objective, dirty, aggregation, [correction])
+    assert shared == pytest.approx(loss, rel=1e-12)
+    torch.testing.assert_close(torch.cat(gradients), gradient_T[torch.cat(places)], rtol=1e-12, atol=1e-15)
+
+
+@REJECTING
+@AGGREGATED
+def test_the_gradient_of_a_filtered_step_is_its_finite_difference(
+    correction: Correction, aggregation: Aggregation
+) -> None:
+    tokens, objective, width = random_tokens(), Tis(), 1e-6
+    _, (gradient_T,) = step(objective, [tokens], aggregation, [correction])
+    for t in range(0, len(tokens.logp_T), 7):
+        ends: list[float] = []
+        for sign in (-1, 1):
+            moved_T = tokens.logp_T.clone()
+            moved_T[t] += sign * width
+            ends.append(step(objective, [tokens._replace(logp_T=moved_T)], aggregation, [correction])[0])
+        assert float(gradient_T[t]) == pytest.approx((ends[1] - ends[0]) / 2 / width, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("objective", "reference", "corrections"),
+    [
+        (Tis(cap=1e9), tis, [IcePop(low=0.9, high=1.2)]),
+        (DecoupledPpo(weight_cap=1.2), decoupled_ppo, []),
+        (M2po(), m2po, []),
+    ],
+    ids=["icepop", "cap = mask", "m2po"],
+)
+def test_what_a_weight_of_zero_takes_away_stays_in_the_denominator(
+    objective: Objective, reference: Reference, corrections: list[Correction]
+) -> None:
+    """J = 1 / Σ |y| · Σ …, over all tokens, in each of their papers."""
+    tokens = random_tokens()
+    (whole,) = with_limit(objective, [tokens])
+    _, (gradient_T,) = step(objective, [tokens], "token_mean", corrections)
+    rows = rows_of(whole)
+    expected, dropped = torch.zeros(len(rows), dtype=torch.float64), 0
+    kept = [t for t, row in enumerate(rows) if row.mask]
+    for t in kept:
+        weight = math.prod(naive(one, rows, t) for one in corrections)
+        found = reference(objective, rows, t)
+        dropped += weight * found.loss == 0
+        for u, slope in found.gradient.items():
+            expected[u] += weight * slope / len(kept)
+    assert 0 < dropped < len(kept)
+    torch.testing.assert_close(gradient_T, expected, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.parametrize("kind", [IcePop, SequenceMask, Geometric])

@@ -29,7 +29,70 @@ def test_files_and_overrides_stand_before_or_behind_options(
     words = iter([config, "run.steps=7"])
     arguments = [next(words) if word == "{}" else word for word in order]
     assert main(["train", *arguments]) == 0
-    assert "steps = 7" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "steps = 7" in said.out
+    assert "owner/model is on the hub, and was not looked at" in said.err
+
+
+MODULE = """
+class Wrong:
+    def __init__(self, path, template):
+        pass
+    def reset(self, seed):
+        return "ask", {}
+    def step(self, action):
+        return "", "no number", True, False, {}
+    def close(self):
+        pass
+
+def three(completion, answer, more):
+    return 1.0
+
+def text(completion, answer):
+    return "right"
+"""
+OBJECTIVE = """
+from algorithms.base import Objective, ObjectiveOutput
+
+class Nan(Objective, frozen=True):
+    def __call__(self, tokens):
+        return ObjectiveOutput(tokens.logp_T.exp().neg().log() * tokens.advantage_T, {})
+"""
+DATA = '{{ path = "envs.dataset:DatasetEnv", options = {{ path = "{folder}/whole.jsonl", template = "plain" }} }}'
+
+
+@pytest.mark.parametrize(
+    ("override", "error"),
+    [
+        (
+            "env.path=wrong_for_dry_run:Wrong",
+            "the reward must be a finite number, but is 'no number'",
+        ),
+        ("env.options.verifier=wrong_for_dry_run:three", "must take two arguments, completion and answer: missing"),
+        ("env.options.verifier=wrong_for_dry_run:text", "the reward must be a finite number, but is 'right'"),
+        ("env.options.path={folder}/holes.jsonl", "row 1: the answer must be text or a number, but is None"),
+        ("algorithm.objective=wrong_objective_for_dry_run:Nan", "Nan gives a loss of nan on ordinary tokens"),
+        ("model.path={folder}/strange", "model.path"),
+    ],
+)
+def test_a_dry_run_names_what_would_only_show_later(
+    override: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong_for_dry_run.py").write_text(MODULE)
+    (tmp_path / "wrong_objective_for_dry_run.py").write_text(OBJECTIVE)
+    rows = [f'{{"prompt": "1+{n}=", "answer": {n + 1}}}\n' for n in range(20)]
+    (tmp_path / "whole.jsonl").write_text("".join(rows))
+    (tmp_path / "holes.jsonl").write_text("".join([*rows[:1], '{"prompt": "2+2=", "answer": null}\n', *rows[1:]]))
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "config.json").write_text('{"model_type": "no_such_model"}')
+    file = tmp_path / "run.toml"
+    file.write_text(CONFIG.replace('{ path = "envs.arithmetic:Arithmetic" }', DATA.format(folder=tmp_path)))
+    assert main(["train", str(file), "--dry-run"]) == 0
+    assert "gets reward 0" in capsys.readouterr().err
+    assert main(["train", str(file), "--dry-run", override.format(folder=tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert error in told
+    assert "Traceback" not in told
 
 
 @pytest.mark.parametrize("wrong", [["train", "{}", "--dryrun"], ["plot", "folder", "train.steps=1"]])

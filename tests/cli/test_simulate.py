@@ -1,8 +1,12 @@
 """`flash simulate`: arguments to cells, cells to a table, a plot and JSON."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -51,7 +55,8 @@ def run(tmp_path: Path) -> Path:
 def report(samples_per_s: float, ages: dict[int, int], wasted: int = 0) -> SimReport:
     return SimReport(
         seconds=10.0, steps=4, samples=32, trained_tokens=900, generated_tokens=1000, step_s=8 / samples_per_s,
-        samples_per_s=samples_per_s, trainer_busy=0.5, trainer_idle={"batch": 0.5}, engine_busy=0.9,
+        samples_per_s=samples_per_s, tokens_per_s=28 * samples_per_s, stale_share=0.0, stale_samples=0,
+        trainer_busy=0.5, trainer_idle={"batch": 0.5}, engine_busy=0.9,
         engine_idle={"swap": 0.1}, slot_use=0.5, ages=ages, mean_trained_length=20.0, mean_issued_length=21.0,
         ledger={"generated_tokens": 1000, "discarded_tokens": wasted}, rows=[], real_s=0.1, loop_lag_p99_ms=1.0,
     )  # fmt: skip
@@ -111,8 +116,8 @@ def test_an_age_that_no_token_has_does_not_count():
 def test_the_recommendation_names_the_choice_and_what_it_costs():
     slow, best = cell(5.0, {0: 5}, k="1"), cell(10.0, {0: 5, 2: 5}, wasted=30, k="2")
     assert recommendation([slow, best], best) == (
-        "Take k = 2: 10 samples/s, the fastest and 2.00x the slowest, with no trained token older than 2 versions and "
-        "3.0% of the tokens wasted."
+        "Take k = 2: 280 trained tokens/s, the fastest and 2.00x the slowest, "
+        "with no trained token older than 2 versions and 3.0% of the tokens wasted."
     )
 
 
@@ -210,3 +215,35 @@ def test_simulating_imports_neither_torch_nor_vllm(run: Path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def busy(pid: int) -> bool:
+    """Whether a worker of this process has computed for longer than it takes to start one."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    ticks = [int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[11]) for child in children]
+    return max(ticks, default=0) > 2 * os.sysconf("SC_CLK_TCK")
+
+
+def test_an_interrupted_sweep_ends_at_once_with_its_workers_and_says_nothing(run: Path) -> None:
+    """As from a terminal: the interrupt goes to all processes of the command."""
+    command = "import sys; from flash.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    arguments = ["simulate", str(run), "run.steps=100000", "--sweep", "train.batch_size=8,16,24,32,40,48"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        end = time.monotonic() + 60
+        while not busy(process.pid):
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert (process.returncode, said) == (130, b"")

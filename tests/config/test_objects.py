@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,16 @@ from msgspec import Meta
 
 from algorithms import OBJECTIVES
 from algorithms.base import Objective
-from flash.config.objects import check_options, load_object, load_objective
+from flash.config.objects import (
+    IMPORT_PATH,
+    check_options,
+    import_from,
+    load_object,
+    load_objective,
+    load_sink,
+    share_import_path,
+    take_import_path,
+)
 from flash.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -107,12 +117,21 @@ def test_a_missing_attribute_names_the_nearest():
         ("flash.error:X", r"there is no module `flash\.error`; did you mean `flash\.errors`\?"),
         ("algorithm:X", r"there is no module `algorithm`; did you mean `algorithms`\?"),
         ("zzz_nothing.like.this:X", r"there is no module `zzz_nothing` \(looked in "),
-        ("flash.errors.deeper:X", r"there is no module `flash\.errors\.deeper` \(looked in "),
+        ("flash.errors.deeper:X", r"there is no module `flash\.errors\.deeper`$"),
+        ("env.arithmetic:X", r"there is no module `env`; did you mean `envs`\?"),
     ],
 )
 def test_a_missing_module_names_the_nearest(path, message):
     with pytest.raises(ConfigError, match=message):
         load_object(path)
+
+
+def test_a_missing_module_is_not_taken_for_one_of_pythons_own(here):
+    (here / "my_envs.py").touch()
+    with pytest.raises(ConfigError, match=rf"`my_env`; did you mean `my_envs`\? \(looked in .*{here}\)$"):
+        load_object("my_env:X")
+    with pytest.raises(ConfigError, match=r"there is no module `tomlib` \(looked in what is installed"):
+        load_object("tomlib:X")
 
 
 def test_a_syntax_error_names_its_own_line(here):
@@ -131,6 +150,18 @@ def test_an_objective_without_a_formula_is_refused(here):
 def test_a_module_of_the_current_directory_is_found(here):
     (here / "beside_the_config.py").write_text("class Mine: ...")
     assert load_object("beside_the_config:Mine").__name__ == "Mine"
+
+
+def test_what_one_process_imports_another_one_can(here, monkeypatch):
+    monkeypatch.setenv(IMPORT_PATH, "")
+    (here / "deep").mkdir()
+    (here / "deep" / "in_a_folder.py").write_text("class Mine: ...")
+    import_from([str(here / "deep")])
+    share_import_path()
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(here / "deep")])
+    take_import_path()
+    assert load_object("in_a_folder:Mine").__name__ == "Mine"
+    assert "PYTHONPATH" not in os.environ or str(here) not in os.environ["PYTHONPATH"]
 
 
 def test_the_current_directory_does_not_shadow_what_is_installed(here):
@@ -258,3 +289,17 @@ def test_what_a_module_says_itself_on_import_is_not_wrapped(here):
     (here / "needs_more.py").write_text("from flash.errors import ConfigError\nraise ConfigError('needs a package')")
     with pytest.raises(ConfigError, match=r"^needs a package$"):
         load_object("needs_more:X")
+
+
+class KeepsRows:
+    def __init__(self, config: dict[str, Any], resumed_at: int | None) -> None: ...
+
+
+def takes_one(config: dict[str, Any]) -> None: ...
+
+
+def test_a_sink_is_made_from_the_configuration_and_the_step_of_a_resume() -> None:
+    assert load_sink(f"{__name__}:KeepsRows") is KeepsRows
+    for name in ("takes_one", "TYPE_CHECKING"):
+        with pytest.raises(ConfigError, match=r"makes no sink: expected a function that is called as"):
+            load_sink(f"{__name__}:{name}")

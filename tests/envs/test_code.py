@@ -85,6 +85,7 @@ async def test_made_problems_are_solved_by_their_examples_and_by_any_program_tha
             "crash": 1.0,
             "timeout": 0.0,
             "memory": 0.0,
+            "sandbox_lost": 0.0,
         }
         assert note_of(info).startswith("crash: ")
     characters = set("".join(example.prompt + example.answer for example in env.solved_examples(500, seed=2)))
@@ -128,6 +129,8 @@ async def test_rows_say_what_their_programs_may_use_also_in_tables_of_columns(tm
     tests = [{"stdin": "1", "stdout": "1"}, {"program": "true"}]
     rows = [{"prompt": f"p{n}", "tests": tests, "memory_mib": n or None, "timeout": 2.5} for n in (0, 99)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    with pytest.raises(ConfigError, match="row 0: a test `program` runs in one process with the answer"):
+        CodeEnv.check(CodeOptions(path=str(tmp_path / "rows.parquet")))
     provider = ScriptedProvider()
 
     class Scripted(CodeEnv):
@@ -135,7 +138,7 @@ async def test_rows_say_what_their_programs_may_use_also_in_tables_of_columns(tm
 
     async with sharing("test"):
         for seed in (0, HELD_OUT):
-            options = CodeOptions(path=str(tmp_path / "rows.parquet"), held_out_fraction=0.5)
+            options = CodeOptions(path=str(tmp_path / "rows.parquet"), held_out_fraction=0.5, test_programs=True)
             await judged(Scripted(options), seed, "true")
     assert {sandbox.spec.memory_mib for sandbox in provider.sandboxes} == {256, 99}
 

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
+from anyio.lowlevel import checkpoint
 
-from flash.hub.buffer import BufferState, SampleBuffer
+from flash.hub.buffer import SampleBuffer
 from flash.hub.contract import AgeContract
+from flash.hub.groups import Member
+from flash.hub.journal import NO_JOURNAL, Journal
+from flash.hub.protocol import SnapshotReply
+from flash.hub.queue import TaskQueue
 from flash.hub.rules import BufferRules
+from flash.hub.samples import BufferState
 from flash.hub.tasks import TaskSource
 from flash.types import Lease, Outcome, Span, Task, Trajectory, Turn, VersionRun
+
+
+class KeptStates:
+    """Keeps the hub's states in memory, whole."""
+
+    def __init__(self) -> None:
+        self.by_version: dict[int, bytes] = {}
+
+    async def __call__(self, version: int, pieces: Generator[bytearray]) -> SnapshotReply:
+        state = bytearray()
+        for piece in pieces:
+            state += piece
+            await checkpoint()
+        self.by_version[version] = bytes(state)
+        return SnapshotReply(len(state), crc32=0)
 
 
 def trajectory(
@@ -42,13 +63,28 @@ def make_buffer(
     step: int = 0,
     state: BufferState | None = None,
     kind_of: Callable[[int], str] = lambda seed: "",
+    at_once: int | None = None,
+    journal: Journal = NO_JOURNAL,
     **rules: Any,
 ) -> SampleBuffer:
     contract = AgeContract(alpha, batch, group, steps, extra_groups)
     rules = {"retries": 1, "breaker": 1000} | rules
     members = group + rules.get("extra_per_group", 0)
     source = TaskSource(0, members, kind_of, state.cursor if state else None)
-    return SampleBuffer(contract, source, BufferRules(**rules), step=step, state=state)
+    return SampleBuffer(
+        contract, source, BufferRules(**rules), step=step, state=state, at_once=at_once, journal=journal
+    )
+
+
+def in_order(queue: TaskQueue) -> list[Member]:
+    """What waits, in the order in which it would go out."""
+    members: list[Member] = []
+    while queue:
+        members.append(queue.first)
+        queue.take(queue.first)
+    for member in members:
+        queue.put(member)
+    return members
 
 
 def lease_all(buffer: SampleBuffer, version: int, node: int = 0) -> list[Lease]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from flash.hub.batching import deal
+import msgspec
+import pytest
+
+from flash.hub.batching import cut, deal, gather
 from flash.hub.groups import Group, Member
+from flash.hub.slices import at_once
 from flash.types import BatchSample, Shard, Task, Trajectory, VersionRun
 from tests.hub.cases import trajectory
 
@@ -15,7 +19,7 @@ def group_of(group_id: int, runs: list[list[VersionRun]], earlier: list[BatchSam
         tokens = sum(run.count for run in versions)
         done: Trajectory = trajectory(task, 0, tokens, reward=float(index), versions=versions)
         members.append(Member(task, "done", trajectory=done))
-    return Group(group_id, 0, len(members), members, earlier)
+    return Group(group_id, len(members), members, earlier)
 
 
 def dealt(ranks: int) -> list[Shard]:
@@ -24,7 +28,7 @@ def dealt(ranks: int) -> list[Shard]:
         group_of(4, [[VersionRun(1, 2), VersionRun(2, 4)], [VersionRun(1, 3)]], []),
         group_of(5, [[VersionRun(3, 5)]], [before]),
     ]
-    return deal(groups, 3, 2, ranks)
+    return at_once(deal(gather(groups, 3, 2), ranks))
 
 
 def test_every_rank_knows_all_samples_of_the_batch_and_those_trained_earlier() -> None:
@@ -35,6 +39,22 @@ def test_every_rank_knows_all_samples_of_the_batch_and_those_trained_earlier() -
     assert [entry.tokens for entry in shards[0].batch] == [6, 3, 5]
     assert [entry.reward for entry in shards[1].earlier] == [0.5]
     assert sorted(sample.index for shard in shards for sample in shard.samples) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("part_bytes", "parts"), [(1, [1, 1, 1]), (10_000, [3]), (130, [2, 1])])
+def test_a_shard_is_cut_into_parts_that_are_the_whole(part_bytes: int, parts: list[int]) -> None:
+    (shard,) = dealt(1)
+    cuts = at_once(cut(shard, part_bytes))
+    assert [len(part.samples) for part in cuts] == parts
+    assert [sample for part in cuts for sample in part.samples] == shard.samples
+    assert msgspec.structs.replace(cuts[0], samples=shard.samples) == shard
+    assert all((part.batch, part.earlier) == ([], []) for part in cuts[1:])
+
+
+def test_a_shard_without_samples_is_one_part() -> None:
+    empty = dealt(4)[3]
+    assert empty.samples == []
+    assert at_once(cut(empty, 1)) == [empty]
 
 
 def test_the_age_of_a_sample_is_that_of_its_oldest_trained_token() -> None:

@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flash.errors import BreakerError, ContractError
-from flash.hub.batching import deal
-from flash.hub.buffer import BufferState, SampleBuffer
+from flash.hub.batching import deal, gather
+from flash.hub.buffer import SampleBuffer
 from flash.hub.groups import GroupFilter
+from flash.hub.samples import BufferState
+from flash.hub.slices import at_once
 from flash.types import Failure, Lease, Outcome, VersionRun
 from tests.hub.cases import finish_all, lease_all, make_buffer, trajectory
 
@@ -126,6 +128,14 @@ def test_the_rest_of_a_group_can_be_leased_with_its_first_member() -> None:
     assert following.task.group_id == 1
 
 
+def test_a_group_that_stays_together_is_admitted_as_a_whole() -> None:
+    buffer = make_buffer(alpha=0.75, batch=4, group=4, whole_groups=True)
+    first = buffer.lease([0])
+    assert first is not None
+    assert len(buffer.lease_rest(first, [0])) == 3
+    assert buffer.lease([0]) is None
+
+
 def test_without_queue_scheduling_a_batch_starts_only_when_the_last_one_is_home() -> None:
     buffer = make_buffer(alpha=2, waves=True)
     wave = lease_all(buffer, 0)
@@ -178,7 +188,7 @@ def test_mask_tokens_older_than_the_contract_are_left_out_and_booked_as_stale() 
         buffer.finish(lease.lease_id, trajectory(lease.task, 1, 5, versions=mixed))
     chosen = buffer.take(1)
     assert chosen is not None
-    shard = deal(chosen, 1, 1, ranks=1)[0]
+    shard = at_once(deal(gather(chosen, 1, 1), ranks=1))[0]
     assert shard.total_tokens == 6
     buffer.commit(1)
     assert buffer.ledger.trained_tokens == 6
@@ -186,11 +196,12 @@ def test_mask_tokens_older_than_the_contract_are_left_out_and_booked_as_stale() 
 
 
 def test_mask_a_wholly_stale_group_is_given_up_and_its_place_goes_to_a_fresh_one() -> None:
-    buffer = make_buffer(alpha=0, batch=2, steps=1)
+    buffer = make_buffer(alpha=0, batch=2, steps=2, extra_groups=1)
     finish_all(buffer, lease_all(buffer, 0), 0)
-    assert buffer.take(3) is None
+    assert buffer.take(0) is not None
     assert buffer.ledger.given_up == {Outcome.STALE: 2}
-    assert len(lease_all(buffer, 3)) == 2
+    buffer.commit(0)
+    assert len(lease_all(buffer, 1)) == 4
     buffer.check()
 
 
@@ -292,7 +303,7 @@ def test_a_result_of_a_revoked_lease_is_booked_but_not_trained_twice() -> None:
     buffer = make_buffer(alpha=0)
     lease = buffer.lease([0])
     assert lease is not None
-    buffer.revoke(lease.lease_id)
+    buffer.revoke([lease.lease_id])
     buffer.finish(lease.lease_id, trajectory(lease.task, 0))
     assert buffer.ledger.discarded_tokens == {Outcome.CANCELLED: 3}
     again = buffer.lease([0])
@@ -309,7 +320,9 @@ def test_a_kind_of_environment_that_keeps_failing_goes_into_quarantine_and_the_o
             buffer.finish(lease.lease_id, fail(lease))
         else:
             buffer.finish(lease.lease_id, trajectory(lease.task, 0))
-    assert "'bad' are in quarantine: 2 of their samples" in buffer.notes[0]
+    first, second = buffer.notes
+    assert first == "the first sample that failed (env_error): boom"
+    assert "'bad' are in quarantine: 2 of their samples" in second
     fresh = lease_all(buffer, 0)
     assert {lease.task.kind for lease in fresh} == {"good"}
     finish_all(buffer, fresh, 0)
@@ -455,7 +468,7 @@ def test_dealing_gives_every_sample_to_one_rank_and_balances_tokens(lengths: lis
         buffer.finish(lease.lease_id, trajectory(lease.task, 0, tokens=length))
     groups = buffer.take(0)
     assert groups is not None
-    shards = deal(groups, 0, 0, ranks)
+    shards = at_once(deal(gather(groups, 0, 0), ranks))
     assert sorted(sample.index for shard in shards for sample in shard.samples) == list(range(len(lengths)))
     loads = [sum(sample.trajectory.length for sample in shard.samples) for shard in shards]
     assert max(loads) - min(loads) <= max(lengths) + 2
@@ -492,7 +505,7 @@ def test_members_at_their_last_chance_are_trained_without_the_straggler_of_their
     later = buffer.take(2)
     assert later is not None
     assert [group.group_id for group in later] == [4, 5, 1], "it comes on top of the step's own groups"
-    shard = deal(later, 2, 1, ranks=1)[0]
+    shard = at_once(deal(gather(later, 2, 1), ranks=1))[0]
     assert [entry.reward for entry in shard.batch if entry.group_id == 1] == [1.0]
     assert [(entry.group_id, entry.reward) for entry in shard.earlier] == [(1, 0.5), (1, 0.5), (1, 0.5)]
     assert len(shard.samples) == 9
@@ -520,10 +533,22 @@ def test_synchronous_training_never_splits_a_group() -> None:
 
 def test_a_group_of_which_too_much_is_missing_waits() -> None:
     buffer, late = with_a_straggler()
-    buffer.revoke(late.lease_id)
+    buffer.revoke([late.lease_id])
     two_of_four = make_buffer(alpha=1, batch=4, group=4, steps=20)
     old = lease_all(two_of_four, 0)
     finish_all(two_of_four, [*old[:2], *old[4:]], 0)
     assert two_of_four.take(0) is not None
     two_of_four.commit(0)
     assert two_of_four.take(1) is None
+
+
+def test_law_2_tokens_that_a_sample_lost_on_its_way_are_booked_as_generated_and_discarded() -> None:
+    buffer = make_buffer(alpha=0, batch=2, group=2)
+    leases = lease_all(buffer, 0)
+    for lease in leases:
+        buffer.finish(lease.lease_id, msgspec.structs.replace(trajectory(lease.task, 0, tokens=3), lost_tokens=4))
+    late = trajectory(leases[0].task, 0, tokens=2)
+    buffer.finish(99, msgspec.structs.replace(late, lost_tokens=1))
+    buffer.check()
+    assert buffer.ledger.generated_tokens == 2 * (3 + 4) + 3
+    assert buffer.ledger.discarded_tokens == {Outcome.CANCELLED: 2 * 4 + 3}

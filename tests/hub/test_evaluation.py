@@ -10,6 +10,36 @@ from flash.types import Failure, Lease, Outcome
 from tests.hub.cases import trajectory
 
 
+def resumed(version: int, evaluated: set[int], every: int = 4, steps: int = 8) -> list[int]:
+    """The versions that a life beginning with this one evaluates, where each round ends before the next version."""
+    config = EvalConfig(problems=1, samples=1, every=every)
+    evaluations = Evaluations(config, 1, version, steps, lambda seed: "", count(100), evaluated)
+    rows: list[float] = []
+    for published in range(version, steps + 1):
+        evaluations.published(published)
+        while (lease := evaluations.lease([published])) is not None:
+            row = evaluations.finish(lease.lease_id, trajectory(lease.task, published), node=0)
+            assert row is not None
+            rows.append(row["step"])
+    return [int(step) for step in rows]
+
+
+def test_what_was_evaluated_in_a_former_life_is_not_asked_again() -> None:
+    assert resumed(0, set()) == [0, 4, 8]
+    assert resumed(0, {0}) == [4, 8], "no checkpoint yet, but the untrained policy was measured"
+    assert resumed(4, {0, 4}) == [8]
+    assert resumed(6, {0, 4}) == [8]
+    assert resumed(8, {0, 4, 8}) == []
+
+
+def test_an_evaluation_that_left_no_result_is_made_up_for_when_the_run_goes_on() -> None:
+    assert resumed(4, {0}) == [4, 8], "due at the version of the checkpoint itself"
+    assert resumed(6, {0}) == [6, 8], "its own version is gone"
+    assert resumed(6, {0, 6}) == [8], "made up for once"
+    assert resumed(8, {0, 4}) == [8]
+    assert resumed(3, set(), every=0) == [3, 8]
+
+
 def begun(problems: int, retries: int = 1) -> Evaluations:
     """The evaluation of the untrained policy."""
     evaluations = Evaluations(EvalConfig(problems=problems, samples=1), retries, 0, 8, lambda seed: "", count(100))
@@ -68,3 +98,21 @@ def test_a_round_is_asked_only_of_engines_that_run_its_version() -> None:
     evaluations = begun(problems=1)
     assert evaluations.lease([-1]) is None
     assert evaluations.lease([-1, 0]) is not None
+
+
+def test_a_failed_sample_goes_to_another_node_as_long_as_there_is_one() -> None:
+    evaluations = begun(problems=1, retries=2)
+    first = take(evaluations)
+    fail(evaluations, first, Outcome.ENV_ERROR)
+    assert evaluations.lease([0], 0, nodes=[0, 1]) is None
+    second = evaluations.lease([0], 1, nodes=[0, 1])
+    assert second is not None
+    assert (second.task.task_id, second.task.attempt) == (first.task.task_id, 1)
+    evaluations.finish(second.lease_id, Failure(second.task, Outcome.ENV_ERROR, "boom", 0), node=1)
+    assert evaluations.lease([0], 0, nodes=[0, 1]) is not None, "it has failed on all of them"
+
+
+def test_a_failed_sample_does_not_wait_for_a_node_that_is_gone() -> None:
+    evaluations = begun(problems=1)
+    fail(evaluations, take(evaluations), Outcome.ENV_ERROR)
+    assert evaluations.lease([0], 0, nodes=[0]) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from itertools import count
 from typing import Any
 
 import anyio
@@ -10,12 +11,18 @@ import msgspec
 import pytest
 
 from flash.config.tree import Config
-from flash.errors import BreakerError
+from flash.config.waits import LONG_POLL_S
+from flash.errors import BreakerError, ContractError
 from flash.hub import protocol as p
+from flash.hub.batching import PART_BYTES
+from flash.hub.fetching import fetch
 from flash.hub.hub import Hub
+from flash.hub.in_process import InProcessCaller
+from flash.hub.shares import KEPT_S
+from flash.hub.state import HubState
 from flash.observe.observer import MemoryObserver
 from flash.types import Canary, Failure, Lease, Outcome, Published
-from tests.hub.cases import trajectory
+from tests.hub.cases import KeptStates, trajectory
 from tests.metrics_page import unlisted
 
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
@@ -37,9 +44,25 @@ def make_config(**rollout: Any) -> Config:
 class Driver:
     """Speaks for the nodes and the only trainer rank."""
 
-    def __init__(self, config: Config, kind_of: Callable[[int], str] = lambda seed: "") -> None:
+    def __init__(
+        self,
+        config: Config,
+        kind_of: Callable[[int], str] = lambda seed: "",
+        part_bytes: int = PART_BYTES,
+        **more: Any,
+    ) -> None:
         self.observer = MemoryObserver()
-        self.hub = Hub(config, self.observer, now=anyio.current_time, kind_of=kind_of)
+        self.numbers = count(1)
+        self.kept = KeptStates()
+        self.hub = Hub(
+            config,
+            self.observer,
+            now=anyio.current_time,
+            kind_of=kind_of,
+            keep_state=self.kept,
+            part_bytes=part_bytes,
+            **more,
+        )
 
     async def begin(self, *nodes: int) -> None:
         """Version 0 is published and loaded, and the first evaluation is over."""
@@ -47,7 +70,7 @@ class Driver:
         await self.hub.handle(p.PublishRequest(published))
         for node in nodes:
             status = p.EngineStatus(index=node, version=0, idle_s=0.0, lifetime_s=1.0, canary_error=0.0)
-            await self.hub.handle(p.EngineReport(node, [status], []))
+            await self.hub.handle(p.EngineReport(node, next(self.numbers), [status], []))
         for lease in await self.lease(nodes[0], 1):
             await self.bring(nodes[0], lease)
 
@@ -57,15 +80,23 @@ class Driver:
 
     async def bring(self, node: int, *leases: Lease) -> None:
         results = [p.EndedLease(lease.lease_id, trajectory(lease.task, 0)) for lease in leases]
-        await self.hub.handle(p.DeliverRequest(node, results))
+        await self.hub.handle(p.DeliverRequest(node, results, 0))
 
     async def fail(self, node: int, *leases: Lease) -> None:
         results = [p.EndedLease(lease.lease_id, Failure(lease.task, Outcome.ENV_ERROR, "boom", 0)) for lease in leases]
-        await self.hub.handle(p.DeliverRequest(node, results))
+        await self.hub.handle(p.DeliverRequest(node, results, 0))
 
     async def cancels(self, node: int) -> list[int]:
         reply = await self.hub.handle(p.CancelRequest(node))
         return reply.lease_ids
+
+
+async def all_leases(driver: Driver, node: int) -> list[Lease]:
+    """Whatever there is for a node."""
+    held: list[Lease] = []
+    while more := await driver.lease(node, 64):
+        held += more
+    return held
 
 
 async def took(call: Callable[[], Awaitable[Any]]) -> tuple[Any, float]:
@@ -94,7 +125,7 @@ async def test_the_losers_of_a_group_are_cancelled_at_once_on_the_node_that_runs
 async def test_nothing_to_cancel_is_answered_empty_after_the_long_poll() -> None:
     driver = Driver(make_config())
     await driver.begin(0)
-    assert await took(lambda: driver.cancels(0)) == ([], p.LONG_POLL_S)
+    assert await took(lambda: driver.cancels(0)) == ([], LONG_POLL_S)
 
 
 async def test_a_loser_that_came_home_first_is_booked_as_waste_and_nothing_else() -> None:
@@ -125,6 +156,77 @@ async def test_without_prompt_replication_a_group_goes_to_one_node_as_a_whole() 
     assert [lease.task.task_id for lease in await driver.lease(1, 1)] == [2, 3]
 
 
+async def asked(driver: Driver, capacities: dict[int, int], then: Callable[[], Awaitable[Any]]) -> dict[int, int]:
+    """How many leases nodes that wait for so many get once something has happened."""
+    got: dict[int, int] = {}
+
+    async def ask(node: int) -> None:
+        got[node] = len(await driver.lease(node, capacities[node]))
+
+    async with anyio.create_task_group() as tasks:
+        for node in capacities:
+            tasks.start_soon(ask, node)
+        await anyio.wait_all_tasks_blocked()
+        await then()
+    return got
+
+
+async def publish(driver: Driver, version: int) -> None:
+    await driver.hub.handle(p.PublishRequest(Published(version, "tcp", b"", Canary([1, 2], [-1.0]))))
+
+
+async def load(driver: Driver, node: int, version: int) -> None:
+    status = p.EngineStatus(index=node, version=version, idle_s=0.0, lifetime_s=1.0, canary_error=0.0)
+    await driver.hub.handle(p.EngineReport(node, next(driver.numbers), [status], []))
+
+
+async def trained_one_step(*nodes: int) -> Driver:
+    driver = Driver(make_config())
+    await driver.begin(*nodes)
+    await driver.bring(0, *await driver.lease(0, 256))
+    await driver.hub.handle(p.BatchRequest(0, 0, []))
+    await driver.hub.handle(p.Commit(0, {}))
+    return driver
+
+
+async def test_what_a_version_admits_is_kept_for_the_nodes_that_load_it() -> None:
+    driver = await trained_one_step(0, 1, 2)
+
+    async def load_in_turn() -> None:
+        await publish(driver, 1)
+        for node in range(3):
+            await anyio.sleep(1)
+            await load(driver, node, 1)
+
+    before = anyio.current_time()
+    assert await asked(driver, {0: 8, 1: 8, 2: 8}, load_in_turn) == {0: 2, 1: 1, 2: 1}
+    assert anyio.current_time() - before == 3.0
+
+
+async def test_a_node_alone_gets_what_was_kept_for_one_that_hangs_without_asking_again() -> None:
+    driver = await trained_one_step(0, 1)
+
+    async def load_once() -> None:
+        await publish(driver, 1)
+        await anyio.sleep(1)
+        await load(driver, 0, 1)
+
+    got: list[float] = []
+
+    async def ask() -> None:
+        while len(got) < 4:
+            leases = await driver.lease(0, 8)
+            got.extend([anyio.current_time() - begun] * len(leases))
+
+    begun = anyio.current_time()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(driver.lease, 1, 8)
+        tasks.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        await load_once()
+    assert got == [1.0, 1.0, KEPT_S, KEPT_S]
+
+
 async def test_a_quarantine_is_told_to_people() -> None:
     driver = Driver(make_config(quarantine=1), kind_of=lambda seed: "bad" if seed % 2 else "good")
     await driver.begin(0)
@@ -153,14 +255,14 @@ async def test_what_environments_measure_is_averaged_over_each_batch_and_each_ev
         return p.EndedLease(lease.lease_id, msgspec.structs.replace(made, turns=turns))
 
     await driver.hub.handle(p.PublishRequest(Published(0, "tcp", b"", Canary([1, 2], [-1.0]))))
-    await driver.hub.handle(p.EngineReport(0, [p.EngineStatus(0, 0, 0.0, 1.0, 0.0)], []))
+    await driver.hub.handle(p.EngineReport(0, 1, [p.EngineStatus(0, 0, 0.0, 1.0, 0.0)], []))
     (held_out,) = await driver.lease(0, 1)
-    await driver.hub.handle(p.DeliverRequest(0, [measured(held_out, won=1.0)]))
+    await driver.hub.handle(p.DeliverRequest(0, [measured(held_out, won=1.0)], 0))
     assert driver.observer.evaluations[0]["env/won"] == 1.0
 
     one, two, three, four = await driver.lease(0, 4)
     results = [measured(one, won=1.0), measured(two, won=0.0, moves=3.0), measured(three, moves=5.0), measured(four)]
-    await driver.hub.handle(p.DeliverRequest(0, results))
+    await driver.hub.handle(p.DeliverRequest(0, results, 0))
     await driver.hub.handle(p.BatchRequest(0, 0, []))
     await driver.hub.handle(p.Commit(0, {"loss": 0.1}))
     (row,) = driver.observer.steps
@@ -183,7 +285,7 @@ async def test_a_trainer_stays_until_every_engine_has_its_last_version(interrupt
 
     async def load(node: int) -> None:
         status = p.EngineStatus(index=node, version=1, idle_s=0.0, lifetime_s=1.0, canary_error=0.0)
-        await driver.hub.handle(p.EngineReport(node, [status], []))
+        await driver.hub.handle(p.EngineReport(node, next(driver.numbers), [status], []))
         await anyio.sleep(1)
 
     async with anyio.create_task_group() as tasks:
@@ -196,3 +298,200 @@ async def test_a_trainer_stays_until_every_engine_has_its_last_version(interrupt
             await load(1)
         with anyio.fail_after(1):
             await left.wait()
+
+
+def report(number: int, version: int) -> p.EngineReport:
+    return p.EngineReport(0, number, [p.EngineStatus(0, version, 0.0, 1.0, 0.0)], [])
+
+
+async def test_a_report_that_an_older_one_follows_still_counts() -> None:
+    driver = Driver(make_config())
+    await driver.begin(0)
+    await driver.hub.handle(p.PublishRequest(Published(1, "tcp", b"", Canary([1, 2], [-1.0]))))
+    await driver.hub.handle(report(9, version=1))
+    await driver.hub.handle(report(8, version=0))
+    with anyio.fail_after(1):
+        await driver.hub.handle(p.PublishRequest(Published(2, "tcp", b"", Canary([1, 2], [-1.0]))))
+
+
+async def test_others_are_served_while_a_large_batch_is_formed_and_committed() -> None:
+    config = make_config()
+    samples = 4096
+    config = msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, batch_size=samples))
+    driver = Driver(config)
+    await driver.begin(0)
+    leases: list[Lease] = []
+    while len(leases) < samples:
+        leases += await driver.lease(0, samples)
+    await driver.bring(0, *leases)
+    turns: list[int] = []
+
+    async def count_turns(call: Callable[[], Awaitable[Any]]) -> None:
+        served = 0
+        async with anyio.create_task_group() as group:
+
+            async def serve() -> None:
+                nonlocal served
+                while True:
+                    await anyio.lowlevel.checkpoint()
+                    served += 1
+
+            group.start_soon(serve)
+            await call()
+            group.cancel_scope.cancel()
+        turns.append(served)
+
+    await count_turns(lambda: driver.hub.handle(p.BatchRequest(0, 0, [])))
+    await count_turns(lambda: driver.hub.handle(p.Commit(0, {})))
+    assert min(turns) >= 8
+    assert driver.observer.steps[0]["samples"] == samples
+
+
+async def test_a_shard_in_parts_comes_as_a_whole_and_is_committed_once_all_of_it_is_fetched() -> None:
+    driver = Driver(make_config(), part_bytes=1)
+    await driver.begin(0)
+    leases = await driver.lease(0, 4)
+    await driver.bring(0, *leases)
+    first = await driver.hub.handle(p.BatchRequest(0, 0, []))
+    assert first.shard is not None
+    assert (len(first.shard.samples), len(first.shard.batch), first.left) == (1, 4, 3)
+    with pytest.raises(ContractError, match="step 0 was committed while the ranks hold 0"):
+        await driver.hub.handle(p.Commit(0, {}))
+    for wrong in (-1, 4):
+        with pytest.raises(ContractError, match=f"rank 0 asks for part {wrong} of the 4 of its shard"):
+            await driver.hub.handle(p.BatchRequest(0, 0, [], wrong))
+    whole = await fetch(InProcessCaller(driver.hub), 0, 0, 1)
+    assert whole.shard is not None
+    assert {sample.trajectory.task.task_id for sample in whole.shard.samples} == {one.task.task_id for one in leases}
+    assert whole.shard.batch == first.shard.batch
+    await driver.hub.handle(p.Commit(0, {}))
+    driver.hub.buffer.check()
+
+
+async def test_a_snapshot_is_of_one_moment_though_results_come_in_while_it_is_encoded() -> None:
+    samples = 4096
+    config = make_config(group_size=1)
+    config = msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, batch_size=samples))
+    driver = Driver(config)
+    await driver.begin(0)
+    leases: list[Lease] = []
+    while len(leases) < samples:
+        leases += await driver.lease(0, samples)
+    await driver.bring(0, *leases[: samples // 2])
+
+    async def store() -> None:
+        await driver.hub.handle(p.SnapshotRequest())
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(store)
+        await anyio.lowlevel.checkpoint()
+        await anyio.lowlevel.checkpoint()
+        for lease in leases[samples // 2 :]:
+            await driver.bring(0, lease)
+            if not driver.kept.by_version:
+                await anyio.lowlevel.checkpoint()
+    again = Hub(
+        config, MemoryObserver(), now=anyio.current_time, state=HubState.restore(driver.kept.by_version[0], config)
+    )
+    again.buffer.check()
+    driver.hub.buffer.check()
+    assert again.buffer.ready_groups < driver.hub.buffer.ready_groups == samples
+
+
+async def test_a_node_that_is_lost_is_told_with_what_is_left() -> None:
+    driver = Driver(make_config())
+    await driver.begin(0, 1, 2)
+    driver.hub.peer_lost("node-1")
+    (note,) = driver.observer.notes
+    assert note.startswith("node 1 is gone, and 1 of 3 engines with it: the other 2 do its work. It joins again by")
+    driver.hub.peer_lost("node-0")
+    assert len(driver.observer.notes) == 1, "it shares the hub's process, which ends with its error"
+    driver.hub.peer_lost("node-2")
+    assert "no engine is left" in driver.observer.notes[-1]
+
+
+async def test_what_a_node_says_of_its_engines_is_told_and_counted_once() -> None:
+    driver = Driver(make_config())
+    await driver.begin(0)
+    dead = p.EngineReport(0, next(driver.numbers), [], [], ["engine 0 is dead"])
+    await driver.hub.handle(dead)
+    assert driver.observer.notes == ["engine 0 is dead"]
+    back = [p.EngineStatus(0, 0, 0.0, 1.0, 0.0)]
+    await driver.hub.handle(p.EngineReport(0, next(driver.numbers), back, [], ["engine 0 is back"], restarts=1))
+    await driver.bring(0, *await driver.lease(0, 4))
+    await driver.hub.handle(p.BatchRequest(0, 0, []))
+    await driver.hub.handle(p.Commit(0, {}))
+    assert [row["engine_restarts"] for row in driver.observer.steps] == [1]
+    await driver.hub.handle(p.EngineReport(0, next(driver.numbers), [], [], ["it was the last one"]))
+    driver.hub.peer_lost("node-0")
+    assert driver.observer.notes == ["engine 0 is dead", "engine 0 is back", "it was the last one"]
+
+
+async def test_a_node_without_engines_gets_no_lease_and_the_others_do_its_work() -> None:
+    driver = Driver(make_config())
+    await driver.begin(0, 1)
+    waiting: list[Lease] = []
+
+    async def ask() -> None:
+        waiting.extend(await driver.lease(1, 4))
+
+    held = await driver.lease(0, 4)
+    async with anyio.create_task_group() as group:
+        group.start_soon(ask)
+        await anyio.sleep(1)
+        await driver.hub.handle(p.EngineReport(1, next(driver.numbers), [], []))
+        await driver.fail(0, *held)
+        again = await driver.lease(0, 4)
+        assert len(again) == 4
+    assert waiting == []
+    await driver.hub.handle(p.EngineReport(1, next(driver.numbers), [p.EngineStatus(1, -1, 0.0, 0.0, 0.0)], []))
+    assert await driver.lease(1, 4) == []
+
+
+async def test_a_task_that_has_failed_on_the_only_node_with_engines_does_not_wait_for_another() -> None:
+    driver = Driver(make_config(retries=2))
+    await driver.begin(0, 1)
+    held = await all_leases(driver, 0)
+    await driver.hub.handle(p.EngineReport(1, next(driver.numbers), [], []))
+    await driver.fail(0, *held)
+    again = await all_leases(driver, 0)
+    assert {lease.task.task_id for lease in again} == {lease.task.task_id for lease in held}
+
+
+async def test_a_node_that_leaves_an_interrupted_run_is_no_loss() -> None:
+    driver = Driver(make_config())
+    await driver.begin(0, 1)
+    driver.hub.interrupt()
+    driver.hub.peer_lost("node-1")
+    assert driver.observer.notes == []
+
+
+async def test_a_checkpoint_leaves_its_ledger() -> None:
+    driver = Driver(make_config())
+    await driver.begin(0)
+    await driver.lease(0, 2)
+    await driver.hub.handle(p.SnapshotRequest())
+    (ledger,) = driver.observer.ledgers
+    assert ledger["issued"] == ledger["in_flight"] == 2
+
+
+async def test_what_a_large_node_held_goes_to_another_while_others_are_served() -> None:
+    config = make_config()
+    driver = Driver(msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, batch_size=4096)))
+    await driver.begin(0, 1, 2)
+    lost = [lease for _ in range(4) for lease in await driver.lease(0, 1024)]
+    assert len(lost) == 1024
+    turns = 0
+    again: list[Lease] = []
+    async with anyio.create_task_group() as group:
+        group.start_soon(driver.hub.run)
+        await anyio.lowlevel.checkpoint()
+        driver.hub.peer_lost("node-0")
+        while driver.hub.buffer.untidy:
+            turns += 1
+            await anyio.lowlevel.checkpoint()
+        again += [lease for _ in range(4) for lease in await driver.lease(1, 1024)]
+        group.cancel_scope.cancel()
+    assert turns > 1
+    assert [lease.task for lease in again] == [lease.task for lease in lost]
+    driver.hub.buffer.check()

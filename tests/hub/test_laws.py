@@ -13,9 +13,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from flash.hub.batching import deal
-from flash.hub.buffer import BufferState, SampleBuffer
+from flash.hub.batching import deal, gather
+from flash.hub.buffer import SampleBuffer
 from flash.hub.groups import GroupFilter
+from flash.hub.journal import Event, MemoryJournal
+from flash.hub.replayed import Replay
+from flash.hub.samples import BufferState
+from flash.hub.slices import at_once
 from flash.types import Failure, Lease, Outcome, VersionRun
 from tests.hub.cases import make_buffer, trajectory
 
@@ -34,6 +38,7 @@ class Life(RuleBasedStateMachine):
         group=st.sampled_from([2, 4]),
         batches=st.sampled_from([1, 2]),
         nodes=st.integers(1, 8),
+        at_once=st.sampled_from([None, 1]),
         rules=st.fixed_dictionaries(
             {
                 "retries": st.integers(0, 2),
@@ -46,15 +51,33 @@ class Life(RuleBasedStateMachine):
             }
         ),
     )
-    def begin(self, alpha: float, group: int, batches: int, nodes: int, rules: dict[str, Any]) -> None:
+    def begin(
+        self, alpha: float, group: int, batches: int, nodes: int, at_once: int | None, rules: dict[str, Any]
+    ) -> None:
         batch = group * batches
-        self.settings = {"alpha": alpha, "batch": batch, "group": group, "steps": STEPS, "quarantine": 1000} | rules
-        self.buffer = make_buffer(**self.settings, kind_of=kind_of)
+        self.settings: dict[str, Any] = {"alpha": alpha, "batch": batch, "group": group, "steps": STEPS} | rules
+        self.settings |= {"quarantine": 1000, "at_once": at_once}
+        self.journal = MemoryJournal()
+        self.stored: bytes | None = None
+        """The last checkpoint."""
+        self.stored_version = self.stored_trained = 0
+        self.buffer = self.make(None, 0)
         self.alpha, self.batch, self.group, self.rules = alpha, batch, group, rules
         self.nodes = range(nodes)
         self.version = 0
         self.leases: dict[int, tuple[Lease, int]] = {}
-        self.training = False
+        self.training = self.taking = False
+
+    def make(self, state: BufferState | None, version: int) -> SampleBuffer:
+        return make_buffer(**self.settings, kind_of=kind_of, state=state, step=version, journal=self.journal)
+
+    @rule()
+    def tidy(self) -> None:
+        self.buffer.tidy()
+
+    def tidy_up(self) -> None:
+        while self.buffer.tidy():
+            pass
 
     @rule(behind=st.integers(0, 3), node=st.integers(0, 7), ahead=st.integers(0, 1))
     def lease(self, behind: int, node: int, ahead: int) -> None:
@@ -88,7 +111,11 @@ class Life(RuleBasedStateMachine):
         self.lease_all()
         if len(self.leases) > 2:
             self.finish_all_but_one(late)
+        self.tidy_up()
         self.take()
+        if self.taking:
+            self.tidy_up()
+            self.take()
         if self.training:
             self.commit()
 
@@ -118,7 +145,7 @@ class Life(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 1000))
     def lose_node(self, pick: int) -> None:
         lease, _ = self.pop(pick)
-        self.buffer.revoke(lease.lease_id)
+        self.buffer.revoke([lease.lease_id])
 
     @precondition(lambda self: self.buffer.leases.withdrawn)
     @rule(tokens=st.integers(0, 5))
@@ -133,12 +160,14 @@ class Life(RuleBasedStateMachine):
     @rule()
     def take(self) -> None:
         groups = self.buffer.take(self.version)
+        # What was chosen may still be gathered: other things happen meanwhile.
+        self.taking = groups is None and self.buffer.untidy
         if groups is None:
             return
         self.training = True
         limit = self.version - math.ceil(self.alpha)
         assert all(len(group.trajectories()) + len(group.earlier) <= self.group for group in groups)
-        for shard in deal(groups, self.version, limit, 2):
+        for shard in at_once(deal(gather(groups, self.version, limit), 2)):
             for sample in shard.samples:
                 kept = [run for run in sample.trajectory.versions if run.version >= shard.min_version]
                 assert all(run.version >= self.version - math.ceil(self.alpha) for run in kept)
@@ -153,13 +182,48 @@ class Life(RuleBasedStateMachine):
         self.training = False
         if self.version == STEPS:
             self.buffer.close()
+            self.tidy_up()
             assert self.buffer.in_flight == 0
 
-    @precondition(lambda self: not self.training)
+    @precondition(lambda self: self.settled)
     @rule()
-    def restart(self) -> None:
-        self.buffer = self.twin()
+    def checkpoint(self) -> None:
+        self.stored = msgspec.msgpack.encode(self.buffer.snapshot())
+        self.stored_version, self.stored_trained = self.version, self.buffer.ledger.trained
+        self.journal.begin(self.version)
+
+    def replayed(self, until: int) -> BufferState | None:
+        """What the last checkpoint and the journal after it come to."""
+        stored = None if self.stored is None else msgspec.msgpack.decode(self.stored, type=BufferState)
+        replay = Replay(stored, self.stored_version)
+        for event in self.journal.events:
+            replay.apply(msgspec.msgpack.decode(msgspec.msgpack.encode(event), type=Event))
+        return replay.state(until)
+
+    @precondition(lambda self: self.settled)
+    @rule()
+    def law_the_journal_leads_to_the_same_state(self) -> None:
+        assert self.replayed(until=self.version) == self.buffer.snapshot()
+
+    @rule(unwritten=st.integers(0, 3))
+    def die(self, unwritten: int) -> None:
+        """The trainers go on from the checkpoint; nothing that was written is lost, and no step is booked twice."""
+        books, self.version = self.buffer.books, self.stored_version
+        if unwritten:
+            del self.journal.events[-unwritten:]
+        state = self.replayed(until=self.version)
+        self.buffer = self.make(state, self.version)
+        assert self.buffer.ledger.trained == self.stored_trained
+        if not unwritten:
+            issued, _, generated = books
+            assert (self.buffer.ledger.issued, self.buffer.ledger.generated_tokens) == (issued, generated)
         self.leases.clear()
+        self.training = self.taking = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether a checkpoint may be made."""
+        return not (self.training or self.taking or self.buffer.untidy)
 
     def twin(self) -> SampleBuffer:
         """A buffer that continues from this one's state."""
@@ -175,17 +239,26 @@ class Life(RuleBasedStateMachine):
     def law_3_admission(self) -> None:
         """Outstanding groups hold at most (1 + α) batches' worth of places, rounded up, and the redundant ones."""
         places = (1 + self.alpha) * self.batch + self.group * (1 + self.rules["extra_groups"])
-        late = sum(group.alive for group in self.buffer.snapshot().groups if group.earlier) if not self.training else 0
-        if not self.training:
+        if self.settled:
+            state = self.buffer.snapshot()
+            late = sum(group.alive for group in state.groups if group.earlier)
+            late += sum(len(formed.group.trajectories()) for formed in state.again)
             assert self.buffer.in_flight - late <= places * (1 + self.rules["extra_per_group"] / self.group)
 
     @invariant()
     def something_can_always_happen(self) -> None:
         """No deadlock: work is out, or can be handed out to an engine of the current version, or a batch is ready."""
-        if self.version >= STEPS or self.training or self.leases:
+        if self.version >= STEPS or not self.settled or self.leases:
             return
         leases = [self.twin().lease([self.version], node, nodes=self.nodes) for node in self.nodes]
-        assert any(lease is not None for lease in leases) or self.twin().take(self.version) is not None
+        assert any(lease is not None for lease in leases) or self.can_take()
+
+    def can_take(self) -> bool:
+        twin = self.twin()
+        twin.take(self.version)
+        while twin.tidy():
+            pass
+        return twin.take(self.version) is not None
 
 
 TestLaws = Life.TestCase

@@ -9,6 +9,7 @@ import pytest
 from flash.hub.groups import Member
 from flash.hub.leases import Holders, LeaseTable, as_issued, failed_last
 from flash.types import RETRIED, Lease, Outcome, Task
+from tests.hub.cases import in_order
 
 
 def members(number: int) -> list[Member]:
@@ -16,7 +17,7 @@ def members(number: int) -> list[Member]:
 
 
 def waiting(table: LeaseTable) -> list[int]:
-    return [member.task.task_id for member in table.queue]
+    return [member.task.task_id for member in in_order(table.queue)]
 
 
 def table_of(tasks: list[Member], *, evaluation: bool = False) -> LeaseTable:
@@ -35,7 +36,7 @@ def test_a_task_that_failed_waits_at_its_place_in_training_and_last_in_evaluatio
     lease = table.grant(first, 0)
     assert table.ended(lease.lease_id) is first
     assert table.again(first, Outcome.ENV_ERROR, node=5)
-    assert (waiting(table), first.task.attempt, first.avoid) == (order, 1, [5])
+    assert (waiting(table), first.task.attempt, first.avoid) == (order, 1, (5,))
     table.grant(first, 0)
     assert not table.again(first, Outcome.ENV_ERROR, node=5)
 
@@ -65,8 +66,9 @@ def test_a_withdrawn_lease_is_not_revoked_and_its_reason_is_told_once() -> None:
 def test_a_node_is_told_once_of_the_leases_it_still_holds_and_a_lost_one_of_none() -> None:
     one, two, three = (Lease(index, member.task, 0) for index, member in enumerate(members(3)))
     holders = Holders()
-    holders.lend(7, [one, two])
-    holders.lend(8, [three])
+    holders.lend(7, [one, two], now=1.0)
+    holders.lend(8, [three], now=2.0)
+    assert holders.lent_before(1.5) == [(7, one), (7, two)]
     holders.ended(one.lease_id)
     holders.withdraw([one.lease_id, two.lease_id, three.lease_id])
     assert holders.has_cancels(7)

@@ -14,7 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from flash.config.load import load
+from flash.run.models import model_folder
 from tests.metrics_page import unlisted
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -67,6 +71,12 @@ every = 2
 gpus_per_node = 0
 """
 
+
+NO_TINY_MODEL = re.sub(r"\[tiny_model\].*?(?=\[env\])", "", CONFIG, flags=re.DOTALL)
+"""For runs whose environment is another one than the model was made for."""
+
+TIMES = r"^time$|_s$|_share$|_per_second$|^trainer_restarts$"
+"""Names of what differs between two runs that are equal in all they compute. A few of the shares do."""
 
 COMMAND = ("-m", "flash", "train")
 FROM_PYTHON = (
@@ -128,20 +138,44 @@ class Run:
                 continue
         return found
 
-    def trainer(self) -> int:
-        """The process id of trainer rank 0."""
-        for pid in self.processes():
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if b"LOCAL_RANK=1" in environment and b"flash.run.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
-        raise AssertionError("no trainer rank is running")
+    def trainer(self, rank: int = 0) -> int:
+        """The process id of a trainer rank."""
+        return self.process_of("flash.run.worker trainer", rank)
 
-    def until(self, condition: Callable[[], bool], seconds: float = 200) -> None:
+    def node_loop(self) -> int:
+        """The process id of the node loop."""
+        return self.process_of("flash.run.worker node", 0)
+
+    def agent(self) -> int:
+        """The process id of the trainer ranks' agent."""
+        (pid,) = (pid for pid, command in self.processes().items() if "-m flash.run.trainers " in command)
+        return pid
+
+    def process_of(self, command: str, local: int) -> int:
+        """The process id of torchrun's process with this command and local rank."""
+        for pid, line in self.processes().items():
+            if f"-m {command} " in line and self.variable(pid, "LOCAL_RANK") == str(local):
+                return pid
+        raise AssertionError(f"no `{command}` with LOCAL_RANK={local} is running")
+
+    def core(self) -> int:
+        """The process id of the engine's core, which has started: its title has overwritten its environment."""
+        threads = Path(f"/proc/{self.node_loop()}/task").iterdir()
+        children = [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
+        (core,) = (pid for pid in children if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"VLLM::EngineCore"))
+        return core
+
+    def variable(self, pid: int, name: str) -> str:
+        """A variable of a process's environment."""
+        variables = dict(line.split("=", 1) for line in Path(f"/proc/{pid}/environ").read_text().split("\0") if line)
+        return variables[name]
+
+    def until(self, condition: Callable[[], bool], seconds: float = 200, every: float = 0.05) -> None:
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, f"it did not happen; output so far:\n{self.text()}"
             assert self.process.poll() is None, f"the run ended early:\n{self.text()}"
-            time.sleep(0.05)
+            time.sleep(every)
 
     def nothing_left(self) -> None:
         end = time.monotonic() + 10
@@ -171,6 +205,11 @@ def start(tmp_path: Path, model: Path) -> Iterator[Callable[..., Run]]:
         run.process.wait(10)
 
 
+def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows without what depends on how long something took."""
+    return [{name: value for name, value in row.items() if not re.search(TIMES, name)} for row in rows]
+
+
 def balanced(ledger: dict[str, int]) -> bool:
     return ledger["issued"] == ledger["trained"] + ledger["filtered"] + ledger["given_up"] + ledger["in_flight"]
 
@@ -198,27 +237,163 @@ def test_a_run_leaves_metrics_summary_plots_model_and_no_process(start: Callable
         assert (run.directory / name).stat().st_size > 0
     sample = json.loads((run.directory / "trajectories" / "step-000000.jsonl").read_text().splitlines()[0])
     assert re.fullmatch(r"\d\+\d=", sample["turns"][0]["observation"])
+    told = re.findall(r"^\[([a-z ]+)", run.text(), re.MULTILINE)
+    beginning = ["starting processes for ", "starting engines and trainers ", "first evaluation", "training"]
+    assert [text for text in dict.fromkeys(told) if text in beginning] == beginning
+    assert "Triton" not in run.text()
     run.nothing_left()
+    evaluated_alike(run, start)
+    trained_again_alike(run)
 
 
-def test_two_trainer_ranks_train_synchronously_at_a_ratio_of_zero_from_python(start: Callable[..., Run]) -> None:
-    run = start("train.async_ratio=0", "cluster.trainer_ranks=2", "run.steps=3", "eval.every=0", command=FROM_PYTHON)
+def trained_again_alike(run: Run) -> None:
+    """The recorded batches make the run's last weights again, bit for bit, and other ones with another objective."""
+    replay = (sys.executable, "-m", "flash", "replay", str(run.directory))
+    (same, other) = (
+        subprocess.run([*replay, *more], capture_output=True, text=True, check=True, timeout=120).stdout
+        for more in ((), ("algorithm.objective=cispo", "--to-step", "6"))
+    )
+    assert "training steps 4 to 5 again" in same
+    assert "version 6: every weight equals the checkpoint's (step-000006), bit for bit" in same
+    assert "version 6: weights differ from the checkpoint's (step-000006) by at most" in other
+
+
+def evaluated_alike(run: Run, start: Callable[..., Run]) -> None:
+    """A run's last checkpoint, evaluated afterwards, does as well as its model did when the run evaluated it."""
+    checkpoint, row = run.directory / "checkpoints" / "step-000006", run.rows("evals.jsonl")[-1]
+    config = load([run.folder / "config.toml"], [])
+    with model_folder(str(checkpoint), config) as written, model_folder(str(run.directory), config) as exported:
+        assert exported == str(run.directory / "model")
+        ours, theirs = (load_file(Path(folder) / "model.safetensors") for folder in (written, exported))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    result = run.folder / "eval.json"
+    again = start("--model", str(checkpoint), "--json", str(result), command=("-m", "flash", "eval"))
+    assert again.wait() == 0, again.text()
+    found = json.loads(result.read_text())
+    assert {name: row[name] for name in ("mean_reward", "problems", "samples", "missing")}.items() <= found.items()
+    assert f"{row['mean_reward']:.3f}" in again.text().splitlines()[-1]
+    again.nothing_left()
+
+
+def test_two_trainer_ranks_come_to_the_same_weights_at_a_ratio_of_zero_whenever_they_die(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    (tmp_path / "beside_the_config.py").write_text("from envs.arithmetic import Arithmetic as Mine")
+    overrides = (
+        "train.async_ratio=0",
+        "cluster.trainer_ranks=2",
+        "run.steps=4",
+        "eval.every=0",
+        "eval.temperature=1",
+        "env.path=beside_the_config:Mine",
+    )
+    run = start(*overrides, text=NO_TINY_MODEL, command=FROM_PYTHON)
     assert run.wait() == 0, run.text()
-    assert f"from python: {3 * 32} samples" in run.text()
+    assert f"from python: {4 * 32} samples" in run.text()
     assert run.summary()["max_age"] == 0
-    assert run.summary()["ledger"]["trained"] == 3 * 32
+    assert run.summary()["ledger"]["trained"] == 4 * 32
+    run.nothing_left()
+    told = len(run.text())
+    again = start(*overrides, "run.name=again", text=NO_TINY_MODEL)
+    again.directory = run.folder / "again"
+    writing = again.directory / "checkpoints" / ".tmp-step-000002"
+    again.until(lambda: "[first evaluation" in again.text()[told:])
+    core, loop = again.core(), again.node_loop()
+    # Between a commit and its publication, in a checkpoint, and before the last step; or about there.
+    moments = ((0, lambda: len(again.rows()) == 1), (1, writing.exists), (0, lambda: len(again.rows()) == 3))
+    for number, (rank, moment) in enumerate(moments, start=1):
+        killed = again.trainer(rank)
+        again.until(moment, every=0.002)
+        os.kill(killed, signal.SIGKILL)
+        again.until(lambda number=number: again.text().count("the trainer ranks are back at version") == number)
+        assert (again.core(), again.node_loop()) == (core, loop)
+    assert again.wait() == 0, again.text()
+    assert "not the weights that they had" not in again.text()
+    assert "Traceback" not in again.text()
+    summary = again.summary()
+    assert (summary["restarts"], summary["trainer_restarts"], summary["engine_restarts"]) == (0, 3, 0)
+    assert summary["ledger"] == run.summary()["ledger"]
+    for file in ("metrics.jsonl", "evals.jsonl"):
+        assert untimed(again.rows(file)) == untimed(run.rows(file))
+    assert len(again.rows("samples.jsonl")) == 4 * 32
+    weights = [folder / "model" / "model.safetensors" for folder in (run.directory, again.directory)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    again.nothing_left()
+
+
+def test_a_killed_engine_comes_back_in_its_place_and_nothing_else_starts_again(start: Callable[..., Run]) -> None:
+    # What admission lets start before the engine dies is enough for two steps more, and not for the rest.
+    run = start("run.steps=8")
+    run.until(lambda: len(run.rows()) >= 1)
+    core = run.core()
+    os.kill(core, signal.SIGKILL)
+    assert run.wait() == 0, run.text()
+    assert f"engine 0 is dead: its process {core} was killed by signal 9 (SIGKILL)" in run.text()
+    assert "It starts again in 1 s (1 of 3 restarts in a row)" in run.text()
+    assert "engine 0 is back after " in run.text()
+    summary = run.summary()
+    assert (summary["restarts"], summary["engine_restarts"], summary["failures"]) == (0, 1, 0)
+    assert summary["ledger"]["issued"] == summary["ledger"]["trained"] == 8 * 32
     run.nothing_left()
 
 
-def test_a_killed_trainer_rank_is_restarted_and_the_ledger_balances(start: Callable[..., Run]) -> None:
-    run = start("run.steps=8")
+def test_lost_trainer_ranks_come_back_alone_until_their_restarts_are_used_up(start: Callable[..., Run]) -> None:
+    run = start("run.steps=1000", "cluster.trainer_ranks=2", "cluster.max_restarts=1", "checkpoint.every=10")
     run.until(lambda: len(run.rows()) >= 3)
-    os.kill(run.trainer(), signal.SIGKILL)
+    hub, killed, core = run.node_loop(), run.trainer(1), run.core()
+    # The other rank waits in a collective for this one; when that fails, a hub that is busy reads both ends at once.
+    os.kill(killed, signal.SIGSTOP)
+    time.sleep(2)
+    os.kill(hub, signal.SIGSTOP)
+    os.kill(killed, signal.SIGKILL)
+    time.sleep(1)
+    os.kill(hub, signal.SIGCONT)
+
+    def back(times: int) -> bool:
+        words = re.findall(r"the trainer ranks are back at version \d+ after .* again(.*)", run.text())
+        assert set(words) <= {"", ": the same weights as before"}
+        return len(words) == times
+
+    run.until(lambda: back(1))
+    assert f"flash: trainer rank 1 (process {killed}) was killed by signal 9 (SIGKILL), perhaps because" in run.text()
+    assert "the trainer ranks start again (restart 1 of 1)" in run.text()
+    agent = run.agent()
+    os.kill(agent, signal.SIGKILL)
+    run.until(lambda: back(2))
+    assert f"the agent of the trainer ranks (process {agent}) was killed by signal 9 (SIGKILL)" in run.text()
+    done = len(run.rows())
+    run.until(lambda: len(run.rows()) > done)
+    assert [row["step"] for row in run.rows()] == list(range(len(run.rows())))
+    assert (run.core(), run.node_loop()) == (core, hub)
+    os.kill(run.agent(), signal.SIGKILL)
+    assert run.wait(60) == 1, run.text()
+    assert "no restart is left of cluster.max_restarts = 1" in run.text().splitlines()[-1]
+    assert "Traceback" not in run.text()
+    assert "Connection closed" not in run.text()
+    assert "all other processes" not in run.text()
+    run.nothing_left()
+
+
+def test_a_killed_node_loop_loses_nothing_that_was_delivered(start: Callable[..., Run]) -> None:
+    run = start("run.steps=8", "checkpoint.every=1000")
+    run.until(lambda: len(run.rows()) >= 3)
+    killed = run.node_loop()
+    os.kill(killed, signal.SIGKILL)
     assert run.wait() == 0, run.text()
+    assert f"flash: the node loop (process {killed}) was killed by signal 9 (SIGKILL)" in run.text()
+    assert re.search(r"the journal brings back \d+ samples that were delivered after version 0", run.text())
     assert [row["step"] for row in run.rows()] == list(range(8))
+    before, trained = run.rows("earlier/001/metrics.jsonl"), run.rows("earlier/001/samples.jsonl")
+    assert len(before) >= 3
+    # The same samples, generated at the same time: by the life that was killed.
+    steps = {row["step"] for row in before}
+    assert [row for row in run.rows("samples.jsonl") if row["step"] in steps] == [
+        row for row in trained if row["step"] in steps
+    ]
+    assert run.rows()[0]["generated_tokens"] >= before[-1]["generated_tokens"]
     summary = run.summary()
-    assert summary["restarts"] == 1
-    assert summary["ledger"]["trained"] == 8 * 32
+    assert (summary["restarts"], summary["ledger"]["trained"]) == (1, 8 * 32)
     assert balanced(summary["ledger"])
     run.nothing_left()
 
@@ -233,10 +408,35 @@ def test_an_interrupt_ends_everything_in_time_and_the_run_can_be_resumed(start: 
     run.nothing_left()
     done = len(run.rows())
     assert "--resume" in run.text()
+    assert "signal" not in run.text()
     again = start(f"run.steps={done + 2}", "--resume")
     assert again.wait() == 0, again.text()
     assert [row["step"] for row in again.rows()] == list(range(done + 2))
     assert balanced(again.summary()["ledger"])
+
+
+def test_a_killed_launcher_takes_its_run_along_in_order_and_only_then_lets_another_have_it(
+    start: Callable[..., Run],
+) -> None:
+    run = start("run.steps=1000", "checkpoint.every=1000")
+    run.until(lambda: len(run.rows()) >= 2)
+    scratch = Path(run.variable(run.trainer(), "FLASH_SCRATCH"))
+    second = start()
+    assert second.wait() == 2
+    assert f"{run.directory} is in use by process {run.process.pid} on " in second.text()
+    assert run.directory.is_dir()
+    assert not run.directory.with_name("run.1").exists()
+    run.process.kill()
+    again = start(f"run.steps={len(run.rows()) + 20}", "--resume")
+    again.until(lambda: "continuing" in again.text())
+    assert f"process {run.process.pid}, which started this run, is gone" in again.text()
+    done = max(int(path.name.removeprefix("step-")) for path in (run.directory / "checkpoints").iterdir())
+    assert f"continuing {run.directory} from version {done}" in again.text()
+    os.killpg(again.process.pid, signal.SIGINT)
+    assert again.wait(60) == 130, again.text()
+    assert [row["step"] for row in again.rows()] == list(range(len(again.rows())))
+    again.nothing_left()
+    assert not scratch.exists()
 
 
 def test_an_error_that_a_restart_cannot_mend_ends_the_run_with_one_clear_line(
@@ -254,8 +454,7 @@ def test_an_error_that_a_restart_cannot_mend_ends_the_run_with_one_clear_line(
 
 
 def test_an_environment_that_only_fails_ends_the_run_with_its_own_reason(start: Callable[..., Run]) -> None:
-    no_tiny_model = re.sub(r"\[tiny_model\].*?(?=\[env\])", "", CONFIG, flags=re.DOTALL)
-    run = start("env.path=tests.integration.broken_env:BrokenEnv", text=no_tiny_model)
+    run = start("env.path=tests.integration.broken_env:BrokenEnv", text=NO_TINY_MODEL)
     assert run.wait() != 0
     assert "BrokenEnv always fails" in run.text()
     assert "Traceback" not in run.text()

@@ -34,6 +34,7 @@ def metrics_row(step: int, **changes: Any) -> dict[str, Any]:
         "ratio_p50_age_1": 1.01,
         "ratio_p99_age_1": 2.0,
         "mismatch_kl": 1.5e-6,
+        "mismatch_k3_age_0": 2e-6,
         "grad_norm": 0.456,
         "learning_rate": 2e-5,
         "tokens": 4000,
@@ -48,6 +49,8 @@ def metrics_row(step: int, **changes: Any) -> dict[str, Any]:
         "trainer_wait_share": 0.25,
         "engine_idle_share": 0.04,
         "samples": 64,
+        "stale_share": 0.02,
+        "failures": 3,
     }
     return row | changes
 
@@ -63,7 +66,8 @@ def eval_row(step: int, mean: float, **changes: Any) -> dict[str, Any]:
         "mean_reward": mean,
         "low": mean - 0.05,
         "high": mean + 0.04,
-        "pass_at_k": mean + 0.1,
+        "best_of_k": mean + 0.1,
+        "binary": 1.0,
         "k": 4,
         "problems": 128,
         "samples": 512,

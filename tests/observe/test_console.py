@@ -36,7 +36,7 @@ def test_plain_output_has_no_control_characters_and_shows_the_numbers(config: Co
     assert cells == {
         "step": "0",
         "reward": "0.250",
-        "acc": "0.312",
+        "eval": "0.312",
         "loss": "-0.0123",
         "entropy": "1.234",
         "ratio": "1.002",
@@ -45,6 +45,8 @@ def test_plain_output_has_no_control_characters_and_shows_the_numbers(config: Co
         "kl": "1.5e-06",
         "grad": "0.456",
         "age/max": "0.8/1",
+        "old%": "2.0",
+        "fail": "3",
         "tok/s": "9.81k",
         "wait%": "25.0",
         "lr": "2.0e-05",
@@ -92,6 +94,17 @@ def test_an_evaluation_line_names_interval_problems_and_versions(config: Config)
     assert single.endswith("version 20")
 
 
+def test_a_mean_of_rewards_is_called_an_accuracy_only_where_each_is_0_or_1(config: Config) -> None:
+    stream = io.StringIO()
+    console = Console(config, stream)
+    row = eval_row(10, 0.63, binary=0.0, best_of_k=0.71)
+    console.evaluation(row)
+    assert "mean reward 0.630, 95% interval 0.580 to 0.670, best of 4 0.710" in stream.getvalue()
+    console.finish(summarise(config, [], [eval_row(0, 0.5), row], ledger={}, restarts=0, canary_max=None))
+    assert "reward       0.500 -> 0.630 on held-out problems" in stream.getvalue()
+    assert "accuracy" not in stream.getvalue()
+
+
 def test_a_stage_is_printed_once_where_nothing_can_be_redrawn(config: Config) -> None:
     stream = io.StringIO()
     console = Console(config, stream)
@@ -106,13 +119,15 @@ def test_the_closing_table_says_what_came_of_the_run_and_where_it_lies(config: C
     (plots / "reward.png").write_bytes(b"")
     evaluations = [eval_row(0, 0.312), eval_row(30, 0.906)]
     metrics = [metrics_row(step) for step in range(30)]
-    ledger = {"issued": 1920, "given_up": 0}
+    ledger = {"issued": 1920, "given_up": 0, "trained": 1440, "trained_tokens": 8000, "discarded_tokens_stale": 2000}
     stream = io.StringIO()
     Console(config, stream).finish(
         summarise(config, metrics, evaluations, ledger=ledger, restarts=2, canary_max=5.1e-7)
     )
     text = stream.getvalue()
-    for expected in ("0.312 -> 0.906", "30 (1920 samples)", "1:10 (9.81k tokens/s)", "25.0%", "4.0%", "5.1e-07"):
+    for expected in ("0.312 -> 0.906", "1:10 (9.81k tokens/s)", "25.0%", "4.0%", "5.1e-07"):
+        assert expected in text
+    for expected in ("1440 samples, 8.00k tokens", "20.0% of the tokens", "90 attempts"):
         assert expected in text
     assert "issued 1920" in text
     assert "given_up" not in text

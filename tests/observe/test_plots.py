@@ -8,9 +8,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.observe.plots import COLOURS, draw_ages, draw_offpolicy, draw_rewards, draw_timeline, write_plots
+from flash.observe.plots import (
+    COLOURS,
+    draw_ages,
+    draw_mismatch,
+    draw_offpolicy,
+    draw_rewards,
+    draw_timeline,
+    write_plots,
+)
 from flash.observe.rundir import RunDirectory
-from flash.observe.series import ACTIVITIES, age_series, lane_shares, offpolicy_series, reward_series, timeline
+from flash.observe.series import (
+    ACTIVITIES,
+    age_series,
+    lane_shares,
+    mismatch_series,
+    offpolicy_series,
+    reward_series,
+    timeline,
+)
 from flash.types import Activity
 from tests.observe.sample_rows import STARTED, eval_row, metrics_row, spans
 
@@ -22,13 +38,29 @@ def test_all_plots_are_written_at_readme_width(directory: RunDirectory) -> None:
     directory.append_evaluation(eval_row(0, 0.3))
     directory.append_evaluation(eval_row(30, 0.9))
     paths = write_plots(directory.path)
-    assert [path.name for path in paths] == ["reward.png", "ages.png", "offpolicy.png", "timeline.png"]
+    assert [path.name for path in paths] == ["reward.png", "ages.png", "offpolicy.png", "mismatch.png", "timeline.png"]
     for path in paths:
         data = path.read_bytes()
         assert data.startswith(b"\x89PNG")
         width, height = struct.unpack(">II", data[16:24])
         assert width == 1600
         assert height > 300
+
+
+def test_the_mismatch_is_a_line_for_each_environment_and_has_gaps_where_no_token_was_of_age_0() -> None:
+    rows = [metrics_row(step, mismatch_k3_env_code=0.02, mismatch_k3_env_math=1e-5) for step in range(3)]
+    del rows[1]["mismatch_k3_env_math"]
+    del rows[2]["mismatch_k3_age_0"]
+    series = mismatch_series(rows)
+    assert series is not None
+    assert series.steps.tolist() == [0, 1]
+    assert list(series.by_environment) == ["code", "math"]
+    assert np.isnan(series.by_environment["math"]).tolist() == [False, True]
+    assert len(draw_mismatch(series).axes) == 1
+    single = mismatch_series([metrics_row(0)])
+    assert single is not None
+    assert {name: values.tolist() for name, values in single.by_environment.items()} == {"": [2e-6]}
+    assert mismatch_series([{"step": 0, "mismatch_k3": 0.1}]) is None
 
 
 def test_an_empty_run_gives_no_plot(tmp_path: Path) -> None:

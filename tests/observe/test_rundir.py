@@ -226,8 +226,8 @@ def test_the_summary_is_written_with_its_documented_keys(directory: RunDirectory
     written = json.loads(directory.summary.read_text())
     assert written["ledger"] == {"issued": 64}
     assert set(written) >= {
-        "initial_accuracy",
-        "final_accuracy",
+        "initial_reward",
+        "final_reward",
         "steps",
         "samples",
         "wall_seconds",

@@ -1,25 +1,11 @@
 from __future__ import annotations
 
-import itertools
 import math
 import random
 
 import pytest
 
-from flash.observe.stats import mean_interval, pass_at_k
-
-
-@pytest.mark.parametrize(("n", "c"), [(n, c) for n in range(1, 8) for c in range(n + 1)])
-def test_pass_at_k_equals_counting_all_draws(n: int, c: int) -> None:
-    answers = [True] * c + [False] * (n - c)
-    for k in range(1, n + 1):
-        draws = list(itertools.combinations(answers, k))
-        counted = sum(any(draw) for draw in draws) / len(draws)
-        assert pass_at_k(n, c, k) == pytest.approx(counted, abs=1e-12)
-
-
-def test_pass_at_1_is_the_share_of_right_answers() -> None:
-    assert pass_at_k(10, 3, 1) == pytest.approx(0.3)
+from flash.observe.stats import mean_interval
 
 
 def test_interval_of_binary_rewards_solves_the_score_equation() -> None:

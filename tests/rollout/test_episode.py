@@ -13,13 +13,14 @@ import pytest
 
 from flash.errors import EngineError, EnvError, RewardError
 from flash.rollout.engine import GenerateRequest, SamplingSettings
-from flash.rollout.episode import Episode, EpisodeProgress, EpisodeSettings, Responder, response_key
+from flash.rollout.episode import Episode, EpisodeProgress, EpisodeSettings, Responder, response_key, response_seed
 from flash.rollout.phases import FreePhases, LockStep, Phases
 from flash.simulate.clock import run_virtual
 from flash.types import Completion, Failure, Lease, Message, Outcome, Span, Task, Trajectory, VersionRun
 
 EOS = 0
 SETTINGS = EpisodeSettings(
+    seed=7,
     train=SamplingSettings(8, 1.0),
     eval=SamplingSettings(8, 0.0),
     max_length=200,
@@ -66,6 +67,7 @@ class Script:
         affinity: tuple[int, int],
         progress: Callable[[int], None],
         timeout: float,
+        episode: anyio.CancelScope,
     ) -> Completion:
         self.calls.append((request, min_version, affinity, timeout))
         completion = self._completions.pop(0)
@@ -223,6 +225,27 @@ def test_keys_differ_between_tasks_turns_and_splits() -> None:
     tasks = [Task(i, 0, 0, seed=0, split=split) for i in range(5) for split in ("train", "eval")]
     keys = [response_key(task, turn) for task in tasks for turn in range(5)]
     assert len(set(keys)) == len(keys)
+
+
+def test_seeds_differ_between_runs_tasks_turns_splits_and_attempts() -> None:
+    tasks = [
+        Task(i, 0, 0, seed=0, split=split, attempt=attempt)
+        for i in range(5)
+        for split in ("train", "eval")
+        for attempt in range(3)
+    ]
+    seeds = [response_seed(run, task, turn) for run in range(3) for task in tasks for turn in range(5)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_response_is_asked_for_with_its_seed_where_the_run_has_one() -> None:
+    proxy = Script(say("a"), say("b"))
+    run(Env(go("more"), end(1.0)), proxy)
+    assert [call[0].seed for call in proxy.calls] == [response_seed(7, LEASE.task, turn) for turn in (0, 1)]
+    bare = Script(say("a"))
+    run(Env(end(1.0)), bare, seed=None)
+    assert bare.calls[0][0].seed is None
 
 
 def test_evaluations_sample_with_their_own_settings() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
@@ -15,15 +16,19 @@ from flash.config.tree import Config
 from flash.environment.interface import HELD_OUT
 from flash.environment.shared import shared
 from flash.environment.threaded import wrap
-from flash.errors import BreakerError, DeadlineError, FlashError, PeerLostError, SandboxStartError
+from flash.errors import BreakerError, DeadlineError, EngineDeadError, PeerLostError, SandboxStartError
 from flash.hub import protocol as p
 from flash.hub.hub import Hub, RunEnd
+from flash.hub.in_process import InProcessCaller
+from flash.hub.state import HubState
 from flash.observe.observer import MemoryObserver
-from flash.rollout.fake_engine import FakeEngine
+from flash.rollout.fake_engine import FakeEngine, FakeLine
 from flash.rollout.node import RolloutNode
+from flash.rollout.proxy import MAX_FAILED_IN_A_ROW
+from flash.rollout.supervisor import only
 from flash.simulate.clock import run_virtual
-from flash.simulate.world import InProcessCaller
 from flash.types import Canary, Outcome, Published, Shard
+from tests.hub.cases import KeptStates
 
 
 class CharTokenizer:
@@ -74,12 +79,12 @@ def make_config(**changes: Any) -> Config:
 class FakeTrainer:
     """Publishes, trains for a set time, commits: what a trainer rank does, without a model."""
 
-    def __init__(self, hub: Hub, seconds: float, version: int = 0) -> None:
+    def __init__(self, hub: Hub, seconds: float, snapshots: Mapping[int, bytes], version: int = 0) -> None:
         self._hub = InProcessCaller(hub)
         self._seconds = seconds
         self.version = version
         self.shards: list[Shard] = []
-        self.snapshots: dict[int, bytes] = {}
+        self.snapshots = snapshots
         self.stepped = anyio.Event()
         self.finished = False
 
@@ -95,7 +100,7 @@ class FakeTrainer:
             await self._hub.call(p.Commit(self.version, {}), timeout=60)
             self.version += 1
             await self._publish()
-            self.snapshots[self.version] = (await self._hub.call(p.SnapshotRequest(), timeout=60)).state
+            await self._hub.call(p.SnapshotRequest(), timeout=60)
             self.stepped.set()
         await self._hub.call(p.Goodbye(0, []), timeout=60)
 
@@ -118,11 +123,11 @@ class World:
         config: Config,
         *,
         env: Callable[[], Any] = Echo,
-        engines: Sequence[FakeEngine] | None = None,
+        engines: Sequence[Callable[[], FakeEngine]] | None = None,
         train_seconds: float = 1.0,
         answer: str = "yes",
         state: bytes | None = None,
-        version: int = 0,
+        evaluated: Collection[int] = (),
         kind_of: Callable[[int], str] = lambda seed: "",
         prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
@@ -130,18 +135,35 @@ class World:
         self._prepare = prepare
         self._kind_of = kind_of
         self.observer = MemoryObserver()
-        self.engines = engines or [FakeEngine(lambda prompt: [ord(c) for c in answer], 0.1)]
+        usual = partial(FakeEngine, lambda prompt: [ord(c) for c in answer], 0.1)
+        self.lines = [FakeLine(make) for make in engines or [usual]]
         self._env, self._train_seconds = env, train_seconds
-        self._state, self._version = state, version
+        self._state = HubState.restore(state, config) if state is not None else None
+        self._evaluated = evaluated
+
+    @property
+    def engines(self) -> list[FakeEngine]:
+        """Those that are there now."""
+        return [line.newest for line in self.lines]
 
     def build(self) -> Hub:
         now = anyio.current_time
-        self.hub = Hub(self.config, self.observer, now=now, state=self._state, kind_of=self._kind_of)
-        self.trainer = FakeTrainer(self.hub, self._train_seconds, self._version)
+        kept = KeptStates()
+        self.hub = Hub(
+            self.config,
+            self.observer,
+            now=now,
+            state=self._state,
+            kind_of=self._kind_of,
+            evaluated=self._evaluated,
+            keep_state=kept,
+        )
+        version = self._state.version if self._state is not None else 0
+        self.trainer = FakeTrainer(self.hub, self._train_seconds, kept.by_version, version)
         self.node = RolloutNode(
             0,
             self.config,
-            self.engines,
+            self.lines,
             0,
             CharTokenizer(),
             lambda kind: wrap(self._env()),
@@ -191,7 +213,7 @@ def test_evaluations_happen_at_the_start_in_between_and_at_the_end() -> None:
     run(world)
     assert [row["step"] for row in world.observer.evaluations] == [0, 2, 4]
     for row in world.observer.evaluations:
-        assert (row["mean_reward"], row["problems"], row["samples"], row["pass_at_k"]) == (1.0, 3, 6, 1.0)
+        assert (row["mean_reward"], row["problems"], row["samples"], row["best_of_k"]) == (1.0, 3, 6, 1.0)
 
 
 def test_the_first_evaluation_sees_only_the_untrained_policy() -> None:
@@ -328,18 +350,31 @@ def test_a_swap_in_flight_stamps_later_tokens_with_the_new_version() -> None:
     assert all([r.version for r in runs] == sorted(r.version for r in runs) for runs in mixed)
 
 
-def test_a_dead_engine_ends_the_node_with_its_reason() -> None:
-    world = World(make_config())
+@pytest.mark.parametrize("how", ["killed", "failing"])
+def test_a_dead_engine_ends_the_node_with_its_reason_and_blames_no_sample(how: str) -> None:
+    # Samples in flight, and the samples that an engine may fail before it counts as dead, are within the breaker.
+    breaker = 1 if how == "killed" else MAX_FAILED_IN_A_ROW
+    rollout = {"retries": 0, "breaker": breaker, "max_concurrent": 4}
+    world = World(make_config(rollout=rollout, engine={"max_restarts": 0}))
 
     async def killed() -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(world.run)
             await anyio.sleep(2)
-            world.engines[0].kill()
+            if how == "killed":
+                world.engines[0].kill()
+            else:
+                world.engines[0].fail_next(1000)
 
     with pytest.raises(BaseExceptionGroup) as caught:
         run_virtual(killed)
-    assert caught.value.subgroup(FlashError) is not None
+    assert caught.group_contains(EngineDeadError, match=how if how == "killed" else "failed 8 requests in a row")
+    assert not caught.group_contains(BreakerError)
+    assert [
+        note
+        for note in world.observer.notes
+        if "the last one of node 0, which ends with it: engine.max_restarts is 0" in note
+    ]
 
 
 def test_an_interrupt_stops_after_the_running_step_and_leaves_the_rest_untrained() -> None:
@@ -380,12 +415,13 @@ def test_law_2_the_ledger_balances_across_a_restart() -> None:
             group.cancel_scope.cancel()
 
     run_virtual(crash_after_two_steps)
-    second = World(make_config(run={"steps": 6}), state=first.trainer.snapshots[2], version=2)
+    second = World(make_config(run={"steps": 6}), state=first.trainer.snapshots[2])
     end = run(second)
     assert end.version == 6
     assert end.ledger["trained"] == 48
     assert end.ledger["issued"] == end.ledger["trained"] + end.ledger["given_up"]
     assert [row["step"] for row in second.observer.steps] == [2, 3, 4, 5]
+    assert [row["step"] for row in second.observer.evaluations] == [2, 4, 6], "that of version 2 was lost in the crash"
 
 
 def test_a_lost_trainer_rank_ends_the_run() -> None:
@@ -421,7 +457,7 @@ def test_the_leases_of_a_lost_node_go_to_another() -> None:
             other = RolloutNode(
                 1,
                 world.config,
-                [FakeEngine(lambda prompt: [ord(c) for c in "yes"], 0.1)],
+                [FakeLine(partial(FakeEngine, lambda prompt: [ord(c) for c in "yes"], 0.1))],
                 1,
                 CharTokenizer(),
                 lambda kind: wrap(Echo()),
@@ -434,6 +470,83 @@ def test_the_leases_of_a_lost_node_go_to_another() -> None:
     end = run_virtual(lose)
     assert end.ledger["trained"] == 32
     assert end.ledger["retried_cancelled"] > 0
+
+
+class SlowToStart(FakeEngine):
+    """Takes five seconds."""
+
+    closed = False
+
+    async def start(self) -> None:
+        await anyio.sleep(5)
+
+    async def close(self) -> None:
+        self.closed = True
+        await super().close()
+
+
+@pytest.mark.parametrize(
+    ("after", "by"),
+    [(1.0, "signal"), (9.0, "signal"), (9.0, "hub"), (9.0, "signal to all"), (9.0, "signal to engines")],
+)
+def test_a_node_that_is_drained_goes_and_nothing_that_it_had_is_lost_or_counts_as_failed(after: float, by: str) -> None:
+    """While its engine starts, while its episodes run, and where what tells it to go ends its engine, too."""
+    config = make_config(run={"steps": 12}, deadlines={"env_step": 200.0, "batch": 300.0})
+    world = World(config, env=lambda: Echo(lambda seed: 1.0))
+    engine = SlowToStart(lambda prompt: [ord(c) for c in "yes"], 0.1)
+
+    async def drain() -> tuple[RunEnd, float]:
+        hub = world.build()
+        ends: list[RunEnd] = []
+        gone: list[float] = []
+
+        async def go() -> None:
+            ends.append(await hub.run())
+
+        other = RolloutNode(
+            1,
+            world.config,
+            [only(engine)],
+            1,
+            CharTokenizer(),
+            lambda kind: wrap(Echo(lambda seed: 1.0 + 99.0 * (seed % 2))),
+            InProcessCaller(hub),
+            now=anyio.current_time,
+        )
+
+        async def serve() -> None:
+            async with anyio.create_task_group() as serving:
+                serving.start_soon(leave)
+                await other.run()
+                serving.cancel_scope.cancel()
+            gone.append(anyio.current_time())
+            hub.peer_lost("node-1")
+            hub.buffer.check()
+
+        async def leave() -> None:
+            run = await hub.handle(p.RunRequest(p.dialect()))
+            await hub.handle(p.JoinRequest(run.digest, 1))
+            await anyio.sleep(after)
+            if by == "signal to engines":
+                engine.kill()
+                await anyio.sleep(0.1)
+            async with anyio.create_task_group() as leaving:
+                leaving.start_soon(*([hub.handle, p.DrainRequest(1)] if by == "hub" else [other.drain]))
+                await anyio.sleep(0.1)
+                if by == "signal to all":
+                    engine.kill()
+
+        async with anyio.create_task_group() as group:
+            for task in (world.trainer.run, go, world.node.run, serve):
+                group.start_soon(task)
+        return ends[0], gone[0]
+
+    end, gone = run_virtual(drain)
+    assert gone <= after + (1.0 if by.startswith("signal to") else config.deadlines.shutdown)
+    assert engine.closed
+    assert end.ledger["trained"] == 96
+    assert end.ledger["given_up"] == 0
+    assert any(note.startswith("node 1 leaves") for note in world.observer.notes)
 
 
 class Service:

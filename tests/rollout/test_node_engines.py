@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -13,10 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash.config.tree import Config
+from flash.config.waits import LONG_POLL_S
 from flash.environment.threaded import wrap
+from flash.errors import DeadlineError, EngineError, FlashError
 from flash.hub import protocol as p
 from flash.rollout.fake_engine import FakeEngine
 from flash.rollout.node import RolloutNode
+from flash.rollout.supervisor import only
 from flash.simulate.clock import run_virtual
 from flash.transport.request import ReplyT, Request, answered
 from flash.types import Canary, Failure, Lease, Outcome, Published, Task, Trajectory
@@ -47,6 +51,8 @@ class FakeHub:
         self.ready = [Lease(n, Task(n, n // 2, n % 2, n // 2), min_version(n)) for n in range(leases)]
         self.left = leases
         self.version = 0
+        self.lost = False
+        """Whether nobody holds the version that was published."""
         self.cancels: list[int] = []
         self.results: dict[int, Trajectory | Failure] = {}
         self.reports: list[p.EngineReport] = []
@@ -57,7 +63,7 @@ class FakeHub:
         self.changed = anyio.Event()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        with anyio.move_on_after(p.LONG_POLL_S):
+        with anyio.move_on_after(LONG_POLL_S):
             while not condition():
                 await self.changed.wait()
 
@@ -85,9 +91,11 @@ class FakeHub:
                     self.left -= 1
                 self.change()
             case p.VersionRequest():
-                await self.until(lambda: self.version > request.after)
-                new = self.version > request.after
+                await self.until(lambda: self.version > request.after and not self.lost)
+                new = self.version > request.after and not self.lost
                 return p.VersionReply(Published(self.version, "tcp", b"", Canary([], [])) if new else None, done=False)
+            case p.LoadFailed():
+                return p.LoadFailedReply(gone=self.lost)
             case p.CancelRequest():
                 await self.until(lambda: bool(self.cancels))
                 cancels, self.cancels = self.cancels, []
@@ -120,7 +128,8 @@ class Steps(Echo):
 
 def node_of(hub: FakeHub, engines: list[FakeEngine], env: Callable[[], Any] = Echo, **changes: Any) -> RolloutNode:
     now = anyio.current_time
-    return RolloutNode(0, config(**changes), engines, 0, CharTokenizer(), lambda kind: wrap(env()), hub, now=now)
+    makers = [only(fake) for fake in engines]
+    return RolloutNode(0, config(**changes), makers, 0, CharTokenizer(), lambda kind: wrap(env()), hub, now=now)
 
 
 @settings(max_examples=40)
@@ -166,7 +175,7 @@ def test_law_3_holds_in_every_mode_of_swapping(mode: str, alpha: float) -> None:
     world = World(
         config(rollout={"swap": mode}, train={"async_ratio": alpha}, run={"steps": 6}),
         env=lambda: Echo(lambda seed: seed % 7 / 2),
-        engines=[engine(text="yes" * (1 + 3 * index)) for index in range(2)],
+        engines=[partial(engine, text="yes" * (1 + 3 * index)) for index in range(2)],
     )
     end = run(world)
     assert end.ledger["issued"] == end.ledger["trained"] + end.ledger["given_up"]
@@ -175,7 +184,8 @@ def test_law_3_holds_in_every_mode_of_swapping(mode: str, alpha: float) -> None:
 
 @pytest.mark.parametrize("mode", ["recompute", "keep", "abort", "drain"])
 def test_a_run_goes_on_without_the_engines_that_die_and_loses_nothing(mode: str) -> None:
-    world = World(config(rollout={"swap": mode}, run={"steps": 6}), engines=[engine() for _ in range(3)])
+    never = {"max_sequences": SLOTS, "max_restarts": 0}
+    world = World(config(rollout={"swap": mode}, run={"steps": 6}, engine=never), engines=[engine] * 3)
 
     async def killed() -> Any:
         ends: list[Any] = []
@@ -202,7 +212,7 @@ def test_a_dead_engines_tokens_are_kept_and_its_node_stops_listing_it() -> None:
         hub = FakeHub(2 * SLOTS)
         fakes = [engine(text="abcdefghij"), engine(text="abcdefghij")]
         async with anyio.create_task_group() as group:
-            group.start_soon(node_of(hub, fakes).run)
+            group.start_soon(node_of(hub, fakes, engine={"max_sequences": SLOTS, "max_restarts": 0}).run)
             await anyio.sleep(2.7)
             fakes[0].kill()
         assert [len(report.engines) for report in hub.reports] == [2, 2, 1, 1]
@@ -260,5 +270,29 @@ def test_a_loser_named_by_the_hub_ends_at_once_with_its_tokens_and_its_slot_is_r
             assert Steps.alive == SLOTS, "its environment is closed, and the next one's is open"
         assert sorted(hub.results) == [0, 1, 2, 3]
         assert Steps.alive == 0
+
+    run_virtual(scenario)
+
+
+@pytest.mark.parametrize("error", [EngineError("connection refused"), DeadlineError("engine 0 to load", 5, "it")])
+def test_an_engine_that_loses_its_publisher_waits_for_the_next_one_with_its_requests(error: FlashError) -> None:
+    async def scenario() -> None:
+        hub, one = FakeHub(4 * SLOTS), engine()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(node_of(hub, [one]).run)
+            await anyio.sleep(1)
+            one.load_error = error
+            hub.publish()
+            await anyio.lowlevel.checkpoint()  # the engine has the version to load, and then its publisher dies
+            hub.lost = True
+            await anyio.sleep(20)
+            assert one.version == 0
+            before = len(hub.results)
+            assert before < 4 * SLOTS, "its weights are undefined, and it makes no token"
+            one.load_error, hub.lost = None, False
+            hub.change()
+        assert one.version == 1
+        assert all(isinstance(result, Trajectory) for result in hub.results.values())
+        assert [note for report in hub.reports for note in report.notes] == []
 
     run_virtual(scenario)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from flash.errors import DeadlineError, EngineDeadError, EngineError, WeightsError
 from flash.rollout.engine import GenerateRequest, SamplingSettings
 from flash.rollout.fake_engine import FakeEngine
-from flash.rollout.proxy import LLMProxy, ProxySettings
+from flash.rollout.proxy import MAX_FAILED_IN_A_ROW, LLMProxy, ProxySettings
 from flash.simulate.clock import run_virtual
 from flash.types import Canary, Completion, Published, VersionRun
 
@@ -23,6 +24,8 @@ Mode = Literal["recompute", "keep", "abort", "drain"]
 MODES: list[Mode] = ["recompute", "keep", "abort", "drain"]
 SLOTS = 4
 SWAP_S = 0.5
+TIMEOUT_S = 1000.0
+RETURN_S = 5000.0
 
 
 def answer(prompt: Sequence[int]) -> list[int]:
@@ -54,7 +57,7 @@ class House:
         self.proxy = LLMProxy(
             engines,
             0,
-            ProxySettings(max_sequences=slots, swap=swap, bind_groups=bind, swap_s=50.0, drain_s=drain_s),
+            ProxySettings(slots, swap, bind, swap_s=50.0, drain_s=drain_s, return_s=RETURN_S),
             on_room=lambda: self.on_room(),
             now=anyio.current_time,
         )
@@ -68,7 +71,15 @@ class House:
             for index in range(len(self.engines)):
                 group.start_soon(self.proxy.load, index, published(version))
 
-    async def ask(self, task: int, length: int, *, group: int | None = None, min_version: int = 0) -> None:
+    async def ask(
+        self,
+        task: int,
+        length: int,
+        *,
+        group: int | None = None,
+        min_version: int = 0,
+        episode: anyio.CancelScope | None = None,
+    ) -> None:
         """One request; its end, good or bad, is booked."""
 
         def progress(count: int) -> None:
@@ -81,7 +92,8 @@ class House:
                 min_version=min_version,
                 affinity=(task if group is None else group, task),
                 progress=progress,
-                timeout=1000.0,
+                timeout=TIMEOUT_S,
+                episode=episode or anyio.CancelScope(),
             )
         except (EngineError, DeadlineError) as error:
             self.failed[task] = error
@@ -206,6 +218,7 @@ def test_a_response_without_end_before_its_deadline_is_an_error_that_says_where_
                 affinity=(0, 0),
                 progress=lambda count: None,
                 timeout=5.5,
+                episode=anyio.CancelScope(),
             )
         house.check_empty()
 
@@ -228,7 +241,7 @@ def test_a_dead_engines_requests_go_on_elsewhere_with_their_tokens_so_far() -> N
             house.proxy.fail(0, EngineDeadError("killed"))
         house.check(1, 20)
         assert house.done[1].versions == [VersionRun(0, 5), VersionRun(1, 15)]
-        assert house.progress == {1: 20}
+        assert house.progress == {1: 19}, "the last token comes with the completion"
         (moved,) = house.engines[1].requests
         assert moved.prompt == [1, 20, *answer([1, 5])]
         assert (moved.done, moved.sampling.max_new_tokens, moved.key) == (5, 95, 1)
@@ -307,7 +320,7 @@ def test_a_request_that_several_engines_fail_is_given_up() -> None:
     run(scenario)
 
 
-def test_the_last_engines_death_fails_what_runs_what_waits_and_what_comes() -> None:
+def test_after_the_last_engines_death_requests_neither_fail_nor_start() -> None:
     async def scenario() -> None:
         house = House(engine())
         await house.load_all()
@@ -317,11 +330,180 @@ def test_the_last_engines_death_fails_what_runs_what_waits_and_what_comes() -> N
             await anyio.sleep(3.5)
             house.engines[0].kill()
             house.proxy.fail(0, EngineDeadError("killed"))
-        await house.ask(99, 1)
-        assert sorted(house.failed) == [*range(10), 99]
-        assert all(isinstance(error, EngineDeadError) for error in house.failed.values())
-        assert not house.proxy.alive
-        assert house.proxy.capacity() == 0
+            group.start_soon(house.ask, 99, 1)
+            await anyio.sleep(500)
+            assert (house.done, house.failed) == ({}, {}), "they end with their node, and count as never tried"
+            assert house.proxy.versions() == [-1]
+            assert house.proxy.capacity() == 0
+            group.cancel_scope.cancel()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("bind", [False, True])
+def test_requests_without_an_engine_go_on_at_the_next_one_with_their_tokens_the_oldest_first(bind: bool) -> None:
+    async def scenario() -> None:
+        house = House(engine(), bind=bind)
+        await house.load_all()
+        async with anyio.create_task_group() as group:
+            for task in range(10):
+                group.start_soon(house.ask, task, 10)
+            await anyio.sleep(3.5)
+            house.engines[0].kill()
+            await house.proxy.dead(0)
+            await anyio.sleep(20)
+            group.start_soon(house.ask, 99, 10)
+            await anyio.sleep(20)
+            new = engine()
+            await house.proxy.replace(0, new)
+            assert house.proxy.versions() == [-1]
+            assert not new.requests
+            await house.proxy.load(0, published(5))
+            back = anyio.current_time()
+        assert house.failed == {}
+        assert sorted(house.done) == [*range(10), 99]
+        assert [request.key for request in new.requests] == [*range(10), 99]
+        assert [request.done for request in new.requests] == [3] * SLOTS + [0] * 7
+        for task, completion in house.done.items():
+            assert completion.token_ids == answer([task, 10])
+            moved = 3 if task < SLOTS else 0
+            assert completion.versions == [VersionRun(0, 3)] * (moved > 0) + [VersionRun(5, 10 - moved)]
+        house.engines = (new,)
+        house.check_empty()
+        statuses, activities = house.proxy.report()
+        assert [(status.version, status.lifetime_s) for status in statuses] == [(5, anyio.current_time() - back)]
+        busy = [(bar.start, bar.stop) for bar in activities if bar.name == "generate"]
+        assert busy == [(SWAP_S, SWAP_S + 3.5), (back, anyio.current_time())], "not from one engine to the next"
+
+    run(scenario)
+
+
+def test_time_without_an_engine_is_not_the_responses_own() -> None:
+    async def scenario() -> None:
+        house = House(engine())
+        await house.load_all()
+        async with anyio.create_task_group() as group:
+            group.start_soon(house.ask, 0, 90)
+            await anyio.sleep(10.5)
+            house.engines[0].kill()
+            await house.proxy.dead(0)
+            await anyio.sleep(3 * TIMEOUT_S)
+            group.start_soon(house.ask, 1, 90)
+            await anyio.sleep(TIMEOUT_S + 1)
+            await house.proxy.replace(0, engine(seconds_per_token=10.0))
+            await house.proxy.load(0, published(1))
+            group.start_soon(house.ask, 2, 101)
+        assert sorted(house.done) == [0, 1]
+        assert isinstance(house.failed[2], DeadlineError), "the slow engine has its own time, and no more"
+
+    run(scenario)
+
+
+def test_time_without_an_engine_is_not_the_episodes_own() -> None:
+    async def scenario() -> None:
+        house = House(engine())
+        await house.load_all()
+        with anyio.move_on_after(40) as before, anyio.move_on_after(3000) as during:
+            async with anyio.create_task_group() as group:
+                group.start_soon(functools.partial(house.ask, 0, 15, episode=before))
+                await anyio.sleep(10.5)
+                house.engines[0].kill()
+                await house.proxy.dead(0)
+                await anyio.sleep(2000)
+                group.start_soon(functools.partial(house.ask, 1, 15, episode=during))
+                await anyio.sleep(2000)
+                await house.proxy.replace(0, engine())
+                await house.proxy.load(0, published(1))
+        assert sorted(house.done) == [0, 1]
+        assert before.deadline == pytest.approx(SWAP_S + 40 + 4000 + SWAP_S)
+        assert during.deadline == pytest.approx(SWAP_S + 3000 + 2000 + SWAP_S)
+
+    run(scenario)
+
+
+def test_an_engine_that_does_not_come_back_fails_its_responses_after_the_time_that_it_had() -> None:
+    async def scenario() -> None:
+        house = House(engine())
+        await house.load_all()
+        async with anyio.create_task_group() as group:
+            group.start_soon(house.ask, 0, 90)
+            await anyio.sleep(10.5)
+            house.engines[0].kill()
+            await house.proxy.dead(0)
+            await anyio.sleep(50)
+            group.start_soon(house.ask, 1, 90)
+        # From the first load on, and from 50 s after the death.
+        assert house.ended_at[0] == pytest.approx(SWAP_S + TIMEOUT_S + RETURN_S)
+        assert house.ended_at[1] == pytest.approx(SWAP_S + 10.5 + TIMEOUT_S + RETURN_S)
+        assert all(isinstance(error, DeadlineError) for error in house.failed.values())
+
+    run(scenario)
+
+
+def test_the_next_engine_in_a_place_takes_its_share_and_is_not_blamed_for_the_one_before() -> None:
+    async def scenario() -> None:
+        house = House(engine(), engine())
+        await house.load_all()
+        async with anyio.create_task_group() as group:
+            for task in range(2 * SLOTS):
+                group.start_soon(house.ask, task, 30)
+            await anyio.sleep(2.5)
+            house.engines[0].kill()
+            await house.proxy.dead(0)
+            new = engine()
+            await house.proxy.replace(0, new)
+            await house.proxy.load(0, published(1))
+            await anyio.sleep(1)
+            assert new.running == SLOTS
+            dead = anyio.Event()
+
+            async def watch() -> None:
+                await house.proxy.dead(0)
+                dead.set()
+
+            group.start_soon(watch)
+            await anyio.sleep(50)
+            assert not dead.is_set()
+            new.kill()
+            await dead.wait()
+        assert sorted(house.done) == list(range(2 * SLOTS))
+        assert house.failed == {}
+
+    run(scenario)
+
+
+def test_an_engine_that_only_fails_is_dead_and_its_requests_go_elsewhere() -> None:
+    async def scenario() -> None:
+        house = House(engine(), engine())
+        await house.load_all()
+        house.engines[0].fail_next(1000)
+        async with anyio.create_task_group() as group:
+            for task in range(40):
+                group.start_soon(house.ask, task, 5)
+            death = await house.proxy.dead(0)
+            assert (
+                f"engine 0 failed {MAX_FAILED_IN_A_ROW} requests in a row; the last: the fake engine was told"
+                in str(death)
+            )
+        assert sorted(house.done) == list(range(40))
+        assert house.failed == {}
+
+    run(scenario)
+
+
+def test_an_engine_is_not_blamed_for_requests_that_it_refuses_or_failures_far_between() -> None:
+    async def scenario() -> None:
+        house = House(engine())
+        await house.load_all()
+        for task in range(4 * MAX_FAILED_IN_A_ROW):
+            house.engines[0].fail_next()
+            await house.ask(2 * task, 5)
+            await house.ask(2 * task + 1, 5)
+        house.engines[0].refuse_next(1000)
+        for task in range(2 * MAX_FAILED_IN_A_ROW):
+            await house.ask(1000 + task, 5)
+        assert house.proxy.versions() == [0]
+        assert len(house.done) == 4 * MAX_FAILED_IN_A_ROW
 
     run(scenario)
 
@@ -343,7 +525,7 @@ def test_a_swap_with_a_full_queue_loses_nothing(swap: Mode) -> None:
             house.check(task, 10)
         mixed = {task for task, completion in house.done.items() if len(completion.versions) > 1}
         assert mixed == (set() if swap == "drain" else set(range(SLOTS)))
-        assert house.engines[0].kept_cache == [swap == "keep"] * 2
+        assert house.engines[0].kept_cache == [False, swap == "keep"], "at first there is none to be kept"
         house.check_empty()
 
     run(scenario)

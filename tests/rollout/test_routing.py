@@ -138,8 +138,6 @@ class Traffic(RuleBasedStateMachine):
         self.tasks = 0
 
     def ask(self, request: RoutedRequest) -> None:
-        if not self.router.alive:
-            return
         engine = self.router.ask(request)
         if engine is None:
             self.waiting.append(request)
@@ -171,7 +169,7 @@ class Traffic(RuleBasedStateMachine):
     def arrive(self, group: int, behind: int) -> None:
         newest = max(view.version for view in self.router.views)
         self.tasks += 1
-        self.ask(RoutedRequest((group, self.tasks), newest + 1 - behind))
+        self.ask(RoutedRequest((group, self.tasks), max(0, newest + 1 - behind)))
 
     @rule(data=st.data())
     def end(self, data: Any) -> None:
@@ -222,17 +220,23 @@ class Traffic(RuleBasedStateMachine):
             self.take(request)
         for request in left:
             self.waiting.remove(request)
-        if not self.router.alive:
-            self.waiting.clear()
         for request in left + moved:
+            self.ask(request)
+
+    @rule(engine=st.integers(0, ENGINES - 1))
+    def come_back(self, engine: int) -> None:
+        if self.router.views[engine].alive:
+            return
+        for request in (left := self.router.replace(engine, LIMIT, -1)):
+            self.waiting.remove(request)
+        for request in left:
             self.ask(request)
 
     @invariant()
     def every_request_is_waiting_or_held_once(self) -> None:
         for view in self.router.views:
             assert view.held == sum(engine == view.index for engine in self.held.values())
-        if self.router.alive:
-            assert self.router.waiting == len(self.waiting)
+        assert self.router.waiting == len(self.waiting)
 
     @invariant()
     def no_engine_has_room_beside_a_request_that_it_may_serve(self) -> None:
@@ -243,7 +247,7 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def a_waiting_request_has_an_engine_that_may_come_to_serve_it(self) -> None:
         for request in self.waiting:
-            assert not self.router.hopeless(request)
+            assert not self.router.alive or not self.router.hopeless(request)
             assert request.bound is None or self.router.views[request.bound].alive
 
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from flash.hub.protocol import EndedLease
 from flash.rollout.episode import EpisodeProgress
-from flash.rollout.scheduler import Scheduler
+from flash.rollout.scheduler import DELIVERY_BYTES, Scheduler
 from flash.simulate.clock import run_virtual
 from flash.types import Failure, Lease, Outcome, Task, Trajectory
+from tests.hub.cases import trajectory
 
 
 def lease(number: int) -> Lease:
@@ -55,7 +56,7 @@ class Source:
         self.ready += [lease(number) for number in numbers]
         self.more.set()
 
-    async def deliver(self, ended: list[EndedLease]) -> None:
+    async def deliver(self, ended: list[EndedLease], capacity: int) -> None:
         self.ended += ended
         await anyio.lowlevel.checkpoint()
 
@@ -287,5 +288,105 @@ def test_law_2_every_lease_has_one_result_and_no_slot_is_empty_while_a_lease_wai
             await scheduler.run()
         assert set(source.outcomes()) == set(range(len(lives)))
         assert engine.free == slots
+
+    run(scenario)
+
+
+class Keeps(Source):
+    """Keeps each delivery apart; the first one takes a while."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.deliveries: list[list[int]] = []
+
+    async def deliver(self, ended: list[EndedLease], free: int) -> None:
+        self.deliveries.append([each.lease_id for each in ended])
+        await anyio.sleep(1)
+
+
+async def deliveries_of(tokens: int, count: int) -> list[list[int]]:
+    source = Keeps(count)
+
+    async def episode(of: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
+        await anyio.sleep(0.1)
+        return trajectory(of.task, 0, tokens=tokens)
+
+    await Scheduler(source, episode, max_concurrent=64).run()
+    return source.deliveries
+
+
+def test_long_results_go_in_several_deliveries_and_short_ones_in_one() -> None:
+    assert [len(batch) for batch in run_virtual(deliveries_of, 4, 40)] == [40]
+    long = run_virtual(deliveries_of, DELIVERY_BYTES // 32, 40)
+    assert sorted(lease_id for batch in long for lease_id in batch) == list(range(40))
+    assert max(len(batch) for batch in long) == 3
+    huge = run_virtual(deliveries_of, DELIVERY_BYTES, 3)
+    assert [len(batch) for batch in huge] == [1, 1, 1]
+
+
+def test_a_cancelled_episode_reports_what_it_had_sampled_and_what_never_arrived() -> None:
+    async def scenario() -> list[EndedLease]:
+        source = Source(1)
+
+        async def episode(of: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
+            progress.tokens += 8
+            try:
+                await anyio.sleep_forever()
+            finally:
+                progress.lost += 5
+            raise AssertionError("slept for ever")
+
+        scheduler = Scheduler(source, episode)
+        async with anyio.create_task_group() as group:
+            group.start_soon(scheduler.run)
+            await anyio.sleep(1)
+            scheduler.cancel([0])
+        return source.ended
+
+    (cancelled,) = run_virtual(scenario)
+    assert isinstance(cancelled.result, Failure)
+    assert cancelled.result.tokens == 13
+
+
+def test_a_cancel_that_overtakes_its_lease_ends_it_when_it_comes() -> None:
+    async def scenario() -> None:
+        source = Source(1)
+        source.done = False
+
+        async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
+            await anyio.sleep(1)
+            return ended(of)
+
+        scheduler = Scheduler(source, episode, max_concurrent=3)
+        async with anyio.create_task_group() as group:
+            group.start_soon(scheduler.run)
+            await anyio.sleep(2)
+            scheduler.cancel([0, 2])
+            source.add(1, 2)
+            source.done = True
+        assert anyio.current_time() == 3.0
+        assert source.outcomes() == {0: Outcome.ENV_ERROR, 1: Outcome.ENV_ERROR, 2: Outcome.CANCELLED}
+
+    run(scenario)
+
+
+def test_a_drained_scheduler_asks_no_more_and_hands_back_what_does_not_end_in_time() -> None:
+    async def scenario() -> None:
+        source = Source(3)
+        source.done = False
+
+        async def episode(of: Lease, progress: EpisodeProgress) -> Failure:
+            await anyio.sleep([3, 100, 100][of.lease_id])
+            return ended(of)
+
+        scheduler = Scheduler(source, episode)
+        async with anyio.create_task_group() as group:
+            group.start_soon(scheduler.run)
+            await anyio.sleep(1)
+            group.start_soon(scheduler.drain, 8)
+            await anyio.wait_all_tasks_blocked()
+            source.add(3)
+        assert anyio.current_time() == 9.0
+        assert source.outcomes() == {0: Outcome.ENV_ERROR, 1: Outcome.CANCELLED, 2: Outcome.CANCELLED}
 
     run(scenario)

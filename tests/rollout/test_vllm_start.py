@@ -57,6 +57,12 @@ def test_an_engine_knows_the_process_that_it_follows() -> None:
     assert variables(make_config())["FLASH_NODE_PID"] == "77"
 
 
+def test_an_eager_engine_on_the_cpu_compiles_nothing() -> None:
+    assert variables(make_config(enforce_eager=True))["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in variables(make_config(enforce_eager=False))
+    assert "TORCHDYNAMO_DISABLE" not in variables(make_config(gpus=1, enforce_eager=True))
+
+
 def test_a_local_model_is_never_looked_for_on_a_hub(tmp_path: Path) -> None:
     assert variables(make_config(str(tmp_path)))["HF_HUB_OFFLINE"] == "1"
     assert "HF_HUB_OFFLINE" not in variables(make_config())

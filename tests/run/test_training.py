@@ -1,12 +1,35 @@
-"""What `flash.train` tells of a run that failed."""
+"""What `flash.train` tells of a configuration that is unwise, and of a run that failed."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from flash.errors import FlashError, WeightsError
-from flash.run.training import error_left
+import pytest
+
+from flash.config.load import load
+from flash.errors import ConfigError, FlashError, WeightsError
+from flash.run.training import error_left, train
+
+CONFIG = """
+run.name = "test"
+model.path = "Qwen/Qwen3-0.6B"
+env.path = "envs.arithmetic:Arithmetic"
+cluster.gpus_per_node = 0
+train.learning_rate = 0.5
+"""
+
+
+def test_what_is_unwise_is_told_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASH_NNODES", "2")
+    (tmp_path / "run.toml").write_text(CONFIG)
+    with pytest.raises(ConfigError, match="this job has 2 node"):
+        train(load(tmp_path / "run.toml", [f"run.output_dir={tmp_path}"]))
+    out, err = capsys.readouterr()
+    assert "flash: warning: `train.learning_rate`: 0.5 is far above" in err
+    assert out == ""
 
 
 def leave(folder: Path, time: float) -> None:

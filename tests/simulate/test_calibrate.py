@@ -33,7 +33,7 @@ from flash.simulate.fitting import nonnegative_fit, spread_of
 from flash.simulate.report import SimReport
 from flash.simulate.workload import tokens
 from flash.simulate.world import World
-from flash.types import Activity, Canary, Completion, Published, Trajectory
+from flash.types import Activity, Batch, Canary, Completion, Published
 
 TRUTH = SimulateConfig(step_s=0.02, sequence_s=0.003, context_s=0.0, prefill_s=0.0005, swap_s=0.7)
 TRAIN_TOKEN_S, TRAIN_STEP_S, PUBLISH_S = 0.004, 1.5, 0.25
@@ -157,8 +157,8 @@ class Book:
     def activities(self, rows: Sequence[Activity]) -> None:
         self.directory.append_spans(rows)
 
-    def trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        self.directory.append_samples(sample_times(one, step) for one in trajectories)
+    def batch(self, batch: Batch) -> None:
+        self.directory.append_samples(sample_times(one, batch.step) for one in batch.trajectories)
 
     def note(self, text: str) -> None: ...
 

@@ -102,6 +102,31 @@ def test_no_token_is_stale_because_of_admission_and_speed_and_age_rise_with_the_
     assert ages == sorted(set(ages))
 
 
+@pytest.mark.parametrize("alpha", [0.0, 1.0, 2.0])
+def test_the_engines_of_eight_nodes_train_as_much_in_the_same_time_as_those_of_one(alpha: float) -> None:
+    def tokens_per_second(nodes: int) -> float:
+        report = simulate(
+            make(
+                run={"steps": 12},
+                train={"async_ratio": alpha, "batch_size": 64},
+                engine={"max_sequences": 64, "stream_interval": 1000},
+                simulate={"sequence_s": 0.005, "gpus": 12, "rollout_gpus": 8, "nodes": nodes},
+            )
+        )
+        return report.trained_tokens / report.seconds
+
+    assert tokens_per_second(8) >= 0.98 * tokens_per_second(1)
+
+
+def test_what_has_become_too_old_is_no_throughput() -> None:
+    tokens = f"values({', '.join(['40'] * 30)}, 1600)"
+    report = simulate(make(run={"steps": 12}, train={"async_ratio": 1.0}, simulate={"response_tokens": tokens}))
+    assert 0 < report.stale_share == report.ledger["discarded_tokens_stale"] / report.generated_tokens
+    assert report.stale_samples == report.ledger.get("given_up_stale", 0)
+    assert report.samples_per_s * report.step_s <= 16
+    assert report.tokens_per_s * report.step_s * 11 < report.trained_tokens
+
+
 def test_shares_of_engines_and_trainers_add_up_to_one() -> None:
     report = simulate(make(simulate={"env_s": "exponential(1)", "turns": "uniform(1, 4)", "nodes": 2}))
     assert report.engine_busy + sum(report.engine_idle.values()) == pytest.approx(1)
@@ -169,7 +194,10 @@ def test_a_fuller_cache_makes_a_run_slower() -> None:
 
 
 class Watched(World):
-    """Looks, whenever time is about to pass, whether a place stays empty that a task could take."""
+    """Looks, whenever time is about to pass, whether a place stays empty that a task could take.
+
+    While a node loads the newest version its share of what this one admits is kept for it.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -185,6 +213,9 @@ class Watched(World):
                 and engine.pressure.running + engine.pressure.waiting < self.config.engine.max_sequences
             ]
             if not free or self._begun is None or len(self.trainer.commits) == self.config.run.steps:
+                continue
+            versions = [max(engine.version for engine in other.engines) for other in self.nodes]
+            if min(versions) < max(versions):
                 continue
             self.looks += 1
             lease = copy.deepcopy(self.hub.buffer).lease([engine.version for engine in free], node.number)

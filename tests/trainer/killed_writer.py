@@ -12,13 +12,14 @@ import torch.distributed as dist
 
 from flash.trainer import checkpoint
 from tests.trainer.test_checkpoint import HUB, train, trained
+from tests.trainer.trainer_cases import kept
 
 
 def main(model: Path, run_dir: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     trainer = trained(model, 1)
-    checkpoint.save(run_dir, trainer, HUB, keep=2)
+    checkpoint.save(run_dir, trainer, kept(HUB), keep=2)
     train(trainer, 1)
 
     def hang(descriptor: int) -> None:
@@ -27,7 +28,7 @@ def main(model: Path, run_dir: Path) -> None:
         time.sleep(600)
 
     os.fsync = hang
-    checkpoint.save(run_dir, trainer, HUB, keep=2)
+    checkpoint.save(run_dir, trainer, kept(HUB), keep=2)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from flash.trainer.model import load_model, shard_model, trainer_mesh
 from tests.trainer.trainer_cases import VOCABULARY
 
 LENGTHS = (9, 3, 17, 2, 6)
+EVEN_LENGTHS = (7, 7, 7)
+"""No padding: attention works on the packed row as it is."""
 
 
 def write_biased_model(folder: Path) -> Path:
@@ -40,10 +42,10 @@ def sharded(folder: Path, dtype: Any = "float32") -> PreTrainedModel:
     return shard_model(load_model(ModelConfig(path=str(folder), dtype=dtype)), trainer_mesh("cpu"), dtype)
 
 
-def random_sequences(vocabulary: int = VOCABULARY) -> list[Tensor]:
-    """Token ids of sequences of LENGTHS."""
+def random_sequences(vocabulary: int = VOCABULARY, lengths: Sequence[int] = LENGTHS) -> list[Tensor]:
+    """Token ids of sequences of these lengths."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, vocabulary, (length,), generator=generator) for length in LENGTHS]
+    return [torch.randint(0, vocabulary, (length,), generator=generator) for length in lengths]
 
 
 def packed_batch(sequences: Sequence[Tensor]) -> dict[str, Any]:

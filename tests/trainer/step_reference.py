@@ -31,6 +31,8 @@ class Token:
     """Taken from its reward."""
     advantage: float = 0.0
     correction: float = 1.0
+    rejected: bool = False
+    """By a correction: as if it had not been sampled."""
     staleness: float = 1.0
 
 
@@ -45,7 +47,7 @@ class Recipe:
     kl: Callable[[torch.Tensor, float], torch.Tensor] | None = None
     entropy_bonus: float = 0.0
     scale: Callable[[Shard, list[Token], Token], float] = lambda shard, tokens, token: 1 / len(tokens)
-    """What a token's loss weighs."""
+    """What a token's loss weighs; the tokens are those that were not rejected."""
 
 
 def tokens_of(model: PreTrainedModel, reference: PreTrainedModel | None, shard: Shard) -> list[Token]:
@@ -88,6 +90,7 @@ def reference_loss(tokens: list[Token], shard: Shard, recipe: Recipe) -> torch.T
     recipe.credit(shard, tokens)
     recipe.adjust(shard, tokens)
     total = torch.zeros((), dtype=torch.float64)
+    tokens = [token for token in tokens if not token.rejected]
     for token in tokens:
         ratio = (token.logp - token.behaviour).exp()
         surrogate = torch.minimum(ratio * token.advantage, ratio.clamp(0.8, 1.2) * token.advantage)

@@ -16,10 +16,10 @@ from tokenizers.models import WordLevel
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from flash.errors import CheckpointError
-from flash.trainer import checkpoint
+from flash.errors import CheckpointError, PeerLostError
+from flash.trainer import checkpoint, stored
 from flash.trainer.step import Trainer
-from tests.trainer.trainer_cases import make_config, random_shard, weights_of
+from tests.trainer.trainer_cases import kept, make_config, random_shard, state_of, weights_of
 
 HUB = b"the hub's state"
 
@@ -82,12 +82,13 @@ def names(run_dir: Path) -> list[str]:
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_loaded_checkpoint_is_bit_equal_and_continues_identically(model: Path, tmp_path: Path, steps: int) -> None:
     original = trained(model, steps)
-    path = checkpoint.save(tmp_path, original, HUB, keep=2)
+    path = checkpoint.save(tmp_path, original, kept(HUB), keep=2)
     random_state = torch.get_rng_state()
     torch.manual_seed(99)
     # It has trained on something else: all of that must go.
     restored = trained(model, 1)
-    assert checkpoint.load(path, restored) == HUB
+    checkpoint.load(path, restored)
+    assert state_of(path) == HUB
     assert torch.equal(torch.get_rng_state(), random_state)
     assert restored.version == steps
     assert same_weights(original, restored)
@@ -106,12 +107,13 @@ def test_what_is_kept_beside_the_policy_is_loaded_bit_equal_and_continues_identi
     model: Path, tmp_path: Path, extra: str
 ) -> None:
     original = trained(model, 2, **EXTRAS[extra])
-    path = checkpoint.save(tmp_path, original, HUB, keep=2)
-    assert checkpoint.read_manifest(path).extras == (extra,)
+    path = checkpoint.save(tmp_path, original, kept(HUB), keep=2)
+    assert stored.read_manifest(path).extras == (extra,)
     restored = trained(model, 1, **EXTRAS[extra])
     before, saved = extras_of(restored), extras_of(original)
     assert any(not torch.equal(value, before[name]) for name, value in saved.items())
-    assert checkpoint.load(path, restored) == HUB
+    checkpoint.load(path, restored)
+    assert state_of(path) == HUB
     for steps in (0, 2):
         train(original, steps)
         train(restored, steps)
@@ -126,10 +128,10 @@ def test_a_run_and_its_checkpoint_must_keep_the_same(tied_model: Path, tmp_path:
     plain, more = trained(tied_model, 1), trained(tied_model, 1, **EXTRAS[extra])
     weights, extras = weights_of(more), extras_of(more)
     words = {"critic": "a critic", "ewma": "an average of the policy's weights"}[extra]
-    without = checkpoint.save(tmp_path / "plain", plain, HUB, keep=1)
+    without = checkpoint.save(tmp_path / "plain", plain, kept(HUB), keep=1)
     with pytest.raises(CheckpointError, match=f"step-000001 was written without {words}.*start a new run"):
         checkpoint.load(without, more)
-    holding = checkpoint.save(tmp_path / "more", more, HUB, keep=1)
+    holding = checkpoint.save(tmp_path / "more", more, kept(HUB), keep=1)
     with pytest.raises(CheckpointError, match=f"step-000001 holds {words}.*this run lacks"):
         checkpoint.load(holding, plain)
     assert all(torch.equal(value, weights[name]) for name, value in weights_of(more).items())
@@ -141,7 +143,7 @@ def test_saving_before_the_first_step_does_not_change_the_run(
     tied_model: Path, tmp_path: Path, tables: dict[str, Any]
 ) -> None:
     saved, untouched = trained(tied_model, 0, **tables), trained(tied_model, 0, **tables)
-    checkpoint.save(tmp_path, saved, HUB, keep=1)
+    checkpoint.save(tmp_path, saved, kept(HUB), keep=1)
     train(saved, 2)
     train(untouched, 2)
     assert same_weights(saved, untouched)
@@ -150,53 +152,140 @@ def test_saving_before_the_first_step_does_not_change_the_run(
 
 
 def test_the_newest_complete_checkpoint_is_found_and_older_ones_are_pruned(tied_model: Path, tmp_path: Path) -> None:
-    assert checkpoint.newest_complete(tmp_path) is None
+    assert stored.newest_complete(tmp_path) is None
     trainer = trained(tied_model, 0)
     for _ in range(3):
         train(trainer, 1)
-        path = checkpoint.save(tmp_path, trainer, HUB, keep=2)
-        assert checkpoint.newest_complete(tmp_path) == path
+        path = checkpoint.save(tmp_path, trainer, kept(HUB), keep=2)
+        assert stored.newest_complete(tmp_path) == path
     assert names(tmp_path) == ["step-000002", "step-000003"]
-    checkpoint.save(tmp_path, trainer, b"again", keep=2)
+    checkpoint.save(tmp_path, trainer, kept(b"again"), keep=2)
     assert names(tmp_path) == ["step-000002", "step-000003"]
-    assert checkpoint.read_hub_state(path) == b"again"
+    assert state_of(path) == b"again"
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "unfinished"])
 def test_a_damaged_or_unfinished_checkpoint_is_passed_over(tied_model: Path, tmp_path: Path, damage: str) -> None:
     trainer = trained(tied_model, 1)
-    good = checkpoint.save(tmp_path, trainer, HUB, keep=3)
+    good = checkpoint.save(tmp_path, trainer, kept(HUB), keep=3)
     train(trainer, 1)
-    bad = checkpoint.save(tmp_path, trainer, HUB, keep=3)
-    assert checkpoint.newest_complete(tmp_path) == bad
+    bad = checkpoint.save(tmp_path, trainer, kept(HUB), keep=3)
+    assert stored.newest_complete(tmp_path) == bad
     shard = next((bad / checkpoint.STATE).glob("__0_*"))
     if damage == "truncated":
         os.truncate(shard, shard.stat().st_size - 1)
     elif damage == "missing":
         shard.unlink()
     else:
-        (bad / checkpoint.MANIFEST).unlink()
+        (bad / stored.MANIFEST).unlink()
     (tmp_path / "checkpoints" / ".tmp-step-000009").mkdir()
-    assert checkpoint.newest_complete(tmp_path) == good
+    assert stored.newest_complete(tmp_path) == good
+
+
+def flip(file: Path) -> None:
+    """One bit in its middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", ["weights", "hub", "manifest", "truncated"])
+def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_which_file_of_a_newer_one_is_damaged(
+    tied_model: Path, tmp_path: Path, damage: str
+) -> None:
+    trainer = trained(tied_model, 1)
+    good = checkpoint.save(tmp_path, trainer, kept(HUB), keep=3)
+    train(trainer, 1)
+    bad = checkpoint.save(tmp_path, trainer, kept(HUB), keep=3)
+    assert stored.choose(tmp_path) == (bad, [])
+    shard = next((bad / checkpoint.STATE).glob("__0_*"))
+    if damage == "truncated":
+        os.truncate(shard, shard.stat().st_size - 1)
+    elif damage == "manifest":
+        (bad / stored.MANIFEST).write_bytes(b"\xff{")
+    else:
+        flip(shard if damage == "weights" else bad / stored.HUB_STATE)
+    chosen, (note,) = stored.choose(tmp_path)
+    assert chosen == good
+    name = {"hub": stored.HUB_STATE, "manifest": stored.MANIFEST}.get(damage, shard.name)
+    assert f"{name} is damaged" in note
+    assert "goes on from step-000001, and the damaged checkpoint is kept as damaged-step-000002" in note
+    restored = trained(tied_model, 0)
+    checkpoint.load(chosen, restored)
+    train(restored, 1)
+    checkpoint.save(tmp_path, restored, kept(HUB), keep=1)
+    assert names(tmp_path) == ["damaged-step-000002", "step-000002"]
+    assert same_weights(restored, trainer)
+
+
+def test_where_no_checkpoint_is_whole_the_run_is_refused_and_nothing_is_moved(tied_model: Path, tmp_path: Path) -> None:
+    assert stored.choose(tmp_path) == (None, [])
+    trainer = trained(tied_model, 1)
+    for _ in range(2):
+        flip(checkpoint.save(tmp_path, trainer, kept(HUB), keep=2) / stored.HUB_STATE)
+        train(trainer, 1)
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole: .*step-000002/hub\.bin is damaged: CRC .*"
+                       r"step-000001/hub\.bin is damaged.*start a new run"):  # fmt: skip
+        stored.choose(tmp_path)
+    assert names(tmp_path) == ["step-000001", "step-000002"]
+
+
+class KilledError(BaseException):
+    """The process is gone: nothing may catch this."""
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_version_that_is_written_again_is_there_at_every_moment(
+    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """The writer dies after its first or second rename."""
+    trainer = trained(tied_model, 1)
+    checkpoint.save(tmp_path, trainer, kept(HUB), keep=1)
+    rename, renamed = Path.rename, list[Path]()
+
+    def until_killed(path: Path, target: Path) -> Path:
+        result = rename(path, target)
+        if path.parent == tmp_path / "checkpoints":
+            renamed.append(path)
+            if len(renamed) == after:
+                raise KilledError
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", until_killed)
+        with pytest.raises(KilledError):
+            checkpoint.save(tmp_path, trainer, kept(b"again"), keep=1)
+    assert len(renamed) == after
+    chosen, notes = stored.choose(tmp_path)
+    assert chosen is not None
+    assert notes == []
+    restored = trained(tied_model, 0)
+    checkpoint.load(chosen, restored)
+    assert state_of(chosen) == (HUB if after == 1 else b"again")
+    train(restored, 1)
+    checkpoint.save(tmp_path, restored, kept(HUB), keep=2)
+    assert names(tmp_path) == [chosen.name, "step-000002"], "the next save keeps what it found"
+    restored.version = 1
+    checkpoint.save(tmp_path, restored, kept(b"third"), keep=2)
+    assert names(tmp_path) == ["step-000001", "step-000002"]
+    assert state_of(tmp_path / "checkpoints" / "step-000001") == b"third"
 
 
 def test_a_flipped_bit_is_refused_by_name(tied_model: Path, tmp_path: Path) -> None:
     trainer = trained(tied_model, 1)
-    path = checkpoint.save(tmp_path, trainer, HUB, keep=1)
-    (path / checkpoint.HUB_STATE).write_bytes(b"the hub's stata")
+    path = checkpoint.save(tmp_path, trainer, kept(HUB), keep=1)
+    (path / stored.HUB_STATE).write_bytes(b"the hub's stata")
     with pytest.raises(CheckpointError, match=r"hub\.bin is damaged"):
-        checkpoint.read_hub_state(path)
-    (path / checkpoint.HUB_STATE).write_bytes(HUB)
+        state_of(path)
+    (path / stored.HUB_STATE).write_bytes(HUB)
     shard = next((path / checkpoint.STATE).glob("__0_*"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    flip(shard)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged"):
         checkpoint.load(path, trainer)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tied_model: Path, untied_model: Path, tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, trained(tied_model, 1), HUB, keep=1)
+    path = checkpoint.save(tmp_path, trained(tied_model, 1), kept(HUB), keep=1)
     with pytest.raises(CheckpointError, match="cannot load"):
         checkpoint.load(path, trained(untied_model, 0))
 
@@ -206,17 +295,17 @@ def test_at_every_sync_of_a_write_the_previous_checkpoint_is_the_newest(
 ) -> None:
     """What a crash at any of these points would leave behind."""
     trainer = trained(tied_model, 1)
-    previous = checkpoint.save(tmp_path, trainer, HUB, keep=2)
+    previous = checkpoint.save(tmp_path, trainer, kept(HUB), keep=2)
     train(trainer, 1)
     seen: list[Path | None] = []
     sync = os.fsync
 
     def watched(descriptor: int) -> None:
         sync(descriptor)
-        seen.append(checkpoint.newest_complete(tmp_path))
+        seen.append(stored.newest_complete(tmp_path))
 
     monkeypatch.setattr(os, "fsync", watched)
-    newest = checkpoint.save(tmp_path, trainer, HUB, keep=2)
+    newest = checkpoint.save(tmp_path, trainer, kept(HUB), keep=2)
     assert set(seen[:-1]) == {previous}
     assert len(seen) > 5
     assert seen[-1] == newest
@@ -226,7 +315,7 @@ def test_a_write_that_fails_is_one_clear_error_and_leaves_the_previous_checkpoin
     untied_model: Path, tmp_path: Path
 ) -> None:
     trainer = trained(untied_model, 1)
-    previous = checkpoint.save(tmp_path, trainer, HUB, keep=2)
+    previous = checkpoint.save(tmp_path, trainer, kept(HUB), keep=2)
     before = {path: path.read_bytes() for path in previous.rglob("*") if path.is_file()}
     train(trainer, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -234,13 +323,21 @@ def test_a_write_that_fails_is_one_clear_error_and_leaves_the_previous_checkpoin
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(CheckpointError, match=r"step-000002.*needs about [\d,]+ bytes, [\d,]+ are free"):
-            checkpoint.save(tmp_path, trainer, HUB, keep=1)
+            checkpoint.save(tmp_path, trainer, kept(HUB), keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(tmp_path) == ["step-000001"]
-    assert checkpoint.newest_complete(tmp_path) == previous
+    assert stored.newest_complete(tmp_path) == previous
     assert {path: path.read_bytes() for path in previous.rglob("*") if path.is_file()} == before
-    assert checkpoint.save(tmp_path, trainer, HUB, keep=1).name == "step-000002"
+    assert checkpoint.save(tmp_path, trainer, kept(HUB), keep=1).name == "step-000002"
+
+
+def test_a_hub_that_is_gone_is_no_fault_of_the_checkpoint(tied_model: Path, tmp_path: Path) -> None:
+    def lost(file: Path) -> stored.FileEntry:
+        raise PeerLostError("the connection to hub ended")
+
+    with pytest.raises(PeerLostError, match="the connection to hub ended"):
+        checkpoint.save(tmp_path, trained(tied_model, 0), lost, keep=1)
 
 
 def test_an_export_loads_as_an_ordinary_hugging_face_folder(model: Path, tmp_path: Path) -> None:
@@ -267,11 +364,12 @@ def test_an_export_that_cannot_be_written_is_a_checkpoint_error(tied_model: Path
 
 @pytest.mark.integration
 def test_the_hub_state_is_read_without_torch(tied_model: Path, tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, trained(tied_model, 0), HUB, keep=1)
+    checkpoint.save(tmp_path, trained(tied_model, 0), kept(HUB), keep=1)
     code = (
         "import sys, pathlib\n"
-        "from flash.trainer.checkpoint import newest_complete, read_hub_state\n"
-        "assert read_hub_state(newest_complete(pathlib.Path(sys.argv[1]))) == sys.argv[2].encode()\n"
+        "from flash.trainer.stored import hub_state, newest_complete\n"
+        "with hub_state(newest_complete(pathlib.Path(sys.argv[1]))) as data:\n"
+        "    assert data == sys.argv[2].encode()\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path), HUB.decode()], check=True, timeout=60)
@@ -286,12 +384,13 @@ def test_kill_9_during_a_write_leaves_the_previous_checkpoint_usable(tied_model:
         writer.send_signal(signal.SIGKILL)
         assert writer.wait(timeout=30) == -signal.SIGKILL
     assert names(tmp_path) == [".tmp-step-000002", "step-000001"]
-    previous = checkpoint.newest_complete(tmp_path)
+    previous = stored.newest_complete(tmp_path)
     assert previous is not None
     assert previous.name == "step-000001"
     trainer = trained(tied_model, 0)
-    assert checkpoint.load(previous, trainer) == HUB
+    checkpoint.load(previous, trainer)
+    assert state_of(previous) == HUB
     assert same_weights(trainer, trained(tied_model, 1))
     train(trainer, 1)
-    checkpoint.save(tmp_path, trainer, HUB, keep=2)
+    checkpoint.save(tmp_path, trainer, kept(HUB), keep=2)
     assert names(tmp_path) == ["step-000001", "step-000002"]

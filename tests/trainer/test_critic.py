@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flash.errors import ConfigError, ContractError
-from flash.trainer import checkpoint
+from flash.trainer import checkpoint, stored
 from flash.trainer.critic import Critic, value_loss
 from flash.trainer.model import trainer_mesh
 from flash.trainer.step import Trainer
@@ -315,10 +315,10 @@ def test_two_ranks_load_the_critic_that_they_saved_and_so_does_one(ranks: dict[s
         assert same(results["restored"], results["saved"])
     trainer = Trainer(critic_config(ranks["model"]))
     assert trainer.critic is not None
-    path = checkpoint.newest_complete(ranks["folder"])
+    path = stored.newest_complete(ranks["folder"])
     assert path is not None
     assert not same(critic_weights(trainer.critic), ranks["results"][0]["saved"])
-    assert checkpoint.load(path, trainer) == b"hub"
+    checkpoint.load(path, trainer)
     assert same(critic_weights(trainer.critic), ranks["results"][0]["saved"])
 
 

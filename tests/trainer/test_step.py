@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from flash.config.tree import TrainConfig
 from flash.errors import ConfigError, ContractError
@@ -16,6 +17,7 @@ from flash.trainer.optimizer import learning_rate
 from flash.trainer.step import Trainer
 from flash.types import Shard, Trajectory, VersionRun
 from tests.trainer.trainer_cases import (
+    aged_shard,
     gradient_of,
     make_config,
     make_shard,
@@ -304,6 +306,55 @@ def test_a_batch_without_a_token_to_train_leaves_the_weights_alone(tied_model: P
     assert metrics["trained_tokens"] == 0.0
     assert metrics["skipped_steps"] == 1.0
     assert all(torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
+
+
+def test_the_mismatch_at_age_0_is_told_by_environment(tied_model: Path) -> None:
+    shard = aged_shard()
+    kinds = [("math", "code")[entry.group_id % 2] for entry in shard.batch]
+    shard = replace(
+        shard,
+        samples=[
+            replace(one, trajectory=replace(one.trajectory, task=replace(one.trajectory.task, kind=kinds[one.index])))
+            for one in shard.samples
+        ],
+    )
+    train = {"async_ratio": 2.0, "max_tokens_per_microbatch": 40}
+    metrics = trainer_at(3, tied_model, algorithm={"objective": "grpo"}, train=train).train_step(shard)
+    found: dict[str, list[float]] = {"math": [], "code": []}
+    model = reference_model(tied_model)
+    for sample in shard.samples:
+        trajectory = sample.trajectory
+        gap_T = unpacked_logprobs(model, trajectory).detach().numpy() - trajectory.behaviour()
+        gap_T = gap_T[trajectory.action_versions() == shard.step]
+        found[kinds[sample.index]] += (np.exp(gap_T) - 1 - gap_T).tolist()
+    for kind, values in found.items():
+        assert metrics[f"mismatch_k3_env_{kind}"] == pytest.approx(np.mean(values), rel=1e-4)
+    assert metrics["mismatch_k3_age_0"] == pytest.approx(np.mean(found["math"] + found["code"]), rel=1e-4)
+
+
+def test_a_batch_whose_every_sample_is_rejected_leaves_the_weights_alone(tied_model: Path) -> None:
+    corrections = [{"kind": "sequence_mask", "low": 1e8, "high": 1e9}]
+    trainer = Trainer(make_config(tied_model, algorithm={"objective": "grpo", "corrections": corrections}))
+    before = weights_of(trainer)
+    metrics = trainer.train_step(random_shard())
+    assert metrics["skipped_steps"] == 1.0
+    assert metrics["masked_correction_share"] == 1.0
+    assert metrics["loss"] == 0.0
+    assert "ratio_mean" not in metrics
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
+
+
+def test_a_rejected_sample_whose_ratio_overflows_spoils_no_gradient(tied_model: Path) -> None:
+    corrections = [{"kind": "geometric", "low": 0.0, "high": 10.0}]
+    shard = random_shard()
+    first = shard.samples[0]
+    far = np.full(first.trajectory.action_count, -300.0, dtype="<f4")
+    spoilt = replace(first, trajectory=replace(first.trajectory, logprobs=far.tobytes()))
+    trainer = Trainer(make_config(tied_model, algorithm={"objective": "grpo", "corrections": corrections}))
+    metrics = trainer.train_step(replace(shard, samples=[spoilt, *shard.samples[1:]]))
+    assert metrics["skipped_steps"] == 0.0
+    assert 0 < metrics["masked_correction_share"] < 1
+    assert math.isfinite(metrics["loss"])
 
 
 def test_age_contract_a_token_older_than_the_ratio_stops_the_run(tied_model: Path) -> None:

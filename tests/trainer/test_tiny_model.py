@@ -1,4 +1,6 @@
 import json
+import random
+import re
 
 import msgspec
 import pytest
@@ -6,11 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs.arithmetic import Arithmetic, ArithmeticOptions
-from flash.config.tree import TinyModelConfig
+from flash.config.tree import Config, TinyModelConfig
 from flash.environment.interface import SolvedExample
 from flash.errors import ConfigError
+from flash.run.models import make_missing_model
 from flash.trainer import tiny_model
-from flash.trainer.tiny_model import FINGERPRINT, is_current, make_tiny_model
+from flash.trainer.tiny_model import FINGERPRINT, is_current, make_tiny_model, what_changed
 
 SMALL = TinyModelConfig(layers=1, width=32, warm_start_steps=3, batch_size=4)
 ENV = "envs.arithmetic:Arithmetic"
@@ -35,6 +38,21 @@ class OneProblem:
 
     def alphabet(self):
         return "ab"
+
+
+class Dice:
+    """Six throws in a row, which nobody can foresee."""
+
+    def __init__(self, sides=6, failure_rate=0.0):
+        self.sides = sides
+
+    def solved_examples(self, count, seed):
+        rng = random.Random(seed)
+        throws = [[SolvedExample("t", rng.choice(self.alphabet()[1:])) for _ in range(6)] for _ in range(count)]
+        return [msgspec.structs.replace(first, later=tuple(later)) for first, *later in throws]
+
+    def alphabet(self):
+        return "t" + "123456"[: self.sides]
 
 
 def make(path, config=SMALL, env=ENV, options=OPTIONS):
@@ -81,7 +99,7 @@ def test_a_model_is_current_for_exactly_its_options(made):
     assert is_current(made, SMALL, ENV, OPTIONS)
     assert not is_current(made, msgspec.structs.replace(SMALL, seed=1), ENV, OPTIONS)
     assert not is_current(made, SMALL, ENV, {"digits": 3})
-    assert not is_current(made, SMALL, "envs.dataset:DatasetEnv", OPTIONS)
+    assert not is_current(made, SMALL, f"{__name__}:OneProblem", {})
     assert not is_current(made.parent / "nowhere", SMALL, ENV, OPTIONS)
 
 
@@ -125,14 +143,75 @@ def test_a_failure_leaves_the_older_model_as_it_was(tmp_path):
     make(tmp_path / "tiny")
     before = json.loads((tmp_path / "tiny" / FINGERPRINT).read_text())
 
-    def interrupt(*step):
-        raise KeyboardInterrupt
+    def fail(*step):
+        raise RuntimeError("out of memory")
 
     newer = msgspec.structs.replace(SMALL, seed=1)
-    with pytest.raises(KeyboardInterrupt):
-        make_tiny_model(tmp_path / "tiny", newer, ENV, OPTIONS, interrupt)
+    with pytest.raises(RuntimeError):
+        make_tiny_model(tmp_path / "tiny", newer, ENV, OPTIONS, fail)
     assert json.loads((tmp_path / "tiny" / FINGERPRINT).read_text()) == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["tiny"]
+
+
+def test_a_warm_start_takes_one_thread_and_gives_the_others_back(tmp_path):
+    threads = []
+    torch.set_num_threads(2)
+    try:
+        make_tiny_model(tmp_path / "tiny", SMALL, ENV, OPTIONS, lambda *told: threads.append(torch.get_num_threads()))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert threads == [1, 1, 1]
+
+
+def interrupted(path, config=SMALL):
+    """Make a model, interrupted in its second step."""
+
+    def interrupt(step, steps, loss):
+        if step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_tiny_model(path, config, ENV, OPTIONS, interrupt)
+
+
+def wanting(path, config=SMALL):
+    """The configuration of a run that wants the model."""
+    run = {"run": {"name": "run"}, "model": {"path": str(path)}, "env": {"path": ENV, "options": OPTIONS}}
+    return msgspec.convert(run | {"tiny_model": config}, Config)
+
+
+def test_an_interrupted_warm_start_leaves_a_model_that_is_used_and_called_so(tmp_path, made, capsys):
+    path = tmp_path / "tiny"
+    interrupted(path)
+    assert f"interrupted after 2 steps; {path} has the model" in capsys.readouterr().out
+    assert len(AutoTokenizer.from_pretrained(path)) == len(AutoTokenizer.from_pretrained(made))
+    ours, whole = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (path, made))
+    assert any(not torch.equal(ours[name], whole[name]) for name in whole)
+    make_missing_model(wanting(path))
+    assert "its warm start, interrupted after 2 steps, has left it; remove the folder" in capsys.readouterr().out
+    make(path)
+    make_missing_model(wanting(path))
+    assert "has left it" not in capsys.readouterr().out
+
+
+def test_an_interrupt_takes_the_place_of_no_whole_model_but_of_one_made_from_other_options(tmp_path, capsys):
+    path = tmp_path / "tiny"
+    make(path)
+    before = (path / "model.safetensors").read_bytes()
+    interrupted(path)
+    assert (path / "model.safetensors").read_bytes() == before
+    other = msgspec.structs.replace(SMALL, seed=5)
+    interrupted(path, other)
+    assert is_current(path, other, ENV, OPTIONS)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["tiny"]
+
+
+def test_a_warm_start_that_runs_out_of_steps_says_how_good_the_model_is(tmp_path, capsys):
+    make(tmp_path / "tiny")
+    assert re.search(
+        r"warm_start_steps = 3 are made; .* [0-9.]+% of the examples right and not 22%", capsys.readouterr().out
+    )
 
 
 def test_progress_tells_every_step(tmp_path):
@@ -146,6 +225,23 @@ def test_the_warm_start_ends_as_soon_as_the_model_is_good_enough(tmp_path):
     told = make(tmp_path / "tiny", config, f"{__name__}:OneProblem", {})
     step, steps, _ = told[-1]
     assert step == steps < 500
+
+
+def test_the_warm_start_of_a_demonstrator_that_draws_its_moves_ends_when_the_loss_falls_no_further(tmp_path):
+    config = msgspec.structs.replace(SMALL, warm_start_steps=5000)
+    told = make(tmp_path / "tiny", config, f"{__name__}:Dice", {})
+    step, steps, loss = told[-1]
+    assert step == steps < 2000
+    assert loss < 2.0
+
+
+def test_an_option_that_changes_no_example_changes_no_model(tmp_path):
+    env = f"{__name__}:Dice"
+    make(tmp_path / "tiny", SMALL, env, {})
+    assert what_changed(tmp_path / "tiny", SMALL, env, {"failure_rate": 0.5}) == []
+    assert what_changed(tmp_path / "tiny", SMALL, env, {"sides": 4}) == ["alphabet", "examples"]
+    other_seed = msgspec.structs.replace(SMALL, seed=1)
+    assert what_changed(tmp_path / "tiny", other_seed, env, {}) == ["tiny_model", "examples"]
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def by_sequence(low: float, high: float, *, mean: bool) -> Adjust:
             total = sum(math.log(weight(token)) for token in sequence) / (len(sequence) if mean else 1)
             for token in sequence:
                 token.correction = float(low <= math.exp(total) <= high)
+                token.rejected = token.correction == 0
 
     return adjust
 
@@ -65,6 +66,12 @@ def by_age(decay: float) -> Adjust:
             token.staleness = decay ** ages[token.sample] / mean
 
     return adjust
+
+
+def per_sequence(shard: Shard, tokens: list[Token], token: Token) -> float:
+    """The mean over sequences of the mean over tokens."""
+    lengths = [len(sequence) for sequence in sequences(tokens) if sequence[0].sample == token.sample]
+    return 1 / lengths[0] / len(sequences(tokens))
 
 
 def overlong_credit(shard: Shard, tokens: list[Token]) -> None:
@@ -121,6 +128,21 @@ RECIPES: dict[str, tuple[dict[str, Any], Recipe]] = {
     "geometric": (
         {"corrections": [{"kind": "geometric", "low": 0.03, "high": 0.06}]},
         Recipe(group_credit, by_sequence(0.03, 0.06, mean=True)),
+    ),
+    "geometric, by sequence": (
+        {
+            "corrections": [{"kind": "geometric", "low": 0.03, "high": 0.06}],
+            "aggregation": "seq_mean_token_mean",
+        },
+        Recipe(group_credit, by_sequence(0.03, 0.06, mean=True), scale=per_sequence),
+    ),
+    "geometric, kl and entropy": (
+        {
+            "corrections": [{"kind": "geometric", "low": 0.03, "high": 0.06}],
+            "kl": {"estimator": "k3", "coefficient": 0.3},
+            "entropy_bonus": 0.2,
+        },
+        Recipe(group_credit, by_sequence(0.03, 0.06, mean=True), kl=k3, entropy_bonus=0.2),
     ),
     "staleness": (
         {"staleness": {"kind": "exponential", "decay": 0.5}},

@@ -15,10 +15,27 @@ from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from flash.config.tree import Config
+from flash.trainer import checkpoint, stored
 from flash.trainer.step import Trainer
 from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 
 VOCABULARY = 40
+
+
+def kept(content: bytes) -> checkpoint.KeepHubState:
+    """Writes this as the hub's state."""
+
+    def write(file: Path) -> stored.FileEntry:
+        file.write_bytes(content)
+        return stored.describe(file, file.parent)
+
+    return write
+
+
+def state_of(path: Path) -> bytes:
+    """The hub's state in a checkpoint."""
+    with stored.hub_state(path) as data:
+        return bytes(data)
 
 
 def write_model(folder: Path, *, tied: bool, **options: Any) -> Path:

@@ -22,7 +22,7 @@ from tests.trainer.critic_cases import (
     trained,
     update,
 )
-from tests.trainer.trainer_cases import part_of, random_shard
+from tests.trainer.trainer_cases import kept, part_of, random_shard
 
 SPLITS = {
     "even": [[[0, 1], [2]], [[3], [5, 4]]],
@@ -70,7 +70,7 @@ def doubled(model: Path) -> tuple[torch.Tensor, torch.Tensor]:
 def saved(model: Path, folder: Path, rank: int) -> dict[str, Any]:
     trainer, restored = (Trainer(critic_config(model)) for _ in range(2))
     trainer.train_step(part_of(random_shard(), DEALT[rank]))
-    path = checkpoint.save(folder, trainer, b"hub", keep=1)
+    path = checkpoint.save(folder, trainer, kept(b"hub"), keep=1)
     checkpoint.load(path, restored)
     assert trainer.critic is not None
     assert restored.critic is not None

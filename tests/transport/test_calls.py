@@ -11,6 +11,8 @@ from flash.errors import (
     EngineDeadError,
     EngineError,
     FlashError,
+    PeerLostError,
+    ProtocolError,
     TransportError,
 )
 from flash.transport import Client, Peer, Request, connect
@@ -190,13 +192,46 @@ async def test_a_bug_in_a_handler_ends_the_server(serving, token: bytes, service
             await client.call(Add(1, 1), 5)
 
 
-async def test_a_request_the_server_cannot_read_is_answered_with_an_error(client: Client):
+async def test_a_request_the_server_cannot_read_is_answered_with_an_error_and_the_last_of_its_client(client: Client):
     class Unknown(Request[Sum], frozen=True, tag=True):
         pass
 
-    with pytest.raises(TransportError, match=r"the request cannot be read: .*Unknown.* same code"):
+    with pytest.raises(ProtocolError, match=r"the request cannot be read: .*Unknown.* same code"):
         await client.call(Unknown(), 5)
-    assert await client.call(Add(1, 1), 5) == Sum(2)
+    with pytest.raises(PeerLostError):
+        await client.call(Add(1, 1), 5)
+
+
+async def test_a_handler_ends_the_connection_of_a_client_that_says_what_it_may_not(
+    serving, token: bytes, service: Service, caplog: pytest.LogCaptureFixture
+):
+    service.error = ProtocolError("you may not add")
+    async with serving(Served, service.handle) as port, connect("127.0.0.1", port, token, "me", 5) as client:
+        with pytest.raises(ProtocolError, match="you may not add"):
+            await client.call(Add(1, 1), 5)
+        with pytest.raises(PeerLostError):
+            await client.call(Add(1, 1), 5)
+        service.error = None
+        async with connect("127.0.0.1", port, token, "another", 5) as another:
+            assert await another.call(Add(1, 1), 5) == Sum(2)
+    assert [record.getMessage().split(": ")[-1] for record in caplog.records] == ["you may not add"]
+
+
+async def test_a_peer_that_is_not_awaited_is_refused_before_it_says_anything(
+    serving, token: bytes, service: Service, caplog: pytest.LogCaptureFixture
+):
+    def arrived(peer: Peer) -> None:
+        raise ProtocolError(f"nobody awaits {peer.name}")
+
+    left: list[Peer] = []
+    async with (
+        serving(Served, service.handle, on_connect=arrived, on_disconnect=left.append) as port,
+        connect("127.0.0.1", port, token, "me", 5) as client,
+    ):
+        with pytest.raises(PeerLostError):
+            await client.call(Add(1, 1), 5)
+    assert "nobody awaits me" in caplog.text
+    assert left == []
 
 
 async def test_a_reply_other_than_the_request_names_fails_its_call_only(serving, token: bytes, service: Service):

@@ -19,14 +19,14 @@ Tensors = list[tuple[str, torch.Tensor]]
 
 @pytest.fixture
 def publisher() -> Iterator[TcpPublisher]:
-    publisher = TcpPublisher(0, "127.0.0.1", torch.bfloat16, 5.0)
+    publisher = TcpPublisher(0, "127.0.0.1", torch.bfloat16, 5.0, 5.0)
     yield publisher
     publisher.close()
 
 
 @pytest.fixture
 def server() -> Iterator[WeightServer]:
-    server = WeightServer("127.0.0.1", 5.0)
+    server = WeightServer("127.0.0.1", 5.0, 5.0)
     yield server
     server.close()
 
@@ -126,7 +126,7 @@ def test_a_closed_publisher_cannot_be_reached(publisher: TcpPublisher) -> None:
 def test_the_other_ranks_take_part_in_the_gather_and_announce_nothing() -> None:
     gathered = iter(some_tensors())
     announced: list[bytes] = []
-    other = TcpPublisher(1, "127.0.0.1", torch.bfloat16, 5.0)
+    other = TcpPublisher(1, "127.0.0.1", torch.bfloat16, 5.0, 5.0)
     other.publish(1, gathered, announced.append)
     other.close()
     assert next(gathered, None) is None

@@ -57,8 +57,8 @@ class FakeExporter:
         return [handles, *self.others]
 
 
-def nccl(link: FakeLink, rank: int = 0, timeout_s: float = 5.0) -> NcclPublisher:
-    return NcclPublisher(rank, "127.0.0.1", torch.bfloat16, timeout_s, workers=4, link=link)
+def nccl(link: FakeLink, rank: int = 0, first_s: float = 5.0, timeout_s: float = 5.0) -> NcclPublisher:
+    return NcclPublisher(rank, "127.0.0.1", torch.bfloat16, first_s, timeout_s, workers=4, link=link)
 
 
 def test_engines_are_told_before_rank_0_waits_for_them_and_join_once() -> None:
@@ -102,7 +102,17 @@ def test_an_engine_that_does_not_join_is_a_deadline_error() -> None:
     link = FakeLink()
     link.release.clear()
     with pytest.raises(DeadlineError, match="4 engine workers to take version 1"):
-        nccl(link, timeout_s=0.2).publish(1, TENSORS, link.announce)
+        nccl(link, first_s=0.2).publish(1, TENSORS, link.announce)
+    link.release.set()
+
+
+def test_only_the_first_version_waits_for_engines_to_start() -> None:
+    link = FakeLink()
+    publisher = nccl(link, first_s=30.0, timeout_s=0.2)
+    publisher.publish(1, TENSORS, link.announce)
+    link.release.clear()
+    with pytest.raises(DeadlineError, match=r"waited 0\.2 s for 4 engine workers to take version 2"):
+        publisher.publish(2, TENSORS, link.announce)
     link.release.set()
 
 

@@ -15,7 +15,6 @@ from envs.sandbox.agent.process import (
     find_program,
     fork_call,
     now,
-    prefer_for_oom,
     send_signal,
     send_to_group,
     signal_name,
@@ -65,6 +64,8 @@ class Command:
         self.stopping = None
         """When it was first asked to stop."""
         self.on_end = lambda: None
+        if "function" not in request:
+            agent.end_leftovers()
         self.started = now()
         self.oom_before = agent.oom.read()
         self.start(request)
@@ -91,7 +92,6 @@ class Command:
         finally:
             for fd in theirs:
                 os.close(fd)
-        prefer_for_oom(self.pid)
         self.connect(request, ours)
 
     def open_pipes(self, request: dict, ours: "list[int]", theirs: "list[int]") -> "dict[int, int]":
@@ -117,8 +117,9 @@ class Command:
 
     def launch(self, request: dict, files: "dict[int, int]") -> int:
         """The process id. A program that is not there fails like in a shell: with 127, or 126, and a message."""
+        call = self.agent.launcher.call
         if "function" in request:
-            return fork_call(request["function"], files)
+            return call(lambda: fork_call(request["function"], files))
         env = dict(self.agent.env)
         env.update(request.get("env") or {})
         env[MARK] = self.mark
@@ -128,14 +129,14 @@ class Command:
         path = find_program(argv[0], env, cwd)
         if path is None:
             os.chdir(cwd)
-            return fork_call(lambda: fail(127, "{}: not found".format(argv[0])), files)
+            return call(lambda: fork_call(lambda: fail(127, "{}: not found".format(argv[0])), files))
         try:
-            return spawn(path, argv, env, cwd, files, tty)
+            return call(lambda: spawn(path, argv, env, cwd, files, tty))
         except OSError as error:
             if error.errno in NO_SPACE or not os.path.isdir(cwd):
                 raise
             text = "{}: {}".format(argv[0], os.strerror(error.errno))
-            return fork_call(lambda: fail(126, text), files)
+            return call(lambda: fork_call(lambda: fail(126, text), files))
 
     def connect(self, request: dict, ours: "list[int]") -> None:
         """Take the ends of the pipes that are ours."""

@@ -161,9 +161,17 @@ def send_tree(path: str) -> None:
     import tarfile
 
     with os.fdopen(1, "wb", PIECE) as sink, tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+
+        def apart(info):
+            """A file with several names is sent under each as a file of its own."""
+            if info.islnk():
+                info.type, info.linkname = tarfile.REGTYPE, ""
+                info.size = os.stat(os.path.join(path, info.name)).st_size
+            return info
+
         if os.path.isdir(path):
             for name in sorted(os.listdir(path)):
-                archive.add(os.path.join(path, name), arcname=name)
+                archive.add(os.path.join(path, name), arcname=name, filter=apart)
         else:
             archive.add(path, arcname=".")
 

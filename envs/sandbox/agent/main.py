@@ -14,11 +14,23 @@ from _operator import _compare_digest as compare_digest
 from envs.sandbox.agent.calls import OPERATIONS
 from envs.sandbox.agent.command import FAILURE, RESULT, Command, Refusal, kill_all
 from envs.sandbox.agent.files import Write
+from envs.sandbox.agent.launcher import Launcher
 from envs.sandbox.agent.loop import Channel, Loop
-from envs.sandbox.agent.process import OomCounter, find_program, now, processes
+from envs.sandbox.agent.process import (
+    OomCounter,
+    adopted,
+    find_program,
+    mark_of,
+    now,
+    processes,
+    send_signal,
+    unreadable_copy,
+)
 
 MAX_STRANGERS = 16
 """Connections that may be about to prove that they are a host: commands can make as many as they like."""
+LOOKS, LOOK_PAUSE = 300, 0.001
+"""How often it is looked for what earlier commands have left, and seconds for it to die between two looks."""
 BOOT_CLOCK = 7
 """CLOCK_BOOTTIME, which the start times of processes are on."""
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
@@ -47,7 +59,12 @@ class Agent:
         self.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         self.bash = find_program("bash", self.env, "/")
         self.shell = self.bash or find_program("sh", self.env, "/")
+        self.bash_copy = None
+        """Descriptor of the copy of bash that sessions run; None before the first one."""
         self.oom = OomCounter(options["cgroup"])
+        # Where the root may be written to, new files in it would be refused as well. It opens a file in /proc of ours,
+        # which `protect` closes to our own user.
+        self.launcher = Launcher(self.is_init and not os.access("/", os.W_OK))
         self.protected = protect()
         self.channel = None
         self.orphaned = None
@@ -167,6 +184,39 @@ class Agent:
             child = self.children.pop(pid, None)
             if child is not None:
                 child.reaped(status, usage)
+
+    def session_shell(self) -> int:
+        """Descriptor of a bash that other processes of its user cannot look into; -1 where there can be none."""
+        if self.bash_copy is None:
+            self.bash_copy = unreadable_copy(self.bash)
+        return self.bash_copy
+
+    def end_leftovers(self, shell: object = None) -> None:
+        """Kill what ended commands have left behind, before the next one begins: it could tamper with that.
+
+        Left behind is what has lost its parent and belongs to no running command or job, nor to what another session
+        than `shell` is doing. Raises Refusal when it cannot be ended.
+        """
+        for _ in range(LOOKS):
+            left = self.leftovers(shell)
+            if not left:
+                return
+            send_signal(left, _signal.SIGKILL)
+            time.sleep(LOOK_PAUSE)
+        raise Refusal("limit", "what an earlier command left behind multiplies faster than it can be ended")
+
+    def leftovers(self, shell: object) -> "list[int]":
+        strangers = [pid for pid in adopted() if pid not in self.children]
+        if not strangers:
+            return []
+        going_on = {command.mark for command in self.active}
+        going_on.update(other.mark for other in self.shells.values() if other is not shell and other.current)
+        found = set()
+        for pid in strangers:
+            if mark_of(pid) not in going_on:
+                found.add(pid)
+                found.update(stat.pid for stat in descendants(pid))
+        return [stat.pid for stat in processes() if stat.pid in found]
 
     def mark(self, call: int) -> str:
         """What the processes of a call carry in their environment."""

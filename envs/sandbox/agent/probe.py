@@ -7,6 +7,7 @@ each, or `worked`. Nothing here harms a sandbox that is as it should be.
 import ctypes
 import errno
 import json
+import mmap
 import os
 import platform
 import resource
@@ -27,6 +28,7 @@ SYSCALLS = {
     "io_uring_setup": (425, 425),
     "pivot_root": (155, 41),
     "iopl": (172, None),
+    "ioprio_set": (251, 30),
 }
 """Numbers on x86-64 and on ARM."""
 ADDRESSES = {
@@ -35,6 +37,8 @@ ADDRESSES = {
     "internet": ("1.1.1.1", 53),
     "engine": ("172.17.0.1", 2375),
 }
+AF_ALG, AF_VSOCK = 38, 40
+PRIO_PROCESS, PRIO_USER, IOPRIO_PROCESS, IOPRIO_USER = 0, 2, 1, 3
 CONTROLS = ("release_agent", "cgroup.procs", "memory.max", "memory.limit_in_bytes", "pids.max")
 SECRETS = ("/run/docker.sock", "/var/run/docker.sock", "/run/podman/podman.sock", "/run/containerd/containerd.sock")
 
@@ -94,6 +98,27 @@ def raw(family: int, kind: int) -> None:
     socket.socket(family, kind, 255 if family == socket.AF_INET else 0).close()
 
 
+def set_limit(pid: int, which: int) -> None:
+    """Give a process the limit that it has."""
+    resource.prlimit(pid, which, resource.prlimit(pid, which))
+
+
+def open_socket(family: int, kind: int) -> None:
+    """A socket that is not connected to anything."""
+    socket.socket(family, kind).close()
+
+
+def use_32_bits() -> None:
+    """A system call (getpid) of 32-bit programs, which the rules of a filter for 64 bits say nothing about."""
+    if platform.machine() != "x86_64":
+        raise OSError(errno.ENOSYS, "")
+    code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    code.write(b"\xb8\x14\x00\x00\x00\xcd\x80\xc3")
+    function = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))
+    if function() != os.getpid():
+        raise OSError(errno.ENOSYS, "")
+
+
 def see_processes_of_the_host() -> None:
     """Other processes than those of the sandbox."""
     with open("/proc/1/cmdline", "rb") as file:
@@ -145,6 +170,17 @@ ATTEMPTS = {
     "read the agent's memory": lambda: os.close(os.open("/proc/1/mem", os.O_RDONLY)),
     "use the agent's descriptors": lambda: os.close(os.open("/proc/1/fd/1", os.O_WRONLY)),
     "kill the agent": kill_the_agent,
+    # With what it has already: where one of these works, it changes nothing.
+    "limit the agent": lambda: set_limit(1, resource.RLIMIT_CORE),
+    "change the agent's priority": lambda: os.setpriority(PRIO_PROCESS, 1, 0),
+    "change the priority of all": lambda: os.setpriority(PRIO_USER, os.getuid(), 0),
+    "change the agent's I/O priority": lambda: system_call("ioprio_set", IOPRIO_PROCESS, 1, 0),
+    "change the I/O priority of all": lambda: system_call("ioprio_set", IOPRIO_USER, os.getuid(), 0),
+    "change the agent's scheduling": lambda: os.sched_setscheduler(1, os.SCHED_OTHER, os.sched_param(0)),
+    "choose the agent's CPUs": lambda: os.sched_setaffinity(1, os.sched_getaffinity(1)),
+    "reach the hypervisor": lambda: open_socket(AF_VSOCK, socket.SOCK_STREAM),
+    "use the kernel's ciphers": lambda: open_socket(AF_ALG, socket.SOCK_SEQPACKET),
+    "use 32-bit system calls": use_32_bits,
     "see processes of the host": see_processes_of_the_host,
     "read physical memory": lambda: os.close(os.open("/dev/mem", os.O_RDONLY)),
     "read kernel memory": lambda: read("/proc/kcore"),

@@ -11,8 +11,7 @@ from envs.sandbox.agent.loop import READ_BYTES
 
 MARK = "FLASH_COMMAND"
 """Environment variable by which a process is known to belong to a command, also after it left its process group."""
-CHILD_OOM_SCORE = 1000
-"""Added badness of everything but the agent: it must be the last to be killed for want of memory."""
+MEMFD_CLOEXEC, MEMFD_EXEC = 1, 16
 DEFAULT_SIGNALS = (_signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
 """What Python or the agent ignores; a program expects the default."""
 
@@ -92,13 +91,32 @@ def find_program(name: str, env: "dict[str, str]", cwd: str) -> "str | None":
     return None
 
 
-def prefer_for_oom(pid: int) -> None:
-    """Let the kernel kill this process rather than the agent."""
+def unreadable_copy(path: str) -> int:
+    """A descriptor of a copy of a program that may be run but not read; -1 where there can be none.
+
+    Of a process that runs it the kernel shows nothing to others of its user: no descriptors, no memory, no tracing.
+    """
+    writing = -1
+    for flags in (MEMFD_CLOEXEC | MEMFD_EXEC, MEMFD_CLOEXEC):
+        try:
+            writing = os.memfd_create("program", flags)
+            break
+        except (AttributeError, OSError):
+            continue  # Before Python 3.8 there is none; before Linux 6.3 it has no such flag.
+    if writing < 0:
+        return -1
     try:
-        with open("/proc/{}/oom_score_adj".format(pid), "w") as file:
-            file.write(str(CHILD_OOM_SCORE))
+        with open(path, "rb") as file:
+            content = file.read()
+        os.write(writing, content)
+        # What is open for writing cannot be run.
+        reading = os.open("/proc/self/fd/{}".format(writing), os.O_RDONLY | os.O_CLOEXEC)
+        os.fchmod(writing, 0o111)
+        return reading if content[:4] == b"\x7fELF" else -1
     except OSError:
-        pass  # It is gone already, or the kernel does not say.
+        return -1
+    finally:
+        os.close(writing)
 
 
 class Stat:
@@ -130,6 +148,16 @@ def processes() -> "list[Stat]":
     return found
 
 
+def adopted() -> "list[int]":
+    """Our children: those that we started, and those whose parents have ended."""
+    own = os.getpid()
+    try:
+        with open("/proc/self/task/{}/children".format(own), "rb") as file:
+            return [int(word) for word in file.read().split()]
+    except OSError:
+        return [stat.pid for stat in processes() if stat.parent == own]
+
+
 def tree(leader: int, mark: str, since: int = 0) -> "list[int]":
     """What belongs to a command: its session and group, their descendants, and what carries its mark."""
     inside = {leader}
@@ -143,16 +171,23 @@ def tree(leader: int, mark: str, since: int = 0) -> "list[int]":
             ):
                 inside.add(stat.pid)
                 grown = True
-    wanted = "{}={}".format(MARK, mark).encode()
     for stat in every:
-        if stat.pid not in inside:
-            try:
-                with open("/proc/{}/environ".format(stat.pid), "rb") as file:
-                    if wanted in file.read(1 << 17).split(b"\0"):
-                        inside.add(stat.pid)
-            except OSError:
-                pass  # It is gone, or another user's: then it was not started by us.
+        if stat.pid not in inside and mark_of(stat.pid) == mark:
+            inside.add(stat.pid)
     return [stat.pid for stat in every if stat.pid in inside and stat.start >= since]
+
+
+def mark_of(pid: int) -> str:
+    """Of the command that a process belongs to, as far as its environment says."""
+    begin = MARK.encode() + b"="
+    try:
+        with open("/proc/{}/environ".format(pid), "rb") as file:
+            for entry in file.read(1 << 17).split(b"\0"):
+                if entry.startswith(begin):
+                    return entry[len(begin) :].decode("utf-8", "replace")
+    except OSError:
+        pass  # It is gone, or shows nothing.
+    return ""
 
 
 def send_signal(pids: "list[int]", number: int) -> None:

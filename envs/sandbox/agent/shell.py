@@ -1,7 +1,11 @@
 """A persistent bash. It reads each command as one quoted string from its input, and answers on a descriptor of its own.
 
 Law: whatever a command prints, reads, redefines or leaves open, the answer to it is told from all others by a random
-token, which the shell is told only after the command has ended.
+token, which the shell reads only after the command has ended, and which nobody else can read.
+
+For that, the shell is a copy of bash that may not be read: programs run as the same user, and could otherwise open its
+descriptors by their names in /proc, take the next command and its token from them, and answer in its place. Programs
+that a command leaves behind are ended before the next one; jobs of the shell itself (`&`) go on.
 
 After each command the shell writes down its state. When a command ends the shell (`exit`, `set -e`, a timeout), the
 next one runs in a new shell with the state from before.
@@ -19,7 +23,6 @@ from envs.sandbox.agent.process import (
     Ring,
     Stat,
     now,
-    prefer_for_oom,
     send_signal,
     spawn,
     tree,
@@ -27,6 +30,12 @@ from envs.sandbox.agent.process import (
 
 TELL = 199
 """The shell's descriptor for answers: above what scripts use, and below what bash moves its own to."""
+PROGRAM = 198
+"""The shell's descriptor for its own program, until it has begun."""
+ENTER = "exec -a bash /proc/self/fd/%d --noprofile --norc -s" % PROGRAM
+"""Becomes the shell."""
+LEAVE = b"exec %d<&-\n" % PROGRAM
+"""The shell's first command."""
 BEGIN = b"_flash_status() { return $1; }\n"
 TURN = rb"""
 \builtin eval %s </dev/null TELL>&-
@@ -107,9 +116,14 @@ class Shell:
         files = {0: asks[0], 1: self.ends[0], 2: self.ends[1], TELL: tell}
         env = dict(self.agent.env)
         env[MARK] = self.mark
-        argv = ["bash", "--noprofile", "--norc", "-s"]
+        argv, begin = ["bash", "--noprofile", "--norc", "-s"], BEGIN
+        program = self.agent.session_shell()
+        if program >= 0:
+            argv[-1:], begin = ["-c", ENTER], LEAVE + BEGIN
+            files[PROGRAM] = program
         try:
-            self.pid = spawn(self.agent.bash, argv, env, self.agent.resolve("."), files, False)
+            cwd = self.agent.resolve(".")
+            self.pid = self.agent.launcher.call(lambda: spawn(self.agent.bash, argv, env, cwd, files, False))
         except OSError as error:
             os.close(asks[1])
             os.close(tells[0])
@@ -121,9 +135,8 @@ class Shell:
                 os.close(fd)
         self.agent.children[self.pid] = self
         self.leaders.append(self.pid)
-        prefer_for_oom(self.pid)
         self.answer = bytearray()
-        self.ask, self.outgoing = asks[1], bytearray(BEGIN)
+        self.ask, self.outgoing = asks[1], bytearray(begin)
         os.set_blocking(self.ask, False)
         self.tell = Pipe(self.agent.loop, tells[0], self.hear)
         if self.state:
@@ -156,6 +169,7 @@ class Shell:
                 running.reply(FAILURE, [refusal.code, str(refusal)])
 
     def begin(self, running: Running) -> None:
+        self.agent.end_leftovers(self)
         self.current = running
         self.agent.loop.cancel(running.timer)
         running.started = now()

@@ -39,6 +39,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Bytes."""
     here: bool
     """Its containers run on this machine."""
+    users: tuple[int, int] | None = None
+    """First and last user that sandboxes get, one for each; None: the engine's own users are mapped to others."""
 
 
 class ContainerInfo(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import TracebackType
@@ -25,9 +25,10 @@ from envs.sandbox.engines import profiles
 from envs.sandbox.engines.archives import folder_in_tar, in_tar, pieces_of
 from envs.sandbox.engines.backend import AGENT_ADDRESS, ContainerInfo, ContainerStats, EngineInfo, Surroundings
 from envs.sandbox.engines.docker_api import AttachedLink, DockerApi, status_of
-from envs.sandbox.engines.leftovers import kill_leftovers
+from envs.sandbox.engines.leftovers import kill_leftovers, remove_groups
 from envs.sandbox.engines.machine import memory_bytes
-from envs.sandbox.engines.seccomp import podman_filter
+from envs.sandbox.engines.seccomp import filter_text, podman_filter
+from envs.sandbox.engines.users import USER_LABEL, USERS, Users
 from flash.errors import (
     ConfigError,
     SandboxError,
@@ -86,12 +87,13 @@ class DockerBackend:
     Args:
         url: `unix:///path` or `http://host:port`; DOCKER_HOST, or the first of `SOCKETS` that exists, by default.
         deadlines: of requests to the engine.
+        users: for sandboxes, one for each; see `envs.sandbox.engines.users`.
 
     Raises:
         ConfigError: there is no engine, or the address is none that can be reached.
     """
 
-    def __init__(self, url: str | None = None, *, deadlines: Deadlines | None = None) -> None:
+    def __init__(self, url: str | None = None, *, deadlines: Deadlines | None = None, users: range = USERS) -> None:
         self.url = url or find_engine()
         if not self.url.startswith(("unix://", "http://", "https://", "tcp://")):
             raise ConfigError(f"expected unix:///path or tcp://HOST:PORT as the engine's address, not {self.url!r}")
@@ -100,6 +102,8 @@ class DockerBackend:
         self._creating = anyio.CapacityLimiter(CREATES)
         self._info: EngineInfo | None = None
         self._asking = anyio.Lock()
+        self._user_numbers = users
+        self._users = Users(users)
         self._half_started: set[str] = set()
         """Containers of which the engine may not know all processes."""
 
@@ -116,6 +120,8 @@ class DockerBackend:
         version = await self._api.json("version", SandboxStartError)
         info = await self._api.json("info", SandboxStartError)
         names = [str(part.get("Name", "")) for part in version.get("Components") or []]
+        # Where users of containers are only some of the machine's, no others exist, and all count as one in the end.
+        mapped = {"name=rootless", "name=userns"} & set(info.get("SecurityOptions") or [])
         engine = "podman" if any("podman" in name.lower() for name in names) else "docker"
         return EngineInfo(
             name=f"{engine} {version.get('Version', '?')}",
@@ -126,6 +132,7 @@ class DockerBackend:
             memory=int(info.get("MemTotal", 0)),
             # A unix socket may be forwarded, or lead into a virtual machine, whose memory is another.
             here=self.url.startswith("unix://") and info.get("MemTotal") == memory_bytes()["MemTotal"],
+            users=None if mapped else (self._user_numbers[0], self._user_numbers[-1]),
         )
 
     async def create(self, spec: Spec, *, name: str, labels: Mapping[str, str]) -> str:
@@ -133,13 +140,24 @@ class DockerBackend:
             # Once: Podman asks the package manager for the versions of its parts, which takes a second of CPU.
             self._info = self._info or await self.info()
         podman = self._info.name.startswith("podman")
-        seccomp = podman_filter() if podman and self.url.startswith("unix://") else None
-        config = profiles.container(spec, dict(labels), owned_tmpfs=not podman, seccomp=seccomp)
+        seccomp = self._filter(profiles.check(spec).families, podman=podman)
+        number = self._users.draw() if profiles.check(spec).own_user and self._info.users else None
+        own = {} if number is None else {USER_LABEL: str(number)}
+        config = profiles.container(spec, {**labels, **own}, user=number, owned_tmpfs=not podman, seccomp=seccomp)
+        try:
+            return await self._create(spec, name, config, number)
+        finally:
+            if number is not None:
+                self._users.give_up(number)
+
+    async def _create(self, spec: Spec, name: str, config: dict[str, object], user: int | None) -> str:
         async with self._creating:
             answer = await self._api.json(
                 "containers/create", SandboxStartError, method="POST", params={"name": name}, data=config
             )
             container_id = str(answer["Id"])
+            if user is not None:
+                self._users.keep(container_id, user)
             if owner := profiles.owner_of_work(spec):
                 await self._api.json(
                     f"containers/{container_id}/archive",
@@ -150,6 +168,13 @@ class DockerBackend:
                     headers={"Content-Type": "application/x-tar"},
                 )
         return container_id
+
+    def _filter(self, families: Sequence[int], *, podman: bool) -> str | None:
+        """Our system call filter, as the engine takes it; None where there is none for it."""
+        if not podman:
+            content = filter_text(families)
+            return None if content is None else content.decode()
+        return str(podman_filter(families)) if self.url.startswith("unix://") else None
 
     async def start(self, container_id: str) -> None:
         self._half_started.add(container_id)
@@ -208,6 +233,9 @@ class DockerBackend:
             if found is None:
                 raise
         # What was started and does not run is not `created` but `exited`.
+        for entry in found:
+            if (user := (entry.get("Labels") or {}).get(USER_LABEL, "")).isdecimal():
+                self._users.keep(str(entry["Id"]), int(user))
         self._half_started |= {str(entry["Id"]) for entry in found if entry.get("State") in NEVER_RAN}
         return [
             ContainerInfo(
@@ -242,7 +270,10 @@ class DockerBackend:
             count = await anyio.to_thread.run_sync(kill_leftovers, [container_id])
             if count:
                 _log.info("container %s is removed; its engine had left %d of its processes", container_id[:12], count)
+        if self.url.startswith("unix://"):
+            await anyio.to_thread.run_sync(remove_groups, container_id)
         self._half_started.discard(container_id)
+        self._users.release(container_id)
 
     async def commit(
         self, container_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None

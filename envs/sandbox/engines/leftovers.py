@@ -1,8 +1,9 @@
-"""Processes of containers that their engine has forgotten.
+"""Processes and control groups of containers that their engine has forgotten.
 
 Podman that is killed in the middle of a start does not know, once it is back, that the container had processes already:
 it removes the container, and leaves its `conmon` and a first process that waits to be started, for ever. They name the
-container's id: in the control group, or in the command line.
+container's id: in the control group, or in the command line. And a container whose `conmon` was killed leaves its
+control groups, one for each controller, which are named after it as well.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 LOOKS = 20
 PAUSE_S = 0.05
 """A runtime that is at work may start another process meanwhile: looks until there are none, and between them."""
+GROUPS = ("libpod_parent/libpod-{}", "libpod_parent/libpod-conmon-{}", "docker/{}")
+"""Where engines without systemd, which removes its own, make control groups of a container."""
 HELPERS = ("conmon", "runc", "crun", "runsc")
 """Programs that belong to the container which their command line names."""
 
@@ -52,3 +55,25 @@ def find_leftovers(ids: Collection[str], proc: Path = Path("/proc")) -> list[int
         if words[0] and any(id in group or (helper and id in words) for id in ids):
             found.append(int(entry.name))
     return found
+
+
+def remove_groups(id: str, root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Remove the control groups of a removed container of this machine; how many there were. `root` is for tests."""
+    if not root.is_dir():
+        return 0  # The engine runs in a virtual machine of this one.
+    places = [root, *(Path(entry.path) for entry in os.scandir(root) if entry.is_dir())]
+    groups = [group for place in places for form in GROUPS if (group := place / form.format(id)).is_dir()]
+    for group in groups:
+        for folder, _, _ in os.walk(group, topdown=False):
+            _remove_group(folder)
+    return len(groups)
+
+
+def _remove_group(folder: str) -> None:
+    for _ in range(LOOKS):
+        try:
+            return os.rmdir(folder)
+        except FileNotFoundError:
+            return  # Its engine was faster.
+        except OSError:
+            time.sleep(PAUSE_S)  # A process of it is still dying; or it is not ours to remove.

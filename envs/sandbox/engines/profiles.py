@@ -1,10 +1,11 @@
 """The profiles: which settings a container gets. One place for all of them; `doctor` measures the effect.
 
     control              strict                     build                      compat
-    user                 1000:1000                  1000:1000                  the image's
+    user                 its own (or 1000:1000)     1000:1000                  the image's
     capabilities         none                       none                       those that package managers need
     no-new-privileges    yes                        yes                        yes
-    seccomp              Docker's default, under Podman what is equal to it (`envs.sandbox.engines.seccomp`)
+    seccomp              stricter than Docker's default (`envs.sandbox.engines.seccomp`)
+    sockets              AF_UNIX                    and IPv4, IPv6             and IPv4, IPv6
     masked paths         the engine's default       the engine's default       the engine's default
     root file system     read-only                  its own layer, watched     its own layer, watched
     /work                in memory, sized           in its layer               in its layer
@@ -18,21 +19,25 @@ Nothing of the host is mounted, no port is published, no variable of the host's 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
 from envs.sandbox.api import Spec
 from envs.sandbox.engines import bundle
+from envs.sandbox.engines.seccomp import INTERNET, UNIX
 from flash.errors import SandboxRefusedError
 
 USER = "1000:1000"
 """Whom commands run as, except under `compat`."""
 MIB = 1 << 20
+DISK_MIB = 256
+"""Room for files where a spec says nothing."""
 TMP_MIB = 64
-"""Size of /tmp; its content counts as memory of the sandbox."""
+"""Size of /tmp, or an eighth of the memory where that is less."""
 SMALL_MIB = 16
-"""Size of /run, /var/tmp and /dev/shm, where programs expect to be able to write."""
+"""Size of /run, /var/tmp and /dev/shm, where programs expect to be able to write, or a 32nd of the memory."""
+RESERVE_MIB = 32
+"""Of the memory that files cannot take, where that is more than a quarter of it: for the agent and a small program."""
+SHARED_MEMORY = "/dev/shm"
 OPEN_FILES = 4096
 """Descriptors of one process."""
 OOM_SCORE = 500
@@ -45,15 +50,19 @@ class ProfileSettings(msgspec.Struct, frozen=True):
     """What differs between profiles."""
 
     user: str | None
+    own_user: bool
+    """Instead of `user`, where the engine can. Not where the image's files are to be written to: they belong to it."""
     capabilities: tuple[str, ...]
     read_only: bool
     networks: tuple[str, ...]
+    families: tuple[int, ...]
+    """Of sockets. Programs under test often serve at 127.0.0.1, which exists without a network too."""
 
 
 PROFILES = {
-    "strict": ProfileSettings(USER, (), True, ("none",)),
-    "build": ProfileSettings(USER, (), False, ("none", "bridge")),
-    "compat": ProfileSettings(None, COMPAT_CAPABILITIES, False, ("none", "bridge")),
+    "strict": ProfileSettings(USER, True, (), True, ("none",), UNIX),
+    "build": ProfileSettings(USER, False, (), False, ("none", "bridge"), INTERNET),
+    "compat": ProfileSettings(None, False, COMPAT_CAPABILITIES, False, ("none", "bridge"), INTERNET),
 }
 
 
@@ -63,13 +72,21 @@ def check(spec: Spec) -> ProfileSettings:
     Raises:
         SandboxRefusedError: the spec asks for what its profile does not allow.
     """
+    try:
+        # The constructor of a struct checks nothing itself.
+        msgspec.convert(msgspec.to_builtins(spec), Spec)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise SandboxRefusedError(f"the spec of a sandbox is wrong: {error}") from None
     profile = PROFILES[spec.profile]
     if spec.network not in profile.networks:
         raise SandboxRefusedError(
             f"profile {spec.profile} gives no network {spec.network!r}; use profile `build` or `compat`"
         )
-    if spec.require_runtime and not spec.runtime:
-        raise SandboxRefusedError("require_runtime needs a runtime to require; name one, such as `runsc`")
+    if spec.disk_mib is not None and profile.read_only and spec.disk_mib > (most := _work_mib(spec)):
+        raise SandboxRefusedError(
+            f"files under profile {spec.profile} are in memory: with memory_mib = {spec.memory_mib}, disk_mib can be "
+            f"at most {most}, not {spec.disk_mib}"
+        )
     for name, value in spec.env.items():
         if not name or "=" in name or "\0" in name + value:
             raise SandboxRefusedError(f"{name!r} cannot be the name of an environment variable")
@@ -87,19 +104,45 @@ def owner_of_work(spec: Spec) -> int | None:
     return None if profile.read_only or profile.user is None else int(profile.user.partition(":")[0])
 
 
-def container(spec: Spec, labels: dict[str, str], *, owned_tmpfs: bool, seccomp: Path | None) -> dict[str, object]:
+def disk_mib(spec: Spec) -> int:
+    """Room for files."""
+    if spec.disk_mib is not None:
+        return spec.disk_mib
+    return min(DISK_MIB, _work_mib(spec)) if work_in_memory(spec) else DISK_MIB
+
+
+def sizes_mib(spec: Spec) -> dict[str, int]:
+    """The file systems in memory. Full, all together, they leave the agent and programs room to run."""
+    small = max(1, min(SMALL_MIB, spec.memory_mib // 32))
+    sizes = {"/tmp": max(1, min(TMP_MIB, spec.memory_mib // 8))}
+    sizes |= dict.fromkeys(("/run", "/var/tmp", SHARED_MEMORY), small)
+    return sizes | ({spec.workdir: disk_mib(spec)} if work_in_memory(spec) else {})
+
+
+def _work_mib(spec: Spec) -> int:
+    """The most that the working directory can have in memory."""
+    files = max(spec.memory_mib // 4, min(3 * spec.memory_mib // 4, spec.memory_mib - RESERVE_MIB))
+    others = sizes_mib(msgspec.structs.replace(spec, profile="build"))
+    return max(1, files - sum(others.values()))
+
+
+def container(
+    spec: Spec, labels: dict[str, str], *, user: int | None, owned_tmpfs: bool, seccomp: str | None
+) -> dict[str, object]:
     """The engine's configuration of a container, in the form of Docker's API.
 
     Args:
         spec: what is wanted.
         labels: of the container.
+        user: its own; None: the profile's.
         owned_tmpfs: whether the engine can give a file system in memory an owner: Docker can, Podman refuses.
-        seccomp: a file with a system call filter; None: the engine's own.
+        seccomp: a system call filter as the engine takes it; None: the engine's own.
 
     Raises:
         SandboxRefusedError: as of `check`.
     """
     profile = check(spec)
+    user_and_group = profile.user if user is None else f"{user}:{user}"
     memory = spec.memory_mib * MIB
     config: dict[str, object] = {
         "Image": spec.image,
@@ -125,8 +168,8 @@ def container(spec: Spec, labels: dict[str, str], *, owned_tmpfs: bool, seccomp:
             "SecurityOpt": ["no-new-privileges", *([f"seccomp={seccomp}"] if seccomp else [])],
             "Privileged": False,
             "ReadonlyRootfs": profile.read_only,
-            "Tmpfs": _tmpfs(spec, profile, owned=owned_tmpfs),
-            "ShmSize": SMALL_MIB * MIB,
+            "Tmpfs": _tmpfs(spec, user_and_group if owned_tmpfs else None),
+            "ShmSize": sizes_mib(spec)[SHARED_MEMORY] * MIB,
             "Memory": memory,
             # Equal to Memory: no swap, which would double the limit without this.
             "MemorySwap": memory,
@@ -148,16 +191,17 @@ def container(spec: Spec, labels: dict[str, str], *, owned_tmpfs: bool, seccomp:
             **({"Runtime": spec.runtime} if spec.runtime else {}),
         },
     }
-    if profile.user is not None:
-        config["User"] = profile.user
+    if user_and_group is not None:
+        config["User"] = user_and_group
     return config
 
 
-def _tmpfs(spec: Spec, profile: ProfileSettings, *, owned: bool) -> dict[str, str]:
+def _tmpfs(spec: Spec, user_and_group: str | None) -> dict[str, str]:
     """File systems in memory. Programs may be run from them: compilers write to /tmp what is then run."""
     # runc gives the mount the mode of the image's folder, whatever mode is asked for; then only the owner may write.
-    owner = "uid={},gid={},".format(*profile.user.split(":")) if owned and profile.user else ""
-    sizes = {"/tmp": TMP_MIB, "/run": SMALL_MIB, "/var/tmp": SMALL_MIB}
-    if profile.read_only:
-        sizes[spec.workdir] = spec.disk_mib
-    return {path: f"rw,nosuid,nodev,exec,{owner}mode=1777,size={size}m" for path, size in sizes.items()}
+    owner = "uid={},gid={},".format(*user_and_group.split(":")) if user_and_group else ""
+    return {
+        path: f"rw,nosuid,nodev,exec,{owner}mode=1777,size={size}m"
+        for path, size in sizes_mib(spec).items()
+        if path != SHARED_MEMORY
+    }

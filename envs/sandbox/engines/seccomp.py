@@ -1,15 +1,27 @@
-"""Podman's system call filter, tightened to what Docker's gives.
+"""The system call filter of sandboxes: an engine's default one, made stricter.
 
 Docker's default filter refuses new user namespaces and the kernel's keys to containers without capabilities; Podman's
-allows both, and each has been a way out of containers. Podman takes a filter only as a file of its own machine, so one
-is derived from its default and kept in a folder that only we may write to.
+allows both, and each has been a way out of containers. Neither is made for programs that share a user with what watches
+over them. So one filter is derived for both, which also
+
+- lets a process change its own limits, priority and scheduling only: a program that sets a CPU limit of 0 on the agent
+  ends its sandbox, and so is never judged;
+- opens sockets of the families that a profile names only: without a network, `AF_VSOCK` still reaches the machine's
+  hypervisor, and others rarely used parts of the kernel;
+- refuses the system calls of other architectures, such as those of 32 bits, which no rule here looks at.
+
+Docker takes a filter with each container. Podman takes it as a file of its own machine, kept in a folder that only we
+may write to.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import socket
 import tempfile
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +31,7 @@ import msgspec
 from flash.errors import SandboxRefusedError
 
 DEFAULTS = ("/etc/containers/seccomp.json", "/usr/share/containers/seccomp.json")
-"""Where Podman has its filter."""
+"""Where the default filter is, in the format that Docker and Podman share."""
 REFUSED = frozenset({
     "unshare", "setns", "mount", "umount", "umount2", "move_mount", "open_tree", "fsopen", "fsconfig", "fsmount",
     "fspick", "mount_setattr", "pivot_root", "keyctl", "add_key", "request_key", "io_uring_setup", "io_uring_enter",
@@ -28,40 +40,97 @@ REFUSED = frozenset({
 """Refused with EPERM, whatever the default says."""
 NAMESPACES = 0x7E020000
 """Flags of `clone` that make namespaces."""
-EPERM, ENOSYS = 1, 38
+OWN_ONLY: dict[str, dict[int, int]] = {
+    "sched_setaffinity": {0: 0},
+    "sched_setattr": {0: 0},
+    "sched_setparam": {0: 0},
+    "sched_setscheduler": {0: 0},
+    "setpriority": {0: 0, 1: 0},
+    "ioprio_set": {0: 1, 1: 0},
+}
+"""Calls that change a process, and the arguments (by their place) with which it is the caller: process 0. Not its user
+or its group, which the agent belongs to as well."""
+UNIX = (socket.AF_UNIX,)
+INTERNET = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
+"""Families of sockets, without and with TCP/IP; with it comes the part of `AF_NETLINK` that lists interfaces."""
 
 
-def tighten(profile: dict[str, Any]) -> dict[str, Any]:
-    """The same filter without `REFUSED`, and with `clone` for processes and threads only."""
-    changed = REFUSED | {"clone", "clone3"}
+def tighten(profile: dict[str, Any], families: Sequence[int]) -> dict[str, Any]:
+    """The same filter without what the module says, and with sockets of these families only."""
+    changed = REFUSED | OWN_ONLY.keys() | {"clone", "clone3", "prlimit64", "socket", "socketpair", "socketcall"}
     rules: list[dict[str, Any]] = []
     for rule in profile["syscalls"]:
         names = [name for name in rule["names"] if name not in changed]
         if names:
             rules.append({**rule, "names": names})
-    flags = {"index": 0, "value": NAMESPACES, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
-    rules += [
-        {"names": sorted(REFUSED), "action": "SCMP_ACT_ERRNO", "errnoRet": EPERM},
-        {"names": ["clone"], "action": "SCMP_ACT_ALLOW", "args": [flags]},
-        # Its flags lie in memory, where no filter sees them; told that it does not exist, programs use clone.
-        {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": ENOSYS},
-    ]
-    return {**profile, "syscalls": rules}
+    rules.append(_refuse(errno.EPERM, *sorted(REFUSED)))
+    rules.append(_allow("clone", _argument(0, "MASKED_EQ", NAMESPACES)))
+    # Its flags lie in memory, where no filter sees them; told that it does not exist, programs use clone.
+    rules.append(_refuse(errno.ENOSYS, "clone3"))
+    for name, own in OWN_ONLY.items():
+        rules.append(_allow(name, *(_argument(place, "EQ", value) for place, value in own.items())))
+        rules += [_refuse(errno.EPERM, name, arguments=[_argument(place, "NE", value)]) for place, value in own.items()]
+    rules.append(_allow("prlimit64", _argument(0, "EQ", 0)))
+    # Without new limits (argument 2) it only reads.
+    rules.append(_allow("prlimit64", _argument(0, "NE", 0), _argument(2, "EQ", 0)))
+    rules.append(_refuse(errno.EPERM, "prlimit64", arguments=[_argument(0, "NE", 0), _argument(2, "NE", 0)]))
+    rules += _sockets(families)
+    architectures = [{**entry, "subArchitectures": []} for entry in profile.get("archMap", [])]
+    return {**profile, "archMap": architectures, "syscalls": rules}
+
+
+def _sockets(families: Sequence[int]) -> Iterator[dict[str, Any]]:
+    for family in families:
+        yield _allow("socket", _argument(0, "EQ", family))
+    yield _allow("socketpair", _argument(0, "EQ", socket.AF_UNIX))
+    refused = [_argument(0, "EQ", family) for family in range(max(families)) if family not in families]
+    beyond = max(families)
+    if len(families) > 1:
+        yield _allow("socket", _argument(0, "EQ", socket.AF_NETLINK), _argument(2, "EQ", 0))
+        yield _refuse(
+            errno.EAFNOSUPPORT, "socket", arguments=[_argument(0, "EQ", socket.AF_NETLINK), _argument(2, "NE", 0)]
+        )
+        refused += [_argument(0, "EQ", family) for family in range(beyond + 1, socket.AF_NETLINK)]
+        beyond = socket.AF_NETLINK
+    refused.append(_argument(0, "GT", beyond))
+    for argument in refused:
+        yield _refuse(errno.EAFNOSUPPORT, "socket", arguments=[argument])
+    yield _refuse(errno.EAFNOSUPPORT, "socketpair", arguments=[_argument(0, "NE", socket.AF_UNIX)])
+
+
+def _argument(place: int, compare: str, value: int) -> dict[str, Any]:
+    return {"index": place, "value": value, "valueTwo": 0, "op": f"SCMP_CMP_{compare}"}
+
+
+def _allow(name: str, *arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"names": [name], "action": "SCMP_ACT_ALLOW", "args": list(arguments)}
+
+
+def _refuse(number: int, *names: str, arguments: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    return {"names": list(names), "action": "SCMP_ACT_ERRNO", "errnoRet": number, "args": list(arguments)}
 
 
 @cache
-def podman_filter() -> Path:
+def filter_text(families: Sequence[int]) -> bytes | None:
+    """The filter as JSON; None where this machine has no default to begin with."""
+    source = next((path for path in map(Path, DEFAULTS) if path.is_file()), None)
+    if source is None:
+        return None
+    return msgspec.json.encode(tighten(msgspec.json.decode(source.read_bytes()), families))
+
+
+@cache
+def podman_filter(families: Sequence[int]) -> Path:
     """The file to name to Podman.
 
     Raises:
-        SandboxRefusedError: Podman's own filter is not where it should be.
+        SandboxRefusedError: the default filter is not where it should be.
     """
-    source = next((path for path in map(Path, DEFAULTS) if path.is_file()), None)
-    if source is None:
+    content = filter_text(families)
+    if content is None:
         raise SandboxRefusedError(
             f"Podman's system call filter is at none of {', '.join(DEFAULTS)}; install golang-github-containers-common"
         )
-    content = msgspec.json.encode(tighten(msgspec.json.decode(source.read_bytes())))
     folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"flash-sandbox-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     info = folder.lstat()

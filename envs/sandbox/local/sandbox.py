@@ -190,7 +190,7 @@ class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
 
     async def snapshot(self) -> Snapshot:
         (await self.channel()).check()
-        tag = uuid4().hex[:20]
+        tag = secrets.token_hex(16)
         name = f"{SNAPSHOT_NAME}:{tag}"
         files = send_tree(self, self.hello.workdir) if self._surroundings.files_apart else None
         labels = {**self._labels, SNAPSHOT_LABEL: self._name, INSTANCE_LABEL: INSTANCE}
@@ -284,22 +284,22 @@ class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
 
     async def _make(self) -> None:
         """Create and start the container. A creation is not cut off: its container could not be found again."""
-        info_needed = self._spec.require_runtime
-        if info_needed and self._spec.runtime not in (info := await self._backend.info()).runtimes:
+        runtime = self._spec.runtime
+        if runtime is not None and runtime not in (info := await self._backend.info()).runtimes:
             raise SandboxRefusedError(
-                f"{info.name} has no runtime {self._spec.runtime!r}, only {', '.join(info.runtimes) or 'its default'}"
+                f"{info.name} has no runtime {runtime!r}, only {', '.join(info.runtimes) or 'its default'}"
             )
         labels = {**self._labels, AGENT_SECRET: self._secret}
         with anyio.CancelScope(shield=True):
             self._container_id = await self._backend.create(self._spec, name=self._name, labels=labels)
         await anyio.lowlevel.checkpoint()
         await self._backend.start(self._container_id)
-        if info_needed:
+        if runtime is not None:
             found = await self._backend.inspect(self._container_id, runtime=True)
-            if found is None or Path(found.runtime).name != self._spec.runtime:
+            if found is None or Path(found.runtime).name != runtime:
                 raise SandboxRefusedError(
                     f"the engine runs the sandbox under {found.runtime if found else 'nothing'!r} instead of "
-                    f"{self._spec.runtime!r}; Podman takes its runtime from containers.conf"
+                    f"{runtime!r}; Podman takes its runtime from containers.conf"
                 )
 
     async def _find(self) -> None:
@@ -367,7 +367,8 @@ class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
             if self._spec.idle_s is not None:
                 tasks.start_soon(watches.idle, self._spec.idle_s, self._use, self._end)
             if not self._surroundings.disk_enforced:
-                tasks.start_soon(watches.disk, self._backend, self._container_id, self._spec.disk_mib, self._end)
+                disk = profiles.disk_mib(self._spec)
+                tasks.start_soon(watches.disk, self._backend, self._container_id, disk, self._end)
         if not self._connected.is_set():
             channel.check()
 

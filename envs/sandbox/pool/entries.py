@@ -29,7 +29,6 @@ def entry_of(lease: Lease, wall: float) -> Entry:
         generation=lease.generation,
         parent=lease.parent,
         snapshots=tuple(lease.snapshots),
-        kept=tuple(lease.kept),
     )
 
 
@@ -46,7 +45,7 @@ def lease_of(entry: Entry, wall: float) -> Lease:
         key=entry.key,
     )
     lease.generation, lease.parent, lease.sandbox_id = entry.generation, entry.parent, entry.sandbox_id
-    lease.snapshots, lease.kept = [*entry.snapshots], [*entry.kept]
+    lease.snapshots = [*entry.snapshots]
     if entry.ready:
         # Never more than a whole life: the wall clock may have been set back meanwhile.
         left = min(entry.hard_until - wall, entry.spec.deadline_s)

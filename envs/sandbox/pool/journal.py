@@ -3,8 +3,9 @@
 Two records with two tasks. *Labels* on the containers are the truth about what exists: the engine writes them together
 with the container, any process can read them, and nothing can be made without them. But they can never be changed, and
 a sandbox that was made ahead learns only later whose it is. So the *journal* is the truth about who holds what: one row
-per lease, written before the side effect it announces. After a restart a row without a container is a lease that was
-lost, and a container without a row is removed. Neither can leak the other.
+per lease, written before the side effect it announces, and one per snapshot that somebody was told of, written before
+they are. After a restart a row without a container is a lease that was lost, and a container without a row is removed.
+Neither can leak the other.
 
 SQLite in WAL mode: a row survives `kill -9` without an fsync; after a power cut the containers are gone as well.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -57,8 +59,25 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """The lease whose sandbox this one was forked from: it ends with that one."""
     snapshots: tuple[tuple[str, str], ...] = ()
     """Images that its forks began from, and their hosts: removed with it."""
-    kept: tuple[str, ...] = ()
-    """Snapshots that its holder was told of: they outlive it."""
+
+
+class KeptSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """One snapshot that the holder of a lease was told of. It outlives the lease."""
+
+    image: str
+    snapshot_id: str
+    host: str
+    token: str
+    """Name of the bearer token that may use and remove it; "" inside one process."""
+    owner: str
+    lease: str
+    """The lease whose sandbox it was made of."""
+    size: int
+    """Bytes beyond the image that the sandbox began from."""
+    made_at: float
+    """Unix time."""
+    until: float
+    """Unix time at which it is removed."""
 
 
 class Journal(Protocol):
@@ -73,7 +92,19 @@ class Journal(Protocol):
         ...
 
     async def load(self) -> list[Entry]:
-        """Everything that is remembered."""
+        """Every lease that is remembered."""
+        ...
+
+    async def put_snapshot(self, kept: KeptSnapshot) -> None:
+        """Remember a snapshot."""
+        ...
+
+    async def drop_snapshot(self, image: str) -> None:
+        """Forget a snapshot; nothing when there is none."""
+        ...
+
+    async def load_snapshots(self) -> list[KeptSnapshot]:
+        """Every snapshot that is remembered, in the order in which they were put."""
         ...
 
 
@@ -82,6 +113,7 @@ class MemoryJournal:
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
+        self.snapshots: dict[str, KeptSnapshot] = {}
 
     async def put(self, entry: Entry) -> None:
         self.entries[entry.lease] = entry
@@ -91,8 +123,19 @@ class MemoryJournal:
         self.entries.pop(lease, None)
 
     async def load(self) -> list[Entry]:
-        """Everything that is remembered."""
+        """Every lease that is remembered."""
         return list(self.entries.values())
+
+    async def put_snapshot(self, kept: KeptSnapshot) -> None:
+        self.snapshots[kept.image] = kept
+
+    async def drop_snapshot(self, image: str) -> None:
+        """Forget a snapshot; nothing when there is none."""
+        self.snapshots.pop(image, None)
+
+    async def load_snapshots(self) -> list[KeptSnapshot]:
+        """Every snapshot that is remembered."""
+        return list(self.snapshots.values())
 
 
 class SqliteJournal:
@@ -111,6 +154,9 @@ class SqliteJournal:
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.execute("PRAGMA synchronous=NORMAL")
             self._connection.execute("CREATE TABLE IF NOT EXISTS leases (lease TEXT PRIMARY KEY, entry BLOB NOT NULL)")
+            self._connection.execute(
+                "CREATE TABLE IF NOT EXISTS snapshots (image TEXT PRIMARY KEY, entry BLOB NOT NULL)"
+            )
         except sqlite3.Error as error:
             raise ConfigError(
                 f"the journal {path} cannot be opened: {error}; move it away to start without it"
@@ -125,18 +171,32 @@ class SqliteJournal:
         await self._run(lambda: self._connection.execute("DELETE FROM leases WHERE lease = ?", (lease,)))
 
     async def load(self) -> list[Entry]:
-        """Everything that is remembered. A row of another version of the code is left out: its sandbox is removed."""
-        rows = await self._run(lambda: self._connection.execute("SELECT entry FROM leases").fetchall())
-        entries: list[Entry] = []
-        for (row,) in rows:
-            try:
-                entries.append(msgspec.json.decode(row, type=Entry))
-            except msgspec.DecodeError:
-                continue
-        return entries
+        """Every lease that is remembered. A row of another version of the code is left out: its sandbox is removed."""
+        return await self._read("SELECT entry FROM leases", Entry)
+
+    async def put_snapshot(self, kept: KeptSnapshot) -> None:
+        row = (kept.image, msgspec.json.encode(kept))
+        await self._run(lambda: self._connection.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?)", row))
+
+    async def drop_snapshot(self, image: str) -> None:
+        """Forget a snapshot; nothing when there is none."""
+        await self._run(lambda: self._connection.execute("DELETE FROM snapshots WHERE image = ?", (image,)))
+
+    async def load_snapshots(self) -> list[KeptSnapshot]:
+        """Every snapshot that is remembered, oldest first."""
+        return await self._read("SELECT entry FROM snapshots ORDER BY rowid", KeptSnapshot)
 
     def close(self) -> None:
         self._connection.close()
+
+    async def _read(self, query: str, kind: type[_T]) -> list[_T]:
+        """The rows that this version of the code can read."""
+        rows = await self._run(lambda: self._connection.execute(query).fetchall())
+        found: list[_T] = []
+        for (row,) in rows:
+            with suppress(msgspec.DecodeError):
+                found.append(msgspec.json.decode(row, type=kind))
+        return found
 
     async def _run(self, call: Callable[[], _T]) -> _T:
         return await anyio.to_thread.run_sync(call, limiter=self._limiter)

@@ -80,8 +80,6 @@ class Lease:
         """Forks: they end with it."""
         self.snapshots: list[tuple[str, str]] = []
         """Images that its forks began from, and their hosts: removed after them."""
-        self.kept: list[str] = []
-        """Snapshots that its holder was told of."""
         self.sandbox_id = ""
         """The sandbox's id in the journal, from before it is made."""
         self.cleared = False

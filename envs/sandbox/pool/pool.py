@@ -23,9 +23,10 @@ from anyio.abc import TaskGroup
 from envs.sandbox.api import OnLost, Sandbox, Snapshot, Spec
 from envs.sandbox.pool.entries import entry_of, lease_of
 from envs.sandbox.pool.host import Host, Ticket, new_sandbox_id
-from envs.sandbox.pool.journal import Entry, Journal, MemoryJournal
+from envs.sandbox.pool.journal import Entry, Journal, KeptSnapshot, MemoryJournal
 from envs.sandbox.pool.lease import Lease
 from envs.sandbox.pool.leased import LeasedSandbox
+from envs.sandbox.pool.snapshots import SnapshotBook
 from envs.sandbox.pool.state import PoolSettings, PoolState
 from flash.errors import (
     SandboxBusyError,
@@ -52,6 +53,7 @@ class Pool:
         wall: Callable[[], float],
     ) -> None:
         self.state = PoolState(hosts, settings, wall)
+        self.snapshots = SnapshotBook(wall)
         self._tasks = tasks
         self._settings = settings
         self._journal = journal
@@ -96,6 +98,8 @@ class Pool:
             SandboxStartError: this image only fails at the moment.
             SandboxBusyError: too many wait already.
         """
+        if only is None and (kept := self.snapshots.find(spec.image)) is not None:
+            only = kept.host
         if (known := self.state.find_by_key(token, key)) is not None:
             if known.spec != spec:
                 raise SandboxRefusedError(f"the idempotency key {key!r} was used for another sandbox; use a new one")
@@ -139,16 +143,35 @@ class Pool:
             await lease.done.wait()
 
     async def snapshot(self, lease: Lease) -> Snapshot:
-        """Keep the files of a lease's sandbox. The image outlives the lease.
+        """Keep the files of a lease's sandbox. The image outlives the lease, by `PoolSettings.snapshot_s` at most.
 
         Raises:
             SandboxError: it failed.
         """
         async with lease.use("snapshot", "") as use:
             snapshot = await use.sandbox.snapshot()
-            lease.kept.append(snapshot.spec.image)
-            await self._note(lease)
+            now = self._wall()
+            kept = KeptSnapshot(
+                image=snapshot.spec.image,
+                snapshot_id=snapshot.snapshot_id,
+                host=lease.host,
+                token=lease.token,
+                owner=lease.owner,
+                lease=lease.id,
+                size=snapshot.size,
+                made_at=now,
+                until=now + self._settings.snapshot_s,
+            )
+            self.snapshots.add(kept)
+            await self._journal.put_snapshot(kept)
             return snapshot
+
+    async def forget(self, kept: KeptSnapshot) -> None:
+        """Remove a snapshot. Its host removes it later where something still runs from it."""
+        self.snapshots.remove(kept.image)
+        if kept.host in {host.name for host in self.state.hosts()}:
+            await self.state.host(kept.host).forget(kept.image)
+        await self._journal.drop_snapshot(kept.image)
 
     async def fork(self, parent: Lease, count: int) -> list[Lease]:
         """Sandboxes with the parent's files, on its host, which end with it at the latest.
@@ -331,6 +354,8 @@ class Pool:
 
     async def begin(self, hosts: Sequence[Host]) -> None:
         """Know the leases of an earlier run, and let the hosts work."""
+        self.snapshots.restore(await self._journal.load_snapshots())
+        self._tasks.start_soon(self._forget_expired)
         entries = {entry.lease: entry for entry in await self._journal.load()}
         leases = {id: lease_of(entry, self._wall()) for id, entry in entries.items()}
         placed: dict[str, list[tuple[Entry, Lease]]] = {host.name: [] for host in hosts}
@@ -349,13 +374,27 @@ class Pool:
         for host in hosts:
             self._tasks.start_soon(self._run_host, host, placed[host.name], name=f"host {host.name}")
 
+    async def _forget_expired(self) -> None:
+        """Remove snapshots whose time is over.
+
+        Consumes the book of snapshots. Waits for the next one's time; unblocked by it, and by changes of the book.
+        Produces nothing but their removal.
+        """
+        while True:
+            for kept in self.snapshots.expired():
+                await self.forget(kept)
+            await self.snapshots.next_expiry()
+
     async def _run_host(self, host: Host, placed: Sequence[tuple[Entry, Lease]]) -> None:
         """Go on with what an earlier run left on a host, then let it work.
 
         Consumes the journal's entries of this host. Waits for the host to answer. Produces leases with their old
         sandboxes; those whose sandbox is gone are served like any lost one.
         """
-        tickets = [Ticket(e.sandbox_id, e.lease, e.owner, e.spec, (*dict(e.snapshots), *e.kept)) for e, _ in placed]
+        tickets = [
+            Ticket(e.sandbox_id, e.lease, e.owner, e.spec, (*dict(e.snapshots), *self.snapshots.made_of(e.lease)))
+            for e, _ in placed
+        ]
         while True:
             try:
                 sandboxes = await host.recover(tickets)

@@ -50,6 +50,8 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for a sandbox to be closed; what is left then is removed by its host."""
     fork_s: float = 300.0
     """Seconds for the forks of a sandbox to be ready."""
+    snapshot_s: float = 86_400.0
+    """Seconds for which a snapshot is kept."""
     recover_retry_s: float = 5.0
     """Seconds between two attempts to reach a host after a restart."""
 

@@ -1,9 +1,10 @@
-"""Who may use the service: bearer tokens, and the cookie that stands for one in a browser.
+"""Who may use the service, and what for: bearer tokens, and the cookie that stands for one in a browser.
 
-A token file has one `name token` per line, is readable by its owner only, and is made with a random token when it does
-not exist. The token named `admin` may use every sandbox, any other only its own. Comparisons take the same time
-whatever was sent. A browser sends its token once, in a form, and gets a cookie that is signed with it, unreadable for
-scripts and never sent along from other sites.
+A token file has one `name token` per line, with what the token is granted behind it, is readable by its owner only, and
+is made with a random token when it does not exist. The token named `admin` may use every sandbox and have any kind,
+any other only its own, and only `strict` ones without a network unless it is granted more. Comparisons take the same
+time whatever was sent. A browser sends its token once, in a form, and gets a cookie that is signed with it, unreadable
+for scripts and never sent along from other sites.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from flash.errors import ConfigError
+import msgspec
+
+from envs.sandbox.api import Spec
+from flash.errors import ConfigError, SandboxRefusedError
 
 ADMIN = "admin"
 """Name of the token that may do everything."""
@@ -29,13 +33,47 @@ COOKIE = "flash_sandbox"
 COOKIE_S = 12 * 3600
 """Seconds that a browser stays logged in."""
 
+GRANTS = ("build", "compat", "bridge", "runtime")
+"""The profiles beyond `strict`, the network, and the choice of a container runtime."""
+SNAPSHOTS = 32
+"""That a token may have at a time, unless it is granted another number."""
+
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_SNAPSHOTS = re.compile(r"snapshots=([0-9]{1,6})")
+
+
+class Token(msgspec.Struct, frozen=True):
+    """One token, and what it may ask for."""
+
+    secret: str
+    grants: frozenset[str] = frozenset()
+    """Some of `GRANTS`."""
+    snapshots: int = SNAPSHOTS
+    """Snapshots that it may have at a time."""
+
+    def check(self, name: str, spec: Spec) -> None:
+        """Refuse a sandbox that the token was not granted.
+
+        Raises:
+            SandboxRefusedError: naming what is missing, and where it is granted.
+        """
+        asked = {
+            spec.profile: spec.profile != "strict",
+            spec.network: spec.network != "none",
+            "runtime": spec.runtime is not None,
+        }
+        missing = [grant for grant, wanted in asked.items() if wanted and grant not in self.grants]
+        if name != ADMIN and missing:
+            raise SandboxRefusedError(
+                f"token {name} may not have sandboxes with {' and '.join(missing)}; who runs the service grants it in "
+                f"the token file: `{name} TOKEN {' '.join(missing)}`"
+            )
 
 
 class Tokens:
     """The tokens of a service."""
 
-    def __init__(self, tokens: Mapping[str, str], *, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, tokens: Mapping[str, Token], *, wall: Callable[[], float] = time.time) -> None:
         """`tokens` by name.
 
         Raises:
@@ -43,7 +81,7 @@ class Tokens:
         """
         if not tokens:
             raise ConfigError("there is no token; without one nobody could use the service")
-        for name, token in tokens.items():
+        for name, token in ((name, token.secret) for name, token in tokens.items()):
             if not _NAME.fullmatch(name):
                 raise ConfigError(f"a token's name may have letters, digits, '.', '_' and '-', not {name!r}")
             if len(token) < MIN_TOKEN_CHARS:
@@ -53,10 +91,15 @@ class Tokens:
                 )
             if not (token.isascii() and token.isprintable()):
                 raise ConfigError(f"token {name} has characters that a header cannot carry; use letters and digits")
-        self._digests = {name: _digest(token) for name, token in tokens.items()}
+        self._tokens = dict(tokens)
+        self._digests = {name: _digest(token.secret) for name, token in tokens.items()}
         if len(set(self._digests.values())) < len(tokens):
             raise ConfigError("two names have the same token; whose request it is could not be told")
         self._wall = wall
+
+    def named(self, name: str) -> Token:
+        """The token of this name; one without grants for a name that was taken out of the file."""
+        return self._tokens.get(name, Token(""))
 
     def name_of(self, token: str) -> str | None:
         """Whose token this is. All are compared, each in constant time."""
@@ -90,11 +133,11 @@ def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
-def read_tokens(path: Path) -> dict[str, str]:
+def read_tokens(path: Path) -> dict[str, Token]:
     """The tokens of a file by name; makes the file if there is none.
 
     Raises:
-        ConfigError: it cannot be read, others may read it, or a line is wrong.
+        ConfigError: it cannot be read, others may read it, or a line is wrong. No message shows a token.
     """
     try:
         _make(path)
@@ -106,12 +149,25 @@ def read_tokens(path: Path) -> dict[str, str]:
             lines = [line.split() for line in file if line.strip() and not line.startswith("#")]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the token file {path} cannot be read: {error}") from error
-    if any(len(line) != 2 for line in lines):
+    if any(len(line) < 2 for line in lines):
         raise ConfigError(f"{path}: expected `name token` on each line")
-    tokens = dict(lines)
+    tokens = {name: _token(path, name, secret, grants) for name, secret, *grants in lines}
     if len(tokens) < len(lines):
         raise ConfigError(f"{path}: a name is given twice; each token needs a name of its own")
     return tokens
+
+
+def _token(path: Path, name: str, secret: str, words: list[str]) -> Token:
+    snapshots = SNAPSHOTS
+    for word in words:
+        if (number := _SNAPSHOTS.fullmatch(word)) is not None:
+            snapshots = int(number[1])
+        elif word not in GRANTS:
+            raise ConfigError(
+                f"{path}: the line of {name} grants something unknown; expected `name token`, and then any of "
+                f"{', '.join(GRANTS)} and snapshots=NUMBER"
+            )
+    return Token(secret, frozenset(words) & frozenset(GRANTS), snapshots)
 
 
 def _make(path: Path) -> None:

@@ -274,6 +274,27 @@ class Listing(msgspec.Struct, frozen=True):
     entries: list[FileInfo]
 
 
+class SnapshotInfo(msgspec.Struct, frozen=True):
+    """One snapshot, as who may use it sees it."""
+
+    snapshot_id: str
+    image: str
+    """For the spec of a sandbox that begins with its files."""
+    owner: str
+    host: str
+    size: int
+    made_at: float
+    """Unix time."""
+    expires_at: float
+    """Unix time at which it is removed."""
+
+
+class SnapshotList(msgspec.Struct, frozen=True):
+    """Several snapshots, oldest first."""
+
+    snapshots: list[SnapshotInfo]
+
+
 class SandboxList(msgspec.Struct, frozen=True):
     """Several sandboxes, oldest first."""
 

@@ -22,7 +22,7 @@ from anyio.abc import TaskGroup
 from envs.sandbox.api import OnLost, Spec
 from envs.sandbox.protocol.problems import error_of
 from envs.sandbox.protocol.tokens import ADMIN, read_tokens
-from envs.sandbox.protocol.wire import Info, Order, SandboxList, Status
+from envs.sandbox.protocol.wire import Info, Order, SandboxList, SnapshotInfo, SnapshotList, Status
 from envs.sandbox.remote.http import HttpClient
 from envs.sandbox.remote.sandbox import RemoteSandbox
 from flash.errors import ConfigError, SandboxBusyError, SandboxError
@@ -155,6 +155,10 @@ class SandboxClient:
         """End a sandbox, and wait until it is gone."""
         await self.http.ask("DELETE", f"/v1/sandboxes/{quote(id, safe='')}", type(None), seconds=CLOSE_S)
 
+    async def snapshots(self) -> list[SnapshotInfo]:
+        """The snapshots that this token may use, oldest first."""
+        return (await self.http.ask("GET", "/v1/snapshots", SnapshotList)).snapshots
+
     async def forget(self, snapshot_id: str) -> None:
         """Remove a snapshot that nothing runs from any more."""
         await self.http.ask("DELETE", f"/v1/snapshots/{quote(snapshot_id, safe='')}", type(None), seconds=CLOSE_S)
@@ -192,4 +196,4 @@ def service_token(path: Path, name: str = ADMIN) -> str:
     tokens = read_tokens(path)
     if name not in tokens:
         raise ConfigError(f"{path} has no token {name!r}, only {', '.join(tokens)}")
-    return tokens[name]
+    return tokens[name].secret

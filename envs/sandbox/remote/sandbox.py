@@ -31,6 +31,7 @@ from envs.sandbox.api import (
     State,
     StreamName,
     Terminal,
+    check_timeout,
 )
 from envs.sandbox.protocol.problems import error_of
 from envs.sandbox.protocol.wire import (
@@ -65,6 +66,8 @@ _JOB_POLL_S = 30.0
 _NO_ANSWER_S = 60.0
 """Seconds without reaching the service after which the sandbox counts as lost; its lease has run out by then."""
 _RETRY_S = 1.0
+_LOOK_S = 5.0
+"""Seconds for the service to say how a sandbox stands of which a call said that it is lost."""
 _IN_MEMORY = 1 << 20
 
 
@@ -231,6 +234,9 @@ class RemoteSandbox(Sandbox):
         key = uuid4().hex
         try:
             return await self.http.ask("POST", f"{self.path}/{path}", answer, body=body, seconds=seconds, key=key)
+        except SandboxLostError:
+            await self._look()
+            raise
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(_CANCEL_S, shield=True):
                 await self._cancel(key)
@@ -239,6 +245,13 @@ class RemoteSandbox(Sandbox):
             # The service may only be slow: nobody waits for the call any more, so it is not to be carried out later.
             self._client.in_background(self._cancel, key)
             raise
+
+    async def _look(self) -> None:
+        """After a loss: know at once what `keep` would learn later. Nothing where the service does not answer."""
+        with suppress(SandboxError):
+            info = await self.http.ask("GET", self.path, Info, seconds=_LOOK_S)
+            if info.sandbox_state in ("lost", "closed"):
+                self._end(info.sandbox_state)
 
     async def _cancel(self, key: str) -> None:
         with suppress(SandboxError):  # Gone with its sandbox, or with the service: its own timeout ends the command.
@@ -268,6 +281,7 @@ class RemoteSession:
         return self._restarts
 
     async def run(self, command: str, *, timeout: float) -> Result:
+        check_timeout(timeout)
         body = RunInSession(command=to_wire(command), timeout=timeout)
         answer = await self._sandbox.once(f"{self._path}/run", SessionResult, body, timeout)
         self._restarts = answer.restarts

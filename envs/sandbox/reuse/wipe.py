@@ -2,7 +2,8 @@
 
 `wipe` kills every process and removes every file of the sandbox's user, and then compares what a program could have
 left behind with a `Look` at the sandbox from before: processes, files with owner and mode, mounts, System V and POSIX
-queues and memory, sockets, limits, priority, CPUs, rights. Equal means clean. Anything else, also a look that fails,
+queues and memory, sockets, counters of the network, limits, priority, CPUs, rights. Times of folders and devices that
+stay are set to now. Equal means clean. Anything else, also a look that fails,
 means that the sandbox must not be used again; no attempt is made to mend it.
 
 Why the answer can be believed. The caller has no job, session or other call in progress there. The agent, which no
@@ -10,8 +11,9 @@ command can kill, read or trace, kills all others with one signal before the loo
 it. The look runs programs of the image, whose files cannot be written to. Where any of this does not hold (another
 profile than `strict`, an image without Python, no container at all), `look` says so, and nothing is ever used again.
 
-What it does not compare: counters that only grow, such as the next process id and the CPU time used. Two programs in a
-row that both mean to could pass a few bits that way.
+What it does not compare: counters that only grow, such as the next process id, the CPU time used, and the most memory
+that the control group ever had. Two programs in a row that both mean to could pass a few bits that way; none of it
+changes how a program runs.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import anyio
 import msgspec
 
 from envs.sandbox.api import Commands, Sandbox
-from envs.sandbox.engines import profiles
 
 SECONDS = 10.0
 """For one look."""
@@ -28,19 +29,28 @@ KILL_AFTER_S = 0.001
 """Life of the command whose end takes everything along."""
 
 _SCRIPT = r"""
-what=$1 user=$2; shift 2
+what=$1; shift
 cd / || exit 90
 # The agent, which started us, is process 1 and closed to everybody else. Nobody else is here.
 if [ "$PPID" != 1 ] || [ -r /proc/1/environ ]; then exit 91; fi
 for process in /proc/[0-9]*; do
     if [ "$process" != /proc/1 ] && [ "$process" != /proc/$$ ]; then exit 92; fi
 done
-if [ "$what" = wipe ]; then find "$@" -xdev -mindepth 1 -uid "$user" -delete 2>/dev/null; fi
+if [ "$what" = wipe ]; then
+    find "$@" -xdev -mindepth 1 -uid "$(id -u)" -delete 2>/dev/null
+    # What cannot be removed has times, which a program can set or leave.
+    for place in "$@" /dev/*; do
+        if [ -L "$place" ] && [ "$place" != /dev/ptmx ]; then continue; fi
+        if [ -w "$place" ] && ! touch -c "$place"; then exit 95; fi
+    done
+fi
 find "$@" -xdev -printf '%y %m %U %G %l %p\n' || exit 93
 ls -ldn "$@" || exit 94
-sockets=/proc/self/net/sockstat
-if [ -e ${sockets}6 ]; then sockets="$sockets ${sockets}6"; fi
-exec cat /proc/sysvipc/* $sockets /proc/self/net/unix /proc/self/mountinfo /proc/self/limits \
+network=
+for name in sockstat sockstat6 snmp snmp6 netstat dev; do
+    if [ -e /proc/self/net/$name ]; then network="$network /proc/self/net/$name"; fi
+done
+exec cat /proc/sysvipc/* $network /proc/self/net/unix /proc/self/mountinfo /proc/self/limits \
     /proc/self/status /proc/self/stat
 """
 
@@ -92,7 +102,7 @@ async def wipe(sandbox: Commands, before: Look) -> bool:
 
 
 async def _look(sandbox: Commands, what: str, folders: tuple[str, ...]) -> Look | None:
-    command = ["/bin/sh", "-c", _SCRIPT, "sh", what, profiles.USER.partition(":")[0], *folders]
+    command = ["/bin/sh", "-c", _SCRIPT, "sh", what, *folders]
     found = await sandbox.run(command, timeout=SECONDS, cwd="/", env=_ENV)
     state = _constant(found.stdout.decode("utf-8", "backslashreplace"))
     return None if not found.ok or found.stdout_truncated or state is None else Look(folders, state)

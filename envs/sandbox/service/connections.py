@@ -7,7 +7,8 @@ shown no valid token yet, can be ended at any time to make room for the next one
 Everything that uvicorn has, but does not promise, is touched here and nowhere else:
 
     H11Protocol              made with config, server_state, app_state, _loop; conn (of h11), scope, loop, transport;
-                             on_response_complete, handle_websocket_upgrade
+                             on_response_complete, handle_websocket_upgrade, send_400_response; cycle, with
+                             disconnected, message_event, response_complete
     WebSocketsSansIOProtocol made in the same way; conn (with logger and debug), transport
     Config                   http, ws: may be any callable that makes a protocol
     Server                   capture_signals, should_exit, serve(sockets)
@@ -136,6 +137,18 @@ class HttpConnection(_Measured, H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP. Whoever is answering its beginning is told that the client has left: the answer to it
+        is this one, unless one has begun."""
+        cycle: Any = self.cycle  # None before the first request.
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.abort()
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         self._forget()

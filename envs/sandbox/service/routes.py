@@ -16,6 +16,8 @@ from envs.sandbox.protocol.wire import (
     Info,
     Order,
     SandboxList,
+    SnapshotInfo,
+    SnapshotList,
     Status,
     StatusQuery,
     WaitQuery,
@@ -61,10 +63,24 @@ async def _close(call: ApiCall) -> None:
 
 
 async def _snapshot(call: ApiCall) -> Snapshot:
-    lease = call.lease
-    kept = await call.sandbox.snapshot()
-    call.service.remember_snapshot(lease, kept)
-    return kept
+    return await call.service.snapshot(call.lease)
+
+
+async def _snapshots(call: ApiCall) -> SnapshotList:
+    return SnapshotList(
+        [
+            SnapshotInfo(
+                snapshot_id=kept.snapshot_id,
+                image=kept.image,
+                owner=kept.owner,
+                host=kept.host,
+                size=kept.size,
+                made_at=kept.made_at,
+                expires_at=kept.until,
+            )
+            for kept in call.service.snapshots(call.token)
+        ]
+    )
 
 
 async def _forget(call: ApiCall) -> None:
@@ -137,6 +153,7 @@ ENDPOINTS = (
         answer=Snapshot,
         status=201,
     ),
+    Endpoint(method="GET", path="/v1/snapshots", summary="Your snapshots.", handler=_snapshots, answer=SnapshotList),
     Endpoint(
         method="DELETE",
         path="/v1/snapshots/{snapshot}",

@@ -83,7 +83,7 @@ async def _pieces(archive: IO[bytes]) -> AsyncGenerator[bytes]:
 
 def _unpack(archive: IO[bytes], target: Path) -> None:
     archive.seek(0)
-    unpack(archive, target, TreeLimits())
+    unpack(archive, target, TreeLimits(), what="upload")
 
 
 def _pack(source: Path, archive: IO[bytes]) -> None:

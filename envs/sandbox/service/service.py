@@ -7,6 +7,7 @@ task of the service: a client whose connection broke sends it again and gets the
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -16,10 +17,12 @@ import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
 from envs.sandbox.api import Job, Session, Snapshot
+from envs.sandbox.pool.journal import KeptSnapshot
 from envs.sandbox.pool.lease import Lease
 from envs.sandbox.pool.pool import Pool
+from envs.sandbox.pool.snapshots import names_snapshot
 from envs.sandbox.protocol.problems import ProblemError, problem_of
-from envs.sandbox.protocol.tokens import ADMIN
+from envs.sandbox.protocol.tokens import ADMIN, Tokens
 from envs.sandbox.protocol.wire import HostStatus, Info, Order, Status
 from flash.errors import FlashError, SandboxBusyError, SandboxRefusedError
 from flash.waiting import unwrapped_group
@@ -30,13 +33,12 @@ ANSWERS_KEPT = 32
 """Answers to calls with a key, kept per sandbox for a client that asks again."""
 JOBS_KEPT = 256
 """Background jobs of one sandbox that can be asked for."""
-SNAPSHOTS_KNOWN = 10_000
-"""Snapshots that can be removed on request."""
 OTHERS = "others"
 """Owners whose names a token may not know."""
 SESSIONS_OPEN = 64
 """Shells of one sandbox."""
-_PART_OF_ID = re.compile(r"(sha256:)?[0-9a-f]{1,63}", re.IGNORECASE)
+_ID = re.compile(r"(sha256:)?[0-9a-f]{1,64}", re.IGNORECASE)
+_WHOLE_ID = re.compile(r"(sha256:)?[0-9a-f]{64}", re.IGNORECASE)
 
 
 class _Answer:
@@ -62,14 +64,15 @@ class _ClientState:
 class Service:
     """The state behind the routes. Made by `open_service`."""
 
-    def __init__(self, pool: Pool, tasks: TaskGroup, name: str) -> None:
+    def __init__(self, pool: Pool, tokens: Tokens, tasks: TaskGroup, name: str) -> None:
         self.pool = pool
+        self.tokens = tokens
         self.name = name
         self.boot = uuid4().hex[:12]
         self._tasks = tasks
         self._client_states: dict[str, _ClientState] = {}
-        self._snapshots: dict[str, tuple[str, str, str]] = {}
-        """Token, host and image by id."""
+        self._snapshots_begun: Counter[str] = Counter()
+        """By token: those that are being made."""
 
     # ---- leases
 
@@ -77,14 +80,11 @@ class Service:
         """Ask for a sandbox on behalf of a token.
 
         Raises:
-            SandboxError: as of `Pool.order`; or the image could be the beginning of an id, which engines complete.
+            SandboxError: as of `Pool.order`; or the token was not granted this kind, or the image could be a snapshot
+                that is not its own.
         """
-        if _PART_OF_ID.fullmatch(order.spec.image):
-            # A few digits, tried one after another, would find the snapshots of others.
-            raise SandboxRefusedError(
-                f"{order.spec.image!r} could be the beginning of an image's id; give a name with its tag, such as "
-                f"{order.spec.image}:latest, or the whole id"
-            )
+        self.tokens.named(token).check(token, order.spec)
+        self._check_image(order.spec.image, token)
         owner = f"{token}/{order.owner}" if order.owner else token
         return self.pool.order(
             order.spec,
@@ -95,6 +95,18 @@ class Service:
             lease_s=order.lease_s,
             key=key,
         )
+
+    def _check_image(self, image: str, token: str) -> None:
+        """Refuse every name by which a token would get the files of another one."""
+        if _ID.fullmatch(image) and not (token == ADMIN and _WHOLE_ID.fullmatch(image)):
+            # Engines complete the beginning of an id: a few digits, tried one after another, would find snapshots.
+            raise SandboxRefusedError(
+                f"{image!r} could be an image's id, or the beginning of one; give a name with its tag, such as "
+                f"{image[:40]}:latest"
+            )
+        kept = self.pool.snapshots.find(image)
+        if names_snapshot(image) and token != ADMIN and (kept is None or kept.token != token):
+            raise SandboxRefusedError(f"token {token} has no snapshot {image!r}; GET /v1/snapshots lists those it has")
 
     def lease(self, id: str, token: str) -> Lease:
         """A lease that this token may use. A use renews it.
@@ -139,18 +151,34 @@ class Service:
 
     # ---- snapshots
 
-    def remember_snapshot(self, lease: Lease, snapshot: Snapshot) -> None:
-        """Know where a snapshot is, for its removal."""
-        self._snapshots[snapshot.snapshot_id] = (lease.token, lease.host, snapshot.spec.image)
-        while len(self._snapshots) > SNAPSHOTS_KNOWN:
-            del self._snapshots[next(iter(self._snapshots))]
+    async def snapshot(self, lease: Lease) -> Snapshot:
+        """Keep the files of a lease's sandbox, for its token.
+
+        Raises:
+            SandboxRefusedError: the token has as many snapshots as it may have.
+            SandboxError: it failed.
+        """
+        token, most = lease.token, self.tokens.named(lease.token).snapshots
+        if token != ADMIN and len(self.snapshots(token)) + self._snapshots_begun[token] >= most:
+            raise SandboxRefusedError(
+                f"token {token} may have {most} snapshots, and has them; remove some (GET and DELETE /v1/snapshots), "
+                "or have `snapshots=NUMBER` granted in the service's token file"
+            )
+        self._snapshots_begun[token] += 1
+        try:
+            return await self.pool.snapshot(lease)
+        finally:
+            self._snapshots_begun[token] -= 1
+
+    def snapshots(self, token: str) -> list[KeptSnapshot]:
+        """The snapshots that a token may use."""
+        return [kept for kept in self.pool.snapshots.all() if token in (ADMIN, kept.token)]
 
     async def forget(self, snapshot_id: str, token: str) -> None:
-        """Remove a snapshot. Nothing when it is not known: its host removes it when its time is over."""
-        owner, host, image = self._snapshots.get(snapshot_id, ("", "", ""))
-        if image and token in (ADMIN, owner):
-            await self.pool.state.host(host).forget(image)
-            self._snapshots.pop(snapshot_id, None)
+        """Remove a snapshot. Nothing when the token has none of this id."""
+        for kept in self.snapshots(token):
+            if kept.snapshot_id == snapshot_id:
+                await self.pool.forget(kept)
 
     # ---- shells
 
@@ -348,8 +376,8 @@ async def _first_of(*waits: Callable[[], Awaitable[object]]) -> None:
 
 
 @asynccontextmanager
-async def open_service(pool: Pool, name: str = "sandboxes") -> AsyncGenerator[Service]:
+async def open_service(pool: Pool, tokens: Tokens, name: str = "sandboxes") -> AsyncGenerator[Service]:
     """A service over a pool for the time of the block. Calls in progress are cancelled at its end."""
     async with unwrapped_group() as tasks:
-        yield Service(pool, tasks, name)
+        yield Service(pool, tokens, tasks, name)
         tasks.cancel_scope.cancel()

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
 from envs.sandbox.protocol.problems import TITLES, ProblemError
-from envs.sandbox.protocol.tokens import COOKIE, Tokens
+from envs.sandbox.protocol.tokens import COOKIE
 from envs.sandbox.service import routes, routes_commands, routes_files
 from envs.sandbox.service.endpoint import routes as routes_of
 from envs.sandbox.service.guard import Guard, problem_response
@@ -36,10 +36,10 @@ ASSETS = {
 ENDPOINTS = (*routes.ENDPOINTS, *routes_commands.ENDPOINTS, *routes_files.ENDPOINTS)
 
 
-def make_app(service: Service, tokens: Tokens, limits: Limits | None = None) -> ASGIApp:
+def make_app(service: Service, limits: Limits | None = None) -> ASGIApp:
     """The ASGI application of a service."""
     app = Starlette(routes=make_routes(service), exception_handlers={HTTPException: _http_problem})
-    return Guard(app, tokens, limits or Limits(), service.boot)
+    return Guard(app, service.tokens, limits or Limits(), service.boot)
 
 
 def make_routes(service: Service) -> list[BaseRoute]:

@@ -12,7 +12,7 @@ from benchmarks.versus_trl import curves as versus_trl_curves
 from benchmarks.versus_trl import environment as versus_trl_environment
 from benchmarks.versus_trl import problems as versus_trl_problems
 from benchmarks.versus_trl import run as versus_trl
-from benchmarks.versus_trl.curves import Case, Curve, Point, keep, read, rows, seconds_to
+from benchmarks.versus_trl.curves import Case, Curve, Point, keep, over_seeds, read, rows, seconds_to
 from benchmarks.versus_trl.run import CASES, TRL, WORKLOADS, arguments, configured, label, measured
 from benchmarks.versus_trl.settings import TrlChoices, adamw_arguments, grpo_arguments, warmup
 from benchmarks.versus_trl.task import CountedSums, LaggedOptions, LaggedSums
@@ -106,6 +106,30 @@ def test_a_run_that_misses_the_accuracy_is_no_speedup_and_one_of_trl_is_a_lower_
     assert missed["long, over TRL 0", "speedup"].met is False
     assert ("long, Flash", "to_60%_s") not in missed
     assert bound["long, over TRL 0", "speedup"].ours == 5.0
+
+
+def test_the_speedup_of_several_seeds_is_their_mean_with_an_interval():
+    case = Case(title="", accuracy=0.6, goal=2.5)
+    made = [
+        row
+        for seed, seconds in enumerate((20, 40, 80))
+        for row in rows(
+            case,
+            "long",
+            curve("Flash", (0, 0.2), (10, 0.6), seed=seed),
+            [curve("TRL", (0, 0.2), (seconds, 0.6), seed=seed)],
+        )
+    ]
+    found = {row.metric: row for row in over_seeds(case, "long", made)}
+    spread = 4.3027 * math.log(2) / math.sqrt(3)
+    assert {row.case for row in found.values()} == {"long, 3 seeds, over TRL"}
+    assert found["speedup"].ours == pytest.approx(4.0)
+    assert found["speedup"].met
+    assert found["speedup_low"].ours == pytest.approx(4 * math.exp(-spread))
+    assert found["speedup_high"].ours == pytest.approx(4 * math.exp(spread))
+    never = rows(case, "long", curve("Flash", (0, 0.2), (10, 0.5), seed=3), [curve("TRL", (0, 0.2), (9, 0.6), seed=3)])
+    assert over_seeds(case, "long", [*made, *never])[0].ours == 0.0
+    assert not over_seeds(case, "long", never)
 
 
 def test_a_file_of_curves_keeps_the_other_runs_and_replaces_the_same_one(tmp_path):
@@ -357,9 +381,9 @@ def test_the_rows_cover_the_runs_of_earlier_calls_too(monkeypatch):
         return curve(system, (0, 0.2), (2 if system == "Flash" else 6, 0.9), case=case, seed=seed)
 
     monkeypatch.setattr(versus_trl, "measured", stand_in)
-    versus_trl.compare(["short"], ["Flash", "TRL"], 1, Args(quick=True))
-    versus_trl.compare(["long"], ["TRL"], 0, Args(quick=True))
-    found = versus_trl.compare(["long"], ["Flash"], 0, Args(quick=True))
+    versus_trl.compare(["short"], ["Flash", "TRL"], [1], Args(quick=True))
+    versus_trl.compare(["long"], ["TRL"], [0], Args(quick=True))
+    found = versus_trl.compare(["long"], ["Flash"], [0], Args(quick=True))
     speedups = {row.case: row.ours for row in found if row.metric == "speedup"}
     assert speedups == pytest.approx({"short, seed 1, over TRL": 3.0, "long, over TRL": 3.0})
 
@@ -381,11 +405,11 @@ def test_weights_are_kept_of_every_evaluated_step(case):
 
 
 def test_the_arguments_of_the_comparison_leave_the_others_alone():
-    assert arguments([]) == (["short", "long"], ["Flash", "TRL", "TRL, 3 batches per generation"], 0, [])
+    assert arguments([]) == (["short", "long"], ["Flash", "TRL", "TRL, 3 batches per generation"], [], [])
     assert arguments(["--case", "long", "--system", "TRL", "--quick", "--seed", "2", "--json", "x"]) == (
         ["long"],
         ["TRL"],
-        2,
+        [2],
         ["--quick", "--json", "x"],
     )
 
@@ -414,7 +438,7 @@ def test_the_weights_of_both_systems_are_read_back_exactly(tmp_path, tied):
     from transformers import AutoModelForCausalLM
 
     from benchmarks.versus_trl.evaluate import load_weights
-    from flash.trainer.tiny_model import make_missing_model
+    from flash.run.models import make_missing_model
 
     config = workload("short", f"model.path={tmp_path / 'model'}", "tiny_model.warm_start_steps=0",
                       f"tiny_model.tied={str(tied).lower()}", "tiny_model.layers=1")  # fmt: skip
@@ -436,7 +460,7 @@ def test_the_weights_of_both_systems_are_read_back_exactly(tmp_path, tied):
 
 def test_an_evaluation_begins_with_the_untrained_policy_and_repeats_itself(tmp_path):
     from benchmarks.versus_trl.evaluate import accuracies
-    from flash.trainer.tiny_model import make_missing_model
+    from flash.run.models import make_missing_model
 
     config = workload("short", f"model.path={tmp_path / 'model'}", "tiny_model.warm_start_steps=0",
                       "tiny_model.layers=1", "eval.problems=8", "env.options={lag=4, length=2}")  # fmt: skip

@@ -3,6 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from envs.judging.calls import returned_this
 from envs.judging.judge import Judge
 from envs.judging.options import LANGUAGES, Case, JudgePool, Limits, Suite, check_suite, languages_with
 from envs.judging.tests import find_program, run_tests
@@ -121,6 +122,60 @@ async def test_a_test_program_of_another_language():
 
 
 @pytest.mark.anyio
+async def test_an_answer_cannot_read_the_rest_of_a_bash_test():
+    suite = Suite(language="bash", tests=[Case(program=". ./main.sh\nfalse || exit 1")])
+    for deceit in ("sed 's/^echo //'; exit 0", 'eval "$test"; exit 0'):
+        assert (await _verdict(deceit, suite)).passed == 0
+
+
+PAIR = "class Solution:\n    def pair(self, x):\n        print('noise')\n        return x, {'half': x / 2}\n"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("program", "passed", "cause"),
+    [
+        (PAIR, 1, "passed"),
+        (PAIR.replace("/ 2", "/ 2.0000001"), 0, "wrong output"),
+        ("class Solution:\n    def pair(self, x): return {x}", 0, "crash"),
+        ("class Solution:\n    def pair(self, x): return float('nan')", 0, "wrong output"),
+        ("import os\nos._exit(0)", 0, "wrong output"),
+        ("print('[3, {\"half\": 1.5}]')\nimport sys\nsys.exit(0)", 0, "wrong output"),
+        ("import os, json\nos.write(1, b'passed')", 0, "crash"),
+        ("pair = 1", 0, "crash"),
+    ],
+)
+async def test_a_call_passes_when_it_returns_what_never_enters_the_sandbox(program, passed, cause):
+    suite = Suite(language="python", tests=[Case(call="Solution.pair", args=[3], returns=[3, {"half": 1.5}])])
+    verdict = await _verdict(program, suite)
+    assert (verdict.passed, verdict.cause) == (passed, cause)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "same"),
+    [
+        (b"1", 1, True),
+        (b"1", True, False),
+        (b"true", 1, False),
+        (b"1", 1.0, True),
+        (b"0.30000000000000004", 0.3, True),
+        (b"NaN", 0.5, False),
+        (b"9" * 400, 1e300, False),
+        (b"9" * 5000, 1, False),
+        (b"[" * 100_000, [], False),
+        (b"noise\n[1, [2]]\n", [1, [2]], True),
+        (b"[1, 2]", [1], False),
+        (b'{"a": null}', {"a": None}, True),
+        (b'{"a": null}', {}, False),
+        (b'"1"', 1, False),
+        (b"", None, False),
+    ],
+)
+def test_what_a_call_returned_is_compared_by_value(found, expected, same):
+    assert returned_this(found, expected) is same
+
+
+@pytest.mark.anyio
 async def test_a_language_that_is_compiled_is_compiled_once():
     calls = []
 
@@ -184,14 +239,56 @@ async def test_law_5_a_failure_of_the_infrastructure_is_an_error_and_never_a_ver
 
 @pytest.mark.anyio
 @pytest.mark.virtual
-async def test_a_sandbox_lost_in_the_middle_of_a_test_is_no_verdict_either():
+@pytest.mark.parametrize("attempts", [1, 3])
+@pytest.mark.parametrize("harmless", ["lives", "is lost as well"])
+async def test_a_sandbox_lost_in_each_test_of_one_program_only_is_the_programs_crash(attempts, harmless):
+    runs = []
+
+    def lost(command, stdin):
+        runs.append(command[0])
+        if command[0] == "python3" or (command[0] == "sleep" and harmless != "lives"):
+            raise SandboxLostError("killed")
+        return FINE
+
+    # Once says nothing: it must repeat.
+    if attempts > 1 and harmless == "lives":
+        verdict = await _judged(ScriptedProvider(lost), JudgePool(attempts=attempts))
+        assert (verdict.passed, verdict.total, verdict.cause) == (0, 2, "sandbox lost")
+        assert verdict.metrics()["sandbox_lost"] == 1.0
+    else:
+        with pytest.raises(SandboxLostError):
+            await _judged(ScriptedProvider(lost), JudgePool(attempts=attempts))
+    assert runs.count("python3") == attempts
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_a_program_is_not_blamed_where_a_sandbox_was_also_lost_without_it():
+    """Its first sandbox never came up; that the others were lost under it may have the same cause."""
+
     def lost(command, stdin):
         if command[0] == "python3":
             raise SandboxLostError("killed")
         return FINE
 
     with pytest.raises(SandboxLostError):
-        await _judged(ScriptedProvider(lost), JudgePool())
+        await _judged(ScriptedProvider(lost, failures=1), JudgePool())
+
+
+@pytest.mark.anyio
+async def test_a_program_that_kills_its_agent_each_time_has_failed_and_the_next_is_judged():
+    """In processes of this machine, which keep nobody from it."""
+    kill = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nimport time; time.sleep(5)"
+    pool = JudgePool(parallel=1)
+    async with (
+        local_processes(None, "test") as provider,
+        open_reuse_pool(provider, owner="run", most=pool.parallel) as sandboxes,
+    ):
+        judge = Judge(sandboxes, pool)
+        verdict = await judge.judge(kill, ADD, LANGUAGES, LIMITS, every=True)
+        assert (verdict.passed, verdict.cause) == (0, "sandbox lost")
+        right = "x, y = map(int, input().split())\nprint(x + y)"
+        assert (await judge.judge(right, ADD, LANGUAGES, LIMITS, every=True)).passed == 2
 
 
 @pytest.mark.anyio
@@ -202,8 +299,20 @@ async def test_an_image_without_the_language_is_refused_and_no_program_blamed_fo
         await _judged(provider, JudgePool(reuse=False))
 
 
-@pytest.mark.parametrize("case", [{}, {"stdout": "1", "program": "x"}, {"program": "x", "stdin": "1"}, {"expect": "1"}])
-def test_a_test_is_either_an_input_with_its_output_or_a_program(case):
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"stdout": "1", "program": "x"},
+        {"program": "x", "stdin": "1"},
+        {"expect": "1"},
+        {"call": "f", "stdin": "1"},
+        {"call": "f", "stdout": "1"},
+        {"program": "x", "returns": 1},
+        {"stdout": "1", "args": [1]},
+    ],
+)
+def test_a_test_is_either_an_input_with_its_output_or_a_call_or_a_program(case):
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"language": "python", "tests": [case]}, Suite)
 
@@ -218,6 +327,10 @@ def test_languages_that_cannot_work_are_refused():
     with pytest.raises(ConfigError, match="must be a file's name"):
         languages_with({"lua": {**table, "file": "../m.lua"}})
     with pytest.raises(ConfigError, match="there is no language 'cobol', only python, bash, c"):
-        check_suite(Suite(language="cobol", tests=[Case(stdout="")]), LANGUAGES)
+        check_suite(Suite(language="cobol", tests=[Case(stdout="")]), LANGUAGES, test_programs=True)
     with pytest.raises(ConfigError, match="c has no test programs"):
-        check_suite(Suite(language="c", tests=[Case(program="x")]), LANGUAGES)
+        check_suite(Suite(language="c", tests=[Case(program="x")]), LANGUAGES, test_programs=True)
+    with pytest.raises(ConfigError, match="bash has no calls"):
+        check_suite(Suite(language="bash", tests=[Case(call="x")]), LANGUAGES, test_programs=True)
+    with pytest.raises(ConfigError, match=r"runs in one process with the answer.*test_programs = true"):
+        check_suite(Suite(language="python", tests=[Case(program="x")]), LANGUAGES, test_programs=False)

@@ -11,7 +11,7 @@ from tests.envs.sandboxes import ScriptedProvider, local_processes
 
 TESTS = {
     "language": "python",
-    "tests": [{"stdin": "2", "stdout": "4"}, {"program": "import main\nassert main.f(3) == 9"}],
+    "tests": [{"stdin": "2", "stdout": "4"}, {"call": "f", "args": [3], "returns": 9}],
 }
 RIGHT = "```python\ndef f(x): return x * x\nif __name__ == '__main__': print(f(int(input())))\n```"
 
@@ -44,7 +44,16 @@ async def test_a_data_set_environment_scores_with_it(tmp_path):
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("answer", ["", "4", '{"tests": []}', '{"language": "cobol", "tests": [{"stdout": "1"}]}'])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "4",
+        '{"tests": []}',
+        '{"language": "cobol", "tests": [{"stdout": "1"}]}',
+        '{"language": "python", "tests": [{"program": "import main"}]}',
+    ],
+)
 async def test_an_answer_that_holds_no_tests_is_an_error_and_not_a_zero(answer):
     async with sharing("test"):
         with pytest.raises(RewardError, match="does not hold tests"):

@@ -17,7 +17,7 @@ from envs.sandbox.pool.host import HostSettings, Identity
 from envs.sandbox.pool.journal import Journal
 from envs.sandbox.pool.pool import Pool, open_pool
 from envs.sandbox.pool.state import PoolSettings
-from envs.sandbox.protocol.tokens import ADMIN, Tokens
+from envs.sandbox.protocol.tokens import ADMIN, Token, Tokens
 from envs.sandbox.remote.client import SandboxClient
 from envs.sandbox.service.limits import Limits
 from envs.sandbox.service.server import Address, open_socket, serving
@@ -52,6 +52,7 @@ async def running(
     host_settings: HostSettings = NO_WARM,
     warm: Any = (),
     verify: Any = True,
+    tokens: Tokens | None = None,
 ) -> AsyncIterator[Running]:
     """A service and a client of it."""
     address = address or Address(unix=folder / "s")
@@ -60,9 +61,9 @@ async def running(
         _backend(backend) as engine,
         open_engine_host(engine, identity, name="here", settings=host_settings, warm=warm) as host,
         open_pool([host], journal=journal, settings=settings) as pool,
-        open_service(pool) as service,
+        open_service(pool, tokens or Tokens({ADMIN: Token(TOKEN), "other": Token(OTHER_TOKEN)})) as service,
     ):
-        app = make_app(service, Tokens({ADMIN: TOKEN, "other": OTHER_TOKEN}), limits)
+        app = make_app(service, limits)
         async with (
             serving(app, open_socket(address), address, limits) as url,
             SandboxClient(url, TOKEN, verify=verify) as client,

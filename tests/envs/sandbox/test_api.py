@@ -36,6 +36,28 @@ def test_a_command_without_a_timeout_cannot_be_waited_for():
         _ = Exec(command="true").seconds
 
 
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"timeout": float("nan")}, "number of seconds, above 0 .* not nan"),
+        ({"timeout": float("inf")}, "not inf"),
+        ({"timeout": "5"}, "not '5'"),
+        ({"timeout": True}, "not True"),
+        ({"timeout": -1.0}, "not -1.0"),
+        ({"env": {"PATH": ...}}, "'PATH' is Ellipsis"),
+        ({"env": {"PATH": None}}, "'PATH' is None"),
+        ({"env": {3: "x"}}, "3 is 'x'"),
+        ({"env": {"A=B": "x"}}, "'A=B' cannot be the name"),
+        ({"command": []}, "at least one word"),
+        ({"command": ["ls", 3]}, "at least one word"),
+        ({"command": None}, "a command is text"),
+    ],
+)
+def test_a_command_that_no_agent_could_run_is_refused_where_it_is_made(wrong, says):
+    with pytest.raises(SandboxRefusedError, match=says):
+        Exec(**{"command": "true", "timeout": 1.0, **wrong})
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("path", "body", "says"),

@@ -88,6 +88,14 @@ async def test_a_person_uses_the_service(place, engine_url):
     assert await place.containers(engine_url) == 0
 
 
+async def test_what_is_piped_into_a_run_is_the_input_of_its_command(place):
+    async with place.serving():
+        where = f"--url {place.url} --token-file {place.folder / 'tokens'} --image {IMAGE} --memory 64"
+        line = f"printf 'a b\\n' | {sys.executable} -m flash sandbox run {where} 'read x y; echo $y$x'"
+        done = await anyio.run_process(["bash", "-c", line])
+        assert (done.stdout, done.stderr) == (b"ba\n", b"")
+
+
 async def test_a_run_without_a_result_is_told_from_a_command_that_failed(place):
     async with place.serving():
         assert await place.said("run", "--in", "nothing", "true") == (FAILED, b"")

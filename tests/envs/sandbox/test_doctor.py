@@ -37,6 +37,16 @@ WAYS_OUT = (
     "read the agent's memory",
     "use the agent's descriptors",
     "kill the agent",
+    "limit the agent",
+    "change the agent's priority",
+    "change the priority of all",
+    "change the agent's I/O priority",
+    "change the I/O priority of all",
+    "change the agent's scheduling",
+    "choose the agent's CPUs",
+    "reach the hypervisor",
+    "use the kernel's ciphers",
+    "use 32-bit system calls",
     "see processes of the host",
     "read physical memory",
     "read kernel memory",
@@ -61,6 +71,7 @@ BOMBS = {
     "fill the disk": "no space left",
     "command that ignores its timeout": "killed with all it started",
     "agent hidden from commands": "yes",
+    "shell of a session hidden from programs": "yes",
 }
 
 

@@ -29,6 +29,12 @@ BAD = {
     "too much output": "print('x' * (3 << 20))",
 }
 MEAN = {
+    "limits its agent": "import resource as r\nr.prlimit(1, r.RLIMIT_CPU, (0, 0))",
+    "has its agent killed for want of memory": (
+        "import os, time\ntry: open('/proc/self/oom_score_adj', 'w').write('0')\nexcept OSError: pass\n"
+        "while True:\n    try:\n        if os.fork() == 0: x = bytearray(3 << 20); time.sleep(9); os._exit(0)\n"
+        "    except OSError: time.sleep(9)"
+    ),
     "kills all that it can": "import os\nos.kill(-1, 9)",
     "kills its agent": "import os\nos.kill(1, 9)\nos.kill(1, 11)\nos.kill(1, 19)",
     "many processes": "import os\nwhile True: os.fork()",

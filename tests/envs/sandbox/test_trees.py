@@ -59,6 +59,13 @@ def test_what_leaves_the_tree_is_refused_and_nothing_is_left(tmp_path, members):
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+def test_a_refusal_says_what_it_was_and_of_what(tmp_path):
+    with pytest.raises(SandboxLimitError, match="hard is a second name of other"):
+        unpack(archive(("hard", HARD, "other")), tmp_path / "target", LIMITS)
+    with pytest.raises(SandboxLimitError, match="the upload has twice twice"):
+        unpack(archive(("twice", LINK, "x"), ("twice", LINK, "y")), tmp_path / "target", LIMITS, what="upload")
+
+
 def test_a_bomb_of_zeros_is_stopped(tmp_path):
     with pytest.raises(SandboxLimitError, match="bytes"):
         unpack(archive(("big", FILE, ""), content=b"\0" * (2 << 20)), tmp_path / "target", LIMITS)

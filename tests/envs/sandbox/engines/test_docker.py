@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import asynccontextmanager
+from uuid import uuid4
 
+import aiohttp
 import pytest
 from aiohttp import web
 
+from envs.sandbox.api import Spec
 from envs.sandbox.engines.docker import DockerBackend
+from envs.sandbox.local.sandbox import LocalSandbox
 from flash.errors import ConfigError, SandboxLostError
+from tests.envs.sandbox.conftest import IMAGE
 
 pytestmark = pytest.mark.anyio
 
@@ -39,18 +45,52 @@ VERSION = {"/version": (200, {"ApiVersion": "1.41", "Version": "4.3.1"})}
 BROKEN = {"/v1.41/containers/json": (500, {"message": "getting container from store: container not known"})}
 
 
+KNOWN = [
+    {"Id": "1" * 64, "Names": ["flash-a"], "State": "running", "Labels": {"flash.sandbox.box": "flash-a"}},
+    {"Id": "2" * 64, "Names": ["flash-b"], "State": "created", "Labels": None},
+]
+
+
 async def test_one_container_that_the_engine_cannot_describe_does_not_hide_the_others(tmp_path):
-    known = [
-        {"Id": "1" * 64, "Names": ["flash-a"], "State": "running", "Labels": {"flash.sandbox.box": "flash-a"}},
-        {"Id": "2" * 64, "Names": ["flash-b"], "State": "created", "Labels": None},
-    ]
-    async with engine(tmp_path, {**VERSION, **BROKEN, "/libpod/containers/json": (200, known)}) as backend:
+    async with engine(tmp_path, {**VERSION, **BROKEN, "/libpod/containers/json": (200, KNOWN)}) as backend:
         found = await backend.list({"flash.sandbox.service": ""})
     assert [(sandbox.container_id[:1], sandbox.name, sandbox.running) for sandbox in found] == [
         ("1", "flash-a", True),
         ("2", "flash-b", False),
     ]
     assert found[0].labels == {"flash.sandbox.box": "flash-a"}
+
+
+@pytest.mark.integration
+async def test_the_stand_in_answers_in_the_form_of_the_real_engine(tmp_path, containers):
+    real, labels = containers
+    created = await real.create(Spec(image=IMAGE), name=f"flash-{uuid4().hex[:20]}", labels=labels)
+    async with LocalSandbox(real, Spec(image=IMAGE), labels=labels) as sandbox:
+        wanted = {
+            "all": "true",
+            "filters": json.dumps({"label": [f"{name}={value}" for name, value in labels.items()]}),
+        }
+        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(real.url.removeprefix("unix://"))) as http:
+            for path in ("containers/json", "libpod/containers/json"):
+                version = "v4.0.0" if "libpod" in path else "v1.41"
+                async with http.get(f"http://engine/{version}/{path}", params=wanted) as answer:
+                    if "libpod" in path and answer.status == 404:
+                        continue  # Docker has no such thing, which is what the stand-in's 404 says.
+                    assert answer.status == 200
+                    found = await answer.json()
+                assert {entry["State"] for entry in found} == {entry["State"] for entry in KNOWN}
+                for entry in found:
+                    for name, value in KNOWN[0].items():
+                        assert isinstance(entry[name], type(value)), (path, name, entry[name])
+                # What the real engine says, said by the stand-in, is understood alike; Podman's order varies.
+                async with engine(tmp_path, {**VERSION, "/v1.41/containers/json": (200, found)}) as copy:
+                    said = [sorted(await each.list(labels), key=repr) for each in (copy, real)]
+                assert said[0] == said[1]
+            async with http.get("http://engine/v1.41/containers/nothing/json") as answer:
+                assert answer.status == 404
+                assert isinstance((await answer.json())["message"], str)
+        assert sandbox.state == "ready"
+    await real.delete(created)
 
 
 async def test_an_engine_that_only_fails_is_told(tmp_path):

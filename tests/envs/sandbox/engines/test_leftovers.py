@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from envs.sandbox.engines.leftovers import find_leftovers, kill_leftovers
+from envs.sandbox.engines.leftovers import find_leftovers, kill_leftovers, remove_groups
 
 ID = "5ca5b21beccb3336807f07160c7134fe7f2a35d203e197ec36435f5b06058f4a"
 OTHER = "fbd3f4645e1301c7fd975b22901c72bec76827ce24673b2281b2894aa8ce2143"
@@ -43,3 +43,16 @@ def test_leftovers_are_killed(tmp_path):
         assert kill_leftovers([ID]) == 1
         assert left.wait() == -9
     assert kill_leftovers([ID]) == 0
+
+
+def test_control_groups_are_removed_by_their_containers_id_and_no_others(tmp_path):
+    mine, other = "a" * 64, "b" * 64
+    for controller in ("memory", "pids", "."):
+        for id in (mine, other):
+            (tmp_path / controller / "libpod_parent" / f"libpod-{id}" / "inner").mkdir(parents=True)
+    (tmp_path / "memory" / "docker" / mine).mkdir(parents=True)
+    assert remove_groups(mine, tmp_path) == 4
+    assert remove_groups(mine, tmp_path) == 0
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if mine in path.name)
+    assert left == []
+    assert len(list(tmp_path.rglob(f"libpod-{other}/inner"))) == 3

@@ -125,6 +125,15 @@ async def test_trees_go_up_and_come_down(bench, tmp_path):
         assert not (tmp_path / "nothing").exists()
 
 
+async def test_a_file_with_several_names_comes_down_under_each(bench, tmp_path):
+    async with bench.sandbox() as sandbox:
+        await sandbox.run("mkdir -p t/s; head -c 5000 /dev/zero > t/a; ln t/a t/s/b; ln t/a t/c", timeout=LIMIT)
+        await sandbox.download("t", tmp_path / "t")
+    for name in ("a", "s/b", "c"):
+        assert (tmp_path / "t" / name).stat().st_size == 5000
+        assert (tmp_path / "t" / name).stat().st_nlink == 1
+
+
 async def test_a_sandbox_cannot_write_to_the_host_through_a_download(bench, tmp_path):
     async with bench.sandbox() as sandbox:
         sandbox.tree_limits = TreeLimits(total=1 << 20, entries=100)

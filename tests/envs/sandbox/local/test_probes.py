@@ -58,6 +58,24 @@ async def test_set_e_and_a_failure_give_the_failure_and_the_session_goes_on(benc
         assert await works(sandbox, session)
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "readonly PWD OLDPWD IFS",
+        'for i in $(seq 20000); do eval "v$i=$i"; done',
+        "printf() { :; }; read() { :; }; eval() { :; }; unset() { :; }",
+        "builtin() { echo no; }",
+        "ulimit -v 100000; ulimit -n 10",
+    ],
+)
+async def test_what_a_command_does_to_its_shell_costs_the_next_one_nothing(bench, said):
+    async with bench.sandbox() as sandbox, sandbox.session() as shell:
+        await shell.run(said, timeout=5)
+        assert (await shell.run("echo on", timeout=LIMIT)).stdout == b"on\n"
+        assert (await shell.run("exit 3", timeout=LIMIT)).exit_code == 3
+        assert (await shell.run("echo on", timeout=LIMIT)).stdout == b"on\n"
+
+
 async def test_an_unset_variable_and_a_syntax_error_do_not_end_the_session(bench):
     async with bench.sandbox() as sandbox, sandbox.session() as session:
         assert (await session.run("set -u; echo $nosuch", timeout=LIMIT)).exit_code != 0

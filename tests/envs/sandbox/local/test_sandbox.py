@@ -49,9 +49,9 @@ async def test_wrong_requests_are_refused_and_the_sandbox_goes_on(bench):
     async with bench.sandbox() as sandbox:
         with pytest.raises(SandboxRefusedError, match="zero byte"):
             await sandbox.run("echo \0", timeout=LIMIT)
-        with pytest.raises(SandboxRefusedError, match="above 0 s"):
+        with pytest.raises(SandboxRefusedError, match="above 0 and up to"):
             await sandbox.run("true", timeout=0)
-        with pytest.raises(SandboxRefusedError, match="name of a program"):
+        with pytest.raises(SandboxRefusedError, match="at least one word"):
             await sandbox.run([], timeout=LIMIT)
         with pytest.raises(SandboxLimitError, match="characters"):
             await sandbox.run("#" * 200_000, timeout=LIMIT)
@@ -356,16 +356,18 @@ async def test_an_unknown_image_and_an_unknown_runtime_are_refused(bench):
         async with bench.sandbox(image="localhost/no-such-image"):
             raise AssertionError
     with pytest.raises(SandboxRefusedError, match="no runtime 'nothing'"):
-        async with bench.sandbox(runtime="nothing", require_runtime=True):
+        async with bench.sandbox(runtime="nothing"):
             raise AssertionError
     with pytest.raises(SandboxRefusedError, match="network"):
         bench.sandbox(network="bridge")
+    with pytest.raises(SandboxRefusedError, match=r"\$\.runtime"):
+        bench.sandbox(runtime="../../bin/sh")
 
 
 @CONTAINERS
 async def test_a_required_runtime_that_the_engine_ignores_fails_closed(bench):
     with pytest.raises((SandboxRefusedError, SandboxStartError)):
-        async with bench.sandbox(runtime="runsc", require_runtime=True):
+        async with bench.sandbox(runtime="runsc"):
             raise AssertionError
 
 

@@ -215,6 +215,15 @@ async def test_a_lost_sandbox_is_told_and_made_again(tmp_path):
         assert (await sandbox.run("echo new", timeout=10)).stdout == b"new\n"
 
 
+async def test_a_client_knows_of_a_loss_when_its_call_has_said_so(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        [id] = world.backend.containers
+        await world.backend.kill(id)
+        with pytest.raises(SandboxLostError):
+            await sandbox.run("true", timeout=10)
+        assert sandbox.state == "lost"
+
+
 async def test_a_client_learns_that_its_sandbox_ended(tmp_path):
     async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
         await world.pool.release(world.pool.state.leases()[0])

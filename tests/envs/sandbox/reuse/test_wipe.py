@@ -21,39 +21,33 @@ GONE = {
     "a POSIX queue": f'python3 -c "{_POSIX_QUEUE}"',
     "files everywhere": "for f in /work /tmp /run /var/tmp /dev/shm; do mkdir -p $f/a/.b; echo x >$f/a/.b/c; done",
     "links, pipes and sockets": "ln -s / /work/l; mkfifo /tmp/p; ln /tmp/p /tmp/q",
+    "a program in the place of another": "mkdir bin; echo 'exit 0' >bin/find; cp bin/find /tmp/cat",
+}
+"""It is removed, and the sandbox used again."""
+
+ENDED = {
     "a daemon": f"python3 -c '{_DAEMON}'",
     "a daemon that ignores what it can, without its mark": f"env -i /usr/bin/python3 -c '{_DEAF}'",
     "a name in the abstract namespace": (
         'python3 -c \'import socket,os\ns=socket.socket(socket.AF_UNIX)\ns.bind("\\0x")\ns.listen()\n'
         "if os.fork()==0: os.setsid(); import time; time.sleep(99)' >/dev/null 2>&1"
     ),
-    "a program in the place of another": "mkdir /work/bin; echo 'exit 0' >/work/bin/find; cp /work/bin/find /tmp/cat",
 }
-"""It is removed, and the sandbox used again."""
+"""It is ended before the next command begins, and the sandbox used again."""
 
-_PRLIMIT = "import resource as r; r.prlimit(1, r.RLIMIT_NOFILE, (99, 4096))"
-_NICE = "import os; os.setpriority(os.PRIO_PROCESS, 1, 5)"
-_CPU = "import os; os.sched_setaffinity(1, {max(os.sched_getaffinity(0))})"
-_BATCH = "import os; os.sched_setscheduler(1, os.SCHED_BATCH, os.sched_param(0))"
 _SHARED = "import ctypes; ctypes.CDLL(None).shmget(0x42, 4096, 0o1666)"
 _QUEUE = "import ctypes; ctypes.CDLL(None).msgget(0x42, 0o1666)"
 _SEMAPHORE = "import ctypes; ctypes.CDLL(None).semget(0x42, 1, 0o1666)"
-_TIME_WAIT = (
-    "import socket; s = socket.create_server(('127.0.0.1', 4567)); c = socket.create_connection(('127.0.0.1', 4567)); "
-    "a, _ = s.accept(); a.close(); c.close()"
-)
 STAYS = {
     "a folder that nobody may enter": "mkdir -p /tmp/a/b; chmod 0 /tmp/a",
     "System V memory": f'python3 -c "{_SHARED}"',
     "a System V queue": f'python3 -c "{_QUEUE}"',
     "a System V semaphore": f'python3 -c "{_SEMAPHORE}"',
-    "a limit of the agent": f"python3 -c '{_PRLIMIT}'",
-    "the priority of the agent": f"python3 -c '{_NICE}'",
-    "the scheduling of the agent": f"python3 -c '{_BATCH}'",
-    "the CPUs of the agent": f"python3 -c '{_CPU}'",
-    "a port that is not free yet": f'python3 -c "{_TIME_WAIT}"',
 }
 """It is found, and the sandbox is not used again."""
+
+
+_PLACES = ("/work", "/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/dev/null", "/dev/ptmx")
 
 
 async def _left(sandbox: LocalSandbox) -> list[str]:
@@ -70,7 +64,7 @@ async def test_a_container_is_clean_after_a_wipe_or_known_not_to_be(containers):
     engine, labels = containers
     wrong: list[str] = []
 
-    async def leave(name: str, command: str, stays: bool) -> None:
+    async def leave(name: str, command: str, stays: bool, seen: bool) -> None:
         async with LocalSandbox(engine, Spec(image=IMAGE), labels=labels) as sandbox:
             new = await look(sandbox)
             assert new is not None
@@ -79,17 +73,33 @@ async def test_a_container_is_clean_after_a_wipe_or_known_not_to_be(containers):
             await sandbox.run(command, timeout=20)
             changed = await look(sandbox) != new
             clean = await wipe(sandbox, new)
-            if not changed:
-                wrong.append(f"{name} had no effect")
+            if changed != seen:
+                wrong.append(f"{name}: a difference is {changed}")
             if clean == stays:
                 wrong.append(f"{name}: clean is {clean}")
             if clean and (left := await _left(sandbox)):
                 wrong.append(f"{name} left {left}")
 
-    for commands, stays in [(GONE, False), (STAYS, True)]:
+    for commands, stays, seen in [(GONE, False, True), (ENDED, False, False), (STAYS, True, True)]:
         for name, command in commands.items():
-            await leave(name, command, stays)
+            await leave(name, command, stays, seen)
     assert not wrong
+
+
+@pytest.mark.anyio
+@pytest.mark.integration
+async def test_the_times_of_what_stays_tell_nothing_of_the_program_before(containers):
+    engine, labels = containers
+    async with LocalSandbox(engine, Spec(image=IMAGE), labels=labels) as sandbox:
+        new = await look(sandbox)
+        assert new is not None
+        await sandbox.run("touch x /tmp/x /var/tmp/x /dev/shm/x; cat /dev/mqueue; touch /dev/null", timeout=10)
+        await anyio.sleep(1.1)
+        begin = int((await sandbox.run(["date", "+%s"], timeout=10)).stdout)
+        assert await wipe(sandbox, new)
+        times = (await sandbox.run(["stat", "-L", "-c", "%X %Y %Z", *_PLACES], timeout=10)).stdout.decode().split()
+        assert len(times) == 3 * len(_PLACES)
+        assert min(map(int, times)) >= begin
 
 
 @pytest.mark.anyio

@@ -17,7 +17,7 @@ from websockets.asyncio.client import unix_connect
 from websockets.exceptions import InvalidStatus
 
 from envs.sandbox import cli as sandboxcli
-from envs.sandbox.protocol.tokens import ADMIN, COOKIE, Tokens
+from envs.sandbox.protocol.tokens import ADMIN, COOKIE, Token, Tokens
 from envs.sandbox.remote.client import SandboxClient
 from envs.sandbox.service.limits import Limits
 from envs.sandbox.service.logs import OneLine
@@ -62,6 +62,18 @@ def places(service, **names: str) -> list[tuple[str, bool]]:
         path = re.sub(r"{(\w+)}", lambda part: names.get(part[1], part[1]), route.path)
         found.append((path, isinstance(route, WebSocketRoute)))
     return found
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+async def test_a_body_that_turns_out_to_be_none_is_one_answer_and_no_traceback(tmp_path, caplog, token):
+    """Its head is being answered meanwhile."""
+    data = head("POST", "/v1/sandboxes", "transfer-encoding: chunked", token=token) + b"5\r\nhello\r\np\r\n\r\n"
+    async with running(tmp_path) as world, connected(world) as connection:
+        await connection.stream.send(data)
+        assert await connection.ended()
+        assert connection.got.count(b"HTTP/1.1 ") == 1
+        assert connection.got.startswith(b"HTTP/1.1 400 ")
+    assert not any(record.exc_info for record in caplog.records)
 
 
 async def test_no_request_without_a_valid_token_succeeds(tmp_path):
@@ -111,7 +123,7 @@ async def test_two_tokens_in_one_request_are_refused(tmp_path):
 async def test_a_terminal_needs_a_page_of_ours_and_a_sandbox_of_the_callers(tmp_path):
     async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
         path = f"/v1/sandboxes/{sandbox.sandbox_id}/terminal"
-        cookie = {"cookie": f"{COOKIE}={Tokens({ADMIN: TOKEN}).cookie_for(ADMIN)}"}
+        cookie = {"cookie": f"{COOKIE}={Tokens({ADMIN: Token(TOKEN)}).cookie_for(ADMIN)}"}
         for origin in (
             "http://evil",
             "null",

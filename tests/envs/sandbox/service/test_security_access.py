@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from envs.sandbox.protocol.tokens import ADMIN, Tokens, read_tokens
+from envs.sandbox.protocol.tokens import ADMIN, Token, Tokens, read_tokens
 from envs.sandbox.service.server import Address, open_socket
 from flash.errors import ConfigError
 from tests.envs.sandbox.services import OTHER_TOKEN, TOKEN
@@ -53,7 +53,7 @@ def test_a_token_file_is_made_once_and_must_be_private(tmp_path):
     path = tmp_path / "tokens"
     made = read_tokens(path)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert len(made[ADMIN]) >= 32
+    assert len(made[ADMIN].secret) >= 32
     assert read_tokens(path) == made
     for mode in (0o644, 0o640, 0o604, 0o620, 0o602, 0o610, 0o601):
         path.chmod(mode)
@@ -81,16 +81,16 @@ def test_short_tokens_and_none_are_refused():
     with pytest.raises(ConfigError, match="no token"):
         Tokens({})
     with pytest.raises(ConfigError, match="at least 22"):
-        Tokens({"a": "short"})
+        Tokens({"a": Token("short")})
     with pytest.raises(ConfigError, match="a header cannot carry"):
-        Tokens({"a": "ü" * 40})
+        Tokens({"a": Token("ü" * 40)})
     with pytest.raises(ConfigError, match="the same token"):
-        Tokens({ADMIN: TOKEN, "other": TOKEN})
+        Tokens({ADMIN: Token(TOKEN), "other": Token(TOKEN)})
 
 
 def test_a_cookie_ends_and_cannot_be_changed():
     now = [0.0]
-    tokens = Tokens({"a": TOKEN, "b": OTHER_TOKEN}, wall=lambda: now[0])
+    tokens = Tokens({"a": Token(TOKEN), "b": Token(OTHER_TOKEN)}, wall=lambda: now[0])
     cookie = tokens.cookie_for("a")
     assert tokens.name_of_cookie(cookie) == "a"
     assert tokens.name_of_cookie("b" + cookie[1:]) is None

@@ -1,0 +1,108 @@
+"""`python -m benchmarks.gpu [PART …] [--model FOLDER] [--quick] [--json FILE]`: what one NVIDIA GPU can show.
+
+`job-tiny`, `job-model`: a whole run of `flash train` whose engine and trainer share the card, weights over `ipc`: the
+canary over 20 swaps, seconds of a swap, and what that is in bytes. The second is a model of your own, of --model.
+`layer`: memory and speed of the output layer against whole logits. `mfu`: training steps of a model of the size of
+Qwen3-0.6B, with random weights. `engine`: tokens per second through the whole rollout path beside a bare vLLM.
+
+Without names all parts run, in under eight minutes on one card, `job-model` only with --model. A part that fails is
+told with its error, and the others go on. Rows are written with the versions and the card that they were measured on.
+Without a GPU, `--quick` runs each part at a size for two CPU cores, which shows that it works and no figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.form import Row, machine, print_table
+from benchmarks.gpu.compute import layer_rows, mfu_rows
+from benchmarks.gpu.engine import engine_rows
+from benchmarks.gpu.job import job_rows
+from benchmarks.gpu.sizes import Sizes
+from flash.config.hardware import count_gpus
+
+RESULT = Path("outputs") / "gpu-check.json"
+VERSIONS = ("torch", "vllm", "transformers", "triton", "flashinfer-python", "numpy", "msgspec")
+Part = Callable[[Sizes], list[Row]]
+
+
+def parts(model: Path | None) -> dict[str, Part]:
+    """Every part by its name, quickest first."""
+    known: dict[str, Part] = {
+        "layer": layer_rows,
+        "mfu": mfu_rows,
+        "job-tiny": lambda sizes: job_rows(sizes, None),
+        "engine": engine_rows,
+    }
+    if model is not None:
+        known["job-model"] = lambda sizes: job_rows(sizes, model)
+    return known
+
+
+def main(argv: Sequence[str] | None = None, offered: Callable[[Path | None], dict[str, Part]] = parts) -> int:
+    """Run the parts that were asked for; 1 when one of them failed. `offered` is replaced in tests."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help="all by default: layer mfu job-tiny engine job-model")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a chat model, for job-model")
+    parser.add_argument("--quick", action="store_true", help="small enough for two CPU cores")
+    parser.add_argument("--json", type=Path, default=RESULT, metavar="FILE", help=f"default: {RESULT}")
+    args = parser.parse_args(argv)
+    if args.model is not None and not (args.model / "config.json").is_file():
+        parser.error(f"--model: {args.model} is no folder of a model: it has no config.json")
+    known = offered(args.model)
+    if unknown := [name for name in args.parts if name not in known]:
+        why = "; it needs --model FOLDER" if "job-model" in unknown else ""
+        parser.error(f"there is no part {', '.join(unknown)}{why}; there are {', '.join(known)}")
+    gpu = count_gpus() > 0
+    if not gpu and not args.quick:
+        parser.error("this machine has no NVIDIA GPU; --quick runs the parts on the CPU, to show that they work")
+    try:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--json: cannot make the folder {args.json.parent}: {error.strerror}")
+    if args.json.is_dir():
+        parser.error(f"--json: {args.json} is a folder; expected the name of a file")
+    sizes = Sizes.of(gpu=gpu, quick=args.quick)
+    on = [*machine(), ("versions", ", ".join(f"{name} {_version(name)}" for name in VERSIONS))]
+    for title, text in on:
+        print(f"  {title:<8} {text}")
+    rows: list[Row] = []
+    failed: dict[str, str] = {}
+    for name in args.parts or known:
+        print(f"\n=== {name}", flush=True)
+        begun = time.perf_counter()
+        try:
+            found = known[name](sizes)
+        except Exception as error:  # a part that fails must not take the others' figures with it
+            traceback.print_exc()
+            failed[name] = f"{type(error).__name__}: {error}"
+            continue
+        rows += [*found, Row(name, "part_s", "s", time.perf_counter() - begun)]
+        print_table(rows[-len(found) - 1 :])
+    report = {"machine": dict(on), "quick": args.quick, "rows": rows, "failed": failed}
+    args.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    print(f"\nwritten to {args.json}")
+    for name, why in failed.items():
+        print(f"{name} failed: {why}")
+    return 1 if failed else 0
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

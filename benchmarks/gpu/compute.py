@@ -1,0 +1,133 @@
+"""The trainer's arithmetic on one card: the output layer, and whole steps."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+
+import msgspec
+
+from benchmarks.form import Row
+from benchmarks.gpu.sizes import Sizes
+from benchmarks.real.objective_cost import GIB, LayerCase, apart, layer_cost, random_shard, step_config
+
+PEAKS = {
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "4090": 165e12,
+}
+"""FLOP/s of dense bfloat16 products, from NVIDIA's data sheets, by a part of the card's name."""
+PRODUCT = 8192
+"""Rows and columns of the matrices whose product is timed."""
+MFU_GOAL = 0.35
+
+
+def layer_rows(sizes: Sizes) -> list[Row]:
+    """The chunked output layer against whole logits."""
+    cases = [LayerCase(way, sizes.layer_tokens, sizes.layer_vocabulary) for way in ("chunks", "whole")]
+    ours, whole = (apart(layer_cost, case) for case in cases)
+    case = f"output layer, {sizes.layer_tokens:,} tokens × {sizes.layer_vocabulary:,}"
+    return [
+        Row(case, "forward_backward_s", "s", ours.seconds, whole.seconds),
+        Row(case, "speedup", "×", whole.seconds / ours.seconds),
+        Row(case, "peak_gib", "GiB", ours.peak_bytes / GIB, whole.peak_bytes / GIB),
+    ]
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What training steps took."""
+
+    step_s: float
+    """Median."""
+    tokens: int
+    """That went through the model in a step, prompts included."""
+    mean_length: float
+    peak_bytes: int
+    product_flops: float
+    """FLOP/s of one large product: what the card gives at best, where it is measured."""
+    card: str
+
+
+def mfu_rows(sizes: Sizes) -> list[Row]:
+    """Model FLOPs of a step over its time, against the data sheet and against one large product."""
+    found = apart(measure_steps, sizes)
+    flops = sizes.shape.training_flops(found.tokens, found.mean_length) / found.step_s
+    case = f"training step, {sizes.shape.layers} layers × {sizes.shape.width}, {found.tokens:,} tokens"
+    peak = next((peak for name, peak in PEAKS.items() if name in found.card), None)
+    rows = [
+        Row(case, "step_s", "s", found.step_s),
+        Row(case, "trained_tokens_per_s", "tokens/s", found.tokens / found.step_s),
+        Row(case, "peak_gib", "GiB", found.peak_bytes / GIB),
+        Row(case, "of_one_large_product", "share", flops / found.product_flops),
+    ]
+    return rows if peak is None else [*rows, Row(case, "mfu", "share", flops / peak, None, MFU_GOAL)]
+
+
+def measure_steps(sizes: Sizes) -> Measured:
+    """Some steps after one that is not counted. Makes a process group, so it wants a process of its own."""
+    import torch
+    import torch.distributed as dist
+    from transformers import Qwen3ForCausalLM
+
+    from flash.trainer.step import Trainer
+
+    dist.init_process_group("nccl" if sizes.gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as folder:
+        Qwen3ForCausalLM(sizes.shape.config()).to(torch.bfloat16).save_pretrained(folder)
+        trainer = Trainer(_config(sizes, folder))
+    seconds: list[float] = []
+    tokens = sequences = 0
+    for step in range(sizes.steps + 1):
+        shard = random_shard(step, sizes.sequences // 8, sizes.length, sizes.shape.vocabulary)
+        start = time.perf_counter()
+        trainer.train_step(shard)
+        if sizes.gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        tokens += sum(sample.trajectory.length for sample in shard.samples)
+        sequences += len(shard.samples)
+    peak = torch.cuda.max_memory_allocated() if sizes.gpu else 0
+    card = torch.cuda.get_device_name() if sizes.gpu else "cpu"
+    del trainer
+    rate = product_flops(gpu=sizes.gpu)
+    dist.destroy_process_group()
+    return Measured(statistics.median(seconds[1:]), tokens // (sizes.steps + 1), tokens / sequences, peak, rate, card)
+
+
+def _config(sizes: Sizes, folder: str) -> object:
+    longest = sizes.length[1]
+    config = step_config("grpo", folder, sizes.steps + 1)
+    replace = msgspec.structs.replace
+    return replace(
+        config,
+        model=replace(config.model, dtype="bfloat16" if sizes.gpu else "float32", max_length=longest + 64),
+        rollout=replace(config.rollout, max_new_tokens=longest),
+        train=replace(config.train, batch_size=sizes.sequences, minibatches=1, max_tokens_per_microbatch=16_384),
+        cluster=replace(config.cluster, gpus_per_node=1 if sizes.gpu else 0),
+        engine=replace(config.engine, share_gpus=sizes.gpu),
+    )
+
+
+def product_flops(*, gpu: bool) -> float:
+    """FLOP/s of one product of two large matrices."""
+    import torch
+
+    size, times = (PRODUCT, 20) if gpu else (512, 2)
+    one, other = (
+        torch.randn(size, size, device="cuda" if gpu else "cpu", dtype=torch.bfloat16 if gpu else torch.float32)
+        for _ in range(2)
+    )
+    torch.mm(one, other)
+    if gpu:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(times):
+        torch.mm(one, other)
+    if gpu:
+        torch.cuda.synchronize()
+    return times * 2.0 * size**3 / (time.perf_counter() - start)

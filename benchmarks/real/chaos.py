@@ -1,0 +1,153 @@
+"""A run on three hosts where all is killed, stopped and cut off: one fault every 20 s [--seconds 1800] [--seed 0].
+
+The quickstart's model and task; the first host has the hub, the trainer and an engine, two others an engine each. By
+seed SIGKILL, or SIGSTOP for 5 to 90 s, hits a trainer rank or its agent, the hub's node loop, another node loop, an
+engine's core, a worker of it or `flash train` itself, or a host's link is cut in one direction or in both. A command
+that ends is started again after 3 s. At the end the run is resumed once more, and ends by itself. What it has lost or
+doubled is read from what it leaves behind.
+
+Needs Linux, root and iproute2: the hosts are network namespaces. `--quick`: each kind of fault once, for at most 20 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from benchmarks.form import ROOT, Args, Row
+from benchmarks.form import main as benchmark
+from benchmarks.real.chaos_cluster import NAMES, Job, keep_log
+from benchmarks.real.chaos_faults import GAP_S, Fault, Struck, one_of_each, plan
+from benchmarks.real.chaos_judge import Left, judge, left_by, recoveries, stretches, tokens_per_second
+from tests.cluster.hosts import Hosts, missing
+
+GOAL = 0.75
+"""Trained tokens per second, as a share of the same run without faults."""
+HANG_S = 240.0
+"""So long without a step is a hang: a restart of everything with three engines on two cores takes a minute, and a
+process may be stopped for 90 s meanwhile."""
+CALM_S, QUICK_CALM_S = 300.0, 60.0
+"""Seconds of the run without faults."""
+QUICK_LONGEST_S = 20.0
+SETTLE_S = 60.0
+"""What has not ended so long after the commands is an orphan: deadlines.shutdown and its margin are 38 s."""
+
+
+class Lived(msgspec.Struct, frozen=True):
+    """What became of a run, beside what it left behind."""
+
+    begin: float
+    """Unix seconds of the first step with all engines."""
+    end: float
+    """When the last fault was over."""
+    struck: list[Struck]
+    missed: int
+    """Faults that found nothing to hit."""
+    failed: list[str]
+    """Launches that ended with an error of their own."""
+    stuck: list[str]
+    """Commands that did not end when they were told to."""
+    orphans: list[str]
+
+
+async def live(name: str, folder: Path, faults: Sequence[Fault], seconds: float) -> Lived:
+    """One run, from its start to its end, with these faults."""
+    with Hosts(*NAMES) as hosts:
+        job = Job(hosts, name, folder)
+        async with anyio.create_task_group() as tasks:
+            for host in range(len(NAMES)):
+                tasks.start_soon(job.keep, host)
+            await job.all_engines()
+            begin = time.time()
+            struck, missed = await fall(job, faults, seconds)
+            end = time.time()
+            stuck = await job.end()
+        if faults:
+            stuck += await job.finish()
+        return Lived(begin, end, struck, missed, job.failed, stuck, await job.orphans(SETTLE_S))
+
+
+async def fall(job: Job, faults: Sequence[Fault], seconds: float) -> tuple[list[Struck], int]:
+    """Let all faults fall and pass; those that fell, and the number of those that found nothing to hit."""
+    struck: list[Struck] = []
+
+    async def one(fault: Fault) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {fault.kind} on {NAMES[fault.host]} for {fault.seconds:.0f} s", flush=True)
+        if (fell := await job.strike(fault)) is not None:
+            struck.append(fell)
+
+    begin = anyio.current_time()
+    async with anyio.create_task_group() as tasks:
+        for fault in faults:
+            await anyio.sleep_until(begin + fault.at)
+            tasks.start_soon(one, fault)
+        await anyio.sleep_until(begin + seconds)
+    return sorted(struck, key=lambda each: each.at), len(faults) - len(struck)
+
+
+def rows(lived: Lived, left: Left, calm_per_s: float) -> list[Row]:
+    """The rows of the report."""
+    verdict = judge(left)
+    case = f"{len(lived.struck)} faults in {lived.end - lived.begin:.0f} s"
+    units = {"tasks": "tasks", "tokens": "tokens", "rows": "lines"}
+    hangs = len(stretches(left.times, lived.begin, lived.end, HANG_S)) + len(lived.stuck)
+    struck_per_s = tokens_per_second(left.rows, lived.begin, lived.end)
+    figures = [
+        *(
+            Row(case, name, units[name.partition("_")[0]], value, goal=0)
+            for name, value in msgspec.structs.asdict(verdict).items()
+        ),
+        Row(case, "orphans_left", "processes, folders", len(lived.orphans), goal=0),
+        Row(case, "hangs", f"times > {HANG_S:g} s", hangs, goal=0),
+        Row(case, "launches_failed", "commands", len(lived.failed), goal=0),
+        Row(case, "goodput", "share of the calm run", struck_per_s / calm_per_s, goal=GOAL),
+        Row(case, "trained_tokens_per_s", "tokens/s", struck_per_s),
+        Row("no faults", "trained_tokens_per_s", "tokens/s", calm_per_s),
+        Row(case, "found_nothing_to_hit", "faults", lived.missed),
+    ]
+    counts = Counter(each.kind for each in lived.struck)
+    for kind, seconds in sorted(recoveries([(s.kind, s.at) for s in lived.struck], left.times, lived.end).items()):
+        figures += [
+            Row(kind, "struck", "faults", counts[kind]),
+            Row(kind, "next_step_median_s", "s", statistics.median(seconds)),
+            Row(kind, "next_step_worst_s", "s", max(seconds)),
+        ]
+    return figures
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """`--seconds` and `--seed`, and the options of every benchmark."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--seconds", type=float, default=1800.0)
+    parser.add_argument("--seed", type=int, default=0)
+    own, rest = parser.parse_known_args(argv)
+
+    def run(args: Args) -> list[Row]:
+        if why := missing():
+            raise SystemExit(f"no hosts can be made here: {why}")
+        faults = one_of_each(own.seed, QUICK_LONGEST_S) if args.quick else plan(own.seconds, own.seed)
+        seconds = faults[-1].at + GAP_S if args.quick else own.seconds
+        folder = ROOT / "outputs" / time.strftime("chaos-%Y%m%d-%H%M%S")
+        folder.mkdir(parents=True)
+        calm = anyio.run(live, "calm", folder, [], QUICK_CALM_S if args.quick else CALM_S)
+        calm_per_s = tokens_per_second(left_by(folder / "calm").rows, calm.begin, calm.end)
+        lived = anyio.run(live, "struck", folder, faults, seconds)
+        keep_log(folder, lived.struck)
+        for title in ("orphans", "failed", "stuck"):
+            for line in getattr(lived, title):
+                print(f"{title}: {line}")
+        print(f"outputs and faults are in {folder}")
+        return rows(lived, left_by(folder / "struck"), calm_per_s)
+
+    return benchmark("chaos", __doc__ or "", run, rest)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""The job that the chaos run breaks: its commands on three hosts, its faults, and its end.
+
+Each command that ends is started again after a few seconds, as the manager of a cluster would do it. Nothing else is
+mended from here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from benchmarks.form import ROOT, WORKLOADS
+from benchmarks.real.chaos_faults import Fault, Struck, Target, role
+from flash.observe.rundir import RunDirectory
+from tests.cluster.hosts import Hosts
+
+NAMES = ("first", "second", "third")
+WORKLOAD = WORKLOADS / "chaos.toml"
+RESTART_S = 3.0
+"""From the end of a command to its next start."""
+VICTIM_S = 15.0
+"""How long a fault waits for a process that it can hit: it may be starting again."""
+LOOK_S = 0.5
+"""Between two looks at what nobody tells us of."""
+START_S = 600.0
+"""Longest wait for the first step with all engines."""
+END_S = 120.0
+"""Longest wait for a job to end after an interrupt."""
+LAST_STEPS = 20
+"""Steps of the last life, which comes to its end by itself."""
+LAST_LIFE_S = 300.0
+IN_ORDER = (0, 130, -signal.SIGINT, -signal.SIGKILL)
+"""Exit codes of a command that is over, was interrupted, or was killed, which only we do."""
+
+
+class Job:
+    """A job on three hosts. `folder` gets the run directory, and what the commands print."""
+
+    def __init__(self, hosts: Hosts, name: str, folder: Path) -> None:
+        self.directory = RunDirectory(folder / name)
+        self.failed: list[str] = []
+        """Launches that ended with an error of their own."""
+        self._hosts = hosts
+        self._folder = folder
+        self._name = name
+        self._arguments = [str(WORKLOAD), f"run.name={name}", f"run.output_dir={folder}"]
+        self._launches: dict[int, subprocess.Popen[bytes]] = {}
+        self._ending = False
+
+    def _start(self, host: int, *more: str) -> subprocess.Popen[bytes]:
+        variables = {
+            "FLASH_NNODES": str(len(NAMES)),
+            "FLASH_NODE_RANK": str(host),
+            "FLASH_RDZV_ENDPOINT": f"{NAMES[0]}:29411",
+            "PYTHONPATH": str(ROOT),
+        }
+        # One engine each: on two cores they are not to lie on the same one.
+        cores = sorted(os.sched_getaffinity(0))
+        own = f"cluster.node_cpus=[{cores[host % len(cores)]}]"
+        command = [sys.executable, "-m", "flash", "train", *self._arguments, own, *more]
+        output = self._folder / f"{self._name}-{NAMES[host]}.txt"
+        return self._hosts.start(host, command, output=output, cwd=ROOT, variables=variables)
+
+    async def keep(self, host: int) -> None:
+        """Consumes ends of a host's command. Waits for the next one. Produces its next start, until the job ends."""
+        resume: tuple[str, ...] = ()
+        while not self._ending:
+            launch = self._launches[host] = self._start(host, *resume)
+            code = await anyio.to_thread.run_sync(launch.wait, abandon_on_cancel=True)
+            if code not in IN_ORDER:
+                self.failed.append(f"{time.strftime('%H:%M:%S')} {NAMES[host]} ended with exit code {code}")
+            # A first launch that was killed before it had a run directory has nothing to go on with.
+            resume = ("--resume",) if host == 0 and self.directory.config.exists() else ()
+            await anyio.sleep(RESTART_S)
+
+    # -- what it does ------------------------------------------------------------------------------------------------
+
+    def engines(self) -> int:
+        """That the newest step had."""
+        rows = self.directory.read_metrics() if self.directory.metrics.exists() else []
+        return int(rows[-1]["engines"]) if rows else 0
+
+    async def all_engines(self) -> None:
+        """Wait for a step with an engine on each host. Raises TimeoutError: it did not come."""
+        with anyio.fail_after(START_S):
+            while self.engines() < len(NAMES):  # noqa: ASYNC110  # nobody tells us
+                await anyio.sleep(LOOK_S)
+
+    def victims(self, host: int, target: Target) -> list[int]:
+        """The processes of a kind on a host."""
+        found: list[int] = []
+        for pid in self._hosts.processes(host):
+            with suppress(OSError):  # it has ended meanwhile
+                process = Path(f"/proc/{pid}")
+                if role((process / "cmdline").read_bytes()) == target:
+                    found.append(pid)
+        return found
+
+    # -- what is done to it ------------------------------------------------------------------------------------------
+
+    async def strike(self, fault: Fault) -> Struck | None:
+        """Let a fault fall, and last; None: in `VICTIM_S` there was nothing that it could hit."""
+        if fault.target == "network":
+            return await self._cut(fault)
+        pid = 0
+        with anyio.move_on_after(VICTIM_S):
+            while not (pid := self._hit(fault)):  # noqa: ASYNC110  # as above
+                await anyio.sleep(LOOK_S)
+        if not pid:
+            return None
+        struck = Struck(fault.kind, fault.host, time.time(), fault.seconds, pid)
+        if fault.how == "stop":
+            try:
+                await anyio.sleep(fault.seconds)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+        return struck
+
+    def _hit(self, fault: Fault) -> int:
+        """Signal a process that a fault is meant for; 0 where there is none."""
+        for pid in self.victims(fault.host, fault.target):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL if fault.how == "kill" else signal.SIGSTOP)
+                return pid
+        return 0
+
+    async def _cut(self, fault: Fault) -> Struck:
+        half = fault.how == "half cut"
+        struck = Struck(fault.kind, fault.host, time.time(), fault.seconds, 0)
+        self._hosts.cut(fault.host, hears=half and not fault.deaf, sends=half and fault.deaf)
+        try:
+            await anyio.sleep(fault.seconds)
+        finally:  # of two that overlap the first one's end mends the way between their hosts
+            self._hosts.heal(fault.host)
+        return struck
+
+    # -- its end -----------------------------------------------------------------------------------------------------
+
+    async def end(self) -> list[str]:
+        """Interrupt the job; what did not end in time, and was killed then."""
+        self._ending = True
+        for host in range(len(NAMES)):
+            self._hosts.heal(host)
+            for pid in self._hosts.processes(host):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+        for launch in self._launches.values():
+            launch.send_signal(signal.SIGINT)
+        return await self._ended(END_S)
+
+    async def finish(self) -> list[str]:
+        """Let the run come to its end in a last life on the first host; what did not end in time."""
+        last = int(self.directory.read_metrics()[-1]["version"])
+        self._launches = {0: self._start(0, "--resume", f"run.steps={last + LAST_STEPS}")}
+        stuck = await self._ended(LAST_LIFE_S)
+        if (code := self._launches[0].returncode) != 0:
+            self.failed.append(f"the last life ended with exit code {code}")
+        return stuck
+
+    async def _ended(self, seconds: float) -> list[str]:
+        """Wait until all commands have ended; those that did not are named, and killed with all that they started."""
+        with anyio.move_on_after(seconds):
+            while any(launch.poll() is None for launch in self._launches.values()):  # noqa: ASYNC110  # as above
+                await anyio.sleep(LOOK_S)
+        stuck = [host for host, launch in self._launches.items() if launch.poll() is None]
+        for host in stuck:
+            self._hosts.kill_all(host)
+            self._launches[host].wait()
+        return [f"{NAMES[host]} did not end within {seconds:g} s" for host in stuck]
+
+    async def orphans(self, seconds: float) -> list[str]:
+        """Processes and folders that are left when all commands have ended, and had some time."""
+        with anyio.move_on_after(seconds):
+            while any(self._hosts.processes(host) for host in range(len(NAMES))):  # noqa: ASYNC110  # as above
+                await anyio.sleep(LOOK_S)
+        return self._left()
+
+    def _left(self) -> list[str]:
+        found: list[str] = []
+        for host, name in enumerate(NAMES):
+            for pid in self._hosts.processes(host):
+                with suppress(OSError):
+                    command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    found.append(f"process {pid} on {name}: {command}")
+            found += [f"folder {folder} on {name}" for folder in self._hosts.scratch(host).glob("flash-*")]
+        return found
+
+
+def keep_log(folder: Path, struck: Sequence[Struck]) -> None:
+    """Write down which faults fell."""
+    (folder / "faults.jsonl").write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in struck))

@@ -1,0 +1,35 @@
+"""`flash drain`: have a node that has joined leave in order."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from flash.cli.commands import Commands
+from flash.cli.hub_options import add_hub_option, hub_place
+from flash.errors import ConfigError
+
+
+def add_parser(commands: Commands) -> argparse.ArgumentParser:
+    parser = commands.add_parser("drain", help="have a node that has joined a run leave it in order")
+    parser.add_argument("where", nargs="+", metavar="RUN_DIR|NODE", help="the run directory, then the node's number")
+    add_hub_option(parser)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask the hub, which tells the node."""
+    import anyio
+
+    from flash.hub import protocol as p
+    from flash.run.hub_search import ask
+    from flash.run.token import VARIABLE
+
+    *folders, node = arguments.where
+    if not node.isdecimal():
+        raise ConfigError(f"expected the number of a node, as the run's output names it, got {node}")
+    place = hub_place(arguments.hub, folders)
+    anyio.run(ask, place.find(os.environ.get(VARIABLE)), p.DrainRequest(int(node)))
+    sys.stdout.write(f"node {node} is told to leave\n")
+    return 0

@@ -1,0 +1,34 @@
+"""`flash join`: make samples for a run that is under way."""
+
+from __future__ import annotations
+
+import argparse
+
+from flash.cli.commands import Commands
+from flash.cli.hub_options import add_hub_option, hub_place
+from flash.errors import ConfigError
+
+
+def add_parser(commands: Commands) -> argparse.ArgumentParser:
+    parser = commands.add_parser("join", help="add this machine's engines to a run that is under way")
+    parser.add_argument(
+        "where",
+        nargs="*",
+        metavar="RUN_DIR|KEY=VALUE",
+        help="the run directory, then overrides of what machines may have of their own, such as engine.count",
+    )
+    add_hub_option(parser)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Join the run, until it is over or a signal comes."""
+    from flash.run.join import OWN_KEYS, join
+
+    overrides = [argument for argument in arguments.where if "=" in argument]
+    foreign = [override for override in overrides if override.partition("=")[0].strip() not in OWN_KEYS]
+    if foreign:
+        known = ", ".join(f"`{key}`" for key in OWN_KEYS)
+        raise ConfigError(f"`{foreign[0]}` is not a machine's own: the run has it; a node that joins may set {known}")
+    place = hub_place(arguments.hub, [argument for argument in arguments.where if "=" not in argument])
+    return join(place, overrides)

@@ -1,0 +1,98 @@
+"""`flash replay`: train again what a run has trained, from its recorded batches."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from flash.cli.commands import Commands
+from flash.cli.files import check_folder_writable, check_writable
+from flash.config.check import is_hub_id
+from flash.config.load import load, split_arguments
+from flash.errors import ConfigError
+from flash.observe.rundir import RunDirectory, write_atomically
+from flash.run.replay import Comparison, plan, replay
+
+SHOWN = ("loss", "grad_norm", "entropy", "clip_fraction")
+"""Metrics that are printed, each beside what the run had."""
+WIDTH = 13
+
+
+def add_parser(commands: Commands) -> argparse.ArgumentParser:
+    parser = commands.add_parser("replay", help="train again, offline, what a run has trained")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("config", nargs="*", metavar="KEY=VALUE", help="e.g. algorithm.objective=cispo")
+    parser.add_argument("--from-step", type=int, metavar="N", help="a version of which there is a checkpoint, or 0")
+    parser.add_argument("--to-step", type=int, metavar="N", help="the version to end with; default: as far as it goes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the metrics and the comparisons")
+    parser.add_argument("--export", type=Path, metavar="FOLDER", help="write the last weights as a Hugging Face folder")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, print each step beside what the run had, and compare with its checkpoints."""
+    check_writable(arguments.json)
+    check_folder_writable(arguments.export)
+    directory = RunDirectory(arguments.run_dir)
+    if not directory.config.exists():
+        raise ConfigError(f"{arguments.run_dir} is no run directory: it holds no config.toml")
+    course = plan(arguments.run_dir, arguments.from_step, arguments.to_step)
+    config = load(*split_arguments([str(directory.config), *arguments.config]))
+    model = config.model.path
+    if not Path(model).is_dir() and not is_hub_id(model):
+        raise ConfigError(
+            f"there is no model {model} here, with which the replay begins: go to the folder in which the run was "
+            "started, or give model.path=FOLDER"
+        )
+    had = {int(row["step"]): row for row in directory.read_metrics() if "step" in row}
+    rows: list[dict[str, float]] = []
+    comparisons: list[Comparison] = []
+
+    def show_step(row: dict[str, float]) -> None:
+        rows.append(row)
+        before = had.get(int(row["step"]), {})
+        cells = [cell for name in SHOWN for cell in (_figure(row.get(name)), _figure(before.get(name)))]
+        _say(f"{int(row['step']):5d} " + " ".join(cells))
+
+    def show_comparison(found: Comparison) -> None:
+        comparisons.append(found)
+        _say(_told(found, course.first))
+
+    _say(f"[training steps {course.first} to {course.last - 1} again, from {course.checkpoint or config.model.path}]")
+    _say(" step " + " ".join(f"{name:>{WIDTH}} {'the run':>{WIDTH}}" for name in SHOWN))
+    replay(
+        config,
+        course,
+        folder=directory.batches,
+        step=show_step,
+        comparison=show_comparison,
+        export=arguments.export,
+    )
+    if arguments.json is not None:
+        found = {"steps": rows, "comparisons": [msgspec.structs.asdict(one) for one in comparisons]}
+        write_atomically(
+            arguments.json, msgspec.json.format(msgspec.json.encode(found, enc_hook=str), indent=2) + b"\n"
+        )
+    return 0
+
+
+def _told(found: Comparison, first: int) -> str:
+    name = found.checkpoint.name
+    if found.largest == 0:
+        return f"version {found.version}: every weight equals the checkpoint's ({name}), bit for bit"
+    return (
+        f"version {found.version}: weights differ from the checkpoint's ({name}) by at most {found.largest:.2g}; "
+        f"they have moved by at most {found.moved:.2g} since version {first}"
+    )
+
+
+def _figure(value: float | None) -> str:
+    return f"{'-' if value is None else format(value, '.4g'):>{WIDTH}}"
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,35 @@
+"""`flash rollout`: episodes of a config's environment with a model, to read."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+
+from flash.cli import sampling
+from flash.cli.commands import Commands
+from flash.cli.files import check_writable
+from flash.errors import ConfigError
+
+
+def add_parser(commands: Commands) -> argparse.ArgumentParser:
+    parser = commands.add_parser("rollout", help="episodes of a config's environment with a model, to read")
+    sampling.add_options(parser)
+    parser.add_argument("--episodes", "-n", type=int, default=4, metavar="N", help="default: 4")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Play the first training problems, sampled as for training; print what was shown and said."""
+    from flash.run.sampling import roll_out
+
+    if arguments.episodes < 1:
+        raise ConfigError(f"--episodes: expected at least 1, got {arguments.episodes}")
+    check_writable(arguments.transcripts)
+    _, samples = sampling.sample(arguments, partial(roll_out, episodes=arguments.episodes))
+    sampling.write_transcripts(arguments.transcripts, samples)
+    for sample in samples:
+        sys.stdout.write(sampling.transcript(sample) + "\n")
+    mean = sum(sample.reward for sample in samples) / len(samples)
+    sys.stdout.write(f"{len(samples)} episodes, mean reward {mean:.3f}\n")
+    return 0

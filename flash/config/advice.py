@@ -1,0 +1,61 @@
+"""What a configuration that works may still get wrong: said once before the run, and not refused."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+from flash.config.decode import Problem
+from flash.config.tree import Config
+
+HIGH_LEARNING_RATE = 1e-2
+"""Above it Adam undoes in a few steps what pretraining made, whatever the size of the model."""
+HIGH_ENTROPY_BONUS = 0.1
+"""Above it the entropy outweighs rewards of about 1."""
+LOOSE_TOLERANCE = 1.0
+"""Nats. Stale or damaged weights differ less than that at most tokens."""
+TEMPERATURES = 0.2, 2.0
+"""Outside of them samples are all alike, or noise."""
+
+
+def advise(config: Config) -> None:
+    """Say it on standard error."""
+    for key, message in unwise(config):
+        sys.stderr.write(f"flash: warning: `{key}`: {message}\n")
+
+
+def unwise(config: Config) -> list[Problem]:
+    """What is unlikely to be meant, by key."""
+    return [*_learning(config), *_sampling(config), *_machine(config)]
+
+
+def _learning(config: Config) -> Iterator[Problem]:
+    train, steps = config.train, config.run.steps
+    if train.learning_rate > HIGH_LEARNING_RATE:
+        message = f"{train.learning_rate:g} is far above what trains a language model; 1e-6 to 1e-4 are usual"
+        yield Problem("train.learning_rate", message)
+    if train.warmup_steps >= steps:
+        message = f"the run has {steps} steps, so that the learning rate never reaches {train.learning_rate:g}"
+        yield Problem("train.warmup_steps", message)
+    if config.algorithm.entropy_bonus > HIGH_ENTROPY_BONUS:
+        message = f"{config.algorithm.entropy_bonus:g} is likely to outweigh the rewards"
+        yield Problem("algorithm.entropy_bonus", message)
+
+
+def _sampling(config: Config) -> Iterator[Problem]:
+    low, high = TEMPERATURES
+    temperature = config.rollout.temperature
+    if not low <= temperature <= high:
+        message = f"at {temperature:g} samples are {'all alike' if temperature < low else 'noise'}"
+        yield Problem("rollout.temperature", message)
+    if config.canary_tolerance > LOOSE_TOLERANCE:
+        message = f"a canary that allows {config.canary_tolerance:g} nats finds no stale weights"
+        yield Problem("weights.canary_tolerance", message)
+
+
+def _machine(config: Config) -> Iterator[Problem]:
+    cores = os.cpu_count() or 1
+    if config.gpus_per_node == 0 and config.cluster.trainer_ranks > cores:
+        message = f"{config.cluster.trainer_ranks} ranks share the {cores} cores of this machine"
+        yield Problem("cluster.trainer_ranks", message)

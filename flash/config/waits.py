@@ -1,0 +1,76 @@
+"""Waits that hold other waits: what they may take follows from `[deadlines]`, so that none ends before its parts."""
+
+from __future__ import annotations
+
+from flash.config.tree import Config
+
+LONG_POLL_S = 20.0
+"""Seconds after which the hub answers a waiting request empty, so that the peer sees that the hub is alive."""
+
+LONGEST_PAUSE_S = 60.0
+"""Most seconds before an engine that died starts again: what killed it may pass, and a node is not idle for long."""
+
+
+ECHO_S = 2.0
+"""When a trainer rank is killed, the others' collectives fail, and their errors may come before the end of its own
+connection is seen: for so long the hub waits for the cause, so that a restart follows and the right rank is named."""
+
+
+def long_poll_s(config: Config) -> float:
+    """How long the hub keeps a node waiting: well below the time that the node gives it to answer."""
+    return min(LONG_POLL_S, config.deadlines.request / 3)
+
+
+def echo_s(config: Config) -> float:
+    """How long the hub keeps an error for the echo of another one: well below the time that a rank gives it."""
+    return min(ECHO_S, config.deadlines.request / 3)
+
+
+def emptying_s(config: Config) -> float:
+    """How long an engine may take to end or move its requests before it loads a version."""
+    return {"drain": config.deadlines.generate, "abort": config.deadlines.swap}.get(config.rollout.swap, 0.0)
+
+
+def new_version_s(config: Config) -> float:
+    """How long an engine that serves may take from a version's announcement to its report of it."""
+    return emptying_s(config) + config.deadlines.swap + config.deadlines.request
+
+
+def first_version_s(config: Config) -> float:
+    """How long an engine may take to start and to load its first version."""
+    deadlines = config.deadlines
+    return deadlines.env_reset + deadlines.engine_start + new_version_s(config)
+
+
+def taken_s(config: Config) -> float:
+    """How long a trainer rank may wait until the engines have what it has published: beyond what the hub gives them."""
+    return first_version_s(config) + config.deadlines.request
+
+
+def batch_s(config: Config) -> float:
+    """The same until it has its shard: rank 0 may still be publishing meanwhile."""
+    return taken_s(config) + new_version_s(config) + engine_return_s(config) + config.deadlines.batch
+
+
+def kept_s(config: Config) -> float:
+    """How long a trainer rank may wait until the hub has written its state: beyond what the hub's stages last."""
+    deadlines = config.deadlines
+    return max(deadlines.batch, deadlines.step, deadlines.shutdown) + deadlines.request
+
+
+def hang_s(config: Config) -> float:
+    """How long an engine with requests may make no step: it is given up before they are."""
+    return min(config.deadlines.engine_step, config.deadlines.generate / 2)
+
+
+def engine_return_s(config: Config) -> float:
+    """How long a node may be without engines: each restart of the last one can end in another death, up to its load."""
+    once = config.deadlines.shutdown + LONGEST_PAUSE_S + config.deadlines.engine_start + new_version_s(config)
+    return config.engine_restarts * once
+
+
+def lease_s(config: Config) -> float:
+    """How long a node may take from a lease to its result: an episode, in which the node may lose all of its engines,
+    its end, and the messages around it."""
+    deadlines = config.deadlines
+    return deadlines.episode + engine_return_s(config) + deadlines.shutdown + 2 * deadlines.request

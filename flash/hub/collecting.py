@@ -1,0 +1,25 @@
+"""Python's cyclic garbage collector, kept from stopping the loop of a process that serves."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Generator
+from contextlib import contextmanager
+
+THRESHOLDS = (10_000, 180, 10)
+"""Neither episodes nor samples leave cycles behind, but they live long enough to be looked at again and again: at
+Python's own thresholds that stops a loop of 10,000 episodes for a second. Looking at 30,000 new objects took 10 ms."""
+
+
+@contextmanager
+def seldom_collected() -> Generator[None]:
+    """Collect seldom inside the block, and never what was there before."""
+    thresholds = gc.get_threshold()
+    # What torch and vLLM have loaded stays for good: a full collection over it stops the loop for 0.3 s.
+    gc.freeze()
+    gc.set_threshold(*THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()

@@ -1,0 +1,237 @@
+"""The gate between the hub's port and the hub: what a peer says is checked before the hub hears it.
+
+A peer is a rollout node, a trainer rank, a messenger that a node sends on an errand, or a guest, who may become a node
+that joins the run: the hub numbers it then. A trainer rank belongs to the life of the ranks in which it has connected,
+and is heard as long as that lasts. A peer speaks for itself alone, says what its kind may say, hands over what it was
+given a lease on, once, and whole. Whoever does otherwise runs other code than we do, or means harm: it is disconnected
+(`ProtocolError`), and the hub never sees what it said.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from flash.config.section import MOST
+from flash.config.tree import Config
+from flash.errors import PeerLostError, ProtocolError
+from flash.hub import protocol as p
+from flash.hub.hub import Hub
+from flash.transport.request import Request
+from flash.transport.server import Peer
+from flash.types import Activity, Failure, Outcome, Task, Trajectory
+
+Kind = Literal["node", "trainer", "messenger", "guest"]
+
+_NAME = re.compile(r"(node|trainer|messenger|guest)-(0|[1-9][0-9]{0,8})")
+
+FINISHED = (Outcome.OK, Outcome.TRUNCATED)
+"""Outcomes of trajectories; all others are those of failures."""
+
+SAID_BY: dict[type[Request[Any]], tuple[Kind, ...]] = {
+    p.LeaseRequest: ("node",),
+    p.DeliverRequest: ("node",),
+    p.CancelRequest: ("node",),
+    p.VersionRequest: ("node",),
+    p.LoadFailed: ("node",),
+    p.EngineReport: ("node",),
+    p.LifeRequest: ("trainer",),
+    p.LifeWatch: ("trainer",),
+    p.BatchRequest: ("trainer",),
+    p.Goodbye: ("trainer",),
+    p.Commit: ("trainer",),
+    p.PublishRequest: ("trainer",),
+    p.SnapshotRequest: ("trainer",),
+    p.Interrupt: ("node", "trainer", "messenger"),
+    p.Fatal: ("node", "trainer", "messenger"),
+    p.RunRequest: ("guest",),
+    p.JoinRequest: ("guest",),
+    p.DrainRequest: ("guest",),
+    p.Leave: ("node",),
+}
+"""Who may say what."""
+MOST_ENGINES = 1024
+"""Of one node: far above what a machine holds."""
+OF_FIRST_RANK = (p.Commit, p.PublishRequest, p.SnapshotRequest)
+"""What trainer rank 0 alone says."""
+
+
+class Speaker(msgspec.Struct, frozen=True):
+    """Who a peer is."""
+
+    kind: Kind
+    number: int
+    """Of the node, or of the trainer rank."""
+    life: int = 0
+    """Of the trainer ranks, that this one belongs to."""
+
+    @property
+    def name(self) -> str:
+        """As the hub knows it."""
+        return f"{self.kind}-{self.number}"
+
+
+class Gate:
+    """Admits peers by their names, and passes on to the hub what they may say."""
+
+    def __init__(self, hub: Hub, config: Config) -> None:
+        self._hub = hub
+        self._limits: dict[str, int] = {
+            "node": config.cluster.trainer_nodes,
+            "trainer": config.trainer_world_size,
+            "messenger": config.cluster.trainer_nodes,
+        }
+        self._speakers: dict[int, Speaker] = {}
+        self._given: dict[int, dict[int, Task]] = {}
+        """What each peer was given and has not handed over, by lease: also what the hub expects no more."""
+
+    def arrived(self, peer: Peer) -> None:
+        """A connection stands. Raises ProtocolError: nobody of this name is awaited."""
+        match = _NAME.fullmatch(peer.name)
+        if match is None or int(match[2]) >= self._limits.get(match[1], math.inf):
+            known = ", ".join(f"{kind}-0 to {kind}-{limit - 1}" for kind, limit in self._limits.items())
+            raise ProtocolError(f"nobody in this run is called {peer.name[:60]!r} ({known})")
+        kind: Any = match[1]
+        number = int(match[2])
+        if kind in ("node", "trainer") and any(
+            (other.kind, other.number) == (kind, number) and self._heard(other) for other in self._speakers.values()
+        ):
+            raise ProtocolError(f"{peer.name} is connected already")
+        life = self._hub.rank_arrives(number) if kind == "trainer" else 0
+        self._speakers[peer.id] = Speaker(kind, number, life)
+        self._given[peer.id] = {}
+
+    def left(self, peer: Peer) -> None:
+        """A connection ended."""
+        if (speaker := self._speakers.pop(peer.id, None)) is not None:
+            del self._given[peer.id]
+            if self._heard(speaker):
+                self._hub.peer_lost(speaker.name)
+
+    def _heard(self, speaker: Speaker) -> bool:
+        """Not a rank of a life that is over: the next life has begun, or soon does."""
+        return speaker.kind != "trainer" or self._hub.life_counts(speaker.life)
+
+    async def handle(self, peer: Peer, request: Request[Any]) -> msgspec.Struct:
+        """The hub's answer.
+
+        Raises:
+            ProtocolError: the peer may not say this.
+            PeerLostError: it is a trainer rank whose life is over.
+            FlashError: the hub refuses.
+        """
+        given = self._given[peer.id]
+        speaker = self._speakers[peer.id]
+        if not self._heard(speaker):
+            raise PeerLostError("this life of the trainer ranks is over, as one of them is gone")
+        fault = self._fault(speaker, request, given)
+        if fault is not None:
+            raise ProtocolError(f"{speaker.name} sent a {type(request).__name__}: {fault}")
+        if isinstance(request, p.DeliverRequest):
+            for ended in request.ended:
+                del given[ended.lease_id]
+        reply = await self._hub.handle(request)
+        if isinstance(reply, p.JoinReply) and reply.node is not None:
+            self._speakers[peer.id] = Speaker("node", reply.node)
+        if isinstance(reply, p.LeaseReply):
+            given.update((lease.lease_id, lease.task) for lease in reply.leases)
+        return reply
+
+    def _fault(self, speaker: Speaker, request: Request[Any], given: Mapping[int, Task]) -> str | None:
+        """Why this speaker may not say this."""
+        if speaker.kind not in SAID_BY[type(request)]:
+            return f"a {speaker.kind} may not"
+        own = getattr(request, speaker.kind if speaker.kind == "node" else "rank", speaker.number)
+        if own != speaker.number:
+            return f"it speaks for {speaker.kind} {own}"
+        if isinstance(request, OF_FIRST_RANK) and speaker.number != 0:
+            return "rank 0 alone does"
+        match request:
+            case p.DeliverRequest():
+                return next(self._delivery_faults(request, given), None)
+            case p.EngineReport():
+                return self._report_fault(request)
+            case p.BatchRequest() | p.Goodbye():
+                return _activity_fault(request.activities)
+            case p.JoinRequest() if not 0 < request.engines <= MOST_ENGINES:
+                return f"{request.engines} engines"
+            case p.PublishRequest() if request.published.version != self._hub.held_version:
+                return f"version {request.published.version}, and the ranks hold {self._hub.held_version}"
+            case _:
+                return None
+
+    def _delivery_faults(self, request: p.DeliverRequest, given: Mapping[int, Task]) -> Iterator[str]:
+        seen: set[int] = set()
+        for ended in request.ended:
+            task = given.get(ended.lease_id)
+            if task is None or ended.lease_id in seen:
+                yield f"it does not hold lease {ended.lease_id}"
+            elif (fault := _result_fault(task, ended.result, self._hub.published_version)) is not None:
+                yield f"lease {ended.lease_id}: {fault}"
+            seen.add(ended.lease_id)
+
+    def _report_fault(self, request: p.EngineReport) -> str | None:
+        newest = self._hub.published_version
+        for engine in request.engines:
+            if not -1 <= engine.version <= newest:
+                return f"engine {engine.index} at version {engine.version}, and the newest is {newest}"
+            if engine.index < 0 or not _finite((engine.idle_s, engine.lifetime_s, engine.canary_error)):
+                return f"engine {engine.index} with numbers that cannot be"
+        if len({engine.index for engine in request.engines}) < len(request.engines):
+            return "an engine twice"
+        if not 0 <= request.restarts <= MOST:
+            return f"{request.restarts} restarts"
+        return _activity_fault(request.activities)
+
+
+def _activity_fault(activities: Iterable[Activity]) -> str | None:
+    for activity in activities:
+        if not (_finite((activity.start, activity.stop)) and activity.start <= activity.stop):
+            return f"an activity from {activity.start} to {activity.stop}"
+    return None
+
+
+def _result_fault(task: Task, result: Trajectory | Failure, newest: int) -> str | None:
+    """Why this cannot be what became of the task."""
+    if result.task != task:
+        return "it was for another task"
+    if (result.outcome in FINISHED) != isinstance(result, Trajectory):
+        return f"a {type(result).__name__} whose outcome is {result.outcome}"
+    if isinstance(result, Failure):
+        # The ledger adds them up, and a checkpoint holds 64 bits.
+        return None if 0 <= result.tokens <= MOST else f"{result.tokens} tokens"
+    return _trajectory_fault(result, newest)
+
+
+def _trajectory_fault(made: Trajectory, newest: int) -> str | None:
+    """What in a trajectory does not go together."""
+    if len(made.token_ids) % 4 or len(made.logprobs) % 4:
+        return "its arrays have parts of numbers"
+    end, acted = 0, 0
+    for span in made.action_spans:
+        if not end <= span.start <= span.stop <= made.length:
+            return f"tokens [{span.start}, {span.stop}) of {made.length}, after {end}"
+        end, acted = span.stop, acted + span.stop - span.start
+    if not 0 < acted == made.action_count == sum(run.count for run in made.versions):
+        return f"{acted} sampled tokens, {made.action_count} log-probs, versions of another number"
+    if not all(run.count >= 0 and 0 <= run.version <= newest for run in made.versions):
+        return f"versions {made.versions[:4]}, and the newest is {newest}"
+    if len(made.turns) != len(made.action_spans) or not made.turns:
+        return f"{len(made.turns)} turns, {len(made.action_spans)} responses"
+    numbers = (number for turn in made.turns for number in (turn.reward, turn.start, turn.generate_s, turn.env_s))
+    measured = (number for turn in made.turns for number in turn.metrics.values())
+    if not (math.isfinite(made.reward) and _finite(numbers) and _finite(measured)):
+        return "a number that is not finite"
+    if made.lost_tokens < 0:
+        return f"{made.lost_tokens} lost tokens"
+    if made.length and made.tokens().min() < 0:
+        return "a token below 0"
+    return None
+
+
+def _finite(numbers: Iterable[float]) -> bool:
+    return all(map(math.isfinite, numbers))

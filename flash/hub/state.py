@@ -1,0 +1,84 @@
+"""What a checkpoint keeps of the hub, and for which runs it may be used."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Generator
+
+import msgspec
+from anyio.lowlevel import checkpoint
+
+from flash.config.tree import Config
+from flash.errors import CheckpointError, ConfigError
+from flash.hub.protocol import SnapshotReply
+from flash.hub.samples import BufferState
+
+KeepState = Callable[[int, Generator[bytearray]], Awaitable[SnapshotReply]]
+"""Writes an encoded state into the checkpoint of a version. Each piece takes a millisecond or two to make, so that
+others are to be served after each, and is gone when the next one is asked for."""
+
+
+async def weigh(version: int, pieces: Generator[bytearray]) -> SnapshotReply:
+    """Keeps nothing: for a hub whose trainers write no checkpoints."""
+    size = 0
+    for piece in pieces:
+        size += len(piece)
+        await checkpoint()
+    return SnapshotReply(size, crc32=0)
+
+
+class HubState(msgspec.Struct):
+    """What a checkpoint keeps of the hub."""
+
+    version: int
+    batch_size: int
+    group_size: int
+    extra_per_group: int
+    buffer: BufferState
+    journal: int
+    """The number of the journal's file with what came after it."""
+
+    @classmethod
+    def of(cls, version: int, buffer: BufferState, config: Config, journal: int = 0) -> HubState:
+        """The state of a run."""
+        rollout = config.rollout
+        return cls(version, config.train.batch_size, rollout.group_size, rollout.extra_per_group, buffer, journal)
+
+    @classmethod
+    def went_on(cls, version: int, buffer: BufferState, config: Config) -> HubState:
+        """The state that a journal has led to. Raises ConfigError: as `restore`."""
+        contract, extra = buffer.made.contract, buffer.made.rules.extra_per_group
+        state = cls(version, contract.batch_size, contract.group_size, extra, buffer, journal=0)
+        state.belongs_to(config)
+        return state
+
+    @classmethod
+    def restore(cls, data: bytes | memoryview, config: Config) -> HubState:
+        """Read what a checkpoint kept.
+
+        Raises:
+            CheckpointError: this version of Flash did not write it.
+            ConfigError: the groups that it holds, and the places it counts, are of another size than the run's.
+        """
+        try:
+            state = msgspec.msgpack.decode(data, type=cls)
+        except msgspec.DecodeError as error:
+            raise CheckpointError(
+                f"the checkpoint's hub.bin is of another version of Flash ({error}): go on with that version, or start "
+                "a new run"
+            ) from error
+        state.belongs_to(config)
+        return state
+
+    def belongs_to(self, config: Config) -> None:
+        """Raises ConfigError: as `restore`."""
+        rollout = config.rollout
+        for name, held, wanted in (
+            ("train.batch_size", self.batch_size, config.train.batch_size),
+            ("rollout.group_size", self.group_size, rollout.group_size),
+            ("rollout.extra_per_group", self.extra_per_group, rollout.extra_per_group),
+        ):
+            if held != wanted:
+                raise ConfigError(
+                    f"{name}: the checkpoint of version {self.version} was made with {held}, and its unfinished "
+                    f"groups are counted by it; got {wanted}. Go on with {held}, or start a new run"
+                )

@@ -1,0 +1,257 @@
+"""Steps: what the hub does for the trainer ranks. A batch is formed, dealt to all of them and committed.
+
+Versions are announced, and between two steps the state is handed out for a checkpoint. Ranks that are behind the run,
+after a restart, are given the batches of that time; nothing of these steps is booked again. It owns no task: what must
+not be left half done goes on when the rank that has asked for it is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import msgspec
+
+from flash.config.tree import Config
+from flash.errors import ContractError
+from flash.hub import protocol as p
+from flash.hub.batching import cut, deal, gather
+from flash.hub.buffer import SampleBuffer
+from flash.hub.contract import AgeContract
+from flash.hub.course import Course
+from flash.hub.evaluation import Evaluations
+from flash.hub.metrics import StepMetrics, env_metrics
+from flash.hub.nodes import Nodes
+from flash.hub.slices import drained, forgotten, in_slices
+from flash.hub.state import HubState, KeepState
+from flash.hub.trainers import Trainers
+from flash.observe.observer import Observer
+from flash.transport.slices import encoded_pieces
+from flash.types import Published, Shard, Trajectory
+
+
+class Steps:
+    """See the module's docstring.
+
+    Args:
+        config: the run.
+        observer: is told of steps, of their samples and of the ledger.
+        now: gives Unix seconds on the loop's clock.
+        course: how far the run has come.
+        buffer: gives the batches.
+        evaluations: are told of versions.
+        metrics: make the row of a step.
+        contract: the run's age contract.
+        nodes: are given what a step makes room for.
+        trainers: the ranks, and which of their lives counts.
+        keep_state: writes the hub's state into the checkpoint of a version.
+        part_bytes: of a shard, what one message may hold.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        observer: Observer,
+        now: Callable[[], float],
+        course: Course,
+        buffer: SampleBuffer,
+        evaluations: Evaluations,
+        metrics: StepMetrics,
+        contract: AgeContract,
+        nodes: Nodes,
+        trainers: Trainers,
+        keep_state: KeepState,
+        part_bytes: int,
+    ) -> None:
+        self._config = config
+        self._observer = observer
+        self._now = now
+        self._course = course
+        self._contract = contract
+        self._buffer = buffer
+        self._nodes = nodes
+        self._trainers = trainers
+        self._lives = trainers.lives
+        self._evaluations = evaluations
+        self._metrics = metrics
+        self._keep_state = keep_state
+        self._part_bytes = part_bytes
+        self._kept_waiting = 0
+        """Publications and goodbyes that wait for engines."""
+        self._shards: list[list[Shard]] = []
+        """Of each rank, in parts."""
+        self._trained: list[Trajectory] = []
+        self._forming = False
+        self._last_reply: p.BatchReply | None = None
+
+    @property
+    def training(self) -> bool:
+        """Whether the ranks have a batch."""
+        return bool(self._shards)
+
+    @property
+    def waits_for_engines(self) -> bool:
+        """Whether the ranks are kept until engines have loaded what was published."""
+        return self._kept_waiting > 0
+
+    # -- batches -----------------------------------------------------------------------------------------------------
+
+    async def batch(self, request: p.BatchRequest) -> p.BatchReply:
+        """Give a rank a part of its shard. Waits for enough complete groups; all ranks get the same answer."""
+        if request.step != self._lives.held:
+            raise ContractError(f"rank {request.rank} asks for step {request.step}; the ranks hold {self._lives.held}")
+        self._observer.activities(request.activities)
+        life = self._lives.number
+        if self._lives.behind(self._course.version):
+            return await self._trained_before(request, life)
+        while not self._shards and (self._course.stopping is None or self._forming):
+            await self._course.until("batches", self.can_form)
+            if not self._shards and self._course.stopping is None:
+                with anyio.CancelScope(shield=True):
+                    await self._form_batch()
+        if not self._shards:
+            # The same to all ranks, whatever comes between their questions: they export the model together.
+            self._last_reply = self._last_reply or p.BatchReply(None, finished=self._course.stopping == "finished")
+            return self._last_reply
+        return self._part(self._shards[request.rank], request, life, keeps=True)
+
+    async def _trained_before(self, request: p.BatchRequest, life: int) -> p.BatchReply:
+        """A part of what a life before this one has trained at the same step."""
+        # Afterwards they hold the run's version, and its state is still as it was between two steps.
+        keeps = request.step + 1 == self._course.version and not self._shards and not self._forming
+        again = await self._trainers.trained_before(request.step, keeps=keeps)
+        if again is None:
+            return p.BatchReply(None, keeps=False)
+        return self._part(again.shards[request.rank], request, life, keeps=again.keeps)
+
+    def _part(self, parts: list[Shard], request: p.BatchRequest, life: int, *, keeps: bool) -> p.BatchReply:
+        if not 0 <= request.part < len(parts):
+            raise ContractError(f"rank {request.rank} asks for part {request.part} of the {len(parts)} of its shard")
+        left = len(parts) - 1 - request.part
+        if left == 0 and self._lives.counts(life):  # else the rank is gone by now
+            self._lives.fetched.add(request.rank)
+        return p.BatchReply(parts[request.part], keeps=keeps, left=left)
+
+    def can_form(self) -> bool:
+        """Whether a rank that waits for its shard can do something about it."""
+        if self._forming:
+            return False
+        if self._shards or self._course.stopping is not None:
+            return True
+        return self._course.version >= self._config.run.steps or self._buffer.can_take(self._course.version)
+
+    async def _form_batch(self) -> None:
+        """Take a batch and deal it, or close after the last one; one rank does it for all."""
+        self._forming = True
+        try:
+            if self._course.version >= self._config.run.steps:
+                self._course.stopping = "finished"
+                self._course.bells.ring("run")
+                self._buffer.close()
+                await self._nodes.tidy()
+                return
+            groups = self._buffer.take(self._course.version)
+            while groups is None and self._buffer.untidy:
+                await self._nodes.tidy()
+                groups = self._buffer.take(self._course.version)
+            if groups is None:
+                return
+            self._nodes.spread_word()
+            self._nodes.offer()
+            min_version = self._contract.min_token_version(self._course.version)
+            batch = gather(groups, self._course.version, min_version)
+            shards = await in_slices(deal(batch, self._config.trainer_world_size))
+            self._shards = [await in_slices(cut(shard, self._part_bytes)) for shard in shards]
+            self._trained = batch.trajectories
+            self._observer.batch(batch)
+            self._course.progress += 1
+        finally:
+            self._forming = False
+            self._course.bells.ring("run", "batches")
+
+    async def commit(self, request: p.Commit) -> p.Ack:
+        """The ranks have trained a step: it is booked, unless a life before this one has booked it."""
+        if request.step != self._lives.held or len(self._lives.fetched) != self._config.trainer_world_size:
+            raise ContractError(f"step {request.step} was committed while the ranks hold {self._lives.held}")
+        if self._lives.commits(self._course.version):
+            with anyio.CancelScope(shield=True):
+                await self._book(request)
+        self._course.progress += 1
+        self._course.bells.ring("run")
+        return p.Ack()
+
+    async def _book(self, request: p.Commit) -> None:
+        # Emptied in slices below: to free them all at once would take as long as all the rest.
+        trained, self._trained = list(self._trained), []
+        dealt: list[list[Any]] = [list(self._shards[0][0].batch)]
+        dealt += [list(part.samples) for parts in self._shards for part in parts]
+        self._shards = []
+        self._buffer.commit(self._course.version)
+        self._course.version += 1
+        await self._nodes.tidy()
+        measured = await in_slices(env_metrics(trajectory.env_metrics() for trajectory in drained(trained)))
+        for items in dealt:
+            await in_slices(forgotten(items))
+        engines = list(self._nodes.fleet.engines())
+        self._observer.step(
+            self._metrics.row(self._course.version, measured, request.metrics, self._buffer, engines, self._now())
+        )
+        await self._buffer.journal.written()
+
+    # -- versions and checkpoints ------------------------------------------------------------------------------------
+
+    async def publish(self, published: Published) -> p.Ack:
+        """Announce a version once every engine has left the ones before the newest: engines are at most one behind.
+
+        Of ranks that are behind the run no engine is to have anything. Nobody can load any more what was published by
+        ranks that are gone.
+        """
+        course = self._course
+        if self._lives.publishes(course.version):
+            if course.reachable:
+                await self._until_engines_have_newest()
+            self._trainers.hold_again(published)
+            news = course.published is None or course.published.version < published.version
+            course.published, course.reachable = msgspec.structs.replace(published, life=self._lives.number), True
+            if news:
+                self._evaluations.published(published.version)
+                self._nodes.published(published.version)
+            # Again for those who lack it.
+            course.bells.ring("versions")
+        course.progress += 1
+        course.bells.ring("run")
+        return p.Ack()
+
+    async def _until_engines_have_newest(self) -> None:
+        """Wait for the engines, under the deadline of `Stage.LOADING`; an interrupted run does not wait."""
+        if self._nodes.fleet.up_to_date:
+            return
+        self._kept_waiting += 1
+        self._course.bells.ring("run")
+        try:
+            await self._course.until(
+                "engines", lambda: self._course.stopping == "interrupted" or self._nodes.fleet.up_to_date
+            )
+        finally:
+            self._kept_waiting -= 1
+            self._course.bells.ring("run")
+
+    async def snapshot(self) -> p.SnapshotReply:
+        """Have the state of this moment written; results come in and leases go out meanwhile."""
+        await self._nodes.tidy()
+        await in_slices(self._buffer.copy_ahead())
+        await self._nodes.tidy()
+        if self._shards or self._forming or self._lives.behind(self._course.version):
+            raise ContractError(f"a snapshot belongs between two steps, and step {self._course.version} is trained")
+        self._observer.ledger(self._buffer.ledger.totals(self._buffer.in_flight))
+        version, kept = self._course.version, self._buffer.snapshot()
+        state = HubState.of(version, kept, self._config, self._buffer.journal.begin(version))
+        return await self._keep_state(version, encoded_pieces(state))
+
+    async def goodbye(self, request: p.Goodbye) -> None:
+        """A rank leaves in order, as soon as no engine needs its weights."""
+        self._observer.activities(request.activities)
+        await self._until_engines_have_newest()
+        self._lives.leaves(request.rank)
+        self._course.bells.ring("run")

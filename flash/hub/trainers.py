@@ -1,0 +1,217 @@
+"""Trainers: the hub's side of the trainer ranks' coming and going. It owns no task.
+
+A life of theirs (`flash.hub.lives`) that is lost does not end the run: its calls are ended, and so are its ranks, by
+that. The engines go on with what they have. The next life is told which checkpoint to load, and trains again what the
+run has trained since (`flash.hub.past`). Where that cannot be, the run ends with an error after which all processes
+start again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import anyio
+
+from flash.config.tree import Config
+from flash.errors import FlashError, PeerLostError
+from flash.hub import protocol as p
+from flash.hub.course import Course
+from flash.hub.lives import Lives
+from flash.hub.metrics import StepMetrics
+from flash.hub.past import Again, Past, Start
+from flash.observe.observer import Observer
+from flash.types import Published
+
+T = TypeVar("T")
+
+
+class Trainers:
+    """See the module's docstring.
+
+    Args:
+        config: the run.
+        observer: is told of losses and returns.
+        now: gives Unix seconds on the loop's clock.
+        course: how far the run has come.
+        metrics: count the returns.
+        past: what the run keeps; None: it ends when a rank is lost.
+        start: what the first life begins with.
+        part_bytes: of a shard, what one message may hold.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        observer: Observer,
+        now: Callable[[], float],
+        course: Course,
+        metrics: StepMetrics,
+        past: Past | None,
+        start: Start,
+        part_bytes: int,
+    ) -> None:
+        self._observer = observer
+        self._now = now
+        self._course = course
+        self._metrics = metrics
+        self._past = past
+        self._why_not = why_not(config, past)
+        self._ranks = config.trainer_world_size
+        self._part_bytes = part_bytes
+        self.lives = Lives(self._ranks, course.version)
+        self._start: Start | None = start
+        """What the newest life begins with, once that is known."""
+        self._choosing = False
+        self._again: Again | None = None
+        self._calls: set[anyio.CancelScope] = set()
+        self._lost_at: float | None = None
+        """When the last life was lost that held the run's version, until the next one does."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nobody has to wait for a trainer rank any more.
+
+        An interrupted run does not wait for ranks that are only starting: they would have nothing new to save.
+        """
+        course, lives = self._course, self.lives
+        if course.stopping == "interrupted" and (lives.away or (course.published is None and not lives.complete)):
+            return True
+        return lives.finished
+
+    # -- lives -------------------------------------------------------------------------------------------------------
+
+    async def begins(self) -> p.LifeReply:
+        """What a rank is to begin with. The first one of its life that asks has it chosen."""
+        if self._course.error is not None:
+            raise PeerLostError("this hub is about to end")
+        while self._start is None and not self.lives.finished:
+            if self._choosing:
+                await self._course.until("batches", lambda: not self._choosing)
+                continue
+            self._choosing = True
+            try:
+                self._start = await self._choose()
+            finally:
+                self._choosing = False
+                self._course.bells.ring("batches")
+        checkpoint = self._start.checkpoint if self._start is not None and not self.lives.finished else None
+        return p.LifeReply(self.lives.number, checkpoint)
+
+    async def _choose(self) -> Start:
+        assert self._past is not None, "without a past no life follows the first"
+        version = self._course.version
+        try:
+            start = await self._past.start(version)
+        except FlashError as error:
+            raise self._cannot_come_back(error) from error
+        self.lives.begins_at(start.version, self._course.version)
+        return start
+
+    def _cannot_come_back(self, error: FlashError) -> PeerLostError:
+        """All processes start again."""
+        failed = PeerLostError(
+            f"the trainer ranks cannot come back to version {self._course.version} by themselves: {error}"
+        )
+        self._course.fail(failed)
+        return failed
+
+    def lost(self, rank: int) -> None:
+        """A rank of the newest life is gone."""
+        self._course.bells.ring("run")
+        if self.lives.lost(rank):
+            self.end_life(
+                PeerLostError(f"trainer rank {rank} is gone without a word: its process was killed, or crashed")
+            )
+
+    def end_life(self, error: FlashError) -> None:
+        """The newest life is over, for this reason."""
+        course = self._course
+        if course.error is not None or course.done:
+            return
+        if self._why_not is not None or course.stopping == "interrupted":
+            if self._why_not:
+                error.args = (f"{error}. All processes start again with it, as {self._why_not}",)
+            course.fail(error)
+            return
+        if self._lost_at is None:
+            self._lost_at = self._now()
+        self.lives.end()
+        self._start = self._again = None
+        course.reachable = False
+        course.progress += 1
+        for call in self._calls:
+            call.cancel()
+        self._observer.note(f"{error}. The trainer ranks start again, and the engines go on meanwhile")
+        course.bells.ring("run", "batches", "engines")
+
+    async def while_it_lasts(self, answer: Callable[[], Awaitable[T]]) -> T:
+        """The answer to a rank of the newest life. Raises PeerLostError: its life ended before there was one."""
+        with anyio.CancelScope() as call:
+            self._calls.add(call)
+            try:
+                return await answer()
+            finally:
+                self._calls.discard(call)
+        raise PeerLostError("this life of the trainer ranks is over, as one of them is gone")
+
+    # -- what they train again ---------------------------------------------------------------------------------------
+
+    async def trained_before(self, step: int, *, keeps: bool) -> Again | None:
+        """What the ranks train at a step that is booked already, the same for all; None: it is too late for that.
+
+        Args:
+            step: of this life's version.
+            keeps: whether a checkpoint may follow; the first rank that asks settles it.
+
+        Raises:
+            PeerLostError: it cannot be read.
+        """
+        assert self._past is not None, "without a past no life is behind"
+        if self._again is None:
+            self._again = Again(self._past, self._course, self._ranks, self._part_bytes)
+        again = self._again
+        if self._course.stopping == "interrupted" and again.step != step:
+            return None
+        try:
+            await again.read(step, keeps=keeps)
+        except FlashError as error:
+            raise self._cannot_come_back(error) from error
+        return again
+
+    def hold_again(self, published: Published) -> None:
+        """The ranks hold the run's version, and publish it now: after a loss, people are told what it is like."""
+        if self._lost_at is None:
+            return
+        seconds, self._lost_at, self._again = self._now() - self._lost_at, None, None
+        self._metrics.trainers_returned()
+        steps = self.lives.repeated
+        words = f"the trainer ranks are back at version {published.version} after {seconds:.0f} s"
+        if steps:
+            words += f", in which they have trained {steps} step{'s' * (steps > 1)} again"
+        before = self._course.published
+        if before is not None and before.version == published.version:
+            words += f": {self._compared(before, published)}"
+        self._observer.note(words)
+
+    def _compared(self, before: Published, published: Published) -> str:
+        assert self._past is not None, "without a past nobody comes back"
+        if self._past.same_weights(before, published):
+            return "the same weights as before"
+        pairs = zip(before.canary.logprobs, published.canary.logprobs, strict=True)
+        gap = max((abs(one - other) for one, other in pairs), default=0.0)
+        return (
+            "not the weights that they had, as other hardware or another number of ranks adds up in another order; "
+            f"log-probs of the canary differ by up to {gap:.2g}, and the run goes on from here"
+        )
+
+
+def why_not(config: Config, past: Past | None) -> str | None:
+    """Why the ranks of a run cannot come back without all other processes; None: they can."""
+    if past is None:
+        return ""
+    if config.weights_backend == "nccl":
+        return "weights.backend = nccl sends to a fixed group"
+    if config.checkpoint.batches == "none":
+        return 'checkpoint.batches = "none" leaves nothing to train again'
+    return None

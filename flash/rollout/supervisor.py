@@ -1,0 +1,137 @@
+"""Supervisor: keeps one place of a node filled with an engine, one after the other.
+
+An engine that dies is closed, and after a pause the next one starts in its place, as long as the place's budget lasts.
+What an engine does while it lives is its owner's, the node's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import anyio
+
+from flash.config.waits import LONGEST_PAUSE_S
+from flash.errors import DeadlineError, EngineDeadError, EngineError
+from flash.rollout.engine import Engine
+from flash.waiting import deadline
+
+FIRST_PAUSE_S = 1.0
+"""Seconds before the first restart in a row; each further one waits twice as long, up to `LONGEST_PAUSE_S`."""
+STEADY_S = 600.0
+"""An engine that has served for so long was well: what kills it then is news, and its restarts count anew."""
+LOOK_AT = "the engines' output and deadlines.engine_start"
+
+
+class Restart(NamedTuple):
+    """An engine will be started again."""
+
+    pause_s: float
+    number: int
+    """How many there have been in a row, with this one."""
+
+
+class RestartBudget:
+    """Whether and when an engine that dies is started again. Pure state.
+
+    Args:
+        most: restarts in a row.
+        now: when its first engine began to serve.
+    """
+
+    def __init__(self, most: int, now: float) -> None:
+        self._most = most
+        self._in_a_row = 0
+        self._serves_since: float | None = now
+
+    def serves(self, now: float) -> None:
+        """An engine has started."""
+        self._serves_since = now
+
+    def died(self, now: float) -> Restart | None:
+        """The engine died, or did not start. None: there is no other."""
+        if self._serves_since is not None and now - self._serves_since >= STEADY_S:
+            self._in_a_row = 0
+        self._serves_since = None
+        if self._in_a_row >= self._most:
+            return None
+        self._in_a_row += 1
+        return Restart(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._in_a_row - 1)), self._in_a_row)
+
+
+class Owner(Protocol):
+    """Who gives a place's engines their work."""
+
+    async def serve(self, place: int) -> EngineDeadError:
+        """Let the engine work until it is dead; why it is."""
+        ...
+
+    async def died(self, place: int, death: EngineDeadError, restart: Restart | None) -> None:
+        """It died, or the next one did not start; None: the place stays empty."""
+        ...
+
+    async def replaced(self, place: int, engine: Engine) -> None:
+        """The next engine has started."""
+        ...
+
+
+class Supervisor:
+    """See the module's docstring.
+
+    Args:
+        place: the engine's number on its node.
+        make: makes an engine, not started.
+        most: restarts in a row.
+        start_s: deadline of a restart, in seconds.
+    """
+
+    def __init__(self, place: int, make: Callable[[], Engine], most: int, start_s: float) -> None:
+        self._place = place
+        self._make = make
+        self._most = most
+        self._start_s = start_s
+        self.engine = make()
+        """The place's newest engine, which its owner starts first and closes last."""
+
+    async def run(self, owner: Owner) -> EngineDeadError:
+        """One engine's life after the other, the first one started; returns how the last one died.
+
+        Waits for deaths, pauses and starts. Produces what the owner is told.
+        """
+        budget = RestartBudget(self._most, anyio.current_time())
+        while True:
+            death = await owner.serve(self._place)
+            while death is not None:
+                restart = budget.died(anyio.current_time())
+                await owner.died(self._place, death, restart)
+                # Also of one that nobody follows: what is left of it holds memory.
+                await self.engine.close()
+                if restart is None:
+                    return death
+                await anyio.sleep(restart.pause_s)
+                death = await self._start_next()
+            budget.serves(anyio.current_time())
+            await owner.replaced(self._place, self.engine)
+
+    async def _start_next(self) -> EngineDeadError | None:
+        """Start another engine; why that failed, if it did."""
+        self.engine = self._make()
+        try:
+            with deadline(self._start_s, "an engine to start again", LOOK_AT):
+                await self.engine.start()
+        except (EngineError, DeadlineError) as error:
+            return EngineDeadError(str(error))
+        return None
+
+
+async def start_engines(engines: Sequence[Engine], timeout: float) -> None:
+    """Start all engines at once. Raises DeadlineError, EngineError."""
+    with deadline(timeout, "the engines to start", LOOK_AT):
+        async with anyio.create_task_group() as group:
+            for engine in engines:
+                group.start_soon(engine.start)
+
+
+def only(engine: Engine) -> Callable[[int], Engine]:
+    """What makes this engine and no other, whatever its number: for an owner that looks into it."""
+    return lambda number: engine

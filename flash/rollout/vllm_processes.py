@@ -1,0 +1,129 @@
+"""The processes of one vLLM engine: its core, a child of this process, and the workers of that.
+
+When one of them ends the engine is lost, and is told so; when it is closed, all of them end. Workers share the process
+group that their core has opened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from flash.errors import how_it_ended
+from flash.foreign import vllm
+
+LOOKS, LOOK_S = 50, 0.001
+"""How often, and after how many seconds, it is asked again how the core ended; blocks, once in an engine's life."""
+
+_running_cores: set[int] = set()
+"""Process ids of this process's started engine cores: the others are still starting."""
+
+
+class EngineProcesses:
+    """See the module's docstring. `on_end` is told, once, which process has ended and how."""
+
+    def __init__(self, on_end: Callable[[str], object]) -> None:
+        self._tell = on_end
+        self._starter: int | None = None
+        self._core: Any = None
+        self._workers: dict[int, int] = {}
+        """By process id, a descriptor that becomes readable when it ends."""
+        self._core_end: int | None = None
+        """The same of the core."""
+        self._watches = False
+
+    @property
+    def core(self) -> int:
+        """The process id of the core, which has started."""
+        return self._core.pid
+
+    def start_here(self) -> None:
+        """This thread is about to start the core."""
+        self._starter = threading.get_native_id()
+
+    def watch(self, llm: Any) -> None:
+        """Notice the death of the core or one of its workers, without which it only fails."""
+        self._core = vllm.core_process(llm)
+        _running_cores.add(self._core.pid)
+        self._core_end = os.pidfd_open(self._core.pid)
+        self._workers = {pid: os.pidfd_open(pid) for pid in vllm.worker_pids(self._core.pid)}
+        self._watches = True
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._core_end, self._on_core_end)
+        for pid, descriptor in self._workers.items():
+            loop.add_reader(descriptor, self._on_worker_end, pid)
+
+    def unwatch(self) -> None:
+        """Notice nothing any more."""
+        if not self._watches:
+            return
+        self._watches = False
+        for descriptor in (self._core_end, *self._workers.values()):
+            assert descriptor is not None, "it is watched"
+            asyncio.get_running_loop().remove_reader(descriptor)
+
+    def end(self, seconds: float) -> None:
+        """End what is left of a started engine, and wait for that, so that its memory is free; blocks."""
+        if self._core is None:
+            return
+        _kill_group(self._core.pid)
+        end = time.monotonic() + seconds
+        self._core.join(seconds)
+        for descriptor in self._workers.values():
+            ended = select.poll()
+            ended.register(descriptor, select.POLLIN)
+            ended.poll(1000 * max(0.0, end - time.monotonic()))
+        _running_cores.discard(self._core.pid)
+        if self._core_end is not None:
+            for descriptor in (self._core_end, *self._workers.values()):
+                os.close(descriptor)
+            self._core_end, self._workers = None, {}
+
+    def end_starting(self, seconds: float) -> None:
+        """End the core that the starting thread has begun and nobody knows yet, if there is one; blocks."""
+        with suppress(OSError):  # the thread has ended, which it does not do with a core half started
+            begun = {int(pid) for pid in Path(f"/proc/self/task/{self._starter}/children").read_text().split()}
+            for core in multiprocessing.active_children():
+                started = core.pid in _running_cores
+                if core.name.startswith(vllm.CORE_PROCESS) and core.pid in begun and not started:
+                    core.kill()
+                    _kill_group(core.pid)
+                    core.join(seconds)
+
+    def _on_core_end(self) -> None:
+        self._on_end(self.how_core_ended())
+
+    def _on_worker_end(self, pid: int) -> None:
+        code: int | None = self._core.exitcode
+        if code is not None and code < 0:  # a core that was killed takes its workers along
+            self._on_core_end()
+        else:
+            # Only its parent, the core, learns how it ended.
+            self._on_end(f"its worker process {pid} was killed, or crashed; perhaps memory ran out: see dmesg")
+
+    def _on_end(self, cause: str) -> None:
+        self.unwatch()
+        self._tell(cause)
+
+    def how_core_ended(self) -> str:
+        """A thread of vLLM's may be asking the system at this moment, which answers once: it notes the answer then."""
+        for _ in range(LOOKS):
+            if self._core.exitcode is not None:
+                return f"its process {self._core.pid} {how_it_ended(self._core.exitcode)}"
+            time.sleep(LOOK_S)
+        return f"its core, process {self._core.pid}, failed"
+
+
+def _kill_group(core: int | None) -> None:
+    if core is not None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(core, signal.SIGKILL)

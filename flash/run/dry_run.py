@@ -1,0 +1,115 @@
+"""`flash train --dry-run`: everything that can be tried without an engine and without training.
+
+The environment plays a first turn, its data are read, its verifier is called; the model's configuration, tokenizer and
+chat template are loaded; the objective computes a loss.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from flash.config.tree import Config, ModelConfig
+from flash.environment.load import LoadedEnvironment
+from flash.environment.shared import sharing
+from flash.errors import ConfigError
+from flash.rollout.episode import Tokenizer, text_of
+from flash.rollout.node import episode_settings
+from flash.rollout.rehearsal import rehearse
+from flash.rollout.tokenizer import HfTokenizer
+from flash.trainer.objective import try_objective
+from flash.trainer.tiny_model import is_current, save_tokenizer
+from flash.types import Observation, Trajectory
+from flash.waiting import deadline
+
+SHOWN = 200
+"""Characters of a prompt that are shown."""
+
+
+class Characters:
+    """Stands in for the tokenizer of a model that is not here: one token per character."""
+
+    def render(self, observation: Observation) -> list[int]:
+        return [ord(character) for character in text_of(observation)]
+
+    def follow(self, observation: Observation, stopped: bool) -> list[int]:
+        return self.render(observation)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+
+def dry_run(config: Config) -> list[str]:
+    """Try it all; what was found, in lines for people.
+
+    Raises:
+        ConfigError: something would stop the run.
+    """
+    try_objective(config.algorithm)
+    told = [f"objective: {config.algorithm.objective} gives finite losses and gradients"]
+    with _tokenizer(config) as (tokenizer, found):
+        told.append(f"model: {found}")
+        played = anyio.run(_play, config, tokenizer)
+    (turn,) = played.turns
+    prompt = played.action_spans[0].start
+    told.append(f"environment: {config.env.path} shows {prompt} tokens: {_short(turn.observation)}")
+    told.append(f"environment: {_short(turn.action)} as the answer gets reward {turn.reward:g}")
+    if config.observe.sink is not None:
+        told.append(f"sink: {config.observe.sink} takes what it will be called with")
+    return told
+
+
+async def _play(config: Config, tokenizer: Tokenizer) -> Trajectory:
+    env = LoadedEnvironment(config.env.path, config.env.options)
+    async with sharing(config.run.name, close_s=config.deadlines.shutdown):
+        with deadline(config.deadlines.env_reset, "the environment to be ready", "its `prepare`"):
+            await env.prepare()
+        settings, seed = episode_settings(config), config.run.seed
+        return await rehearse(tokenizer, env.make, env.kind_of, settings, run_seed=seed, now=anyio.current_time)
+
+
+@contextmanager
+def _tokenizer(config: Config) -> Generator[tuple[Tokenizer, str]]:
+    """The model's tokenizer, and what is known of the model."""
+    path = Path(config.model.path)
+    wanted = config.tiny_model
+    if wanted is not None and not is_current(path, wanted, config.env.path, config.env.options):
+        with tempfile.TemporaryDirectory(prefix="flash-tokenizer-") as folder:
+            save_tokenizer(Path(folder), config.env.path, config.env.options)
+            made = msgspec.structs.replace(config.model, path=folder)
+            yield HfTokenizer(made), f"{path} will be made, with one token per character"
+    elif path.is_dir():
+        yield HfTokenizer(config.model), f"{path}, {_described(config.model)}"
+    else:
+        yield Characters(), f"{config.model.path} is on the hub, and was not looked at"
+
+
+def _described(model: ModelConfig) -> str:
+    """The model's class and size, by its configuration alone.
+
+    Raises:
+        ConfigError: transformers knows no such causal language model.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    trusted = model.trust_remote_code
+    try:
+        described = AutoConfig.from_pretrained(model.path, local_files_only=True, trust_remote_code=trusted)
+        with torch.device("meta"):
+            made = AutoModelForCausalLM.from_config(described, trust_remote_code=trusted)
+    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"model.path: {model.path!r} is no causal language model that can be made: {error}"
+        ) from error
+    size = sum(parameter.numel() for parameter in made.parameters())
+    return f"a {type(made).__name__} of {size / 1e6:.3g}M parameters"
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= SHOWN else text[:SHOWN] + "…")

@@ -1,0 +1,109 @@
+"""The hub's state in a checkpoint: written by the hub's own process, and read back by it, with the journal after it.
+
+Trainer rank 0 shares the machine with the hub and has made the folder; it is told size and checksum, for the manifest.
+So the state passes through no message, and lies in no memory as a whole beside what it is made of.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Generator
+from io import FileIO
+from pathlib import Path
+
+import msgspec
+from anyio.to_thread import run_sync
+
+from flash.config.tree import Config
+from flash.errors import CheckpointError, ContractError, RecordingError
+from flash.hub.protocol import SnapshotReply
+from flash.hub.replayed import Replay
+from flash.hub.state import HubState
+from flash.run.journal import Place, forget_journal, replay_journal, set_journal_aside
+from flash.trainer.stored import HUB_STATE, aside_of, hub_state, step_folder
+
+
+async def keep_hub_state(run_dir: Path, version: int, pieces: Generator[bytearray]) -> SnapshotReply:
+    """Write a state, in pieces, into the checkpoint that the trainer ranks are writing. Others are served meanwhile.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    file = aside_of(step_folder(run_dir, version)) / HUB_STATE
+    try:
+        with await run_sync(_open, file) as stream:
+            size, crc32 = 0, 0
+            for piece in pieces:
+                crc32 = await run_sync(_write, stream, piece, crc32)
+                size += len(piece)
+            await run_sync(os.fsync, stream.fileno())
+    except OSError as error:
+        raise CheckpointError(f"the hub cannot write its state to {file}: {error}") from error
+    return SnapshotReply(size, crc32)
+
+
+class Restored(msgspec.Struct, frozen=True):
+    """What a hub goes on from."""
+
+    state: HubState | None
+    """None: nothing was ever begun."""
+    place: Place
+    """Where its journal goes on."""
+    notes: list[str]
+    """What people should know."""
+
+
+NOTHING = Restored(None, Place(0, 0), [])
+"""Of a new run."""
+
+
+def restored(checkpoint: Path | None, config: Config) -> Restored:
+    """What a checkpoint kept of the hub, and the journal after it; without a checkpoint, all of the journal.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or another version of Flash wrote it.
+        ConfigError: it belongs to a run of another size.
+    """
+    kept = None if checkpoint is None else kept_state(checkpoint, config)
+    version, number = (0, 0) if kept is None else (kept.version, kept.journal)
+    replay = Replay(None if kept is None else kept.buffer, version)
+    try:
+        place, notes = replay_journal(config.run_dir, version, number, replay)
+        buffer = replay.state(until=version)
+    except (RecordingError, ContractError) as error:
+        aside = set_journal_aside(config.run_dir, number)
+        start = "the beginning" if checkpoint is None else checkpoint.name
+        note = (
+            f"{error}. The run goes on from {start} alone, and generates again what was delivered since; kept: {aside}"
+        )
+        # Read again: the replay has changed it.
+        kept = None if checkpoint is None else kept_state(checkpoint, config)
+        return Restored(kept, Place(number, 0), [note])
+    if config.checkpoint.journal == "off":
+        forget_journal(config.run_dir)
+    if buffer is None:
+        return Restored(None, place, notes)
+    if replay.delivered:
+        notes.append(f"the journal brings back {replay.delivered} samples that were delivered after version {version}")
+    return Restored(HubState.went_on(version, buffer, config), place, notes)
+
+
+def kept_state(checkpoint: Path, config: Config) -> HubState:
+    """What a checkpoint kept of the hub. Errors as of `restored`."""
+    with hub_state(checkpoint) as data:
+        return HubState.restore(data, config)
+
+
+def _open(file: Path) -> FileIO:
+    # Unbuffered: so nothing is left to write, and to fail again, when it is closed after an error.
+    return file.open("wb", buffering=0)
+
+
+def _write(stream: FileIO, piece: bytearray, crc32: int) -> int:
+    """The checksum of all so far."""
+    written = 0
+    with memoryview(piece) as view:
+        while written < len(view):
+            written += stream.write(view[written:])
+    return zlib.crc32(piece, crc32)

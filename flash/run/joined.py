@@ -1,0 +1,239 @@
+"""What `flash.run.join` starts: the node loop of a node that has joined a run.
+
+It connects to the hub as a guest, and is given its number and those of its engines. When the hub is gone it waits for
+the next one of the run, and goes on with its engines. SIGTERM makes it leave in order. Its exit codes are those of
+`LifeEnd`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import anyio
+import msgspec
+
+from flash.config.load import load
+from flash.config.objects import take_import_path
+from flash.config.tree import Config
+from flash.environment.load import LoadedEnvironment
+from flash.environment.shared import sharing
+from flash.errors import FlashError, TransportError
+from flash.hub import protocol as p
+from flash.rollout.node import RolloutNode
+from flash.run.hub_search import RETRY_S, HubSearch
+from flash.run.join import LifeEnd, Order
+from flash.run.node_loop import make_node, unix_clock
+from flash.run.scratch import join_scratch_folder
+from flash.run.starter_watch import end_with_starter
+from flash.run.token import VARIABLE
+from flash.run.worker import begin_logging, complain
+from flash.transport.accept import raise_descriptor_limit
+from flash.transport.client import connect
+from flash.transport.request import ReplyT, Request
+from flash.waiting import first_error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m flash.run.joined CONFIG ORDER`."""
+    file, order = list(sys.argv[1:] if argv is None else argv)
+    begin_logging()
+    raise_descriptor_limit()
+    take_import_path()
+    join_scratch_folder()
+    end_with_starter(0, speaks=True)
+    # Taken out, so that neither engines nor environments inherit it.
+    token = os.environ.pop(VARIABLE, None)
+    try:
+        config = load(file, ["run.resume=false"])
+        if config.cluster.node_cpus is not None:
+            os.sched_setaffinity(0, config.cluster.node_cpus)
+        return anyio.run(_roll_out, config, msgspec.json.decode(order, type=Order), token)
+    except FlashError as error:
+        complain(error)
+        return LifeEnd.FINAL if error.fatal else LifeEnd.FAILED
+    except Exception:  # the process's outermost boundary: show the bug, end with a code the launcher understands
+        traceback.print_exc()
+        return LifeEnd.FAILED
+
+
+class Hub:
+    """A connection to the hub that remembers how it ended. `serves` is told, once, that this node makes samples."""
+
+    def __init__(self, caller: p.HubCaller, serves: Callable[[int], None]) -> None:
+        self._caller = caller
+        self._tell = serves
+        self.over = False
+        """Whether the hub has said that there is no more work."""
+        self.lost = False
+        """Whether it could not be asked any more."""
+        self.serves = False
+        """Whether it knows of an engine of ours that has a version."""
+
+    async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        """As of `HubCaller`."""
+        try:
+            reply = await self._caller.call(request, timeout)
+        except TransportError as error:
+            self.lost = self.lost or not error.fatal
+            raise
+        if isinstance(reply, p.LeaseReply | p.CancelReply | p.VersionReply):
+            self.over = self.over or reply.done
+        if isinstance(request, p.EngineReport) and not self.serves and any(e.version >= 0 for e in request.engines):
+            self.serves = True
+            self._tell(request.node)
+        return reply
+
+
+async def _roll_out(config: Config, order: Order, token: str | None) -> LifeEnd:
+    end = LifeEnd.OVER  # also of a signal that comes while it has no hub
+    try:
+        async with sharing(config.run.name, close_s=config.deadlines.shutdown), anyio.create_task_group() as group:
+            life = Life(config, order, token)
+            group.start_soon(life.heed_signals, group.cancel_scope)
+            end = await life.run()
+            group.cancel_scope.cancel()
+    except BaseExceptionGroup as errors:  # of the task groups above: people see the error that tells most
+        raise first_error(errors) from None
+    return end
+
+
+class Life:
+    """What a node loop does: it serves one hub of its run after the other, with the engines that it has started.
+
+    Args:
+        config: of the run, on this machine.
+        order: the launcher's.
+        token: the value of FLASH_TOKEN.
+    """
+
+    def __init__(self, config: Config, order: Order, token: str | None) -> None:
+        self._config = config
+        self._digest = order.digest
+        self._begun = order.begun
+        self._search = HubSearch(order.place, token)
+        self._run: p.RunReply | None = None
+        """What the last hub said."""
+        self._env = LoadedEnvironment(config.env.path, config.env.options)
+        self._node: RolloutNode | None = None
+        self._rejoins = False
+        """Whether it has come to this hub with engines that run."""
+        self._serving = False
+        self._told = False
+        """Whether a signal has told us to leave."""
+
+    async def run(self) -> LifeEnd:
+        """Until the run is over, a signal comes, or the next hub wants another node than this one."""
+        try:
+            wait_s = 0.0
+            while (end := await self._serve_next(wait_s)) is None:
+                # The group of nccl is made of engines that start with it.
+                if self._node is None or self._told or self._config.weights_backend == "nccl":
+                    return LifeEnd.HUB_LOST
+                wait_s = self._config.deadlines.rendezvous
+                await anyio.sleep(RETRY_S)
+            return end
+        finally:
+            if self._node is not None:
+                await self._node.close()
+
+    def _tell_beginning(self, number: int) -> None:
+        assert self._node is not None, "without a node there is no report"
+        words = f"node {number} makes samples after {time.time() - self._begun:.1f} s"
+        say(words if self._rejoins else f"{words}, of which its engines took {self._node.start_s:.1f} s to start")
+
+    async def make_node(self, node: int, first_engine: int, hub: Hub) -> RolloutNode:
+        """The node, with engines that are still to start."""
+        return await make_node(node, first_engine, self._config, self._env, hub, unix_clock())
+
+    async def heed_signals(self, all_of_it: anyio.CancelScope) -> None:
+        """Leave in order."""
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async for _ in signals:
+                self._told = True
+                if self._node is None or not self._serving:
+                    all_of_it.cancel()
+                    return
+                await self._node.drain()
+
+    async def _serve_next(self, wait_s: float) -> LifeEnd | None:
+        """Look for a hub, for so long, and serve it. None: it is gone.
+
+        Raises:
+            Exception: what ended the node; the hub knows of a `FlashError` that would come again.
+        """
+        try:
+            found = await self._search.find(wait_s, self._run)
+        except FlashError:
+            if self._run is None:  # it was there a moment ago
+                return None
+            raise
+        if found is None:
+            say("the run is over")
+            return LifeEnd.OVER
+        if self._node is not None:
+            self._begun = time.time()
+        address, self._run = found
+        if self._run.digest != self._digest:
+            return LifeEnd.HUB_LOST
+        host, port, name = address.host, address.port, f"guest-{os.getpid()}"
+        hub: Hub | None = None
+        try:
+            async with connect(host, port, address.token, name, self._config.deadlines.connect) as caller:
+                hub = Hub(caller, self._tell_beginning)
+                return await self._serve(hub)
+        except Exception as error:  # what ends it is told apart below
+            if hub is not None and hub.over:
+                say("the run is over")
+                return LifeEnd.OVER
+            if isinstance(error, TransportError) and (hub is None or hub.lost) and not error.fatal:
+                sys.stderr.write(f"flash: the hub at {host}:{port} is gone: {error}\n")
+                return None
+            raise
+
+    async def _serve(self, hub: Hub) -> LifeEnd:
+        """Join, and serve until the hub has no more work or a signal comes. Errors as of `_serve_next`."""
+        config, seconds = self._config, self._config.deadlines.request
+        engines = config.engines_on(config.cluster.trainer_nodes)
+        joined = await hub.call(p.JoinRequest(self._digest, engines), seconds)
+        if joined.node is None:
+            return LifeEnd.OVER
+        self._rejoins = self._node is not None
+        verb = "goes on with" if self._rejoins else "starting"
+        say(f"node {joined.node} of {config.run.name}: {verb} {engines} engine{'s' * (engines > 1)}")
+        if self._node is None:
+            self._node = await self.make_node(joined.node, joined.first_engine, hub)
+        else:
+            self._node.rehome(joined.node, joined.first_engine, hub)
+        self._serving = True
+        try:
+            await self._node.work()
+        except Exception as errors:  # whatever ended this node: the hub is told of what would come again
+            error = first_error(errors) if isinstance(errors, ExceptionGroup) else errors
+            if isinstance(error, FlashError) and error.fatal:
+                with suppress(FlashError):
+                    await hub.call(p.Leave(joined.node, type(error).__name__, str(error)), seconds)
+            raise error from None
+        finally:
+            self._serving = False
+        say("the run is over" if hub.over else f"node {joined.node} has left the run")
+        return LifeEnd.OVER
+
+
+def say(words: str) -> None:
+    """One line for people, as the first node writes them."""
+    sys.stdout.write(f"[{words}]\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # As in `flash.run.worker`.
+    os._exit(code)

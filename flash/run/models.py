@@ -1,0 +1,120 @@
+"""The model that a command begins with: the tiny one made where it is missing, or what `flash eval` and `flash rollout`
+may be pointed at, which is a model folder, a hub id, a run directory, or a checkpoint.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flash.config.check import is_hub_id
+from flash.config.tree import Config
+from flash.errors import CheckpointError, ConfigError, DeadlineError
+from flash.observe.rundir import RunDirectory
+from flash.run.locks import Busy, in_turn
+from flash.trainer.stored import MANIFEST, newest_complete
+from flash.trainer.tiny_model import interrupted_after, make_tiny_model, show_progress, what_changed
+
+SHOWN = 6
+"""Folders that are named in place of one that is not there."""
+
+
+def make_missing_model(config: Config) -> None:
+    """Make the tiny model that a configuration asks for, unless it is there already.
+
+    All nodes of a job come here at the same time, and so may runs that share a model: one makes it, the others wait.
+    A node whose folder is its own makes its own.
+
+    Raises:
+        ConfigError: it cannot be made from these options, or not there.
+        DeadlineError: somebody else has been making it for longer than deadlines.rendezvous.
+    """
+    if config.tiny_model is None:
+        return
+    path, wanted = Path(config.model.path), (config.tiny_model, config.env.path, config.env.options)
+    if not what_changed(path, *wanted):
+        if steps := interrupted_after(path):
+            sys.stdout.write(
+                f"tiny model: {path} is used as its warm start, interrupted after {steps} steps, has left it; remove "
+                "the folder to have it made whole\n"
+            )
+        return
+    wait_s = config.deadlines.rendezvous
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with in_turn(path.with_name(f".{path.name}.lock"), f"making the tiny model {path}", wait_s):
+            changed = what_changed(path, *wanted)
+            if not changed:
+                return
+            if path.exists():
+                sys.stdout.write(
+                    f"tiny model: {path} is made anew, since it was made from other {' and '.join(changed)}\n"
+                )
+            make_tiny_model(path, *wanted, show_progress)
+    except Busy as holder:
+        raise DeadlineError(f"{holder} to make the tiny model {path}", wait_s, "the output of that process") from None
+    except OSError as error:
+        raise ConfigError(f"cannot make the tiny model {path}: {error}; check that you may write there") from error
+
+
+@contextmanager
+def model_folder(named: str, config: Config) -> Generator[str]:
+    """The path of the model that is meant; a checkpoint is written out as a model for as long as the block lasts.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+        ConfigError: there is nothing of that name, or config.model.path, whose architecture and tokenizer a checkpoint
+            has, cannot be loaded.
+    """
+    path = Path(named)
+    if not path.exists() and not is_hub_id(named):
+        beside = sorted(other.name for other in path.parent.glob("[!.]*/"))[-SHOWN:]
+        found = f"; {path.parent} has {', '.join(beside)}" if beside else ""
+        raise ConfigError(f"there is no model, checkpoint or run {named}{found}")
+    if (path / "model" / "config.json").is_file():
+        path = path / "model"
+    checkpoint = path if (path / MANIFEST).is_file() else newest_complete(path)
+    if path.exists() and checkpoint is None and not (path / "config.json").is_file():
+        raise ConfigError(_no_model(path))
+    if (path / "config.json").is_file() or checkpoint is None:
+        yield str(path) if path.exists() else named
+        return
+    with tempfile.TemporaryDirectory(prefix="flash-checkpoint-") as folder:
+        _write_out(checkpoint, config, Path(folder))
+        yield folder
+
+
+def _no_model(path: Path) -> str:
+    """Why what is there is of no use."""
+    if not path.is_dir():
+        return f"{path} is a file; expected the folder of a model, a checkpoint or a run"
+    if RunDirectory(path).config.is_file():
+        return f"the run {path} has left no whole checkpoint and no model yet"
+    return f"{path} is neither a model (it has no config.json) nor a checkpoint nor a run"
+
+
+def _write_out(checkpoint: Path, config: Config, folder: Path) -> None:
+    import torch.distributed.checkpoint.state_dict_loader as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from flash.foreign.transformers import without_bars
+    from flash.rollout.tokenizer import HfTokenizer
+    from flash.trainer.checkpoint import STATE
+    from flash.trainer.model import load_model
+
+    with without_bars(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
+        model = load_model(config.model)
+        try:
+            # Of all that the checkpoint holds only these are read, into the model's own tensors.
+            dcp.load({"model": model.state_dict()}, checkpoint_id=checkpoint / STATE, no_dist=True)
+        except CheckpointException as error:
+            raise CheckpointError(
+                f"{checkpoint} holds other weights than {config.model.path}, which model.path names: {error}"
+            ) from error
+        model.save_pretrained(folder)
+    HfTokenizer(config.model).inner.save_pretrained(str(folder))

@@ -1,0 +1,187 @@
+"""Training again, in this process, what a run has trained: from its recorded batches, without engines.
+
+The trainer, its objective and its optimizer are those of a run, on one rank. With the run's own configuration the
+weights come out as they were: bit for bit on one CPU rank with as many threads; where several ranks trained, sums are
+taken in another order, and they differ by rounding. With another objective it shows what that would have made of the
+same data, which other policies than its own have sampled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from flash.config.tree import Config
+from flash.errors import ConfigError
+from flash.foreign.torch import private_store
+from flash.hub.batching import deal
+from flash.observe.recording import read_batch, recorded_steps
+from flash.observe.rundir import RunDirectory
+from flash.trainer.stored import complete_checkpoints, read_manifest
+from flash.types import Shard
+
+if TYPE_CHECKING:
+    from flash.trainer.step import Trainer
+
+
+class Course(msgspec.Struct, frozen=True):
+    """What is trained again."""
+
+    first: int
+    """The version it begins with."""
+    last: int
+    """The version it ends with."""
+    checkpoint: Path | None
+    """Holds the first version; None: the model's own folder does."""
+    compared: dict[int, Path]
+    """Checkpoints of versions on the way."""
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """The weights of a version beside those that the run had."""
+
+    version: int
+    checkpoint: Path
+    largest: float
+    """Largest absolute difference of any weight; 0 only if all are equal bit for bit."""
+    moved: float
+    """Largest absolute difference of any weight to what it was at the beginning of the replay."""
+
+
+def plan(run_dir: Path, first: int | None, last: int | None) -> Course:
+    """Find batches and checkpoints for the versions from `first` to `last`; None: as many as there are.
+
+    Raises:
+        ConfigError: some are missing; it says which there are.
+    """
+    steps = set(recorded_steps(RunDirectory(run_dir).batches))
+    if not steps:
+        raise ConfigError(
+            f"{run_dir} holds no recorded batches: it is no run directory, or its run had checkpoint.batches = 'none'"
+        )
+    held = {read_manifest(folder).version: folder for folder in reversed(complete_checkpoints(run_dir))}
+    starts = [version for version in sorted({0, *held}) if version in steps]
+    if not starts:
+        raise ConfigError(f"{run_dir}: there are batches of {_runs(steps)}, and no checkpoint before any of them")
+    first = starts[0] if first is None else first
+    if first not in starts:
+        known = ", ".join(map(str, starts))
+        raise ConfigError(f"--from-step: expected a version to begin with that the run has kept ({known}); got {first}")
+    newest = first
+    while newest in steps:
+        newest += 1
+    last = newest if last is None else last
+    if not first < last <= newest:
+        raise ConfigError(
+            f"--to-step: expected {first + 1} to {newest} (there are batches of {_runs(steps)}); got {last}"
+        )
+    compared = {version: folder for version, folder in held.items() if first < version <= last}
+    return Course(first, last, held.get(first), compared)
+
+
+def replay(
+    config: Config,
+    course: Course,
+    *,
+    folder: Path,
+    step: Callable[[dict[str, float]], None],
+    comparison: Callable[[Comparison], None],
+    export: Path | None = None,
+) -> None:
+    """Train the recorded batches again.
+
+    Args:
+        config: of the run, or with other settings of training.
+        course: from `plan`.
+        folder: holds the recorded batches.
+        step: given the metrics of each step, with the step's number, as in metrics.jsonl.
+        comparison: given what came out beside the run's checkpoints.
+        export: where the last weights are to be written as a Hugging Face folder.
+
+    Raises:
+        FlashError: a batch or a checkpoint is damaged, or the trainer refuses what it is given.
+    """
+    import transformers
+
+    from flash.rollout.tokenizer import HfTokenizer
+    from flash.trainer import checkpoint
+    from flash.trainer.step import Trainer
+
+    transformers.utils.logging.disable_progress_bar()
+    with _one_rank(config):
+        trainer = Trainer(config)
+        if course.checkpoint is not None:
+            checkpoint.load(course.checkpoint, trainer)
+        begun = {name: weight.clone() for name, weight in _weights(trainer).items()}
+        for number in range(course.first, course.last):
+            (shard,) = _dealt(folder, number)
+            step({"step": number, **trainer.train_step(shard)})
+            if trainer.version in course.compared:
+                comparison(_compare(trainer, course.compared[trainer.version], begun))
+        if export is not None:
+            checkpoint.export_hf(trainer.model, HfTokenizer(config.model).inner, export)
+
+
+def _dealt(folder: Path, step: int) -> list[Shard]:
+    dealing = deal(read_batch(folder, step), ranks=1)
+    while True:
+        try:
+            next(dealing)
+        except StopIteration as done:
+            return done.value
+
+
+@contextmanager
+def _one_rank(config: Config) -> Generator[None]:
+    """A process group of this process alone, seeded and with as many threads as a rank of the run."""
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(config.run.seed)
+    if config.gpus_per_node == 0:
+        cpus = config.cluster.trainer_cpus or os.sched_getaffinity(0)
+        torch.set_num_threads(max(1, len(cpus) // config.cluster.trainer_ranks))
+    backend = "nccl" if config.gpus_per_node > 0 else "gloo"
+    dist.init_process_group(backend, store=private_store(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _weights(trainer: Trainer) -> dict[str, Any]:
+    from flash.trainer.model import named_full_tensors
+
+    return {name: tensor.detach().cpu() for name, tensor in named_full_tensors(trainer.model)}
+
+
+def _compare(trainer: Trainer, path: Path, begun: dict[str, Any]) -> Comparison:
+    from flash.trainer import checkpoint
+
+    ours, theirs = _weights(trainer), checkpoint.read_weights(path, trainer)
+    return Comparison(trainer.version, path, _largest_gap(ours, theirs), _largest_gap(ours, begun))
+
+
+def _largest_gap(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """NaN where one is."""
+    import torch
+
+    return float(torch.stack([(weight - theirs[name]).abs().max() for name, weight in ours.items()]).max())
+
+
+def _runs(steps: set[int]) -> str:
+    """`steps 3 to 7, 12`."""
+    parts: list[str] = []
+    for step in sorted(steps):
+        if step - 1 in steps:
+            continue
+        end = step
+        while end + 1 in steps:
+            end += 1
+        parts.append(f"{step} to {end}" if end > step else str(step))
+    return "steps " + ", ".join(parts)

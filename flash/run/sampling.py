@@ -1,0 +1,154 @@
+"""Rollouts without training: one model, a hub, a node with its engines, in this process.
+
+Hub, scheduler, episodes, proxy and engines are those of a run. In the trainer's place stands a guest, who announces the
+model as version 0, takes the batch if there is one, and leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import anyio
+import msgspec
+
+from flash.config.tree import Config
+from flash.environment.load import LoadedEnvironment
+from flash.hub import protocol as p
+from flash.hub.fetching import fetch
+from flash.hub.hub import Hub
+from flash.hub.in_process import InProcessCaller
+from flash.observe.observer import MemoryObserver
+from flash.rollout.engine import Engine
+from flash.rollout.episode import Tokenizer
+from flash.rollout.node import RolloutNode, episode_settings
+from flash.rollout.rehearsal import rehearse
+from flash.run.beginning import tell_beginning
+from flash.types import Canary, Published, Trajectory
+from flash.waiting import first_error
+
+OF_RUNS = ("step", "version_min", "version_max")
+"""Names in a row that mean something in a run only."""
+
+MakeEngines = Callable[[Config], Sequence[Callable[[int], Engine]]]
+Tell = Callable[[str], None]
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """What came of it."""
+
+    evaluation: dict[str, float]
+    """The row of the evaluation, as in evals.jsonl but for step and versions; empty for rollouts."""
+    trajectories: list[Trajectory]
+    """In the order of the problems."""
+    notes: list[str]
+    """What people should know: failures, above all."""
+
+
+async def evaluate(
+    config: Config, env: LoadedEnvironment, tokenizer: Tokenizer, engines: MakeEngines, tell: Tell
+) -> Sampled:
+    """The held-out problems of `[eval]`, as a run evaluates its versions; `tell` is given lines on how far it is.
+
+    Raises:
+        FlashError: the environment cannot be played, or the engines are gone.
+    """
+    guest = _Guest(alone(config, steps=0, batch=config.rollout.group_size), env, tokenizer, engines)
+    await guest.run(tell)
+    (row,) = guest.observer.evaluations
+    return Sampled(
+        {name: value for name, value in row.items() if name not in OF_RUNS}, guest.evaluated, guest.observer.notes
+    )
+
+
+async def roll_out(
+    config: Config, episodes: int, env: LoadedEnvironment, tokenizer: Tokenizer, engines: MakeEngines, tell: Tell
+) -> Sampled:
+    """The first training problems, one episode of each, sampled as for training; `tell` as for `evaluate`.
+
+    Raises:
+        FlashError: the environment cannot be played or only fails, or the engines are gone.
+    """
+    one = msgspec.structs.replace(
+        config.rollout, group_size=1, extra_per_group=0, extra_groups=0, drop_equal_rewards=False, accuracy_bounds=None
+    )
+    config = alone(msgspec.structs.replace(config, rollout=one), steps=1, batch=episodes)
+    guest = _Guest(config, env, tokenizer, engines)
+    await guest.run(tell)
+    return Sampled({}, guest.observer.samples[0], guest.observer.notes)
+
+
+def alone(config: Config, *, steps: int, batch: int) -> Config:
+    """The configuration of one machine whose devices all serve, for so many steps that train nothing."""
+    replace = msgspec.structs.replace
+    return replace(
+        config,
+        run=replace(config.run, steps=steps),
+        train=replace(config.train, batch_size=batch, async_ratio=0.0),
+        engine=replace(config.engine, share_gpus=True),
+        weights=replace(config.weights, backend="tcp"),
+        cluster=replace(config.cluster, nodes=1, trainer_nodes=1, trainer_ranks=1),
+    )
+
+
+class _Guest:
+    """The one trainer rank, as far as the hub can tell, and the observer of what it has the hub do."""
+
+    def __init__(self, config: Config, env: LoadedEnvironment, tokenizer: Tokenizer, engines: MakeEngines) -> None:
+        self._config = config
+        self.observer = MemoryObserver()
+        self.evaluated: list[Trajectory] = []
+        now = anyio.current_time
+        # Rollouts want no evaluation before them.
+        evaluated = (0,) if config.run.steps else ()
+        self._hub = Hub(config, self.observer, now=now, kind_of=env.kind_of, evaluated=evaluated)
+        self._node = RolloutNode(
+            0,
+            config,
+            engines(config),
+            0,
+            tokenizer,
+            env.make,
+            InProcessCaller(self._hub, self._saw),
+            now=now,
+            prepare=env.prepare,
+            rehearse=partial(
+                rehearse,
+                tokenizer,
+                env.make,
+                env.kind_of,
+                episode_settings(config),
+                run_seed=config.run.seed,
+                now=now,
+            ),
+        )
+
+    async def run(self, tell: Tell) -> None:
+        """From the start of the engines to their end."""
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._serve)
+                group.start_soon(self._take)
+                group.start_soon(tell_beginning, self._hub, tell)
+                await self._hub.run()
+                self.evaluated.sort(key=lambda trajectory: trajectory.task.task_id)
+        except BaseExceptionGroup as errors:  # of the tasks above: people see the error that tells most
+            raise first_error(errors) from None
+
+    async def _serve(self) -> None:
+        await self._node.run()
+
+    async def _take(self) -> None:
+        """Announce the model, take the batches, leave."""
+        hub, deadlines = InProcessCaller(self._hub), self._config.deadlines
+        await hub.call(p.PublishRequest(Published(0, "tcp", b"", Canary([], []))), timeout=deadlines.engine_start)
+        for step in range(self._config.run.steps):
+            await fetch(hub, 0, step, deadlines.batch)
+            await hub.call(p.Commit(step, {}), timeout=deadlines.request)
+        await fetch(hub, 0, self._config.run.steps, deadlines.batch)
+        await hub.call(p.Goodbye(0, []), timeout=deadlines.swap + deadlines.engine_start)
+
+    def _saw(self, request: msgspec.Struct, reply: msgspec.Struct) -> None:
+        if isinstance(request, p.DeliverRequest):
+            results = [ended.result for ended in request.ended]
+            self.evaluated += [one for one in results if isinstance(one, Trajectory) and one.task.split == "eval"]

@@ -1,0 +1,61 @@
+"""What ends a process of a job when the one that started it is gone: nothing else would, after `kill -9`.
+
+On the first node the end of the launcher of `flash train` is treated as an interrupt: the run leaves a checkpoint and
+ends in order. Whoever does not manage that in time is killed, with the process group that it is in. On another node
+all are killed at once, for the others to go on without it; so are the trainer ranks of an agent that is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+
+LAUNCHER = "FLASH_LAUNCHER"
+"""The variable that names the launch to all that it starts: the launcher's process id, a dot, and when it began."""
+STARTED_BY = "FLASH_STARTED_BY"
+"""The variable with the process id of the one that starts a process, and watches over it."""
+
+
+def begin_launch() -> str:
+    """Let this process be a launcher; the name of its launch."""
+    os.environ[LAUNCHER] = name = f"{os.getpid()}.{time.time_ns()}"
+    watch_over_children()
+    return name
+
+
+def watch_over_children() -> None:
+    """Let what this process starts end with it."""
+    os.environ[STARTED_BY] = str(os.getpid())
+
+
+def end_with_starter(grace_s: float, *, speaks: bool) -> None:
+    """Interrupt this process once the one that started it is gone, and kill it `grace_s` later; one of a node speaks.
+
+    Without a grace it is killed at once. When the other is gone before it can be watched, this one ends at once, too.
+    """
+    starter = int(os.environ[STARTED_BY])
+    try:
+        descriptor = os.pidfd_open(starter)
+    except ProcessLookupError:
+        descriptor = -1
+    if descriptor < 0 or os.getppid() != starter:
+        os._exit(1)
+    watching = threading.Thread(target=_watch, args=(starter, descriptor, grace_s, speaks), daemon=True)
+    watching.start()
+
+
+def _watch(starter: int, descriptor: int, grace_s: float, speaks: bool) -> None:
+    # Readable when the process ends. Not PR_SET_PDEATHSIG: that ends with the thread that started us, and says nothing.
+    select.select([descriptor], [], [])
+    if speaks:
+        what = "leaving a checkpoint and ending" if grace_s else "ending this node's part"
+        sys.stderr.write(f"flash: process {starter}, which started this run, is gone: {what}\n")
+        sys.stderr.flush()
+    if grace_s:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace_s)
+    os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -1,0 +1,147 @@
+"""The hub's token, and where the job's own processes find it while nobody else does.
+
+It lies in a file of mode 0600 in the run directory, which the hosts of a job share; hosts that share none are given it
+in `FLASH_TOKEN`. Beside it lies, for all who may read the folder, the file's name, and the hub's address with a proof
+of the token over it. So a stranger can read there nothing that opens a port, and write there nothing that a process of
+the job believes.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+import stat
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from secrets import token_hex
+
+import msgspec
+
+from flash.errors import ConfigError, RunDirectoryError, TransportError
+from flash.transport.auth import new_token
+
+VARIABLE = "FLASH_TOKEN"
+"""Environment variable with the token, in hexadecimal, for hosts that share no run directory."""
+MIN_HEX_DIGITS = 32
+"""16 bytes: fewer could be guessed."""
+_SET_IT = f"set {VARIABLE} to the same random hexadecimal digits on all hosts (`openssl rand -hex 32`)"
+_FILE = re.compile(r"hub-[0-9a-f]{16}\.token")
+
+
+class Announcement(msgspec.Struct, frozen=True):
+    """What lies in the run directory."""
+
+    body: bytes
+    """What is announced: where the hub is."""
+    token_file: str
+    """Name of the token's file in the run directory; empty where the token is in the environment."""
+    proof: bytes
+    """HMAC-SHA256 of the body under the token."""
+
+
+@contextmanager
+def hub_token(run_dir: Path, given: str | None) -> Generator[tuple[bytes, str]]:
+    """The token of a new hub and the name of its file, which lies in the run directory inside the block.
+
+    `given`: the value of FLASH_TOKEN; then there is no file, and its name is empty.
+
+    Raises:
+        ConfigError: the environment's token is none.
+        RunDirectoryError: the file cannot be written, or cannot be kept from other users.
+    """
+    if given is not None:
+        yield parse_token(given), ""
+        return
+    token = new_token()
+    # A name of its own for each life of the hub: no host can have cached an older file under it.
+    path = run_dir / f"hub-{token_hex(8)}.token"
+    try:
+        _leave(path, token)
+        yield token, path.name
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _leave(path: Path, token: bytes) -> None:
+    try:
+        for old in path.parent.glob("hub-*.token"):
+            old.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
+                raise RunDirectoryError(
+                    f"the file system of {path.parent} lets other users read the hub's token: choose another "
+                    f"run.output_dir, or {_SET_IT}"
+                )
+            file.write(token.hex())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise RunDirectoryError(f"{path} cannot be written: {error}") from error
+
+
+def sign(body: bytes, token: bytes, token_file: str) -> bytes:
+    """What is to lie in the run directory."""
+    return msgspec.json.encode(Announcement(body, token_file, _proof(body, token)))
+
+
+def verify(stored: bytes, run_dir: Path, given: str | None) -> tuple[bytes, bytes]:
+    """The announced body and the token, from what lay in the run directory.
+
+    Raises:
+        ConfigError: this process has no token, or another one than the hub.
+        TransportError: that is not what a hub announces.
+    """
+    try:
+        found = msgspec.json.decode(stored, type=Announcement)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TransportError(
+            f"the hub's announcement cannot be read: {error}; do all hosts run the same code?"
+        ) from error
+    token = _token_of(found, run_dir, given)
+    if not hmac.compare_digest(found.proof, _proof(found.body, token)):
+        raise ConfigError(
+            f"the hub's address is not proven by the token of this host: {VARIABLE} differs between the hosts, or "
+            "somebody else wrote to the run directory"
+        )
+    return found.body, token
+
+
+def _token_of(found: Announcement, run_dir: Path, given: str | None) -> bytes:
+    if given is not None:
+        return parse_token(given)
+    if not found.token_file:
+        raise ConfigError(f"the first host has {VARIABLE} set, and this one has not: set it to the same on all hosts")
+    if _FILE.fullmatch(found.token_file) is None:
+        raise TransportError(f"the hub's announcement names {found.token_file!r} as the file of its token")
+    path = run_dir / found.token_file
+    try:
+        return bytes.fromhex(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the hub's token cannot be read ({error}): all hosts must see the same run.output_dir, as the same user; "
+            f"where they do not, {_SET_IT}"
+        ) from error
+
+
+def parse_token(text: str) -> bytes:
+    """The token that FLASH_TOKEN holds.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        token = bytes.fromhex(text)
+    except ValueError:
+        token = b""
+    if len(token) * 2 < MIN_HEX_DIGITS:
+        raise ConfigError(
+            f"{VARIABLE} is no token: expected at least {MIN_HEX_DIGITS} hexadecimal digits, as `openssl "
+            "rand -hex 32` makes them"
+        )
+    return token
+
+
+def _proof(body: bytes, token: bytes) -> bytes:
+    return hmac.digest(token, b"hub" + body, "sha256")

@@ -1,0 +1,90 @@
+"""The configured objective: made, tried on a few ordinary tokens, and its answers checked. It may be the user's own."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import torch
+
+from algorithms.base import Objective, ObjectiveOutput, PackedTokens
+from flash.config.objects import check_options, load_objective
+from flash.config.tree import AlgorithmConfig
+from flash.errors import ConfigError
+
+
+def make_objective(config: AlgorithmConfig) -> Objective:
+    """The configured objective with its options.
+
+    Raises:
+        ConfigError: there is no such objective, or an option does not fit.
+    """
+    kind = load_objective(config.objective)
+    return kind(**check_options(kind, config.options, "algorithm.options"))
+
+
+def checked_output(output: object, objective: Objective, mask_T: torch.Tensor) -> ObjectiveOutput:
+    """What an objective returned. A mean, say, would be spread over all tokens unseen.
+
+    Raises:
+        ConfigError: it is not one number per token.
+    """
+    if not isinstance(output, ObjectiveOutput):
+        found = type(output).__name__
+    else:
+        shapes = {"loss_T": tuple(output.loss_T.shape)} | {name: tuple(x.shape) for name, x in output.stats.items()}
+        wrong = [f"{name} of shape {shape}" for name, shape in shapes.items() if shape != tuple(mask_T.shape)]
+        if not wrong:
+            return output
+        found = ", ".join(wrong)
+    raise ConfigError(
+        f"algorithm.objective: {type(objective).__name__} must return ObjectiveOutput(loss_T, stats) with one number "
+        f"per token, shape {tuple(mask_T.shape)}, but returned {found}"
+    )
+
+
+def try_objective(config: AlgorithmConfig) -> None:
+    """Ask the objective for the loss of a few ordinary tokens, and for its gradient.
+
+    Raises:
+        ConfigError: it raises, returns another form, or gives a number that is not finite, or no gradient.
+    """
+    objective = make_objective(config)
+    logp_T = torch.linspace(-3.0, -0.05, 8).requires_grad_()
+    behaviour_T = logp_T.detach() + torch.tensor([0.1, -0.1] * 4)
+    mask_T = torch.arange(8) < 7
+    advantage_T = torch.tensor([1.0] * 4 + [-1.0] * 4)
+    try:
+        limit = objective.limit(-behaviour_T + logp_T.detach(), advantage_T) if objective.limits else torch.inf
+        tokens = PackedTokens(
+            logp_T=logp_T,
+            behaviour_T=behaviour_T,
+            proximal_T=logp_T.detach() + 0.02,
+            advantage_T=advantage_T,
+            reward_T=(advantage_T + 1) / 2,
+            mask_T=mask_T,
+            sequence_T=torch.arange(8) // 4,
+            sequences=2,
+            limit=limit,
+        )
+        output: Any = objective(tokens)
+    except Exception as error:  # the objective may be the user's: whatever it raises is its verdict
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"algorithm.objective: {type(objective).__name__} raised {type(error).__name__}: {error} "
+            f"({at.filename}, line {at.lineno})"
+        ) from error
+    loss_T = checked_output(output, objective, mask_T).loss_T[mask_T]
+    if not loss_T.requires_grad:
+        raise ConfigError(
+            f"algorithm.objective: the loss of {type(objective).__name__} does not depend on tokens.logp_T"
+        )
+    loss_T.sum().backward()
+    gradient_T = torch.zeros(8) if logp_T.grad is None else logp_T.grad
+    for name, value_T in (("a loss", loss_T.detach()), ("a gradient", gradient_T[mask_T])):
+        if not value_T.isfinite().all():
+            odd = value_T[~value_T.isfinite()][0].item()
+            raise ConfigError(
+                f"algorithm.objective: {type(objective).__name__} gives {name} of {odd} on ordinary tokens (log-probs "
+                "from -3 to -0.05, ratios of 0.9 and 1.1, advantages of 1 and -1)"
+            )

@@ -1,0 +1,232 @@
+"""Checkpoints as files: which there are, whether they are whole, and which one a run goes on from. Needs no torch.
+
+A checkpoint is a folder `step-000020` whose manifest names every file with its size and CRC. It is written aside and
+renamed, so a folder of that name was whole once. `step-000020.replaced` is what stood there before it was written
+again; it counts while the new one is missing. `damaged-step-000020` is one that was passed over, kept for people.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import zlib
+from collections.abc import Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from flash.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+HUB_STATE = "hub.bin"
+"""Written by the hub itself, in the node loop beside trainer rank 0."""
+TMP = ".tmp-"
+"""Begins the name of what is being written."""
+REPLACED = ".replaced"
+"""Ends the name of what was moved out of the way of its successor."""
+READ_SIZE = 1 << 20
+"""Bytes read at a time for a CRC."""
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """One file of a checkpoint; `path` is relative to its folder."""
+
+    path: str
+    size: int
+    crc32: int
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What a complete checkpoint holds."""
+
+    version: int
+    """The policy version of its weights."""
+    skipped_steps: int
+    files: list[FileEntry]
+    extras: tuple[str, ...] = ()
+    """What it holds beside the policy, by the names of `flash.trainer.checkpoint.EXTRAS`."""
+
+
+class Choice(NamedTuple):
+    """What a resumed run goes on from."""
+
+    path: Path | None
+    """None: there is no checkpoint, begin at version 0."""
+    notes: list[str]
+    """What people should know: newer checkpoints that are damaged."""
+
+
+def step_folder(run_dir: Path, version: int) -> Path:
+    """The checkpoint of a version."""
+    return run_dir / "checkpoints" / f"step-{version:06d}"
+
+
+def aside_of(folder: Path) -> Path:
+    """Where a folder is written before it is renamed."""
+    return folder.with_name(TMP + folder.name)
+
+
+def choose(run_dir: Path) -> Choice:
+    """The newest whole checkpoint; every byte of it is read. Newer ones are set aside under `damaged-…`.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none is whole.
+    """
+    damaged: dict[Path, str] = {}
+    for folder in _folders(run_dir):
+        try:
+            verify(folder, read_manifest(folder).files)
+        except CheckpointError as error:
+            damaged[folder] = str(error)
+            continue
+        return Choice(folder, [_set_aside(one, fault, folder) for one, fault in damaged.items()])
+    if damaged:
+        raise CheckpointError(
+            f"no checkpoint in {run_dir / 'checkpoints'} is whole: {'; '.join(damaged.values())}. "
+            "Bring one back from a copy, or start a new run under another run.name"
+        )
+    return Choice(None, [])
+
+
+def _set_aside(folder: Path, fault: str, instead: Path) -> str:
+    """Out of the way of the steps that will be done again, which would write under its name."""
+    names = (f"damaged-{folder.name}{f'.{number}' if number > 1 else ''}" for number in count(1))
+    kept = next(path for path in map(folder.with_name, names) if not path.exists())
+    folder.rename(kept)
+    return f"{fault}; the run goes on from {instead.name}, and the damaged checkpoint is kept as {kept.name}"
+
+
+def newest_complete(run_dir: Path) -> Path | None:
+    """The checkpoint with the highest version whose files are all there in their full size."""
+    found = complete_checkpoints(run_dir)
+    return found[0] if found else None
+
+
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """All checkpoints whose files are there in their full size, newest first."""
+    return [folder for folder in _folders(run_dir) if _is_complete(folder)]
+
+
+def _folders(run_dir: Path) -> list[Path]:
+    """Newest first; one that was replaced comes after its successor."""
+    found = (run_dir / "checkpoints").glob("step-*")
+    return sorted(found, key=lambda folder: (folder.name.removesuffix(REPLACED), folder.suffix == ""), reverse=True)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of one checkpoint.
+
+    Raises:
+        CheckpointError: it is missing or unreadable.
+    """
+    try:
+        return msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path / MANIFEST} is damaged: {error}") from error
+
+
+@contextmanager
+def hub_state(path: Path) -> Generator[memoryview]:
+    """The hub's state of one checkpoint, checked against the manifest, for the length of the block.
+
+    Mapped, not read: it may be as large as the memory that it is decoded to.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    verify(path, [entry for entry in read_manifest(path).files if entry.path == HUB_STATE])
+    with (
+        (path / HUB_STATE).open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as view,
+    ):
+        yield view
+
+
+def verify(folder: Path, entries: Iterable[FileEntry]) -> None:
+    """Read these files and compare their checksums, several at a time.
+
+    Raises:
+        CheckpointError: one differs from what was written.
+    """
+    entries = list(entries)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        faults = [fault for fault in pool.map(lambda entry: _fault(folder, entry), entries) if fault]
+    if faults:
+        raise CheckpointError("; ".join(faults))
+
+
+def _fault(folder: Path, entry: FileEntry) -> str:
+    file = folder / entry.path
+    try:
+        found = crc32_of(file)
+    except OSError as error:
+        return f"{file} is damaged: it cannot be read: {error}"
+    return "" if found == entry.crc32 else f"{file} is damaged: CRC {found:08x}, written as {entry.crc32:08x}"
+
+
+def describe(file: Path, folder: Path) -> FileEntry:
+    """A file of a checkpoint as the manifest names it."""
+    return FileEntry(str(file.relative_to(folder)), file.stat().st_size, crc32_of(file))
+
+
+def crc32_of(file: Path) -> int:
+    """The CRC-32 of a file's content."""
+    crc = 0
+    with file.open("rb") as stream:
+        while block := stream.read(READ_SIZE):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def prepare(aside: Path, leftovers: Iterable[Path] = ()) -> None:
+    """An empty folder to write into. Leftovers of writes that were killed go first: they may be what fills the disk."""
+    for folder in {*leftovers, aside}:
+        if folder.exists():
+            shutil.rmtree(folder)
+    aside.mkdir(parents=True)
+
+
+def replace(aside: Path, folder: Path) -> None:
+    """Rename. An earlier folder of that name is moved out of the way, and goes when the new one is in its place."""
+    old = folder.with_name(folder.name + REPLACED)
+    if folder.exists():
+        if old.exists():
+            shutil.rmtree(old)
+        folder.rename(old)
+    aside.rename(folder)
+    sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def prune(run_dir: Path, keep: int) -> None:
+    """Delete all but the newest complete checkpoints."""
+    by_version: dict[str, Path] = {}
+    for folder in complete_checkpoints(run_dir):
+        by_version.setdefault(folder.name.removesuffix(REPLACED), folder)
+    kept = list(by_version.values())[:keep]
+    for folder in _folders(run_dir):
+        if folder not in kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        files = read_manifest(folder).files
+        return all((folder / entry.path).stat().st_size == entry.size for entry in files)
+    except (OSError, CheckpointError):
+        return False
+
+
+def sync(path: Path) -> None:
+    """Force a file or a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

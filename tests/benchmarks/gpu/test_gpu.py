@@ -1,0 +1,87 @@
+"""The parts of `make gpu-check`, as far as two CPU cores go."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.gpu.__main__ import main, parts
+from benchmarks.gpu.sizes import SMALL, TINY, Sizes, random_model, weight_bytes
+from flash.config.hardware import count_gpus
+
+
+@pytest.mark.parametrize("shape", [SMALL, TINY])
+def test_the_weights_that_count_are_those_of_the_model(shape):
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(shape.config())
+    matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
+    assert matrices == shape.layer_weights + shape.width * shape.vocabulary
+
+
+def test_a_step_has_six_products_for_each_weight_and_its_attention():
+    alone = TINY.training_flops(1, 0.0)
+    assert alone == 6 * (TINY.layer_weights + TINY.width * TINY.vocabulary)
+    # Causal: a token sees half of the sequence on average; two products of 2 × head width, three times.
+    seen = 10 / 2
+    attention = 3 * 2 * 2 * TINY.layers * TINY.heads * TINY.head_dim * seen
+    assert TINY.training_flops(7, 10.0) == pytest.approx(7 * (alone + attention))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nothing"], "there is no part nothing; there are layer, mfu"),
+        (["job-model"], "it needs --model FOLDER"),
+        (["--model", "/nowhere"], "has no config.json"),
+        pytest.param(["layer"], "no NVIDIA GPU", marks=pytest.mark.skipif(count_gpus() > 0, reason="there is a GPU")),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(words, says, capsys):
+    with pytest.raises(SystemExit):
+        main(words)
+    assert says in capsys.readouterr().err
+
+
+def test_a_part_that_fails_is_told_and_the_others_go_on(tmp_path, capsys):
+    def fails(sizes: Sizes):
+        raise ValueError("no card answers")
+
+    file = tmp_path / "report.json"
+    offered = {"one": fails, "two": lambda sizes: []}
+    assert main(["--quick", "--json", str(file)], lambda model: offered) == 1
+    report = json.loads(file.read_text())
+    assert report["failed"] == {"one": "ValueError: no card answers"}
+    assert [row["case"] for row in report["rows"]] == ["two"]
+    assert "torch" in report["machine"]["versions"]
+    assert "one failed: ValueError: no card answers" in capsys.readouterr().out
+
+
+@pytest.mark.integration
+def test_the_arithmetic_of_the_trainer_is_measured(tmp_path):
+    file = tmp_path / "report.json"
+    assert main(["layer", "mfu", "--quick", "--json", str(file)]) == 0
+    found = {row["metric"]: row["ours"] for row in json.loads(file.read_text())["rows"]}
+    assert found["step_s"] > 0
+    assert 0 < found["of_one_large_product"] < 1
+    assert set(parts(tmp_path)) == {"layer", "mfu", "job-tiny", "engine", "job-model"}
+
+
+@pytest.mark.integration
+def test_a_model_with_random_weights_never_ends_its_answers(tmp_path):
+    from transformers import AutoConfig, AutoTokenizer
+
+    from flash.config.tree import TinyModelConfig
+    from flash.trainer.tiny_model import make_tiny_model
+
+    tiny = TinyModelConfig(layers=1, width=32, warm_start_steps=0)
+    make_tiny_model(tmp_path / "tiny", tiny, "envs.arithmetic:Arithmetic", {}, lambda *_: None)
+    folder = random_model(tmp_path / "random", TINY, tmp_path / "tiny")
+    assert AutoConfig.from_pretrained(folder).eos_token_id is None
+    assert AutoTokenizer.from_pretrained(folder).eos_token_id is None
+    weights = TINY.layer_weights + TINY.width * TINY.vocabulary
+    norms = TINY.layers * (2 * TINY.width + 2 * TINY.head_dim) + TINY.width
+    assert weight_bytes(folder, 2) == 2 * (weights + norms)

@@ -1,0 +1,210 @@
+"""What the chaos run takes for lost, doubled and too old, which faults it plans, and whom they hit."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from benchmarks.form import ROOT
+from benchmarks.real.chaos import Lived, rows
+from benchmarks.real.chaos_cluster import WORKLOAD
+from benchmarks.real.chaos_faults import KINDS, LONGEST_S, PLACES, SHORTEST_S, Struck, one_of_each, plan, role
+from benchmarks.real.chaos_judge import (
+    Left,
+    Trained,
+    Verdict,
+    judge,
+    left_by,
+    recoveries,
+    stretches,
+    tokens_per_second,
+)
+from flash.config.load import load
+from flash.observe.recording import write_batch
+from flash.observe.rundir import RunDirectory
+from flash.types import Batch, Task, VersionRun
+from tests.hub.cases import trajectory
+
+LEDGER = {
+    "issued": 8,
+    "trained": 5,
+    "filtered": 1,
+    "given_up": 2,
+    "in_flight": 0,
+    "generated_tokens": 29,
+    "trained_tokens": 20,
+    "discarded_tokens": 9,
+}
+
+
+def step(number: int, tasks: list[int], *versions: VersionRun) -> Trained:
+    return Trained(number, max(0, number - 1), [(task, list(versions)) for task in tasks])
+
+
+SOUND = Left(
+    ledger=LEDGER,
+    async_ratio=1.0,
+    rows=[{"step": n, "time": 100.0 + n, "trained_tokens": tokens} for n, tokens in enumerate((8, 4, 8))],
+    redone=[{"step": 2, "time": 101.5, "trained_tokens": 8}],
+    samples={0: 2, 1: 2, 2: 2},
+    batches=[
+        step(0, [0, 1], VersionRun(0, 4)),
+        # One of two is wholly too old: it has been given up, and its tokens thrown away.
+        Trained(1, 1, [(2, [VersionRun(1, 4)]), (3, [VersionRun(0, 4)])]),
+        step(2, [4, 5], VersionRun(1, 2), VersionRun(2, 2)),
+    ],
+)
+CLEAN = Verdict(0, 0, 0, 0, 0, 0)
+
+
+def but(**changes: Any) -> Verdict:
+    """The verdict on a run that is sound but for this."""
+    return judge(msgspec.structs.replace(SOUND, **changes))
+
+
+def booked(**changes: int) -> Verdict:
+    return but(ledger={**LEDGER, **changes})
+
+
+def test_a_sound_run_has_lost_and_doubled_nothing() -> None:
+    assert judge(SOUND) == CLEAN
+
+
+def test_a_task_that_is_in_no_book_and_in_no_batch_is_lost() -> None:
+    assert booked(issued=9).tasks_lost == 1
+    assert booked(given_up=1).tasks_lost == 1
+    assert but(batches=SOUND.batches[:2]).tasks_lost == 2
+
+
+def test_a_task_that_is_trained_again_is_doubled() -> None:
+    again = but(batches=[*SOUND.batches[:2], step(2, [4, 1], VersionRun(1, 2), VersionRun(2, 2))])
+    assert (again.tasks_doubled, again.tasks_lost) == (1, 1)
+
+
+def test_tokens_have_one_place_in_the_books_and_are_in_a_batch_where_they_were_trained() -> None:
+    assert booked(generated_tokens=30).tokens_unaccounted == 1
+    assert booked(trained_tokens=21, generated_tokens=30).tokens_unaccounted == 1
+    assert but(batches=[*SOUND.batches[:2], step(2, [4, 5], VersionRun(2, 3))]).tokens_unaccounted == 2
+
+
+def test_tokens_that_were_trained_beyond_the_ratio_are_counted_and_those_left_out_are_not() -> None:
+    old = Trained(2, 0, [(4, [VersionRun(0, 1), VersionRun(1, 3)]), (5, [VersionRun(2, 4)])])
+    assert but(batches=[*SOUND.batches[:2], old]).tokens_beyond_alpha == 1
+    assert but(batches=[*SOUND.batches[:2], old], async_ratio=1.5).tokens_beyond_alpha == 0
+    assert but(async_ratio=0.0).tokens_beyond_alpha == 4
+
+
+def test_rows_of_metrics_and_samples_are_there_once() -> None:
+    assert but(rows=[*SOUND.rows, SOUND.rows[1]]).rows_doubled == 1
+    assert but(rows=SOUND.rows[:1] + SOUND.rows[2:]).rows_lost == 1
+    assert but(samples={0: 2, 1: 3, 2: 2}).rows_doubled == 1
+    assert but(samples={0: 2, 2: 1}).rows_lost == 3
+
+
+def test_of_a_run_that_has_not_ended_nobody_can_tell() -> None:
+    verdict = booked(in_flight=3)
+    assert verdict.tasks_lost != verdict.tasks_lost
+    assert verdict.tokens_unaccounted != verdict.tokens_unaccounted
+
+
+def test_time_without_a_step_counts_from_the_beginning_to_the_end() -> None:
+    assert stretches([5.0, 12.0, 99.0], 0.0, 20.0, longest_s=6.0) == [7.0, 8.0]
+    assert stretches([], 0.0, 20.0, longest_s=6.0) == [20.0]
+
+
+def test_goodput_counts_what_was_not_done_again() -> None:
+    assert tokens_per_second(SOUND.rows, 100.0, 102.0) == (4 + 8) / 2
+
+
+def test_a_kind_has_recovered_at_the_next_step_of_any_life() -> None:
+    faults = [("kill hub", 100.5), ("kill hub", 101.0), ("stop node", 150.0)]
+    assert recoveries(faults, SOUND.times, end=160.0) == {"kill hub": [0.5, 0.5], "stop node": [10.0]}
+
+
+def test_what_a_run_leaves_is_read_with_what_was_done_again(tmp_path: Path) -> None:
+    directory = RunDirectory.open(tmp_path / "run", "[train]\nasync_ratio = 2.0\n")
+    directory.append_metrics({"step": 0, "time": 1.0})
+    directory.append_metrics({"step": 1, "time": 2.0})
+    directory = RunDirectory.open(tmp_path / "run", "[train]\nasync_ratio = 2.0\n", resume_at=1)
+    directory.write_ledger(LEDGER)
+    made = trajectory(Task(task_id=7, group_id=0, sample_index=7, seed=1), version=0)
+    write_batch(directory.batches, Batch(0, 0, [made], []))
+    left = left_by(tmp_path / "run")
+    assert (left.async_ratio, left.ledger) == (2.0, LEDGER)
+    assert ([row["step"] for row in left.rows], [row["step"] for row in left.redone]) == ([0], [1])
+    assert left.batches == [Trained(0, 0, [(7, made.versions)])]
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_the_same_for_a_seed_and_has_all_kinds_alike() -> None:
+    faults = plan(1800, seed=3)
+    assert faults == plan(1800, seed=3) != plan(1800, seed=4)
+    counts = Counter((fault.how, fault.target) for fault in faults)
+    assert set(counts) == set(KINDS)
+    assert max(counts.values()) - min(counts.values()) <= 1
+    for fault in faults:
+        assert fault.host in PLACES[fault.target]
+        assert (fault.seconds == 0) == (fault.how == "kill")
+        assert fault.how == "kill" or SHORTEST_S <= fault.seconds <= LONGEST_S
+    assert 70 <= len(faults) <= 110
+
+
+def test_a_quick_plan_has_each_kind_once() -> None:
+    assert Counter((fault.how, fault.target) for fault in one_of_each(5, 20.0)) == Counter(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("command", "target"),
+    [
+        (b"python\0-m\0flash\0train\0a.toml\0", "launcher"),
+        (b"python\0-m\0flash.run.trainers\0a.toml\0", "agent"),
+        (b"python\0-u\0-m\0flash.run.worker\0node\0a.toml\0", "hub"),
+        (b"python\0-u\0-m\0flash.run.worker\0trainer\0a.toml\0", "trainer"),
+        (b"python\0-m\0flash.run.joined\0a.toml\0{}\0", "node"),
+        (b"VLLM::EngineCore\0", "core"),
+        (b"VLLM::Worker\0", "worker"),
+        (b"python\0-c\0from multiprocessing.resource_tracker import main\0", None),
+    ],
+)
+def test_processes_are_told_apart_by_how_they_were_started(command: bytes, target: str) -> None:
+    assert role(command) == target
+
+
+def test_the_workload_keeps_every_batch_and_is_no_other_run_than_the_quickstart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    struck, quickstart = load([WORKLOAD], []), load([ROOT / "examples" / "quickstart.toml"], [])
+    assert struck.checkpoint.batches == "all"
+    for section in ("model", "tiny_model", "env", "rollout", "algorithm"):
+        assert getattr(struck, section) == getattr(quickstart, section)
+
+
+# -- the report ------------------------------------------------------------------------------------------------------
+
+
+def test_the_goals_are_missed_by_one() -> None:
+    struck = [Struck("kill hub", 0, 100.2, 0.0, 1)]
+    bad = msgspec.structs.replace(
+        SOUND,
+        ledger={**LEDGER, "issued": 9, "generated_tokens": 30},
+        rows=[*SOUND.rows, SOUND.rows[0], {"step": 4, "time": 103.0, "trained_tokens": 0}],
+        batches=[*SOUND.batches, Trained(3, 0, [(0, [VersionRun(0, 1)])])],
+        samples={**SOUND.samples, 3: 1},
+    )
+    lived = Lived(100.0, 500.0, struck, 0, failed=["x"], stuck=["x"], orphans=["x"])
+    missed = {row.metric for row in rows(lived, bad, calm_per_s=1.0) if row.met is False}
+    assert missed == {
+        *("tasks_lost", "tasks_doubled", "tokens_unaccounted", "tokens_beyond_alpha", "rows_doubled", "rows_lost"),
+        *("orphans_left", "hangs", "launches_failed", "goodput"),
+    }
+    fine = Lived(100.0, 102.0, struck, 0, failed=[], stuck=[], orphans=[])
+    assert [row.metric for row in rows(fine, SOUND, calm_per_s=8.0) if row.met is False] == []

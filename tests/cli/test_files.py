@@ -1,0 +1,120 @@
+"""Files that commands write, and output that nobody reads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flash.cli.files import check_folder_writable, check_writable
+from flash.cli.main import UNREAD, main
+from flash.errors import ConfigError
+from flash.observe.rundir import RunDirectory
+
+
+def test_what_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    check_writable(None, tmp_path / "new.json", tmp_path / "file")
+    check_folder_writable(tmp_path / "new")
+    check_folder_writable(tmp_path)
+    for wrong, why in [
+        (tmp_path, "it is a folder; expected the name of a file"),
+        (tmp_path / "gone" / "x.json", f"the folder {tmp_path / 'gone'} does not exist"),
+        (tmp_path / "file" / "x.json", f"the folder {tmp_path / 'file'} does not exist"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            check_writable(wrong)
+        assert str(caught.value) == f"cannot write {wrong}: {why}"
+    with pytest.raises(ConfigError, match="it is a file; expected the name of a folder"):
+        check_folder_writable(tmp_path / "file")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_may_not_be_written_to_is_refused_before_any_work(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="you may not write to the folder"):
+        check_writable(tmp_path / "x.json")
+
+
+def a_run(folder: Path, *steps: int) -> Path:
+    run = RunDirectory.open(folder / "run", "")
+    for step in steps:
+        run.append_metrics({"step": step, "reward_mean": 0.5, "time": 10.0 + step, "wall_s": 1.0})
+    return run.path
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("empty", "is no run directory: it holds no config.toml"), ("run", "its run has made no step"), ("file", "is no")],
+)
+def test_plot_says_why_there_is_nothing_to_draw(
+    name: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    a_run(tmp_path)
+    assert main(["plot", str(tmp_path / name)]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"flash: error: {tmp_path / name}")
+    assert why in said.err
+    assert not said.out
+
+
+@pytest.mark.parametrize(("name", "verb"), [("plots", "write"), ("metrics.jsonl", "read")])
+def test_plot_names_what_it_can_neither_read_nor_write(
+    name: str, verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path, 0, 1)
+    if verb == "write":
+        (run / name).rmdir()
+        (run / name).touch()
+    else:
+        (run / name).unlink()
+        (run / name).mkdir()
+    assert main(["plot", str(run)]) == 2
+    assert f"flash: error: cannot {verb} {run / name}" in capsys.readouterr().err
+
+
+def test_output_that_nobody_reads_ends_a_command_without_a_word(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "flash", "plot", str(a_run(tmp_path, 0, 1))]
+    try:
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (UNREAD, "")
+
+
+def test_replay_in_another_folder_than_the_runs_says_which_model_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = """
+        run = { name = "a-run" }
+        model = { path = "outputs/models/tiny" }
+        env = { path = "envs.arithmetic:Arithmetic" }
+        cluster = { gpus_per_node = 0 }
+        tiny_model = {}
+    """
+    run = RunDirectory.open(tmp_path / "run", config)
+    (run.batches / "step-000000.bin").touch()
+    assert main(["replay", "run"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("flash: error: there is no model outputs/models/tiny here")
+    assert not said.out
+
+
+def test_a_command_works_without_an_output(tmp_path: Path) -> None:
+    words = 'exec "$0" -m flash plot "$1" >&-'
+    done = subprocess.run(
+        ["sh", "-c", words, sys.executable, str(a_run(tmp_path, 0, 1))],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

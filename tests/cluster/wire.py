@@ -1,0 +1,141 @@
+"""The wire between hosts: a switch of our own, which delays, slows, loses or holds back what one host sends another.
+
+It carries whole Ethernet frames from one end of a link to another, as the kernel hands them out: up to 64 KiB long,
+with checksums still to be made, and a header that says so, which passes along. What is lost here TCP sends again. The
+hosts know nothing of it, so that whatever runs on them runs unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import socket
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+import anyio
+import msgspec
+from anyio.abc import TaskGroup
+
+SOL_PACKET, PACKET_VNET_HDR = 263, 15
+SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
+EVERY_PROTOCOL = 3
+"""Names that Python's `socket` does not have."""
+HEADER_BYTES = 10
+"""Of what the kernel puts before each frame: what is still to be done to it."""
+FRAME_BYTES = 1 << 17
+"""More than any frame has."""
+WAITING_BYTES = 1 << 25
+"""Of frames that wait for us, or for a host."""
+FRAMES_AT_ONCE = 64
+"""Taken from one host before the others get their turn."""
+LONGEST_QUEUE_S = 2.0
+"""What would wait longer than this on a slow way is lost, as in any switch."""
+
+
+class Way(msgspec.Struct, frozen=True):
+    """What happens on the way from one host to another; not on the way back."""
+
+    delay_s: float = 0.0
+    loss: float = 0.0
+    """Share of the frames that are lost."""
+    bytes_per_s: float = math.inf
+    cut: bool = False
+
+
+class Ways:
+    """When each frame arrives. Pure state; `now` is in seconds, on any clock."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self._ways: dict[tuple[int, int], Way] = {}
+        self._free_at: dict[tuple[int, int], float] = {}
+        """When the last frame of a slow way has left."""
+
+    def set(self, source: int, target: int, way: Way) -> None:
+        """From now on; what is under way already still arrives."""
+        self._ways[source, target] = way
+
+    def arrival(self, source: int, target: int, size: int, now: float) -> float | None:
+        """When a frame arrives that is sent now; None: never."""
+        way = self._ways.get((source, target), Way())
+        if way.cut or self._random.random() < way.loss:
+            return None
+        free_at = max(now, self._free_at.get((source, target), now))
+        if free_at - now > LONGEST_QUEUE_S:
+            return None
+        self._free_at[source, target] = sent = free_at + size / way.bytes_per_s
+        return sent + way.delay_s
+
+
+def mac(host: int) -> str:
+    """The Ethernet address by which the wire knows a host."""
+    return f"02:00:00:00:00:{host + 1:02x}"
+
+
+def targets(frame: bytes, source: int, hosts: int) -> Iterable[int]:
+    """For whom a frame is, by its Ethernet address."""
+    address = frame[HEADER_BYTES : HEADER_BYTES + 6]
+    if len(address) == 6 and address[0] & 1:
+        return [host for host in range(hosts) if host != source]
+    host = address[-1] - 1 if len(address) == 6 else -1
+    return [host] if 0 <= host < hosts and host != source else []
+
+
+def open_port(device: str) -> socket.socket:
+    """A socket that takes and gives the frames of a device of this thread's network namespace."""
+    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_NONBLOCK, 0)
+    try:
+        port.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
+        for option in (SO_SNDBUFFORCE, SO_RCVBUFFORCE):
+            port.setsockopt(socket.SOL_SOCKET, option, WAITING_BYTES)
+        port.bind((device, EVERY_PROTOCOL))
+    except BaseException:
+        port.close()
+        raise
+    return port
+
+
+class Wire:
+    """Carries frames between ports, one per host, in their order."""
+
+    def __init__(self, ports: Sequence[socket.socket], ways: Ways) -> None:
+        self._ports = ports
+        self._ways = ways
+
+    async def run(self) -> None:
+        """Until cancelled.
+
+        Consumes frames. Waits for the next one of any port. Unblocked by a host. Produces the same frames at other
+        ports, each when it is due.
+        """
+        async with anyio.create_task_group() as tasks:
+            for source in range(len(self._ports)):
+                tasks.start_soon(self._carry, source, tasks)
+
+    async def _carry(self, source: int, tasks: TaskGroup) -> None:
+        port = self._ports[source]
+        while True:
+            await anyio.wait_readable(port)
+            with suppress(BlockingIOError):
+                for _ in range(FRAMES_AT_ONCE):
+                    frame, address = port.recvfrom(FRAME_BYTES)
+                    if address[2] != socket.PACKET_OUTGOING:  # what this end of the link sent itself
+                        self._pass_on(frame, source, tasks)
+
+    def _pass_on(self, frame: bytes, source: int, tasks: TaskGroup) -> None:
+        now = anyio.current_time()
+        for target in targets(frame, source, len(self._ports)):
+            due = self._ways.arrival(source, target, len(frame), now)
+            if due is not None and due <= now:
+                self._give(frame, target)
+            elif due is not None:
+                tasks.start_soon(self._give_at, due, frame, target)
+
+    async def _give_at(self, due: float, frame: bytes, target: int) -> None:
+        await anyio.sleep_until(due)
+        self._give(frame, target)
+
+    def _give(self, frame: bytes, target: int) -> None:
+        with suppress(OSError):  # a host that takes no more loses it, as on any network
+            self._ports[target].send(frame)

@@ -1,0 +1,125 @@
+"""Values of the right type that cannot work, which are refused, and those that are only unwise, which are told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from flash.cli.main import main
+from flash.config.advice import unwise
+from flash.config.load import load
+from flash.errors import ConfigError
+
+TEXT = """
+run.name = "test"
+model.path = "Qwen/Qwen3-0.6B"
+env.path = "envs.arithmetic:Arithmetic"
+cluster.gpus_per_node = 0
+"""
+CORES = os.cpu_count() or 1
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(f'{TEXT}run.output_dir = "{tmp_path}"\n')
+    return path
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("cluster.hub_port=70000", "`cluster.hub_port` (override): expected an integer from 0 to 65535, got 70000"),
+        ("engine.kv_cache_gib=1e18", "`engine.kv_cache_gib` (override): expected a number above 0 and at most 1e+06"),
+        ("engine.kv_cache_gib=1e5", "GiB of this machine's memory for 1 engine(s) together, got 100000 for each"),
+        (
+            "run.seed=99999999999999999999",
+            "expected an integer at least 0, got a number of 67 bits, which does not fit",
+        ),
+        ("run.seed=3000000000", "expected an integer at least 0, got 3000000000, which is above 2147483647"),
+        (
+            "deadlines.collective=1e-9",
+            "`deadlines.collective` (override): expected a number from 0.1 to 1e+08, got 1e-09",
+        ),
+        ("deadlines.connect=1e300", "expected a number from 0.1 to 1e+08, got 1e+300"),
+        ("train.learning_rate=1e9", "`train.learning_rate` (override): expected a number above 0 and at most 1"),
+        ("rollout.temperature=1e-9", "`rollout.temperature` (override): expected a number from 0.01 to 100, got 1e-09"),
+        ("eval.temperature=1e-9", "`eval.temperature` (override): expected 0, which is greedy, or at least 0.01"),
+        ("algorithm.entropy_bonus=1e308", "expected a number from 0 to 100, got 1e+308"),
+        ("cluster.node_cpus=[0,0]", "cores 0 to"),
+        ("cluster.trainer_ranks=10000", "processes, 4 to a core, got 10000"),
+        ("engine.tensor_parallel=1000000000", "`engine.tensor_parallel` (override): expected at most"),
+        ("engine.count=100000", "`engine.count` (override): expected at most"),
+        (
+            "eval.problems=1e40",
+            "`eval.problems` (override): expected an integer above 0 and at most 1000000, got 1e+40",
+        ),
+        ("eval.problems=1000000 eval.samples=10 eval.temperature=1.0", "expected at most 1000000 answers"),
+        ("weights.canary_tolerance=1e9", "expected a number above 0 and at most 10, got 1000000000.0"),
+        ("model.path=", "`model.path` (override): is empty"),
+        ("run.output_dir=/dev/null", "`run.output_dir` (override): expected a folder, and /dev/null is none"),
+        (f"run.output_dir={'x' * 300}", "cannot be used: File name too long"),
+        (f"model.path={'x' * 300}", '`model.path` (override): "xxx'),
+        ("model.path=a\0b", '`model.path` (override): expected text, got "a\\u0000b", which holds characters'),
+        ("model.path=a\udc80b", "which holds characters that no text has"),
+        ("rollout.fifo_window=1e308", "expected a number from 1 to 1e+06"),
+        ("env.options.x={y = 18446744073709551616}", "with a part which does not fit into 64 bits"),
+        ("simulate.turns=constant(" + "(" * 5000, "is not a distribution: it cannot be read"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_key(file: Path, override: str, complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(file, override.split(" ") if override.startswith("eval.problems=1000000") else [override])
+    assert complaint in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "content", [b"x = " + b"9" * 5000, b"x = " + b"[" * 5000, b"x = 0x" + b"f" * 9000, b"\xff", b"x = '\0'"]
+)
+def test_a_file_that_tomls_parser_fails_at_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "odd.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"odd\.toml|`x`"):
+        load(path)
+
+
+def test_a_path_with_a_nul_byte_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "a\0b.toml"]) == 2
+    assert "cannot be read: embedded null byte" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("train.learning_rate=0.5", "train.learning_rate"),
+        ("train.warmup_steps=100", "train.warmup_steps"),
+        ("algorithm.entropy_bonus=5", "algorithm.entropy_bonus"),
+        ("rollout.temperature=0.05", "rollout.temperature"),
+        ("rollout.temperature=9", "rollout.temperature"),
+        ("weights.canary_tolerance=2", "weights.canary_tolerance"),
+        (f"cluster.trainer_ranks={CORES + 1}", "cluster.trainer_ranks"),
+    ],
+)
+def test_what_is_only_unwise_is_told_and_taken(file: Path, override: str, key: str) -> None:
+    assert [problem.key for problem in unwise(load(file, [override]))] == [key]
+
+
+def test_the_command_tells_what_is_unwise_before_anything_starts(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(file), "train.learning_rate=0.5", "--dry-run"]) == 0
+    assert "flash: warning: `train.learning_rate`: 0.5 is far above" in capsys.readouterr().err
+
+
+def test_nothing_is_told_of_the_examples() -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    told = {
+        path.name: unwise(load(path))
+        for path in [examples / "quickstart.toml", examples / "minimal.toml"]
+        if path.exists()
+    }
+    assert told
+    assert not any(told.values())

@@ -1,0 +1,183 @@
+"""Programs that attack what runs and judges them, in real containers: none changes more than its own result."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+
+import pytest
+
+from envs.sandbox.api import Chunk, Spec
+from envs.sandbox.engines import profiles
+from envs.sandbox.engines.fake import FakeBackend
+from envs.sandbox.local.sandbox import LocalSandbox
+from flash.errors import SandboxRefusedError
+
+pytestmark = pytest.mark.anyio
+
+LIMIT = 20.0
+"""Seconds for commands that end by themselves; long, because the machine may be busy."""
+CONTAINERS = pytest.mark.parametrize("kind", [pytest.param("containers", marks=pytest.mark.integration)])
+
+ON_THE_AGENT = {
+    "a CPU limit": "import resource as r; r.prlimit(1, r.RLIMIT_CPU, (0, 0))",
+    "a memory limit": "import resource as r; r.prlimit(1, r.RLIMIT_AS, (0, 0))",
+    "a limit of descriptors": "import resource as r; r.prlimit(1, r.RLIMIT_NOFILE, (0, 0))",
+    "its priority": "import os; os.setpriority(os.PRIO_PROCESS, 1, 19)",
+    "its user's priority": "import os; os.setpriority(os.PRIO_USER, os.getuid(), 19)",
+    "its I/O priority": "import ctypes; assert ctypes.CDLL(None).syscall(251, 1, 1, 3 << 13) == 0",
+    "its scheduling": "import os; os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))",
+    "its CPUs": "import os; os.sched_setaffinity(1, {max(os.sched_getaffinity(0))})",
+    "a hypervisor's socket": "import socket; socket.socket(40, socket.SOCK_STREAM)",
+    "a TCP socket": "import socket; socket.socket()",
+    "a netlink socket": "import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
+}
+ON_ITSELF = (
+    "import os, resource as r, socket; r.setrlimit(r.RLIMIT_CPU, (9, 9)); os.nice(1); "
+    "os.sched_setaffinity(0, os.sched_getaffinity(0)); os.setpriority(os.PRIO_PROCESS, 0, 2); "
+    "r.prlimit(1, r.RLIMIT_CPU); socket.socketpair(); socket.socket(socket.AF_UNIX)"
+)
+FILL = "for f in /work /tmp /run /var/tmp /dev/shm; do head -c 1G /dev/zero >$f/x; done; true"
+
+IMPOSTOR = r"""
+import os, sys, time
+if os.fork(): os._exit(0)
+os.setsid()
+if os.fork(): os._exit(0)
+shell = int(sys.argv[1])
+end = time.monotonic() + 20
+while time.monotonic() < end:
+    for process in {shell, *(int(name) for name in os.listdir("/proc") if name.isdigit())} - {os.getpid()}:
+        try:
+            ask = os.open(f"/proc/{process}/fd/0", os.O_RDONLY | os.O_NONBLOCK)
+            tell = os.open(f"/proc/{process}/fd/199", os.O_WRONLY)
+            text = os.read(ask, 1 << 16)
+            token = text.split(b"printf '%s\\0' ")[1].split()[0]
+            os.write(tell, token + b"\x000\x00/work\x00\x00")
+        except (OSError, IndexError):
+            continue
+    try: os.write(1, b"ALL TESTS PASSED\n")
+    except OSError: pass
+    time.sleep(0.001)
+"""
+"""Stays after its command, takes the next one from the shell, and answers in its place."""
+
+
+@CONTAINERS
+async def test_a_program_changes_neither_the_agent_nor_anything_outside(bench):
+    async with bench.sandbox(memory_mib=128) as sandbox:
+        for what, program in ON_THE_AGENT.items():
+            answer = await sandbox.run(["python3", "-c", program], timeout=LIMIT)
+            assert answer.exit_code == 1, what
+            assert (
+                b"Permission" in answer.stderr
+                or b"not permitted" in answer.stderr
+                or (b"not supported" in answer.stderr or b"AssertionError" in answer.stderr)
+            ), (what, answer.stderr)
+        assert (await sandbox.run(["python3", "-c", ON_ITSELF], timeout=LIMIT)).stderr == b""
+        # Files everywhere leave room to work.
+        await sandbox.run(FILL, timeout=LIMIT)
+        answer = await sandbox.run(["python3", "-c", "print(len(bytes(8 << 20)))"], timeout=LIMIT)
+        assert (answer.stdout, answer.oom_killed) == (b"8388608\n", False)
+
+
+TAKE_ALL = r"""
+import ctypes, itertools
+libc = ctypes.CDLL(None)
+count = next(n for n in itertools.count() if libc.inotify_init() < 0)
+libc.mq_open.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p)
+queues = next(n for n in range(9999) if libc.mq_open(b"/q%d" % n, 0o102, 0o600, None) < 0)
+print(count, queues, flush=True)
+"""
+
+
+WANT_OF_MEMORY = """
+import os, time
+for score in ("999", "0", "-1000"):
+    try: open("/proc/self/oom_score_adj", "w").write(score)
+    except OSError: continue
+    print("lowered", flush=True)
+while True:
+    try:
+        if os.fork() == 0:
+            held = bytearray(3 << 20)
+            time.sleep(9)
+            os._exit(0)
+    except OSError:
+        time.sleep(9)
+"""
+"""Many processes, each smaller than the agent, and worth more to the kernel if that lets them."""
+
+
+@CONTAINERS
+async def test_want_of_memory_ends_the_program_and_not_the_agent(bench):
+    async with bench.sandbox(memory_mib=96, pids=64) as sandbox, sandbox.session() as session:
+        for runner in (sandbox, session):
+            # From the first moment on: what it starts at once has it from there.
+            scores = await runner.run(
+                "own=$(cat /proc/self/oom_score_adj); sleep 0.2; echo $own $(cat /proc/1/oom_score_adj)", timeout=LIMIT
+            )
+            assert scores.stdout == b"1000 500\n"
+        answer = await sandbox.run(["python3", "-c", WANT_OF_MEMORY], timeout=2)
+        assert answer.stdout == b""
+        assert answer.oom_killed
+        assert (await sandbox.run(["echo", "works"], timeout=LIMIT)).stdout == b"works\n"
+
+
+@CONTAINERS
+async def test_what_the_kernel_counts_by_user_is_not_taken_from_other_sandboxes(bench):
+    async with bench.sandbox(memory_mib=128) as greedy, bench.sandbox(memory_mib=128) as other:
+        assert greedy.hello.uid != other.hello.uid
+        command = ["python3", "-c", f"{TAKE_ALL}import time; time.sleep(60)"]
+        async with aclosing(greedy.stream(command, timeout=60)) as stream:
+            assert isinstance(await anext(stream), Chunk)
+            left = (await other.run(["python3", "-c", TAKE_ALL], timeout=LIMIT)).stdout.split()
+        assert int(left[0]) >= 100
+        assert int(left[1]) > 0
+
+
+@CONTAINERS
+async def test_nothing_that_a_command_of_a_session_leaves_answers_for_the_next(bench):
+    async with bench.sandbox(memory_mib=128) as sandbox, sandbox.session() as session:
+        await sandbox.write("impostor.py", IMPOSTOR.encode())
+        for _ in range(5):
+            await session.run("python3 impostor.py $$ 2>/dev/null", timeout=LIMIT)
+            answer = await session.run("sleep 0.1; (exit 7)", timeout=LIMIT)
+            assert (answer.exit_code, answer.stdout.replace(b"ALL TESTS PASSED\n", b"")) == (7, b"")
+            assert (await session.run("sleep 0.05; echo mine", timeout=LIMIT)).stdout == b"mine\n"
+        # Neither does it while it is the shell's own job, or the very command.
+        for text in ("python3 impostor.py $$ & sleep 0.3; (exit 7)", "python3 impostor.py $$; sleep 0.3; (exit 7)"):
+            assert (await session.run(text, timeout=LIMIT)).exit_code == 7
+            assert (await session.run("kill %1 2>/dev/null; true", timeout=LIMIT)).exit_code == 0
+
+
+@CONTAINERS
+async def test_the_shell_shows_its_descriptors_and_its_memory_to_nobody(bench):
+    look = 'import os\nfor name in ("fd/0", "mem", "environ"): os.open("/proc/%d/%s" % (os.getppid(), name), 0)'
+    async with bench.sandbox() as sandbox, sandbox.session() as session:
+        for text in (f"python3 -c '{look}'; :", f"(python3 -c '{look}'; :); :", f"echo $(python3 -c '{look}'; :)"):
+            answer = await session.run(text, timeout=LIMIT)
+            assert b"PermissionError" in answer.stderr
+
+
+async def test_jobs_of_a_shell_go_on_and_what_they_lose_does_not(bench):
+    async with bench.sandbox() as sandbox, sandbox.session() as session, sandbox.session("other") as other:
+        job = await sandbox.start("(sleep 331 &); sleep 332")
+        await session.run("sleep 333 & (sleep 334 &)", timeout=LIMIT)
+        await other.run("(sleep 335 &)", timeout=LIMIT)
+        found = await session.run("grep -ahoz '^33[0-9]$' /proc/[0-9]*/cmdline | tr '\\0' ' '", timeout=LIMIT)
+        assert sorted(found.stdout.split()) == [b"331", b"332", b"333"]
+        await job.signal("SIGKILL")
+        assert (await session.run("kill %1 && wait %1", timeout=LIMIT)).exit_code == 143
+
+
+def test_files_in_memory_leave_room_for_programs():
+    for memory in (64, 128, 256, 512, 4096):
+        assert sum(profiles.sizes_mib(Spec(image="any", memory_mib=memory)).values()) <= memory - 32
+    assert profiles.disk_mib(Spec(image="any")) == 256
+    assert profiles.disk_mib(Spec(image="any", memory_mib=64, profile="build")) == 256
+
+
+async def test_more_room_for_files_than_there_is_memory_is_refused_before_anything_starts():
+    async with FakeBackend() as backend:
+        with pytest.raises(SandboxRefusedError, match=r"memory_mib = 128, disk_mib can be at most 68, not 100"):
+            LocalSandbox(backend, Spec(image="any", memory_mib=128, disk_mib=100))

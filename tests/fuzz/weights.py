@@ -1,0 +1,106 @@
+"""Fuzzes the port of the weights: workers pull while attackers connect, prove the token or not, and say anything.
+
+Oracles: no thread ends with a traceback and none is left over; nothing is logged as an error; every pull gives the
+tensors that were published.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+import threading
+import time
+from contextlib import ExitStack, suppress
+from random import Random
+
+import torch
+
+from flash.errors import TransportError
+from flash.transport.auth import MAGIC, blocking_handshake, client_handshake
+from flash.weights.tcp import WORKER_NAME, TcpSource, WeightServer, make_image, pull
+from tests.fuzz.hub import Records
+from tests.fuzz.mutate import flipped
+
+PULL_EVERY = 25
+"""Attackers between two pulls of a good worker."""
+PATIENCE_S = 20.0
+"""Seconds in which a pull ends, and the threads of attackers that have left: far above what either needs."""
+TENSORS = (("weight", torch.arange(1000.0)), ("bias", torch.ones(3)))
+
+
+def attack(source: TcpSource, rng: Random) -> None:
+    """One attacker, from its connection to its end."""
+    with socket.create_connection((source.host, source.port), timeout=PATIENCE_S) as connection, suppress(OSError):
+        if rng.random() < 0.5:
+            _without_token(connection, rng)
+        else:
+            with suppress(TransportError):
+                _with_token(connection, source, rng)
+        _leave(connection, rng)
+
+
+def _without_token(connection: socket.socket, rng: Random) -> None:
+    hello = MAGIC + rng.randbytes(32)
+    pieces = [hello, rng.randbytes(32), bytes([rng.randrange(256)]), rng.randbytes(255), rng.randbytes(4096)]
+    for piece in pieces[: rng.randrange(6)]:
+        data = flipped(piece, rng) if rng.random() < 0.2 else piece
+        for byte in data[: rng.choice((0, 0, 0, 20))]:  # slowly, or as a whole
+            connection.send(bytes([byte]))
+        connection.sendall(data)
+
+
+def _with_token(connection: socket.socket, source: TcpSource, rng: Random) -> None:
+    name = rng.choice((WORKER_NAME, "", "x" * 255, "\x1b[2J", "node-0"))
+    handshake = client_handshake(bytes.fromhex(source.token), name)
+    blocking_handshake(handshake, connection.sendall, lambda count: _exactly(connection, count))
+    version = rng.choice((0, 1, 2, -1, 2**63 - 1, -(2**63), rng.randrange(2**32)))
+    connection.sendall(struct.pack("!q", version)[: rng.choice((8, 8, 8, 0, 3))] + rng.randbytes(rng.choice((0, 0, 9))))
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = connection.recv(count, socket.MSG_WAITALL)
+    if len(data) < count:
+        raise TransportError("hung up")
+    return data
+
+
+def _leave(connection: socket.socket, rng: Random) -> None:
+    manner = rng.choice(("mute", "reset", "half", "read"))
+    if manner == "reset":
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    elif manner != "mute":
+        connection.shutdown(socket.SHUT_WR)
+        while manner == "read" and connection.recv(4096):
+            pass
+
+
+def fuzz(connections: int, seed: int) -> dict[str, int]:
+    """So many attackers; raises AssertionError, naming the attacker's seed, where an oracle does not hold."""
+    records, dead = Records(), list[str]()
+    before, hook = threading.active_count(), threading.excepthook
+    with ExitStack() as stack:
+        logging.getLogger().addHandler(records)
+        stack.callback(logging.getLogger().removeHandler, records)
+        threading.excepthook = lambda about: dead.append(repr(about.exc_value))
+        stack.callback(setattr, threading, "excepthook", hook)
+        server = WeightServer("127.0.0.1", PATIENCE_S, PATIENCE_S)
+        stack.callback(server.close)
+        source = server.hold(1, make_image((name, tensor.clone()) for name, tensor in TENSORS))
+        pulls = 0
+        for attacker in range(connections):
+            try:
+                attack(source, Random(f"{seed}/{attacker}"))
+                if attacker % PULL_EVERY == 0:
+                    pulled = dict(pull(source))
+                    assert all(torch.equal(pulled[name], tensor) for name, tensor in TENSORS)
+                    pulls += 1
+                assert not records.bad, records.bad
+                assert not dead, dead
+            except Exception as error:
+                raise AssertionError(f"weights: seed {seed}, attacker {attacker}: {error!r}") from error
+        end = time.monotonic() + PATIENCE_S
+        while threading.active_count() > before + 1:
+            assert time.monotonic() < end, f"{threading.active_count() - before - 1} threads are left over"
+            time.sleep(0.01)
+    return {"attackers": connections, "pulls": pulls}

@@ -1,0 +1,494 @@
+"""Random schedules of a whole hub: the topology, the rules, and what happens to nodes, samples and steps are drawn.
+
+`python -m tests.hub.schedules COUNT [FIRST]` runs so many of them, one per seed; a failure names its seed.
+After each event hold: conservation of tasks and tokens, the age contract, and that no node with room waits for a task
+that it could run, unless it may be kept for a node that loads. The trainer dies and comes back: each of its lives is
+given the same batch of a step, and each step is booked once. Every schedule comes to its last step.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import time
+from itertools import count
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import msgspec
+from anyio.abc import TaskGroup
+
+from flash.config.tree import Config
+from flash.hub import protocol as p
+from flash.hub.hub import Hub
+from flash.hub.journal import MemoryJournal
+from flash.hub.past import Start
+from flash.hub.replayed import Replay
+from flash.hub.shares import KEPT_S
+from flash.hub.state import HubState
+from flash.observe.observer import MemoryObserver
+from flash.simulate.clock import run_virtual
+from flash.types import Batch, Canary, Failure, Lease, Outcome, Published, Shard, Trajectory, VersionRun
+from tests.hub.cases import KeptStates, trajectory
+
+EVENTS = 30
+ROUNDS = 200
+"""Of everything that can be done, in which a schedule makes a step."""
+WEIGHTS = {
+    "load": 8,
+    "finish": 12,
+    "all but one": 4,
+    "cancels": 3,
+    "commit": 4,
+    "die": 1,
+    "drain": 1,
+    "join": 2,
+    "time": 2,
+    "engine dies": 2,
+    "engine back": 3,
+    "hub dies": 1,
+    "trainer dies": 3,
+}
+"""How often what happens."""
+FAILURES = (Outcome.ENV_ERROR, Outcome.ENGINE_ERROR, Outcome.CANCELLED, Outcome.REWARD_ERROR)
+
+
+def draw_config(dice: random.Random, calm: bool) -> Config:
+    group = dice.choice([1, 2, 4])
+    groups = dice.randint(1, 4)
+    alpha = dice.randint(0, 3 * groups) / groups if calm else dice.choice([0.0, 1.0, 2.0, dice.uniform(0, 3)])
+    rollout = {
+        "group_size": group,
+        "retries": dice.randint(0, 3),
+        "breaker": 10_000,
+        "quarantine": 10_000,
+        "on_expire": dice.choice(["mask", "requeue", "wait"]),
+        "fifo_window": dice.choice([None, None, 1.0, 1.5]),
+        "extra_per_group": 0 if calm else dice.choice([0, 0, 1, 2]),
+        "extra_groups": 0 if calm else dice.choice([0, 0, 1, 2]),
+        "queue_scheduling": dice.random() < 0.8,
+        "replicate_prompts": dice.random() < 0.7,
+        "drop_equal_rewards": not calm and group > 1 and dice.random() < 0.3,
+    }
+    evaluation = {"every": dice.choice([0, 1, 2]), "problems": dice.randint(1, 6), "samples": dice.randint(1, 2)}
+    base: dict[str, Any] = {
+        "run": {"name": "test", "steps": dice.randint(2, 5)},
+        "model": {"path": "fake"},
+        "env": {"path": "fake:Fake"},
+        "rollout": rollout,
+        "train": {"batch_size": group * groups, "async_ratio": alpha},
+        "eval": evaluation,
+        "cluster": {"gpus_per_node": 0},
+    }
+    return msgspec.convert(base, Config)
+
+
+class Node:
+    """A node of some engines: it asks whenever it has room, and works on nothing by itself."""
+
+    def __init__(self, schedule: Schedule, number: int) -> None:
+        dice = schedule.dice
+        self.number = number
+        self.slow = dice.random() < 0.2
+        self.engines: list[int | None] = [-1] * dice.randint(1, 4)
+        """Their versions; None of those that are dead."""
+        self.room = len(self.engines) * dice.choice([1, 2, 8])
+        self.held: dict[int, Lease] = {}
+        self.waits = False
+        self._schedule = schedule
+        self._reports = count()
+        self._withdrawn: list[int] = []
+        self._more = anyio.Event()
+        self._scope = anyio.CancelScope()
+        self._gone = anyio.Event()
+
+    async def run(self) -> None:
+        with self._scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._listen)
+                await self._ask()
+        self._gone.set()
+
+    async def end(self) -> None:
+        """The hub is told of a lost connection when the last handler of its requests has ended."""
+        self._scope.cancel()
+        await self._gone.wait()
+
+    async def _listen(self) -> None:
+        done = False
+        while not done:
+            reply = await self._schedule.hub.handle(p.CancelRequest(self.number))
+            self._withdrawn += reply.lease_ids
+            done = reply.done
+
+    async def _ask(self) -> None:
+        while True:
+            while max(self.versions, default=-1) < 0 or len(self.held) >= self.room:
+                self._more = anyio.Event()
+                await self._more.wait()
+            self.waits = True
+            reply = await self._schedule.hub.handle(p.LeaseRequest(self.number, self.room - len(self.held)))
+            self.waits = False
+            self.held |= {lease.lease_id: lease for lease in reply.leases}
+            if reply.done:
+                return
+
+    @property
+    def versions(self) -> list[int]:
+        """Of the engines that live."""
+        return [version for version in self.engines if version is not None]
+
+    async def load(self, engine: int) -> None:
+        await self.becomes(engine, self._schedule.published)
+
+    async def becomes(self, engine: int, version: int | None) -> None:
+        """An engine has loaded a version, died (None), or come back without one (−1)."""
+        self.engines[engine] = version
+        statuses = [p.EngineStatus(i, v, 0.0, 1.0, 0.0) for i, v in enumerate(self.engines) if v is not None]
+        await self._schedule.hub.handle(p.EngineReport(self.number, next(self._reports), statuses, []))
+        self._more.set()
+
+    async def bring(self, *ended: p.EndedLease) -> None:
+        for each in ended:
+            self.held.pop(each.lease_id)
+        free = max(0, self.room - len(self.held))
+        await self._schedule.hub.handle(p.DeliverRequest(self.number, list(ended), free))
+        self._more.set()
+
+    async def heed(self) -> None:
+        """End what the hub has withdrawn."""
+        gone = [self.held[lease_id] for lease_id in self._withdrawn if lease_id in self.held]
+        self._withdrawn.clear()
+        ended = [p.EndedLease(lease.lease_id, Failure(lease.task, Outcome.CANCELLED, "x", 1)) for lease in gone]
+        if ended:
+            await self.bring(*ended)
+
+    @property
+    def behind(self) -> list[int]:
+        published = self._schedule.published
+        return [i for i, version in enumerate(self.engines) if version is not None and version < published]
+
+    @property
+    def dead(self) -> list[int]:
+        return [i for i, version in enumerate(self.engines) if version is None]
+
+    @property
+    def ready(self) -> list[Lease]:
+        """Leases that can end: the others wait for an engine that comes back, or loads their version."""
+        return [lease for lease in self.held.values() if lease.min_version <= max(self.versions, default=-1)]
+
+
+class Recording(MemoryObserver):
+    """Remembers whole batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: dict[int, Batch] = {}
+
+    def batch(self, batch: Batch) -> None:
+        super().batch(batch)
+        self.batches[batch.step] = batch
+
+
+class RecordedPast:
+    """See `flash.hub.past.Past`."""
+
+    def __init__(self, recording: Recording, kept: KeptStates) -> None:
+        self._recording = recording
+        self._kept = kept
+
+    async def start(self, version: int) -> Start:
+        await anyio.lowlevel.checkpoint()
+        newest = max(self._kept.by_version, default=0)
+        return Start(newest, str(newest))
+
+    async def batch(self, step: int) -> Batch:
+        await anyio.lowlevel.checkpoint()
+        return self._recording.batches[step]
+
+    def same_weights(self, one: Published, other: Published) -> bool:
+        return True
+
+
+class Schedule:
+    """One run."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.calm = seed % 4 == 0
+        """Every sample ends before the next version, and whole groups are admitted: nothing may be stale."""
+        self.config = draw_config(self.dice, self.calm)
+        self.failing = self.dice.choice([0.0, 0.1, 0.5])
+        """Share of the samples that fail at their end."""
+        if self.calm or self.config.rollout.drop_equal_rewards:
+            self.failing = (
+                0.0  # groups that failures leave with one sample are all filtered out, until the run gives up
+            )
+        self.observer = Recording()
+        self.kept, self.journal = KeptStates(), MemoryJournal()
+        self.hub = self.start_hub(None)
+        self.nodes: dict[int, Node] = {}
+        self.published = -1
+        self.version = 0
+        self.shards: dict[int, list[int]] = {}
+        """The tasks of each step, as they were dealt."""
+        self.commit_now = anyio.Event()
+        self.life = anyio.CancelScope()
+        self.deaths_left = self.dice.choice([0, 0, 2, 5])
+        """Of the trainer, while everybody else does what there is to do."""
+        self.finished = False
+        self.trainer = anyio.CancelScope()
+
+    def start_hub(self, state: HubState | None) -> Hub:
+        version = state.version if state is not None else 0
+        evaluated = [int(row["step"]) for row in self.observer.evaluations if row["version_max"] <= version]
+        return Hub(
+            self.config,
+            self.observer,
+            now=anyio.current_time,
+            state=state,
+            evaluated=evaluated,
+            keep_state=self.kept,
+            journal=self.journal,
+            checkpoint=str(version),
+            past=RecordedPast(self.observer, self.kept),
+        )
+
+    async def run(self) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._train)
+            for _ in range(self.dice.choice([1, 2, 2, 3, 4, 6, 8])):
+                await self.join(tasks)
+            await self.settle()
+            for _ in range(0 if self.calm else EVENTS):
+                await self.happen(tasks)
+                await self.settle()
+                self.check()
+            await self.end(tasks)
+            tasks.cancel_scope.cancel()
+
+    async def settle(self) -> None:
+        for _ in range(25):
+            await anyio.lowlevel.checkpoint()
+
+    async def join(self, tasks: TaskGroup) -> None:
+        """The node of the trainers comes back where it is gone; others are numbered by the hub."""
+        number = 0
+        if number in self.nodes:
+            run = await self.hub.handle(p.RunRequest(p.dialect()))
+            reply = await self.hub.handle(p.JoinRequest(run.digest, self.dice.randint(1, 4)))
+            assert reply.node is not None
+            number = reply.node
+        assert number not in self.nodes, "two nodes of one number"
+        node = self.nodes[number] = Node(self, number)
+        tasks.start_soon(node.run)
+
+    async def die(self, node: Node) -> None:
+        await node.end()
+        del self.nodes[node.number]
+        self.hub.peer_lost(f"node-{node.number}")
+
+    async def hub_dies(self, tasks: TaskGroup) -> None:
+        """Everybody starts again: the trainers from the newest checkpoint, the hub from it and the journal."""
+        if self.finished:
+            return
+        for node in self.nodes.values():
+            await node.end()
+        self.trainer.cancel()
+        await self.settle()
+        ledger = self.hub.buffer.ledger
+        stored = self.kept.by_version
+        kept = HubState.restore(stored[max(stored)], self.config) if stored else None
+        self.version, number = (kept.version, kept.journal) if kept is not None else (0, 0)
+        replay = Replay(kept.buffer if kept is not None else None, self.version)
+        for event in self.journal.after(number):
+            replay.apply(event)
+        buffer = replay.state(until=self.version)
+        assert buffer is not None
+        assert (buffer.ledger.issued, buffer.ledger.generated_tokens) == (ledger.issued, ledger.generated_tokens)
+        self.hub = self.start_hub(HubState.went_on(self.version, buffer, self.config))
+        self.nodes, self.published = {}, -1
+        self.observer.steps = [row for row in self.observer.steps if row["step"] < self.version]
+        tasks.start_soon(self._train)
+        await self.join(tasks)
+
+    async def drain(self, node: Node) -> None:
+        """It ends some of what it has, hands some back, and the rest goes back by itself."""
+        await self.hub.handle(p.Leave(node.number))
+        before = set(node.held)
+        self.commit_now.set()
+        await self.settle()
+        assert set(node.held) <= before, "a node that leaves was given more"
+        for lease in node.ready:
+            back = Failure(lease.task, Outcome.CANCELLED, "x", 1)
+            if self.dice.random() < 0.7:
+                await node.bring(self.dice.choice([self.ended(node, lease), p.EndedLease(lease.lease_id, back)]))
+        await self.die(node)
+
+    # -- what happens ------------------------------------------------------------------------------------------------
+
+    async def happen(self, tasks: TaskGroup) -> None:
+        dice = self.dice
+        node = dice.choice(list(self.nodes.values())) if self.nodes else None
+        event = dice.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        if event == "commit":
+            self.commit_now.set()
+        elif event == "hub dies":
+            await self.hub_dies(tasks)
+        elif event == "trainer dies":
+            self.life.cancel()
+        elif event == "time":
+            await anyio.sleep(dice.choice([0.1, KEPT_S, 30.0]))
+        elif event == "join" and len(self.nodes) < 8:
+            await self.join(tasks)
+        elif node is None:
+            return
+        elif event == "die":
+            await self.die(node)
+        elif event == "drain" and node.number != 0:
+            await self.drain(node)
+        elif event == "cancels":
+            await node.heed()
+        elif event == "engine dies":
+            if node.versions:
+                await node.becomes(dice.choice([i for i in range(len(node.engines)) if i not in node.dead]), None)
+        elif event == "engine back":
+            if node.dead:
+                await node.becomes(dice.choice(node.dead), -1)
+        elif event == "load":
+            if node.behind and (not node.slow or dice.random() < 0.3):
+                await node.load(dice.choice(node.behind))
+        elif (ready := node.ready) and (event != "finish" or not node.slow):
+            chosen = dice.sample(ready, len(ready) if event != "all but one" else len(ready) - 1)
+            if event == "finish":
+                chosen = chosen[: dice.randint(1, len(chosen))]
+            await node.bring(*(self.ended(node, lease) for lease in chosen))
+
+    def ended(self, node: Node, lease: Lease) -> p.EndedLease:
+        dice = self.dice
+        if dice.random() < self.failing:
+            return p.EndedLease(lease.lease_id, Failure(lease.task, dice.choice(FAILURES), "x", 1))
+        start = min(version for version in node.versions if version >= lease.min_version)
+        later = min(self.published, start + (0 if self.calm else dice.randint(0, 2)))
+        runs = [VersionRun(start, 2)] + [VersionRun(later, 1)] * (later > start)
+        made: Trajectory = trajectory(
+            lease.task, start, sum(run.count for run in runs), float(dice.randint(0, 1)), runs
+        )
+        return p.EndedLease(lease.lease_id, made)
+
+    async def _train(self) -> None:
+        """A trainer rank, one life after the other."""
+        with anyio.CancelScope() as self.trainer:
+            while not self.finished:
+                with anyio.CancelScope() as self.life:
+                    await self._live()
+                if not self.finished:
+                    self.hub.peer_lost("trainer-0")
+
+    async def _live(self) -> None:
+        """It commits what is new when it is told to, and writes a checkpoint now and then."""
+        self.hub.rank_arrives(0)
+        begins = await self.hub.handle(p.LifeRequest(0))
+        held = int(begins.checkpoint or 0)
+        while True:
+            made = Published(held, "tcp", b"", Canary([0, 0], [-1.0]))
+            await self.hub.handle(p.PublishRequest(made))
+            assert self.hub.published_version >= self.published, "the engines' version went back"
+            self.published = self.hub.published_version
+            reply = await self.hub.handle(p.BatchRequest(0, held, []))
+            if reply.shard is None:
+                self.finished = True
+                return
+            self.law_3_ages(reply.shard)
+            dealt = [sample.trajectory.task.task_id for sample in reply.shard.samples]
+            assert self.shards.setdefault(held, dealt) == dealt, "another batch for the same step"
+            if held == self.version:
+                self.commit_now = anyio.Event()
+                await self.commit_now.wait()
+            await self.hub.handle(p.Commit(held, {}))
+            held += 1
+            self.version = self.hub.version
+            if reply.keeps and self.dice.random() < 0.3:
+                await self.hub.handle(p.SnapshotRequest())
+
+    async def end(self, tasks: TaskGroup) -> None:
+        """From here on everybody does what there is to do."""
+        if not self.nodes:
+            await self.join(tasks)
+        rounds, version = 0, self.version
+        while rounds < ROUNDS:
+            rounds, version = (rounds + 1, version) if version == self.version else (0, self.version)
+            for node in list(self.nodes.values()):
+                await node.heed()
+                for engine in node.dead:
+                    await node.becomes(engine, -1)
+                for engine in node.behind:
+                    await node.load(engine)
+            if self.deaths_left and self.dice.random() < 0.3:
+                self.deaths_left -= 1
+                self.life.cancel()
+            await self.settle()
+            self.check()
+            ended = {node: [self.ended(node, lease) for lease in node.ready] for node in self.nodes.values()}
+            for node, results in ended.items():
+                await node.bring(*results)
+            await self.settle()
+            self.check()
+            if self.finished:
+                break
+            if not any(ended.values()):
+                await anyio.sleep(KEPT_S)
+                self.commit_now.set()
+                await self.settle()
+        assert self.finished, f"the run stalls at step {self.version} of {self.config.run.steps}"
+        assert self.hub.buffer.in_flight == 0
+        assert [row["step"] for row in self.observer.steps] == list(range(self.config.run.steps)), "booked once each"
+        stale = self.hub.buffer.ledger.totals(0).get("discarded_tokens_stale", 0)
+        assert not (self.calm and stale), "a token is stale because of admission"
+
+    # -- the laws ----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        self.hub.buffer.check()
+        self.no_node_waits_for_what_it_could_run()
+
+    def law_3_ages(self, shard: Shard) -> None:
+        for sample in shard.samples:
+            kept = [run.version for run in sample.trajectory.versions if run.version >= shard.min_version]
+            assert min(kept, default=shard.step) >= shard.step - math.ceil(self.config.train.async_ratio)
+
+    def no_node_waits_for_what_it_could_run(self) -> None:
+        newest = self.hub.published_version
+        if (
+            self.finished
+            or not self.observer.evaluations
+            or any(max(node.versions, default=newest) < newest for node in self.nodes.values())
+        ):
+            return  # a share may be kept
+        for node in self.nodes.values():
+            if node.waits and len(node.held) < node.room:
+                reported = [other.number for other in self.nodes.values() if max(other.versions, default=-1) >= 0]
+                lease = self.hub.buffer.lease(node.versions, node.number, nodes=reported)
+                assert lease is None, f"node {node.number} waits, and could run {lease}"
+
+
+def run_one(seed: int) -> None:
+    """One schedule. Raises what it has found, with the seed."""
+    try:
+        run_virtual(lambda: Schedule(seed).run())
+    except BaseException as error:
+        raise AssertionError(f"python -m tests.hub.schedules 1 {seed}") from error
+
+
+def main(number: int, first: int) -> None:
+    """Run the schedules of so many seeds."""
+    started = time.perf_counter()
+    for seed in range(first, first + number):
+        run_one(seed)
+    sys.stdout.write(f"{number} schedules from seed {first}: {time.perf_counter() - started:.0f} s\n")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)

@@ -1,0 +1,221 @@
+"""What a peer that holds the token can do to the hub: nothing but what its kind does in a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from flash.errors import ContractError, ProtocolError
+from flash.hub import protocol as p
+from flash.hub.gate import Gate
+from flash.transport.server import Peer
+from flash.types import Activity, Canary, Failure, Lease, Outcome, Published, Span, Turn, VersionRun
+from tests.hub.cases import trajectory
+from tests.hub.test_hub import Driver, make_config
+
+pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
+
+
+def peer(name: str, number: int = 1) -> Peer:
+    return Peer(number, name, "127.0.0.1:1")
+
+
+class Port(Driver):
+    """The hub behind its gate, with two nodes and a trainer rank."""
+
+    def __init__(self, **rollout: Any) -> None:
+        config = make_config(**rollout)
+        super().__init__(config)
+        self.gate = Gate(self.hub, config)
+        self.nodes = [peer("node-0", 1), peer("guest-77", 2)]
+        self.trainer = peer("trainer-0", 3)
+        for one in (*self.nodes, self.trainer):
+            self.gate.arrived(one)
+
+    async def begin(self, *nodes: int) -> None:
+        """As the driver does, once the second node has joined."""
+        assert (await self.join(self.nodes[1])).node == 1
+        await super().begin(*nodes)
+
+    async def join(self, guest: Peer, engines: int = 1) -> p.JoinReply:
+        run = await self.gate.handle(guest, p.RunRequest(p.dialect()))
+        assert isinstance(run, p.RunReply)
+        reply = await self.gate.handle(guest, p.JoinRequest(run.digest, engines))
+        assert isinstance(reply, p.JoinReply)
+        return reply
+
+    async def lease(self, node: int, capacity: int) -> list[Lease]:
+        reply = await self.gate.handle(self.nodes[node], p.LeaseRequest(node, capacity))
+        assert isinstance(reply, p.LeaseReply)
+        return reply.leases
+
+    async def bring(self, node: int, *leases: Lease) -> None:
+        ended = [p.EndedLease(lease.lease_id, trajectory(lease.task, 0)) for lease in leases]
+        await self.gate.handle(self.nodes[node], p.DeliverRequest(node, ended, 0))
+
+    async def refuse(self, who: Peer, request: Any, why: str) -> None:
+        before = self.hub.buffer.ledger.totals(self.hub.buffer.in_flight)
+        name = "node-1" if who.name == "guest-77" else who.name
+        with pytest.raises(ProtocolError, match=f"{name} sent a {type(request).__name__}: .*{why}"):
+            await self.gate.handle(who, request)
+        assert self.hub.buffer.ledger.totals(self.hub.buffer.in_flight) == before
+        self.hub.buffer.check()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "node-x",
+        "node--1",
+        "node-1",
+        "guest-",
+        "node-00",
+        "node-１",
+        "trainer-1",
+        "messenger-7",
+        "hub",
+        "",
+        "node-0\n",
+        "node-" + "9" * 5000,
+    ],
+)
+async def test_nobody_is_admitted_whom_the_run_does_not_await(name: str) -> None:
+    port = Port()
+    stranger = peer(name, 9)
+    with pytest.raises(ProtocolError, match="nobody in this run is called"):
+        port.gate.arrived(stranger)
+    port.gate.left(stranger)
+
+
+async def test_a_second_connection_of_a_living_peers_name_is_refused_and_takes_nothing_from_it() -> None:
+    port = Port()
+    await port.begin(0)
+    (lease,) = await port.lease(0, 1)
+    twin = peer("node-0", 9)
+    with pytest.raises(ProtocolError, match="node-0 is connected already"):
+        port.gate.arrived(twin)
+    port.gate.left(twin)
+    ended = [p.EndedLease(lease.lease_id, trajectory(lease.task, 0))]
+    await port.gate.handle(port.nodes[0], p.DeliverRequest(0, ended, 0))
+    assert port.hub.buffer.ledger.generated_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("sender", "request_", "why"),
+    [
+        ("node", p.BatchRequest(0, 0, []), "a node may not"),
+        ("node", p.Commit(0, {}), "a node may not"),
+        ("trainer", p.LeaseRequest(0, 1), "a trainer may not"),
+        ("node", p.LeaseRequest(1, 1), "it speaks for node 1"),
+        ("trainer", p.BatchRequest(7, 0, []), "it speaks for trainer 7"),
+        ("trainer", p.BatchRequest(-1, 0, []), "it speaks for trainer -1"),
+        ("trainer", p.Goodbye(0, [Activity("a", "b", 0.0, float("nan"))]), "an activity from 0.0 to nan"),
+        ("trainer", p.PublishRequest(Published(3, "tcp", b"", Canary([1, 2], [-1.0]))), "the ranks hold 0"),
+        ("node", p.EngineReport(0, 1, [p.EngineStatus(0, 9, 0.0, 0.0, 0.0)], []), "the newest is 0"),
+        ("node", p.EngineReport(0, 1, [p.EngineStatus(0, 0, float("inf"), 0.0, 0.0)], []), "numbers that cannot be"),
+        ("node", p.EngineReport(0, 1, [p.EngineStatus(0, 0, 0.0, 0.0, 0.0)] * 2, []), "an engine twice"),
+        ("node", p.EngineReport(0, 1, [], [], restarts=-1), "-1 restarts"),
+    ],
+)
+async def test_a_peer_speaks_for_itself_and_says_what_its_kind_may_say(sender: str, request_: Any, why: str) -> None:
+    port = Port()
+    await port.begin(0)
+    await port.refuse(port.trainer if sender == "trainer" else port.nodes[0], request_, why)
+
+
+async def test_a_node_hands_over_only_leases_that_it_holds_and_each_once() -> None:
+    port = Port()
+    await port.begin(0, 1)
+    (mine,), (other,) = await port.lease(0, 1), await port.lease(1, 1)
+    theirs = p.EndedLease(other.lease_id, trajectory(other.task, 0))
+    await port.refuse(port.nodes[0], p.DeliverRequest(0, [theirs], 0), "it does not hold lease")
+    await port.refuse(port.nodes[0], p.DeliverRequest(0, [p.EndedLease(10**9, theirs.result)], 0), "it does not hold")
+    own = p.EndedLease(mine.lease_id, trajectory(mine.task, 0))
+    await port.refuse(port.nodes[0], p.DeliverRequest(0, [own, own], 0), "it does not hold lease")
+    swapped = p.EndedLease(mine.lease_id, trajectory(other.task, 0))
+    await port.refuse(port.nodes[0], p.DeliverRequest(0, [swapped], 0), "it was for another task")
+    await port.gate.handle(port.nodes[0], p.DeliverRequest(0, [own], 0))
+    await port.refuse(port.nodes[0], p.DeliverRequest(0, [own], 0), "it does not hold lease")
+    await port.gate.handle(port.nodes[1], p.DeliverRequest(1, [theirs], 0))
+    assert port.hub.buffer.ledger.generated_tokens == 6
+
+
+async def test_what_the_hub_has_withdrawn_may_still_come_home() -> None:
+    """A cancelled lease ends as a failure, and one that was taken from a silent node may end as anything."""
+    port = Port(extra_per_group=1)
+    await port.begin(0)
+    leases = await port.lease(0, 3)
+    await port.bring(0, *leases[:2])
+    (cancelled,) = await port.cancels(0)
+    assert cancelled == leases[2].lease_id
+    await port.bring(0, leases[2])
+    port.hub.buffer.check()
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"token_ids": b"123"}, "parts of numbers"),
+        ({"logprobs": b"12345"}, "parts of numbers"),
+        ({"action_spans": [Span(2, 9)]}, r"tokens \[2, 9\) of 5"),
+        ({"action_spans": [Span(-3, 0)]}, r"tokens \[-3, 0\) of 5"),
+        ({"action_spans": [Span(2, 5), Span(2, 5)]}, r"tokens \[2, 5\) of 5, after 5"),
+        ({"versions": [VersionRun(0, 2**62)]}, "versions of another number"),
+        ({"versions": []}, "versions of another number"),
+        ({"versions": [VersionRun(0, 5), VersionRun(0, -2)]}, "the newest is 0"),
+        ({"versions": [VersionRun(1, 3)]}, "the newest is 0"),
+        ({"turns": []}, "0 turns, 1 responses"),
+        ({"reward": float("nan")}, "not finite"),
+        ({"turns": [Turn("p", "c", 1.0, 0.0, 0.0, 0.0, {"x": float("inf")})]}, "not finite"),
+        ({"token_ids": b"\xff" * 20}, "a token below 0"),
+        ({"outcome": Outcome.STALE}, "a Trajectory whose outcome is stale"),
+        ({"action_spans": [], "logprobs": b"", "versions": [], "turns": []}, "0 sampled tokens"),
+    ],
+)
+async def test_a_trajectory_that_does_not_go_together_is_refused(changed: dict[str, Any], why: str) -> None:
+    port = Port()
+    await port.begin(0)
+    (lease,) = await port.lease(0, 1)
+    made = msgspec.structs.replace(trajectory(lease.task, 0), **changed)
+    await port.refuse(port.nodes[0], p.DeliverRequest(0, [p.EndedLease(lease.lease_id, made)], 0), why)
+
+
+async def test_a_failure_that_cannot_be_is_refused() -> None:
+    port = Port()
+    await port.begin(0)
+    (lease,) = await port.lease(0, 1)
+    for outcome, tokens, why in (
+        (Outcome.OK, 0, "a Failure whose outcome is ok"),
+        (Outcome.STALE, -5, "-5 tokens"),
+        (Outcome.STALE, 2**63, "tokens"),
+    ):
+        ended = p.EndedLease(lease.lease_id, Failure(lease.task, outcome, "x", tokens))
+        await port.refuse(port.nodes[0], p.DeliverRequest(0, [ended], 0), why)
+
+
+async def test_a_snapshot_in_the_middle_of_a_step_is_refused_and_ends_nothing() -> None:
+    port = Port()
+    await port.begin(0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(port.gate.handle, port.trainer, p.BatchRequest(0, 0, []))
+        for lease in await port.lease(0, 4):
+            await port.bring(0, lease)
+    with pytest.raises(ContractError, match="a snapshot belongs between two steps"):
+        await port.gate.handle(port.trainer, p.SnapshotRequest())
+
+
+async def test_environments_that_measure_huge_numbers_end_nothing() -> None:
+    port = Port()
+    await port.begin(0)
+    turns = [Turn("p", "c", 1.0, 0.0, 0.0, 0.0, {"huge": 1.7e308})]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(port.gate.handle, port.trainer, p.BatchRequest(0, 0, []))
+        for lease in await port.lease(0, 4):
+            made = msgspec.structs.replace(trajectory(lease.task, 0), turns=turns)
+            await port.gate.handle(port.nodes[0], p.DeliverRequest(0, [p.EndedLease(lease.lease_id, made)], 0))
+    await port.gate.handle(port.trainer, p.Commit(0, {}))
+    (row,) = port.observer.steps
+    assert row["env/huge"] == pytest.approx(1.7e308)

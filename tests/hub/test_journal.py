@@ -1,0 +1,290 @@
+"""What a journal leads to: the state of the moment, from any earlier one, whatever has happened in between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flash.errors import BreakerError, ContractError
+from flash.hub import protocol as p
+from flash.hub.buffer import SampleBuffer
+from flash.hub.journal import Committed, Ended, Event, MemoryJournal
+from flash.hub.replayed import Replay
+from flash.hub.samples import BufferState
+from flash.hub.state import HubState
+from flash.types import Failure, Lease, Outcome
+from tests.hub.cases import finish_all, lease_all, make_buffer, trajectory
+from tests.hub.test_hub import Driver, make_config
+
+
+def make(**options: Any) -> SampleBuffer:
+    """Two groups of two in a step."""
+    defaults: dict[str, Any] = {"alpha": 1, "batch": 4, "group": 2, "steps": 20}
+    return make_buffer(**defaults | options)
+
+
+class Watching(MemoryJournal):
+    """Keeps the state of its buffer at every event at which a checkpoint could have been made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer: SampleBuffer | None = None
+        self.moments: dict[int, bytes] = {}
+        """By the number of events before them."""
+
+    def record(self, event: Event) -> None:
+        if self.buffer is not None:
+            with suppress(AssertionError):
+                self.moments[len(self.events)] = msgspec.msgpack.encode(self.buffer.snapshot())
+        super().record(event)
+
+
+class Life:
+    """Lets things happen to a buffer at random."""
+
+    def __init__(self, buffer: SampleBuffer, dice: random.Random) -> None:
+        self._buffer = buffer
+        self._dice = dice
+        self._held: dict[int, Lease] = {}
+        self._version = 0
+        self._training = False
+
+    def go_on(self, events: int) -> None:
+        happens = (self.lease, self.lease, self.end, self.end, self.end, self.cancel, self.lose, self.tidy, self.train)
+        for _ in range(events):
+            with suppress(BreakerError):
+                self._dice.choice(happens)()
+
+    def lease(self) -> None:
+        lease = self._buffer.lease([self._version], self._dice.randrange(3), nodes=range(3))
+        if lease is not None:
+            rest = self._buffer.lease_rest(lease, [self._version]) if self._dice.random() < 0.5 else []
+            self._held |= {each.lease_id: each for each in (lease, *rest)}
+
+    def end(self) -> None:
+        if not self._held:
+            return
+        dice, lease = self._dice, self._held.pop(self._dice.choice(sorted(self._held)))
+        outcome = dice.choice([Outcome.ENV_ERROR, Outcome.CANCELLED])
+        made = trajectory(lease.task, max(lease.min_version, self._version), 1 + dice.randrange(5), dice.random())
+        failed = Failure(lease.task, outcome, "boom", dice.randrange(3))
+        self._buffer.finish(lease.lease_id, made if dice.random() < 0.7 else failed, dice.randrange(3))
+
+    def cancel(self) -> None:
+        if self._buffer.leases.withdrawn and (lease := self._held.pop(self._buffer.leases.withdrawn.pop(), None)):
+            self._buffer.finish(lease.lease_id, Failure(lease.task, Outcome.CANCELLED, "late", 2))
+
+    def lose(self) -> None:
+        if self._held:
+            lost = self._dice.sample(sorted(self._held), self._dice.randint(1, len(self._held)))
+            self._held = {number: lease for number, lease in self._held.items() if number not in lost}
+            self._buffer.revoke(lost)
+
+    def tidy(self) -> None:
+        self._buffer.tidy()
+
+    def train(self) -> None:
+        if not self._training:
+            self._training = self._buffer.take(self._version) is not None
+        else:
+            self._training = False
+            self._version += 1
+            self._buffer.commit(self._version - 1)
+
+
+def replayed(state: BufferState | None, version: int, events: Sequence[Event]) -> Replay:
+    replay = Replay(state, version)
+    for event in events:
+        replay.apply(msgspec.msgpack.decode(msgspec.msgpack.encode(event), type=Event))
+    return replay
+
+
+@given(
+    st.integers(0, 1 << 30),
+    st.fixed_dictionaries(
+        {
+            "alpha": st.sampled_from([0.0, 1.0, 2.5]),
+            "at_once": st.sampled_from([None, 1, 2]),
+            "on_expire": st.sampled_from(["mask", "requeue", "wait"]),
+            "extra_per_group": st.integers(0, 2),
+            "extra_groups": st.integers(0, 2),
+            "retries": st.integers(0, 1),
+            "quarantine": st.sampled_from([2, 1000]),
+            "breaker": st.sampled_from([3, 1000]),
+            "waves": st.booleans(),
+        }
+    ),
+)
+def test_a_state_and_the_events_after_it_give_every_later_state(seed: int, rules: dict[str, Any]) -> None:
+    dice, journal = random.Random(seed), Watching()
+    buffer = make(**rules, kind_of=lambda seed: "ab"[seed % 2], journal=journal)
+    journal.buffer = buffer
+    Life(buffer, dice).go_on(80)
+    moments = sorted(journal.moments)
+    pairs = [(None, later) for later in dice.sample(moments, min(3, len(moments)))]
+    pairs += [tuple(sorted(dice.sample(moments, 2))) for _ in range(5 * (len(moments) > 1))]
+    for begin, end in pairs:
+        state = None if begin is None else msgspec.msgpack.decode(journal.moments[begin], type=BufferState)
+        version = sum(isinstance(event, Committed) for event in journal.events[: begin or 0])
+        replay = replayed(state, version, journal.events[begin or 0 : end])
+        expected = msgspec.msgpack.decode(journal.moments[end], type=BufferState)
+        assert replay.state(until=1000) == expected
+
+
+def one_step(buffer: SampleBuffer, step: int) -> None:
+    finish_all(buffer, lease_all(buffer, step), step)
+    assert buffer.take(step) is not None
+
+
+def test_what_was_trained_since_the_checkpoint_is_trained_again_in_the_same_batches_and_booked_once() -> None:
+    journal = MemoryJournal()
+    buffer = make(journal=journal)
+    batches: list[list[int]] = []
+    for step in range(3):
+        finish_all(buffer, lease_all(buffer, step), step)
+        groups = buffer.take(step)
+        assert groups is not None
+        batches.append([group.group_id for group in groups])
+        if step < 2:
+            buffer.commit(step)
+    state = replayed(None, 0, journal.events).state(until=0)
+    again = make(state=state)
+    again.check()
+    assert (again.ledger.issued, again.ledger.trained) == (buffer.ledger.issued, 0)
+    assert again.ledger.generated_tokens == buffer.ledger.generated_tokens
+    for step, expected in enumerate(batches):
+        assert again.can_take(step)
+        groups = again.take(step)
+        assert groups is not None
+        assert [group.group_id for group in groups] == expected
+        assert again.lease([step]) is None, "what was generated is generated again"
+        again.commit(step)
+        again.check()
+    assert (again.ledger.trained, again.in_flight) == (12, buffer.in_flight - 4)
+
+
+def test_a_run_that_is_told_to_end_before_it_has_trained_all_of_it_again_books_the_rest() -> None:
+    journal = MemoryJournal()
+    buffer = make(journal=journal)
+    for step in range(3):
+        one_step(buffer, step)
+        buffer.commit(step)
+    state = replayed(None, 0, journal.events).state(until=0)
+    again = make(state=state)
+    one_step(again, 0)
+    again.commit(0)
+    again.close()
+    assert again.in_flight == 0
+    again.check()
+
+
+def test_after_the_breaker_has_ended_a_run_it_can_be_resumed_and_counts_anew() -> None:
+    journal = MemoryJournal()
+    buffer = make(retries=0, breaker=3, journal=journal)
+    leases = lease_all(buffer, 0)
+    failures = [Failure(lease.task, Outcome.ENV_ERROR, "boom", 1) for lease in leases]
+    for lease, failure in zip(leases[:2], failures, strict=False):
+        buffer.finish(lease.lease_id, failure)
+    with pytest.raises(BreakerError):
+        buffer.finish(leases[2].lease_id, failures[2])
+    state = replayed(None, 0, journal.events).state(until=0)
+    again = make(retries=0, breaker=3, state=state)
+    assert again.ledger.given_up == {Outcome.ENV_ERROR: 3}
+    leases = lease_all(again, 0)
+    again.finish(leases[0].lease_id, Failure(leases[0].task, Outcome.ENV_ERROR, "boom", 1))
+    finish_all(again, leases[1:], 0)
+    assert again.take(0) is not None
+    again.check()
+
+
+def test_a_journal_that_does_not_belong_to_the_state_is_noticed() -> None:
+    journal = MemoryJournal()
+    buffer = make(journal=journal)
+    one_step(buffer, 0)
+    buffer.commit(0)
+    with pytest.raises(ContractError, match="begins in the middle"):
+        replayed(None, 0, journal.events[1:])
+    ended = next(event for event in journal.events if isinstance(event, Ended))
+    with pytest.raises(ContractError, match=r"lease \d+ is not out"):
+        replayed(None, 0, [*journal.events, ended])
+    lacking = [event for event in journal.events if not isinstance(event, Ended)]
+    with pytest.raises((ContractError, KeyError)):
+        replayed(None, 0, lacking)
+
+
+# -- the hub ---------------------------------------------------------------------------------------------------------
+
+
+class Slow(MemoryJournal):
+    """Is written when it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.disk = anyio.Event()
+
+    async def written(self) -> None:
+        await self.disk.wait()
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_nothing_is_acknowledged_before_it_is_written() -> None:
+    journal = Slow()
+    journal.disk.set()
+    driver = Driver(make_config(), journal=journal)
+    await driver.begin(0)
+    leases = await driver.lease(0, 8)
+    acknowledged: list[str] = []
+
+    async def bring() -> None:
+        await driver.bring(0, *leases)
+        acknowledged.append("results")
+
+    async def train() -> None:
+        await driver.hub.handle(p.BatchRequest(0, 0, []))
+        await driver.hub.handle(p.Commit(0, {}))
+        acknowledged.append("step")
+
+    async with anyio.create_task_group() as tasks:
+        for work, name in ((bring, "results"), (train, "step")):
+            journal.disk = anyio.Event()
+            tasks.start_soon(work)
+            await anyio.sleep(1)
+            assert name not in acknowledged
+            journal.disk.set()
+            await anyio.sleep(1)
+            assert name in acknowledged
+    assert isinstance(journal.events[-1], Committed)
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_a_hub_that_starts_again_gives_the_trainers_their_batches_and_the_nodes_nothing_that_was_delivered() -> (
+    None
+):
+    journal, config = MemoryJournal(), make_config()
+    driver = Driver(config, journal=journal)
+    await driver.begin(0)
+    leases = await driver.lease(0, 8)
+    await driver.bring(0, *leases)
+    first = await driver.hub.handle(p.BatchRequest(0, 0, []))
+    await driver.hub.handle(p.Commit(0, {}))
+    generated = driver.hub.buffer.ledger.generated_tokens
+
+    state = replayed(None, 0, journal.events).state(until=0)
+    assert state is not None
+    again = Driver(config, state=HubState.went_on(0, state, config), evaluated={0})
+    await again.begin(0)
+    assert await again.lease(0, 8) == []
+    assert (await again.hub.handle(p.BatchRequest(0, 0, []))).shard == first.shard
+    await again.hub.handle(p.Commit(0, {}))
+    (row,) = again.observer.steps
+    assert (row["samples"], row["generated_tokens"]) == (4, generated)

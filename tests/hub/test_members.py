@@ -1,0 +1,259 @@
+"""Nodes that come and go while a run goes on: their numbers, what becomes of their work, and what people are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flash.config.tree import Config
+from flash.errors import ConfigError, DeadlineError, PeerLostError, WeightsError
+from flash.hub import protocol as p
+from flash.hub.members import Home, Members
+from flash.types import Failure, Lease, Outcome
+from tests.hub.test_hub import Driver, all_leases, make_config
+from tests.hub.test_stages import Run, with_deadlines
+
+pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
+
+
+def with_cluster(gpus: int = 0, backend: str = "auto", **cluster: Any) -> Config:
+    config = make_config()
+    return msgspec.structs.replace(
+        config,
+        cluster=msgspec.structs.replace(config.cluster, gpus_per_node=gpus, **cluster),
+        weights=msgspec.structs.replace(config.weights, backend=backend),
+        engine=msgspec.structs.replace(config.engine, count=max(1, gpus)),
+    )
+
+
+def ask(members: Members, engines: int) -> tuple[int | None, int]:
+    run = members.about(p.RunRequest(p.dialect()), ending=False)
+    reply = members.join(p.JoinRequest(run.digest, engines))
+    return reply.node, reply.first_engine
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 5)), max_size=30), st.integers(1, 3))
+def test_no_two_living_members_or_engines_have_the_same_number(
+    events: list[tuple[bool, int]], trainer_nodes: int
+) -> None:
+    members = Members(with_cluster(nodes=4, trainer_nodes=trainer_nodes), Home())
+    engines = {node: {node} for node in range(trainer_nodes)}
+    for joins, number in events:
+        if joins:
+            node, first = ask(members, number)
+            assert node is not None
+            assert node not in engines
+            engines[node] = set(range(first, first + number))
+        elif len(engines) > trainer_nodes:
+            gone = sorted(engines)[-1 - number % (len(engines) - trainer_nodes)]
+            members.left(gone)
+            del engines[gone]
+        taken = [engine for numbers in engines.values() for engine in numbers]
+        assert len(taken) == len(set(taken))
+        assert members.joined == [node for node in members.joined if node in engines and node >= trainer_nodes]
+
+
+def test_a_node_takes_the_place_of_one_that_is_gone() -> None:
+    members = Members(with_cluster(), Home())
+    assert [ask(members, engines) for engines in (2, 3, 2)] == [(1, 1), (2, 3), (3, 6)]
+    members.left(2)
+    assert ask(members, 3) == (2, 3)
+    members.left(2)
+    assert ask(members, 4) == (2, 8), "other engines than those that are gone"
+
+
+def test_a_node_of_another_version_is_told_before_it_joins() -> None:
+    with pytest.raises(ConfigError, match="install the same version of Flash on both"):
+        Members(with_cluster(), Home()).about(p.RunRequest("older"), ending=False)
+
+
+def test_a_node_that_has_heard_of_another_life_of_the_run_asks_again() -> None:
+    members = Members(with_cluster(), Home())
+    with pytest.raises(PeerLostError, match="has started again, with another configuration"):
+        members.join(p.JoinRequest("0" * 16, 1))
+
+
+def test_the_group_of_nccl_takes_the_nodes_that_it_was_made_for_and_no_others() -> None:
+    members = Members(with_cluster(gpus=2, backend="nccl", nodes=2), Home())
+    with pytest.raises(ConfigError, match=r"fixed group, that of cluster\.nodes = 2"):
+        ask(members, 1)
+    assert ask(members, 2) == (1, 1)
+    with pytest.raises(ConfigError, match=r"join with weights\.backend = tcp"):
+        ask(members, 2)
+
+
+def test_nobody_joins_engines_that_share_the_trainers_memory() -> None:
+    with pytest.raises(ConfigError, match="ipc ends at the trainers' machine"):
+        ask(Members(with_cluster(gpus=1, backend="ipc"), Home()), 1)
+
+
+class Joined(Driver):
+    """A run of which node 0 has an engine, and others join."""
+
+    async def join(self) -> int:
+        run = await self.hub.handle(p.RunRequest(p.dialect()))
+        reply = await self.hub.handle(p.JoinRequest(run.digest, 1))
+        assert reply.node is not None
+        return reply.node
+
+    async def serve(self, node: int) -> None:
+        status = p.EngineStatus(index=node, version=0, idle_s=0.0, lifetime_s=1.0, canary_error=0.0)
+        await self.hub.handle(p.EngineReport(node, next(self.numbers), [status], []))
+
+
+async def test_a_node_joins_works_dies_and_another_comes_in_its_place() -> None:
+    driver = Joined(make_config())
+    await driver.begin(0)
+    assert await driver.join() == 1
+    await driver.serve(1)
+    leases = await driver.lease(1, 2)
+    driver.hub.peer_lost("node-1")
+    driver.hub.buffer.check()
+    assert await driver.join() == 1
+    await driver.serve(1)
+    again = await driver.lease(1, 2)
+    assert [lease.task for lease in again] == [lease.task for lease in leases]
+    await driver.bring(1, *again)
+    driver.hub.buffer.check()
+    first, lost, second = driver.observer.notes
+    assert first == second == "node 1 joins with 1 engine"
+    assert lost.startswith(
+        "node 1 is gone, and 1 of 2 engines with it: the other 1 do its work. It joins again by itself"
+    )
+
+
+async def test_a_node_that_is_drained_gets_no_more_work_and_goes_without_alarm() -> None:
+    driver = Joined(make_config())
+    await driver.begin(0)
+    await driver.serve(await driver.join())
+    first, second = await driver.lease(1, 2)
+    assert len(await driver.lease(0, 8)) == 2
+    got: list[int] = []
+
+    async def ask() -> None:
+        got.append(len(await driver.lease(1, 8)))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        await driver.hub.handle(p.Leave(1))
+        tasks.start_soon(ask)
+        await driver.bring(1, first)
+        back = Failure(second.task, Outcome.CANCELLED, "handed back", 1)
+        await driver.hub.handle(p.DeliverRequest(1, [p.EndedLease(second.lease_id, back)], 8))
+    assert got == [0, 0]
+    (again,) = await driver.lease(0, 8)
+    assert again.task == second.task, "it was no failure"
+    driver.hub.peer_lost("node-1")
+    driver.hub.buffer.check()
+    assert driver.observer.notes[1:] == [
+        "node 1 leaves: it takes no more work, and ends what it has or hands it back",
+        "node 1 has left, and 1 of 2 engines with it: the other 1 do its work",
+    ]
+
+
+async def test_a_task_that_has_failed_elsewhere_does_not_wait_for_a_node_that_leaves() -> None:
+    driver = Joined(make_config(retries=2))
+    await driver.begin(0)
+    await driver.serve(await driver.join())
+    held = await all_leases(driver, 0)
+    got: list[Lease] = []
+
+    async def ask() -> None:
+        got.extend(await driver.lease(0, 64))
+
+    await driver.fail(0, *held)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        assert got == []
+        await driver.hub.handle(p.Leave(1))
+    assert {lease.task.task_id for lease in got} == {lease.task.task_id for lease in held}
+
+
+async def test_a_person_may_have_a_node_leave_that_has_joined_and_no_other() -> None:
+    driver = Joined(make_config())
+    await driver.begin(0)
+    for node in (0, 1):
+        with pytest.raises(ConfigError, match=rf"no node {node} has joined this run \(those that have: none\)"):
+            await driver.hub.handle(p.DrainRequest(node))
+    await driver.serve(await driver.join())
+    told: list[bool] = []
+
+    async def listen() -> None:
+        told.extend([(await driver.hub.handle(p.CancelRequest(1))).leave for _ in range(2)])
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(listen)
+        await anyio.wait_all_tasks_blocked()
+        await driver.hub.handle(p.DrainRequest(1))
+    assert told == [True, False]
+    fixed = Joined(with_cluster(gpus=2, backend="nccl", nodes=2))
+    run = await fixed.hub.handle(p.RunRequest(p.dialect()))
+    await fixed.hub.handle(p.JoinRequest(run.digest, 2))
+    with pytest.raises(ConfigError, match="nccl cannot do without node 1"):
+        await fixed.hub.handle(p.DrainRequest(1))
+
+
+async def test_an_error_of_one_node_of_several_ends_that_node_alone() -> None:
+    driver = Joined(make_config())
+    await driver.begin(0)
+    await driver.join()
+    await driver.hub.handle(p.Leave(1, "ConfigError", "there is no model here"))
+    driver.hub.peer_lost("node-1")
+    assert driver.observer.notes[1:] == ["node 1 cannot go on, and the others do its work: there is no model here"]
+    assert await driver.lease(0, 1), "the run goes on"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_an_error_ends_the_run_that_has_no_other_engines_or_whose_weights_are_wrong(begun: bool) -> None:
+    run = Run(make_config())
+    if begun:
+        await run.begin(0)
+    kind = "WeightsError" if begun else "ConfigError"
+    await run.hub.handle(p.Leave(1, kind, "it is wrong"))
+    with pytest.raises(WeightsError if begun else ConfigError, match="node 1: it is wrong"):
+        await run.hub.run()
+
+
+async def test_a_run_whose_last_node_is_gone_waits_for_another_and_says_so() -> None:
+    run = Run(with_deadlines(make_config(), batch=200, request=60))
+
+    async def scenario() -> None:
+        await run.begin(1)
+        run.hub.peer_lost("node-1")
+
+    begun = anyio.current_time()
+    error = await run.watched(scenario)
+    assert isinstance(error, DeadlineError)
+    assert anyio.current_time() - begun == 200
+    assert "no node has an engine: `flash join` brings one" in str(error)
+
+
+async def test_the_loss_of_a_member_of_a_fixed_group_begins_all_again() -> None:
+    driver = Joined(with_cluster(gpus=2, backend="nccl", nodes=2))
+    await driver.begin(0, 1)
+    driver.hub.peer_lost("node-1")
+    with pytest.raises(PeerLostError, match="nccl cannot do without it"):
+        await driver.hub.run()
+
+
+async def test_a_member_of_a_fixed_group_that_is_told_to_end_interrupts_the_run() -> None:
+    driver = Joined(with_cluster(gpus=2, backend="nccl", nodes=2))
+    await driver.begin(0, 1)
+    await driver.hub.handle(p.Leave(1))
+    assert driver.hub.interrupted
+
+
+async def test_whoever_joins_at_the_end_is_told_that_there_is_nothing_to_do() -> None:
+    driver = Joined(make_config())
+    await driver.begin(0)
+    run = await driver.hub.handle(p.RunRequest(p.dialect()))
+    driver.hub.interrupt()
+    assert (await driver.hub.handle(p.RunRequest(p.dialect()))).ending
+    assert (await driver.hub.handle(p.JoinRequest(run.digest, 1))).node is None

@@ -1,0 +1,59 @@
+"""The row of a step: what was trained of its batch, and what failed on the way."""
+
+from __future__ import annotations
+
+import pytest
+
+from flash.hub.buffer import SampleBuffer
+from flash.hub.metrics import StepMetrics
+from flash.types import Failure, Outcome, VersionRun
+from tests.hub.cases import lease_all, make_buffer, trajectory
+from tests.metrics_page import unlisted
+
+
+def commit(buffer: SampleBuffer, metrics: StepMetrics, version: int) -> dict[str, float]:
+    assert buffer.take(version) is not None
+    buffer.commit(version)
+    return metrics.row(version + 1, {}, {}, buffer, [], now=float(version))
+
+
+def test_samples_that_are_wholly_too_old_do_not_count_and_their_tokens_are_a_share() -> None:
+    buffer = make_buffer(alpha=1, batch=2, group=2)
+    metrics = StepMetrics(buffer.ledger)
+    leases = lease_all(buffer, 0)
+    for lease in leases[:2]:
+        buffer.finish(lease.lease_id, trajectory(lease.task, 0))
+    row = commit(buffer, metrics, 0)
+    assert (row["samples"], row["stale_share"], row["failures"]) == (2, 0.0, 0)
+    fresh = lease_all(buffer, 1)
+    for lease in fresh:
+        buffer.finish(lease.lease_id, trajectory(lease.task, 1))
+    assert commit(buffer, metrics, 1)["samples"] == 2
+    old, mixed = leases[2:]
+    buffer.finish(old.lease_id, trajectory(old.task, 0, tokens=4))
+    buffer.finish(mixed.lease_id, trajectory(mixed.task, 0, versions=[VersionRun(0, 2), VersionRun(1, 2)], tokens=4))
+    row = commit(buffer, metrics, 2)
+    assert row["samples"] == 1
+    assert row["stale_share"] == pytest.approx(6 / 8)
+
+
+def test_failures_count_per_step_by_reason_whether_tried_again_or_given_up() -> None:
+    buffer = make_buffer(alpha=0, batch=2, group=2, retries=1)
+    metrics = StepMetrics(buffer.ledger)
+    one, two = lease_all(buffer, 0)
+    buffer.finish(one.lease_id, Failure(one.task, Outcome.ENV_TIMEOUT, "reset took longer than 60 s", 0))
+    buffer.finish(two.lease_id, Failure(two.task, Outcome.ENV_TIMEOUT, "step took longer than 60 s", 0))
+    assert buffer.notes == ["the first sample that failed (env_timeout): reset took longer than 60 s"]
+    one, two = lease_all(buffer, 0)
+    buffer.finish(one.lease_id, Failure(one.task, Outcome.REWARD_ERROR, "it raised", 0))
+    buffer.finish(two.lease_id, trajectory(two.task, 0))
+    row = commit(buffer, metrics, 0)
+    assert {name: row[name] for name in row if "failures" in name} == {
+        "failures": 3,
+        "failures_env_timeout": 2,
+        "failures_reward_error": 1,
+    }
+    assert unlisted(row) == []
+    for lease in lease_all(buffer, 1):
+        buffer.finish(lease.lease_id, trajectory(lease.task, 1))
+    assert commit(buffer, metrics, 1)["failures"] == 0

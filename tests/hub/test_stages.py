@@ -1,0 +1,310 @@
+"""How a run waits: for engines that start late, for nodes that fall silent, for leases that nobody ends."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from flash.config import waits
+from flash.config.tree import Config, DeadlinesConfig
+from flash.errors import DeadlineError
+from flash.hub import protocol as p
+from flash.types import Canary, Lease, Published
+from tests.hub.test_hub import Driver, make_config
+
+pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
+
+
+def with_deadlines(config: Config, **seconds: float) -> Config:
+    return msgspec.structs.replace(config, deadlines=DeadlinesConfig(**seconds))
+
+
+def version(number: int) -> p.PublishRequest:
+    return p.PublishRequest(Published(number, "tcp", b"", Canary([1, 2], [-1.0])))
+
+
+class Run(Driver):
+    """A hub that runs, the calls to it that are under way, and when each of them ended."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.ended: dict[str, float] = {}
+
+    async def watched(self, *acts: Callable[[], Awaitable[Any]]) -> DeadlineError:
+        """The error that ends the run while these go on."""
+
+        async def act(each: Callable[[], Awaitable[Any]]) -> None:
+            try:
+                await each()
+            except DeadlineError:
+                await anyio.sleep_forever()  # the run's own error, told to whoever waits for the hub
+
+        errors: list[DeadlineError] = []
+        async with anyio.create_task_group() as group:
+            for each in acts:
+                group.start_soon(act, each)
+            try:
+                await self.hub.run()
+            except DeadlineError as error:
+                errors.append(error)
+            group.cancel_scope.cancel()
+        return errors[0]
+
+    async def report(self, node: int, *versions: int) -> None:
+        statuses = [p.EngineStatus(10 * node + at, number, 0.0, 1.0, 0.0) for at, number in enumerate(versions)]
+        await self.hub.handle(p.EngineReport(node, next(self.numbers), statuses, []))
+
+    async def talk(self, node: int) -> None:
+        """Ask for cancels all the time, as a node that lives does."""
+        while True:
+            await self.cancels(node)
+
+
+async def test_engines_have_their_own_time_to_start_before_a_batch_is_waited_for() -> None:
+    run = Run(with_deadlines(make_config(), engine_start=900, batch=100))
+
+    async def slow_start() -> None:
+        await run.hub.handle(version(0))
+        await anyio.sleep(800)
+        await run.report(0, 0)
+        run.ended["started"] = anyio.current_time()
+
+    begun = anyio.current_time()
+    error = await run.watched(slow_start, lambda: run.hub.handle(p.BatchRequest(0, 0, [])))
+    assert anyio.current_time() - begun == pytest.approx(900)
+    assert "a batch for step 0 (0 of 2 groups are complete)" in str(error)
+
+
+async def test_while_engines_load_that_is_what_is_waited_for() -> None:
+    config = with_deadlines(make_config(), engine_start=500, batch=100)
+    run = Run(config)
+    begun = anyio.current_time()
+    error = await run.watched(lambda: run.hub.handle(version(0)))
+    assert anyio.current_time() - begun == pytest.approx(waits.first_version_s(config))
+    assert "for an engine to start and to load its first version; look at vLLM's output" in str(error)
+
+
+async def test_an_engine_that_does_not_load_a_version_is_named_with_its_node() -> None:
+    config = with_deadlines(make_config(), swap=30)
+    run = Run(config)
+
+    async def publish() -> None:
+        await run.hub.handle(version(0))
+        await run.report(0, 0)
+        await run.report(1, 0, 0)
+        await run.hub.handle(version(1))
+        await run.report(0, 1)
+        await run.report(1, 1, 0)
+        await run.hub.handle(version(2))
+
+    error = await run.watched(publish, lambda: run.talk(0), lambda: run.talk(1))
+    assert "for engine 11 of node 1 (it has version 0) to load version" in str(error)
+
+
+@pytest.mark.parametrize(("swap", "drained"), [("drain", 1800), ("abort", 300), ("recompute", 0)])
+async def test_a_publication_outlasts_what_a_swap_may_take(swap: str, drained: float) -> None:
+    config = make_config(swap=swap)
+    assert waits.new_version_s(config) > config.deadlines.swap + drained
+    assert waits.taken_s(config) > waits.first_version_s(config) > waits.new_version_s(config)
+    assert waits.batch_s(config) > waits.first_version_s(config) + config.deadlines.batch
+    back = waits.engine_return_s(config)
+    assert back > config.engine.max_restarts * (config.deadlines.engine_start + waits.new_version_s(config))
+    assert waits.batch_s(config) > back + config.deadlines.batch
+
+
+async def test_a_long_poll_is_answered_well_before_the_node_gives_up() -> None:
+    driver = Driver(with_deadlines(make_config(), request=9))
+    begun = anyio.current_time()
+    assert await driver.cancels(0) == []
+    assert anyio.current_time() - begun == pytest.approx(3)
+
+
+async def test_a_version_that_a_late_engine_is_loading_is_kept_for_it() -> None:
+    driver = Driver(make_config())
+    await driver.begin(0)
+    reply = await driver.hub.handle(p.VersionRequest(1, after=-1))
+    assert reply.published is not None
+    published = anyio.Event()
+
+    async def publish() -> None:
+        await driver.hub.handle(version(1))
+        published.set()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(publish)
+        await anyio.sleep(100)
+        assert not published.is_set(), "the trainers keep two versions, and this node still loads the first"
+        await driver.hub.handle(p.EngineReport(1, 1, [p.EngineStatus(1, 0, 0.0, 1.0, 0.0)], []))
+
+
+async def test_a_version_is_kept_for_an_engine_that_came_back_and_not_for_one_that_is_dead() -> None:
+    run = Run(make_config())
+    await run.begin(0, 1)
+    await run.report(1)
+    with anyio.fail_after(1):
+        await run.hub.handle(version(0))
+    await run.report(1, -1)
+    reply = await run.hub.handle(p.VersionRequest(1, after=-1))
+    assert reply.published is not None
+    published = anyio.Event()
+
+    async def publish() -> None:
+        await run.hub.handle(version(1))
+        published.set()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(publish)
+        await anyio.sleep(100)
+        assert not published.is_set(), "the trainers keep two versions, and this engine still loads the first"
+        await run.report(1, 0)
+
+
+async def test_while_no_engine_is_left_and_nodes_start_others_that_is_what_is_waited_for() -> None:
+    config = with_deadlines(make_config(), engine_start=200, batch=100)
+    run = Run(config)
+
+    async def outages() -> None:
+        await run.hub.handle(version(0))
+        await run.report(0, 0)
+        await anyio.sleep(90)
+        await run.report(0)
+        await anyio.sleep(waits.engine_return_s(config))
+        await run.report(0, 0)
+        await anyio.sleep(90)
+        await run.report(0)
+        run.ended["died"] = anyio.current_time()
+
+    error = await run.watched(outages, lambda: run.talk(0))
+    assert "for an engine to come back; look at vLLM's output" in str(error)
+    given = waits.engine_return_s(config) + config.deadlines.request
+    assert anyio.current_time() == pytest.approx(run.ended["died"] + given)
+
+
+async def test_a_late_node_that_is_lost_keeps_nobody_waiting() -> None:
+    driver = Driver(make_config())
+    await driver.begin(0)
+    await driver.hub.handle(p.VersionRequest(1, after=-1))
+    driver.hub.peer_lost("node-1")
+    with anyio.fail_after(1):
+        await driver.hub.handle(version(1))
+
+
+async def test_the_work_of_a_silent_node_goes_to_the_others_with_a_word() -> None:
+    run = Run(with_deadlines(make_config(), batch=200, request=60))
+
+    async def scenario() -> None:
+        await run.begin(0, 1)
+        leases = await run.lease(1, 4)
+        await run.cancels(1)
+        await anyio.sleep(55)
+        assert run.observer.notes == []
+        await anyio.sleep(10)
+        again: list[Lease] = await run.lease(0, 4)
+        assert {lease.task.task_id for lease in again} == {lease.task.task_id for lease in leases}
+        await run.bring(1, *leases)  # it has come to itself: what it brings is not counted twice
+        await run.bring(0, *again)
+        run.hub.buffer.check()
+        run.ended["all"] = anyio.current_time()
+
+    await run.watched(scenario, lambda: run.talk(0))
+    assert "all" in run.ended
+    (note,) = run.observer.notes
+    assert "node 1 has been silent for 60 s" in note
+    assert "its event loop is blocked" in note
+
+
+async def test_when_the_last_node_with_engines_falls_silent_and_has_trainers_the_run_ends_with_its_name() -> None:
+    config = make_config()
+    run = Run(
+        msgspec.structs.replace(config, cluster=msgspec.structs.replace(config.cluster, nodes=2, trainer_nodes=2))
+    )
+
+    async def scenario() -> None:
+        await run.begin(1)
+        await run.cancels(1)
+
+    begun = anyio.current_time()
+    error = await run.watched(scenario)
+    assert anyio.current_time() - begun < 100
+    assert "node 1 to ask for anything; look at the output of node 1: its event loop is blocked" in str(error)
+
+
+async def test_when_the_last_node_with_engines_falls_silent_and_may_go_the_run_waits_for_another() -> None:
+    run = Run(with_deadlines(make_config(), batch=500, request=60))
+
+    async def scenario() -> None:
+        await run.begin(1)
+        await run.cancels(1)
+
+    begun = anyio.current_time()
+    error = await run.watched(scenario)
+    assert anyio.current_time() - begun == 500
+    assert "no node has an engine" in str(error)
+    (note,) = run.observer.notes
+    assert "node 1 has been silent for 60 s, and no other node has engines; see the output of node 1" in note
+
+
+async def test_a_lease_that_no_node_ends_is_given_out_again() -> None:
+    config = with_deadlines(make_config(retries=1), episode=100, request=10, shutdown=5, batch=100_000)
+    run = Run(config)
+
+    async def scenario() -> None:
+        await run.begin(0)
+        (lost, *_) = leases = await run.lease(0, 4)
+        await run.bring(0, *leases[1:])
+        await anyio.sleep(waits.lease_s(config) - 1)
+        assert not run.observer.notes
+        await anyio.sleep(20)
+        again = await run.lease(0, 4)
+        assert lost.task.task_id in [lease.task.task_id for lease in again]
+        run.ended["all"] = anyio.current_time()
+
+    await run.watched(scenario, lambda: run.talk(0))
+    assert "all" in run.ended
+    assert "node 0 did not end lease" in run.observer.notes[0]
+
+
+async def test_a_finished_run_that_waits_for_engines_heeds_an_interrupt() -> None:
+    config = make_config()
+    driver = Driver(msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=1)))
+    await driver.begin(0)
+    await driver.bring(0, *await driver.lease(0, 4))
+    await driver.hub.handle(p.BatchRequest(0, 0, []))
+    await driver.hub.handle(p.Commit(0, {}))
+    await driver.hub.handle(version(1))
+    first = await driver.hub.handle(p.BatchRequest(0, 1, []))
+    ends: list[str] = []
+
+    async def watch() -> None:
+        ends.append((await driver.hub.run()).reason)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch)
+        group.start_soon(driver.hub.handle, p.Goodbye(0, []))
+        await anyio.sleep(5)
+        assert ends == []
+        driver.hub.interrupt()
+        assert await driver.hub.handle(p.BatchRequest(0, 1, [])) == first, "all ranks export, or none"
+        await anyio.sleep(0.1)
+        assert ends == ["interrupted"]
+
+
+async def test_a_goodbye_that_waits_for_an_engine_for_too_long_ends_with_its_name() -> None:
+    config = with_deadlines(make_config(), swap=30, request=50)
+    run = Run(msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=1)))
+
+    async def scenario() -> None:
+        await run.begin(0)
+        await run.bring(0, *await run.lease(0, 4))
+        await run.hub.handle(p.BatchRequest(0, 0, []))
+        await run.hub.handle(p.Commit(0, {}))
+        await run.hub.handle(version(1))
+        await run.hub.handle(p.BatchRequest(0, 1, []))
+        await run.hub.handle(p.Goodbye(0, []))
+
+    error = await run.watched(scenario, lambda: run.talk(0))
+    assert "waited 80 s for engine 0 of node 0 (it has version 0) to load version 1" in str(error)

@@ -1,0 +1,461 @@
+"""Trainer ranks that die and come back while the run goes on, on the virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from flash.config import waits
+from flash.config.tree import Config
+from flash.errors import FlashError, PeerLostError, RecordingError
+from flash.hub import protocol as p
+from flash.hub.fetching import fetch
+from flash.hub.gate import Gate
+from flash.hub.hub import Hub, RunEnd
+from flash.hub.past import Start
+from flash.observe.observer import MemoryObserver
+from flash.transport.request import ReplyT, Request
+from flash.transport.server import Peer
+from flash.types import Batch, Canary, Published, Shard
+from tests.hub.cases import KeptStates, trajectory
+from tests.hub.test_hub import make_config
+
+pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
+
+
+class FakePast:
+    """Batches as the observer was told them, and the checkpoints that were written."""
+
+    def __init__(self, observer: MemoryObserver, kept: KeptStates) -> None:
+        self._observer = observer
+        self._kept = kept
+        self.damaged: set[int] = set()
+
+    async def start(self, version: int) -> Start:
+        newest = max(self._kept.by_version, default=0)
+        return Start(newest, f"step-{newest}")
+
+    async def batch(self, step: int) -> Batch:
+        await anyio.sleep(0.1)
+        if step in self.damaged:
+            raise RecordingError(f"step-{step}.bin is damaged")
+        return Batch(step, max(0, step - 1), self._observer.samples[step], [])
+
+    def same_weights(self, one: Published, other: Published) -> bool:
+        return one.update_info == other.update_info
+
+
+class Rank:
+    """A connection of a trainer rank, with the weights that it has trained: the batches, in order."""
+
+    def __init__(self, world: World, number: int, index: int = 0) -> None:
+        self.peer = Peer(number, f"trainer-{index}", "127.0.0.1:1")
+        self._world = world
+        self.index = index
+        self.version = 0
+        self.shards: dict[int, Shard] = {}
+        world.gate.arrived(self.peer)
+
+    async def call(self, request: Request[ReplyT], timeout: float = 60.0) -> ReplyT:
+        reply: Any = await self._world.gate.handle(self.peer, request)
+        return reply
+
+    async def begin(self) -> p.LifeReply:
+        reply = await self.call(p.LifeRequest(self.index))
+        self.version = int((reply.checkpoint or "0").removeprefix("step-"))
+        return reply
+
+    async def publish(self, weights: bytes = b"") -> None:
+        canary = Canary([1, 2], [-1.0 if not weights else -1.25])
+        made = Published(self.version, "tcp", weights or str(self.version).encode(), canary)
+        await self.call(p.PublishRequest(made))
+
+    async def fetch(self) -> p.BatchReply:
+        reply = await fetch(self, self.index, self.version, 60.0)
+        if reply.shard is not None:
+            self.shards[self.version] = reply.shard
+        return reply
+
+    async def commit(self) -> None:
+        await self.call(p.Commit(self.version, {}))
+        self.version += 1
+
+    async def step(self) -> p.BatchReply:
+        reply = await self.fetch()
+        await self.commit()
+        await self.publish()
+        return reply
+
+    def die(self) -> None:
+        self._world.gate.left(self.peer)
+
+
+class World:
+    """A hub behind its gate, one trainer rank, and a node that serves whatever is to be had."""
+
+    def __init__(self, config: Config | None = None, *, past: bool = True) -> None:
+        self.config = config or make_config()
+        self.observer, self.kept = MemoryObserver(), KeptStates()
+        self.past = FakePast(self.observer, self.kept)
+        self.hub = Hub(
+            self.config,
+            self.observer,
+            now=anyio.current_time,
+            keep_state=self.kept,
+            past=self.past if past else None,
+        )
+        self.gate = Gate(self.hub, self.config)
+        self.reports = 0
+        self.engine = -1
+        self.ranks = 10
+        self.ended: list[RunEnd | FlashError] = []
+        self.over = anyio.Event()
+
+    def rank(self, index: int = 0) -> Rank:
+        self.ranks += 1
+        return Rank(self, self.ranks, index)
+
+    async def report(self, version: int) -> None:
+        self.engine, self.reports = version, self.reports + 1
+        status = p.EngineStatus(0, version, 0.0, 1.0, 0.0)
+        await self.hub.handle(p.EngineReport(0, self.reports, [status], []))
+
+    async def roll_out(self) -> None:
+        """An engine that loads at once, and makes samples at once."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.load)
+            tasks.start_soon(self.listen)
+            while True:
+                reply = await self.hub.handle(p.LeaseRequest(0, 64))
+                ended = [p.EndedLease(one.lease_id, trajectory(one.task, self.engine)) for one in reply.leases]
+                await self.hub.handle(p.DeliverRequest(0, ended, 64))
+                if reply.done:
+                    return
+
+    async def until_it_fails(self) -> None:
+        try:
+            await self.roll_out()
+        except* FlashError:
+            pass  # the run's own end, of which the node is told
+
+    async def load(self) -> None:
+        while True:
+            reply = await self.hub.handle(p.VersionRequest(0, self.engine))
+            if reply.published is not None:
+                await self.report(reply.published.version)
+            if reply.done:
+                return
+
+    async def listen(self) -> None:
+        while not (await self.hub.handle(p.CancelRequest(0))).done:
+            pass
+
+    async def watch(self) -> None:
+        try:
+            self.ended.append(await self.hub.run())
+        except FlashError as error:
+            self.ended.append(error)
+        self.over.set()
+
+    async def play(self, trainers: Callable[[], Awaitable[None]]) -> None:
+        """Let the node and the run go on, while the trainers do this; then the run has to end by itself."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.watch)
+            tasks.start_soon(self.until_it_fails)
+            await trainers()
+            with anyio.move_on_after(5):
+                await self.over.wait()
+            tasks.cancel_scope.cancel()
+
+    async def to_the_end(self, rank: Rank) -> None:
+        while (await rank.fetch()).shard is not None:
+            await rank.commit()
+            await rank.publish()
+        await rank.call(p.SnapshotRequest())
+        await rank.call(p.Goodbye(0, []))
+
+
+def tasks_of(shard: Shard) -> list[int]:
+    return [sample.trajectory.task.task_id for sample in shard.samples]
+
+
+async def test_the_next_life_trains_the_same_batches_and_nothing_is_booked_twice() -> None:
+    world = World()
+
+    async def trainers() -> None:
+        first = world.rank()
+        assert await first.begin() == p.LifeReply(1, "")
+        await first.publish()
+        for _ in range(2):
+            await first.step()
+        await first.fetch()
+        first.die()
+        await anyio.sleep(30)
+        second = world.rank()
+        assert await second.begin() == p.LifeReply(2, "step-0")
+        await second.publish()
+        assert not (await second.step()).keeps
+        assert world.hub.published_version == 2
+        assert not (await second.step()).keeps, "the batch of version 2 was handed out already"
+        await second.fetch()
+        for step in range(3):
+            assert tasks_of(second.shards[step]) == tasks_of(first.shards[step])
+        await second.commit()
+        await second.publish()
+        await world.to_the_end(second)
+
+    await world.play(trainers)
+    (end,) = world.ended
+    assert isinstance(end, RunEnd)
+    assert (end.reason, end.version) == ("finished", 4)
+    assert [row["step"] for row in world.observer.steps] == [0, 1, 2, 3]
+    assert [row["trainer_restarts"] for row in world.observer.steps] == [0, 0, 1, 0]
+    assert end.ledger["issued"] == end.ledger["trained"] == 16
+    lost, back = (note for note in world.observer.notes if "trainer rank" in note)
+    assert lost == (
+        "trainer rank 0 is gone without a word: its process was killed, or crashed. The trainer ranks start again, and "
+        "the engines go on meanwhile"
+    )
+    assert back == (
+        "the trainer ranks are back at version 2 after 30 s, in which they have trained 2 steps again: the same "
+        "weights as before"
+    )
+
+
+async def test_a_death_between_commit_and_publication_a_second_one_on_the_way_back_and_one_after_goodbye() -> None:
+    world = World()
+
+    async def trainers() -> None:
+        first = world.rank()
+        await first.begin()
+        await first.publish()
+        await first.step()
+        await first.call(p.SnapshotRequest())
+        await first.fetch()
+        await first.commit()
+        first.die()
+        assert world.hub.published_version == 1
+        second = world.rank()
+        assert (await second.begin()).checkpoint == "step-1"
+        await second.publish()
+        await second.fetch()
+        second.die()
+        third = world.rank()
+        assert await third.begin() == p.LifeReply(3, "step-1")
+        await third.publish()
+        assert (await third.step()).keeps, "no batch of version 2 is out"
+        assert world.hub.published_version == 2
+        await world.to_the_end(third)
+        third.die()
+
+    await world.play(trainers)
+    (end,) = world.ended
+    assert isinstance(end, RunEnd)
+    assert [row["step"] for row in world.observer.steps] == [0, 1, 2, 3]
+    assert world.observer.notes[-1].startswith("the trainer ranks are back at version 2 after ")
+    assert world.observer.notes[-1].endswith("in which they have trained 1 step again")
+
+
+async def test_what_a_lost_life_still_says_is_refused_and_what_it_had_begun_is_whole_or_not_done() -> None:
+    config = make_config()
+    config = msgspec.structs.replace(config, cluster=msgspec.structs.replace(config.cluster, trainer_ranks=2))
+    world = World(config)
+    refused: list[str] = []
+    new: list[Rank] = []
+
+    async def until_over(rank: Rank, request: Request[Any]) -> None:
+        try:
+            await rank.call(request)
+        except PeerLostError as error:
+            refused.append(str(error))
+
+    async def trainers() -> None:
+        ranks = [world.rank(0), world.rank(1)]
+        for rank in ranks:
+            await rank.begin()
+        await ranks[0].publish()
+        for rank in ranks:
+            await rank.fetch()
+        async with anyio.create_task_group() as group:
+            for request in (p.LifeWatch(0), p.Fatal("CollectiveError", "trainer rank 0: a collective failed")):
+                group.start_soon(until_over, ranks[0], request)
+            await anyio.sleep(0.1)
+            ranks[1].die()
+            await anyio.sleep(0.1)
+            assert len(refused) == 1, "the watch ended; the last word is never answered"
+            for request in (p.Commit(0, {}), p.PublishRequest(Published(0, "tcp", b"", Canary([], []), 0))):
+                await until_over(ranks[0], request)
+            new.extend([world.rank(0), world.rank(1)])
+            assert {(await rank.begin()).number for rank in new} == {2}
+            ranks[0].die()
+            await anyio.sleep(2 * waits.ECHO_S)
+            group.cancel_scope.cancel()
+        assert len(refused) == 3
+        assert not world.ended
+        await new[0].publish()
+        for rank in new:
+            await rank.fetch()
+        await new[0].commit()
+
+    await world.play(trainers)
+    assert not world.ended
+    assert [row["step"] for row in world.observer.steps] == [0]
+    assert [note for note in world.observer.notes if "gone" in note] != []
+
+
+async def test_other_weights_than_before_are_told_and_the_run_goes_on() -> None:
+    world = World()
+
+    async def trainers() -> None:
+        first = world.rank()
+        await first.begin()
+        await first.publish()
+        await first.step()
+        first.die()
+        second = world.rank()
+        await second.begin()
+        await second.publish()
+        await second.fetch()
+        await second.commit()
+        await second.publish(b"other")
+        await world.to_the_end(second)
+
+    await world.play(trainers)
+    assert isinstance(world.ended[0], RunEnd)
+    assert "log-probs of the canary differ by up to 0.25, and the run goes on from here" in world.observer.notes[-1]
+
+
+async def test_no_engine_is_given_a_version_whose_publisher_is_gone() -> None:
+    world = World()
+    rank = world.rank()
+    await rank.begin()
+    await rank.publish()
+    rank.die()
+    late: list[p.VersionReply] = []
+
+    async def ask() -> None:
+        while not late or late[-1].published is None:
+            late.append(await world.hub.handle(p.VersionRequest(0, -1)))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(ask)
+        await anyio.sleep(100)
+        assert {reply.published for reply in late} == {None}
+        assert (await world.hub.handle(p.LoadFailed(0, 1))).gone
+        again = world.rank()
+        await again.begin()
+        await again.publish()
+    assert late[-1].published is not None
+    assert late[-1].published.life == 2
+    assert not (await world.hub.handle(p.LoadFailed(0, 2))).gone
+    assert (await world.hub.handle(p.LoadFailed(0, 1))).gone
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"weights": {"backend": "nccl"}}, "All processes start again with it, as weights.backend = nccl sends to"),
+        ({"checkpoint": {"batches": "none"}}, 'checkpoint.batches = "none" leaves nothing to train again'),
+    ],
+)
+async def test_where_they_cannot_come_back_the_run_ends_and_says_why(changed: dict[str, Any], why: str) -> None:
+    whole = msgspec.to_builtins(make_config()) | changed
+    world = World(msgspec.convert(whole, Config))
+
+    async def trainers() -> None:
+        rank = world.rank()
+        await rank.begin()
+        rank.die()
+
+    await world.play(trainers)
+    (error,) = world.ended
+    assert isinstance(error, PeerLostError)
+    assert why in str(error)
+
+
+async def test_a_damaged_batch_ends_the_run_with_an_error_that_a_restart_can_mend() -> None:
+    world = World()
+    world.past.damaged = {1}
+
+    async def trainers() -> None:
+        first = world.rank()
+        await first.begin()
+        await first.publish()
+        for _ in range(2):
+            await first.step()
+        first.die()
+        second = world.rank()
+        await second.begin()
+        await second.publish()
+        await second.step()
+        with pytest.raises(PeerLostError, match=r"step-1\.bin is damaged"):
+            await second.fetch()
+
+    await world.play(trainers)
+    (error,) = world.ended
+    assert not isinstance(error, RunEnd)
+    assert not error.fatal
+    assert "cannot come back to version 2 by themselves: step-1.bin is damaged" in str(error)
+
+
+async def test_an_interrupt_waits_for_no_rank_that_is_away() -> None:
+    world = World()
+
+    async def trainers() -> None:
+        rank = world.rank()
+        await rank.begin()
+        await rank.publish()
+        await rank.step()
+        rank.die()
+        world.hub.interrupt()
+
+    await world.play(trainers)
+    (end,) = world.ended
+    assert isinstance(end, RunEnd)
+    assert (end.reason, end.version) == ("interrupted", 1)
+
+
+async def test_an_interrupt_on_the_way_back_ends_the_ranks_without_a_checkpoint() -> None:
+    world = World()
+
+    async def trainers() -> None:
+        first = world.rank()
+        await first.begin()
+        await first.publish()
+        for _ in range(2):
+            await first.step()
+        first.die()
+        second = world.rank()
+        await second.begin()
+        await second.publish()
+        await second.fetch()
+        world.hub.interrupt()
+        await second.commit()
+        await second.publish()
+        assert await second.fetch() == p.BatchReply(None, keeps=False)
+        await second.call(p.Goodbye(0, []))
+
+    await world.play(trainers)
+    (end,) = world.ended
+    assert isinstance(end, RunEnd)
+    assert (end.reason, end.version) == ("interrupted", 2)
+
+
+async def test_ranks_that_stay_away_end_the_run_by_its_deadline() -> None:
+    world = World()
+
+    async def trainers() -> None:
+        rank = world.rank()
+        await rank.begin()
+        await rank.publish()
+        await rank.step()
+        rank.die()
+        await anyio.sleep(world.config.deadlines.rendezvous + 1)
+
+    await world.play(trainers)
+    (error,) = world.ended
+    assert "the trainer ranks to start again, at version 1" in str(error)

@@ -1,0 +1,192 @@
+"""A tracker's sink: the run gives it every row, waits for none, and does not fail with it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from flash.config.tree import Config
+from flash.errors import BreakerError
+from flash.observe.recorder import Recorder
+from flash.observe.sink import WAITING, SinkFeed
+from flash.simulate.clock import run_virtual
+from tests.observe.sample_rows import eval_row, metrics_row
+
+WAIT_S = 10.0
+"""Longest wait for the other thread."""
+
+
+class Good:
+    """Remembers what it is given."""
+
+    def __init__(self, config: dict[str, Any], resumed_at: int | None) -> None:
+        self.config, self.resumed_at = config, resumed_at
+        self.rows: list[tuple[str, dict[str, Any]]] = []
+        made.append(self)
+
+    def __call__(self, kind: str, row: dict[str, Any]) -> None:
+        self.rows.append((kind, row))
+
+
+class Failing(Good):
+    def __call__(self, kind: str, row: dict[str, Any]) -> None:
+        super().__call__(kind, row)
+        if kind == "step" and row["step"] in (1, 2):
+            raise ConnectionError(f"no tracker for step {row['step']}")
+
+
+class Slow(Good):
+    """Takes no row before it may."""
+
+    may = threading.Event()
+
+    def __call__(self, kind: str, row: dict[str, Any]) -> None:
+        assert self.may.wait(WAIT_S)
+        super().__call__(kind, row)
+
+
+def broken(config: dict[str, Any], resumed_at: int | None) -> Good:
+    raise OSError("no key for the tracker")
+
+
+def nothing(config: dict[str, Any], resumed_at: int | None) -> None:
+    """Forgets to return a sink."""
+
+
+made: list[Good] = []
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    made.clear()
+    Slow.may.clear()
+
+
+class NoText:
+    def token_texts(self, token_ids: Any) -> list[str]:
+        return []
+
+
+def play(
+    folder: Path, sink: str, *, steps: int = 4, resume_at: int | None = None, end: Callable[[Recorder], None]
+) -> float:
+    """Steps of a second each, told to a recorder on the virtual clock; the seconds that the loop took."""
+    config = msgspec.convert(
+        {
+            "run": {"name": "run", "output_dir": str(folder)},
+            "model": {"path": "none"},
+            "env": {"path": "none:None"},
+            "observe": {"sink": f"{__name__}:{sink}"},
+            "cluster": {"gpus_per_node": 0},
+            "deadlines": {"sink": 5},
+        },
+        Config,
+    )
+
+    async def go() -> float:
+        now = anyio.current_time
+        with Recorder(config, NoText(), now=now, resume_at=resume_at, restarts=0) as recorder:
+            recorder.evaluation(eval_row(0, 0.5))
+            for step in range(steps):
+                await anyio.sleep(1)
+                recorder.step(metrics_row(step))
+            end(recorder)
+        return now()
+
+    return run_virtual(go)
+
+
+def finish(recorder: Recorder) -> None:
+    recorder.finish({"issued": 4, "trained": 4}, interrupted=True)
+
+
+def test_a_sink_gets_the_rows_of_the_run_directory_in_order_and_then_the_summary(tmp_path: Path) -> None:
+    play(tmp_path, "Good", end=finish)
+    (sink,) = made
+    assert [kind for kind, _ in sink.rows] == ["evaluation", *["step"] * 4, "summary"]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [row for kind, row in sink.rows if kind == "step"] == [json.loads(line) for line in lines]
+    assert all(row["sink_lost"] == 0 for kind, row in sink.rows if kind == "step")
+    assert sink.rows[-1][1] == json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert sink.config["run"]["name"] == "run"
+    assert sink.resumed_at is None
+
+
+def test_a_sink_is_told_where_a_resumed_run_goes_on_and_what_ended_it(tmp_path: Path) -> None:
+    play(tmp_path, "Good", end=finish)
+
+    def fail(recorder: Recorder) -> None:
+        raise BreakerError("64 samples in a row were given up")
+
+    with pytest.raises(BreakerError):
+        play(tmp_path, "Good", resume_at=2, end=fail)
+    assert made[1].resumed_at == 2
+    assert made[1].rows[-1] == ("error", {"error": "BreakerError", "message": "64 samples in a row were given up"})
+
+
+def test_a_failing_sink_is_told_once_and_counted_and_gets_the_next_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    play(tmp_path, "Failing", end=finish)
+    (sink,) = made
+    assert [row["step"] for kind, row in sink.rows if kind == "step"] == [0, 1, 2, 3]
+    assert sink.rows[-1][0] == "summary"
+    told = capsys.readouterr().out
+    assert told.count("no tracker for step") == told.count("no tracker for step 1") == 1
+    assert "Failing missed 2 of 6 rows: 2 failed, 0 dropped" in told
+
+
+@pytest.mark.parametrize(
+    ("sink", "why"), [("broken", "OSError: no key for the tracker"), ("nothing", "TypeError: it returned None, which")]
+)
+def test_a_run_goes_on_without_a_sink_that_cannot_be_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sink: str, why: str
+) -> None:
+    play(tmp_path, sink, end=finish)
+    told = capsys.readouterr().out
+    assert told.count(why) == 1
+    assert f"{sink} missed 6 of 6 rows: 6 failed, 0 dropped" in told
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_slow_sink_holds_nothing_up_and_what_it_has_no_room_for_is_told_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = WAITING + 50
+
+    def end(recorder: Recorder) -> None:
+        Slow.may.set()
+        finish(recorder)
+
+    assert play(tmp_path, "Slow", steps=steps, end=end) == steps
+    (sink,) = made
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == steps
+    taken = [row["step"] for kind, row in sink.rows if kind == "step"]
+    assert taken == list(range(len(taken)))
+    dropped = steps - len(taken)
+    assert dropped in (49, 50, 51)  # the thread may hold one, and wait for the next
+    assert json.loads(lines[-1])["sink_lost"] == dropped - 1
+    assert sink.rows[-1][0] == "summary"
+    told = capsys.readouterr().out
+    assert told.count("rows behind") == 1
+    assert f"Slow missed {dropped} of {steps + 2} rows: 0 failed, {dropped} dropped" in told
+
+
+def test_a_sink_that_never_ends_is_left_behind_after_its_deadline() -> None:
+    feed = SinkFeed("mine", lambda: Slow({}, None))
+    for step in range(3):
+        feed.put("step", {"step": step})
+    told = feed.close(0.01)
+    Slow.may.set()
+    assert told == [
+        "the sink mine did not end within 0.01 s: see deadlines.sink",
+        "the sink mine missed 3 of 3 rows: 0 failed, 3 dropped",
+    ]

@@ -1,0 +1,242 @@
+"""What every engine has to do, real or fake: the checks, and what they need of the one under test.
+
+`test_engine_contract.py` runs them on the fakes, on the virtual clock; `test_vllm_engine.py` and
+`test_vllm_engine_death.py` on vLLM.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import anyio
+import pytest
+
+from flash.errors import EngineDeadError, EngineRefusal
+from flash.rollout.engine import Engine, GenerateRequest, Progress, SamplingSettings
+from flash.types import Completion, Published, VersionRun
+
+LONG = 160
+"""Tokens of a response that lasts over a swap."""
+PATIENCE_S = 60.0
+
+
+class Subject(Protocol):
+    """An engine under test, and the trainer's end of its weights."""
+
+    @property
+    def engine(self) -> Engine:
+        """Started; its responses end at their limit."""
+        ...
+
+    def publish(self) -> Published:
+        """The next version."""
+        ...
+
+
+def ask(count: int, first: int = 5) -> GenerateRequest:
+    return GenerateRequest([first, 6, 7], SamplingSettings(count, 1.0), key=first)
+
+
+def each(versions: list[VersionRun]) -> list[int]:
+    """The version of each token."""
+    return [run.version for run in versions for _ in range(run.count)]
+
+
+async def complete(engine: Engine, request: GenerateRequest, began: Callable[[], object] = lambda: None) -> Completion:
+    """Consume a stream and check that its pieces add up. `began` is called at each piece."""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    async for piece in engine.generate(request):
+        began()
+        if isinstance(piece, Completion):
+            assert piece.token_ids[: len(tokens)] == tokens
+            assert piece.logprobs[: len(tokens)] == logprobs
+            assert each(piece.versions)[: len(tokens)] == versions
+            assert len(each(piece.versions)) == len(piece.token_ids) == len(piece.logprobs)
+            assert len(tokens) < len(piece.token_ids), "the last tokens come with the completion alone"
+            return piece
+        assert piece.token_ids, "a piece holds tokens"
+        assert len(each(piece.versions)) == len(piece.token_ids) == len(piece.logprobs)
+        tokens += piece.token_ids
+        logprobs += piece.logprobs
+        versions += each(piece.versions)
+    raise AssertionError("a stream ended without a completion")
+
+
+async def begin(engine: Engine, count: int = 4) -> list[Any]:
+    """Streams of long responses that have given their first piece."""
+    streams = [engine.generate(ask(LONG, 2 + number)) for number in range(count)]
+    with anyio.fail_after(PATIENCE_S):
+        for stream in streams:
+            assert isinstance(await anext(stream), Progress)
+    return streams
+
+
+async def empty(engine: Engine) -> None:
+    """Until the engine says that it runs nothing; it tells after each of its steps, so one has to be asked for."""
+    with anyio.fail_after(PATIENCE_S):
+        while (engine.pressure.running, engine.pressure.waiting) != (0, 0):
+            await complete(engine, ask(2))
+            await anyio.sleep(0.01)
+
+
+# -- while it lives ------------------------------------------------------------------------------------------------
+
+
+async def a_response_streams_and_ends_at_its_limit(subject: Subject) -> None:
+    await subject.engine.load(subject.publish(), keep_cache=False)
+    completion = await complete(subject.engine, ask(40))
+    assert (len(completion.token_ids), completion.finish) == (40, "length")
+    assert all(math.isfinite(value) and value <= 0 for value in completion.logprobs)
+    assert completion.versions == [VersionRun(subject.engine.version, 40)]
+
+
+async def an_empty_prompt_is_refused_and_the_engine_is_well(subject: Subject) -> None:
+    with pytest.raises(EngineRefusal):
+        await complete(subject.engine, GenerateRequest([], SamplingSettings(4, 1.0), key=0))
+    assert len((await complete(subject.engine, ask(4))).token_ids) == 4
+
+
+async def an_aborted_response_leaves_and_its_late_tokens_reach_nobody(subject: Subject) -> None:
+    await subject.engine.load(subject.publish(), keep_cache=False)
+    streams = await begin(subject.engine)
+    assert subject.engine.pressure.running == 4
+    for stream in streams:
+        await stream.aclose()
+    assert len((await complete(subject.engine, ask(20))).token_ids) == 20
+    await empty(subject.engine)
+
+
+async def a_cancelled_response_leaves(subject: Subject) -> None:
+    await subject.engine.load(subject.publish(), keep_cache=False)
+    (stream,) = await begin(subject.engine, 1)
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await anext(stream)
+    await stream.aclose()
+    await empty(subject.engine)
+
+
+async def a_swap_in_flight_loses_nothing_and_stamps_later_tokens(subject: Subject) -> None:
+    engine = subject.engine
+    await engine.load(subject.publish(), keep_cache=False)
+    before, published = engine.version, subject.publish()
+    done: list[Completion] = []
+    running: set[int] = set()
+    all_run = anyio.Event()
+
+    async def one(number: int) -> None:
+        def began() -> None:
+            running.add(number)
+            if len(running) == 8:
+                all_run.set()
+
+        done.append(await complete(engine, ask(LONG, 2 + number), began))
+
+    async with anyio.create_task_group() as group:
+        for number in range(8):
+            group.start_soon(one, number)
+        with anyio.fail_after(PATIENCE_S):
+            await all_run.wait()
+        await engine.load(published, keep_cache=False)
+        assert engine.version == published.version
+    assert len(done) == 8
+    for completion in done:
+        assert [run.version for run in completion.versions] == [before, published.version]
+        assert len(completion.token_ids) == LONG
+
+
+async def a_request_in_a_pause_waits_and_gets_the_new_version(subject: Subject) -> None:
+    engine = subject.engine
+    await engine.load(subject.publish(), keep_cache=False)
+    streams = await begin(engine, 1)
+    published = subject.publish()
+    versions: list[int] = []
+
+    async def later() -> None:
+        await anyio.sleep(0.001)
+        versions.extend(each((await complete(engine, ask(4))).versions))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(later)
+        await engine.load(published, keep_cache=False)
+    assert versions[-1] == published.version
+    for stream in streams:
+        await stream.aclose()
+
+
+async def it_does_not_say_that_it_is_dead(subject: Subject) -> None:
+    with anyio.move_on_after(0.2) as waited:
+        await subject.engine.wait_dead()
+    assert waited.cancelled_caught
+
+
+WHILE_IT_LIVES = (
+    a_response_streams_and_ends_at_its_limit,
+    an_empty_prompt_is_refused_and_the_engine_is_well,
+    an_aborted_response_leaves_and_its_late_tokens_reach_nobody,
+    a_cancelled_response_leaves,
+    a_swap_in_flight_loses_nothing_and_stamps_later_tokens,
+    a_request_in_a_pause_waits_and_gets_the_new_version,
+    it_does_not_say_that_it_is_dead,
+)
+
+
+# -- its first version, and its end --------------------------------------------------------------------------------
+
+
+async def tokens_before_the_first_load_carry_no_version(subject: Subject) -> None:
+    assert subject.engine.version == -1
+    assert (await complete(subject.engine, ask(5))).versions == [VersionRun(-1, 5)]
+
+
+async def a_death_ends_everything_at_once(subject: Subject, kill: Callable[[], Awaitable[object]]) -> str:
+    """Requests in flight, requests after it, a swap: all fail for the same reason, which is returned."""
+    engine = subject.engine
+    await engine.load(subject.publish(), keep_cache=False)
+    streams = await begin(engine)
+    late = subject.publish()
+    reasons: list[str] = []
+
+    async def fails(what: Callable[[], Awaitable[object]]) -> None:
+        with pytest.raises(EngineDeadError) as caught:
+            await what()
+        reasons.append(str(caught.value))
+
+    async def drain(stream: Any) -> None:
+        async for _ in stream:
+            pass
+
+    with anyio.fail_after(PATIENCE_S):
+        await kill()
+        async with anyio.create_task_group() as group:
+            for stream in streams:
+                group.start_soon(fails, lambda stream=stream: drain(stream))
+            reason = str(await engine.wait_dead())
+        assert str(await engine.wait_dead()) == reason
+        await fails(lambda: complete(engine, ask(3)))
+        await fails(lambda: engine.load(late, keep_cache=False))
+    assert set(reasons) == {reason}
+    return reason
+
+
+async def a_death_in_a_swap_ends_the_swap(subject: Subject, kill: Callable[[], Awaitable[object]]) -> None:
+    await subject.engine.load(subject.publish(), keep_cache=False)
+    streams = await begin(subject.engine)
+    published = subject.publish()
+    async with anyio.create_task_group() as group:
+        group.start_soon(kill)
+        with anyio.fail_after(PATIENCE_S), pytest.raises(EngineDeadError):
+            await subject.engine.load(published, keep_cache=False)
+    for stream in streams:
+        await stream.aclose()
+
+
+async def a_closed_engine_serves_nobody(subject: Subject) -> None:
+    await subject.engine.close()
+    await subject.engine.close()
+    with pytest.raises(EngineDeadError):
+        await complete(subject.engine, ask(3))

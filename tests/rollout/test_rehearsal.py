@@ -1,0 +1,86 @@
+"""The first turn that is played before any engine starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+from flash.environment.interface import HELD_OUT
+from flash.errors import ConfigError
+from flash.hub.tasks import SEED_STRIDE
+from flash.rollout.rehearsal import PROBLEMS, rehearse
+from flash.simulate.clock import run_virtual
+from flash.types import Trajectory
+from tests.rollout.test_episode import SETTINGS, CharTokenizer
+
+ALWAYS = 1000
+"""More problems than are tried."""
+
+
+class Stage:
+    """An environment whose first `bad` problems fail at `place`; remembers what it saw."""
+
+    def __init__(self, bad: int = 0, place: str = "step", endless: bool = False) -> None:
+        self.bad, self.place, self.endless = bad, place, endless
+        self.seeds: list[int] = []
+        self.actions: list[str] = []
+        self.closed = 0
+
+    def _fail(self, place: str) -> None:
+        if self.place == place and len(self.seeds) <= self.bad:
+            raise ValueError(f"bad {place}")
+
+    async def reset(self, seed: int) -> Any:
+        self.seeds.append(seed)
+        self._fail("reset")
+        return "say a word", {}
+
+    async def step(self, action: str) -> Any:
+        if self.place == "hang":
+            await anyio.sleep_forever()
+        self._fail("step")
+        self.actions.append(action)
+        return "and on", 0.5, not self.endless, False, {}
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def played(stage: Stage, run_seed: int = 0) -> Trajectory:
+    async def go() -> Trajectory:
+        return await rehearse(
+            CharTokenizer(), lambda kind: stage, str, SETTINGS, run_seed=run_seed, now=anyio.current_time
+        )
+
+    return run_virtual(go)
+
+
+@pytest.mark.parametrize("endless", [False, True])
+def test_one_turn_of_the_first_training_problem_is_played_and_closed(endless: bool) -> None:
+    stage = Stage(endless=endless)
+    trajectory = played(stage, run_seed=2)
+    assert stage.seeds == [2 * SEED_STRIDE]
+    assert stage.seeds[0] < HELD_OUT
+    assert stage.actions == ["d"]
+    assert stage.closed == 1
+    assert trajectory.reward == 0.5
+
+
+@pytest.mark.parametrize("place", ["reset", "step"])
+def test_a_problem_that_fails_now_and_then_does_not_stop_a_run(place: str) -> None:
+    stage = Stage(bad=PROBLEMS - 1, place=place)
+    played(stage)
+    assert stage.seeds == list(range(PROBLEMS))
+    assert stage.closed == PROBLEMS
+
+
+@pytest.mark.parametrize(
+    ("place", "said"), [("reset", "bad reset"), ("step", "bad step"), ("hang", "took longer than")]
+)
+def test_an_environment_that_always_fails_is_refused_with_its_reason(place: str, said: str) -> None:
+    stage = Stage(bad=ALWAYS, place=place)
+    with pytest.raises(ConfigError, match=rf"cannot be played; {PROBLEMS} problems were tried.*{said}"):
+        played(stage)
+    assert stage.closed == PROBLEMS

@@ -1,0 +1,148 @@
+"""Engines that die and are started again: when, how often, and what their owner is told; on the virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio
+import pytest
+
+from flash.config.waits import LONGEST_PAUSE_S
+from flash.errors import EngineDeadError, EngineError
+from flash.rollout.engine import Engine
+from flash.rollout.fake_engine import FakeEngine, FakeLine
+from flash.rollout.supervisor import STEADY_S, Restart, RestartBudget, Supervisor
+from flash.simulate.clock import run_virtual
+
+START_S = 20.0
+
+
+def test_pauses_double_up_to_a_limit_and_end_with_the_budget() -> None:
+    budget = RestartBudget(9, 0.0)
+    pauses: list[float] = []
+    while (restart := budget.died(5.0)) is not None:
+        assert restart.number == len(pauses) + 1
+        pauses.append(restart.pause_s)
+        budget.serves(5.0)
+    assert pauses == [1, 2, 4, 8, 16, 32, LONGEST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+
+
+def test_an_engine_that_was_well_for_long_counts_anew() -> None:
+    budget = RestartBudget(2, 0.0)
+    now = 0.0
+    for _ in range(5):
+        now += STEADY_S
+        assert budget.died(now) == Restart(1.0, 1)
+        budget.serves(now)
+        assert budget.died(now + STEADY_S - 1) == Restart(2.0, 2)
+        budget.serves(now)
+    assert budget.died(now + 1) is None
+
+
+def test_time_in_which_no_engine_starts_makes_up_for_nothing() -> None:
+    budget = RestartBudget(2, 0.0)
+    assert budget.died(STEADY_S) == Restart(1.0, 1)
+    assert budget.died(3 * STEADY_S) == Restart(2.0, 2)
+    assert budget.died(5 * STEADY_S) is None
+
+
+class Diary:
+    """An owner that gives no work, and writes down what it is told and when."""
+
+    def __init__(self, line: FakeLine) -> None:
+        self.line = line
+        self.told: list[tuple[float, str]] = []
+
+    def write(self, text: str) -> None:
+        self.told.append((anyio.current_time(), text))
+
+    async def serve(self, place: int) -> EngineDeadError:
+        return await self.line.newest.wait_dead()
+
+    async def died(self, place: int, death: EngineDeadError, restart: Restart | None) -> None:
+        self.write(f"{place}: {death}; {restart and restart.pause_s}")
+
+    async def replaced(self, place: int, engine: Engine) -> None:
+        assert engine is self.line.newest
+        assert all(former.closed for former in self.line.made[:-1])
+        self.write(f"{place}: replaced")
+
+
+def engine() -> FakeEngine:
+    return FakeEngine(lambda prompt: [], start_seconds=5.0)
+
+
+def lives(
+    most: int, then: Callable[[Diary], None], make: Callable[[], FakeEngine] = engine
+) -> tuple[list[tuple[float, str]], list[FakeEngine], str]:
+    """What an owner is told when the first engine dies at 100 s and each next one 10 s after its start."""
+    line = FakeLine(make)
+    diary = Diary(line)
+    deaths: list[EngineDeadError] = []
+
+    async def scenario() -> None:
+        supervisor = Supervisor(7, line, most, START_S)
+
+        async def watch() -> None:
+            deaths.append(await supervisor.run(diary))
+            group.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch)
+            await anyio.sleep(100)
+            line.newest.kill()
+            while True:
+                seen = len(diary.told)
+                await anyio.sleep(1)
+                if len(diary.told) > seen and diary.told[-1][1].endswith("replaced"):
+                    await anyio.sleep(9.5)
+                    then(diary)
+
+    run_virtual(scenario)
+    return diary.told, line.made, str(deaths[0])
+
+
+KILLED = "7: the fake engine was killed"
+
+
+def test_an_engine_comes_back_after_a_pause_and_a_start_until_its_restarts_are_used_up() -> None:
+    told, made, death = lives(2, lambda diary: diary.line.newest.kill())
+    assert [text for _, text in told] == [
+        f"{KILLED}; 1.0",
+        "7: replaced",
+        f"{KILLED}; 2.0",
+        "7: replaced",
+        f"{KILLED}; None",
+    ]
+    assert told[1][0] == told[0][0] + 1 + 5
+    assert told[3][0] == told[2][0] + 2 + 5
+    assert len(made) == 3
+    assert all(one.closed for one in made), "also the last one: what is left of it holds memory"
+    assert death == "the fake engine was killed"
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_a_start_that_fails_or_never_ends_is_tried_again(how: str) -> None:
+    numbers = iter(range(10))
+
+    def make() -> FakeEngine:
+        number = next(numbers)
+        one = FakeEngine(lambda prompt: [], start_seconds=1000.0 if how == "hangs" and number == 1 else 5.0)
+        one.start_error = EngineError("no memory") if how == "fails" and number == 1 else None
+        return one
+
+    told, made, _ = lives(2, lambda diary: diary.line.newest.kill(), make)
+    took, why = (5, "no memory") if how == "fails" else (START_S, f"waited {START_S:g} s for an engine to start again")
+    assert told[0] == (100, f"{KILLED}; 1.0")
+    assert told[1][0] == 100 + 1 + took
+    assert told[1][1].startswith(f"7: {why}")
+    assert told[1][1].endswith("; 2.0")
+    assert [text for _, text in told[2:]] == ["7: replaced", f"{KILLED}; None"]
+    assert all(one.closed for one in made)
+
+
+def test_without_restarts_the_first_death_is_the_last() -> None:
+    told, made, death = lives(0, lambda diary: None)
+    assert told == [(100, f"{KILLED}; None")]
+    assert made[0].closed
+    assert death == "the fake engine was killed"

@@ -1,0 +1,114 @@
+"""A real vLLM engine loses one of its processes: it is dead then, whatever is left of it, and says what ended it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import anyio
+import pytest
+
+from flash.errors import EngineDeadError
+from flash.foreign import vllm
+from tests.rollout import engine_contract as contract
+from tests.rollout.test_vllm_engine import make_model, processes_of_group, serving
+
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+
+
+def test_a_killed_worker_is_the_engines_death(tmp_path: Path) -> None:
+    with serving(tmp_path, make_model(tmp_path)) as served:
+        core = served.engine._processes.core
+        (worker,) = vllm.worker_pids(core)
+
+        async def kill() -> None:
+            os.kill(worker, signal.SIGKILL)
+
+        served.call(contract.tokens_before_the_first_load_carry_no_version, served)
+        reason = served.call(contract.a_death_ends_everything_at_once, served, kill)
+        assert reason.startswith(f"engine 0 is dead: its worker process {worker} was killed, or crashed")
+        served.call(contract.a_closed_engine_serves_nobody, served)
+        assert not processes_of_group(core)
+
+
+def test_a_killed_core_ends_the_swap_that_goes_on_and_names_the_signal(tmp_path: Path) -> None:
+    with serving(tmp_path, make_model(tmp_path)) as served:
+        core = served.engine._processes.core
+
+        async def kill() -> None:
+            os.kill(core, signal.SIGKILL)
+
+        async def reason() -> str:
+            with anyio.fail_after(30):
+                return str(await served.engine.wait_dead())
+
+        served.call(contract.a_death_in_a_swap_ends_the_swap, served, kill)
+        assert served.call(reason).startswith(f"engine 0 is dead: its process {core} was killed by signal 9 (SIGKILL)")
+        with pytest.raises(EngineDeadError, match="killed by signal 9"):
+            served.generate([5, 6, 7], 5)
+        served.call(served.engine.close)
+        assert not processes_of_group(core)
+
+
+def test_a_stopped_worker_is_a_hang_as_soon_as_there_are_requests_and_is_ended_with_the_engine(tmp_path: Path) -> None:
+    with serving(tmp_path, make_model(tmp_path), engine_step=1) as served:
+        core = served.engine._processes.core
+        (worker,) = vllm.worker_pids(core)
+        served.call(contract.a_response_streams_and_ends_at_its_limit, served)
+
+        async def stop() -> str:
+            os.kill(worker, signal.SIGSTOP)
+            with anyio.move_on_after(2.5) as idle:
+                await served.engine.wait_dead()
+            assert idle.cancelled_caught, "without requests there is nothing to step for"
+            with anyio.fail_after(30):
+                async with anyio.create_task_group() as group:
+                    group.start_soon(served.engine.wait_dead)
+                    with pytest.raises(EngineDeadError):
+                        await contract.complete(served.engine, contract.ask(5))
+            return str(await served.engine.wait_dead())
+
+        reason = served.call(stop)
+        assert reason.startswith("engine 0 is dead: it has made no step for 1 s, while requests run")
+        served.call(contract.a_closed_engine_serves_nobody, served)
+        assert not processes_of_group(core)
+
+
+def test_a_hang_is_noticed_while_a_swap_waits_for_the_step_that_hangs(tmp_path: Path) -> None:
+    with serving(tmp_path, make_model(tmp_path), engine_step=1) as served:
+        core = served.engine._processes.core
+        (worker,) = vllm.worker_pids(core)
+
+        async def stop() -> str:
+            await served.engine.load(served.publish(), keep_cache=False)
+            streams = await contract.begin(served.engine)
+            published = served.publish()
+            os.kill(worker, signal.SIGSTOP)
+            with anyio.fail_after(30):
+                async with anyio.create_task_group() as group:
+                    group.start_soon(served.engine.wait_dead)
+                    with pytest.raises(EngineDeadError):
+                        await served.engine.load(published, keep_cache=False)
+            for stream in streams:
+                await stream.aclose()
+            return str(await served.engine.wait_dead())
+
+        assert served.call(stop).startswith("engine 0 is dead: it has made no step for 1 s, while requests run")
+        served.call(served.engine.close)
+        assert not processes_of_group(core)
+
+
+def test_an_engine_that_is_left_in_the_middle_of_a_swap_counts_as_dead(tmp_path: Path) -> None:
+    with serving(tmp_path, make_model(tmp_path)) as served:
+        (worker,) = vllm.worker_pids(served.engine._processes.core)
+
+        async def leave() -> str:
+            published = served.publish()
+            os.kill(worker, signal.SIGSTOP)
+            with anyio.move_on_after(1):
+                await served.engine.load(published, keep_cache=False)
+            os.kill(worker, signal.SIGCONT)
+            return str(await served.engine.wait_dead())
+
+        assert "engine 0 is dead: it was left in the middle of a swap" in served.call(leave)

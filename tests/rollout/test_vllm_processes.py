@@ -1,0 +1,152 @@
+"""The processes of an engine, in vLLM's arrangement but without vLLM: a core, and workers in its process group."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+
+from flash.rollout.vllm_processes import EngineProcesses
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def core(worker: Any) -> None:
+    """What vLLM's core does, as far as processes go."""
+    os.setpgid(0, 0)
+    line = ["VLLM::Worker_0", "-c", "echo begun; while sleep 60; do :; done"]
+    process = subprocess.Popen(line, executable="/bin/sh", stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    worker.send(process.pid)
+    process.wait()
+    signal.pause()
+
+
+def begin() -> tuple[BaseProcess, int]:
+    """A core, and the process id of its worker."""
+    receive, send = SPAWN.Pipe(duplex=False)
+    process = SPAWN.Process(target=core, args=(send,), name="EngineCore_0", daemon=True)
+    process.start()
+    assert receive.poll(30), "the core does not start"
+    return process, receive.recv()
+
+
+def ended(pid: int) -> bool:
+    """Whether a process ends within a moment."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], 10)[0])
+    finally:
+        os.close(descriptor)
+
+
+def llm(process: BaseProcess) -> Any:
+    """As much of an AsyncLLM as leads to its core."""
+    manager = SimpleNamespace(processes=[process])
+    return SimpleNamespace(engine_core=SimpleNamespace(resources=SimpleNamespace(engine_manager=manager)))
+
+
+@pytest.mark.parametrize(
+    ("which", "how", "told"),
+    [
+        ("core", signal.SIGKILL, "its process {core} was killed by signal 9 (SIGKILL), perhaps"),
+        ("worker", signal.SIGTERM, "its worker process {worker} was killed, or crashed"),
+    ],
+)
+def test_the_first_process_that_ends_is_told_once_and_the_others_are_ended(which: str, how: int, told: str) -> None:
+    causes: list[str] = []
+
+    async def scenario() -> None:
+        process, worker = begin()
+        assert process.pid is not None
+        died = anyio.Event()
+
+        def tell(cause: str) -> None:
+            causes.append(cause)
+            died.set()
+
+        processes = EngineProcesses(tell)
+        processes.watch(llm(process))
+        assert processes.core == process.pid
+        os.kill(process.pid if which == "core" else worker, how)
+        with anyio.fail_after(10):
+            await died.wait()
+        assert causes[0].startswith(told.format(core=process.pid, worker=worker))
+        await anyio.to_thread.run_sync(processes.end, 10)
+        assert not process.is_alive()
+        assert ended(worker)
+
+    anyio.run(scenario)
+    assert len(causes) == 1
+
+
+def test_a_stopped_worker_is_ended_and_what_was_closed_tells_nothing() -> None:
+    causes: list[str] = []
+
+    async def scenario() -> None:
+        process, worker = begin()
+        processes = EngineProcesses(causes.append)
+        processes.watch(llm(process))
+        os.kill(worker, signal.SIGSTOP)
+        processes.unwatch()
+        processes.unwatch()
+        await anyio.to_thread.run_sync(processes.end, 10)
+        assert ended(worker)
+        await anyio.sleep(0.05)
+
+    anyio.run(scenario)
+    assert causes == []
+
+
+def test_a_start_that_is_given_up_ends_its_own_core_and_no_other_engines() -> None:
+    cores: dict[str, tuple[BaseProcess, int]] = {}
+    starts = {name: EngineProcesses(lambda cause: None) for name in ("given up", "other")}
+    over = threading.Event()
+
+    def start(name: str) -> None:
+        starts[name].start_here()
+        cores[name] = begin()
+        over.wait(60)  # as a constructor that waits for its core
+
+    threads = [threading.Thread(target=start, args=(name,)) for name in starts]
+    run(threads, lambda: len(cores) == 2)
+    try:
+        starts["given up"].end_starting(10)
+        process, worker = cores["given up"]
+        assert not process.is_alive()
+        assert ended(worker)
+        assert cores["other"][0].is_alive()
+    finally:
+        starts["other"].end_starting(10)
+        over.set()
+        for thread in threads:
+            thread.join(10)
+    assert not cores["other"][0].is_alive()
+
+
+def run(threads: list[threading.Thread], ready: Callable[[], bool]) -> None:
+    """Start them, and wait until they have done what they do."""
+    done = threading.Event()
+    for thread in threads:
+        thread.start()
+    for _ in range(3000):
+        if ready():
+            return
+        done.wait(0.01)
+    raise AssertionError("the cores do not start")

@@ -1,0 +1,73 @@
+"""The hub's state goes into a checkpoint and back, piece by piece."""
+
+from __future__ import annotations
+
+import os
+import resource
+import zlib
+from collections.abc import Generator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from flash.errors import CheckpointError
+from flash.hub.state import HubState
+from flash.run.hub_state import keep_hub_state, kept_state
+from flash.trainer.stored import HUB_STATE, MANIFEST, FileEntry, Manifest, aside_of, replace, step_folder
+from flash.transport.slices import SLICE_BYTES, encoded_pieces
+from tests.hub.cases import finish_all, lease_all, make_buffer, trajectory
+from tests.hub.test_state import make_config
+
+pytestmark = pytest.mark.anyio
+
+
+def large_state() -> HubState:
+    """Of several slices: a few megabytes of finished samples."""
+    buffer = make_buffer(batch=16, group=4)
+    leases = lease_all(buffer, 0)
+    for lease in leases[:16]:
+        buffer.finish(lease.lease_id, trajectory(lease.task, 0, tokens=100_000))
+    finish_all(buffer, leases[16:], 0)
+    return HubState.of(3, buffer.snapshot(), make_config())
+
+
+async def test_a_state_of_many_pieces_comes_back_equal_with_the_size_and_checksum_that_were_told(
+    tmp_path: Path,
+) -> None:
+    state, folder = large_state(), step_folder(tmp_path, 3)
+    aside_of(folder).mkdir(parents=True)
+    lengths: list[int] = []
+
+    def watched() -> Generator[bytearray]:
+        for piece in encoded_pieces(state):
+            lengths.append(len(piece))
+            yield piece
+
+    kept = await keep_hub_state(tmp_path, 3, watched())
+    whole = msgspec.msgpack.encode(state)
+    assert (kept.size, kept.crc32) == (len(whole), zlib.crc32(whole))
+    assert len(lengths) > 5
+    assert max(lengths) < 4 * SLICE_BYTES
+    entry = FileEntry(HUB_STATE, kept.size, kept.crc32)
+    (aside_of(folder) / MANIFEST).write_bytes(msgspec.json.encode(Manifest(3, 0, [entry])))
+    replace(aside_of(folder), folder)
+    assert kept_state(folder, make_config()) == state
+
+
+async def test_a_state_that_cannot_be_written_is_told_with_its_path(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"the hub cannot write its state to .*\.tmp-step-000003/hub\.bin: .*No such"
+    ):
+        await keep_hub_state(tmp_path, 3, encoded_pieces(large_state()))
+    aside_of(step_folder(tmp_path, 3)).mkdir(parents=True)
+    open_before = len(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A file may not grow beyond this: writes fail in the middle, as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SLICE_BYTES, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"hub\.bin: .*File too large"):
+            await keep_hub_state(tmp_path, 3, encoded_pieces(large_state()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(os.listdir("/proc/self/fd")) == open_before

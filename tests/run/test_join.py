@@ -1,0 +1,237 @@
+"""How a node joins a run: who is refused before anything starts, and what its launcher does with ends of its loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from flash.config.load import dump
+from flash.config.tree import Config
+from flash.errors import ConfigError, DeadlineError, FlashError, TransportError
+from flash.hub import protocol as p
+from flash.hub.gate import Gate
+from flash.hub.hub import Hub
+from flash.hub.members import Home
+from flash.observe.observer import MemoryObserver
+from flash.observe.rundir import RunDirectory
+from flash.run.error_marker import ErrorMarker
+from flash.run.hub_place import HUB_FILE, HubAddress, HubPlace
+from flash.run.join import LOST, Launch, LifeEnd, refuse_another
+from flash.run.token import hub_token, sign
+from flash.transport.server import Peer, serve
+from tests.run.test_launcher import make_config
+
+pytestmark = pytest.mark.anyio
+
+Life = int | Callable[[], Awaitable[int]]
+
+
+class Lives(Launch):
+    """A launch whose node loops end as they are told."""
+
+    def __init__(self, place: HubPlace, own: Config | None, folder: Path, *ends: Life) -> None:
+        super().__init__(place, [], own, folder)
+        self.ends = list(ends)
+
+    async def life(self, file: Path, run: p.RunReply) -> int:
+        assert await anyio.Path(file).is_file()
+        end = self.ends.pop(0)
+        return end if isinstance(end, int) else await end()
+
+
+class Job:
+    """A run directory, in which hubs may live one after the other."""
+
+    def __init__(self, folder: Path, **cluster: Any) -> None:
+        run = {"name": "run", "output_dir": str(folder)}
+        self.config = make_config(run=run, cluster={"gpus_per_node": 0, "max_restarts": 2} | cluster)
+        self.place = HubPlace(run_dir=str(folder / "run"))
+        RunDirectory.open(self.config.run_dir, dump(self.config))
+
+    @asynccontextmanager
+    async def hub(self, given: str | None = None) -> AsyncGenerator[Hub]:
+        hub = Hub(self.config, MemoryObserver(), now=anyio.current_time, home=Home(launch="7.1"))
+        gate = Gate(hub, self.config)
+
+        async def handle(peer: Peer, request: Any) -> msgspec.Struct:
+            return await gate.handle(peer, request)
+
+        directory = self.config.run_dir
+        with hub_token(directory, given) as (token, file):
+            async with anyio.create_task_group() as tasks:
+                port = await tasks.start(
+                    lambda task_status: serve(
+                        *("127.0.0.1", 0, token, p.HubRequest, handle),
+                        deadline=5,
+                        on_connect=gate.arrived,
+                        on_disconnect=gate.left,
+                        task_status=task_status,
+                    )
+                )
+                body = msgspec.json.encode(HubAddress("127.0.0.1", port, b""))
+                (directory / HUB_FILE).write_bytes(sign(body, token, file))
+                self.at = HubPlace(host="127.0.0.1", port=port)
+                yield hub
+                tasks.cancel_scope.cancel()
+        (directory / HUB_FILE).unlink()
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    monkeypatch.delenv("FLASH_TOKEN", raising=False)
+    for name in ("FLASH_LAUNCHER", "OMP_NUM_THREADS", "FLASH_IMPORT_PATH"):
+        monkeypatch.setenv(name, "1")
+    return Job(tmp_path)
+
+
+async def refusal(launch: Launch) -> str:
+    with pytest.RaisesGroup(pytest.RaisesExc(FlashError)) as caught:
+        await launch.run()
+    (error,) = caught.value.exceptions
+    return str(error)
+
+
+async def test_a_folder_without_a_hub_is_one_clear_error(job: Job, tmp_path: Path) -> None:
+    assert "is no run directory" in await refusal(Lives(HubPlace(run_dir=str(tmp_path / "other")), None, tmp_path))
+    assert "its job has been stopped, or is only starting" in await refusal(Lives(job.place, None, tmp_path))
+    (job.config.run_dir / "summary.json").write_text("{}")
+    assert "whose run has ended" in await refusal(Lives(job.place, None, tmp_path))
+
+
+async def test_the_hub_of_a_killed_job_is_named_by_its_address(job: Job, tmp_path: Path) -> None:
+    async with job.hub():
+        left = {path.name: path.read_bytes() for path in job.config.run_dir.glob("hub*")}
+    for name, content in left.items():
+        (job.config.run_dir / name).write_bytes(content)
+    words = await refusal(Lives(job.place, None, tmp_path))
+    assert f"cannot connect to hub at 127.0.0.1:{job.at.port}: " in words
+    assert "only nodes on its own machine can join" in words
+
+
+async def test_a_wrong_token_or_none_is_one_clear_error(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with job.hub(given="ab" * 32):
+        assert "FLASH_TOKEN is not set" in await refusal(Lives(job.at, None, tmp_path))
+        monkeypatch.setenv("FLASH_TOKEN", "cd" * 32)
+        assert "does not prove our token; it belongs to another run" in await refusal(Lives(job.at, None, tmp_path))
+        assert "FLASH_TOKEN differs between the hosts" in await refusal(Lives(job.place, None, tmp_path))
+
+
+async def test_a_node_with_another_configuration_than_the_hub_is_told_the_key(job: Job, tmp_path: Path) -> None:
+    train = msgspec.structs.replace(job.config.train, learning_rate=0.5)
+    async with job.hub():
+        words = await refusal(Lives(job.place, msgspec.structs.replace(job.config, train=train), tmp_path))
+    assert words.startswith("`train.learning_rate` is 0.5 on this node and ")
+
+
+async def test_a_run_at_its_end_is_not_joined(job: Job, tmp_path: Path) -> None:
+    async with job.hub() as hub:
+        hub.interrupt()
+        assert "is at its end" in await refusal(Lives(job.place, None, tmp_path))
+        assert await Lives(job.place, job.config, tmp_path).run() == 0, "a job's own node had nothing to do"
+
+
+async def test_what_differs_between_machines_is_no_other_configuration(job: Job) -> None:
+    mine, theirs = make_config(), make_config(cluster={"gpus_per_node": 4, "node_cpus": [3]}, run={"name": "test"})
+    plain = [msgspec.to_builtins(config) for config in (mine, theirs)]
+    refuse_another(*plain)
+    with pytest.raises(ConfigError, match=r"`run\.name` is test on this node and other on the hub's"):
+        refuse_another(plain[0], plain[1] | {"run": plain[1]["run"] | {"name": "other"}})
+
+
+async def test_a_node_loop_that_dies_is_started_again_so_often_as_the_run_allows(
+    job: Job, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with job.hub():
+        assert await Lives(job.place, job.config, tmp_path, -9, LifeEnd.FAILED, LifeEnd.OVER).run() == 0
+        told = capfd.readouterr().err.splitlines()
+        assert told[0].startswith("flash: the node loop was killed by signal 9 (SIGKILL)")
+        assert told[1:] == [
+            "flash: this node starts again (restart 1 of 2); the run goes on meanwhile",
+            "flash: this node starts again (restart 2 of 2); the run goes on meanwhile",
+        ]
+        assert await Lives(job.place, job.config, tmp_path, -9, -9, -9).run() == LOST
+        assert "no restart is left of cluster.max_restarts = 2" in capfd.readouterr().err
+        assert await Lives(job.place, job.config, tmp_path, LifeEnd.FINAL).run() == LOST
+
+
+async def test_a_node_waits_for_the_first_hub_and_for_the_next_one_whatever_else_starts_again(
+    job: Job, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[int] = []
+    ended, again = anyio.Event(), anyio.Event()
+
+    async def first() -> int:
+        seen.append(1)
+        ended.set()
+        await again.wait()
+        return LifeEnd.HUB_LOST
+
+    launch = Lives(job.place, job.config, tmp_path, first, LifeEnd.OVER)
+    codes: list[int] = []
+    over = anyio.Event()
+
+    async def run() -> None:
+        codes.append(await launch.run())
+        over.set()
+
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            await anyio.sleep(0.1)
+            async with job.hub():
+                await ended.wait()
+            again.set()
+            await anyio.sleep(0.1)
+            async with job.hub():
+                await over.wait()
+    assert codes == [0]
+    assert launch.ends == []
+    waits = [line for line in capfd.readouterr().err.splitlines() if "waiting up to 600 s for the hub of" in line]
+    assert len(waits) == 2
+
+
+async def test_a_hub_that_never_comes_is_named(job: Job, tmp_path: Path) -> None:
+    own = msgspec.structs.replace(job.config, deadlines=msgspec.structs.replace(job.config.deadlines, rendezvous=0.1))
+    with pytest.RaisesGroup(DeadlineError) as caught:
+        await Lives(job.place, own, tmp_path).run()
+    words = str(caught.value.exceptions[0])
+    assert words.startswith(f"waited 0.1 s for the hub of {job.place}")
+    assert "no hub runs for" in words
+
+
+@pytest.mark.parametrize("how", ["in order", "with an error"])
+async def test_a_node_without_its_hub_notices_that_the_run_has_ended(job: Job, tmp_path: Path, how: str) -> None:
+    async def lost() -> int:
+        stop.set()
+        await stopped.wait()
+        return LifeEnd.HUB_LOST
+
+    stop, stopped = anyio.Event(), anyio.Event()
+    launch = Lives(job.place, job.config, tmp_path, lost)
+    codes: list[int | str] = []
+
+    async def run() -> None:
+        if how == "in order":
+            codes.append(await launch.run())
+        else:
+            codes.append(await refusal(launch))
+
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            async with job.hub():
+                tasks.start_soon(run)
+                await stop.wait()
+            if how == "in order":
+                (job.config.run_dir / "summary.json").write_text("{}")
+            else:
+                ErrorMarker(job.config.run_dir, "7.1").write(TransportError("the end"))
+            stopped.set()
+    assert codes == ([0] if how == "in order" else [f"the run of {job.place} has failed: the end"])

@@ -1,0 +1,247 @@
+"""The journal in files: what was acknowledged comes back, whatever the disk and a crash make of the rest."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+
+from flash.config.tree import Config
+from flash.errors import ConfigError, RecordingError
+from flash.hub.buffer import SampleBuffer
+from flash.hub.replayed import Replay
+from flash.hub.samples import BufferState
+from flash.hub.state import HubState
+from flash.run.hub_state import Restored, restored
+from flash.run.journal import FileJournal, Place, journal_folder, replay_journal
+from flash.trainer.stored import HUB_STATE, MANIFEST, FileEntry, Manifest, crc32_of, step_folder
+from flash.types import Lease
+from tests.hub.cases import finish_all, lease_all, make_buffer
+from tests.hub.test_state import make_config
+
+pytestmark = pytest.mark.anyio
+
+
+def config_of(run_dir: Path, journal: str = "write") -> Config:
+    run = {"name": run_dir.name, "output_dir": str(run_dir.parent)}
+    return make_config(run=run, train={"batch_size": 4}, rollout={"group_size": 2}, checkpoint={"journal": journal})
+
+
+def buffer_of(journal: FileJournal, state: BufferState | None = None, step: int = 0) -> SampleBuffer:
+    return make_buffer(alpha=1, batch=4, group=2, state=state, step=step, journal=journal)
+
+
+class Life:
+    """A buffer that writes its journal."""
+
+    def __init__(self, run_dir: Path, kept: Restored | None = None, *, to_disk: bool = False) -> None:
+        state = None if kept is None else kept.state
+        version, buffer = (0, None) if state is None else (state.version, state.buffer)
+        place = Place(0, 0) if kept is None else kept.place
+        self.notes: list[str] = []
+        self.run_dir = run_dir
+        self.journal = FileJournal(run_dir, version, place, to_disk=to_disk, tell=self.notes.append)
+        self.buffer = buffer_of(self.journal, buffer, version)
+        self._held: list[Lease] = []
+
+    def deliver(self, number: int, version: int = 0) -> None:
+        self._held += lease_all(self.buffer, version)
+        finish_all(self.buffer, self._held[:number], version)
+        del self._held[:number]
+
+    def step(self, step: int) -> None:
+        self.deliver(100, step)
+        assert self.buffer.take(step) is not None
+        self.buffer.commit(step)
+
+    def checkpoint(self, version: int) -> Path:
+        """As the trainer ranks write it, with nothing but the hub's part."""
+        folder = step_folder(self.run_dir, version)
+        folder.mkdir(parents=True)
+        config = config_of(self.run_dir)
+        state = HubState.of(version, self.buffer.snapshot(), config, self.journal.begin(version))
+        (folder / HUB_STATE).write_bytes(msgspec.msgpack.encode(state))
+        entry = FileEntry(HUB_STATE, (folder / HUB_STATE).stat().st_size, crc32_of(folder / HUB_STATE))
+        (folder / MANIFEST).write_bytes(msgspec.json.encode(Manifest(version, 0, [entry])))
+        return folder
+
+
+@asynccontextmanager
+async def written(life: Life) -> AsyncGenerator[Life]:
+    """All that is recorded inside the block is written at its end; then the hub's process dies."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(life.journal.run)
+        yield life
+        with anyio.fail_after(20):
+            await life.journal.written()
+        tasks.cancel_scope.cancel()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
+
+
+def files(run_dir: Path) -> list[str]:
+    return sorted(file.name for file in journal_folder(run_dir).iterdir())
+
+
+@pytest.mark.parametrize("to_disk", [False, True])
+async def test_a_run_without_a_checkpoint_goes_on_with_all_that_was_delivered(run_dir: Path, to_disk: bool) -> None:
+    async with written(Life(run_dir, to_disk=to_disk)) as life:
+        life.deliver(3)
+    kept = restored(None, config_of(run_dir))
+    assert kept.state is not None
+    assert kept.state.version == 0
+    assert kept.notes == ["the journal brings back 3 samples that were delivered after version 0"]
+    assert kept.state.buffer.ledger == life.buffer.ledger
+    # Its next life is read after this one, and so on.
+    async with written(Life(run_dir, kept)) as second:
+        second.deliver(2)
+    assert files(run_dir) == ["000000-step-000000.log", "000001-step-000000.log"]
+    again = restored(None, config_of(run_dir))
+    assert again.state is not None
+    assert again.place.number == 2
+    assert again.state.buffer.ledger == second.buffer.ledger
+    second.buffer.check()
+
+
+async def test_a_checkpoint_begins_a_file_and_those_before_the_oldest_checkpoint_go(run_dir: Path) -> None:
+    async with written(Life(run_dir)) as life:
+        life.step(0)
+        await life.journal.written()
+        first = life.checkpoint(1)
+        life.step(1)
+        await life.journal.written()
+        second = life.checkpoint(2)
+        life.step(2)
+    assert files(run_dir) == ["000001-step-000001.log", "000002-step-000002.log"]
+    for checkpoint, version in ((first, 1), (second, 2)):
+        kept = restored(checkpoint, config_of(run_dir))
+        assert kept.state is not None
+        assert {formed.step for formed in kept.state.buffer.again} == set(range(version, 3))
+        assert kept.state.buffer.ledger.trained == 4 * version
+        assert kept.state.buffer.ledger.generated_tokens == life.buffer.ledger.generated_tokens
+        assert kept.place.number == 3
+
+
+async def test_a_journal_that_is_cut_at_any_byte_ends_with_the_last_whole_event(run_dir: Path) -> None:
+    async with written(Life(run_dir)) as life:
+        life.step(0)
+        life.deliver(2, 1)
+    (file,) = journal_folder(run_dir).iterdir()
+    whole = file.read_bytes()
+    books = [(0, 0, 0)]
+    for end in range(0, len(whole), 11):
+        file.write_bytes(whole[:end])
+        replay = Replay(None, 0)
+        place, notes = replay_journal(run_dir, 0, 0, replay)
+        assert len(notes) == (file.exists() and file.stat().st_size < end)
+        state = replay.state(until=0)
+        if state is not None:
+            assert place.number == 1
+            assert file.read_bytes() == whole[: file.stat().st_size]
+            books.append((state.ledger.issued, 0, state.ledger.generated_tokens))
+    assert books == sorted(books)
+    assert books[-1][2] > 0
+
+
+async def test_a_damaged_record_is_named_and_the_run_goes_on_from_the_checkpoint_alone(run_dir: Path) -> None:
+    async with written(Life(run_dir)) as life:
+        life.step(0)
+        await life.journal.written()
+        checkpoint = life.checkpoint(1)
+        life.step(1)
+    file = journal_folder(run_dir) / "000001-step-000001.log"
+    whole = file.read_bytes()
+    for place in range(0, len(whole) * 3 // 4, 101):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
+        state = HubState.restore((checkpoint / HUB_STATE).read_bytes(), config_of(run_dir))
+        with pytest.raises(RecordingError, match=r"000001-step-000001\.log is damaged at byte \d+: "):
+            replay_journal(run_dir, 1, state.journal, Replay(state.buffer, 1))
+    before = HubState.restore((checkpoint / HUB_STATE).read_bytes(), config_of(run_dir))
+    kept = restored(checkpoint, config_of(run_dir))
+    assert kept.state == before
+    assert "goes on from step-000001 alone" in kept.notes[0]
+    assert "damaged-000001-step-000001.log" in files(run_dir)
+    async with written(Life(run_dir, kept)) as second:
+        second.step(1)
+    again = restored(checkpoint, config_of(run_dir))
+    assert again.state is not None
+    assert again.state.buffer.ledger.generated_tokens == second.buffer.ledger.generated_tokens
+
+
+async def test_a_journal_that_cannot_be_read_is_set_aside(run_dir: Path) -> None:
+    (journal_folder(run_dir) / "000000-step-000000.log").mkdir(parents=True)
+    kept = restored(None, config_of(run_dir))
+    assert kept.state is None
+    assert "000000-step-000000.log cannot be read: Is a directory. The run goes on from the beginning" in kept.notes[0]
+    assert files(run_dir) == ["damaged-000000-step-000000.log"]
+
+
+async def test_a_full_disk_is_told_once_and_the_next_checkpoint_begins_again(run_dir: Path) -> None:
+    life = Life(run_dir)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    async with written(life):
+        life.deliver(1)
+        await life.journal.written()
+        known = life.buffer.ledger.copy()
+        file = journal_folder(run_dir) / "000000-step-000000.log"
+        size = file.stat().st_size
+        # A file may not grow beyond this: writes fail in the middle, as on a full disk.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, hard))
+        try:
+            for _ in range(2):
+                life.deliver(1)
+                await life.journal.written()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        life.deliver(1)
+        await life.journal.written()
+        assert len(life.notes) == 1
+        assert "the journal cannot be written: " in life.notes[0]
+        assert file.stat().st_size == size, "a record was torn, or written behind a gap"
+        checkpoint = life.checkpoint(0)
+        life.deliver(1)
+        await life.journal.written()
+        assert life.notes[1:] == ["the journal is written again, since the checkpoint of version 0"]
+    kept = restored(checkpoint, config_of(run_dir))
+    assert kept.state is not None
+    assert kept.state.buffer.ledger.generated_tokens == life.buffer.ledger.generated_tokens
+    # Without the newest checkpoint what lies behind the gap is of no use.
+    state = restored(None, config_of(run_dir))
+    assert state.state is not None
+    assert state.state.buffer.ledger == known
+    assert any("is of no use" in note for note in state.notes)
+
+
+async def test_a_folder_that_cannot_be_written_ends_nothing(run_dir: Path) -> None:
+    journal_folder(run_dir).write_text("in the way")
+    async with written(Life(run_dir)) as life:
+        life.deliver(2)
+    assert len(life.notes) == 1
+
+
+async def test_a_journal_that_is_switched_off_is_used_once_more_and_then_gone(run_dir: Path) -> None:
+    async with written(Life(run_dir)) as life:
+        life.deliver(2)
+    kept = restored(None, config_of(run_dir, "off"))
+    assert kept.state is not None
+    assert kept.state.buffer.ledger == life.buffer.ledger
+    assert not journal_folder(run_dir).exists()
+    assert restored(None, config_of(run_dir)) == Restored(None, Place(0, 0), [])
+
+
+async def test_a_journal_of_a_run_of_another_size_is_refused(run_dir: Path) -> None:
+    async with written(Life(run_dir)) as life:
+        life.deliver(1)
+    other = make_config(run={"name": "run", "output_dir": str(run_dir.parent)}, train={"batch_size": 8})
+    with pytest.raises(ConfigError, match=r"train\.batch_size: .*got 8"):
+        restored(None, other)

@@ -1,0 +1,109 @@
+"""A tiny model that several nodes, or runs, find missing at the same time: one makes it, the others wait."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from flash.config.tree import Config
+from flash.errors import ConfigError, DeadlineError
+from flash.run.models import make_missing_model
+from flash.trainer.tiny_model import FINGERPRINT
+
+OTHER_NODE = """
+import sys
+from pathlib import Path
+from flash.run.locks import in_turn
+made, path = map(Path, sys.argv[1:])
+with in_turn(path.with_name(f".{path.name}.lock"), "making", 0):
+    print("here", flush=True)
+    if sys.stdin.readline():
+        made.rename(path)
+"""
+
+
+def config_of(path: Path, wait_s: float = 60.0) -> Config:
+    tree = {
+        "run": {"name": "test"},
+        "model": {"path": str(path)},
+        "env": {"path": "envs.arithmetic:Arithmetic"},
+        "tiny_model": {"layers": 1, "width": 32, "warm_start_steps": 1, "batch_size": 4},
+        "deadlines": {"rendezvous": wait_s},
+    }
+    return msgspec.convert(tree, Config)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """What the other node will have made: the same model in another place."""
+    make_missing_model(config_of(tmp_path / "theirs"))
+    return tmp_path / "theirs"
+
+
+@pytest.fixture
+def other(tmp_path: Path, made: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another node, which began to make the model and puts it in place when it is told to."""
+    command = [sys.executable, "-c", OTHER_NODE, str(made), str(tmp_path / "tiny")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+class Tells(logging.Handler):
+    """Tells the other node to end its work when somebody waits for it."""
+
+    def __init__(self, other: subprocess.Popen[str]) -> None:
+        super().__init__()
+        self.other = other
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+        assert self.other.stdin is not None
+        self.other.stdin.write("go on\n")
+        self.other.stdin.flush()
+
+
+def test_who_finds_the_model_being_made_waits_and_takes_it_as_it_is(
+    tmp_path: Path, made: Path, other: subprocess.Popen[str]
+) -> None:
+    file = (made / FINGERPRINT).stat().st_ino
+    handler = Tells(other)
+    logging.getLogger("flash").addHandler(handler)
+    try:
+        make_missing_model(config_of(tmp_path / "tiny"))
+    finally:
+        logging.getLogger("flash").removeHandler(handler)
+    (waited,) = handler.heard
+    assert waited.startswith(f"waiting up to 60 s for process {other.pid} on ")
+    assert waited.endswith(f"which is making the tiny model {tmp_path / 'tiny'}")
+    assert (tmp_path / "tiny" / FINGERPRINT).stat().st_ino == file
+
+
+def test_who_waits_too_long_for_a_model_names_the_one_who_makes_it(
+    tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
+    with pytest.raises(DeadlineError, match=rf"waited 0.1 s for process {other.pid} on .* to make the tiny model"):
+        make_missing_model(config_of(tmp_path / "tiny", wait_s=0.1))
+
+
+def test_a_node_that_died_while_it_made_the_model_is_replaced(tmp_path: Path, other: subprocess.Popen[str]) -> None:
+    other.kill()
+    other.wait()
+    make_missing_model(config_of(tmp_path / "tiny"))
+    assert (tmp_path / "tiny" / FINGERPRINT).is_file()
+
+
+def test_a_place_where_no_model_can_be_made_is_a_named_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot make the tiny model .*file/tiny"):
+        make_missing_model(config_of(tmp_path / "file" / "tiny"))

@@ -1,0 +1,52 @@
+"""What `--model` may name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from flash.config.tree import Config
+from flash.errors import ConfigError
+from flash.observe.rundir import RunDirectory
+from flash.run.models import model_folder
+
+CONFIG = msgspec.convert({"run": {"name": "run"}, "model": {"path": "owner/model"}, "env": {"path": "m:Env"}}, Config)
+
+
+def test_a_name_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    for step in ("step-000003", "step-000006"):
+        (tmp_path / "checkpoints" / step).mkdir(parents=True)
+    named = tmp_path / "checkpoints" / "6"
+    with pytest.raises(ConfigError) as error, model_folder(str(named), CONFIG):
+        pass
+    there = f"{tmp_path / 'checkpoints'} has step-000003, step-000006"
+    assert str(error.value) == f"there is no model, checkpoint or run {named}; {there}"
+
+
+def test_a_folder_counts_before_its_checkpoints_and_a_hub_id_is_taken_on_trust(tmp_path: Path) -> None:
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "config.json").touch()
+    (tmp_path / "run" / "checkpoints" / "step-000003").mkdir(parents=True)
+    with model_folder(str(tmp_path / "run"), CONFIG) as found:
+        assert found == str(tmp_path / "run" / "model")
+    with model_folder("owner/model", CONFIG) as found:
+        assert found == "owner/model"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("file", "is a file; expected the folder of a model, a checkpoint or a run"),
+        ("starting", "the run {} has left no whole checkpoint and no model yet"),
+        ("other", "is neither a model (it has no config.json) nor a checkpoint nor a run"),
+    ],
+)
+def test_what_is_there_and_holds_no_model_is_told_by_what_it_is(name: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "other").mkdir()
+    RunDirectory.open(tmp_path / "starting", "")
+    with pytest.raises(ConfigError) as error, model_folder(str(tmp_path / name), CONFIG):
+        pass
+    assert why.format(tmp_path / name) in str(error.value)

@@ -1,0 +1,71 @@
+"""How the processes of a job find their hub, through a folder that others may read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash.errors import ConfigError, DeadlineError, PeerLostError
+from flash.run.hub_place import HUB_FILE, HubAddress, HubPlace, announce, withdraw
+from flash.run.rendezvous import find_hub
+from flash.run.token import hub_token
+from tests.run.test_launcher import make_config
+
+
+@pytest.fixture
+def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLASH_TOKEN", raising=False)
+
+
+def config_at(folder: Path, **deadlines: Any) -> Any:
+    return make_config(run={"name": folder.name, "output_dir": str(folder.parent)}, deadlines=deadlines)
+
+
+def test_what_a_stranger_reads_in_the_announcement_holds_no_token(tmp_path: Path, no_token: None) -> None:
+    with hub_token(tmp_path, None) as (token, file):
+        address = HubAddress("10.0.0.1", 4711, token)
+        announce(tmp_path, address, file)
+        assert find_hub(config_at(tmp_path), None, lambda found: found) == address
+        assert HubPlace(run_dir=str(tmp_path)).find(None) == address
+        left = (tmp_path / HUB_FILE).read_bytes()
+        withdraw(tmp_path)
+    assert b"proof" in left
+    for secret in (token, token.hex().encode()):
+        assert secret not in left
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_hub_that_does_not_let_us_in_is_asked_again(tmp_path: Path, no_token: None) -> None:
+    tries: list[HubAddress] = []
+
+    def enter(address: HubAddress) -> str:
+        tries.append(address)
+        if len(tries) == 1:
+            raise PeerLostError("this hub is about to end")
+        return "in"
+
+    with hub_token(tmp_path, None) as (token, file):
+        announce(tmp_path, HubAddress("10.0.0.1", 4711, token), file)
+        assert find_hub(config_at(tmp_path), None, enter) == "in"
+    assert len(tries) == 2
+
+
+def test_a_hub_that_never_comes_is_a_deadline_which_says_what_was_wrong(tmp_path: Path, no_token: None) -> None:
+    with pytest.raises(DeadlineError, match=r"waited 0\.1 s for the hub of this run.*is no run directory"):
+        find_hub(config_at(tmp_path, rendezvous=0.1), None, lambda found: found)
+
+
+def test_hosts_that_share_no_folder_find_the_hub_at_its_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FLASH_RDZV_ENDPOINT", "node7:4711")
+    config = make_config(cluster={"nodes": 2, "hub_port": 29500, "gpus_per_node": 0})
+    found = find_hub(config, "ab" * 32, lambda address: address)
+    assert found == HubAddress("node7", 29500, bytes.fromhex("ab" * 32))
+    assert "FLASH_TOKEN" not in os.environ
+
+
+def test_a_token_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="FLASH_TOKEN is no token"), hub_token(tmp_path, "short"):
+        pass

@@ -1,0 +1,73 @@
+"""A job that SLURM requeues goes on as long as it gets anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from flash.config.tree import Config
+from flash.errors import RequeueError
+from flash.run.requeue import refuse_idle_requeues
+from flash.trainer.stored import MANIFEST, Manifest
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    tree: dict[str, Any] = {
+        "run": {"name": "mine", "output_dir": str(tmp_path)},
+        "model": {"path": "fake"},
+        "env": {"path": "fake:Fake"},
+    }
+    return msgspec.convert(tree, Config)
+
+
+def write_checkpoint(config: Config, version: int) -> None:
+    folder = config.run_dir / "checkpoints" / f"step-{version:06d}"
+    folder.mkdir(parents=True)
+    (folder / MANIFEST).write_bytes(msgspec.json.encode(Manifest(version, 0, [])))
+
+
+def test_a_job_that_gets_further_in_each_life_is_requeued_for_ever(config: Config) -> None:
+    for version in range(20):
+        write_checkpoint(config, version)
+        refuse_idle_requeues(config)
+
+
+def test_a_job_that_never_gets_to_a_checkpoint_is_stopped(config: Config) -> None:
+    for _ in range(3):
+        refuse_idle_requeues(config)
+    with pytest.raises(RequeueError, match=r"requeued job 7 3 times without progress: .* is still missing"):
+        refuse_idle_requeues(config)
+
+
+def test_a_job_that_stays_at_a_version_is_stopped(config: Config) -> None:
+    write_checkpoint(config, 4)
+    for _ in range(3):
+        refuse_idle_requeues(config)
+    with pytest.raises(RequeueError, match="still that of version 4"):
+        refuse_idle_requeues(config)
+
+
+def test_progress_in_between_starts_the_count_again(config: Config) -> None:
+    for version in (1, 2, 3):
+        write_checkpoint(config, version)
+        for _ in range(3):
+            refuse_idle_requeues(config)
+
+
+def test_a_job_that_is_submitted_again_has_all_its_lives(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(3):
+        refuse_idle_requeues(config)
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    for _ in range(3):
+        refuse_idle_requeues(config)
+
+
+def test_a_count_that_was_cut_off_is_begun_again(config: Config) -> None:
+    refuse_idle_requeues(config)
+    (config.run_dir / "requeues.json").write_text('{"job')
+    refuse_idle_requeues(config)

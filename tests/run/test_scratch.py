@@ -1,0 +1,122 @@
+"""The job's temporary folder, and what a killed job leaves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import pytest
+
+from flash.run.scratch import VARIABLE, remember_shared_memory, remove_abandoned, scratch_folder
+
+KILLED = """
+import os, signal, tempfile
+from flash.run.scratch import scratch_folder
+with scratch_folder() as folder:
+    (folder / "socket").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+ENGINE = """
+import sys
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=8)
+resource_tracker.unregister(memory._name, "shared_memory")  # as if it had been killed, too
+print(memory.name, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return folder
+
+
+def test_processes_of_the_job_find_a_folder_that_is_gone_with_the_job(temporary: Path) -> None:
+    with scratch_folder() as folder:
+        assert folder.parent == temporary
+        assert os.environ["TMPDIR"] == os.environ[VARIABLE] == str(folder)
+        (folder / "folder").mkdir()
+        (folder / "folder" / "socket").touch()
+    assert list(temporary.iterdir()) == []
+    assert os.environ["TMPDIR"] == str(temporary)
+    assert VARIABLE not in os.environ
+
+
+def test_compiled_kernels_outlive_the_job(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    with scratch_folder() as folder:
+        assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent == temporary != folder
+
+
+def test_the_next_launch_removes_what_a_killed_one_has_left(temporary: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLED], check=False)
+    (left,) = temporary.iterdir()
+    assert (left / "socket").exists()
+    with scratch_folder() as folder:
+        assert list(temporary.iterdir()) == [folder]
+
+
+def test_the_folder_of_a_job_that_lives_stays(temporary: Path) -> None:
+    with scratch_folder() as folder:
+        other = [sys.executable, "-c", "from flash.run.scratch import *; remove_abandoned(Path(tempfile.gettempdir()))"]
+        subprocess.run(other, check=True, env=os.environ | {"TMPDIR": str(temporary)})
+        assert folder.exists()
+
+
+def test_a_process_keeps_the_folder_that_its_killed_launcher_left(temporary: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLED], check=False)
+    (left,) = temporary.iterdir()
+    program = "import sys; from flash.run.scratch import *; join_scratch_folder(); print(); sys.stdin.read()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {VARIABLE: str(left)},
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    remove_abandoned(temporary)
+    assert left.exists()
+    process.communicate()
+    remove_abandoned(temporary)
+    assert not left.exists()
+
+
+def test_shared_memory_that_engines_left_goes_with_the_folder_and_no_other(temporary: Path) -> None:
+    others = SharedMemory(create=True, size=8)
+    try:
+        with scratch_folder():
+            engine = subprocess.Popen(
+                [sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
+            assert engine.stdout is not None
+            left = Path("/dev/shm", engine.stdout.readline().decode().strip())
+            remember_shared_memory(engine.pid)
+            engine.kill()
+            engine.communicate()
+            assert left.exists()
+        assert not left.exists()
+        assert Path("/dev/shm", others.name).exists()
+    finally:
+        others.close()
+        others.unlink()
+
+
+def test_a_folder_for_temporary_files_that_is_too_deep_for_sockets_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 80)
+    deep.mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with scratch_folder() as folder:
+        assert len(str(folder)) < 64

@@ -1,0 +1,60 @@
+"""No process of a job outlives its launcher for long."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+LAUNCHER = """
+import os, subprocess, sys
+os.environ["FLASH_STARTED_BY"] = str(os.getpid())
+process = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+os.read(0, 1) if sys.argv[2] == "wait" else os._exit(0)
+os.kill(os.getpid(), 9)
+"""
+
+PROCESS = """
+import os, signal, sys, time
+from flash.run.starter_watch import end_with_starter
+signal.signal(signal.SIGTERM, {handler})
+end_with_starter({grace}, speaks=True)
+print("here", flush=True)
+while True: time.sleep(60)
+"""
+IN_ORDER = "lambda *_: (print('in order', flush=True), os._exit(0))"
+IGNORING = "signal.SIG_IGN"
+
+
+def kill_launcher(handler: str, grace: float) -> str:
+    """Kill a launcher whose process is up; the output until that has ended, too, and closed its end of the pipes."""
+    command = [sys.executable, "-c", LAUNCHER, PROCESS.format(handler=handler, grace=grace), "wait"]
+    launcher = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "here\n"
+    output, errors = launcher.communicate("x", timeout=60)
+    assert launcher.returncode == -signal.SIGKILL
+    assert f"process {launcher.pid}, which started this run, is gone" in errors
+    return output
+
+
+def test_a_killed_launcher_interrupts_its_processes() -> None:
+    assert kill_launcher(IN_ORDER, grace=60) == "in order\n"
+
+
+def test_a_process_that_does_not_heed_the_interrupt_is_killed() -> None:
+    assert kill_launcher(IGNORING, grace=0.1) == ""
+
+
+def test_without_a_grace_a_process_is_killed_at_once() -> None:
+    assert kill_launcher(IN_ORDER, grace=0) == ""
+
+
+def test_a_process_whose_launcher_is_gone_already_ends_at_once() -> None:
+    program = PROCESS.format(handler=IGNORING, grace=60)
+    delayed = "import os, time\nwhile os.getppid() == int(os.environ['FLASH_STARTED_BY']): pass\n"
+    command = [sys.executable, "-c", LAUNCHER, delayed + program, "leave"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("", "")

@@ -1,0 +1,86 @@
+"""How the end of a trainer rank reaches the people who look."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from torch.distributed import DistBackendError
+
+from flash.errors import CollectiveError, DeadlineError, PeerLostError, TransportError, WeightsError, error_of
+from flash.hub import protocol as p
+from flash.run.trainer_rank import tell_end
+
+
+class FakeHub:
+    """Takes the last word of a rank and closes the connection, or does what `then` says."""
+
+    def __init__(self, then: TransportError | None = None) -> None:
+        self.told: list[p.Fatal] = []
+        self._then = then or PeerLostError("the hub closed the connection")
+
+    def call(self, request: p.Fatal, timeout: float) -> p.Ack:
+        self.told.append(request)
+        raise self._then
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DeadlineError("4 engine workers to take version 3", 300, "the engines"),
+        TransportError("the reply cannot be read"),
+        WeightsError("tensor a is damaged"),
+    ],
+)
+def test_every_error_of_a_rank_is_told_to_the_hub_as_what_it_is(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub = FakeHub()
+    tell_end(hub, 2, error, seconds=1)
+    (told,) = hub.told
+    assert told.message == f"trainer rank 2: {error}"
+    assert type(error_of(told.error, told.message)) is type(error)
+    assert caplog.records == []
+
+
+def test_a_bug_is_told_with_its_class_and_shown_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    hub = FakeHub()
+    tell_end(hub, 0, KeyError("lm_head"), seconds=1)
+    assert hub.told == [p.Fatal("KeyError", "trainer rank 0 failed with KeyError: 'lm_head'")]
+    assert "KeyError: 'lm_head'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:533] Connection closed by peer [::1]:77"),
+        DistBackendError("NCCL communicator was aborted on rank 1"),
+    ],
+)
+def test_the_echo_of_another_ranks_death_is_told_as_one_that_a_restart_may_mend(
+    error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = FakeHub()
+    tell_end(hub, 1, error, seconds=1)
+    (told,) = hub.told
+    kept = error_of(told.error, told.message)
+    assert isinstance(kept, CollectiveError)
+    assert not kept.fatal
+    assert told.message.startswith("trainer rank 1: a collective failed, as when another rank is gone or cut off: ")
+    assert str(error) in told.message
+    assert capsys.readouterr().err == "", "its traceback says nothing of the cause"
+
+
+def test_a_rank_that_lost_the_hub_leaves_the_word_to_it(caplog: pytest.LogCaptureFixture) -> None:
+    hub = FakeHub()
+    with caplog.at_level(logging.INFO):
+        tell_end(hub, 0, PeerLostError("the connection to hub ended"), seconds=1)
+    assert (hub.told, caplog.records) == ([], [])
+
+
+def test_a_rank_whose_hub_is_silent_speaks_itself(caplog: pytest.LogCaptureFixture) -> None:
+    hub = FakeHub(DeadlineError("the reply to Fatal from hub", 1, "the log of that process"))
+    tell_end(hub, 1, DeadlineError("the reply to Commit from hub", 60, "the log of that process"), seconds=1)
+    (record,) = caplog.records
+    assert "trainer rank 1: waited 60 s for the reply to Commit" in record.getMessage()
+    assert "the hub could not be told" in record.getMessage()

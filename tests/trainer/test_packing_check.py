@@ -1,0 +1,151 @@
+"""Which models may be trained on packed rows: tiny ones of many kinds, from their configurations alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from flash.errors import ConfigError
+from flash.trainer.model import shard_model, trainer_mesh
+from flash.trainer.packing_check import check_packing
+from flash.trainer.step import Trainer
+from tests.trainer.trainer_cases import make_config, write_model
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "pad_token_id": 0,
+}
+"""Those of them that a configuration has are given to it."""
+
+
+def tiny(kind: str, **options: Any) -> PreTrainedModel:
+    """Random weights, larger than usual so that what leaks is seen."""
+    known = CONFIG_MAPPING[kind]()
+    sizes = {name: value for name, value in SIZES.items() if hasattr(known, name)}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes | options), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3)
+    return model
+
+
+def check(model: PreTrainedModel, dtype: Any = "float32", max_length: int = 64) -> None:
+    config = make_config(Path("unused"), train={"max_tokens_per_microbatch": 128})
+    config = replace(config, model=replace(config.model, dtype=dtype, max_length=max_length))
+    check_packing(shard_model(model, trainer_mesh("cpu"), dtype), config)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+        ("qwen3_moe", {}),
+        ("mistral", {"sliding_window": 8}),
+        ("gemma3_text", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+        ("deepseek_v3", {}),
+        ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2}),
+        ("lfm2_moe", {"layer_types": ["full_attention", "full_attention"]}),
+    ],
+    ids=str,
+)
+def test_a_model_that_only_attention_mixes_is_accepted(kind: str, options: dict[str, Any], dtype: str) -> None:
+    check(tiny(kind, **options), dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "layer"),
+    [
+        ("lfm2_moe", {"layer_types": ["full_attention", "conv"]}, r"layers\.1\.conv, a Lfm2MoeShortConv in a Lfm2Moe"),
+        ("minimax", {}, r"self_attn, a MiniMaxLightningAttention in a MiniMaxDecoderLayer"),
+        ("llama4_text", {"attention_chunk_size": 8}, r"layers\.0\.self_attn, a Llama4TextAttention"),
+        ("phimoe", {"sliding_window": 8}, r"layers\.0\.self_attn, a PhimoeAttention"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_else_mixes_tokens_is_found_and_named(kind: str, options: dict[str, Any], layer: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.path: .* differ by .* nats\. The first layer to differ .*{layer}"):
+        check(tiny(kind, **options))
+
+
+def test_what_leaks_stands_out_of_the_rounding_of_bfloat16() -> None:
+    with pytest.raises(ConfigError, match="Lfm2MoeShortConv"):
+        check(tiny("lfm2_moe", layer_types=["conv", "full_attention"]), "bfloat16")
+
+
+@pytest.mark.parametrize(("kind", "window"), [("llama4_text", "attention_chunk_size"), ("phimoe", "sliding_window")])
+def test_a_window_that_no_sequence_outgrows_does_not_matter(kind: str, window: str) -> None:
+    check(tiny(kind, **{window: 64}), max_length=64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("gpt_oss", "GptOssAttention uses capped or sink attention"),
+        ("mimo_v2_flash", "MiMoV2FlashAttention uses capped or sink attention"),
+        ("gemma2", "Gemma2Attention uses capped or sink attention"),
+        ("granite", "GraniteForCausalLM caps, scales or otherwise changes the logits"),
+        ("nemotron", "NemotronAttention does not pass on"),
+        ("moshi", "MoshiAttention does not pass on"),
+        ("doge", "DogeAttention makes a mask of its own"),
+        (
+            "deepseek_v32",
+            "DeepseekV32ForCausalLM cannot be trained on packed sequences, it stops at them with Type",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_packed_is_one_typed_error_before_the_first_step(kind: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.path: {message}"):
+        check(tiny(kind))
+
+
+def test_a_trainer_refuses_such_a_model_and_names_a_reference_of_that_kind(tmp_path: Path) -> None:
+    good = write_model(tmp_path / "good", tied=False)
+    bad = tmp_path / "bad"
+    tiny("minimax").save_pretrained(bad)
+    with pytest.raises(ConfigError, match=r"model\.path: MiniMaxForCausalLM gives packed"):
+        Trainer(make_config(bad))
+    with pytest.raises(ConfigError, match=r"algorithm\.kl\.reference: MiniMaxForCausalLM gives packed"):
+        Trainer(make_config(good, algorithm={"kl": {"coefficient": 0.1, "reference": str(bad)}}))
+
+
+def test_the_check_leaves_the_model_and_the_random_numbers_as_they_were(untied_model: Path) -> None:
+    state = torch.get_rng_state()
+    trainer = Trainer(make_config(untied_model))
+    model = AutoModelForCausalLM.from_pretrained(untied_model)
+    found = {name: value.full_tensor() for name, value in trainer.model.named_parameters()}
+    assert all(torch.equal(value, found[name]) for name, value in model.named_parameters())
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    check_packing(trainer.model, make_config(untied_model))
+    assert torch.equal(torch.rand(1), expected)
+    torch.set_rng_state(state)

@@ -1,0 +1,99 @@
+"""What those who hold no token can do to the port of the weights: nothing that keeps a worker from its pull."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+
+import pytest
+import torch
+
+from flash.transport.auth import MAGIC
+from flash.weights.door import STRANGERS
+from flash.weights.tcp import TcpSource, WeightServer, make_image, pull
+
+
+@pytest.fixture
+def idle() -> Iterator[Callable[[TcpSource], socket.socket]]:
+    """Connects and says nothing, until the end of the test."""
+    with ExitStack() as stack:
+
+        def call(source: TcpSource) -> socket.socket:
+            return stack.enter_context(socket.create_connection((source.host, source.port), timeout=10))
+
+        yield call
+
+
+def serve(stack: ExitStack, prove_s: float) -> TcpSource:
+    server = WeightServer("127.0.0.1", prove_s, 5.0)
+    stack.callback(server.close)
+    return server.hold(1, make_image([("weight", torch.ones(4))]))
+
+
+def fetch(source: TcpSource) -> list[float]:
+    return dict(pull(source))["weight"].tolist()
+
+
+def test_running_out_of_descriptors_does_not_end_the_server(
+    idle: Callable[[TcpSource], socket.socket], caplog: pytest.LogCaptureFixture
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        source = serve(stack, 60)
+        few = len(os.listdir("/proc/self/fd")) + 40
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+        try:
+            # Both ends are of this process: the server finds no descriptor for what the last of these asks for.
+            strangers: list[socket.socket] = []
+            with suppress(OSError):
+                strangers.extend(idle(source) for _ in range(few))
+            with suppress(TimeoutError):
+                strangers[-1].settimeout(1.0)
+                strangers[-1].recv(1)
+            for stranger in strangers:
+                stranger.close()
+            assert fetch(source) == [1, 1, 1, 1]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "nobody is let in for 0.5 s" in caplog.text
+
+
+def test_more_strangers_than_allowed_end_the_oldest_and_no_pull(
+    idle: Callable[[TcpSource], socket.socket],
+) -> None:
+    before = threading.active_count()
+    with ExitStack() as stack:
+        source = serve(stack, 60)
+        strangers = [idle(source) for _ in range(STRANGERS + 3)]
+        for stranger in strangers[:3]:
+            assert stranger.recv(1) == b""
+        assert fetch(source) == [1, 1, 1, 1]
+        # Their threads end in their own time, after the sockets.
+        while threading.active_count() > before + 1 + STRANGERS:
+            time.sleep(0.01)
+
+
+def test_a_byte_now_and_then_does_not_stretch_the_time_for_a_proof(
+    idle: Callable[[TcpSource], socket.socket], caplog: pytest.LogCaptureFixture
+) -> None:
+    with ExitStack() as stack:
+        stranger = idle(serve(stack, 0.3))
+        stranger.settimeout(0.05)
+        for byte in MAGIC[:-1] + bytes(200):
+            try:
+                if not stranger.recv(1):
+                    break
+            except TimeoutError:
+                pass
+            except ConnectionError:  # what it had sent last was never read
+                break
+            with suppress(ConnectionError):
+                stranger.send(bytes([byte]))
+        else:
+            pytest.fail("it was never hung up on")
+    assert "no proof of the token within 0.3 s" in caplog.text or "timed out" in caplog.text

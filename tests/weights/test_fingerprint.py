@@ -1,0 +1,105 @@
+"""The fingerprint of weights: what it sees, what it does not, and what an engine is held to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash.errors import WeightsError
+from flash.weights.fingerprint import CHUNK, Fingerprint
+from flash.weights.held import HeldWeights
+from flash.weights.staging import stage
+from flash.weights.tcp import TcpPublisher
+from flash.weights.update import decode_update
+from flash.weights.vllm_backends import IpcPublisher, NcclPublisher
+from tests.weights.test_vllm_backends import FakeExporter, FakeLink
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def weights(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(64, 48), (16, 48), (16, 48), (48,)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def sums(*tensors: Tensor) -> list[int]:
+    fingerprint = Fingerprint()
+    for tensor in tensors:
+        fingerprint.add(tensor)
+    return fingerprint.sums
+
+
+@DTYPES
+def test_what_an_engine_does_to_the_layout_does_not_matter(dtype: torch.dtype) -> None:
+    query, key, value, norm = weights(dtype)
+    whole = sums(query, key, value, norm)
+    assert sums(norm, torch.cat([query, key, value])) == whole, "fused"
+    assert sums(norm, torch.cat([query, key, value]).T) == whole, "transposed, and not contiguous"
+    assert sums(norm, torch.cat([query, key, value, torch.zeros(32, 48, dtype=dtype)])) == whole, "padded"
+    joined = Fingerprint()
+    joined.join(sums(query, key))
+    joined.join(sums(norm, value))
+    assert joined.sums == whole
+
+
+@DTYPES
+def test_the_smallest_change_of_one_element_is_seen(dtype: torch.dtype) -> None:
+    before = weights(dtype)
+    after = [tensor.clone() for tensor in before]
+    after[0][3, 5] = torch.nextafter(after[0][3, 5], torch.tensor(torch.inf, dtype=dtype))
+    assert sums(*after) != sums(*before)
+    swapped = [tensor.clone() for tensor in before]
+    swapped[3][0] += 1
+    swapped[3][1] -= 1
+    assert sums(*swapped) != sums(*before), "changes that cancel in a plain sum"
+
+
+def test_a_tensor_of_many_chunks_has_the_sums_of_its_parts() -> None:
+    large = torch.arange(2 * CHUNK + 3, dtype=torch.int32).view(torch.float32)
+    pieces = Fingerprint()
+    for part in large.split(CHUNK // 2 + 1):
+        pieces.add(part)
+    assert sums(large) == pieces.sums
+
+
+def test_every_backend_announces_the_fingerprint_of_what_it_publishes() -> None:
+    tensors = [("a", weights()[0]), ("b", weights()[3])]
+    expected = sums(*(tensor.bfloat16() for _, tensor in tensors))
+    staged = Fingerprint()
+    list(stage(tensors, torch.bfloat16, staged))
+    assert staged.sums == expected
+    announced: list[bytes] = []
+    tcp = TcpPublisher(0, "127.0.0.1", torch.bfloat16, 5.0, 5.0)
+    tcp.publish(1, iter(tensors), announced.append)
+    tcp.close()
+    IpcPublisher(0, torch.bfloat16, FakeExporter("gpu0", [])).publish(1, iter(tensors), announced.append)
+    NcclPublisher(0, "127.0.0.1", torch.bfloat16, 5.0, 5.0, 1, FakeLink()).publish(1, iter(tensors), announced.append)
+    assert [decode_update(info).fingerprint for info in announced] == [expected] * 3
+
+
+def check(held: HeldWeights, published: int, *workers: int, version: int = 1) -> None:
+    held.check([published, 0], [[one, 0] for one in workers], engine=2, version=version)
+
+
+def test_an_engine_that_held_what_was_published_must_go_on_to() -> None:
+    held = HeldWeights()
+    check(held, 5, 5)
+    check(held, 6, 6)
+    check(held, 6, 6)
+    with pytest.raises(WeightsError, match=r"engine 2, version 9: after loading it holds the weights of the ver"):
+        check(held, 7, 6, version=9)
+    with pytest.raises(WeightsError, match="holds other weights than were published"):
+        check(held, 7, 8)
+
+
+def test_an_engine_whose_weights_have_another_form_must_change_them_with_the_published_ones() -> None:
+    held = HeldWeights()
+    check(held, 5, 50, 51)
+    check(held, 6, 60, 61)
+    check(held, 6, 60, 61)
+    with pytest.raises(WeightsError, match="holds other weights than were published"):
+        check(held, 7, 70, 61)
+    with pytest.raises(WeightsError, match="holds the weights of the version before"):
+        check(held, 7, 60, 61)
