@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import time
 from collections.abc import Generator
@@ -29,8 +30,9 @@ Without garbage collection: its cost is that of every module the test session ha
 FIRST = ("engines", "containers")
 """Groups that workers take before all others."""
 
-# Examples are not timed: how long one takes says more about the machine than about the code.
-settings.register_profile("flash", deadline=None)
+# Examples are not timed: how long one takes says more about the machine than about the code. In CI they are the same at
+# each run of the same code, so that a change is judged by itself; elsewhere each run draws new ones.
+settings.register_profile("flash", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("flash")
 
 

@@ -198,6 +198,11 @@ def test_laws_2_and_3_hold_whenever_engines_die(
         return lambda: one.engines[index % engines].kill()
 
     end = run_with(one, (START_S, lambda: None), *((delay, kill(index)) for delay, index in deaths))
-    nothing_is_lost(one, end, steps=8)
+    assert (end.reason, end.version) == ("finished", 8)
+    # The others may train past what waits for an engine; they do so very rarely.
+    stale = end.ledger.get("given_up_stale", 0)
+    assert stale <= SLOTS * len(deaths)
+    assert end.ledger["issued"] == end.ledger["trained"] + stale
+    assert {name for name in end.ledger if name.startswith(("retried", "given_up_"))} <= {"given_up_stale"}
     assert max(ages(one)) <= math.ceil(alpha)
     assert all(fake.closed for line in one.lines for fake in line.made)
