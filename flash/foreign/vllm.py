@@ -99,6 +99,11 @@ WORKER_TITLE = b"VLLM::Worker"
 # -- starting and ending ---------------------------------------------------------------------------------------------
 
 
+def import_engine() -> None:
+    """Import what an engine is made of, which takes seconds."""
+    import vllm.v1.engine.async_llm  # noqa: F401
+
+
 def engine_maker(arguments: dict[str, Any]) -> Callable[..., Any]:
     """Check an engine's arguments; what is returned builds its AsyncLLM, given `stat_loggers`."""
     from vllm.engine.arg_utils import AsyncEngineArgs

@@ -164,6 +164,12 @@ def engine_environment(config: Config) -> Generator[None]:
                 _replace(_saved)
 
 
+def import_vllm(config: Config) -> None:
+    """Import vLLM as its engines' starts would; blocks for seconds."""
+    with engine_environment(config):
+        vllm.import_engine()
+
+
 def _replace(variables: Mapping[str, str]) -> None:
     """Make os.environ equal `variables`, without a moment in which it is empty."""
     os.environ.update(variables)

@@ -26,6 +26,7 @@ from flash.environment.shared import sharing
 from flash.errors import FlashError, TransportError
 from flash.hub import protocol as p
 from flash.rollout.node import RolloutNode
+from flash.rollout.vllm_start import import_vllm
 from flash.run.hub_search import RETRY_S, HubSearch
 from flash.run.join import LifeEnd, Order
 from flash.run.node_loop import make_node, unix_clock
@@ -121,6 +122,8 @@ class Life:
         """What the last hub said."""
         self._env = LoadedEnvironment(config.env.path, config.env.options)
         self._node: RolloutNode | None = None
+        self._import_s = 0.0
+        """What of its engines' start came before the node."""
         self._rejoins = False
         """Whether it has come to this hub with engines that run."""
         self._serving = False
@@ -145,10 +148,15 @@ class Life:
     def _tell_beginning(self, number: int) -> None:
         assert self._node is not None, "without a node there is no report"
         words = f"node {number} makes samples after {time.time() - self._begun:.1f} s"
-        say(words if self._rejoins else f"{words}, of which its engines took {self._node.start_s:.1f} s to start")
+        start_s = self._import_s + self._node.start_s
+        say(words if self._rejoins else f"{words}, of which its engines took {start_s:.1f} s to start")
 
     async def make_node(self, node: int, first_engine: int, hub: Hub) -> RolloutNode:
         """The node, with engines that are still to start."""
+        begun = time.time()
+        # Before the tokenizer, whose import is a part of vLLM's.
+        await anyio.to_thread.run_sync(import_vllm, self._config)
+        self._import_s = time.time() - begun
         return await make_node(node, first_engine, self._config, self._env, hub, unix_clock())
 
     async def heed_signals(self, all_of_it: anyio.CancelScope) -> None:
