@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ WORKER_TITLE = b"VLLM::Worker"
 
 def import_engine() -> None:
     """Import what an engine is made of, which takes seconds."""
-    import vllm.v1.engine.async_llm  # noqa: F401
+    import_module("vllm.v1.engine.async_llm")
 
 
 def engine_maker(arguments: dict[str, Any]) -> Callable[..., Any]:
