@@ -17,7 +17,7 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("train", help="run a config: rollouts and training at the same time")
     parser.add_argument("config", nargs="+", metavar="CONFIG|KEY=VALUE", help="TOML files, then dotted overrides")
     parser.add_argument("--dry-run", action="store_true", help="try all but engines; print the resolved config")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in the run directory")
     return parser
 
 

@@ -44,7 +44,8 @@ class RunConfig(Section, frozen=True):
     steps: Positive = 100
     """Optimizer steps; each trains one batch and makes one policy version."""
     resume: bool = False
-    """Continue from the newest complete checkpoint of the run directory. Restarted processes always do."""
+    """Go on with the run in the run directory, from its newest complete checkpoint and what it has recorded since.
+    Restarted processes always do."""
     log_samples: NonNegative = 4
     """Trajectories written readably to the run directory at each step."""
 

@@ -1,7 +1,7 @@
 """Again: batches that a former life of the hub had formed, which are trained again as they were. Pure state.
 
-The trainers go on from a checkpoint, and the hub knows what was formed since: the same batches make the same steps, and
-nothing is generated twice. Their samples are in flight until their step is committed.
+A run goes on from a version, and the hub knows which batches were formed from there on: the same batches make the same
+steps, and nothing is generated twice. Their samples are in flight until their step is committed.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from flash.types import Published
 
 
 class Course:
-    """`version`: what the trainers hold."""
+    """`version`: what the run has reached; the trainer ranks may be on their way to it."""
 
     def __init__(self, version: int) -> None:
         self.version = version

@@ -64,7 +64,8 @@ class Hub:
         home: where the run was started.
         keep_state: writes the hub's state into the checkpoint of a version.
         journal: keeps what happens between two checkpoints.
-        checkpoint: the folder that the trainer ranks begin with; empty: version 0, the model as it is.
+        start: what the trainer ranks begin with, perhaps an earlier version than the run's; None: the run's, and no
+            checkpoint.
         past: what the run keeps for trainer ranks that start again; None: when one is lost, the run ends.
         part_bytes: of a trainer rank's shard, what one message may hold.
     """
@@ -81,7 +82,7 @@ class Hub:
         home: Home = NOWHERE,
         keep_state: KeepState = weigh,
         journal: Journal = NO_JOURNAL,
-        checkpoint: str = "",
+        start: Start | None = None,
         past: Past | None = None,
         part_bytes: int = PART_BYTES,
     ) -> None:
@@ -115,7 +116,7 @@ class Hub:
         shared = (config, observer, now, self._course, self.buffer, self._evaluations, metrics)
         self._members = Members(config, home)
         self._nodes = Nodes(*shared, self._members, batch_at_hand=lambda: self._steps.can_form())
-        start = Start(version, checkpoint)
+        start = start or Start(version, "")
         self._trainers = Trainers(config, observer, now, self._course, metrics, past, start, part_bytes)
         self._lives = self._trainers.lives
         self._steps = Steps(*shared, self._contract, self._nodes, self._trainers, keep_state, part_bytes)
@@ -217,6 +218,8 @@ class Hub:
         if course.stopping == "interrupted" or (course.stopping == "finished" and self._evaluations.done):
             return None
         if course.published is None:
+            if self._lives.behind(course.version) and not self._lives.away:
+                return Beginning("training again", f"{course.version - self._lives.held} steps left")
             return Beginning("starting engines and trainers")
         if not self._nodes.fleet.started:
             return Beginning("starting engines")

@@ -29,10 +29,10 @@ class Made(msgspec.Struct, frozen=True):
 
 
 class Began(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """A hub has begun: the leases before it are void, and what was trained from `step` on is trained again."""
+    """A hub has begun: the leases before it are void, and what was trained from `step` on is booked again."""
 
     step: int
-    """What the trainers went on from."""
+    """The version that the run went on from."""
     made: Made
 
 

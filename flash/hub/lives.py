@@ -1,8 +1,9 @@
 """Lives: the trainer ranks from one restart to the next, and how far those of now are behind the run. Pure state.
 
 A rank's connection belongs to the life in which it arrived. When one rank is lost, all of that life is over: what its
-ranks still say counts no more, and whoever arrives then begins the next life. That one starts from a checkpoint, at a
-version that the run may have left behind long ago, and trains the same batches again until it holds the run's version.
+ranks still say counts no more, and whoever arrives then begins the next life. A life starts from a checkpoint, at a
+version that the run may have left behind long ago, and trains the same batches again until it holds the run's version:
+also the first one of a hub that has started again.
 
 Laws: each step is booked once, by whichever life commits it first. Each life trains every step from its beginning on,
 in order. To the engines goes the run's version alone, so that what they are given never goes back.
@@ -18,19 +19,21 @@ class Lives:
 
     Args:
         ranks: how many make a life.
-        version: what the first life begins with.
+        held: what the first life begins with.
+        version: the run's.
     """
 
-    def __init__(self, ranks: int, version: int) -> None:
+    def __init__(self, ranks: int, held: int, version: int) -> None:
         self._ranks = ranks
         self.number = 1
         """Of the newest life."""
-        self.held = version
+        self.held = held
         """The version that its ranks hold."""
         self.repeated = 0
         """Steps that it has trained again."""
-        self.away = False
-        """Whether a life was lost, and the next one has published nothing yet."""
+        self.begins_at(held, version)
+        self.away = self.behind(version)
+        """Whether a life was lost, be it with a former hub, and the next one has published nothing yet."""
         self._over = False
         """Whether the newest life is over, and nobody of the next one is here."""
         self.fetched: set[int] = set()

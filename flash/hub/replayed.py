@@ -1,12 +1,15 @@
 """Replayed: the state of a buffer from that of a checkpoint and the journal after it. Pure state.
 
-The trainers go on from the checkpoint's version. What was delivered since is kept; the batches that were formed since
-are trained again as they were (`flash.hub.again`), so that their bookings as trained are taken back.
+What was delivered since the checkpoint is kept. The run goes on from any version since then, mostly the one that it has
+`reached`: a batch of a later step, formed already, is trained again as it was (`flash.hub.again`), and where it was
+booked as trained, that is taken back. Lives of the hub may have ended in between, at any such version.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
+from typing import NamedTuple
 
 from flash.errors import BreakerError, ContractError
 from flash.hub.again import Again, Formed
@@ -37,7 +40,7 @@ class Replay:
         """
         if isinstance(event, Began):
             state = None if self._life is None else self._life.left(event.step)
-            self._life = _Life(event.made, state, event.step)
+            self._life = _Life(event.made, state, event.step, () if self._life is None else self._life.booked)
             return
         if self._life is None:
             raise ContractError("the journal of a run without a checkpoint begins in the middle")
@@ -45,8 +48,13 @@ class Replay:
             self.delivered += 1
         self._life.replay(event)
 
+    @property
+    def reached(self) -> int:
+        """The version that the run has come to."""
+        return 0 if self._life is None else self._life.version
+
     def state(self, until: int) -> BufferState | None:
-        """What there is for trainers that hold version `until`; the replay is over. None: nothing was ever begun.
+        """What there is for a run at version `until`; the replay is over. None: nothing was ever begun.
 
         Raises:
             ContractError: a task or a token is unaccounted for.
@@ -54,34 +62,58 @@ class Replay:
         return None if self._life is None else self._life.left(until)
 
 
-class _Life(Samples):
-    """One life of the hub, from its state at the beginning, or at the checkpoint, to its end."""
+class _Booked(NamedTuple):
+    """What was booked of a group as trained."""
 
-    def __init__(self, made: Made, state: BufferState | None, step: int, *, goes_on: bool = False) -> None:
+    formed: Formed
+    oldest: int
+    """The oldest version whose tokens counted."""
+
+
+class _Life(Samples):
+    """One life of the hub, from its state at the beginning, or at the checkpoint, to its end.
+
+    `booked` is what was trained since the checkpoint, in lives before this one and in it.
+    """
+
+    def __init__(
+        self,
+        made: Made,
+        state: BufferState | None,
+        step: int,
+        booked: Iterable[_Booked] = (),
+        *,
+        goes_on: bool = False,
+    ) -> None:
         members = made.contract.group_size + made.rules.extra_per_group
         source = TaskSource(0, members, cursor=None if state is None else state.cursor)
         super().__init__(made, source, step=step, state=state, goes_on=goes_on)
-        self._committed: list[Formed] = []
+        self.version = step
+        self.booked = list(booked)
 
     def replay(self, event: Event) -> None:
         """Raises ContractError: see `Replay.apply`."""
         if isinstance(event, Committed):
             if event.books != self.books:
                 raise ContractError(f"before step {event.step}, {event.books} were booked, and now {self.books}")
-            self._committed += [Formed(event.step, group) for group in self._pool.training.values()]
+            oldest = self._contract.min_token_version(event.step)
+            self.booked += [_Booked(Formed(event.step, group), oldest) for group in self._pool.training.values()]
+            self.version = event.step + 1
         with suppress(BreakerError):  # it ended that life, whose state is sound all the same
             self.apply(event)
         self.leases.withdrawn.clear()
         self.notes.clear()
 
     def left(self, until: int) -> BufferState:
-        """What this life has left to trainers that hold version `until`. Raises ContractError: it does not add up."""
+        """What this life has left to a run at version `until`. Raises ContractError: it does not add up."""
         while self._chores:
             with suppress(BreakerError):
                 self._chores.work()
-        formed = [each for each in self._committed if each.step >= until]
-        for each in formed:
+        undone = [each for each in self.booked if each.formed.step >= until]
+        self.booked = [each for each in self.booked if each.formed.step < until]
+        for each in undone:
             self._take_back(each)
+        formed = [each.formed for each in undone]
         if self._taken is not None:
             formed += [Formed(self._taken, self._pool.trained(group_id)) for group_id in list(self._pool.training)]
         state = self.snapshot()
@@ -90,7 +122,6 @@ class _Life(Samples):
         state.ledger.check(self._pool.in_flight + again.in_flight, self._pool.tokens + again.tokens)
         return state
 
-    def _take_back(self, formed: Formed) -> None:
-        oldest = self._contract.min_token_version(formed.step)
-        for trajectory in formed.group.trajectories():
-            self.ledger.train(trajectory.trained_tokens(oldest), trajectory.action_count, times=-1)
+    def _take_back(self, booked: _Booked) -> None:
+        for trajectory in booked.formed.group.trajectories():
+            self.ledger.train(trajectory.trained_tokens(booked.oldest), trajectory.action_count, times=-1)

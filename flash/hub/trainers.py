@@ -2,8 +2,8 @@
 
 A life of theirs (`flash.hub.lives`) that is lost does not end the run: its calls are ended, and so are its ranks, by
 that. The engines go on with what they have. The next life is told which checkpoint to load, and trains again what the
-run has trained since (`flash.hub.past`). Where that cannot be, the run ends with an error after which all processes
-start again.
+run has trained since (`flash.hub.past`); so does the first one of a hub that has started again. Where that cannot be,
+the run ends with an error after which all processes start again.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class Trainers:
         self._course = course
         self._metrics = metrics
         self._past = past
-        self._why_not = why_not(config, past)
+        self._why_not = "" if past is None else why_not(config)
         self._ranks = config.trainer_world_size
         self._part_bytes = part_bytes
-        self.lives = Lives(self._ranks, course.version)
+        self.lives = Lives(self._ranks, start.version, course.version)
         self._start: Start | None = start
         """What the newest life begins with, once that is known."""
         self._choosing = False
         self._again: Again | None = None
         self._calls: set[anyio.CancelScope] = set()
-        self._lost_at: float | None = None
-        """When the last life was lost that held the run's version, until the next one does."""
+        self._lost_at = now() if self.lives.away else None
+        """When the last life was lost that held the run's version, or this hub began, until the next one does."""
 
     @property
     def done(self) -> bool:
@@ -184,7 +184,8 @@ class Trainers:
         if self._lost_at is None:
             return
         seconds, self._lost_at, self._again = self._now() - self._lost_at, None, None
-        self._metrics.trainers_returned()
+        if self.lives.number > 1:  # else they were not lost alone
+            self._metrics.trainers_returned()
         steps = self.lives.repeated
         words = f"the trainer ranks are back at version {published.version} after {seconds:.0f} s"
         if steps:
@@ -206,10 +207,8 @@ class Trainers:
         )
 
 
-def why_not(config: Config, past: Past | None) -> str | None:
-    """Why the ranks of a run cannot come back without all other processes; None: they can."""
-    if past is None:
-        return ""
+def why_not(config: Config) -> str | None:
+    """Why ranks that start again cannot come to the run's version from a checkpoint before it; None: they can."""
     if config.weights_backend == "nccl":
         return "weights.backend = nccl sends to a fixed group"
     if config.checkpoint.batches == "none":

@@ -154,14 +154,15 @@ class Recorder:
             self._writing.popleft().result()
 
     def _write_batch(self, batch: Batch) -> None:
-        if self._config.checkpoint.batches != "none":
-            self.directory.write_batch(batch, keep_all=self._config.checkpoint.batches == "all")
+        """The batch comes last: where it is there, so is the rest."""
         step = batch.step
         self.directory.append_samples(sample_times(t, step) for t in batch.trajectories)
         chosen = batch.trajectories[: self._config.run.log_samples]
         if chosen:
             samples = [readable(t, step, self._tokenizer.token_texts(t.tokens().tolist())) for t in chosen]
             self.directory.write_trajectories(step, samples)
+        if self._config.checkpoint.batches != "none":
+            self.directory.write_batch(batch, keep_all=self._config.checkpoint.batches == "all")
 
     def ledger(self, totals: Mapping[str, int]) -> None:
         """Write the totals that belong to a checkpoint: a run that is killed leaves them."""

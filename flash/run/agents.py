@@ -78,7 +78,7 @@ def follows(role: Role, node: int) -> str:
         return "the trainer ranks start again"
     if node > 0:
         return "the node loop of this node starts again"
-    return "the node loop starts again, and all other processes with it, from the newest checkpoint"
+    return "the node loop starts again, and all other processes with it"
 
 
 def first_rank(config: Config, node: int) -> int:

@@ -1,5 +1,8 @@
 """The hub's state in a checkpoint: written by the hub's own process, and read back by it, with the journal after it.
 
+The run goes on from the version that it had: the checkpoint is what the trainer ranks start from, to train again what
+is recorded since. Where that is not there, it goes back so far that it is.
+
 Trainer rank 0 shares the machine with the hub and has made the folder; it is told size and checksum, for the manifest.
 So the state passes through no message, and lies in no memory as a whole beside what it is made of.
 """
@@ -17,10 +20,12 @@ from anyio.to_thread import run_sync
 
 from flash.config.tree import Config
 from flash.errors import CheckpointError, ContractError, RecordingError
+from flash.hub.past import Start
 from flash.hub.protocol import SnapshotReply
 from flash.hub.replayed import Replay
 from flash.hub.state import HubState
 from flash.run.journal import Place, forget_journal, replay_journal, set_journal_aside
+from flash.run.past import reach
 from flash.trainer.stored import HUB_STATE, aside_of, hub_state, step_folder
 
 
@@ -48,13 +53,15 @@ class Restored(msgspec.Struct, frozen=True):
 
     state: HubState | None
     """None: nothing was ever begun."""
+    start: Start
+    """What the trainer ranks begin with."""
     place: Place
     """Where its journal goes on."""
     notes: list[str]
     """What people should know."""
 
 
-NOTHING = Restored(None, Place(0, 0), [])
+NOTHING = Restored(None, Start(0, ""), Place(0, 0), [])
 """Of a new run."""
 
 
@@ -67,10 +74,12 @@ def restored(checkpoint: Path | None, config: Config) -> Restored:
     """
     kept = None if checkpoint is None else kept_state(checkpoint, config)
     version, number = (0, 0) if kept is None else (kept.version, kept.journal)
+    begin = Start(version, str(checkpoint or ""))
     replay = Replay(None if kept is None else kept.buffer, version)
     try:
         place, notes = replay_journal(config.run_dir, version, number, replay)
-        buffer = replay.state(until=version)
+        until, why = reach(config, version, replay.reached)
+        buffer = replay.state(until)
     except (RecordingError, ContractError) as error:
         aside = set_journal_aside(config.run_dir, number)
         start = "the beginning" if checkpoint is None else checkpoint.name
@@ -79,14 +88,16 @@ def restored(checkpoint: Path | None, config: Config) -> Restored:
         )
         # Read again: the replay has changed it.
         kept = None if checkpoint is None else kept_state(checkpoint, config)
-        return Restored(kept, Place(number, 0), [note])
+        return Restored(kept, begin, Place(number, 0), [note])
     if config.checkpoint.journal == "off":
         forget_journal(config.run_dir)
     if buffer is None:
-        return Restored(None, place, notes)
+        return Restored(None, begin, place, notes)
     if replay.delivered:
         notes.append(f"the journal brings back {replay.delivered} samples that were delivered after version {version}")
-    return Restored(HubState.went_on(version, buffer, config), place, notes)
+    if why:
+        notes.append(f"the run goes back from version {replay.reached} to {until}, and does these steps again: {why}")
+    return Restored(HubState.went_on(until, buffer, config), begin, place, notes)
 
 
 def kept_state(checkpoint: Path, config: Config) -> HubState:

@@ -122,7 +122,7 @@ async def _first_node(rank: Rank, config: Config, token: str | None, now: Callab
             home=home,
             keep_state=partial(keep_hub_state, config.run_dir),
             journal=journal or NO_JOURNAL,
-            checkpoint=str(checkpoint or ""),
+            start=kept.start,
             past=RecordedPast(config.run_dir, recorder),
         )
         async with anyio.create_task_group() as signals:

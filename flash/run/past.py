@@ -1,14 +1,21 @@
-"""What a run has left on the disk, for trainer ranks that start again while it goes on (`flash.hub.past`)."""
+"""What a run has left on the disk, for trainer ranks that start again (`flash.hub.past`), alone or with the hub."""
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from anyio.to_thread import run_sync
 
+from flash.config.load import dump
+from flash.config.tree import Config
 from flash.errors import RecordingError
 from flash.hub.past import Start
+from flash.hub.trainers import why_not
 from flash.observe.recorder import Recorder
+from flash.observe.recording import read_batch
+from flash.observe.rundir import RunDirectory
 from flash.trainer.stored import choose, read_manifest
 from flash.types import Batch, Published
 from flash.weights.update import decode_update
@@ -51,3 +58,49 @@ class RecordedPast:
     def same_weights(self, one: Published, other: Published) -> bool:
         """Whether the fingerprints of both are equal."""
         return decode_update(one.update_info).fingerprint == decode_update(other.update_info).fingerprint
+
+
+class Reach(NamedTuple):
+    """How far trainer ranks can come that start from a checkpoint."""
+
+    version: int
+    why: str = ""
+    """Why no further; empty: as far as the run was."""
+
+
+def reach(config: Config, held: int, reached: int) -> Reach:
+    """To which version a run can go on that had come to `reached`, with trainer ranks that hold version `held`.
+
+    What they train again has its batches and its rows, whose bytes are read here. Later steps are booked anew.
+    """
+    if held == reached:
+        return Reach(reached)
+    directory = RunDirectory(config.run_dir)
+    if (why := why_not(config)) is not None:
+        return Reach(held, why)
+    if _settings(directory) != _settings_in(dump(config)):
+        return Reach(held, "the configuration has changed since")
+    rows = {int(row["step"]) for row in directory.read_metrics()}
+    for step in range(held, reached):
+        if step not in rows:
+            return Reach(step, f"step {step} has no row in {directory.metrics.name}")
+        try:
+            read_batch(directory.batches, step)
+        except RecordingError as error:
+            return Reach(step, str(error))
+    return Reach(reached)
+
+
+def _settings(directory: RunDirectory) -> dict[str, Any] | None:
+    """The configuration that the run had; None: nobody knows."""
+    try:
+        return _settings_in(directory.config.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _settings_in(text: str) -> dict[str, Any]:
+    """All of a configuration but whether it goes on from an earlier launch."""
+    settings = tomllib.loads(text)
+    settings.get("run", {}).pop("resume", None)
+    return settings

@@ -30,7 +30,7 @@ def train(config: Config, *, resume: bool = False) -> Summary | None:
 
     Args:
         config: from `flash.load`, or made by hand; it is checked again, and what is unwise is told on standard error.
-        resume: go on from the run directory's newest complete checkpoint.
+        resume: go on with the run in the run directory.
 
     Returns:
         What the run came down to, as in its `summary.json`; None on every node but the first.

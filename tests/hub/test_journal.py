@@ -50,12 +50,14 @@ class Watching(MemoryJournal):
 class Life:
     """Lets things happen to a buffer at random."""
 
-    def __init__(self, buffer: SampleBuffer, dice: random.Random) -> None:
+    def __init__(self, buffer: SampleBuffer, dice: random.Random, version: int = 0) -> None:
         self._buffer = buffer
         self._dice = dice
         self._held: dict[int, Lease] = {}
-        self._version = 0
-        self._training = False
+        self.version = version
+        self.training = False
+        self.batches: dict[int, set[int]] = {}
+        """The groups of each step."""
 
     def go_on(self, events: int) -> None:
         happens = (self.lease, self.lease, self.end, self.end, self.end, self.cancel, self.lose, self.tidy, self.train)
@@ -64,9 +66,9 @@ class Life:
                 self._dice.choice(happens)()
 
     def lease(self) -> None:
-        lease = self._buffer.lease([self._version], self._dice.randrange(3), nodes=range(3))
+        lease = self._buffer.lease([self.version], self._dice.randrange(3), nodes=range(3))
         if lease is not None:
-            rest = self._buffer.lease_rest(lease, [self._version]) if self._dice.random() < 0.5 else []
+            rest = self._buffer.lease_rest(lease, [self.version]) if self._dice.random() < 0.5 else []
             self._held |= {each.lease_id: each for each in (lease, *rest)}
 
     def end(self) -> None:
@@ -74,7 +76,7 @@ class Life:
             return
         dice, lease = self._dice, self._held.pop(self._dice.choice(sorted(self._held)))
         outcome = dice.choice([Outcome.ENV_ERROR, Outcome.CANCELLED])
-        made = trajectory(lease.task, max(lease.min_version, self._version), 1 + dice.randrange(5), dice.random())
+        made = trajectory(lease.task, max(lease.min_version, self.version), 1 + dice.randrange(5), dice.random())
         failed = Failure(lease.task, outcome, "boom", dice.randrange(3))
         self._buffer.finish(lease.lease_id, made if dice.random() < 0.7 else failed, dice.randrange(3))
 
@@ -92,12 +94,14 @@ class Life:
         self._buffer.tidy()
 
     def train(self) -> None:
-        if not self._training:
-            self._training = self._buffer.take(self._version) is not None
+        if not self.training:
+            groups = self._buffer.take(self.version)
+            if groups is not None:
+                self.training, self.batches[self.version] = True, {group.group_id for group in groups}
         else:
-            self._training = False
-            self._version += 1
-            self._buffer.commit(self._version - 1)
+            self.training = False
+            self.version += 1
+            self._buffer.commit(self.version - 1)
 
 
 def replayed(state: BufferState | None, version: int, events: Sequence[Event]) -> Replay:
@@ -107,22 +111,22 @@ def replayed(state: BufferState | None, version: int, events: Sequence[Event]) -
     return replay
 
 
-@given(
-    st.integers(0, 1 << 30),
-    st.fixed_dictionaries(
-        {
-            "alpha": st.sampled_from([0.0, 1.0, 2.5]),
-            "at_once": st.sampled_from([None, 1, 2]),
-            "on_expire": st.sampled_from(["mask", "requeue", "wait"]),
-            "extra_per_group": st.integers(0, 2),
-            "extra_groups": st.integers(0, 2),
-            "retries": st.integers(0, 1),
-            "quarantine": st.sampled_from([2, 1000]),
-            "breaker": st.sampled_from([3, 1000]),
-            "waves": st.booleans(),
-        }
-    ),
+RULES = st.fixed_dictionaries(
+    {
+        "alpha": st.sampled_from([0.0, 1.0, 2.5]),
+        "at_once": st.sampled_from([None, 1, 2]),
+        "on_expire": st.sampled_from(["mask", "requeue", "wait"]),
+        "extra_per_group": st.integers(0, 2),
+        "extra_groups": st.integers(0, 2),
+        "retries": st.integers(0, 1),
+        "quarantine": st.sampled_from([2, 1000]),
+        "breaker": st.sampled_from([3, 1000]),
+        "waves": st.booleans(),
+    }
 )
+
+
+@given(st.integers(0, 1 << 30), RULES)
 def test_a_state_and_the_events_after_it_give_every_later_state(seed: int, rules: dict[str, Any]) -> None:
     dice, journal = random.Random(seed), Watching()
     buffer = make(**rules, kind_of=lambda seed: "ab"[seed % 2], journal=journal)
@@ -137,6 +141,34 @@ def test_a_state_and_the_events_after_it_give_every_later_state(seed: int, rules
         replay = replayed(state, version, journal.events[begin or 0 : end])
         expected = msgspec.msgpack.decode(journal.moments[end], type=BufferState)
         assert replay.state(until=1000) == expected
+
+
+@given(st.integers(0, 1 << 30), RULES)
+def test_a_run_goes_on_from_any_version_since_the_checkpoint_however_often_its_hub_has_died(
+    seed: int, rules: dict[str, Any]
+) -> None:
+    dice, journal = random.Random(seed), MemoryJournal()
+    state, version, batches = None, 0, dict[int, set[int]]()
+    for _ in range(4):
+        buffer = make(**rules, state=state, step=version, journal=journal)
+        life = Life(buffer, dice, version)
+        life.go_on(60)
+        for step, groups in life.batches.items():
+            assert batches.setdefault(step, groups) == groups, "another batch for the same step"
+        reached = life.version
+        assert replayed(None, 0, journal.events).reached == reached
+        version = dice.choice([reached, dice.randint(0, reached)])
+        found = replayed(None, 0, journal.events).state(until=version)
+        assert found is not None
+        trained = {formed.step: set[int]() for formed in found.again}
+        for formed in found.again:
+            trained[formed.step].add(formed.group.group_id)
+        if reached not in batches and reached in trained:  # chosen, and not gathered yet
+            batches[reached] = trained[reached]
+        assert trained == {step: groups for step, groups in batches.items() if step >= version}
+        if version == reached and not buffer.untidy:
+            assert found.ledger.trained == buffer.ledger.trained
+        state = msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=BufferState)
 
 
 def one_step(buffer: SampleBuffer, step: int) -> None:

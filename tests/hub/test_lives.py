@@ -14,16 +14,17 @@ STEPS = 12
 
 
 class Run:
-    """A run as the hub keeps it, and ranks that die whenever they like."""
+    """A run as the hub keeps it, and ranks that die whenever they like; the hub dies too, and goes on where it was."""
 
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
-        self.lives = Lives(RANKS, 0)
+        self.lives = Lives(RANKS, 0, 0)
+        self.hubs = 1
         self.version = 0
         self.booked: list[int] = []
         self.spread: list[int] = []
-        self.trained: dict[int, list[int]] = {}
-        """Of each life the steps, in its order."""
+        self.trained: dict[tuple[int, int], list[int]] = {}
+        """Of each life of each hub the steps, in its order."""
         self.checkpoints = [0]
         self.late: list[int] = []
         """Lives whose ranks may still be heard of."""
@@ -35,7 +36,7 @@ class Run:
         assert self.lives.complete
         if number > 1:
             self.lives.begins_at(self.checkpoints[-1], self.version)
-        self.trained[number] = []
+        self.trained[self.hubs, number] = []
         self.publish(number)
         return number
 
@@ -47,7 +48,7 @@ class Run:
         if not self.lives.counts(life):
             return
         step = self.lives.held
-        self.trained[life].append(step)
+        self.trained[self.hubs, life].append(step)
         if self.lives.commits(self.version):
             self.booked.append(step)
             self.version += 1
@@ -58,6 +59,13 @@ class Run:
             if self.lives.counts(life):
                 assert self.lives.lost(self.dice.randrange(RANKS))
         self.late.append(life)
+
+    def hub_dies(self) -> None:
+        """All connections end; the next one knows the run's version and the checkpoint."""
+        self.late.clear()
+        self.hubs += 1
+        self.lives = Lives(RANKS, self.checkpoints[-1], self.version)
+        assert self.lives.away == self.lives.behind(self.version)
 
     def say_late(self) -> None:
         """What ranks of a lost life still say is heard by nobody."""
@@ -72,6 +80,9 @@ class Run:
             if event < 0.2:
                 self.die(life)
                 self.say_late()
+                life = self.begin()
+            elif event < 0.25:
+                self.hub_dies()
                 life = self.begin()
             elif event < 0.3:
                 self.say_late()
@@ -93,11 +104,11 @@ def test_each_step_is_booked_once_and_engines_never_go_back(seed: int) -> None:
     assert run.booked == list(range(STEPS))
     assert run.spread == sorted(run.spread)
     for number, steps in run.trained.items():
-        assert steps == list(range(steps[0], steps[0] + len(steps))) if steps else True, f"life {number}"
+        assert steps == list(range(steps[0], steps[0] + len(steps))) if steps else True, f"hub and life {number}"
 
 
 def test_the_ranks_of_a_lost_life_are_not_heard_before_the_next_one_has_begun_either() -> None:
-    lives = Lives(2, 5)
+    lives = Lives(2, 5, 5)
     assert [lives.arrives(0), lives.arrives(1)] == [1, 1]
     assert lives.lost(1)
     assert not lives.counts(1)
@@ -109,7 +120,7 @@ def test_the_ranks_of_a_lost_life_are_not_heard_before_the_next_one_has_begun_ei
 
 
 def test_after_the_first_goodbye_nothing_is_lost_with_a_rank() -> None:
-    lives = Lives(2, 5)
+    lives = Lives(2, 5, 5)
     lives.arrives(0)
     lives.arrives(1)
     lives.leaves(1)
@@ -119,7 +130,7 @@ def test_after_the_first_goodbye_nothing_is_lost_with_a_rank() -> None:
 
 
 def test_a_life_cannot_begin_beyond_the_run() -> None:
-    lives = Lives(1, 5)
+    lives = Lives(1, 5, 5)
     lives.end()
     lives.arrives(0)
     with pytest.raises(ContractError, match="start from version 6 of a run that is at 5"):

@@ -20,6 +20,7 @@ def make_config(**tables: Any) -> Config:
         "env": {"path": "fake:Fake"},
         "train": {"batch_size": 16},
         "rollout": {"group_size": 4},
+        "cluster": {"gpus_per_node": 0},
     }
     return msgspec.convert({name: base.get(name, {}) | tables.get(name, {}) for name in base | tables}, Config)
 

@@ -16,7 +16,10 @@ from flash.hub import protocol as p
 from flash.hub.fetching import fetch
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub, RunEnd
+from flash.hub.journal import MemoryJournal
 from flash.hub.past import Start
+from flash.hub.replayed import Replay
+from flash.hub.state import HubState
 from flash.observe.observer import MemoryObserver
 from flash.transport.request import ReplyT, Request
 from flash.transport.server import Peer
@@ -99,14 +102,22 @@ class World:
 
     def __init__(self, config: Config | None = None, *, past: bool = True) -> None:
         self.config = config or make_config()
-        self.observer, self.kept = MemoryObserver(), KeptStates()
+        self.observer, self.kept, self.journal = MemoryObserver(), KeptStates(), MemoryJournal()
         self.past = FakePast(self.observer, self.kept)
+        self.open(self.past if past else None, None, Start(0, ""))
+
+    def open(self, past: FakePast | None, state: HubState | None, start: Start) -> None:
+        """A hub begins."""
         self.hub = Hub(
             self.config,
             self.observer,
             now=anyio.current_time,
             keep_state=self.kept,
-            past=self.past if past else None,
+            past=past,
+            journal=self.journal,
+            evaluated={0},
+            state=state,
+            start=start,
         )
         self.gate = Gate(self.hub, self.config)
         self.reports = 0
@@ -114,6 +125,15 @@ class World:
         self.ranks = 10
         self.ended: list[RunEnd | FlashError] = []
         self.over = anyio.Event()
+
+    def reopen(self) -> None:
+        """The hub has died, and the next one begins where it was, with ranks that begin with version 0."""
+        replay = Replay(None, 0)
+        for event in self.journal.events:
+            replay.apply(event)
+        buffer = replay.state(replay.reached)
+        assert buffer is not None
+        self.open(self.past, HubState.went_on(replay.reached, buffer, self.config), Start(0, "step-0"))
 
     def rank(self, index: int = 0) -> Rank:
         self.ranks += 1
@@ -224,6 +244,81 @@ async def test_the_next_life_trains_the_same_batches_and_nothing_is_booked_twice
         "the trainer ranks are back at version 2 after 30 s, in which they have trained 2 steps again: the same "
         "weights as before"
     )
+
+
+async def test_the_ranks_of_the_next_hub_train_the_same_batches_and_the_run_goes_on_where_it_was() -> None:
+    world = World()
+
+    async def before() -> None:
+        first = ranks[0]
+        await first.begin()
+        await first.publish()
+        for _ in range(2):
+            await first.step()
+        await first.fetch()
+
+    async def after() -> None:
+        rank = ranks[1]
+        assert await rank.begin() == p.LifeReply(1, "step-0")
+        await anyio.sleep(30)
+        for step, keeps in enumerate((False, True)):
+            await rank.publish()
+            assert world.hub.published_version == -1
+            assert (await rank.fetch()).keeps == keeps
+            assert tasks_of(rank.shards[step]) == tasks_of(ranks[0].shards[step])
+            await rank.commit()
+        await rank.publish()
+        assert world.hub.published_version == 2
+        await rank.fetch()
+        assert tasks_of(rank.shards[2]) == tasks_of(ranks[0].shards[2]), "what was formed is formed again"
+        await world.to_the_end(rank)
+
+    ranks = [world.rank()]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.watch)
+        tasks.start_soon(world.until_it_fails)
+        await before()
+        tasks.cancel_scope.cancel()
+    rows = list(world.observer.steps)
+    world.reopen()
+    ranks.append(world.rank())
+    await world.play(after)
+    (end,) = world.ended
+    assert isinstance(end, RunEnd)
+    assert (end.reason, end.version) == ("finished", 4)
+    assert world.observer.steps[:2] == rows
+    assert [row["step"] for row in world.observer.steps] == [0, 1, 2, 3]
+    assert [row["trainer_restarts"] for row in world.observer.steps] == [0, 0, 0, 0]
+    assert end.ledger["issued"] == end.ledger["trained"] == 16
+    assert world.observer.notes == [
+        "the trainer ranks are back at version 2 after 30 s, in which they have trained 2 steps again"
+    ]
+
+
+async def test_an_interrupt_waits_for_no_rank_that_the_next_hub_has_not_seen() -> None:
+    world = World()
+
+    async def trainers() -> None:
+        rank = world.rank()
+        await rank.begin()
+        await rank.publish()
+        await rank.step()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.watch)
+        tasks.start_soon(world.until_it_fails)
+        await trainers()
+        tasks.cancel_scope.cancel()
+    world.reopen()
+
+    async def nobody() -> None:
+        await anyio.sleep(1)
+        world.hub.interrupt()
+
+    await world.play(nobody)
+    (end,) = world.ended
+    assert isinstance(end, RunEnd)
+    assert (end.reason, end.version) == ("interrupted", 1)
 
 
 async def test_a_death_between_commit_and_publication_a_second_one_on_the_way_back_and_one_after_goodbye() -> None:

@@ -276,7 +276,7 @@ def evaluated_alike(run: Run, start: Callable[..., Run]) -> None:
     again.nothing_left()
 
 
-def test_two_trainer_ranks_come_to_the_same_weights_at_a_ratio_of_zero_whenever_they_die(
+def test_two_trainer_ranks_come_to_the_same_weights_at_a_ratio_of_zero_whenever_they_or_the_hub_die(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:
     (tmp_path / "beside_the_config.py").write_text("from envs.arithmetic import Arithmetic as Mine")
@@ -301,18 +301,20 @@ def test_two_trainer_ranks_come_to_the_same_weights_at_a_ratio_of_zero_whenever_
     again.until(lambda: "[first evaluation" in again.text()[told:])
     core, loop = again.core(), again.node_loop()
     # Between a commit and its publication, in a checkpoint, and before the last step; or about there.
-    moments = ((0, lambda: len(again.rows()) == 1), (1, writing.exists), (0, lambda: len(again.rows()) == 3))
+    moments = ((0, lambda: len(again.rows()) == 1), (1, writing.exists))
     for number, (rank, moment) in enumerate(moments, start=1):
         killed = again.trainer(rank)
         again.until(moment, every=0.002)
         os.kill(killed, signal.SIGKILL)
         again.until(lambda number=number: again.text().count("the trainer ranks are back at version") == number)
         assert (again.core(), again.node_loop()) == (core, loop)
+    again.until(lambda: len(again.rows()) == 3, every=0.002)
+    os.kill(loop, signal.SIGKILL)
     assert again.wait() == 0, again.text()
     assert "not the weights that they had" not in again.text()
     assert "Traceback" not in again.text()
     summary = again.summary()
-    assert (summary["restarts"], summary["trainer_restarts"], summary["engine_restarts"]) == (0, 3, 0)
+    assert (summary["restarts"], summary["trainer_restarts"], summary["engine_restarts"]) == (1, 2, 0)
     assert summary["ledger"] == run.summary()["ledger"]
     for file in ("metrics.jsonl", "evals.jsonl"):
         assert untimed(again.rows(file)) == untimed(run.rows(file))
@@ -375,23 +377,28 @@ def test_lost_trainer_ranks_come_back_alone_until_their_restarts_are_used_up(sta
     run.nothing_left()
 
 
-def test_a_killed_node_loop_loses_nothing_that_was_delivered(start: Callable[..., Run]) -> None:
+def test_a_killed_node_loop_loses_nothing_that_was_delivered_or_trained(start: Callable[..., Run]) -> None:
     run = start("run.steps=8", "checkpoint.every=1000")
     run.until(lambda: len(run.rows()) >= 3)
     killed = run.node_loop()
+    os.kill(killed, signal.SIGSTOP)
+    before = run.rows()
+    trained = run.rows("samples.jsonl")
     os.kill(killed, signal.SIGKILL)
     assert run.wait() == 0, run.text()
     assert f"flash: the node loop (process {killed}) was killed by signal 9 (SIGKILL)" in run.text()
     assert re.search(r"the journal brings back \d+ samples that were delivered after version 0", run.text())
     assert [row["step"] for row in run.rows()] == list(range(8))
-    before, trained = run.rows("earlier/001/metrics.jsonl"), run.rows("earlier/001/samples.jsonl")
-    assert len(before) >= 3
-    # The same samples, generated at the same time: by the life that was killed.
-    steps = {row["step"] for row in before}
-    assert [row for row in run.rows("samples.jsonl") if row["step"] in steps] == [
-        row for row in trained if row["step"] in steps
+    # It may have died between the record of a step and its row, or the other way round.
+    back = re.search(r"the trainer ranks are back at version (\d+) after .* have trained (\d+) steps again", run.text())
+    assert back is not None
+    assert back[1] == back[2]
+    kept = int(back[1])
+    assert len(before) - 1 <= kept <= len(before)
+    assert run.rows()[:kept] == before[:kept], "a row was written again"
+    assert [row for row in run.rows("samples.jsonl") if row["step"] < kept] == [
+        row for row in trained if row["step"] < kept
     ]
-    assert run.rows()[0]["generated_tokens"] >= before[-1]["generated_tokens"]
     summary = run.summary()
     assert (summary["restarts"], summary["ledger"]["trained"]) == (1, 8 * 32)
     assert balanced(summary["ledger"])

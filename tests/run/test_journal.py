@@ -11,16 +11,19 @@ import anyio
 import msgspec
 import pytest
 
+from flash.config.load import dump
 from flash.config.tree import Config
 from flash.errors import ConfigError, RecordingError
 from flash.hub.buffer import SampleBuffer
+from flash.hub.past import Start
 from flash.hub.replayed import Replay
 from flash.hub.samples import BufferState
 from flash.hub.state import HubState
-from flash.run.hub_state import Restored, restored
+from flash.observe.rundir import RunDirectory
+from flash.run.hub_state import NOTHING, Restored, restored
 from flash.run.journal import FileJournal, Place, journal_folder, replay_journal
 from flash.trainer.stored import HUB_STATE, MANIFEST, FileEntry, Manifest, crc32_of, step_folder
-from flash.types import Lease
+from flash.types import Batch, Lease
 from tests.hub.cases import finish_all, lease_all, make_buffer
 from tests.hub.test_state import make_config
 
@@ -132,6 +135,48 @@ async def test_a_checkpoint_begins_a_file_and_those_before_the_oldest_checkpoint
         assert kept.place.number == 3
 
 
+async def test_a_run_goes_on_from_the_version_that_it_had_and_its_ranks_from_the_checkpoint(run_dir: Path) -> None:
+    config = config_of(run_dir)
+    directory = RunDirectory.open(run_dir, dump(config), resume_at=0)
+    async with written(Life(run_dir)) as life:
+        life.step(0)
+        await life.journal.written()
+        checkpoint = life.checkpoint(1)
+        for step in range(1, 4):
+            life.step(step)
+    for step in range(1, 3):
+        directory.append_metrics({"step": step})
+        directory.write_batch(Batch(step, 0, [], []), keep_all=True)
+    kept = restored(checkpoint, config)
+    assert kept.state is not None
+    assert (kept.state.version, kept.start) == (3, Start(1, str(checkpoint)))
+    assert kept.notes[-1] == (
+        "the run goes back from version 4 to 3, and does these steps again: step 3 has no row in metrics.jsonl"
+    )
+    assert {formed.step for formed in kept.state.buffer.again} == {3}
+    assert kept.state.buffer.ledger.trained == 3 * 4
+    # The next life, too, ends before there is another checkpoint.
+    async with written(Life(run_dir, kept)) as second:
+        second.step(3)
+        second.deliver(2, 4)
+    directory.append_metrics({"step": 3})
+    directory.write_batch(Batch(3, 0, [], []), keep_all=True)
+    kept = restored(checkpoint, config)
+    assert kept.state is not None
+    assert (kept.state.version, kept.start) == (4, Start(1, str(checkpoint)))
+    assert kept.state.buffer.again == []
+    assert kept.state.buffer.ledger.trained == 4 * 4
+    assert kept.state.buffer.ledger.generated_tokens == second.buffer.ledger.generated_tokens
+    assert files(run_dir)[-1] == "000002-step-000003.log"
+    # A batch that is damaged meanwhile is formed again from the journal, though two lives have passed.
+    (directory.batches / "step-000001.bin").write_bytes(b"")
+    kept = restored(checkpoint, config)
+    assert kept.state is not None
+    assert kept.state.version == 1
+    assert {formed.step for formed in kept.state.buffer.again} == {1, 2, 3}
+    assert kept.state.buffer.ledger.trained == 4
+
+
 async def test_a_journal_that_is_cut_at_any_byte_ends_with_the_last_whole_event(run_dir: Path) -> None:
     async with written(Life(run_dir)) as life:
         life.step(0)
@@ -236,7 +281,7 @@ async def test_a_journal_that_is_switched_off_is_used_once_more_and_then_gone(ru
     assert kept.state is not None
     assert kept.state.buffer.ledger == life.buffer.ledger
     assert not journal_folder(run_dir).exists()
-    assert restored(None, config_of(run_dir)) == Restored(None, Place(0, 0), [])
+    assert restored(None, config_of(run_dir)) == NOTHING
 
 
 async def test_a_journal_of_a_run_of_another_size_is_refused(run_dir: Path) -> None:

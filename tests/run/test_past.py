@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ from flash.config.tree import Config
 from flash.errors import RecordingError
 from flash.hub.past import Start
 from flash.observe.recorder import Recorder
-from flash.run.past import RecordedPast
+from flash.run.past import Reach, RecordedPast, reach
 from flash.trainer.stored import MANIFEST, Manifest, step_folder
 from flash.types import Batch, Canary, Published, Task
 from flash.weights.update import UpdateInfo, encode_update
@@ -69,6 +70,64 @@ async def test_a_batch_that_is_missing_or_damaged_is_named(tmp_path: Path) -> No
         file.write_bytes(file.read_bytes()[:-1])
         with pytest.raises(RecordingError, match=r"step-000001\.bin is damaged"):
             await past.batch(1)
+
+
+def record(recorder: Recorder, steps: int) -> None:
+    """What a run of so many steps leaves."""
+    for step in range(steps):
+        recorder.batch(Batch(step, 0, [trajectory(Task(step, step, 0, 0), 0)], []))
+        recorder.directory.append_metrics({"step": step})
+
+
+def changed(config: Config, table: str, **values: Any) -> Config:
+    return msgspec.structs.replace(config, **{table: msgspec.structs.replace(getattr(config, table), **values)})
+
+
+def test_a_run_goes_on_from_the_version_that_it_had(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    with Recorder(config, NoText(), now=lambda: 0.0, resume_at=None, restarts=0) as recorder:
+        record(recorder, 4)
+    for held in range(5):
+        assert reach(config, held, 4) == Reach(4)
+    assert reach(changed(config, "run", resume=True), 0, 4) == Reach(4)
+
+
+def test_a_run_goes_back_to_the_first_step_that_cannot_be_trained_again_and_says_why(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    with Recorder(config, NoText(), now=lambda: 0.0, resume_at=None, restarts=0) as recorder:
+        record(recorder, 4)
+    assert reach(config, 1, 5) == Reach(4, "step 4 has no row in metrics.jsonl")
+    file = recorder.directory.batches / "step-000002.bin"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    version, why = reach(config, 1, 4)
+    assert version == 2
+    assert "step-000002.bin is damaged" in why
+    assert reach(config, 3, 4) == Reach(4)
+    file.unlink()
+    assert reach(config, 1, 4).version == 2
+    file.write_bytes(whole)
+    assert reach(config, 1, 4) == Reach(4)
+
+
+@pytest.mark.parametrize(
+    ("table", "values", "why"),
+    [
+        ("train", {"learning_rate": 0.5}, "the configuration has changed since"),
+        ("checkpoint", {"batches": "none"}, 'checkpoint.batches = "none" leaves nothing to train again'),
+        ("weights", {"backend": "nccl"}, "weights.backend = nccl sends to a fixed group"),
+    ],
+)
+def test_a_run_of_another_configuration_goes_back_to_its_checkpoint(
+    tmp_path: Path, table: str, values: dict[str, Any], why: str
+) -> None:
+    config = make_config(tmp_path)
+    with Recorder(config, NoText(), now=lambda: 0.0, resume_at=None, restarts=0) as recorder:
+        record(recorder, 4)
+    assert reach(changed(config, table, **values), 1, 4) == Reach(1, why)
+    recorder.directory.config.write_text("[run")
+    assert reach(config, 1, 4) == Reach(1, "the configuration has changed since")
+    assert reach(config, 4, 4) == Reach(4)
 
 
 async def test_weights_are_the_same_where_their_fingerprints_are(tmp_path: Path) -> None:
