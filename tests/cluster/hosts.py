@@ -1,5 +1,6 @@
 """Hosts on this machine: network namespaces on a wire of our own, each process with the host's name and its folder for
-temporary files. Needs root and iproute2. The namespaces, and everything that runs in them, end with the hosts.
+temporary files. Needs root and iproute2. The namespaces, and everything that runs in them, end with the hosts
+(`tests.kept`).
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
 from tests.cluster.wire import Way, Ways, Wire, mac, open_port
+from tests.kept import Kept, processes_in
 
 _T = TypeVar("_T")
 
@@ -48,37 +49,26 @@ def missing() -> str:
     return ""
 
 
-class Hosts:
+class Hosts(Kept):
     """Exist from `with` to its end; numbered from 0 on, in the order of their names."""
 
     def __init__(self, *names: str) -> None:
+        super().__init__("hosts")
         self.names = names
-        # Sockets lie in the hosts' folders, whose paths have at most 107 characters.
-        self._folder = Path(tempfile.mkdtemp(prefix="flash-hosts-", dir="/tmp"))
-        mark = self._folder.name[-8:]
-        self._switch = f"flash-{mark}-wire"
-        self._spaces = [f"flash-{mark}-{host}" for host in range(len(names))]
+        self._switch = f"{self.folder.name}-wire"
+        self._spaces = [f"{self.folder.name}-{host}" for host in range(len(names))]
         self._ways = Ways()
         self._started: list[subprocess.Popen[bytes]] = []
         self._wire = ExitStack()
 
-    def __enter__(self) -> Hosts:
-        try:
-            self._set_up()
-            self._begin_carrying()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+    def begin(self) -> None:
+        """Make them, and the wire between them."""
+        self._set_up()
+        self._begin_carrying()
 
     def _set_up(self) -> None:
         lines = [f"{self.address(host)} {name}\n" for host, name in enumerate(self.names)]
-        (self._folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
+        (self.folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
         _ip("netns", "add", self._switch)
         for host, space in enumerate(self._spaces):
             self.scratch(host).mkdir()
@@ -112,9 +102,7 @@ class Hosts:
         try:
             self._wire.close()
         finally:
-            for space in (*self._spaces, self._switch):
-                subprocess.run(["ip", "netns", "delete", space], check=False, capture_output=True)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            super().close()
 
     # -- what runs on them -------------------------------------------------------------------------------------------
 
@@ -124,7 +112,7 @@ class Hosts:
 
     def scratch(self, host: int) -> Path:
         """Its folder for temporary files."""
-        return self._folder / str(host)
+        return self.folder / str(host)
 
     def start(
         self, host: int, command: Sequence[str], *, output: Path, cwd: Path, variables: Mapping[str, str]
@@ -137,7 +125,7 @@ class Hosts:
         own = {"TMPDIR": str(self.scratch(host)), "TORCHINDUCTOR_CACHE_DIR": kernels}
         with output.open("ab") as file:
             process = subprocess.Popen(
-                [*inside, str(self._folder / "hosts"), self.names[host], *command],
+                [*inside, str(self.folder / "hosts"), self.names[host], *command],
                 env={**os.environ, **own, **variables},
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
@@ -150,8 +138,7 @@ class Hosts:
 
     def processes(self, host: int) -> list[int]:
         """The process ids of all that runs there."""
-        done = subprocess.run(["ip", "netns", "pids", self._spaces[host]], check=False, capture_output=True, text=True)
-        return [int(pid) for pid in done.stdout.split()]
+        return processes_in(self._spaces[host])
 
     def socket(self, host: int) -> socket.socket:
         """A TCP socket of this process that is on a host."""

@@ -9,15 +9,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
+
+from tests.kept import Kept
 
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "unshare")
 
@@ -66,12 +65,11 @@ def missing() -> str:
     return "" if os.geteuid() == 0 else "SLURM's daemons want to be started by root"
 
 
-class Cluster:
+class Cluster(Kept):
     """Runs from `with` to its end."""
 
     def __init__(self) -> None:
-        # A socket's path has at most 107 characters, which pytest's folders may exceed.
-        self.folder = Path(tempfile.mkdtemp(prefix="flash-slurm-", dir="/tmp"))
+        super().__init__("slurm")
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "FLASH_"))},
             "SLURM_CONF": str(self.folder / "slurm.conf"),
@@ -79,20 +77,8 @@ class Cluster:
         }
         self._daemons: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> Cluster:
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _start(self) -> None:
+    def begin(self) -> None:
+        """Start its daemons, and wait until both nodes take jobs."""
         folder = self.folder
         (folder / "state").mkdir()
         hosts = Path("/etc/hosts").read_text()
@@ -126,20 +112,7 @@ class Cluster:
         for daemon in self._daemons:
             daemon.kill()
             daemon.wait()
-        for pid in self.processes():  # the daemons of steps, and tasks of jobs that were still running
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def processes(self) -> list[int]:
-        """Everything that runs under this cluster's configuration."""
-        mark = f"SLURM_CONF={self.folder}/slurm.conf".encode()
-        found: list[int] = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-        return found
+        super().close()  # also the daemons of steps, and tasks of jobs that were still running
 
     def call(self, *command: str, variables: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
         """The output of one of SLURM's commands."""
