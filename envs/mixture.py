@@ -17,7 +17,9 @@ import msgspec
 from flash.config.objects import check_options, load_environment
 from flash.environment import (
     Environment,
+    EpisodeView,
     Info,
+    Informed,
     Prepared,
     SolvedExample,
     StepResult,
@@ -87,6 +89,7 @@ class Mixture:
     def __init__(self, options: MixtureOptions) -> None:
         self._options = options
         self._env: Environment | None = None
+        self._episode: EpisodeView | None = None
 
     @classmethod
     def check(cls, options: MixtureOptions) -> None:
@@ -121,9 +124,15 @@ class Mixture:
                 return name
         return next(reversed(weights))  # reached only when rounding puts the last border below the sum
 
+    def inform(self, episode: EpisodeView) -> None:
+        """Let the environment know of tokens, if it wants to."""
+        self._episode = episode
+
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Start the problem of this seed, in its environment."""
         self._env = wrap(self._options.makers[self.kind_of(seed, self._options)]())
+        if isinstance(self._env, Informed) and self._episode is not None:
+            self._env.inform(self._episode)
         return await self._env.reset(seed)
 
     async def step(self, action: str) -> StepResult:

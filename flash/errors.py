@@ -10,6 +10,7 @@
     ├── ContractError        an invariant of the run was broken: a bug, the run stops
     ├── EnvError             an environment broke its interface or raised
     │   ├── RewardError      the reward is missing, not a number, or its verifier failed
+    │   ├── BranchError      an agent left the one conversation that its episode consists of
     │   └── SandboxError             a sandbox cannot do what was asked
     │       ├── SandboxStartError    it could not be made or started
     │       ├── SandboxLostError     it is gone with what was in it, or its channel broke
@@ -81,6 +82,10 @@ class EnvError(FlashError):
 
 class RewardError(EnvError):
     """A reward is not a finite number, or its verifier failed."""
+
+
+class BranchError(EnvError):
+    """An agent rewrote or dropped what was said, or held two conversations at once: no single sequence has it all."""
 
 
 class SandboxError(EnvError):

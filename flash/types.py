@@ -36,6 +36,7 @@ class Outcome(StrEnum):
     REWARD_ERROR = "reward_error"
     ENGINE_ERROR = "engine_error"
     ENGINE_KILLED = "engine_killed"
+    BRANCHED = "branched"
     STALE = "stale"
     CANCELLED = "cancelled"
     FILTERED = "filtered"

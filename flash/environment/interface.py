@@ -8,10 +8,11 @@ and thereby checked once. `check`, `prepare` and `kind_of` take them in the same
 `reset(seed)` with the same seed shows the same problem. Seeds of training problems lie below `HELD_OUT` and count up
 from one group to the next; seeds of held-out problems lie at or above it. An environment keeps the two sets disjoint.
 
-Blocking environments with the same three methods are taken as they are: `wrap` runs them in a worker thread. Four more
+Blocking environments with the same three methods are taken as they are: `wrap` runs them in a worker thread. Five more
 things an environment may offer: `check`, which refuses wrong options before a run starts (`Checked`), `prepare`, which
-opens on each node what its episodes share (`Prepared`), solved examples for a supervised warm start (`WarmStart`), and,
-where it stands for several environments, the kind of a problem (`Kinds`).
+opens on each node what its episodes share (`Prepared`), `inform`, which is given the episode's count of tokens
+(`Informed`), solved examples for a supervised warm start (`WarmStart`), and, where it stands for several environments,
+the kind of a problem (`Kinds`).
 """
 
 from __future__ import annotations
@@ -92,6 +93,51 @@ class Prepared(Protocol):
 
         What is opened with `flash.environment.shared` stays open for all episodes of the node. An error ends the run.
         """
+        ...
+
+
+class Said(msgspec.Struct, frozen=True):
+    """A response, in tokens."""
+
+    prompt_tokens: int
+    """All that stood before it."""
+    tokens: int
+    cut: bool
+    """The token limit ended it, not the model."""
+
+
+class EpisodeView(Protocol):
+    """What an episode tells its environment of tokens, and what that may ask of it."""
+
+    @property
+    def last(self) -> Said:
+        """The response that `step` was called with last."""
+        ...
+
+    @property
+    def turns_left(self) -> int:
+        """Responses that may still follow."""
+        ...
+
+    def room(self, observation: Observation) -> int:
+        """Tokens left for a response if this is shown next; 0 or below: shown all the same, it ends the episode.
+
+        Raises:
+            EnvError: it cannot be shown, for example because the model's chat template refuses it.
+        """
+        ...
+
+    def limit(self, tokens: int) -> None:
+        """Let the next response have at most so many tokens."""
+        ...
+
+
+@runtime_checkable
+class Informed(Protocol):
+    """An environment, not a blocking one, that wants to know of tokens."""
+
+    def inform(self, episode: EpisodeView) -> None:
+        """Called once, before `reset`."""
         ...
 
 

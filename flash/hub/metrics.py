@@ -12,7 +12,7 @@ from flash.types import RETRIED, Outcome
 
 ENV_PREFIX = "env/"
 """Begins the names of what environments measure, so that they meet no other metric."""
-FAILURES = (*sorted(RETRIED), Outcome.ENGINE_KILLED)
+FAILURES = (*sorted(RETRIED), Outcome.ENGINE_KILLED, Outcome.BRANCHED)
 """Ends of an attempt that count as failures."""
 TRAJECTORIES_AT_ONCE = 512
 """Trajectories in one slice, some of which are freed on the way: each takes up to ten microseconds."""

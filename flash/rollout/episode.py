@@ -10,56 +10,35 @@ from __future__ import annotations
 import inspect
 import math
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 from typing import Protocol, TypeVar
 
 import anyio
 import msgspec
-import numpy as np
 
-from flash.environment.interface import Environment, StepResult
+from flash.environment.interface import Environment, Informed, ResetResult, StepResult
 from flash.environment.results import check_reset_result, check_step_result, metrics_of, note_of
-from flash.errors import DeadlineError, EngineError, EnvError, PoisonError, RewardError
+from flash.errors import BranchError, DeadlineError, EngineError, EnvError, PoisonError, RewardError
 from flash.rollout.engine import GenerateRequest, SamplingSettings
 from flash.rollout.phases import Phases
+from flash.rollout.tokenizer import Tokenizer
+from flash.rollout.transcript import Transcript
 from flash.types import (
     Completion,
     Failure,
     Lease,
     Observation,
     Outcome,
-    Span,
     Task,
     Trajectory,
     Turn,
-    VersionRun,
-    append_versions,
 )
 
 _T = TypeVar("_T")
 
 KEYS_PER_TASK = 4096
 """Turns of a task whose responses have a key of their own."""
-
-
-class Tokenizer(Protocol):
-    """Text to tokens and back."""
-
-    def render(self, observation: Observation) -> list[int]:
-        """Tokens of the first observation; messages go through the chat template. Raises EnvError."""
-        ...
-
-    def follow(self, observation: Observation, stopped: bool) -> list[int]:
-        """Tokens of a later observation, to be appended to a response. Raises EnvError.
-
-        `stopped`: the response ends with the end-of-turn token, because the model ended it.
-        """
-        ...
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of sampled tokens, without special tokens."""
-        ...
 
 
 class Responder(Protocol):
@@ -154,15 +133,19 @@ class Episode:
 
     async def run(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
         """Live through the episode; never raises except for cancellation and programmer errors."""
-        state = _EpisodeState(lease, progress)
+        settings = self._settings
+        transcript = Transcript(self._tokenizer, settings.max_length, settings.max_turns)
+        state = _EpisodeState(lease, progress, transcript)
         try:
-            with anyio.move_on_after(self._settings.episode_s) as state.scope:
+            with anyio.move_on_after(settings.episode_s) as state.scope:
                 return await self._live(state)
-            return state.too_long(self._settings.episode_s)
+            return state.too_long(settings.episode_s)
         except RewardError as error:
             return state.failed(Outcome.REWARD_ERROR, str(error))
         except _EnvTimeout as error:
             return state.failed(Outcome.ENV_TIMEOUT, str(error))
+        except BranchError as error:
+            return state.failed(Outcome.BRANCHED, str(error))
         except EnvError as error:
             return state.failed(Outcome.ENV_ERROR, str(error))
         except PoisonError as error:
@@ -192,8 +175,7 @@ class Episode:
         """Turn by turn, until the environment ends the episode or a limit does."""
         transcript, settings = state.transcript, self._settings
         observation = await self._reset(env, state)
-        chat = not isinstance(observation, str)
-        transcript.show(self._prompt(observation))
+        transcript.show(self._prompt(observation, transcript))
         while True:
             completion, start = await self._respond(state)
             transcript.say(completion)
@@ -206,12 +188,12 @@ class Episode:
             )
             cut = completion.finish == "length"
             if terminated or truncated:
-                return transcript.trajectory(state, Outcome.TRUNCATED if truncated or cut else Outcome.OK)
+                return state.ended(Outcome.TRUNCATED if truncated or cut else Outcome.OK)
             if len(transcript.turns) == settings.max_turns:
-                return transcript.trajectory(state, Outcome.TRUNCATED)
-            tokens = self._following(following, stopped=not cut, chat=chat)
+                return state.ended(Outcome.TRUNCATED)
+            tokens = transcript.render(following)
             if len(transcript.tokens) + len(tokens) >= settings.max_length:
-                return transcript.trajectory(state, Outcome.TRUNCATED)
+                return state.ended(Outcome.TRUNCATED)
             transcript.show(tokens)
             observation = following
 
@@ -226,8 +208,14 @@ class Episode:
     async def _reset(self, env: Environment, state: _EpisodeState) -> Observation:
         seed = state.task.seed
         what = f"reset (seed {seed})"
+
+        def reset() -> Awaitable[ResetResult]:
+            if isinstance(env, Informed):
+                env.inform(state.transcript)
+            return env.reset(seed)
+
         state.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
-        shown = await self._call(what, self._settings.reset_s, "env_reset", lambda: env.reset(seed))
+        shown = await self._call(what, self._settings.reset_s, "env_reset", reset)
         return check_reset_result(shown)[0]
 
     async def _step(self, env: Environment, state: _EpisodeState, action: str) -> tuple[StepResult, float]:
@@ -282,10 +270,9 @@ class Episode:
         await self._phases.stepped(state.lease)
         task, settings, transcript = state.task, self._settings, state.transcript
         sampling = settings.eval if task.split == "eval" else settings.train
-        room = settings.max_length - len(transcript.tokens)
         request = GenerateRequest(
             prompt=list(transcript.tokens),
-            sampling=SamplingSettings(min(sampling.max_new_tokens, room), sampling.temperature),
+            sampling=SamplingSettings(transcript.most(sampling.max_new_tokens), sampling.temperature),
             key=response_key(task, len(transcript.turns)),
             seed=None if settings.seed is None else response_seed(settings.seed, task, len(transcript.turns)),
             lost=state.lost,
@@ -306,9 +293,9 @@ class Episode:
         state.progress.tokens = len(transcript.logprobs) + len(completion.token_ids)
         return completion, start
 
-    def _prompt(self, observation: Observation) -> list[int]:
+    def _prompt(self, observation: Observation, transcript: Transcript) -> list[int]:
         """Tokens of the first observation."""
-        tokens = self._tokenizer.render(observation)
+        tokens = transcript.render(observation)
         if not tokens:
             raise EnvError(f"the observation {observation!r} gives an empty prompt")
         if len(tokens) >= self._settings.max_length:
@@ -318,16 +305,6 @@ class Episode:
             )
         return tokens
 
-    def _following(self, observation: Observation, *, stopped: bool, chat: bool) -> list[int]:
-        """Tokens of a later observation."""
-        if isinstance(observation, str) == chat:
-            forms = ("chat messages", "text") if chat else ("text", "chat messages")
-            raise EnvError(
-                "an environment shows either text or chat messages throughout an episode: reset() returned "
-                f"{forms[0]}, a later step() {forms[1]}"
-            )
-        return self._tokenizer.follow(observation, stopped)
-
 
 class _EnvTimeout(EnvError):
     """An environment call outlived its deadline."""
@@ -336,11 +313,11 @@ class _EnvTimeout(EnvError):
 class _EpisodeState:
     """How far the episode of one lease is: what was said, and what it waits for now."""
 
-    def __init__(self, lease: Lease, progress: EpisodeProgress) -> None:
+    def __init__(self, lease: Lease, progress: EpisodeProgress, transcript: Transcript) -> None:
         self.lease = lease
         self.task = lease.task
         self.progress = progress
-        self.transcript = _Transcript()
+        self.transcript = transcript
         self.scope = anyio.CancelScope()
         """Has the episode's deadline."""
         self._waits = (Outcome.ENV_TIMEOUT, "", "")
@@ -370,49 +347,13 @@ class _EpisodeState:
             "deadlines.episode",
         )
 
+    def ended(self, outcome: Outcome) -> Trajectory:
+        """The episode with all that was said."""
+        return self.transcript.trajectory(self.task, outcome, self.progress.lost)
+
     def failed(self, outcome: Outcome, message: str) -> Failure:
         """The episode without a trajectory."""
         return Failure(self.task, outcome, message, self.progress.tokens + self.progress.lost)
-
-
-class _Transcript:
-    """What was shown and said. It only grows."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.turns: list[Turn] = []
-        self._spans: list[Span] = []
-        self._versions: list[VersionRun] = []
-
-    def show(self, tokens: Sequence[int]) -> None:
-        """Append what the environment shows."""
-        self.tokens += tokens
-
-    def say(self, completion: Completion) -> None:
-        """Append what the policy sampled."""
-        start = len(self.tokens)
-        self.tokens += completion.token_ids
-        self.logprobs += completion.logprobs
-        self._spans.append(Span(start, len(self.tokens)))
-        append_versions(self._versions, completion.versions)
-
-    def trajectory(self, state: _EpisodeState, outcome: Outcome) -> Trajectory:
-        """All of it, framed."""
-        count = sum(span.stop - span.start for span in self._spans)
-        versions = sum(run.count for run in self._versions)
-        assert count == len(self.logprobs) == versions, "one log-prob and one version per action token"
-        return Trajectory(
-            task=state.task,
-            outcome=outcome,
-            reward=math.fsum(turn.reward for turn in self.turns),
-            token_ids=np.array(self.tokens, dtype="<i4").tobytes(),
-            action_spans=self._spans,
-            logprobs=np.array(self.logprobs, dtype="<f4").tobytes(),
-            versions=self._versions,
-            turns=self.turns,
-            lost_tokens=state.progress.lost,
-        )
 
 
 def _where(error: BaseException) -> str:

@@ -28,11 +28,12 @@ from flash.errors import DeadlineError, EngineDeadError, EngineError, TransportE
 from flash.hub import protocol as p
 from flash.hub.collecting import seldom_collected
 from flash.rollout.engine import Engine, SamplingSettings
-from flash.rollout.episode import Episode, EpisodeSettings, Tokenizer
+from flash.rollout.episode import Episode, EpisodeSettings
 from flash.rollout.phases import phases
 from flash.rollout.proxy import LLMProxy, ProxySettings
 from flash.rollout.scheduler import MOST_EPISODES, Scheduler
 from flash.rollout.supervisor import Restart, Supervisor, start_engines
+from flash.rollout.tokenizer import Tokenizer
 from flash.transport.request import ReplyT, Request
 from flash.types import Lease, Published
 from flash.waiting import deadline

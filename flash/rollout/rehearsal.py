@@ -15,8 +15,9 @@ from flash.environment.interface import Environment
 from flash.errors import ConfigError
 from flash.hub.tasks import SEED_STRIDE
 from flash.rollout.engine import GenerateRequest
-from flash.rollout.episode import Episode, EpisodeProgress, EpisodeSettings, Tokenizer
+from flash.rollout.episode import Episode, EpisodeProgress, EpisodeSettings
 from flash.rollout.phases import FreePhases
+from flash.rollout.tokenizer import Tokenizer
 from flash.types import Completion, Failure, Lease, Task, Trajectory, VersionRun
 
 PROBLEMS = 3

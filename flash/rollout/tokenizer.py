@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError, EnvError
@@ -20,6 +20,25 @@ QUESTION = Message("user", "flash-question")
 """Stands for all that came before the response: many templates want a user to speak first."""
 ANSWER = "flash-answer"
 """Stands for the response: a text without white space, which templates may trim."""
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back."""
+
+    def render(self, observation: Observation) -> list[int]:
+        """Tokens of the first observation; messages go through the chat template. Raises EnvError."""
+        ...
+
+    def follow(self, observation: Observation, stopped: bool) -> list[int]:
+        """Tokens of a later observation, to be appended to a response. Raises EnvError.
+
+        `stopped`: the response ends with the end-of-turn token, because the model ended it.
+        """
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of sampled tokens, without special tokens."""
+        ...
 
 
 class HfTokenizer:

@@ -18,10 +18,10 @@ from flash.config.tree import Config, ModelConfig
 from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
 from flash.errors import ConfigError
-from flash.rollout.episode import Tokenizer, text_of
+from flash.rollout.episode import text_of
 from flash.rollout.node import episode_settings
 from flash.rollout.rehearsal import rehearse
-from flash.rollout.tokenizer import HfTokenizer
+from flash.rollout.tokenizer import HfTokenizer, Tokenizer
 from flash.trainer.objective import try_objective
 from flash.trainer.tiny_model import is_current, save_tokenizer
 from flash.types import Observation, Trajectory

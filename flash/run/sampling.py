@@ -20,9 +20,9 @@ from flash.hub.hub import Hub
 from flash.hub.in_process import InProcessCaller
 from flash.observe.observer import MemoryObserver
 from flash.rollout.engine import Engine
-from flash.rollout.episode import Tokenizer
 from flash.rollout.node import RolloutNode, episode_settings
 from flash.rollout.rehearsal import rehearse
+from flash.rollout.tokenizer import Tokenizer
 from flash.run.beginning import tell_beginning
 from flash.types import Canary, Published, Trajectory
 from flash.waiting import first_error

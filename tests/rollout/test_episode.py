@@ -11,7 +11,8 @@ import anyio
 import msgspec
 import pytest
 
-from flash.errors import EngineError, EnvError, RewardError
+from flash.environment import EpisodeView, Said
+from flash.errors import BranchError, EngineError, EnvError, RewardError
 from flash.rollout.engine import GenerateRequest, SamplingSettings
 from flash.rollout.episode import Episode, EpisodeProgress, EpisodeSettings, Responder, response_key, response_seed
 from flash.rollout.phases import FreePhases, LockStep, Phases
@@ -395,6 +396,51 @@ def test_an_environment_that_exits_python_is_an_error_of_its_own_and_not_the_end
     failure = fail(Env(SystemExit(3)), Script(say("a")))
     assert failure.outcome == Outcome.ENV_ERROR
     assert "environment step 1 (seed 5) raised SystemExit: 3" in failure.message
+
+
+class Knowing(Env):
+    """Asks the episode about tokens, and lets the second response have three."""
+
+    def inform(self, episode: EpisodeView) -> None:
+        self.episode = episode
+        self.knew: list[tuple[Said, int, int]] = []
+
+    async def step(self, action: str) -> Any:
+        result = await super().step(action)
+        self.knew.append((self.episode.last, self.episode.turns_left, self.episode.room(result[0])))
+        if len(self.knew) == 1:
+            self.episode.limit(3)
+        return result
+
+
+def test_an_environment_that_wants_to_know_of_tokens_is_told_and_may_ask_for_fewer() -> None:
+    env = Knowing(go("after"), go("x" * 400), end(1.0))
+    proxy = Script(say("abc"), say("def", stop=False), say("g"))
+    trajectory = succeed(env, proxy)
+    assert trajectory.outcome is Outcome.TRUNCATED
+    assert env.knew == [
+        (Said(prompt_tokens=5, tokens=4, cut=False), 9, 200 - len("startabc0|after")),
+        (Said(prompt_tokens=15, tokens=3, cut=True), 8, 200 - len("startabc0|afterdef/") - 400),
+    ]
+    assert [call[0].sampling.max_new_tokens for call in proxy.calls] == [8, 3]
+
+
+def test_the_limit_that_an_environment_asks_for_is_for_one_response() -> None:
+    env, proxy = Knowing(go("after"), go("on"), end(1.0)), Script(say("a"), say("b"), say("c"))
+    succeed(env, proxy)
+    assert [call[0].sampling.max_new_tokens for call in proxy.calls] == [8, 3, 8]
+
+
+class Branching(Env):
+    """Raises what an agent that leaves its conversation does."""
+
+    async def step(self, action: str) -> Any:
+        raise BranchError("another one")
+
+
+def test_a_conversation_that_branches_is_an_outcome_of_its_own() -> None:
+    failure = fail(Branching(), Script(say("a")))
+    assert (failure.outcome, failure.message, failure.tokens) == (Outcome.BRANCHED, "another one", 2)
 
 
 class HalfBlocking(Env):
