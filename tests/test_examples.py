@@ -42,6 +42,7 @@ def test_there_is_an_example_for_each_reference_setting():
         "multi_turn",
         "code",
         "ppo_critic",
+        "agent_openai",
         "run",
     }
 

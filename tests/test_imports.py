@@ -14,7 +14,7 @@ PACKAGES = ("flash", "algorithms", "envs", "benchmarks")
 FLOORS = [
     {"errors", "types", "foreign"},
     {"waiting", "config"},
-    {"transport", "environment", "observe"},
+    {"transport", "environment", "observe", "service"},
     {"weights", "hub"},
     {"rollout", "trainer"},
     {"simulate", "run"},
@@ -23,8 +23,8 @@ FLOORS = [
 ]
 """The rooms of `flash`, from the ground up: a room imports from lower floors only."""
 
-GROUND = {"errors", "types", "waiting", "config", "environment"}
-"""What of `flash` environments may use: the contract and what lies below it."""
+GROUND = {"errors", "types", "waiting", "config", "environment", "service"}
+"""What of `flash` environments may use: the contract, what lies below it, and the endpoint for agents."""
 
 
 def imports() -> dict[str, set[str]]:

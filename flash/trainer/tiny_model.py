@@ -39,7 +39,7 @@ FINGERPRINT = "flash_tiny.json"
 INTERRUPTED = "interrupted_after"
 """In that file: steps of a warm start that was interrupted."""
 
-RECIPE = 2
+RECIPE = 3
 """Part of the fingerprint: raised when this file makes another model from the same options."""
 
 STOP_AT = 0.22
@@ -68,6 +68,9 @@ CONTEXT = 4096
 """Positions the model accepts, in tokens; rotary embeddings make a generous number free."""
 
 PAD, EOS = "<pad>", "<eos>"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""What is said, one after the other and by whomever: a chat of one message is the prompt that the examples have."""
+
 IGNORED = -100
 """Target of positions without a loss, as torch's cross entropy expects it."""
 
@@ -214,6 +217,7 @@ def _make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
+        chat_template=CHAT_TEMPLATE,
         padding_side="left",
         clean_up_tokenization_spaces=False,
         model_max_length=CONTEXT,

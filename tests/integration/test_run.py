@@ -75,6 +75,21 @@ gpus_per_node = 0
 NO_TINY_MODEL = re.sub(r"\[tiny_model\].*?(?=\[env\])", "", CONFIG, flags=re.DOTALL)
 """For runs whose environment is another one than the model was made for."""
 
+ARITHMETIC = """path = "envs.arithmetic:Arithmetic"
+options = {{ digits = 1 }}
+"""
+AGENT = CONFIG.replace(
+    ARITHMETIC,
+    f"""path = "envs.agent:Agent"
+
+[env.options]
+function = "examples.agent_openai:solve"
+
+[env.options.tasks]
+{ARITHMETIC}""",
+)
+"""The same problems, through a program that only knows the OpenAI API."""
+
 TIMES = r"^time$|_s$|_share$|_per_second$|^trainer_restarts$"
 """Names of what differs between two runs that are equal in all they compute. A few of the shares do."""
 
@@ -212,6 +227,17 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def balanced(ledger: dict[str, int]) -> bool:
     return ledger["issued"] == ledger["trained"] + ledger["filtered"] + ledger["given_up"] + ledger["in_flight"]
+
+
+def test_a_run_trains_an_agent_of_the_official_client(start: Callable[..., Run]) -> None:
+    run = start(text=AGENT)
+    assert run.wait() == 0, run.text()
+    summary = run.summary()
+    assert summary["samples"] == summary["ledger"]["trained"] == 6 * 32
+    assert balanced(summary["ledger"])
+    assert [row["failures"] for row in run.rows()] == [0] * 6
+    assert [row["samples"] for row in run.rows("evals.jsonl")] == [16] * 3
+    run.nothing_left()
 
 
 def test_a_run_leaves_metrics_summary_plots_model_and_no_process(start: Callable[..., Run]) -> None:

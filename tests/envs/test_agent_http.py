@@ -1,0 +1,202 @@
+"""Agents over a real port: the official client unmodified, programs, and what is no agent."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import anyio
+import httpx
+import openai
+import pytest
+
+from envs.agent import HOST, open_host
+from flash.environment import shared, sharing
+from flash.service import app
+from flash.types import Failure, Outcome, Trajectory
+from tests.envs.agents import Policy, live, make, play
+
+pytestmark = pytest.mark.anyio
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import os, sys, openai
+client = openai.OpenAI()
+task = sys.stdin.read()
+messages = [{"role": "user", "content": task}]
+reply = client.chat.completions.create(model="policy", messages=messages)
+if task == "13":
+    sys.exit("no luck")
+sys.stdout.write(reply.choices[0].message.content)
+"""
+
+
+def fast(text: str) -> Policy:
+    return Policy(lambda _: [*text.encode(), 256], seconds=0.0)
+
+
+async def trained(agent: Any, policy: Policy, **changes: Any) -> Trajectory:
+    with anyio.fail_after(60):
+        played = await play(agent, policy, in_process=False, **changes)
+    assert isinstance(played, Trajectory), played
+    return played
+
+
+async def converses(base_url: str, api_key: str, task: str) -> str:
+    """Four turns, two of them streamed, with the client's own messages as history."""
+    said: list[str] = []
+    messages: list[Any] = [{"role": "developer", "content": "be brief"}]
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        assert [model.id async for model in client.models.list()] == ["policy"]
+        for turn in range(4):
+            messages.append({"role": "user", "content": f"{task}, {turn}?"})
+            if turn % 2:
+                stream = await client.chat.completions.create(
+                    model="policy", messages=messages, stream=True, stream_options={"include_usage": True}
+                )
+                chunks = [chunk async for chunk in stream]
+                said.append("".join(one.delta.content or "" for chunk in chunks for one in chunk.choices))
+                assert chunks[-1].usage is not None
+                messages.append({"role": "assistant", "content": said[-1]})
+            else:
+                reply = await client.chat.completions.create(model="policy", messages=messages, temperature=0.3)
+                said.append(reply.choices[0].message.content or "")
+                messages.append(reply.choices[0].message)
+    return "|".join(said)
+
+
+async def test_the_official_client_converses_unmodified() -> None:
+    played = await trained(make(f"{__name__}:converses"), fast("ñ🙂"))
+    assert played.outcome == Outcome.OK
+    assert played.turns[-1].note == "|".join(["ñ🙂"] * 4)
+    assert [turn.observation for turn in played.turns[1:]] == [f"user: 5, {turn}?" for turn in range(1, 4)]
+
+
+def blocks(base_url: str, api_key: str, task: str) -> str:
+    with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+        reply = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": task}])
+    return reply.choices[0].message.content or ""
+
+
+async def test_a_blocking_function_runs_in_a_thread() -> None:
+    assert (await trained(make(f"{__name__}:blocks"), fast("fine"))).turns[-1].note == "fine"
+
+
+async def test_the_agent_of_the_documents_works() -> None:
+    page = (ROOT / "docs" / "environments.md").read_text()
+    found = re.search(r"```python\n# my_agent.py\n(.*?)```", page, re.DOTALL)
+    assert found is not None
+    code = found.group(1)
+    assert len([line for line in code.splitlines() if line.strip() and "import" not in line]) == 5
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    globals()["of_the_documents"] = scope["solve"]
+    async with scope["CLIENT"]:
+        assert (await trained(make(f"{__name__}:of_the_documents"), fast("fine"))).turns[-1].note == "fine"
+
+
+async def test_a_program_is_an_agent_too() -> None:
+    command = [sys.executable, "-c", PROGRAM]
+    assert (await trained(make(command=command), fast("fine"))).turns[-1].note == "fine"
+    failed = await play(make(command=command), fast("fine"), 13, in_process=False)
+    assert isinstance(failed, Failure)
+    assert "ended with exit code 1: no luck" in failed.message
+
+
+async def test_a_program_that_hangs_is_killed_with_all_it_started(tmp_path: Path) -> None:
+    mark = f"{tmp_path}/mark"
+    program = f"touch {mark}; sh -c 'sleep 1000; : {mark}' & sleep 1000; : {mark}"
+    failed = await play(make(command=["sh", "-c", program]), fast("fine"), in_process=False, reset_s=2)
+    assert isinstance(failed, Failure)
+    assert failed.outcome == Outcome.ENV_TIMEOUT
+    assert await anyio.Path(mark).exists()
+    assert processes_with(mark) == []
+
+
+def processes_with(word: str) -> list[Path]:
+    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if word.encode() in _read(path)]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+async def hostile(base_url: str, api_key: str, task: str) -> str:
+    """Everything that is no request, and then one."""
+    good = {"authorization": f"Bearer {api_key}"}
+    place = f"{base_url}/chat/completions"
+    async with httpx.AsyncClient(timeout=30) as client:
+        for headers in ({}, {"authorization": "Bearer x"}, {"authorization": api_key}, {"x-api-key": api_key}):
+            reply = await client.post(place, json={}, headers=headers)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+        for body in (b"", b"{", b"\xff" * 100, b"[" * 100_000, b'{"model": "policy"}', b"x" * 1_000_000):
+            reply = await client.post(place, content=body, headers=good)
+            assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+        reply = await client.post(place, content=b" " * (app.BODY_BYTES + 1), headers=good)
+        assert reply.status_code == 413
+        for method, url, status in (
+            ("GET", place, 405),
+            ("POST", f"{base_url}/embeddings", 404),
+            ("GET", f"{base_url}/models/gpt-4o", 404),
+            ("GET", f"{base_url}/models/policy", 200),
+            ("GET", f"{base_url}/../../etc/passwd", 404),
+        ):
+            reply = await client.request(method, url, headers=good)
+            assert reply.status_code == status
+            assert "error" in reply.json() or status == 200
+    address = urlsplit(base_url)
+    assert address.hostname == "127.0.0.1"
+    assert address.port is not None
+    for raw in (b"\x16\x03\x01\x02", b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"):
+        async with await anyio.connect_tcp(address.hostname, address.port) as stream:
+            await stream.send(raw)
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(model="gpt-4o", messages=[{"role": "user", "content": task}])
+        with pytest.raises(openai.BadRequestError) as long:
+            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x" * 9000}])
+        assert long.value.code == "context_length_exceeded"
+        reply = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": task}])
+    return reply.choices[0].message.content or ""
+
+
+async def test_hostile_requests_are_refused_and_the_agent_goes_on() -> None:
+    played = await trained(make(f"{__name__}:hostile"), fast("still here"))
+    assert (played.turns[-1].note, len(played.turns)) == ("still here", 1)
+
+
+async def test_a_key_is_of_no_use_for_another_episode() -> None:
+    async with sharing("test"):
+        host = await shared(HOST, open_host)
+        _, old = host.sessions.open()
+        host.sessions.close(old)
+        session, new = host.sessions.open()
+        async with httpx.AsyncClient(base_url=host.url) as client:
+            for key, status in ((old, 401), (new, 200)):
+                reply = await client.get("models", headers={"authorization": f"Bearer {key}"})
+                assert reply.status_code == status
+        session.end()
+
+
+async def test_many_agents_at_once_get_their_own_answers() -> None:
+    def echo(request: Any) -> list[int]:
+        shown = bytes(token for token in request.prompt if token < 256).decode()
+        return [*shown.rpartition("be brief")[2].partition(",")[0].encode(), 256]
+
+    notes: dict[int, str] = {}
+
+    async def one(seed: int) -> None:
+        played = await live(make(f"{__name__}:converses"), Policy(echo, seconds=0.01), seed)
+        assert isinstance(played, Trajectory)
+        notes[seed] = played.turns[-1].note
+
+    async with sharing("test"), anyio.create_task_group() as episodes:
+        for seed in range(40):
+            episodes.start_soon(one, seed)
+    assert notes == {seed: "|".join([str(seed)] * 4) for seed in range(40)}

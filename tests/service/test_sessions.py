@@ -1,0 +1,252 @@
+"""One episode's calls on the virtual clock: who is answered what, once."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from flash.errors import BranchError
+from flash.service.chat import Answer, ApiError, Asked
+from flash.service.sessions import KEY_BYTES, MOST_REPEATS, Session, Sessions
+from flash.simulate.clock import run_virtual
+from flash.types import Message
+
+
+def user(*contents: str) -> list[Message]:
+    return [Message("user", content) for content in contents]
+
+
+def assistant(content: str) -> Message:
+    return Message("assistant", content)
+
+
+def asked(*messages: Message, most: int | None = None) -> Asked:
+    return Asked(list(messages), most)
+
+
+def answer(content: str) -> Answer:
+    return Answer(content, cut=False, prompt_tokens=1, tokens=1)
+
+
+def code_of(error: ApiError) -> str | None:
+    return msgspec.json.decode(error.body)["error"]["code"]
+
+
+class Agent:
+    """Makes calls, and keeps what they come to."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.got: list[str] = []
+
+    async def ask(self, request: Asked, key: str | None = None) -> None:
+        try:
+            got, _ = await self._session.call(request, key)
+        except ApiError as error:
+            self.got.append(f"{error.status} {code_of(error)}")
+        else:
+            self.got.append(got.content)
+
+
+Play = Callable[[Session, Agent, Any], Awaitable[None]]
+
+
+def play(part: Play) -> list[str]:
+    """What the agent got, in the order in which it came."""
+
+    async def main() -> list[str]:
+        session = Session()
+        agent = Agent(session)
+        async with anyio.create_task_group() as calls:
+            await part(session, agent, calls)
+        return agent.got
+
+    return run_virtual(main)
+
+
+async def hear(session: Session) -> list[str]:
+    """What the next call adds."""
+    with anyio.fail_after(1):
+        call = await session.heard()
+    assert call is not None
+    return [message.content for message in call.added]
+
+
+async def first_turn(session: Session, agent: Agent, calls: Any) -> None:
+    calls.start_soon(agent.ask, asked(*user("one")))
+    assert await hear(session) == ["one"]
+    session.answer(answer(" two\n"))
+    await anyio.wait_all_tasks_blocked()
+
+
+def test_a_call_shows_only_what_it_adds() -> None:
+    async def part(session: Session, agent: Agent, calls: Any) -> None:
+        await first_turn(session, agent, calls)
+        calls.start_soon(agent.ask, asked(*user("one"), assistant(" two\n"), *user("three", "four")))
+        assert await hear(session) == ["three", "four"]
+        session.answer(answer("five"))
+
+    assert play(part) == [" two\n", "five"]
+
+
+def test_an_answer_that_comes_back_stripped_is_the_same() -> None:
+    async def part(session: Session, agent: Agent, calls: Any) -> None:
+        await first_turn(session, agent, calls)
+        calls.start_soon(agent.ask, asked(*user("one"), assistant("two"), *user("three")))
+        assert await hear(session) == ["three"]
+        session.answer(answer("x"))
+
+    assert play(part) == [" two\n", "x"]
+
+
+def test_a_call_that_is_made_again_is_answered_once() -> None:
+    async def part(session: Session, agent: Agent, calls: Any) -> None:
+        for _ in range(3):
+            calls.start_soon(agent.ask, asked(*user("one")))
+        assert await hear(session) == ["one"]
+        session.answer(answer("two"))
+        await anyio.wait_all_tasks_blocked()
+        await agent.ask(asked(*user("one")))
+        with anyio.move_on_after(1) as nothing:
+            await session.heard()
+        assert nothing.cancelled_caught
+
+    assert play(part) == ["two"] * 4
+
+
+def test_an_agent_that_asks_the_same_again_and_again_ends_its_conversation() -> None:
+    async def part(session: Session, agent: Agent, calls: Any) -> None:
+        await first_turn(session, agent, calls)
+        for _ in range(MOST_REPEATS + 1):
+            await agent.ask(asked(*user("one")))
+        with pytest.raises(BranchError, match="more than 8 times again"):
+            await session.heard()
+
+    assert play(part) == [" two\n"] * (MOST_REPEATS + 1) + ["400 conversation_branched"]
+
+
+def test_a_key_makes_calls_the_same_and_may_not_be_used_for_another() -> None:
+    async def part(session: Session, agent: Agent, calls: Any) -> None:
+        calls.start_soon(agent.ask, asked(*user("one")), "k")
+        assert await hear(session) == ["one"]
+        session.answer(answer("two"))
+        await anyio.wait_all_tasks_blocked()
+        await agent.ask(asked(*user("one")), "k")
+        await agent.ask(asked(*user("other")), "k")
+
+    assert play(part) == ["two", "two", "400 None"]
+
+
+TWO = assistant("two")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        pytest.param(user("won", "three"), id="another first message"),
+        pytest.param([*user("one"), assistant("too"), *user("three")], id="another answer"),
+        pytest.param([*user("one"), Message("user", "two"), *user("three")], id="another speaker"),
+        pytest.param(user("three"), id="all dropped"),
+        pytest.param([TWO, *user("three")], id="the first message dropped"),
+        pytest.param([*user("one"), *user("three")], id="the answer dropped"),
+        pytest.param([*user("zero"), *user("one"), TWO, *user("three")], id="one put before it"),
+    ],
+)
+def test_history_that_is_not_as_it_was_ends_the_conversation(messages: list[Message]) -> None:
+    async def part(session: Session, agent: Agent, calls: Any) -> None:
+        await first_turn(session, agent, calls)
+        await agent.ask(asked(*messages))
+        with pytest.raises(BranchError, match="does not begin with all that was said"):
+            await session.heard()
+
+    assert play(part) == [" two\n", "400 conversation_branched"]
+
+
+def test_two_calls_at_once_end_the_conversation_at_its_next_step() -> None:
+    async def part(session: Session, agent: Agent, calls: Any) -> None:
+        calls.start_soon(agent.ask, asked(*user("one")))
+        assert await hear(session) == ["one"]
+        await agent.ask(asked(*user("another")))
+        session.answer(answer("two"))
+        session.agent_ended()
+        with pytest.raises(BranchError, match="before the answer to the one before it"):
+            await session.heard()
+
+    assert play(part) == ["400 conversation_branched", "two"]
+
+
+def test_the_same_question_with_another_limit_is_another_call() -> None:
+    async def part(session: Session, agent: Agent, calls: Any) -> None:
+        await first_turn(session, agent, calls)
+        await agent.ask(asked(*user("one"), most=3))
+
+    assert play(part) == [" two\n", "400 conversation_branched"]
+
+
+@pytest.mark.parametrize("more", [[], [*user("three"), assistant("no")]])
+def test_a_request_must_end_with_something_to_answer(more: list[Message]) -> None:
+    async def part(session: Session, agent: Agent, calls: Any) -> None:
+        await first_turn(session, agent, calls)
+        await agent.ask(asked(*user("one"), TWO, *more))
+        session.agent_ended()
+        assert await session.heard() is None
+
+    assert play(part) == [" two\n", "400 None"]
+
+
+def test_a_refused_call_was_not_shown_and_may_be_made_again() -> None:
+    async def part(session: Session, agent: Agent, calls: Any) -> None:
+        for reply in ("no", "yes"):
+            calls.start_soon(agent.ask, asked(*user("one")))
+            assert await hear(session) == ["one"]
+            if reply == "no":
+                session.refuse(ApiError(400, "too long", "context_length_exceeded"))
+            else:
+                session.answer(answer(reply))
+            await anyio.wait_all_tasks_blocked()
+
+    assert play(part) == ["400 context_length_exceeded", "yes"]
+
+
+def test_the_end_refuses_what_is_open_and_what_comes() -> None:
+    async def part(session: Session, agent: Agent, calls: Any) -> None:
+        calls.start_soon(agent.ask, asked(*user("one")))
+        assert await hear(session) == ["one"]
+        session.end()
+        await anyio.wait_all_tasks_blocked()
+        await agent.ask(asked(*user("one")))
+
+    assert play(part) == ["401 invalid_api_key"] * 2
+
+
+def test_a_client_that_leaves_takes_no_answer_with_it() -> None:
+    async def part(session: Session, agent: Agent, calls: Any) -> None:
+        with anyio.move_on_after(1):
+            await session.call(asked(*user("one")))
+        assert await hear(session) == ["one"]
+        session.answer(answer("two"))
+        await agent.ask(asked(*user("one")))
+
+    assert play(part) == ["two"]
+
+
+def test_a_key_is_of_128_bits_and_of_one_episode() -> None:
+    async def main() -> None:
+        sessions = Sessions()
+        (one, key), (other, other_key) = sessions.open(), sessions.open()
+        assert len(bytes.fromhex(key)) == KEY_BYTES == 16
+        assert sessions.of_key(key) is one
+        assert sessions.of_key(other_key) is other
+        sessions.close(key)
+        for wrong in (key, "", key[:-1], "ключ"):
+            with pytest.raises(ApiError) as refused:
+                sessions.of_key(wrong)
+            assert refused.value.status == 401
+        assert sessions.of_key(other_key) is other
+        assert len(sessions) == 1
+
+    run_virtual(main)
