@@ -33,7 +33,7 @@ MODULES = {
         name: f"benchmarks.real.{name}"
         for name in (
             *("async_vs_sync", "calibration", "chaos", "engine_efficiency"),
-            *("join", "loop_load", "objective_cost", "plain_loop"),
+            *("join", "loop_load", "objective_cost", "plain_loop", "rhythm_cost"),
         )
     },
     "real_agentic": "benchmarks.real.agentic",

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import kubernetes_validate
@@ -17,10 +18,11 @@ from flash.run.grace import grace
 FOLDER = Path(__file__).parent.parent / "examples"
 EXAMPLES = sorted(FOLDER.rglob("*.toml"))
 MANIFESTS = sorted(FOLDER.rglob("*.yaml"))
+Overrides = Callable[[Path], list[str]]
 
 
 @pytest.fixture
-def overrides(tmp_path, monkeypatch):
+def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Overrides:
     """A folder without outputs, and what stands in for the data that an example wants."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -31,7 +33,7 @@ def overrides(tmp_path, monkeypatch):
     return lambda example: [f"env.options.path={data}"] if "envs.dataset" in example.read_text() else []
 
 
-def test_there_is_an_example_for_each_reference_setting():
+def test_there_is_an_example_for_each_reference_setting() -> None:
     names = {example.stem for example in EXAMPLES}
     assert names == {
         "quickstart",
@@ -42,13 +44,16 @@ def test_there_is_an_example_for_each_reference_setting():
         "multi_turn",
         "code",
         "ppo_critic",
+        "rhythm",
         "agent_openai",
         "run",
     }
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
-def test_an_example_resolves_and_survives_being_written_down(example, overrides, tmp_path):
+def test_an_example_resolves_and_survives_being_written_down(
+    example: Path, overrides: Overrides, tmp_path: Path
+) -> None:
     config = load([example], overrides(example))
     (tmp_path / "resolved.toml").write_text(dump(config))
     assert load([tmp_path / "resolved.toml"]) == config
@@ -56,7 +61,7 @@ def test_an_example_resolves_and_survives_being_written_down(example, overrides,
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
-def test_an_example_says_what_it_wants_and_whether_it_was_run(example):
+def test_an_example_says_what_it_wants_and_whether_it_was_run(example: Path) -> None:
     head = example.read_text().partition("[run]")[0]
     assert "# Wants: " in head
     assert "# Run with: " in head or "Not run: " in head
@@ -72,7 +77,9 @@ def test_an_example_says_what_it_wants_and_whether_it_was_run(example):
         ("run", "tcp", [4], [4]),
     ],
 )
-def test_an_example_places_its_processes_as_it_says(name, backend, trainers, engines, overrides):
+def test_an_example_places_its_processes_as_it_says(
+    name: str, backend: str, trainers: list[int], engines: list[int], overrides: Overrides
+) -> None:
     example = next(example for example in EXAMPLES if example.stem == name)
     config = load([example], overrides(example))
     nodes = range(config.cluster.nodes)
@@ -82,14 +89,14 @@ def test_an_example_places_its_processes_as_it_says(name, backend, trainers, eng
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda manifest: manifest.stem)
-def test_kubernetes_knows_every_word_of_a_manifest(manifest):
+def test_kubernetes_knows_every_word_of_a_manifest(manifest: Path) -> None:
     resources = list(yaml.safe_load_all(manifest.read_text()))
     assert resources
     for resource in resources:
         kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
 
 
-def pods():
+def pods() -> dict[str, tuple[list[str], int]]:
     """The pods' containers and how long they have to end, by the name of what makes them."""
     found = {}
     for manifest in MANIFESTS:
@@ -103,7 +110,7 @@ def pods():
     return found
 
 
-def test_the_pods_run_commands_that_exist_and_may_end_in_order(overrides):
+def test_the_pods_run_commands_that_exist_and_may_end_in_order(overrides: Overrides) -> None:
     example = FOLDER / "kubernetes" / "run.toml"
     config = load([example], overrides(example))
     (train, train_s), (join, join_s) = pods()["flash-trainer"], pods()["flash-rollout"]

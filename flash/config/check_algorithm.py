@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
+
 from algorithms.base import Advantage, Aggregation, Objective
 from algorithms.corrections import IcePop, TokenTis
+from algorithms.rhythm import USED_BY
 from algorithms.shaping import LengthPenalty, Overlong
 from algorithms.staleness import NoStaleness
 from flash.config.decode import Problem
@@ -51,6 +54,7 @@ def algorithm_rule(config: Config) -> Iterator[Problem]:
     yield from _critic(config, advantage)
     yield from _kl(config)
     yield from _shaping(config)
+    yield from _rhythm(config)
 
 
 def _advantage(config: Config, objective: Objective, advantage: Advantage) -> Iterator[Problem]:
@@ -126,8 +130,7 @@ def _kl(config: Config) -> Iterator[Problem]:
 
 
 def _shaping(config: Config) -> Iterator[Problem]:
-    rollout = config.rollout
-    longest = min(rollout.max_new_tokens * rollout.max_turns, config.model.max_length)
+    rollout, longest = config.rollout, _longest(config)
     for place, shaping in enumerate(config.algorithm.shaping):
         key = f"algorithm.shaping[{place}]"
         if isinstance(shaping, Overlong) and shaping.limit > longest:
@@ -138,3 +141,30 @@ def _shaping(config: Config) -> Iterator[Problem]:
             yield Problem(f"{key}.limit", message)
         if isinstance(shaping, LengthPenalty) and rollout.group_size == 1:
             yield Problem(key, "compares the samples of a prompt, and rollout.group_size is 1")
+
+
+def _longest(config: Config) -> int:
+    """Tokens of the longest response of all turns."""
+    return min(config.rollout.max_new_tokens * config.rollout.max_turns, config.model.max_length)
+
+
+def _rhythm(config: Config) -> Iterator[Problem]:
+    rhythm = config.algorithm.rhythm
+    if rhythm is None:
+        return
+    defaults = {field.name: field.default for field in msgspec.structs.fields(rhythm)}
+    for name, credits in USED_BY.items():
+        value = getattr(rhythm, name)
+        if value != defaults[name] and rhythm.credit not in credits:
+            beside = " or ".join(repr(credit) for credit in credits)
+            message = (
+                f"{value:g} has no effect: algorithm.rhythm.credit is {rhythm.credit!r}; expected {beside} beside it"
+            )
+            yield Problem(f"algorithm.rhythm.{name}", message)
+    longest = _longest(config)
+    if rhythm.credit in USED_BY["nearest"] and rhythm.nearest >= longest:
+        message = (
+            f"expected fewer than {longest}, the longest that responses get (rollout.max_new_tokens · "
+            f"rollout.max_turns, and model.max_length), or no token has an influence; got {rhythm.nearest}"
+        )
+        yield Problem("algorithm.rhythm.nearest", message)

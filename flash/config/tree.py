@@ -15,6 +15,7 @@ from msgspec import Meta, field
 from algorithms.base import Advantage, Aggregation
 from algorithms.corrections import Correction
 from algorithms.kl import Kl
+from algorithms.rhythm import Rhythm
 from algorithms.shaping import Shaping
 from algorithms.staleness import NoStaleness, Staleness
 from flash.config.section import (
@@ -231,6 +232,8 @@ class AlgorithmConfig(Section, frozen=True):
     """Coefficient of the policy's entropy, which is taken from the loss."""
     shaping: list[Shaping] = field(default_factory=list)
     """What length adds to the rewards before they become advantages, one after the other."""
+    rhythm: Rhythm | None = None
+    """Multiplies the advantages of tokens that the policy's attention marks as planning or anchoring. None: of none."""
 
 
 class CriticConfig(Section, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -16,6 +17,7 @@ TOUCHED = (
     "transformers:PreTrainedModel.set_output_embeddings",
     "transformers:PreTrainedModel.get_correct_attn_implementation",
     "transformers:AttentionInterface.register",
+    "transformers.models.qwen3.modeling_qwen3:Qwen3Attention.layer_idx",
 )
 """In the form of `flash.foreign.vllm.TOUCHED`."""
 
@@ -40,6 +42,17 @@ def windows(model: PreTrainedModel) -> list[int]:
 def layer_types(model: PreTrainedModel) -> set[str]:
     """Class names of the layers that are sharded as a whole."""
     return set(model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
+
+
+def layer_count(model: PreTrainedModel) -> int:
+    """Decoder layers."""
+    return int(model.config.get_text_config().num_hidden_layers)
+
+
+def layer_number(attention: nn.Module) -> int | None:
+    """Which decoder layer an attention module belongs to, from 0; None where it does not say."""
+    number = getattr(attention, "layer_idx", None)
+    return number if isinstance(number, int) else None
 
 
 @contextmanager

@@ -52,6 +52,7 @@ STATE = "state"
 EXTRAS = {
     "critic": "a critic (the [critic] table)",
     "ewma": 'an average of the policy\'s weights (proximal = "ewma")',
+    "rhythm": 'the heads that rhythm chose in the first batch (algorithm.rhythm.heads = "first")',
 }
 """What a trainer may keep beside the policy, and in words what asks for it."""
 
@@ -196,7 +197,13 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         state["critic"] = _get_state(trainer.critic.model, trainer.critic.optimizer)
     if trainer.ewma is not None:
         state["ewma"] = trainer.ewma
+    if (heads_2N := _rhythm_heads(trainer)) is not None:
+        state["rhythm"] = heads_2N
     return state
+
+
+def _rhythm_heads(trainer: Trainer) -> Tensor | None:
+    return None if trainer.rhythm is None else trainer.rhythm.kinds_2N
 
 
 def _get_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -218,7 +225,7 @@ def _put_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) ->
 
 
 def _extras(trainer: Trainer) -> tuple[str, ...]:
-    kept = {"critic": trainer.critic, "ewma": trainer.ewma}
+    kept = {"critic": trainer.critic, "ewma": trainer.ewma, "rhythm": _rhythm_heads(trainer)}
     return tuple(name for name in EXTRAS if kept[name] is not None)
 
 

@@ -7,8 +7,8 @@ Shape legend: T = action tokens of a micro-batch, W = ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,9 +26,12 @@ from flash.trainer.credit import Credit
 from flash.trainer.critic import Critic
 from flash.trainer.ewma import swapped_in
 from flash.trainer.logprobs import TokenLogprobs, token_logprobs
-from flash.trainer.model import reshard
+from flash.trainer.model import AttentionWatch, reshard
 from flash.trainer.packing import MicroBatch
 from flash.trainer.plan import MinibatchPlan, StepPlan
+from flash.trainer.rhythm import MicroSignals, RhythmPass, RhythmWatch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Passes:
     average_T: Tensor | None
     reference_T: Tensor | None
     value_T: Tensor | None
+    signals: MicroSignals | None
+    """Of the policy's attention at the start of the step."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +83,19 @@ class Models:
     reference: PreTrainedModel | None
     critic: Critic | None
     ewma: Mapping[str, Tensor] | None
+    rhythm: RhythmPass | None
+    """Where it takes part in the first pass."""
 
 
 def policy_logprobs(
-    model: PreTrainedModel, micro: MicroBatch, temperature: float, *, entropy_gradient: bool = False
+    model: PreTrainedModel,
+    micro: MicroBatch,
+    temperature: float,
+    *,
+    entropy_gradient: bool = False,
+    watch: AttentionWatch | None = None,
 ) -> TokenLogprobs:
-    """What a policy says of a micro-batch's action tokens. A collective."""
+    """What a policy says of a micro-batch's action tokens, while somebody may look on. A collective."""
     device = model.device
     return token_logprobs(
         model,
@@ -95,7 +107,14 @@ def policy_logprobs(
         longest=int(np.diff(micro.offset_S).max()),
         temperature=temperature,
         entropy_gradient=entropy_gradient,
+        watch=watch,
     )
+
+
+def attend(model: PreTrainedModel, micro: MicroBatch, watch: AttentionWatch) -> None:
+    """Have somebody look on at a forward pass that says next to nothing: of one token. A collective."""
+    one = replace(micro, keep_T=micro.keep_T[:1], target_T=micro.target_T[:1])
+    policy_logprobs(model, one, temperature=1.0, watch=watch)
 
 
 def first_pass(
@@ -109,6 +128,8 @@ def first_pass(
     passes = _run(plan, config, proximal, models)
     device = models.policy.device
     worth = _token_advantages(plan, config, estimator, passes, device)
+    if models.rhythm is not None:
+        worth = _in_rhythm(plan, passes, worth, models.rhythm, device)
 
     def tensor(values_T: FloatArray) -> Tensor:
         return torch.from_numpy(values_T.astype(np.float32)).to(device)
@@ -131,22 +152,42 @@ def first_pass(
     ]
 
 
+def asks_policy(plan: StepPlan, config: Config, proximal: Proximal) -> bool:
+    """Whether the policy's log-probs are needed before it is trained."""
+    divergence = config.algorithm.kl
+    # With one update per batch its own forward pass sees the weights of the start.
+    later = proximal == "recompute" and len(plan.minibatches) > 1
+    return later or (divergence is not None and divergence.place == "reward")
+
+
 @torch.no_grad()
 def _run(plan: StepPlan, config: Config, proximal: Proximal, models: Models) -> list[list[Passes]]:
     """The forward passes, model by model."""
-    temperature, divergence = config.rollout.temperature, config.algorithm.kl
-    # With one update per batch its own forward pass sees the weights of the start.
-    later = proximal == "recompute" and len(plan.minibatches) > 1
-    first = later or (divergence is not None and divergence.place == "reward")
+    temperature, first = config.rollout.temperature, asks_policy(plan, config, proximal)
 
     def over(model: PreTrainedModel | None) -> list[list[Tensor | None]]:
         if model is None:
             return _each(plan.minibatches, lambda _: None)
-        found = _each(plan.minibatches, lambda micro: policy_logprobs(model, micro, temperature).logp_T)
+
+        def says(micro: MicroBatch) -> Tensor | None:
+            return policy_logprobs(model, micro, temperature).logp_T
+
+        found = _each(plan.minibatches, says)
         reshard(model)
         return found
 
-    firsts = over(models.policy if first else None)
+    def start(micro: MicroBatch) -> tuple[Tensor | None, MicroSignals | None]:
+        rhythm, logp_T = models.rhythm, None
+        watch = None if rhythm is None else rhythm.watch(micro)
+        if first:
+            logp_T = policy_logprobs(models.policy, micro, temperature, watch=watch).logp_T
+        elif watch is not None:
+            attend(models.policy, micro, watch)
+        return logp_T, None if rhythm is None or watch is None else rhythm.seen(watch)
+
+    starts = _each(plan.minibatches, start)
+    if first or models.rhythm is not None:
+        reshard(models.policy)
     references = over(models.reference)
     if models.ewma is None:
         averages = over(None)
@@ -156,12 +197,15 @@ def _run(plan: StepPlan, config: Config, proximal: Proximal, models: Models) -> 
     critic = models.critic
     values = _each(plan.minibatches, lambda micro: None if critic is None else critic.values(micro))
     return [
-        [Passes(*four) for four in zip(*columns, strict=True)]
-        for columns in zip(firsts, averages, references, values, strict=True)
+        [
+            Passes(first_T, average_T, reference_T, value_T, signals)
+            for (first_T, signals), average_T, reference_T, value_T in zip(*columns, strict=True)
+        ]
+        for columns in zip(starts, averages, references, values, strict=True)
     ]
 
 
-def _each(minibatches: list[MinibatchPlan], work: Callable[[MicroBatch], Tensor | None]) -> list[list[Tensor | None]]:
+def _each(minibatches: list[MinibatchPlan], work: Callable[[MicroBatch], T]) -> list[list[T]]:
     return [[work(micro) for micro in minibatch.micro_batches] for minibatch in minibatches]
 
 
@@ -197,6 +241,29 @@ def _token_advantages(
         return worth
     mean, scale = whiten(*rows[:, 1:].sum(0).tolist())
     return [[Worth((one.advantage_T - mean) * scale, one.return_T) for one in row] for row in worth]
+
+
+def _in_rhythm(
+    plan: StepPlan, passes: list[list[Passes]], worth: list[list[Worth]], rhythm: RhythmPass, device: torch.device
+) -> list[list[Worth]]:
+    """The advantages in rhythm; what a critic learns stays as it is."""
+    rhythm.choose_heads(device)
+
+    def multiplied(one: Worth, known: Passes, micro: MicroBatch) -> Worth:
+        assert known.signals is not None, "the first pass ran for this"
+        return one._replace(advantage_T=rhythm.multiplied(one.advantage_T, known.signals, micro))
+
+    return [
+        list(map(multiplied, of_tokens, known, minibatch.micro_batches))
+        for of_tokens, known, minibatch in zip(worth, passes, plan.minibatches, strict=True)
+    ]
+
+
+def facts_in_rhythm(facts: Facts, rhythm: RhythmPass, watch: RhythmWatch) -> Facts:
+    """What is known of the tokens of a micro-batch once a pass over it was watched; its heads are settled."""
+    advantage_T = facts.advantage_T.double().cpu().numpy()
+    found_T = rhythm.multiplied(advantage_T, rhythm.seen(watch), watch.micro).astype(np.float32)
+    return replace(facts, advantage_T=torch.from_numpy(found_T).to(facts.advantage_T.device))
 
 
 def token_worth(micro: MicroBatch, known: Passes, config: Config, estimator: Advantage, credit: Credit) -> Worth:

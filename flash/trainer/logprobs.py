@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flash.errors import ConfigError
-from flash.trainer.model import class_name, packed_layout, reshard
+from flash.trainer.model import AttentionWatch, class_name, packed_layout, reshard
 from flash.trainer.output_layer import OutputLayer, Selection
 
 
@@ -37,12 +37,13 @@ def token_logprobs(
     longest: int,
     temperature: float,
     entropy_gradient: bool = False,
+    watch: AttentionWatch | None = None,
 ) -> TokenLogprobs:
     """Log-prob and entropy of each target under softmax(logits / temperature), in float32.
 
     The fields are those of `flash.trainer.packing.MicroBatch`, on the model's device; the model comes from
     `shard_model`. Only the positions in `keep_T` go through the output layer, and never all of them at once. A
-    collective where the model is sharded.
+    collective where the model is sharded. `watch` is told of every layer's attention.
 
     Raises:
         ConfigError: the model changes what comes out of its output layer, for example by a cap or a scale.
@@ -56,7 +57,7 @@ def token_logprobs(
             position_ids=position_P.unsqueeze(0),
             use_cache=False,
             logits_to_keep=keep_T,
-            packed_layout=packed_layout(position_P, offset_S, longest),
+            packed_layout=packed_layout(position_P, offset_S, longest)._replace(watch=watch),
         )
     # The very tensor: whatever a model does to logits, it would have done to log-probs here.
     if selection.answer is None or output.logits is not selection.answer:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,18 @@ PACKED_ATTENTION = "packed"
 none of transformers' own names, such as sdpa: the rules for that one would apply."""
 
 
+class AttentionWatch(Protocol):
+    """Looks on while the layers attend."""
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, scaling: float | None, sliding_window: int | None
+    ) -> None:
+        """What one layer compares, as the model made it: query [1, H, P, D], key [1, heads of keys, P, D]."""
+        ...
+
+
 class PackedLayout(NamedTuple):
-    """Where the tokens of a packed row go in a padded batch."""
+    """Where the tokens of a packed row go in a padded batch, and who looks on."""
 
     slot_P: Tensor
     """int64: sequence · L + position."""
@@ -42,6 +52,8 @@ class PackedLayout(NamedTuple):
     """S."""
     longest: int
     """L."""
+    watch: AttentionWatch | None = None
+    """Is told of every layer's attention."""
 
     @property
     def even(self) -> bool:
@@ -135,6 +147,8 @@ def packed_attention(
         )
     if other.get("softcap") is not None or other.get("s_aux") is not None:
         raise ConfigError(f"model.path: {class_name(module)} uses capped or sink attention, which is not supported")
+    if packed_layout.watch is not None:
+        packed_layout.watch(module, query, key, scaling, sliding_window)
     longest = packed_layout.longest
     band = None
     if sliding_window is not None and longest > sliding_window:

@@ -25,12 +25,13 @@ from transformers import PreTrainedModel
 from algorithms.aggregation import token_weights
 from algorithms.base import Advantage, Aggregation, PackedTokens
 from algorithms.corrections import correct
+from algorithms.rhythm import Rhythm
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.trainer.collectives import gather_ragged, gather_rows
 from flash.trainer.critic import Critic
 from flash.trainer.ewma import start_average, update_average
-from flash.trainer.firstpass import Facts, Models, first_pass, policy_logprobs
+from flash.trainer.firstpass import Facts, Models, asks_policy, attend, facts_in_rhythm, first_pass, policy_logprobs
 from flash.trainer.logprobs import TokenLogprobs
 from flash.trainer.loss import first_logprobs, pack_tokens, token_loss
 from flash.trainer.model import load_model, reshard, shard_model, trainer_mesh
@@ -38,7 +39,8 @@ from flash.trainer.objective import make_objective
 from flash.trainer.optimizer import apply_gradient, learning_rate, make_optimizer
 from flash.trainer.packing import MicroBatch
 from flash.trainer.packing_check import check_packing
-from flash.trainer.plan import MinibatchPlan, plan_step
+from flash.trainer.plan import MinibatchPlan, StepPlan, plan_step
+from flash.trainer.rhythm import RhythmPass
 from flash.trainer.statistics import StepStatistics, batch_metrics
 from flash.types import Shard
 
@@ -71,6 +73,10 @@ class Trainer:
         """The average of the weights by parameter name, sharded alike, where the proximal policy is one."""
         if self._objective.proximal_policy == "ewma":
             self.ewma = start_average(self.model)
+        self.rhythm: RhythmPass | None = None
+        """Where advantages follow the policy's attention."""
+        if config.algorithm.rhythm is not None:
+            self.rhythm = _look_once(config.algorithm.rhythm, self.model)
         self._reference = _load_reference(config, mesh)
         self.version = 0
         """Policy version of the weights: the number of steps taken."""
@@ -87,14 +93,15 @@ class Trainer:
                 gradient is not finite and train.on_nonfinite is "stop". The version stays what it was.
         """
         plan = plan_step(shard, self._config, self._estimator, self.version, self.model.device)
-        models = Models(self.model, self._reference, self.critic, self.ewma)
+        along = self._along(plan)
+        models = Models(self.model, self._reference, self.critic, self.ewma, None if along else self.rhythm)
         facts = first_pass(plan, self._config, self._estimator, self._objective.proximal_policy, models)
         rate = learning_rate(self._config.train, self._config.run.steps, self.version)
         statistics, norms = StepStatistics(self.model.device), list[float]()
         for index, (minibatch, known) in enumerate(zip(plan.minibatches, facts, strict=True)):
             limit = self._limit(minibatch, known, shard.step, updated=index > 0)
             kept = [
-                self._backward(micro, facts_of, minibatch, shard.step, limit, statistics)
+                self._backward(micro, facts_of, minibatch, shard.step, limit, statistics, along)
                 for micro, facts_of in zip(minibatch.micro_batches, known, strict=True)
             ]
             share = self._kept_share(minibatch, kept)
@@ -105,11 +112,19 @@ class Trainer:
         metrics = batch_metrics(shard, plan) | statistics.metrics(len(plan.minibatches)) | self._critic_metrics()
         self._finish()
         finite = [norm for norm in norms if math.isfinite(norm)]
+        if self.rhythm is not None:
+            metrics |= self.rhythm.report(self.model.device)
         return metrics | {
             "grad_norm": sum(finite) / len(finite) if finite else 0.0,
             "learning_rate": rate,
             "skipped_steps": float(self.skipped_steps),
         }
+
+    def _along(self, plan: StepPlan) -> RhythmPass | None:
+        """What looks on at the training pass itself, where this is the first over the weights that start the step."""
+        if self.rhythm is None or not self.rhythm.settled or self._objective.limits or len(plan.minibatches) > 1:
+            return None
+        return None if asks_policy(plan, self._config, self._objective.proximal_policy) else self.rhythm
 
     @property
     def _warming_up(self) -> bool:
@@ -152,11 +167,16 @@ class Trainer:
         step: int,
         limit: float,
         statistics: StepStatistics,
+        along: RhythmPass | None,
     ) -> Tensor:
         """Add one micro-batch's share of the gradient, and book its statistics. Returns its kept tokens, sequences."""
         algorithm, temperature = self._config.algorithm, self._config.rollout.temperature
         with torch.set_grad_enabled(not self._warming_up):
-            now = policy_logprobs(self.model, micro, temperature, entropy_gradient=algorithm.entropy_bonus > 0)
+            entropy_gradient = algorithm.entropy_bonus > 0
+            watch = None if along is None else along.watch(micro)
+            now = policy_logprobs(self.model, micro, temperature, entropy_gradient=entropy_gradient, watch=watch)
+            if along is not None and watch is not None:
+                facts = facts_in_rhythm(facts, along, watch)
             tokens = pack_tokens(micro, now, facts, self._objective.proximal_policy, step=step, limit=limit)
             loss = token_loss(self._objective, algorithm, tokens, facts, now.entropy_T)
             share_T = loss.loss_T * self._weights(tokens._replace(mask_T=loss.mask_T), whole)
@@ -225,6 +245,14 @@ class Trainer:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.model.device)
+
+
+@torch.no_grad()
+def _look_once(options: Rhythm, model: PreTrainedModel) -> RhythmPass:
+    """Whether the policy's attention can be looked at is known before the first batch."""
+    rhythm = RhythmPass(options, model, lambda micro, watch: attend(model, micro, watch))
+    reshard(model)
+    return rhythm
 
 
 def _load_reference(config: Config, mesh: DeviceMesh) -> PreTrainedModel | None:

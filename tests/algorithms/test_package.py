@@ -15,6 +15,7 @@ import algorithms
 from algorithms import OBJECTIVES
 from algorithms.corrections import Geometric, IcePop, SequenceMask, TokenTis
 from algorithms.kl import Kl
+from algorithms.rhythm import Rhythm
 from algorithms.shaping import LengthPenalty, Overlong
 from algorithms.staleness import ExponentialStaleness
 from flash.config.reference import field_docs
@@ -48,12 +49,17 @@ def test_each_objective_is_one_file_of_its_name(name: str) -> None:
     "struct",
     [
         *map(objective_class, OBJECTIVES),
-        *(TokenTis, IcePop, SequenceMask, Geometric, Kl, Overlong, LengthPenalty, ExponentialStaleness),
+        *(TokenTis, IcePop, SequenceMask, Geometric, Kl, Overlong, LengthPenalty, ExponentialStaleness, Rhythm),
     ],
 )
 def test_every_option_says_what_it_means(struct: type[msgspec.Struct]) -> None:
     own = set(struct.__annotations__)
     assert set(field_docs(struct)) == own & {field.name for field in msgspec.structs.fields(struct)}
+
+
+def test_the_page_names_the_options_of_rhythm() -> None:
+    section = PAGE.read_text(encoding="utf-8").split("## The rhythm of attention")[1].split("\n## ")[0]
+    assert all(f"`{field.name}`" in section for field in msgspec.structs.fields(Rhythm))
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

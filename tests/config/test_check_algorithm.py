@@ -31,7 +31,7 @@ class Choosy(Objective):
 
 
 @pytest.fixture(autouse=True)
-def project(tmp_path, monkeypatch):
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A current directory with a user's module, a model folder and a smallest configuration."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -123,11 +123,45 @@ def resolve(*overrides: str) -> Config:
             ["algorithm.options.ewma_decay=0.5"],
             "`algorithm.options.ewma_decay` (override): has no effect: proximal is 'recompute'; expected 'ewma'",
         ),
+        *(
+            (
+                [f"algorithm.rhythm={{credit='{credit}', {name}={value}}}"],
+                f"`algorithm.rhythm.{name}` (override): {said}",
+            )
+            for credit, name, value, said in (
+                ("global", "window", 5, "5 has no effect: algorithm.rhythm.credit is 'global'; expected 'local' or"),
+                ("global", "local_heads", 0.2, "0.2 has no effect"),
+                ("local", "global_heads", 0.2, "0.2 has no effect"),
+                ("local", "nearest", 5, "5 has no effect: algorithm.rhythm.credit is 'local'; expected 'global' or"),
+                ("local", "farthest", 50, "50 has no effect"),
+                ("local", "shift", 0.5, "0.5 has no effect: algorithm.rhythm.credit is 'local'; expected 'coupled'"),
+                ("global", "reach", 2, "2 has no effect"),
+                ("global", "low_distance", 0.4, "0.4 has no effect"),
+                ("local", "high_change", 0.4, "0.4 has no effect"),
+                ("coupled", "gain", 1, "expected a number above 1"),
+                ("coupled", "top", 0, "expected a number above 0"),
+                ("coupled", "signs", "'any'", 'expected "both", "negative" or "positive", got "any"'),
+                ("coupled", "layers", 0, "expected"),
+                ("coupled", "layers", "[-1]", "expected"),
+                ("coupled", "heads", "'never'", 'expected "batch" or "first", got "never"'),
+                ("coupled", "depth", 1, "this table has no such option"),
+            )
+        ),
+        (
+            ["algorithm.rhythm={credit='coupled', local_heads=0.6, global_heads=0.5}"],
+            "`algorithm.rhythm` (override): expected local_heads + global_heads ≤ 1",
+        ),
+        (["algorithm.rhythm={nearest=101}"], "`algorithm.rhythm` (override): expected nearest ≤ farthest = 100"),
+        (["algorithm.rhythm={layers=[]}"], "`algorithm.rhythm` (override): expected layers to name each layer once"),
+        (
+            ["algorithm.rhythm={}", "rollout.max_new_tokens=10", "rollout.max_turns=1"],
+            "`algorithm.rhythm.nearest`: expected fewer than 10, the longest that responses get",
+        ),
         (["rollout.top_p=0.9"], "`rollout.top_p` (override): no such key"),
         (["rollout.top_k=20"], "`rollout.top_k` (override): no such key"),
     ],
 )
-def test_what_cannot_work_or_does_nothing_is_refused(overrides, message):
+def test_what_cannot_work_or_does_nothing_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         resolve(*overrides)
     assert message in str(error.value)
@@ -146,13 +180,16 @@ def test_what_cannot_work_or_does_nothing_is_refused(overrides, message):
         ["algorithm.kl={coefficient=0.1, reference='./model'}", "algorithm.entropy_bonus=0.01"],
         ["algorithm.staleness={kind='exponential', decay=0.9}"],
         ["algorithm.shaping=[{kind='overlong', limit=1024, buffer=256}, {kind='length'}]"],
+        ["algorithm.rhythm={}"],
+        ["algorithm.rhythm={credit='local', layers=[0, 3], window=4, heads='first'}", "rollout.max_new_tokens=5"],
+        ["algorithm.rhythm={credit='global', nearest=2, signs='positive'}", "algorithm.objective=reinforce_pp"],
     ],
 )
-def test_what_works_is_accepted(overrides):
+def test_what_works_is_accepted(overrides: list[str]) -> None:
     resolve(*overrides)
 
 
-def test_a_correction_by_weight_makes_up_for_an_objective_that_has_none():
+def test_a_correction_by_weight_makes_up_for_an_objective_that_has_none() -> None:
     rloo = ["algorithm.objective=rloo", "train.async_ratio=2"]
     for insufficient in ([], ["algorithm.corrections=[{kind='geometric'}]"]):
         with pytest.raises(ConfigError, match="does not correct for"):

@@ -302,6 +302,26 @@ def evaluated_alike(run: Run, start: Callable[..., Run]) -> None:
     again.nothing_left()
 
 
+def test_the_example_of_rhythm_runs_to_its_end_and_is_resumed_with_its_heads(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    text = (REPOSITORY / "examples" / "rhythm.toml").read_text().replace("{", "{{").replace("}", "}}")
+    overrides = (
+        *("run.name=run", f"run.output_dir={tmp_path}", f"model.path={tmp_path}/model", "checkpoint.every=1"),
+        *("tiny_model.warm_start_steps=40", "eval.problems=16", "algorithm.rhythm.heads=first"),
+    )
+    run = start(*overrides, "run.steps=3", text=text)
+    assert run.wait() == 0, run.text()
+    assert [row["step"] for row in run.rows()] == [0, 1, 2]
+    assert all(0 < row["rhythm_share"] < 1 for row in run.rows())
+    assert all(unlisted(row) == [] for row in run.rows())
+    run.nothing_left()
+
+    resumed = start(*overrides, "run.steps=4", "run.resume=true", text=text)
+    assert resumed.wait() == 0, resumed.text()
+    assert [row["step"] for row in resumed.rows()] == [0, 1, 2, 3]
+
+
 def test_two_trainer_ranks_come_to_the_same_weights_at_a_ratio_of_zero_whenever_they_or_the_hub_die(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PhiConfig, PhiForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PhiConfig, PhiForCausalLM, PreTrainedModel
 
 from flash.config.tree import ModelConfig
 from flash.trainer.logprobs import token_logprobs
@@ -36,6 +36,46 @@ def write_biased_model(folder: Path) -> Path:
     torch.nn.init.normal_(model.lm_head.bias)
     model.save_pretrained(folder)
     return folder
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "pad_token_id": 0,
+}
+"""Those of them that a configuration has are given to it."""
+
+
+def tiny(kind: str, **options: Any) -> PreTrainedModel:
+    """A random model of this kind, with weights larger than usual so that every error shows."""
+    known = CONFIG_MAPPING[kind]()
+    sizes = {name: value for name, value in SIZES.items() if hasattr(known, name)}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes | options), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3)
+    return model
 
 
 def sharded(folder: Path, dtype: Any = "float32") -> PreTrainedModel:
@@ -89,4 +129,5 @@ def gradient(model: PreTrainedModel, sequences: Sequence[int], scale: float = 1.
     batch = packed_batch([ids[index] for index in sequences])
     result = token_logprobs(model, **batch, temperature=0.8, entropy_gradient=True)
     (weighted(*result, sequences) * scale).backward()
-    return {name: value.grad.full_tensor() for name, value in model.named_parameters()}
+    grads: dict[str, Any] = {name: value.grad for name, value in model.named_parameters()}
+    return {name: grad.full_tensor() for name, grad in grads.items()}

@@ -8,52 +8,14 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from flash.errors import ConfigError
 from flash.trainer.model import shard_model, trainer_mesh
 from flash.trainer.packing_check import check_packing
 from flash.trainer.step import Trainer
-from tests.trainer.trainer_cases import make_config, write_model
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "moe_intermediate_size": 16,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "pad_token_id": 0,
-}
-"""Those of them that a configuration has are given to it."""
-
-
-def tiny(kind: str, **options: Any) -> PreTrainedModel:
-    """Random weights, larger than usual so that what leaks is seen."""
-    known = CONFIG_MAPPING[kind]()
-    sizes = {name: value for name, value in SIZES.items() if hasattr(known, name)}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes | options), dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.3)
-    return model
+from tests.trainer.packed_cases import tiny
+from tests.trainer.trainer_cases import make_config, weights_of, write_model
 
 
 def check(model: PreTrainedModel, dtype: Any = "float32", max_length: int = 64) -> None:
@@ -141,7 +103,7 @@ def test_the_check_leaves_the_model_and_the_random_numbers_as_they_were(untied_m
     state = torch.get_rng_state()
     trainer = Trainer(make_config(untied_model))
     model = AutoModelForCausalLM.from_pretrained(untied_model)
-    found = {name: value.full_tensor() for name, value in trainer.model.named_parameters()}
+    found = weights_of(trainer)
     assert all(torch.equal(value, found[name]) for name, value in model.named_parameters())
     torch.manual_seed(1)
     expected = torch.rand(1)

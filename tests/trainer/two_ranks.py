@@ -53,6 +53,15 @@ CASES: dict[str, dict[str, Any]] = {
         "split": "uneven", "aged": True,
         "algorithm": {"options": {"proximal": "ewma"}}, "train": {"minibatches": 2},
     },
+    **{
+        f"rhythm, {split}": {
+            "split": split, "aged": True,
+            "algorithm": {"rhythm": {"credit": credit, "nearest": 2, "farthest": 12, "heads": heads}},
+        }
+        for split, credit, heads in (
+            ("uneven", "coupled", "batch"), ("all on one", "local", "first"), ("even", "global", "batch")
+        )
+    },
     "critic": {"split": "uneven", "aged": True, "algorithm": {"objective": "ppo"}, "critic": {}},
 }  # fmt: skip
 
@@ -78,7 +87,7 @@ def gradients(model: Path, rank: int) -> dict[str, Any]:
         trainer = Trainer(case_config(model, case))
         metrics = trainer.train_step(part_of(case_batch(trainer, case), SPLITS[case["split"]][rank]))
         results[name] = {"metrics": metrics, "gradient": gradient_of(trainer), "weights": weights_of(trainer)}
-    results["canary"] = canary_logprobs(trainer.model, CANARY)
+        results["canary"] = canary_logprobs(trainer.model, CANARY)
     return results
 
 

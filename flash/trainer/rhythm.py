@@ -1,0 +1,298 @@
+"""The pass that looks at the policy's attention at the start of a step: from packed sequences to token multipliers.
+
+Whatever kernel attends, each layer hands its queries and keys, as the model made them, to `packed_attention`; there a
+`RhythmWatch` looks on. It makes the attention weights of the chosen layers once more, for the rows of action tokens
+only and `ROWS` at a time, and keeps two numbers per head and token: WAAD and FAI are linear in the weights, so the mean
+over the heads of a kind may wait until all ranks have told how far their heads look. A sequence never sees another.
+
+Shape legend: H = heads of a layer, G = its heads of keys, N = heads of all chosen layers, B = rows of a block, C =
+columns that they may see, D = width of a head, R = action tokens of a sequence, T = those of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from algorithms.rhythm import (
+    FloatArray,
+    IntArray,
+    Rhythm,
+    chosen_layers,
+    followers,
+    future_influence,
+    head_kinds,
+    multiplier,
+    spans,
+    windowed_distance,
+)
+from flash.errors import ConfigError
+from flash.foreign.transformers import layer_count, layer_number
+from flash.trainer.collectives import gather_rows
+from flash.trainer.model import AttentionWatch, class_name
+from flash.trainer.packing import DUMMY, Float32Array, MicroBatch
+
+ROWS = 128
+"""Rows whose attention weights exist at a time: with 32 heads and 8,192 columns these are 128 MiB in float32."""
+
+
+def attention_rows(
+    query_HBD: Tensor,
+    key_GCD: Tensor,
+    row_B: Tensor,
+    column_C: Tensor,
+    scaling: float | None,
+    window: int | None,
+    *,
+    ahead: int,
+) -> Tensor:
+    """[H, B, C] in float32: softmax over the columns that are at the row or before it, by less than the window.
+
+    `row_B` and `column_C` are places in the sequence, ascending; the last `ahead` columns lie behind the first row.
+    """
+    heads, rows, width = query_HBD.shape
+    groups, columns, _ = key_GCD.shape
+    # Neighbouring heads share keys: their rows stand one below the other.
+    query = query_HBD.reshape(groups, heads // groups * rows, width).to(_wide(query_HBD))
+    query = query * (width**-0.5 if scaling is None else scaling)
+    scores = torch.bmm(query, key_GCD.to(query.dtype).transpose(1, 2)).view(heads, rows, columns)
+    late = slice(columns - ahead, columns)
+    scores[..., late].masked_fill_(row_B[:, None] < column_C[late], -torch.inf)
+    if window is not None:
+        scores.masked_fill_(row_B[:, None] - window >= column_C, -torch.inf)
+    return scores.softmax(-1)
+
+
+@dataclass
+class HeadSignals:
+    """What the heads of a layer said of a micro-batch."""
+
+    span_H: Tensor
+    """float64: summed over the rows."""
+    waad_HT: Tensor
+    influence_HT: Tensor
+    """FAI; 0 for a token that nothing comes after in time."""
+
+
+@dataclass
+class RhythmWatch:
+    """Looks on at one forward pass over one micro-batch."""
+
+    micro: MicroBatch
+    layers: Sequence[int]
+    options: Rhythm
+    heads: dict[int, int] = field(default_factory=dict)
+    """Of each layer that attended."""
+    unnumbered: str = ""
+    """The class of an attention module that does not say which layer it is of."""
+    signals: dict[int, HeadSignals] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, scaling: float | None, sliding_window: int | None
+    ) -> None:
+        """See `AttentionWatch`."""
+        layer = layer_number(module)
+        if layer is None:
+            self.unnumbered = class_name(module)
+            return
+        self.heads[layer] = query.shape[1]
+        if layer not in self.layers:
+            return
+        found = HeadSignals(
+            span_H=query.new_zeros(query.shape[1], dtype=torch.float64),
+            waad_HT=query.new_zeros(query.shape[1], len(self.micro.target_T), dtype=_wide(query)),
+            influence_HT=query.new_zeros(query.shape[1], len(self.micro.target_T), dtype=_wide(query)),
+        )
+        for tokens, start, stop, position_R in responses(self.micro):
+            self._look(
+                found, query[0, :, start:stop], key[0, :, start:stop], tokens, position_R, scaling, sliding_window
+            )
+        self.signals[layer] = found
+
+    def _look(
+        self,
+        found: HeadSignals,
+        query: Tensor,
+        key: Tensor,
+        tokens: slice,
+        position_R: IntArray,
+        scaling: float | None,
+        window: int | None,
+    ) -> None:
+        """One sequence: the weights of a block of rows, what they say, and no trace of them."""
+        options = self.options
+        row_R = torch.from_numpy(position_R).to(query.device)
+        place_L = torch.arange(query.shape[1], device=query.device)
+        # Of all columns up to the last row, since blocks add to those of rows before them.
+        given = query.new_zeros(len(query), query.shape[1], dtype=_wide(query))
+        for begin in range(0, len(position_R), ROWS):
+            block = slice(begin, begin + ROWS)
+            rows = row_R[block]
+            lowest, highest = int(position_R[block][0]), int(position_R[block][-1])
+            first = 0 if window is None else max(lowest - window + 1, 0)
+            seen = slice(first, highest + 1)
+            columns = place_L[seen]
+            weights = attention_rows(
+                query[:, rows], key[:, seen], rows, columns, scaling, window, ahead=highest - lowest
+            )
+            found.span_H += spans(weights, rows, columns).double().sum(-1)
+            place = slice(tokens.start + begin, min(tokens.start + begin + ROWS, tokens.stop))
+            close = slice(max(lowest - options.window + 1 - first, 0), None)
+            found.waad_HT[:, place] = windowed_distance(weights[..., close], rows, columns[close], options.window)
+            near = slice(max(lowest - options.farthest, first), max(highest - options.nearest, first) + 1)
+            inside = slice(near.start - first, near.stop - first)
+            given[:, near] += future_influence(
+                weights[..., inside], rows, columns[inside], options.nearest, options.farthest
+            )
+        count_R = torch.from_numpy(followers(position_R, options.nearest, options.farthest)).to(query.device)
+        found.influence_HT[:, tokens] = given[:, row_R] / count_R.clamp(min=1)
+
+
+def responses(micro: MicroBatch) -> Iterator[tuple[slice, int, int, IntArray]]:
+    """The sequences that have a token to train: where they are in T, from where to where in P, and [R] the places of
+    their action tokens in the sequence, old ones included.
+    """
+    starts = np.searchsorted(micro.sequence_T, np.arange(micro.sequences + 1))
+    for sequence, (begin, end) in enumerate(pairwise(starts)):
+        tokens = slice(int(begin), int(end))
+        if micro.mask_T[tokens].any():
+            position_R = micro.position_P[micro.keep_T[tokens] + 1]
+            yield tokens, int(micro.offset_S[sequence]), int(micro.offset_S[sequence + 1]), position_R
+
+
+Watched = Callable[[MicroBatch, AttentionWatch], object]
+"""A forward pass of the policy over a micro-batch that somebody looks on at."""
+
+
+@dataclass(frozen=True)
+class MicroSignals:
+    """What all chosen layers said of a micro-batch; on the CPU."""
+
+    waad_NT: Float32Array
+    influence_NT: Float32Array
+
+
+class RhythmPass:
+    """Advantages in rhythm, step by step.
+
+    A step is `watch` and `seen` at every micro-batch, `choose_heads`, `multiplied` at every micro-batch, and `report`.
+    Once the heads are settled, each micro-batch may be multiplied as soon as it is seen.
+    """
+
+    def __init__(self, options: Rhythm, model: PreTrainedModel, forward: Watched) -> None:
+        """Find the layers to look at, and look at them once: a collective.
+
+        Raises:
+            ConfigError: the model has no such layer, or one of them is not attention.
+        """
+        try:
+            self._layers = chosen_layers(options.layers, layer_count(model))
+        except ValueError as error:
+            raise ConfigError(f"algorithm.rhythm.layers: {class_name(model)}: {error}") from error
+        self._options = options
+        watch = RhythmWatch(DUMMY, self._layers, options)
+        forward(DUMMY, watch)
+        if watch.unnumbered:
+            raise ConfigError(
+                f"algorithm.rhythm: the attention of {class_name(model)}, {watch.unnumbered}, does not say which layer "
+                "it is of; choose another model"
+            )
+        without = [layer for layer in self._layers if layer not in watch.heads]
+        if without:
+            others = ", ".join(map(str, sorted(watch.heads))) or "none"
+            raise ConfigError(
+                f"algorithm.rhythm.layers: layer {without[0]} of {class_name(model)} is not attention, so nothing "
+                f"in it says which token looks at which (layers that are: {others})"
+            )
+        count = sum(watch.heads[layer] for layer in self._layers)
+        if count < 2:
+            raise ConfigError(
+                f"algorithm.rhythm: the chosen layers of {class_name(model)} have one head, which cannot be local and "
+                "global at once; look at more layers"
+            )
+        self.kinds_2N: Tensor | None = torch.zeros(2, count) if options.heads == "first" else None
+        """Which heads are local, and which global, by 1, once they have been chosen for the whole run; 0 before."""
+        self._kinds: tuple[IntArray, IntArray] | None = None
+        """The local and the global heads of this step."""
+        self.tally = np.zeros(count + 3)
+        """Of this rank's part of the step: [N] spans summed over rows, the rows, multiplied and trained tokens."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether the heads are known before a batch is seen."""
+        return self.kinds_2N is not None and bool(self.kinds_2N.any())
+
+    def watch(self, micro: MicroBatch) -> RhythmWatch:
+        """To look on at one forward pass over this micro-batch."""
+        return RhythmWatch(micro, self._layers, self._options)
+
+    def seen(self, watch: RhythmWatch) -> MicroSignals:
+        """What was seen, all chosen layers together."""
+        found = [watch.signals[layer] for layer in self._layers]
+        span_N = torch.cat([one.span_H for one in found]).cpu().numpy()
+        rows = sum(len(position_R) for *_, position_R in responses(watch.micro))
+        self.tally[:-2] += np.append(span_N, rows)
+        return MicroSignals(
+            waad_NT=torch.cat([one.waad_HT for one in found]).cpu().numpy(),
+            influence_NT=torch.cat([one.influence_HT for one in found]).cpu().numpy(),
+        )
+
+    def choose_heads(self, device: torch.device) -> None:
+        """Which heads are local and global follows from the rows of all ranks, once this rank has seen all of its own.
+
+        A collective, unless the heads are settled. A batch without a row settles nothing.
+        """
+        if self.settled:
+            return
+        mean_N, rows = self._spans(gather_rows(torch.from_numpy(self.tally).to(device)).sum(0).cpu().numpy())
+        self._kinds = head_kinds(mean_N, self._options)
+        if self.kinds_2N is not None and rows > 0:
+            for row, heads in zip(self.kinds_2N, self._kinds, strict=True):
+                row[torch.from_numpy(heads)] = 1
+
+    def multiplied(self, advantage_T: FloatArray, seen: MicroSignals, micro: MicroBatch) -> FloatArray:
+        """float64 [T]: the advantages in rhythm, those of the chosen signs; as they were without a token to train."""
+        near, far = self._heads()
+        waad_T = seen.waad_NT[near].mean(0, dtype=np.float64)
+        influence_T = seen.influence_NT[far].mean(0, dtype=np.float64)
+        gamma_T = np.ones(len(micro.target_T))
+        for tokens, _, _, position_R in responses(micro):
+            gamma_T[tokens] = multiplier(self._options, waad_T[tokens], influence_T[tokens], position_R)
+        if self._options.signs != "both":
+            sign = 1 if self._options.signs == "positive" else -1
+            gamma_T[~(sign * advantage_T > 0)] = 1.0
+        self.tally[-2:] += (gamma_T[micro.mask_T] > 1).sum(), micro.mask_T.sum()
+        return advantage_T * gamma_T
+
+    def report(self, device: torch.device) -> dict[str, float]:
+        """What the step showed over all ranks; the next one starts anew. A collective."""
+        tally = gather_rows(torch.from_numpy(self.tally).to(device)).sum(0).cpu().numpy()
+        (mean_N, _), (near, far) = self._spans(tally), self._heads()
+        self.tally = np.zeros_like(self.tally)
+        return {
+            "rhythm_share": float(tally[-2] / max(tally[-1], 1.0)),
+            "rhythm_span_local": float(mean_N[near].mean()),
+            "rhythm_span_global": float(mean_N[far].mean()),
+        }
+
+    def _heads(self) -> tuple[IntArray, IntArray]:
+        if self.kinds_2N is not None and self.settled:
+            near, far = (row.nonzero().flatten().numpy() for row in self.kinds_2N)
+            return near, far
+        assert self._kinds is not None, "heads are chosen before they are asked for"
+        return self._kinds
+
+    def _spans(self, tally: FloatArray) -> tuple[FloatArray, float]:
+        """[N] mean spans, and the rows that they are the means over."""
+        return tally[:-3] / max(tally[-3], 1.0), float(tally[-3])
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,0 +1,88 @@
+"""The rhythm of attention once more, from the paper's definitions: one token at a time, in Python floats.
+
+A map is a square of numbers, map[t][s] what token t gives token s. Nothing here is shared with `algorithms`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+Map = Sequence[Sequence[float]]
+
+
+def head_span(attention: Map, response: Sequence[int]) -> float:
+    """d: the mean over the response of how far back its tokens look."""
+    return sum(attention[t][s] * (t - s) for t in response for s in range(t + 1)) / len(response)
+
+
+def mean_map(maps: Sequence[Map]) -> list[list[float]]:
+    size = len(maps[0])
+    return [[sum(one[t][s] for one in maps) / len(maps) for s in range(size)] for t in range(size)]
+
+
+def waad(attention: Map, response: Sequence[int], window: int) -> list[float]:
+    return [sum(attention[t][s] * min(t - s, window) for s in range(t + 1)) for t in response]
+
+
+def fai(attention: Map, response: Sequence[int], nearest: int, farthest: int) -> list[float]:
+    found = []
+    for s in response:
+        later = [attention[t][s] for t in response if s + nearest <= t <= s + farthest]
+        found.append(sum(later) / len(later) if later else 0.0)
+    return found
+
+
+def delta(waad_of: Sequence[float], response: Sequence[int]) -> list[float]:
+    values = dict(zip(response, waad_of, strict=True))
+    return [abs(values[t] - values[t + 1]) if t + 1 in values else 0.0 for t in response]
+
+
+def top(signal: Sequence[float], share: float) -> set[int]:
+    """Places of the largest, at most ⌈share · n⌉ of them, earlier ones first; none that is 0."""
+    order = sorted(range(len(signal)), key=lambda place: (-signal[place], place))
+    return {place for place in order[: math.ceil(share * len(signal) - 1e-9)] if signal[place] > 0}
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """With linear interpolation between the two nearest."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def gamma(options: Any, local: Map, far: Map, response: Sequence[int]) -> list[float]:
+    """The multiplier of each token of the response, from the two mean maps."""
+    waad_of = waad(local, response, options.window)
+    delta_of = delta(waad_of, response)
+    extra = options.gain - 1
+    if options.credit == "local":
+        return [1 + extra * (place in top(delta_of, options.top)) for place in range(len(response))]
+    anchors = top(fai(far, response, options.nearest, options.farthest), options.top)
+    if options.credit == "global":
+        return [1 + extra * (place in anchors) for place in range(len(response))]
+    low, high = quantile(waad_of, options.low_distance), quantile(delta_of, options.high_change)
+    place_of = {t: place for place, t in enumerate(response)}
+    dominated, plans = set[int](), set[int]()
+    for place in anchors:
+        t = response[place]
+        before = []
+        for u in range(t - 1, t - options.reach - 1, -1):
+            if u not in place_of:
+                break  # another turn
+            before.append(place_of[u])
+        best = max(before, key=lambda one: delta_of[one], default=None)
+        if waad_of[place] <= low and best is not None and delta_of[best] >= high and delta_of[best] > 0:
+            dominated.add(place)
+            plans.add(best)
+    share = options.shift
+    return [
+        1
+        + extra * (place in anchors - dominated)
+        + (1 - share) * extra * (place in dominated)
+        + share * extra * (place in plans)
+        for place in range(len(response))
+    ]

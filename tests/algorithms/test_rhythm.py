@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from algorithms.rhythm import (
+    USED_BY,
+    Rhythm,
+    changes,
+    chosen_layers,
+    followers,
+    future_influence,
+    head_kinds,
+    multiplier,
+    spans,
+    top_share,
+    windowed_distance,
+)
+from tests.algorithms import rhythm_reference as reference
+
+RESPONSES = {
+    "one turn": list(range(5, 60)),
+    "three turns": [*range(4, 20), *range(22, 23), *range(30, 57)],
+    "one token": [7],
+    "shorter than the horizon": list(range(3, 9)),
+}
+LENGTH = 60
+
+
+def random_maps(heads: int, seed: int = 0) -> torch.Tensor:
+    """float64 [H, L, L]: causal, rows add to 1, some heads look near and some far."""
+    generator = torch.Generator().manual_seed(seed)
+    place = torch.arange(LENGTH, dtype=torch.float64)
+    distance = place[:, None] - place[None, :]
+    slope = torch.linspace(-0.5, 0.1, heads, dtype=torch.float64)[:, None, None]
+    score = slope * distance + 2 * torch.randn(heads, LENGTH, LENGTH, generator=generator, dtype=torch.float64)
+    return score.masked_fill(distance < 0, -torch.inf).softmax(-1)
+
+
+def signals(maps: torch.Tensor, response: list[int], options: Rhythm) -> tuple[Any, Any]:
+    """WAAD and FAI [H, R] of the response's rows."""
+    row = torch.tensor(response)
+    weights, column = maps[:, row], torch.arange(LENGTH)
+    given = future_influence(weights, row, column, options.nearest, options.farthest)[:, row].numpy()
+    count = followers(np.array(response), options.nearest, options.farthest)
+    return windowed_distance(weights, row, column, options.window).numpy(), given / np.maximum(count, 1)
+
+
+@pytest.mark.parametrize("response", RESPONSES.values(), ids=RESPONSES)
+def test_the_signals_are_those_of_the_paper(response: list[int]) -> None:
+    options = Rhythm(window=6, nearest=3, farthest=20)
+    maps = random_maps(3)
+    waad, influence = signals(maps, response, options)
+    row = torch.tensor(response)
+    span = spans(maps[:, row], row, torch.arange(LENGTH)).mean(-1)
+    for head, one in enumerate(maps.tolist()):
+        assert span[head].item() == pytest.approx(reference.head_span(one, response), rel=1e-12)
+        assert waad[head].tolist() == pytest.approx(reference.waad(one, response, 6), rel=1e-9)
+        assert influence[head].tolist() == pytest.approx(reference.fai(one, response, 3, 20), rel=1e-12)
+
+
+def test_blocks_of_rows_give_what_all_rows_give() -> None:
+    maps, options = random_maps(2), Rhythm(nearest=3, farthest=20)
+    place = torch.arange(LENGTH)
+    whole = future_influence(maps, place, place, options.nearest, options.farthest)
+    parts = [
+        future_influence(maps[:, rows], place[rows], place, options.nearest, options.farthest)
+        for rows in (slice(0, 17), slice(17, 18), slice(18, LENGTH))
+    ]
+    assert torch.allclose(torch.stack(parts).sum(0), whole, rtol=1e-12)
+
+
+@pytest.mark.parametrize("response", RESPONSES.values(), ids=RESPONSES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"credit": "local"},
+        {"credit": "local", "top": 1.0, "window": 2, "gain": 3.0},
+        {"credit": "global"},
+        {"credit": "global", "nearest": 1, "farthest": 5, "top": 0.1},
+        {"credit": "coupled"},
+        {"credit": "coupled", "nearest": 2, "farthest": 30, "shift": 0.7, "reach": 1},
+        {"credit": "coupled", "nearest": 1, "low_distance": 1.0, "high_change": 0.0, "reach": 50, "top": 1.0},
+        {"credit": "coupled", "nearest": 1, "low_distance": 0.2, "high_change": 0.9, "shift": 1.0},
+    ],
+    ids=str,
+)
+def test_the_multiplier_is_that_of_the_paper(options: dict[str, Any], response: list[int]) -> None:
+    rhythm = Rhythm(**options)
+    for seed in range(5):
+        maps = random_maps(4, seed)
+        waad, influence = signals(maps, response, rhythm)
+        found = multiplier(rhythm, waad[:2].mean(0), influence[2:].mean(0), np.array(response))
+        local, far = (reference.mean_map(part.tolist()) for part in (maps[:2], maps[2:]))
+        assert found.tolist() == pytest.approx(reference.gamma(rhythm, local, far, response), rel=1e-9)
+
+
+@given(
+    st.lists(st.floats(0, 10), min_size=1, max_size=40),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["local", "global", "coupled"]),
+    st.floats(0, 1),
+)
+def test_credit_is_moved_and_never_taken_from_anywhere_else(
+    waad: list[float], seed: int, credit: Any, shift: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    influence, position = rng.random(len(waad)), np.arange(len(waad)) + 3
+    rhythm = Rhythm(credit=credit, shift=shift)
+    gamma = multiplier(rhythm, np.array(waad), influence, position)
+    assert ((gamma >= 1) & (gamma <= 1 + (rhythm.gain - 1) * (1 + shift) + 1e-12)).all()
+    if credit != "coupled":
+        assert set(gamma.tolist()) <= {1.0, rhythm.gain}
+        return
+    uncoupled = multiplier(Rhythm(credit="global"), np.array(waad), influence, position)
+    assert gamma.sum() <= uncoupled.sum() + 1e-9
+
+
+def test_a_plan_takes_its_share_once_however_many_anchors_stand_in_its_shadow() -> None:
+    waad = np.array([9.0, 1.0, 1.0, 1.0, 5.0, 5.0])
+    influence = np.array([0.0, 0.0, 3.0, 2.0, 0.0, 0.0])
+    rhythm = Rhythm(top=0.33, shift=0.4, low_distance=0.5, high_change=0.6)
+    # Δ = 8, 0, 0, 4, 0, 0: the first token is the plan of the third and of the fourth, three tokens on.
+    found = multiplier(rhythm, waad, influence, np.arange(6))
+    assert found.tolist() == pytest.approx([1.2, 1.0, 1.3, 1.3, 1.0, 1.0])
+
+
+def test_a_token_without_a_signal_is_not_chosen_and_equals_go_by_order() -> None:
+    assert top_share(np.zeros(5), 1.0).tolist() == [False] * 5
+    assert top_share(np.array([1.0, 2.0, 2.0, 1.0, 2.0]), 0.4).tolist() == [False, True, True, False, False]
+    assert changes(np.array([1.0, 4.0, 2.0]), np.array([5, 6, 9])).tolist() == [3.0, 0.0, 0.0]
+
+
+def test_heads_are_told_apart_by_their_span() -> None:
+    span = np.array([5.0, 1.0, 9.0, 2.0, 7.0, 3.0, 8.0, 4.0, 6.0, 0.0])
+    near, far = head_kinds(span, Rhythm())
+    assert (near.tolist(), far.tolist()) == ([1, 3, 9], [2, 4, 6])
+    near, far = head_kinds(span[:2], Rhythm(local_heads=0.1, global_heads=0.1))
+    assert (near.tolist(), far.tolist()) == ([1], [0])
+
+
+@pytest.mark.parametrize(
+    ("layers", "count", "expected"),
+    [
+        (5, 36, [12, 15, 18, 21, 24]),
+        (5, 28, [9, 11, 14, 16, 18]),
+        (5, 3, [1, 2]),
+        (5, 1, [0]),
+        (1, 12, [4]),
+        ([7, 0], 8, [0, 7]),
+    ],
+)
+def test_layers_are_spaced_over_the_middle_third(layers: Any, count: int, expected: list[int]) -> None:
+    assert chosen_layers(layers, count) == expected
+
+
+def test_a_layer_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected layers from 0 to 7, got 8"):
+        chosen_layers([1, 8], 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"local_heads": 0.6, "global_heads": 0.5}, "local_heads"),
+        ({"nearest": 11, "farthest": 10}, "nearest"),
+        ({"layers": []}, "layers"),
+        ({"layers": [1, 1]}, "layers"),
+        ({"layers": [-1]}, "layers"),
+        ({"layers": 0}, "layers"),
+        ({"gain": 1.0}, "gain"),
+        ({"top": 0.0}, "top"),
+        ({"top": 1.1}, "top"),
+        ({"signs": "all"}, "signs"),
+        ({"credit": "both"}, "credit"),
+        ({"heads": "never"}, "heads"),
+        ({"local_heads": 0.0}, "local_heads"),
+        ({"global_heads": -0.1}, "global_heads"),
+        ({"window": 0}, "window"),
+        ({"nearest": 0}, "nearest"),
+        ({"farthest": 0}, "farthest"),
+        ({"shift": 1.5}, "shift"),
+        ({"reach": 0}, "reach"),
+        ({"low_distance": 2}, "low_distance"),
+        ({"high_change": -1}, "high_change"),
+        ({"depth": 3}, "depth"),
+    ],
+)
+def test_an_option_that_means_nothing_is_refused_by_its_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=message):
+        msgspec.convert(options, Rhythm)
+
+
+def test_the_options_that_only_some_credits_use_are_options() -> None:
+    assert USED_BY.keys() <= {field.name for field in msgspec.structs.fields(Rhythm)}

@@ -1,0 +1,371 @@
+"""What is seen of the policy's attention, against transformers' eager attention, and what it makes of a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace as with_fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from algorithms.rhythm import Rhythm
+from flash.config.tree import Config
+from flash.errors import CheckpointError, ConfigError
+from flash.trainer import checkpoint
+from flash.trainer.firstpass import Models, attend, first_pass
+from flash.trainer.model import shard_model, trainer_mesh
+from flash.trainer.objective import make_objective
+from flash.trainer.packing import MicroBatch, pack
+from flash.trainer.plan import plan_step
+from flash.trainer.rhythm import ROWS, RhythmPass, attention_rows, responses
+from flash.trainer.step import Trainer
+from flash.types import Shard, VersionRun
+from tests.algorithms import rhythm_reference as reference
+from tests.trainer.packed_cases import tiny
+from tests.trainer.trainer_cases import (
+    aged_shard,
+    gradient_of,
+    kept,
+    make_config,
+    make_shard,
+    make_trajectory,
+    relative_error,
+    trainer_at,
+)
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3, shared keys": ("qwen3", {"num_key_value_heads": 2}),
+    "qwen3, some layers windowed": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "num_key_value_heads": 1},
+    ),
+    "llama": ("llama", {"num_key_value_heads": 2}),
+    "mistral, windowed": ("mistral", {"sliding_window": 8, "num_key_value_heads": 2}),
+    "gemma3, windowed": ("gemma3_text", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt2": ("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2}),
+    "deepseek, unlike widths": ("deepseek_v3", {"first_k_dense_replace": 2}),
+}
+OPTIONS = Rhythm(layers=[0, 1], window=4, nearest=2, farthest=12)
+TABLE = {"window": 4, "nearest": 2, "farthest": 12}
+
+
+def micro_batch(shard: Shard) -> MicroBatch:
+    """The whole batch in one row."""
+    (micro,) = pack(shard.samples, min_version=shard.min_version, max_tokens=100_000)
+    return micro
+
+
+def eager_maps(model: PreTrainedModel, micro: MicroBatch) -> list[list[Tensor]]:
+    """[H, L, L] of each layer, by sequence: each alone, through transformers' eager attention."""
+    model.eval().set_attn_implementation("eager")
+    maps = []
+    for start, stop in zip(micro.offset_S, micro.offset_S[1:], strict=False):
+        ids = torch.from_numpy(micro.input_P[start:stop])
+        with torch.no_grad():
+            attentions = model(input_ids=ids[None], output_attentions=True).attentions
+        assert attentions is not None
+        maps.append([one[0] for one in attentions])
+    return maps
+
+
+class Recorder:
+    """Keeps the weights of every row, by layer and sequence."""
+
+    def __init__(self, micro: MicroBatch) -> None:
+        self._offset_S = micro.offset_S
+        self.maps: dict[int, list[Tensor]] = {}
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, scaling: float | None, sliding_window: int | None
+    ) -> None:
+        self.maps[len(self.maps)] = [
+            attention_rows(
+                query[0, :, start:stop],
+                key[0, :, start:stop],
+                torch.arange(int(stop - start)),
+                torch.arange(int(stop - start)),
+                scaling,
+                sliding_window,
+                ahead=int(stop - start) - 1,
+            )
+            for start, stop in zip(self._offset_S, self._offset_S[1:], strict=False)
+        ]
+
+
+def prepared(model: PreTrainedModel) -> PreTrainedModel:
+    return shard_model(model, trainer_mesh("cpu"), "float32")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weights_are_those_of_eager_attention(kind: str) -> None:
+    name, options = KINDS[kind]
+    micro = micro_batch(aged_shard())
+    expected = eager_maps(tiny(name, **options).double(), micro)
+    recorder = Recorder(micro)
+    with torch.no_grad():
+        attend(prepared(tiny(name, **options).double()), micro, recorder)
+    assert sorted(recorder.maps) == [0, 1]
+    for layer, found in recorder.maps.items():
+        for one, maps in zip(found, expected, strict=True):
+            assert one.shape == maps[layer].shape
+            assert float((one - maps[layer]).abs().max()) < 1e-6
+
+
+def seen(model: PreTrainedModel, micro: MicroBatch, options: Rhythm = OPTIONS) -> tuple[RhythmPass, Any]:
+    with torch.no_grad():
+        rhythm = RhythmPass(options, model, lambda some, watch: attend(model, some, watch))
+        watch = rhythm.watch(micro)
+        attend(model, micro, watch)
+    return rhythm, rhythm.seen(watch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_signals_and_multipliers_follow_from_eager_attention(kind: str) -> None:
+    name, options = KINDS[kind]
+    shard = aged_shard()
+    micro = micro_batch(shard)
+    maps = eager_maps(tiny(name, **options), micro)
+    rhythm, found = seen(prepared(tiny(name, **options)), micro)
+    *told_N, told_rows, _, _ = rhythm.tally
+    span_N, count = np.zeros(len(told_N)), 0
+    for sequence, (tokens, _, _, position_R) in zip(trained(micro), responses(micro), strict=True):
+        heads = torch.cat(maps[sequence]).double().tolist()
+        rows = position_R.tolist()
+        for head, one in enumerate(heads):
+            span_N[head] += len(rows) * reference.head_span(one, rows)
+            waad, fai = reference.waad(one, rows, OPTIONS.window), reference.fai(one, rows, 2, 12)
+            assert found.waad_NT[head, tokens].tolist() == pytest.approx(waad, rel=1e-4, abs=1e-5)
+            assert found.influence_NT[head, tokens].tolist() == pytest.approx(fai, rel=1e-4, abs=1e-5)
+        count += len(rows)
+    assert told_N == pytest.approx(span_N.tolist(), rel=1e-4)
+    assert told_rows == count
+
+    order = sorted(range(len(span_N)), key=lambda head: span_N[head])
+    take = max(round(0.3 * len(order)), 1)
+    rhythm.choose_heads(torch.device("cpu"))
+    gamma_T = rhythm.multiplied(np.ones(len(micro.target_T)), found, micro)
+    for sequence, (tokens, _, _, position_R) in zip(trained(micro), responses(micro), strict=True):
+        heads = torch.cat(maps[sequence]).double()
+        near, far = heads[order[:take]].mean(0), heads[order[-take:]].mean(0)
+        expected = reference.gamma(OPTIONS, near.tolist(), far.tolist(), position_R.tolist())
+        assert gamma_T[tokens].tolist() == pytest.approx(expected)
+
+
+def trained(micro: MicroBatch) -> list[int]:
+    return np.unique(micro.sequence_T[micro.mask_T]).tolist()
+
+
+def long_shard(actions: int) -> Shard:
+    rng = np.random.default_rng(3)
+    return make_shard([make_trajectory(0, 0, [VersionRun(0, actions)], rng, reward=1.0)])
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral, windowed"])
+def test_a_response_of_several_blocks_is_seen_as_a_whole(kind: str) -> None:
+    name, options = KINDS[kind]
+    sizes = options | {"max_position_embeddings": 1024}
+    micro = micro_batch(long_shard(2 * ROWS + 40))
+    (maps,) = eager_maps(tiny(name, **sizes), micro)
+    rhythm, found = seen(prepared(tiny(name, **sizes)), micro, replace(OPTIONS, farthest=ROWS + 10))
+    ((_, _, _, position_R),) = responses(micro)
+    weights = torch.cat(maps)[:, torch.from_numpy(position_R)].double()
+    distance = torch.from_numpy(position_R)[:, None] - torch.arange(weights.shape[-1])
+    counted = (distance >= 2) & (distance <= ROWS + 10)
+    fai = ((weights * counted).sum(1) / counted.sum(0).clamp(min=1))[:, torch.from_numpy(position_R)]
+    assert np.allclose(found.waad_NT, (weights * distance.clamp(max=4)).sum(-1).numpy(), rtol=1e-3, atol=1e-5)
+    assert np.allclose(found.influence_NT, fai.numpy(), rtol=1e-3, atol=1e-6)
+    assert np.allclose(rhythm.tally[:-3], (weights * distance).sum((1, 2)).numpy(), rtol=1e-3)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that one tensor made inside has."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(one, Tensor):
+                Largest.numbers = max(Largest.numbers, one.numel())
+        return made
+
+
+def test_no_tensor_holds_more_than_a_block_of_rows_of_a_layer() -> None:
+    micro = micro_batch(long_shard(8 * ROWS))
+    rhythm, _ = seen(prepared(tiny("llama", max_position_embeddings=2048)), micro)
+    watch = rhythm.watch(micro)
+    length, heads = len(micro.input_P), 4
+    attention: Any = nn.Module()
+    attention.layer_idx = 0
+    compared = torch.randn(1, heads, length, 8)
+    with Largest():
+        watch(attention, compared, compared, None, None)
+    assert ROWS * (length - ROWS) * heads < Largest.numbers <= ROWS * length * heads
+
+
+def trainer_with(model: Path, rhythm: dict[str, Any], **tables: Any) -> Trainer:
+    algorithm = {"rhythm": rhythm} | tables.pop("algorithm", {})
+    train = {"learning_rate": 1e-3, "max_grad_norm": 1e9, "max_tokens_per_microbatch": 64, "async_ratio": 2.0}
+    trainer = Trainer(make_config(model, algorithm=algorithm, train=train | tables.pop("train", {}), **tables))
+    trainer.version = 3
+    return trainer
+
+
+@pytest.mark.parametrize("tokens", [25, 40, 10_000])
+def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches(untied_model: Path, tokens: int) -> None:
+    whole, cut = (
+        trainer_with(untied_model, TABLE, train={"max_tokens_per_microbatch": budget}) for budget in (100, tokens)
+    )
+    expected, found = whole.train_step(aged_shard()), cut.train_step(aged_shard())
+    assert relative_error(gradient_of(cut), gradient_of(whole)) < 1e-5
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_heads_are_told_apart_over_the_whole_batch_whatever_its_minibatches(untied_model: Path) -> None:
+    """With two of them the first pass gives log-probs, too."""
+    one, two = (trainer_with(untied_model, TABLE, train={"minibatches": count}) for count in (1, 2))
+    expected, found = one.train_step(aged_shard()), two.train_step(aged_shard())
+    for name in ("rhythm_share", "rhythm_span_local", "rhythm_span_global", "advantage_abs_mean"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5)
+
+
+def test_only_sequences_with_a_token_to_train_have_a_say(untied_model: Path) -> None:
+    shard = aged_shard()
+    young = replace(shard, min_version=3, total_tokens=0, total_sequences=0)
+    counts = [one.trajectory.trained_tokens(3) for one in shard.samples]
+    young = replace(
+        young,
+        batch=[one.trajectory.entry(3) for one in shard.samples],
+        total_tokens=sum(counts),
+        total_sequences=sum(count > 0 for count in counts),
+    )
+    micro = micro_batch(young)
+    emptied = with_fields(micro, mask_T=micro.sequence_T != 0)
+    model = prepared(tiny("llama"))
+    rhythm, found = seen(model, emptied)
+    assert rhythm.tally[-3] == (micro.sequence_T != 0).sum()
+    rhythm.choose_heads(torch.device("cpu"))
+    gamma_T = rhythm.multiplied(np.ones(len(micro.target_T)), found, emptied)
+    assert (gamma_T[micro.sequence_T == 0] == 1).all()
+    assert (gamma_T[micro.sequence_T != 0] > 1).any()
+    metrics = trainer_with(untied_model, TABLE).train_step(young)
+    assert 0 < metrics["rhythm_share"] < 1
+
+
+@pytest.mark.parametrize("tokens", [25, 10_000])
+def test_settled_heads_are_seen_in_the_training_pass_itself(untied_model: Path, tokens: int) -> None:
+    before, along = (
+        trainer_with(untied_model, {**TABLE, "heads": "first"}, train={"max_tokens_per_microbatch": tokens})
+        for _ in range(2)
+    )
+    assert before.rhythm is not None
+    assert along.rhythm is not None
+    calls = {before: 0, along: 0}
+    for trainer in calls:
+        trainer.model.register_forward_hook(lambda *_, trainer=trainer: calls.update({trainer: calls[trainer] + 1}))
+    expected = before.train_step(aged_shard())
+    along.rhythm.kinds_2N = before.rhythm.kinds_2N
+    found = along.train_step(aged_shard())
+    assert calls[before] == 2 * calls[along]
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert relative_error(gradient_of(along), gradient_of(before)) < 1e-5
+
+
+@pytest.mark.parametrize("signs", ["positive", "negative", "both"])
+@pytest.mark.parametrize("objective", ["decoupled_ppo", "reinforce_pp", "rloo", "m2po"])
+def test_the_advantages_of_the_chosen_signs_are_multiplied(untied_model: Path, objective: str, signs: str) -> None:
+    rhythm = {"credit": "global", "nearest": 1, "farthest": 50, "top": 1.0, "signs": signs}
+    facts, plain_facts = (
+        advantages(trainer_at(3, untied_model, **tables), make_config(untied_model, **tables))
+        for tables in (
+            {"train": {"async_ratio": 2.0}, "algorithm": {"objective": objective} | more}
+            for more in ({"rhythm": rhythm}, {})
+        )
+    )
+    chosen = {"both": plain_facts != 0, "positive": plain_facts > 0, "negative": plain_facts < 0}[signs]
+    quotient = facts[plain_facts != 0] / plain_facts[plain_facts != 0]
+    raised = chosen[plain_facts != 0]
+    assert set(quotient[~raised].tolist()) <= {1.0}
+    assert quotient[raised].tolist() == pytest.approx(np.where(quotient[raised] > 1.2, 1.5, 1.0).tolist())
+    assert (quotient[raised] > 1.2).any()
+
+
+def advantages(trainer: Trainer, config: Config) -> Any:
+    """Of all tokens, before the first update."""
+    shard, objective = aged_shard(), make_objective(config.algorithm)
+    plan = plan_step(shard, config, objective.advantage, trainer.version, trainer.model.device)
+    models = Models(trainer.model, None, trainer.critic, None, trainer.rhythm)
+    facts = first_pass(plan, config, objective.advantage, objective.proximal_policy, models)
+    return np.concatenate([one.advantage_T.double().numpy() for row in facts for one in row])
+
+
+def test_what_a_critic_learns_stays_as_it_is(untied_model: Path) -> None:
+    algorithm = {"objective": "ppo"}
+    ours = trainer_with(untied_model, TABLE, algorithm=algorithm, critic={})
+    plain = Trainer(make_config(untied_model, algorithm=algorithm, critic={}, train={"async_ratio": 2.0}))
+    plain.version = 3
+    found, expected = ours.train_step(aged_shard()), plain.train_step(aged_shard())
+    assert found["advantage_abs_mean"] > expected["advantage_abs_mean"]
+    assert {name: found[name] for name in ("critic_loss", "return_mean")} == pytest.approx(
+        {name: expected[name] for name in ("critic_loss", "return_mean")}, rel=1e-5
+    )
+
+
+def test_heads_of_the_first_batch_stay_and_are_resumed(untied_model: Path, tmp_path: Path) -> None:
+    trainer = trainer_with(untied_model, {**TABLE, "heads": "first"})
+    assert trainer.rhythm is not None
+    assert trainer.rhythm.kinds_2N is not None
+    trainer.train_step(aged_shard())
+    chosen = trainer.rhythm.kinds_2N.clone()
+    assert chosen.sum(1).tolist() == [2, 2]
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.mul_(-0.7)
+    trainer.train_step(aged_shard(step=4))
+    assert torch.equal(trainer.rhythm.kinds_2N, chosen)
+
+    folder = checkpoint.save(tmp_path, trainer, kept(b"hub"), keep=1)
+    resumed = trainer_with(untied_model, {**TABLE, "heads": "first"})
+    checkpoint.load(folder, resumed)
+    assert resumed.rhythm is not None
+    assert resumed.rhythm.kinds_2N is not None
+    assert torch.equal(resumed.rhythm.kinds_2N, chosen)
+    with pytest.raises(CheckpointError, match="heads that rhythm chose"):
+        checkpoint.load(folder, trainer_with(untied_model, TABLE))
+
+
+def test_a_layer_that_is_not_attention_is_refused_with_its_reason() -> None:
+    model = prepared(tiny("lfm2_moe", layer_types=["full_attention", "conv"]))
+    with pytest.raises(ConfigError, match=r"algorithm\.rhythm\.layers: layer 1 of Lfm2\w+ is not attention.*are: 0\)"):
+        seen(model, micro_batch(aged_shard()))
+    seen(model, micro_batch(aged_shard()), replace(OPTIONS, layers=[0]))
+
+
+def test_a_layer_that_the_model_does_not_have_is_refused(untied_model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.rhythm\.layers: Qwen3\w+: expected layers from 0 to 1, got 2"):
+        trainer_with(untied_model, {"layers": [0, 2]})
+
+
+def test_one_head_cannot_be_of_both_kinds() -> None:
+    with pytest.raises(ConfigError, match="have one head"):
+        seen(
+            prepared(tiny("llama", num_attention_heads=1, num_key_value_heads=1)),
+            micro_batch(aged_shard()),
+            replace(OPTIONS, layers=[0]),
+        )
+
+
+def test_attention_that_does_not_say_its_layer_is_refused() -> None:
+    model = prepared(tiny("llama"))
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    for module in modules:
+        module.layer_idx = None
+    with pytest.raises(ConfigError, match=r"the attention of LlamaForCausalLM, LlamaAttention, does not say"):
+        seen(model, micro_batch(aged_shard()))
