@@ -7,11 +7,13 @@ is used: importing this module needs none.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import partial
 from importlib import import_module
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ TOUCHED = (
     "vllm.v1.engine.core_client:BackgroundResources.engine_manager",
     "vllm.v1.engine.utils:CoreEngineProcManager.processes",
     "vllm.v1.engine.exceptions:EngineDeadError",
+    "vllm.v1.executor.multiproc_executor:MultiprocExecutor._ensure_worker_termination",
     "vllm.exceptions:VLLMClientError",
     "vllm.outputs:CompletionOutput.weight_versions",
     "vllm.sampling_params:RequestOutputKind.DELTA",
@@ -95,6 +98,12 @@ CORE_PROCESS = "EngineCore"
 """How the name of the process that vLLM starts first begins."""
 WORKER_TITLE = b"VLLM::Worker"
 """How vLLM has the command line of a worker begin."""
+CORE_ENDED = "Failed core proc(s)"
+"""In vLLM's error when a core has ended before it was ready."""
+WORKER_DIED = "Worker proc %s died unexpectedly (exit code: %s)"
+"""How what a core logs of a worker that has ended begins."""
+SETTLE_S = 0.5
+"""Seconds from the moment in which the core misses a worker to that in which the system tells how it ended."""
 
 
 # -- starting and ending ---------------------------------------------------------------------------------------------
@@ -151,6 +160,46 @@ def fail_requests(llm: Any) -> None:
     llm.output_processor.propagate_error(EngineDeadError())
     if llm.output_handler is not None:
         llm.output_handler.cancel()
+
+
+def is_end_of_starting_core(error: BaseException) -> bool:
+    """Whether a start has failed because the engine's core has ended, by itself or not."""
+    return CORE_ENDED in str(error)
+
+
+def on_killed_worker(tell: Callable[[int], None]) -> None:
+    """In a core: have the number of the signal told that has killed a worker, and vLLM not speak of the consequences.
+
+    It is told before vLLM ends the other workers, by signals as well.
+    """
+    from vllm.v1.executor import multiproc_executor
+
+    executor: Any = multiproc_executor.MultiprocExecutor
+    end_all = executor._ensure_worker_termination
+
+    def look_and_end_all(workers: Sequence[Any]) -> None:
+        killed = _killed_one(workers)
+        if killed is not None:
+            tell(killed)
+        end_all(workers)
+
+    executor._ensure_worker_termination = staticmethod(look_and_end_all)
+    multiproc_executor.logger.addFilter(lambda record: not _tells_of_killed_worker(record))
+
+
+def _killed_one(workers: Sequence[Any]) -> int | None:
+    """The signal that has killed one of these processes; those that still run are left alone."""
+    connection.wait([worker.sentinel for worker in workers], SETTLE_S)
+    for worker in workers:
+        if connection.wait([worker.sentinel], 0):
+            worker.join(SETTLE_S)
+    codes = [worker.exitcode for worker in workers]
+    return next((-code for code in codes if code is not None and code < 0), None)
+
+
+def _tells_of_killed_worker(record: logging.LogRecord) -> bool:
+    code = record.args[1] if isinstance(record.args, tuple) and len(record.args) == 2 else 0
+    return str(record.msg).startswith(WORKER_DIED) and isinstance(code, int) and code < 0
 
 
 def is_core_death(error: BaseException) -> bool:

@@ -193,7 +193,7 @@ class Hub:
         if self._steps.training:
             return Stage.STEP
         if not self._nodes.fleet.started:
-            return Stage.STARTING
+            return Stage.RETURNING if self._nodes.fleet.waits_for_engines else Stage.STARTING
         if self._steps.waits_for_engines:
             return Stage.LOADING
         if self._course.stopping == "finished":

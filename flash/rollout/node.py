@@ -32,7 +32,7 @@ from flash.rollout.episode import Episode, EpisodeSettings
 from flash.rollout.phases import phases
 from flash.rollout.proxy import LLMProxy, ProxySettings
 from flash.rollout.scheduler import MOST_EPISODES, Scheduler
-from flash.rollout.supervisor import Restart, Supervisor, start_engines
+from flash.rollout.supervisor import Restart, Supervisor, start_all
 from flash.rollout.tokenizer import Tokenizer
 from flash.transport.request import ReplyT, Request
 from flash.types import Lease, Published
@@ -200,9 +200,12 @@ class RolloutNode:
         if self._rehearse is not None:
             await self._rehearse()
         begun = self._now()
-        engines = [supervisor.engine for supervisor in self._supervisors]
-        await start_engines(engines, self._config.deadlines.engine_start)
+        await start_all(self._supervisors, self._config.deadlines.engine_start)
         self.start_s = self._now() - begun
+        if self._config.weights_backend == "nccl":  # its group is made of all engines: none may be missing
+            for supervisor in self._supervisors:
+                if supervisor.killed is not None:
+                    raise supervisor.killed
 
     async def _prepare_env(self) -> None:
         if self._prepare is None:
@@ -248,6 +251,8 @@ class RolloutNode:
     async def died(self, place: int, death: EngineDeadError, restart: Restart | None) -> None:
         """Tell people of it, and the hub which engines are left. A node that leaves needs no other one."""
         self._died_at.setdefault(place, self._now())
+        # Of one that never served nobody knows yet.
+        self._proxy.fail(place, death)
         if self._leaving:  # whoever ends a whole machine ends its engines too
             if not self._has_engine:
                 self._scheduler.hand_back()

@@ -1,7 +1,8 @@
 """Supervisor: keeps one place of a node filled with an engine, one after the other.
 
 An engine that dies is closed, and after a pause the next one starts in its place, as long as the place's budget lasts.
-What an engine does while it lives is its owner's, the node's.
+One that is killed while it starts has died as well, be it the first. What an engine does while it lives is its owner's,
+the node's.
 """
 
 from __future__ import annotations
@@ -91,16 +92,35 @@ class Supervisor:
         self._most = most
         self._start_s = start_s
         self.engine = make()
-        """The place's newest engine, which its owner starts first and closes last."""
+        """The place's newest engine, which its owner closes last."""
+        self.killed: EngineDeadError | None = None
+        """How the first engine died, if it never came to serve."""
+        self._has_started = False
+        """Whether an engine of this place ever has."""
+
+    async def start(self) -> None:
+        """Start the first engine, under the caller's deadline.
+
+        Raises:
+            EngineError: it cannot start. Not if it is killed meanwhile: that is for `run`.
+        """
+        try:
+            await self.engine.start()
+            self._has_started = True
+        except EngineDeadError as death:
+            self.killed = death
 
     async def run(self, owner: Owner) -> EngineDeadError:
-        """One engine's life after the other, the first one started; returns how the last one died.
+        """One engine's life after the other, from the end of the first one's start; returns how the last one died.
 
         Waits for deaths, pauses and starts. Produces what the owner is told.
+
+        Raises:
+            EngineError, DeadlineError: no engine of this place has ever started, and not because it was killed.
         """
         budget = RestartBudget(self._most, anyio.current_time())
         while True:
-            death = await owner.serve(self._place)
+            death, self.killed = self.killed or await owner.serve(self._place), None
             while death is not None:
                 restart = budget.died(anyio.current_time())
                 await owner.died(self._place, death, restart)
@@ -119,17 +139,23 @@ class Supervisor:
         try:
             with deadline(self._start_s, "an engine to start again", LOOK_AT):
                 await self.engine.start()
+        except EngineDeadError as death:
+            return death
         except (EngineError, DeadlineError) as error:
+            # What fails before it was ever done will fail again: the model does not fit, or the configuration.
+            if not self._has_started:
+                raise
             return EngineDeadError(str(error))
+        self._has_started = True
         return None
 
 
-async def start_engines(engines: Sequence[Engine], timeout: float) -> None:
-    """Start all engines at once. Raises DeadlineError, EngineError."""
+async def start_all(supervisors: Sequence[Supervisor], timeout: float) -> None:
+    """Start the first engines of all places at once. Raises DeadlineError, EngineError."""
     with deadline(timeout, "the engines to start", LOOK_AT):
         async with anyio.create_task_group() as group:
-            for engine in engines:
-                group.start_soon(engine.start)
+            for supervisor in supervisors:
+                group.start_soon(supervisor.start)
 
 
 def only(engine: Engine) -> Callable[[int], Engine]:

@@ -37,7 +37,7 @@ from flash.rollout.vllm_processes import EngineProcesses
 from flash.rollout.vllm_requests import SamplingParameters, version_runs
 from flash.rollout.vllm_start import configure, engine_environment
 from flash.types import Completion, Published
-from flash.waiting import deadline
+from flash.waiting import deadline, unwrapped_group
 from flash.weights.canary import check_canary
 from flash.weights.held import HeldWeights
 from flash.weights.update import DAMAGED, NOT_HELD, UpdateInfo, decode_update, place_engine
@@ -87,7 +87,8 @@ class VLLMEngine:
         self._steps = StepWatch(waits.hang_s(config))
         self._death: EngineDeadError | None = None
         self._died = anyio.Event()
-        self._swap_scope: anyio.CancelScope | None = None
+        self._answer_scope: anyio.CancelScope | None = None
+        """Of the start or swap that waits for vLLM's answers."""
         self._gauge = PressureGauge()
 
     @property
@@ -108,26 +109,35 @@ class VLLMEngine:
 
         Raises:
             DeadlineError: not ready within deadlines.engine_start.
-            EngineError: vLLM refused its configuration or its process ended; the reason is in its log.
+            EngineDeadError: one of its processes was killed; another start may do better.
+            EngineError: vLLM refused its configuration or failed; the reason is in its log.
         """
         seconds = self._config.deadlines.engine_start
         try:
-            with deadline(seconds, f"engine {self._index} to start", "vLLM's log above"):
-                await anyio.to_thread.run_sync(self._construct, abandon_on_cancel=True)
+            with deadline(seconds, f"engine {self._index} to start", "vLLM's log above") as self._answer_scope:
+                async with unwrapped_group() as group:
+                    group.start_soon(self._processes.find_core)
+                    await anyio.to_thread.run_sync(self._construct, abandon_on_cancel=True)
+                    group.cancel_scope.cancel()
                 self._processes.watch(self._llm)
                 # The first call starts vLLM's reading task, without which an engine's death goes unnoticed.
                 await self._llm.get_supported_tasks()
                 await self._llm.update_weight_version(str(FIRST_VERSION))
                 self._on_start(self._processes.core)
-        except DeadlineError:
-            await self._give_up()
-            raise
         except Exception as error:  # vLLM's start fails with anything, from ValueError to pydantic's errors
+            killed = self._processes.killed_in_start(error)
             await self._give_up()
+            if killed is not None:
+                raise EngineDeadError(f"engine {self._index} is dead: while it started, {killed}") from error
+            self._check_death()
+            if isinstance(error, DeadlineError):
+                raise
             raise EngineError(f"engine {self._index} did not start: {error}; see vLLM's log above") from error
         except BaseException:  # cancelled: nobody else would end what has started
             await self._give_up()
             raise
+        finally:
+            self._answer_scope = None
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Progress | Completion, None]:
         """Stream one response: any number of `Progress`, then one `Completion` that holds all of it.
@@ -197,7 +207,7 @@ class VLLMEngine:
         waited_for, look_at = f"engine {self._index} to load version {version}", "vLLM's log and the trainer's rank 0"
         try:
             info = decode_update(published.update_info)
-            with deadline(self._swap_seconds(info), waited_for, look_at) as self._swap_scope:
+            with deadline(self._swap_seconds(info), waited_for, look_at) as self._answer_scope:
                 observed, held = await self._swap(info, version, published.canary.token_ids, keep_cache=keep_cache)
         except DeadlineError:
             self._check_alive()  # its death cancels the swap too
@@ -210,7 +220,7 @@ class VLLMEngine:
             self._die("it was left in the middle of a swap")  # paused, with weights that nobody knows
             raise
         finally:
-            self._swap_scope = None
+            self._answer_scope = None
         self._steps.goes_on(anyio.current_time())
         self._held.check(info.fingerprint, held, engine=self._index, version=version)
         gap = check_canary(
@@ -294,9 +304,9 @@ class VLLMEngine:
             self._died.set()
             if self._llm is not None:
                 vllm.fail_requests(self._llm)
-            if self._swap_scope is not None:
+            if self._answer_scope is not None:
                 # vLLM never completes the calls that a dead engine was to answer.
-                self._swap_scope.cancel()
+                self._answer_scope.cancel()
         return self._death
 
     async def _give_up(self) -> None:
@@ -353,9 +363,12 @@ class VLLMEngine:
             if queue is not None:
                 lost(vllm.undelivered(queue))
 
-    def _check_alive(self) -> None:
+    def _check_death(self) -> None:
         if self._death is not None:
             raise self._death
+
+    def _check_alive(self) -> None:
+        self._check_death()
         if self._llm is None:
             raise EngineDeadError(f"engine {self._index} is closed, or was not started")
 

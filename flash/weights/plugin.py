@@ -3,12 +3,15 @@
 `no_platform` (`vllm.platform_plugins`) comes before all else: vLLM asks it for a platform, of which we have none.
 `register` (`vllm.general_plugins`) registers the tcp weight receiver, and ties the life of an engine's processes to
 their node loop: they leave the launcher's process group, so that an interrupt reaches the node loop alone and it closes
-its engines in order, and they end by themselves when the node loop is gone, however it went.
+its engines in order, and they end by themselves when the node loop is gone, however it went. A core that loses a worker
+to a signal ends at once, and its exit code says so: the node loop names the cause, of which vLLM would only tell the
+consequences.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import select
 import threading
@@ -18,6 +21,9 @@ from flash.weights.update import TCP_BACKEND
 
 NODE_PID = "FLASH_NODE_PID"
 """Environment variable that holds the process id of the node loop that owns the engine."""
+
+WORKER_KILLED = 128
+"""Exit codes of a core above this: the number of the signal that has killed one of its workers is added to it."""
 
 _registered = threading.Event()
 
@@ -31,6 +37,13 @@ def register() -> None:
     node_pid = os.environ.get(NODE_PID)
     if node_pid is not None and int(node_pid) != os.getpid():
         follow(int(node_pid))
+        if multiprocessing.current_process().name.startswith(vllm.CORE_PROCESS):
+            vllm.on_killed_worker(_end_as_worker)
+
+
+def _end_as_worker(number: int) -> None:
+    """End this core, without a word: its workers end with it."""
+    os._exit(WORKER_KILLED + number)
 
 
 def no_platform() -> None:

@@ -184,6 +184,21 @@ async def test_while_no_engine_is_left_and_nodes_start_others_that_is_what_is_wa
     assert anyio.current_time() == pytest.approx(run.ended["died"] + given)
 
 
+async def test_first_engines_that_are_killed_while_they_start_are_waited_for_as_others_that_come_back() -> None:
+    config = with_deadlines(make_config(), engine_start=200, batch=100)
+    run = Run(config)
+
+    async def outage() -> None:
+        await run.hub.handle(version(0))
+        await run.report(0)
+        run.ended["died"] = anyio.current_time()
+
+    error = await run.watched(outage, lambda: run.talk(0))
+    assert "for an engine to come back; look at vLLM's output" in str(error)
+    given = waits.engine_return_s(config) + config.deadlines.request
+    assert anyio.current_time() == pytest.approx(run.ended["died"] + given)
+
+
 async def test_a_late_node_that_is_lost_keeps_nobody_waiting() -> None:
     driver = Driver(make_config())
     await driver.begin(0)

@@ -145,6 +145,73 @@ def test_a_first_version_that_cannot_be_loaded_ends_the_node_at_once() -> None:
     assert len(one.lines[1].made) == 1
 
 
+def ends_of_starts(*ends: Exception | None) -> Callable[[], FakeEngine]:
+    """Makes engines whose starts end so, one after the other, and from then on well."""
+    each = iter(ends)
+
+    def make() -> FakeEngine:
+        fake = started(text="yes and more")
+        fake.start_error = next(each, None)
+        return fake
+
+    return make
+
+
+SHOT = EngineDeadError("engine 0 is dead: while it started, its process was killed")
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_engines_that_are_killed_while_they_start_for_the_first_time_are_started_again(others: int) -> None:
+    one = World(config(run={"steps": 8}), engines=[ends_of_starts(SHOT, SHOT), *[ends_of_starts()] * others])
+    end = run_with(one)
+    nothing_is_lost(one, end, steps=8)
+    assert [len(line.made) for line in one.lines] == [3, *[1] * others]
+    assert one.engines[0].version == 8
+    assert one.observer.notes[:3] == [
+        f"{SHOT}. It starts again in 1 s (1 of 3 restarts in a row)",
+        f"{SHOT}. It starts again in 2 s (2 of 3 restarts in a row)",
+        # 1 s and 2 s of pauses, two starts.
+        "engine 0 is back after 17 s, with version 0",
+    ]
+
+
+def test_a_run_waits_for_first_engines_that_are_killed_again_and_again_as_long_as_they_have_restarts() -> None:
+    slow = {"engine_start": 40.0, "swap": 1.0, "request": 5.0, "generate": 50.0, "batch": 100.0, "step": 100.0}
+    many = {"max_sequences": SLOTS, "max_restarts": 20}
+    one = World(config(run={"steps": 2}, engine=many, deadlines=slow), engines=[ends_of_starts(*[SHOT] * 12)])
+    end = run_with(one)
+    nothing_is_lost(one, end, steps=2)
+    assert one.took > 12 * START_S + 300
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_an_engine_that_cannot_start_by_itself_ends_the_node_at_once(killed: int) -> None:
+    wrong = EngineError("engine 0 did not start: no such model")
+    one = World(config(run={"steps": 8}), engines=[ends_of_starts(*[SHOT] * killed, wrong), ends_of_starts()])
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run_with(one)
+    assert caught.group_contains(EngineError, match="no such model")
+    assert len(one.lines[0].made) == killed + 1
+
+
+def test_a_node_leaves_when_its_only_engine_is_killed_at_every_start() -> None:
+    one = World(config(run={"steps": 8}), engines=[ends_of_starts(*[SHOT] * 10)])
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run_with(one)
+    assert caught.group_contains(EngineDeadError, match="while it started")
+    assert len(one.lines[0].made) == 4
+    assert one.observer.notes[-1].startswith(f"{SHOT}. It was the last one of node 0, which ends with it")
+
+
+def test_with_nccl_an_engine_that_is_killed_while_it_starts_ends_the_node() -> None:
+    fixed = {"weights": {"backend": "nccl"}, "cluster": {"gpus_per_node": 2}}
+    one = World(config(run={"steps": 8}, **fixed), engines=[ends_of_starts(SHOT), ends_of_starts()])
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run_with(one)
+    assert caught.group_contains(EngineDeadError, match="while it started")
+    assert len(one.lines[0].made) == 1
+
+
 def test_a_node_leaves_when_the_restarts_of_its_last_engine_are_used_up() -> None:
     one = world(2, engine={"max_sequences": SLOTS, "max_restarts": 1}, rollout={"retries": 0, "breaker": 1})
 

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from flash.config.waits import LONGEST_PAUSE_S
-from flash.errors import EngineDeadError, EngineError
+from flash.errors import DeadlineError, EngineDeadError, EngineError
 from flash.rollout.engine import Engine
 from flash.rollout.fake_engine import FakeEngine, FakeLine
 from flash.rollout.supervisor import STEADY_S, Restart, RestartBudget, Supervisor
@@ -82,6 +82,7 @@ def lives(
 
     async def scenario() -> None:
         supervisor = Supervisor(7, line, most, START_S)
+        await supervisor.start()
 
         async def watch() -> None:
             deaths.append(await supervisor.run(diary))
@@ -89,7 +90,7 @@ def lives(
 
         async with anyio.create_task_group() as group:
             group.start_soon(watch)
-            await anyio.sleep(100)
+            await anyio.sleep(100 - anyio.current_time())
             line.newest.kill()
             while True:
                 seen = len(diary.told)
@@ -139,6 +140,59 @@ def test_a_start_that_fails_or_never_ends_is_tried_again(how: str) -> None:
     assert told[1][1].endswith("; 2.0")
     assert [text for _, text in told[2:]] == ["7: replaced", f"{KILLED}; None"]
     assert all(one.closed for one in made)
+
+
+def begun_with(
+    most: int, *ends: Exception | None
+) -> tuple[list[tuple[float, str]], list[FakeEngine], Exception | None]:
+    """What an owner is told in 1000 s when starts end so, one after the other; and what the supervisor raised."""
+    each = iter(ends)
+
+    def make() -> FakeEngine:
+        one = engine()
+        one.start_error = next(each)
+        return one
+
+    line = FakeLine(make)
+    diary = Diary(line)
+    raised: list[Exception] = []
+
+    async def scenario() -> None:
+        supervisor = Supervisor(7, line, most, START_S)
+        with anyio.move_on_after(1000):
+            try:
+                await supervisor.start()
+                await supervisor.run(diary)
+            except (EngineError, DeadlineError) as error:
+                raised.append(error)
+
+    run_virtual(scenario)
+    return diary.told, line.made, raised[0] if raised else None
+
+
+SHOT = EngineDeadError("killed while it started")
+
+
+def test_a_first_engine_that_is_killed_while_it_starts_has_died_and_another_one_follows() -> None:
+    told, made, raised = begun_with(3, SHOT, SHOT, None)
+    assert told == [(5, f"7: {SHOT}; 1.0"), (5 + 1 + 5, f"7: {SHOT}; 2.0"), (11 + 2 + 5, "7: replaced")]
+    assert [one.closed for one in made] == [True, True, False]
+    assert raised is None
+
+
+def test_starts_that_are_killed_use_up_the_restarts() -> None:
+    told, made, _ = begun_with(1, SHOT, SHOT)
+    assert [text for _, text in told] == [f"7: {SHOT}; 1.0", f"7: {SHOT}; None"]
+    assert all(one.closed for one in made)
+
+
+@pytest.mark.parametrize("error", [EngineError("no such model"), DeadlineError("engine 7 to start", 20, "its log")])
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_place_whose_engines_cannot_start_by_themselves_is_given_up_at_once(killed: int, error: Exception) -> None:
+    told, made, raised = begun_with(3, *[SHOT] * killed, error)
+    assert raised is error
+    assert len(told) == killed
+    assert len(made) == killed + 1
 
 
 def test_without_restarts_the_first_death_is_the_last() -> None:

@@ -526,8 +526,9 @@ def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
     assert engine_children() <= known
 
 
-def engine_children() -> set[int | None]:
-    return {child.pid for child in multiprocessing.active_children() if child.name.startswith("EngineCore")}
+def engine_children() -> set[int]:
+    found = multiprocessing.active_children()
+    return {child.pid for child in found if child.name.startswith("EngineCore") and child.pid is not None}
 
 
 def test_a_broken_model_folder_is_one_clear_error(tmp_path: Path) -> None:

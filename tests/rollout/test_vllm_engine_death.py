@@ -11,13 +11,21 @@ import pytest
 
 from flash.errors import EngineDeadError
 from flash.foreign import vllm
+from flash.rollout.vllm_engine import VLLMEngine
 from tests.rollout import engine_contract as contract
-from tests.rollout.test_vllm_engine import make_model, processes_of_group, serving
+from tests.rollout.test_vllm_engine import engine_children, make_config, make_model, processes_of_group, serving
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
 
-def test_a_killed_worker_is_the_engines_death(tmp_path: Path) -> None:
+def vllm_said(output: pytest.CaptureResult[str]) -> list[str]:
+    """What the engine's processes have printed."""
+    return [line for line in (output.out + output.err).splitlines() if line.strip()]
+
+
+def test_a_killed_worker_is_the_engines_death_and_nothing_else_is_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with serving(tmp_path, make_model(tmp_path)) as served:
         core = served.engine._processes.core
         (worker,) = vllm.worker_pids(core)
@@ -26,10 +34,54 @@ def test_a_killed_worker_is_the_engines_death(tmp_path: Path) -> None:
             os.kill(worker, signal.SIGKILL)
 
         served.call(contract.tokens_before_the_first_load_carry_no_version, served)
+        capfd.readouterr()
         reason = served.call(contract.a_death_ends_everything_at_once, served, kill)
-        assert reason.startswith(f"engine 0 is dead: its worker process {worker} was killed, or crashed")
+        assert reason.startswith(f"engine 0 is dead: its worker process {worker} was killed by signal 9 (SIGKILL)")
         served.call(contract.a_closed_engine_serves_nobody, served)
         assert not processes_of_group(core)
+    assert vllm_said(capfd.readouterr()) == []
+
+
+@pytest.mark.parametrize(
+    ("which", "told"),
+    [
+        ("core", r"its process \d+ was killed by signal 9"),
+        ("worker", "one of its worker processes was killed by signal 9"),
+    ],
+)
+def test_an_engine_that_is_killed_while_it_starts_is_dead_and_nothing_else_is_printed(
+    which: str, told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_model(tmp_path)
+    known = engine_children()
+    capfd.readouterr()
+
+    async def kill() -> None:
+        while not (begun := engine_children() - known):  # noqa: ASYNC110 (nothing tells when a process has begun)
+            await anyio.sleep(0.05)
+        (victim,) = begun
+        while which == "worker" and not (workers := spawned_by(victim)):  # noqa: ASYNC110 (as above)
+            await anyio.sleep(0.05)
+        os.kill(victim if which == "core" else workers[0], signal.SIGKILL)
+
+    async def start() -> None:
+        engine = VLLMEngine(make_config(tmp_path), 0)
+        async with anyio.create_task_group() as group:
+            group.start_soon(kill)
+            with pytest.raises(EngineDeadError, match=f"^engine 0 is dead: while it started, {told}"):
+                await engine.start()
+
+    anyio.run(start)
+    assert engine_children() <= known
+    assert vllm_said(capfd.readouterr()) == []
+
+
+def spawned_by(core: int) -> list[int]:
+    """Its processes that multiprocessing has spawned, while they still have that name."""
+    children: list[int] = []
+    for thread in Path(f"/proc/{core}/task").iterdir():
+        children += map(int, (thread / "children").read_text().split())
+    return [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_a_killed_core_ends_the_swap_that_goes_on_and_names_the_signal(tmp_path: Path) -> None:

@@ -14,31 +14,37 @@ from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import anyio.from_thread
+import anyio.to_thread
 import pytest
 
+from flash.foreign import vllm
 from flash.rollout.vllm_processes import EngineProcesses
+from flash.weights.plugin import WORKER_KILLED
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def core(worker: Any) -> None:
-    """What vLLM's core does, as far as processes go."""
+def core(worker: Any, tells: bool) -> None:
+    """What vLLM's core does, as far as processes go; it may tell how its worker ended."""
     os.setpgid(0, 0)
     line = ["VLLM::Worker_0", "-c", "echo begun; while sleep 60; do :; done"]
     process = subprocess.Popen(line, executable="/bin/sh", stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
     worker.send(process.pid)
-    process.wait()
+    code = process.wait()
+    if tells:
+        os._exit(WORKER_KILLED - code)
     signal.pause()
 
 
-def begin() -> tuple[BaseProcess, int]:
+def begin(*, tells: bool = False) -> tuple[BaseProcess, int]:
     """A core, and the process id of its worker."""
     receive, send = SPAWN.Pipe(duplex=False)
-    process = SPAWN.Process(target=core, args=(send,), name="EngineCore_0", daemon=True)
+    process = SPAWN.Process(target=core, args=(send, tells), name="EngineCore_0", daemon=True)
     process.start()
     assert receive.poll(30), "the core does not start"
     return process, receive.recv()
@@ -66,14 +72,19 @@ def llm(process: BaseProcess) -> Any:
     ("which", "how", "told"),
     [
         ("core", signal.SIGKILL, "its process {core} was killed by signal 9 (SIGKILL), perhaps"),
-        ("worker", signal.SIGTERM, "its worker process {worker} was killed, or crashed"),
+        ("worker", signal.SIGTERM, "its worker process {worker} has ended"),
+        (
+            "worker of a core that tells",
+            signal.SIGSEGV,
+            "its worker process {worker} was killed by signal 11 (SIGSEGV)",
+        ),
     ],
 )
 def test_the_first_process_that_ends_is_told_once_and_the_others_are_ended(which: str, how: int, told: str) -> None:
     causes: list[str] = []
 
     async def scenario() -> None:
-        process, worker = begin()
+        process, worker = begin(tells=which.endswith("tells"))
         assert process.pid is not None
         died = anyio.Event()
 
@@ -138,6 +149,54 @@ def test_a_start_that_is_given_up_ends_its_own_core_and_no_other_engines() -> No
         for thread in threads:
             thread.join(10)
     assert not cores["other"][0].is_alive()
+
+
+@pytest.mark.parametrize(
+    ("which", "error", "told"),
+    [
+        (
+            "core",
+            RuntimeError(f"{vllm.CORE_ENDED}: {{}}"),
+            "its process {core} was killed by signal 9 (SIGKILL), perhaps",
+        ),
+        ("worker", RuntimeError(f"{vllm.CORE_ENDED}: {{}}"), "one of its worker processes was killed by signal 9"),
+        # vLLM has given the start up, and killed what it had started.
+        ("core", RuntimeError("Message from engine with unexpected rank"), None),
+    ],
+)
+def test_a_start_that_fails_tells_what_has_killed_it(which: str, error: Exception, told: str | None) -> None:
+    async def scenario() -> tuple[str | None, int]:
+        processes = EngineProcesses(lambda cause: None)
+        over, has_begun = anyio.Event(), anyio.Event()
+        begun: list[tuple[BaseProcess, int]] = []
+
+        def start() -> None:
+            processes.start_here()
+            begun.append(begin(tells=True))
+            anyio.from_thread.run_sync(has_begun.set)
+            anyio.from_thread.run(over.wait)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(anyio.to_thread.run_sync, start)
+            with anyio.fail_after(30):
+                await processes.find_core()
+                await has_begun.wait()
+            process, worker = begun[0]
+            assert process.pid is not None
+            os.kill(process.pid if which == "core" else worker, signal.SIGKILL)
+            assert await anyio.to_thread.run_sync(ended, process.pid)
+            said = processes.killed_in_start(error)
+            processes.end_starting(10)
+            over.set()
+        assert ended(worker)
+        return said, process.pid
+
+    said, pid = anyio.run(scenario)
+    if told is None:
+        assert said is None
+    else:
+        assert said is not None
+        assert said.startswith(told.format(core=pid))
 
 
 def run(threads: list[threading.Thread], ready: Callable[[], bool]) -> None:
