@@ -14,7 +14,7 @@ import itertools
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -34,7 +34,7 @@ from flash.rollout.engine import GenerateRequest, Pressure, Progress
 from flash.rollout.step_watch import StepWatch
 from flash.rollout.vllm_pressure import PressureGauge
 from flash.rollout.vllm_processes import EngineProcesses
-from flash.rollout.vllm_requests import SamplingParameters, version_runs
+from flash.rollout.vllm_requests import GOOD_ENDS, SamplingParameters, finish_of, version_runs
 from flash.rollout.vllm_start import configure, engine_environment
 from flash.types import Completion, Published
 from flash.waiting import deadline, unwrapped_group
@@ -147,7 +147,7 @@ class VLLMEngine:
 
         Raises:
             EngineDeadError: the engine is gone.
-            EngineError: the engine refuses the request.
+            EngineError: the engine refuses the request, or ends it for a reason of its own.
         """
         self._check_prompt(request.prompt)
         llm = self._llm
@@ -179,13 +179,11 @@ class VLLMEngine:
             self._steps.ends()
             if not finished:
                 await self._abort(request_id, queue, request.lost)
+        if piece.finish_reason not in GOOD_ENDS:  # as all requests of an engine that is closed
+            self._check_alive()
+        finish = finish_of(piece, request, len(token_ids), f"request {request_id} of engine {self._index}")
         spans = [(span.version, span.start) for span in piece.weight_versions or ()]
-        yield Completion(
-            token_ids=token_ids,
-            logprobs=logprobs,
-            versions=version_runs(spans, 0, len(token_ids)),
-            finish=self._finish(piece.finish_reason),
-        )
+        yield Completion(token_ids, logprobs, version_runs(spans, 0, len(token_ids)), finish)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
         """Swap to a published version with sequences in flight; return the largest canary difference.
@@ -380,14 +378,6 @@ class VLLMEngine:
                 f"a prompt of {len(prompt)} tokens does not fit: it needs at least 1 token and has to leave room for "
                 f"1 more in the context of {longest} (model.max_length)"
             )
-
-    def _finish(self, reason: str | None) -> Literal["stop", "length"]:
-        if reason == "stop":
-            return "stop"
-        if reason == "length":
-            return "length"
-        self._check_alive()
-        raise EngineError(f"engine {self._index} ended a request early: {reason}")
 
     def _typed(self, error: Exception) -> FlashError:
         """Our name for an error of vLLM's."""

@@ -1,14 +1,17 @@
-"""A request as vLLM takes it, and the versions of its tokens as vLLM tells them."""
+"""A request as vLLM takes it; the versions of its tokens, and its end, as vLLM tells them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
+from flash.errors import EngineError
 from flash.foreign import vllm
 from flash.rollout.engine import GenerateRequest, SamplingSettings
 from flash.types import VersionRun
 
+GOOD_ENDS = ("stop", "length")
+"""vLLM's words for the ends that a response should have."""
 SEEDS = 1 << 63
 """Seeds that torch's generators take."""
 
@@ -38,3 +41,25 @@ def version_runs(starts: Sequence[tuple[str, int]], first: int, stop: int) -> li
         for (label, start), end in zip(starts, ends, strict=True)
         if min(end, stop) > max(start, first)
     ]
+
+
+def finish_of(piece: Any, asked: GenerateRequest, tokens: int, whose: str) -> Literal["stop", "length"]:
+    """Why a response ended, from its last piece.
+
+    Args:
+        piece: vLLM's `CompletionOutput`.
+        asked: what it answers.
+        tokens: how many it has.
+        whose: the engine's and the request's name, in words.
+
+    Raises:
+        EngineError: vLLM has ended it for a reason of its own.
+    """
+    if piece.finish_reason in GOOD_ENDS:
+        return piece.finish_reason
+    said = repr(piece.finish_reason) + (f" ({piece.stop_reason})" if piece.stop_reason is not None else "")
+    raise EngineError(
+        f"{whose} was ended by vLLM, and nobody had asked for that: it says {said} after {tokens} of at most "
+        f"{asked.sampling.max_new_tokens} tokens, on a prompt of {len(asked.prompt)}; why may stand in vLLM's own "
+        "words above, of which VLLM_LOGGING_LEVEL=INFO shows more"
+    )

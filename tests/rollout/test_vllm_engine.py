@@ -484,6 +484,23 @@ def test_a_swap_whose_publisher_dies_in_the_middle_is_done_again_with_the_next_o
     assert served.call(vllm.held_fingerprints, served.engine._llm) == [decode_update(whole.update_info).fingerprint]
 
 
+def test_a_request_that_vllm_ends_by_itself_is_named_with_what_vllm_says(served: Served) -> None:
+    async def aborted() -> None:
+        stream = served.engine.generate(ask([5, 6, 7], LONG))
+        assert isinstance(await anext(stream), Progress)
+        (running,) = served.engine._llm.output_processor.external_req_ids
+        await served.engine._llm.abort(running)
+        said = (
+            rf"^request {running} of engine 0 was ended by vLLM, .* it says 'abort' after \d+ of at most {LONG} tokens"
+        )
+        with pytest.raises(EngineError, match=said):
+            async for _ in stream:
+                pass
+
+    served.call(aborted)
+    assert len(served.generate([5, 6, 7], 4).token_ids) == 4
+
+
 def test_law_7_a_corrupted_tensor_is_named(doomed: Served) -> None:
     published = doomed.publish()
     image = doomed.publisher._server._images[published.version]
