@@ -32,6 +32,8 @@ class Fleet:
         """Those that have reported."""
         self._joining: set[int] = set()
         """Those that load their first version."""
+        self._here: set[int] = set()
+        """Those that have asked about cancels, the first thing that a node does."""
         self._answered: dict[int, float] = {}
         self.able: set[int] = set()
         """Nodes with an engine that has a version: all others can run nothing now."""
@@ -43,6 +45,11 @@ class Fleet:
     def __bool__(self) -> bool:
         """Whether a node has engines."""
         return bool(self._nodes or self._joining)
+
+    @property
+    def deserted(self) -> bool:
+        """Whether no node is there, not even one whose engines start."""
+        return not (self or self._here)
 
     def has_beside(self, node: int) -> bool:
         """Whether another node has engines."""
@@ -85,6 +92,7 @@ class Fleet:
         self._nodes.pop(node, None)
         self.able.discard(node)
         self._joining.discard(node)
+        self._here.discard(node)
         self._answered.pop(node, None)
 
     # -- versions ----------------------------------------------------------------------------------------------------
@@ -108,6 +116,7 @@ class Fleet:
 
     def asked(self, node: int) -> None:
         """A node has a question waiting."""
+        self._here.add(node)
         self._answered.pop(node, None)
 
     def answered(self, node: int, now: float) -> None:

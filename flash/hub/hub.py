@@ -236,7 +236,7 @@ class Hub:
 
     async def all_nodes_left(self) -> None:
         """Wait, under the caller's deadline, until every node has taken note of the end and closed its connection."""
-        await self._course.until("run", lambda: not self._nodes.fleet)
+        await self._course.until("run", lambda: self._nodes.fleet.deserted)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

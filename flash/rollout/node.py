@@ -36,7 +36,7 @@ from flash.rollout.supervisor import Restart, Supervisor, start_all
 from flash.rollout.tokenizer import Tokenizer
 from flash.transport.request import ReplyT, Request
 from flash.types import Lease, Published
-from flash.waiting import deadline
+from flash.waiting import deadline, unwrapped_group
 
 
 def episode_settings(config: Config) -> EpisodeSettings:
@@ -161,10 +161,13 @@ class RolloutNode:
 
     async def work(self) -> None:
         """Serve a hub as of `run`, within the caller's `sharing`; the engines, started by the first one, stay."""
-        with self._starting:
-            if not self._started:
-                await self._start()
-                self._started = True
+        if not self._started:
+            async with unwrapped_group() as group:
+                group.start_soon(self._heed_while_starting)
+                with self._starting:
+                    await self._start()
+                    self._started = True
+                group.cancel_scope.cancel()
         if not self._starting.cancel_called:
             await self._serve_hub()
 
@@ -334,6 +337,12 @@ class RolloutNode:
                     leaving.start_soon(self.drain)
                 if reply.done:
                     return
+
+    async def _heed_while_starting(self) -> None:
+        """Stop the start when the hub has no more work. A lost one is no reason: the engines may serve the next."""
+        with suppress(TransportError):
+            await self._heed()
+            self._starting.cancel()
 
     async def _report(self) -> None:
         engines, activities = self._proxy.report()

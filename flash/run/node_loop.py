@@ -51,7 +51,7 @@ from flash.transport.server import Peer, serve
 from flash.waiting import first_error
 
 FAREWELL_S = 0.2
-"""Seconds in which the nodes that have joined are told that an interrupted run is over."""
+"""Seconds in which the other nodes are told that an interrupted run is over."""
 
 
 def run_node_loop(rank: Rank, config: Config) -> int:
@@ -172,7 +172,7 @@ async def _run_hub(
         if end.reason == "finished":
             with anyio.move_on_after(config.deadlines.request):
                 await hub.all_nodes_left()
-        elif hub.joined:
+        elif hub.joined or config.cluster.trainer_nodes > 1:
             await anyio.sleep(FAREWELL_S)
         group.cancel_scope.cancel()
         return end
@@ -203,7 +203,7 @@ async def _other_node(node: int, config: Config, address: HubAddress, now: Calla
     """Roll out for a hub on another node, and tell it of an error that ends the run."""
     try:
         async with anyio.create_task_group() as group:
-            group.start_soon(_forward_signals, config, address, node)
+            group.start_soon(forward_signals, config, address, node, group.cancel_scope)
             if config.engines_on(node):
                 env = LoadedEnvironment(config.env.path, config.env.options)
                 await _roll_out(node, config, env, address, now)
@@ -229,11 +229,15 @@ async def _interrupt_on_signal(hub: Hub) -> None:
             hub.interrupt()
 
 
-async def _forward_signals(config: Config, address: HubAddress, node: int) -> None:
+async def forward_signals(config: Config, address: HubAddress, node: int, all_of_it: anyio.CancelScope) -> None:
+    """Have the hub end the run in order when this node is told to end."""
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async for received in signals:
             reason = f"node {node} received {signal.Signals(received).name}"
-            await _tell(config, address, node, p.Interrupt(reason))
+            try:
+                await _tell(config, address, node, p.Interrupt(reason))
+            except TransportError:  # the run is over, or its hub is gone: nobody else ends this node
+                all_of_it.cancel()
 
 
 async def _roll_out(

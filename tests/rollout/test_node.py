@@ -487,7 +487,10 @@ class SlowToStart(FakeEngine):
 
 @pytest.mark.parametrize(
     ("after", "by"),
-    [(1.0, "signal"), (9.0, "signal"), (9.0, "hub"), (9.0, "signal to all"), (9.0, "signal to engines")],
+    [
+        *((1.0, "signal"), (1.0, "hub"), (9.0, "signal"), (9.0, "hub")),
+        *((9.0, "signal to all"), (9.0, "signal to engines")),
+    ],
 )
 def test_a_node_that_is_drained_goes_and_nothing_that_it_had_is_lost_or_counts_as_failed(after: float, by: str) -> None:
     """While its engine starts, while its episodes run, and where what tells it to go ends its engine, too."""
@@ -547,6 +550,38 @@ def test_a_node_that_is_drained_goes_and_nothing_that_it_had_is_lost_or_counts_a
     assert end.ledger["trained"] == 96
     assert end.ledger["given_up"] == 0
     assert any(note.startswith("node 1 leaves") for note in world.observer.notes)
+
+
+def test_a_run_that_ends_does_not_wait_for_a_node_whose_engine_still_starts_for_the_first_time() -> None:
+    config = make_config(run={"steps": 6})
+    world = World(config)
+    engine = FakeEngine(lambda prompt: [], start_seconds=1000.0)
+    gone: list[float] = []
+
+    async def until_all_have_left() -> RunEnd:
+        hub = world.build()
+        make_env, now = lambda kind: wrap(Echo()), anyio.current_time
+        other = RolloutNode(1, config, [only(engine)], 1, CharTokenizer(), make_env, InProcessCaller(hub), now=now)
+
+        async def serve() -> None:
+            await other.run()
+            gone.append(now())
+            hub.peer_lost("node-1")
+
+        async with anyio.create_task_group() as group:
+            for task in (world.trainer.run, world.node.run, serve):
+                group.start_soon(task)
+            end = await hub.run()
+            ended = now()
+            hub.peer_lost("node-0")
+            with anyio.fail_after(config.deadlines.request):
+                await hub.all_nodes_left()
+            assert gone == [ended], "it was told before the hub left"
+        return end
+
+    end = run_virtual(until_all_have_left)
+    assert (end.reason, end.ledger["trained"]) == ("finished", 48)
+    assert engine.closed
 
 
 class Service:

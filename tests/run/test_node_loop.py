@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+
+import anyio
 import pytest
 
 from flash.errors import EngineError, WeightsError
-from flash.run.node_loop import engines_until_interrupted
+from flash.run.hub_place import HubAddress
+from flash.run.node_loop import engines_until_interrupted, forward_signals
 from tests.hub.test_hub import Driver, make_config
 
 pytestmark = pytest.mark.anyio
@@ -20,3 +26,15 @@ async def test_an_engine_that_a_signal_ended_with_the_run_is_no_error() -> None:
         raise ExceptionGroup("tasks", [EngineError("engine 0 did not start")])
     with pytest.RaisesGroup(WeightsError), engines_until_interrupted(hub):
         raise ExceptionGroup("tasks", [EngineError("engine 0 did not start"), WeightsError("damaged")])
+
+
+async def test_a_signal_that_no_hub_hears_any_more_ends_the_node() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = HubAddress("127.0.0.1", nobody.getsockname()[1], bytes(32))
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as group:
+                group.start_soon(forward_signals, make_config(), address, 1, group.cancel_scope)
+                await anyio.wait_all_tasks_blocked()
+                os.kill(os.getpid(), signal.SIGTERM)
+                await anyio.sleep_forever()
