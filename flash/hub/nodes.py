@@ -75,6 +75,8 @@ class Nodes:
         """Nodes that have said that they go."""
         self._sent_off: set[int] = set()
         """Nodes that are still to be told to go."""
+        self._silent: set[int] = set()
+        """Nodes that have lost their work for their silence, and have not spoken since."""
         self._batch_at_hand = batch_at_hand
         self.fleet = Fleet(config.deadlines.request)
         rollout = config.rollout
@@ -228,6 +230,7 @@ class Nodes:
         """Tell a node what has become pointless. Waits for some of it, at most one long poll."""
         node = request.node
         self.fleet.asked(node)
+        self._silent.discard(node)
         with anyio.move_on_after(self._poll_s):
             await self._course.until(
                 ("cancels", node),
@@ -346,6 +349,7 @@ class Nodes:
         limit = self._config.deadlines.request
         look_at = f"the output of node {node}: its event loop is blocked, or its machine is stopped or cut off"
         self._give_up(node)
+        self._silent.add(node)
         if self.fleet or self._members.has_joined(node):
             then = "the others do its work" if self.fleet else "no other node has engines"
             self._observer.note(f"node {node} has been silent for {limit:g} s, and {then}; see {look_at}")
@@ -362,9 +366,10 @@ class Nodes:
 
     def left(self, node: int) -> None:
         """A node's connection ended: its leases go back."""
-        if node != HUBS_OWN and not self._course.done and self._course.stopping is None:
-            # With its own node's loop the hub ends itself, and the error says why.
+        if node not in (HUBS_OWN, *self._silent) and not self._course.done and self._course.stopping is None:
+            # With its own node's loop the hub ends itself, and the error says why. Of a silent one all is said.
             self._note_loss(node)
+        self._silent.discard(node)
         self._leaving.discard(node)
         self._sent_off.discard(node)
         self._give_up(node)

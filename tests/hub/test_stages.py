@@ -227,9 +227,30 @@ async def test_the_work_of_a_silent_node_goes_to_the_others_with_a_word() -> Non
 
     await run.watched(scenario, lambda: run.talk(0))
     assert "all" in run.ended
+    run.hub.peer_lost("node-1")
     (note,) = run.observer.notes
     assert "node 1 has been silent for 60 s" in note
     assert "its event loop is blocked" in note
+
+
+async def test_a_silent_node_that_is_gone_then_is_told_once_and_one_that_speaks_again_anew() -> None:
+    run = Run(with_deadlines(make_config(), batch=500, request=60))
+
+    async def scenario() -> None:
+        for node in (1, 2):
+            await run.begin(node)
+            await run.cancels(node)
+        await anyio.sleep(70)
+        await run.cancels(2)
+        await run.report(2, 0)
+        run.hub.peer_lost("node-1")
+        run.hub.peer_lost("node-2")
+
+    await run.watched(scenario, lambda: run.talk(0))
+    silent = [note for note in run.observer.notes if "has been silent" in note]
+    gone = [note for note in run.observer.notes if "is gone" in note]
+    assert [note.partition(" has")[0] for note in silent] == ["node 1", "node 2"]
+    assert [note.partition(" is")[0] for note in gone] == ["node 2"]
 
 
 async def test_when_the_last_node_with_engines_falls_silent_and_has_trainers_the_run_ends_with_its_name() -> None:
