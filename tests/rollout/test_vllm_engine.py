@@ -1,5 +1,7 @@
 """A real vLLM engine on the CPU, against Hugging Face's forward pass of the same weights."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import contextlib
@@ -10,7 +12,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,7 +163,7 @@ def make_config(folder: Path, **deadlines: float) -> Config:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, model: Any, **deadlines: float) -> Iterator[Served]:
+def serving(folder: Path, model: Any, **deadlines: float) -> Generator[Served]:
     """An engine for the model that was saved in the folder."""
     from flash.weights.publisher import make_publisher
 

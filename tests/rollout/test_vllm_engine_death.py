@@ -1,5 +1,7 @@
 """A real vLLM engine loses one of its processes: it is dead then, whatever is left of it, and says what ended it."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import os
@@ -18,8 +20,9 @@ from tests.rollout.test_vllm_engine import engine_children, make_config, make_mo
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
 
-def vllm_said(output: pytest.CaptureResult[str]) -> list[str]:
-    """What the engine's processes have printed."""
+def vllm_said(captured: pytest.CaptureFixture[str]) -> list[str]:
+    """What the engine's processes have printed since the last look."""
+    output = captured.readouterr()
     return [line for line in (output.out + output.err).splitlines() if line.strip()]
 
 
@@ -39,7 +42,7 @@ def test_a_killed_worker_is_the_engines_death_and_nothing_else_is_printed(
         assert reason.startswith(f"engine 0 is dead: its worker process {worker} was killed by signal 9 (SIGKILL)")
         served.call(contract.a_closed_engine_serves_nobody, served)
         assert not processes_of_group(core)
-    assert vllm_said(capfd.readouterr()) == []
+    assert vllm_said(capfd) == []
 
 
 @pytest.mark.parametrize(
@@ -59,10 +62,11 @@ def test_an_engine_that_is_killed_while_it_starts_is_dead_and_nothing_else_is_pr
     async def kill() -> None:
         while not (begun := engine_children() - known):  # noqa: ASYNC110 (nothing tells when a process has begun)
             await anyio.sleep(0.05)
-        (victim,) = begun
-        while which == "worker" and not (workers := spawned_by(victim)):  # noqa: ASYNC110 (as above)
-            await anyio.sleep(0.05)
-        os.kill(victim if which == "core" else workers[0], signal.SIGKILL)
+        victims = list(begun)
+        if which == "worker":
+            while not (victims := spawned_by(*begun)):  # noqa: ASYNC110 (as above)
+                await anyio.sleep(0.05)
+        os.kill(victims[0], signal.SIGKILL)
 
     async def start() -> None:
         engine = VLLMEngine(make_config(tmp_path), 0)
@@ -73,7 +77,7 @@ def test_an_engine_that_is_killed_while_it_starts_is_dead_and_nothing_else_is_pr
 
     anyio.run(start)
     assert engine_children() <= known
-    assert vllm_said(capfd.readouterr()) == []
+    assert vllm_said(capfd) == []
 
 
 def spawned_by(core: int) -> list[int]:

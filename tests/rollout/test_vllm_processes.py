@@ -165,10 +165,11 @@ def test_a_start_that_is_given_up_ends_its_own_core_and_no_other_engines() -> No
     ],
 )
 def test_a_start_that_fails_tells_what_has_killed_it(which: str, error: Exception, told: str | None) -> None:
-    async def scenario() -> tuple[str | None, int]:
+    async def scenario() -> tuple[str | None, int | None]:
         processes = EngineProcesses(lambda cause: None)
         over, has_begun = anyio.Event(), anyio.Event()
         begun: list[tuple[BaseProcess, int]] = []
+        told_by: list[str | None] = []
 
         def start() -> None:
             processes.start_here()
@@ -185,11 +186,12 @@ def test_a_start_that_fails_tells_what_has_killed_it(which: str, error: Exceptio
             assert process.pid is not None
             os.kill(process.pid if which == "core" else worker, signal.SIGKILL)
             assert await anyio.to_thread.run_sync(ended, process.pid)
-            said = processes.killed_in_start(error)
+            told_by.append(processes.killed_in_start(error))
             processes.end_starting(10)
             over.set()
+        ((process, worker),) = begun
         assert ended(worker)
-        return said, process.pid
+        return told_by[0], process.pid
 
     said, pid = anyio.run(scenario)
     if told is None:
