@@ -7,6 +7,7 @@ aside and renamed: a file of that name was whole once.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from flash.observe.frames import append_frame, read_frames
 from flash.types import Batch, BatchSample, Trajectory
 
 _SUFFIX = ".bin"
+_STEP = re.compile(r"step-([0-9]+)")
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -77,9 +79,16 @@ def read_batch(folder: Path, step: int) -> Batch:
     return Batch(head.step, head.min_version, trajectories, head.earlier)
 
 
+def step_named(name: str) -> int | None:
+    """The step that something in a run directory is called after, `step-000012`; None: others have put it there."""
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found else None
+
+
 def recorded_steps(folder: Path) -> list[int]:
     """The steps whose batches are there, in order."""
-    return sorted(int(file.stem.removeprefix("step-")) for file in folder.glob(f"step-*{_SUFFIX}"))
+    named = (step_named(file.stem) for file in folder.glob(f"*{_SUFFIX}"))
+    return sorted(step for step in named if step is not None)
 
 
 def forget_before(folder: Path, step: int) -> None:

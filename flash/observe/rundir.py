@@ -174,7 +174,7 @@ class RunDirectory:
         this name moves as a whole to `<name>.1`, `<name>.2`, …
         """
         directory = cls(path)
-        with writing(path):
+        with writing(path, "check that run.output_dir names a folder you may write to"):
             if resume_at is None:
                 _set_aside(path)
             for folder in (path, directory.trajectories, directory.batches, directory.checkpoints, directory.plots):
@@ -215,7 +215,8 @@ class RunDirectory:
 
     def checkpointed(self) -> list[int]:
         """The versions of which there are checkpoints, whole or not, in order."""
-        return sorted(int(folder.name.removeprefix("step-")) for folder in self.checkpoints.glob("step-[0-9]*[0-9]"))
+        named = (recording.step_named(folder.name) for folder in self.checkpoints.glob("*"))
+        return sorted(version for version in named if version is not None)
 
     def write_ledger(self, totals: Row) -> None:
         """Replace the ledger's totals."""
@@ -254,8 +255,9 @@ class RunDirectory:
         _split(self.spans, aside, Activity, lambda _: True)
         _split(self.samples, aside, SampleTimes, lambda sample: sample.step < resume_at)
         for folder in (self.trajectories, self.batches):
-            for file in sorted(folder.glob("step-*[0-9].*")):
-                if int(file.name.partition(".")[0].removeprefix("step-")) >= resume_at:
+            for file in sorted(folder.glob("*.*")):
+                step = recording.step_named(file.name.partition(".")[0])
+                if step is not None and step >= resume_at:
                     _move(file, aside / folder.name)
 
 
@@ -281,14 +283,14 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def writing(path: Path) -> Generator[None]:
-    """Turn the operating system's refusal into an error that says what to do."""
+def writing(path: Path, advice: str = "") -> Generator[None]:
+    """Turn the operating system's refusal into an error that says what to do: `advice`, unless the disk is full."""
     try:
         yield
     except OSError as error:
-        advice = "check that run.output_dir names a folder you may write to"
+        advice = advice or f"check that you may write to {path.parent}"
         if error.errno in _FULL:
-            advice = "free space on that disk, then continue with run.resume=true"
+            advice = "free space on that disk; a run continues with run.resume=true"
         raise RunDirectoryError(f"cannot write {path}: {error.strerror or error}; {advice}") from error
 
 

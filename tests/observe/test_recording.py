@@ -70,6 +70,23 @@ def test_batches_that_a_resumed_run_trains_again_are_moved_aside(tmp_path: Path)
     assert recorded_steps(again.earlier / "001" / "batches") == [2, 3]
 
 
+def test_what_others_put_beside_batches_and_checkpoints_is_no_step_and_stays_where_it_is(tmp_path: Path) -> None:
+    directory = RunDirectory.open(tmp_path / "run", "")
+    for step in range(4):
+        directory.write_batch(a_batch(step), keep_all=True)
+    strange = {"step-foo.bin", "step-1x2.bin", "notes.bin", "step-2 copy1.bin"}
+    for name in strange:
+        (directory.batches / name).touch()
+    (directory.checkpoints / "step-0x1").mkdir()
+    (directory.checkpoints / "step-000002").mkdir()
+    assert recorded_steps(directory.batches) == [0, 1, 2, 3]
+    directory.write_batch(a_batch(4), keep_all=False)
+    assert recorded_steps(directory.batches) == [2, 3, 4]
+    again = RunDirectory.open(tmp_path / "run", "", resume_at=3)
+    assert recorded_steps(again.batches) == [2]
+    assert {file.name for file in again.batches.iterdir()} == {"step-000002.bin", *strange}
+
+
 def test_a_replay_says_what_it_lacks(tmp_path: Path) -> None:
     directory = RunDirectory.open(tmp_path / "run", "")
     with pytest.raises(ConfigError, match="holds no recorded batches"):

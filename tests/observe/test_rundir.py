@@ -149,6 +149,12 @@ def test_a_folder_that_cannot_be_made_names_the_setting(tmp_path: Path) -> None:
         RunDirectory.open(tmp_path / "file" / "run", "")
 
 
+def test_a_file_of_no_run_that_cannot_be_written_names_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "value.json").mkdir()
+    with pytest.raises(RunDirectoryError, match=f"value.json: Is a directory; check that you may write to {tmp_path}$"):
+        write_atomically(tmp_path / "value.json", b"")
+
+
 def test_an_atomic_write_replaces_the_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
     target = tmp_path / "value.json"
     write_atomically(target, b"old")
