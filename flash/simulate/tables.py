@@ -206,7 +206,12 @@ def _pairs(console: Console, rows: Iterable[tuple[str, str]]) -> None:
 def _console() -> Console:
     from rich.console import Console
 
-    return Console(
+    class Unwatched(Console):
+        def on_broken_pipe(self) -> None:
+            """Leave it to the command line, which ends as of SIGPIPE; rich would end with exit code 1."""
+            raise BrokenPipeError
+
+    return Unwatched(
         file=sys.stdout,
         highlight=False,
         markup=False,

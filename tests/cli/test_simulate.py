@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flash.cli.calibrate import predicted_step_s
-from flash.cli.main import main
+from flash.cli.main import UNREAD, main
 from flash.cli.simulate import (
     Sweep,
     parse_sweep,
@@ -75,6 +75,17 @@ def test_the_end_of_a_key_is_enough_where_only_one_key_ends_so():
     assert resolve_key("async_ratio") == "train.async_ratio"
     assert resolve_key("rollout_gpus") == "simulate.rollout_gpus"
     assert resolve_key("train.async_ratio") == "train.async_ratio"
+
+
+def test_a_prediction_that_nobody_reads_ends_without_a_word(run: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "flash", "simulate", str(run)]
+    try:
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (UNREAD, "")
 
 
 def test_an_ambiguous_key_is_refused_with_its_candidates():
