@@ -11,6 +11,13 @@ LONGEST_PAUSE_S = 60.0
 """Most seconds before an engine that died starts again: what killed it may pass, and a node is not idle for long."""
 
 
+BEAT_S = 3.0
+"""Seconds after which a trainer rank shows that its process runs: often enough that, when a collective has failed after
+`deadlines.collective`, the hub knows which rank hangs."""
+
+SILENT_S = 3 * BEAT_S
+"""Seconds after which a trainer rank counts as silent."""
+
 ECHO_S = 2.0
 """When a trainer rank is killed, the others' collectives fail, and their errors may come before the end of its own
 connection is seen: for so long the hub waits for the cause, so that a restart follows and the right rank is named."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -20,6 +21,10 @@ TOUCHED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._monitor_workers",
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._remaining_restarts",
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._exit_barrier_timeout",
+    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._stop_workers",
+    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._pcontext",
+    "torch.distributed.elastic.multiprocessing.api:PContext.pids",
+    "torch.distributed.elastic.multiprocessing.api:PContext.close",
     "torch.distributed.elastic.agent.server.api:RunResult.failures",
     "torch.distributed.elastic.multiprocessing.errors:ProcessFailure.timestamp",
     "torch.distributed.elastic.rendezvous.api:RendezvousError",
@@ -52,6 +57,10 @@ Each sets a level of its own when it is imported, so that none of those above it
 
 SAME_MOMENT_S = 5
 """Processes killed within so many seconds were killed by the same hand; torchrun waits longer before it kills."""
+
+
+LINGER_S = 10
+"""Seconds in which processes end that are to be started again: they know it already, and who hangs does not end."""
 
 
 class Interrupted(Exception):
@@ -102,11 +111,22 @@ def unprompted(failures: Sequence[Failure]) -> list[Ended]:
     ]
 
 
-def torchrun(arguments: Sequence[str], failed: Callable[[Sequence[Ended], int], None], end_s: float) -> bool:
+class Overseer(Protocol):
+    """Who torchrun's agent asks and tells."""
+
+    def hanging(self, processes: Collection[int]) -> Collection[int]:
+        """Which of the living ones are to be killed: by themselves they do not end. Asked ten times a second."""
+        ...
+
+    def failed(self, ended: Sequence[Ended], restarts_left: int) -> None:
+        """Which processes have failed, before the others are ended; those that were `hanging` are not among them."""
+        ...
+
+
+def torchrun(arguments: Sequence[str], overseer: Overseer, end_s: float) -> bool:
     """Run torchrun in this process, to the end of its workers; whether all of them ended well.
 
-    `failed` is told which processes have failed, and how many restarts are left, before the others are ended. At its
-    own end it waits up to `end_s` for the other nodes.
+    At its own end it waits up to `end_s` for the other nodes.
 
     Raises:
         Interrupted: a signal ended it.
@@ -121,7 +141,7 @@ def torchrun(arguments: Sequence[str], failed: Callable[[Sequence[Ended], int], 
     for module in REPEATING:
         logging.getLogger(module).setLevel(logging.CRITICAL)
     try:
-        with _telling(failed, end_s):
+        with _overseen(overseer, end_s):
             run(parse_args(list(arguments)))
     except ChildFailedError:
         return False
@@ -133,8 +153,11 @@ def torchrun(arguments: Sequence[str], failed: Callable[[Sequence[Ended], int], 
 
 
 @contextmanager
-def _telling(failed: Callable[[Sequence[Ended], int], None], end_s: float) -> Generator[None]:
-    """Have torchrun's agent tell of its workers' ends, which it only logs, and not wait for lost nodes for minutes."""
+def _overseen(overseer: Overseer, end_s: float) -> Generator[None]:
+    """Have torchrun's agent tell of its workers' ends, which it only logs, and not wait for lost nodes for minutes.
+
+    It kills workers that hang, which to it look healthy.
+    """
     from torch.distributed.elastic.agent.server.api import WorkerState
     from torch.distributed.launcher import api
 
@@ -142,18 +165,28 @@ def _telling(failed: Callable[[Sequence[Ended], int], None], end_s: float) -> Ge
     launcher: Any = api
     agent: Any = launcher.LocalElasticAgent
 
-    class TellingAgent(agent):
+    class OverseenAgent(agent):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             self._exit_barrier_timeout = end_s
+            self._killed: set[int] = set()
 
         def _monitor_workers(self, worker_group: Any) -> Any:
+            for process in overseer.hanging(self._pcontext.pids().values()):
+                self._killed.add(process)
+                os.kill(process, signal.SIGKILL)
             result = super()._monitor_workers(worker_group)
             if result.state == WorkerState.FAILED:
-                failed(unprompted(list(result.failures.values())), self._remaining_restarts)
+                ended = unprompted(list(result.failures.values()))
+                others = [each for each in ended if each.pid not in self._killed]
+                overseer.failed(others, self._remaining_restarts)
             return result
 
-    launcher.LocalElasticAgent = TellingAgent
+        def _stop_workers(self, worker_group: Any) -> None:
+            self._pcontext.close(signal.SIGTERM, LINGER_S)
+            super()._stop_workers(worker_group)
+
+    launcher.LocalElasticAgent = OverseenAgent
     try:
         yield
     finally:

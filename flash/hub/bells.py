@@ -9,9 +9,9 @@ from typing import Literal
 
 import anyio
 
-Bell = Literal["run", "batches", "engines", "versions", "put off"] | tuple[Literal["leases", "cancels"], int]
+Bell = Literal["run", "batches", "engines", "versions", "put off", "ranks"] | tuple[Literal["leases", "cancels"], int]
 """What may have changed: the run's progress, whether a batch can be formed, the versions of engines, the published one,
-what was put off, what a node may have, what it is to cancel."""
+what was put off, which processes the trainer ranks are, what a node may have, what it is to cancel."""
 
 
 class Bells:

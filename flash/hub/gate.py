@@ -21,6 +21,7 @@ from flash.config.tree import Config
 from flash.errors import PeerLostError, ProtocolError
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
+from flash.hub.trainers import LIFE_OVER
 from flash.transport.request import Request
 from flash.transport.server import Peer
 from flash.types import Activity, Failure, Outcome, Task, Trajectory
@@ -41,6 +42,7 @@ SAID_BY: dict[type[Request[Any]], tuple[Kind, ...]] = {
     p.EngineReport: ("node",),
     p.LifeRequest: ("trainer",),
     p.LifeWatch: ("trainer",),
+    p.RanksRequest: ("messenger",),
     p.BatchRequest: ("trainer",),
     p.Goodbye: ("trainer",),
     p.Commit: ("trainer",),
@@ -58,6 +60,8 @@ MOST_ENGINES = 1024
 """Of one node: far above what a machine holds."""
 OF_FIRST_RANK = (p.Commit, p.PublishRequest, p.SnapshotRequest)
 """What trainer rank 0 alone says."""
+NUMBERED: dict[Kind, str] = {"node": "node", "messenger": "node", "trainer": "rank", "guest": ""}
+"""The field of a request in which a peer says its own number."""
 
 
 class Speaker(msgspec.Struct, frozen=True):
@@ -127,7 +131,7 @@ class Gate:
         given = self._given[peer.id]
         speaker = self._speakers[peer.id]
         if not self._heard(speaker):
-            raise PeerLostError("this life of the trainer ranks is over, as one of them is gone")
+            raise PeerLostError(LIFE_OVER)
         fault = self._fault(speaker, request, given)
         if fault is not None:
             raise ProtocolError(f"{speaker.name} sent a {type(request).__name__}: {fault}")
@@ -145,7 +149,7 @@ class Gate:
         """Why this speaker may not say this."""
         if speaker.kind not in SAID_BY[type(request)]:
             return f"a {speaker.kind} may not"
-        own = getattr(request, speaker.kind if speaker.kind == "node" else "rank", speaker.number)
+        own = getattr(request, NUMBERED[speaker.kind], speaker.number)
         if own != speaker.number:
             return f"it speaks for {speaker.kind} {own}"
         if isinstance(request, OF_FIRST_RANK) and speaker.number != 0:

@@ -17,7 +17,7 @@ import msgspec
 
 from flash.config import waits
 from flash.config.tree import Config
-from flash.errors import CollectiveError, ContractError, FlashError, error_of
+from flash.errors import CollectiveError, ContractError, DeadlineError, FlashError, error_of
 from flash.hub import protocol as p
 from flash.hub.batching import PART_BYTES
 from flash.hub.buffer import SampleBuffer
@@ -30,7 +30,7 @@ from flash.hub.metrics import StepMetrics
 from flash.hub.nodes import Nodes
 from flash.hub.past import Past, Start
 from flash.hub.rules import buffer_rules
-from flash.hub.stages import LOOK_AT, Beginning, Stage, stage_s, waited_for
+from flash.hub.stages import LOOK_AT, OF_TRAINERS, Beginning, Stage, stage_s, waited_for
 from flash.hub.state import HubState, KeepState, weigh
 from flash.hub.steps import Steps
 from flash.hub.tasks import TaskSource
@@ -172,13 +172,27 @@ class Hub:
         """Wait for each stage of the run to end, under its deadline, until all trainer ranks are gone."""
         while not self._trainers.done:
             seen, stage = self._course.progress, self._stage()
-            with deadline(stage_s(stage, self._config), partial(self._waited_for, stage), LOOK_AT[stage]):
+            with anyio.move_on_after(stage_s(stage, self._config)) as scope:
                 await self._course.until(
                     "run",
                     lambda seen=seen, stage=stage: (
                         self._course.progress != seen or self._stage() is not stage or self._trainers.done
                     ),
                 )
+            if scope.cancelled_caught:
+                self._late(stage)
+
+    def _late(self, stage: Stage) -> None:
+        """A stage has outlived its deadline. Where the trainer ranks hang, their life ends by that, not the run.
+
+        Raises:
+            DeadlineError: it is somebody else that is late, or no rank is there that could start again.
+        """
+        seconds, what = stage_s(stage, self._config), self._waited_for(stage)
+        if stage in OF_TRAINERS and self._lives.present:
+            self._trainers.hang(f"the run has waited {seconds:g} s (deadlines.{OF_TRAINERS[stage]}) for {what}")
+        else:
+            raise DeadlineError(what, seconds, LOOK_AT[stage])
 
     def _stage(self) -> Stage:
         """What the run waits for at the moment."""
@@ -198,6 +212,8 @@ class Hub:
             return Stage.LOADING
         if self._course.stopping == "finished":
             return Stage.SAVING
+        if not self._steps.asked:
+            return Stage.BETWEEN
         return Stage.RETURNING if self._nodes.fleet.waits_for_engines else Stage.BATCH
 
     def _waited_for(self, stage: Stage) -> str:
@@ -267,6 +283,8 @@ class Hub:
                 self._nodes.send_off(request.node)
             case p.Leave():
                 self._nodes.leaves(request)
+            case p.RanksRequest():
+                return await self._trainers.ranks_of(request)
             case p.Interrupt():
                 self._observer.note(request.reason)
                 self._course.interrupt()
@@ -280,9 +298,9 @@ class Hub:
     async def _answer_rank(self, request: msgspec.Struct) -> msgspec.Struct:
         match request:
             case p.LifeRequest():
-                return await self._trainers.begins()
+                return await self._trainers.begins(request)
             case p.LifeWatch():
-                await anyio.sleep_forever()
+                await self._trainers.watched(request)
             case p.BatchRequest():
                 return await self._steps.batch(request)
             case p.Commit():
@@ -306,7 +324,7 @@ class Hub:
             if not self._lives.counts(life):
                 return
         if isinstance(error, CollectiveError):
-            self._trainers.end_life(error)
+            self._trainers.collective_failed(error, self._waited_for(self._stage()))
         else:
             self._course.fail(error or FlashError(request.message))
 

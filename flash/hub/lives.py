@@ -1,9 +1,9 @@
 """Lives: the trainer ranks from one restart to the next, and how far those of now are behind the run. Pure state.
 
-A rank's connection belongs to the life in which it arrived. When one rank is lost, all of that life is over: what its
-ranks still say counts no more, and whoever arrives then begins the next life. A life starts from a checkpoint, at a
-version that the run may have left behind long ago, and trains the same batches again until it holds the run's version:
-also the first one of a hub that has started again.
+A rank's connection belongs to the life in which it arrived. When one rank is lost, or hangs, all of that life is over:
+what its ranks still say counts no more, and whoever arrives then begins the next life. A life starts from a checkpoint,
+at a version that the run may have left behind long ago, and trains the same batches again until it holds the run's
+version: also the first one of a hub that has started again.
 
 Laws: each step is booked once, by whichever life commits it first. Each life trains every step from its beginning on,
 in order. To the engines goes the run's version alone, so that what they are given never goes back.
@@ -38,6 +38,12 @@ class Lives:
         """Whether the newest life is over, and nobody of the next one is here."""
         self.fetched: set[int] = set()
         """Ranks that have all of their shard."""
+        self.processes: dict[int, int] = {}
+        """The process ids of the ranks of this life, each on its own node."""
+        self.ended: dict[int, int] = {}
+        """The same of the last process of each rank whose life is over; it may hang."""
+        self._beats: dict[int, float] = {}
+        """When each rank of this life has shown last that its process runs."""
         self._present: set[int] = set()
         self._left: set[int] = set()
 
@@ -65,9 +71,29 @@ class Lives:
         self._present.add(rank)
         return self.number
 
+    @property
+    def present(self) -> list[int]:
+        """The ranks of this life that have come."""
+        return sorted(self._present)
+
+    def begins(self, rank: int, process: int) -> None:
+        """A rank has said which process it is."""
+        self.processes[rank] = process
+
+    def beats(self, rank: int, now: float) -> None:
+        """A rank has shown that its process runs, whatever it waits for."""
+        self._beats[rank] = now
+
+    def silent(self, seconds: float, now: float) -> dict[int, float]:
+        """The ranks of this life whose last beat is so long ago, each with the seconds."""
+        quiet = {rank: now - last for rank, last in sorted(self._beats.items())}
+        return {rank: since for rank, since in quiet.items() if since > seconds}
+
     def leaves(self, rank: int) -> None:
         """A rank has said goodbye."""
         self._left.add(rank)
+        self.processes.pop(rank, None)
+        self._beats.pop(rank, None)
 
     def lost(self, rank: int) -> bool:
         """A rank of this life is gone; whether that ends the life.
@@ -80,11 +106,22 @@ class Lives:
         self.end()
         return True
 
+    def given_up(self) -> bool:
+        """The ranks of this life hang; whether that ends the life. Not when any has said goodbye, as above."""
+        if self._left:
+            self._left.update(range(self._ranks))
+            return False
+        self.end()
+        return True
+
     def end(self) -> None:
         """This life is over."""
         self._over = self.away = True
+        self.ended |= self.processes
         self._present.clear()
         self.fetched.clear()
+        self.processes.clear()
+        self._beats.clear()
 
     # -- how far they are --------------------------------------------------------------------------------------------
 

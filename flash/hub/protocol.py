@@ -2,7 +2,8 @@
 
 Rollout nodes send `LeaseRequest`, `DeliverRequest`, `CancelRequest`, `VersionRequest`, `LoadFailed` and `EngineReport`;
 trainer ranks send `LifeRequest`, `LifeWatch`, `BatchRequest` and `Goodbye`, and rank 0 also `PublishRequest`, `Commit`
-and `SnapshotRequest`. Any of them may send `Interrupt` or `Fatal`. A guest becomes a rollout node: it sends
+and `SnapshotRequest`; the agent that keeps a node's ranks sends `RanksRequest`. Any of them may send `Interrupt` or
+`Fatal`. A guest becomes a rollout node: it sends
 `RunRequest`, then `JoinRequest`, and at its end `Leave`. Each class names the struct that answers it.
 Requests of nodes that wait (leases, cancels, versions) are answered, possibly empty, within
 `flash.config.waits.long_poll_s`.
@@ -150,12 +151,34 @@ class LifeRequest(Request[LifeReply], frozen=True, tag=True):
     """A trainer rank has started."""
 
     rank: int
+    process: int
+    """Its process id on its node, whose agent ends it when it hangs."""
 
 
 class LifeWatch(Request[Ack], frozen=True, tag=True):
-    """Never answered: the call fails when the life of this rank is over, since another rank of it is gone."""
+    """Answered every `BEAT_S` seconds, so that the hub hears that the process runs, and the rank asks again. The call
+    fails when the life of this rank is over, since another rank of it is gone, or one hangs."""
 
     rank: int
+
+
+class RanksReply(msgspec.Struct, frozen=True, tag=True):
+    """The trainer ranks of a node, by their process ids."""
+
+    number: int
+    """Grows with each change."""
+    living: list[int]
+    """Those of the newest life."""
+    ended: list[int]
+    """Those whose life is over: each has to end by itself, or hangs."""
+
+
+class RanksRequest(Request[RanksReply], frozen=True, tag=True):
+    """An agent asks what became of its ranks. Answered when there is news of any rank."""
+
+    node: int
+    after: int
+    """`number` of the last reply; -1 before the first."""
 
 
 class BatchReply(msgspec.Struct, frozen=True, tag=True):
@@ -295,6 +318,7 @@ HubRequest = (
     | EngineReport
     | LifeRequest
     | LifeWatch
+    | RanksRequest
     | BatchRequest
     | Commit
     | PublishRequest

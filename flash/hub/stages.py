@@ -28,6 +28,8 @@ class Stage(Enum):
     """The trainer ranks have a batch."""
     LOADING = auto()
     """The trainer ranks wait for engines to load what they have published."""
+    BETWEEN = auto()
+    """The trainer ranks publish what they have trained, or write a checkpoint, before they ask for the next batch."""
     SAVING = auto()
     """After the last step: a checkpoint and the export."""
     ENDING = auto()
@@ -42,6 +44,16 @@ class Beginning(NamedTuple):
     """How much of it, where that can be told."""
 
 
+OF_TRAINERS = {
+    Stage.FIRST_VERSION: "rendezvous",
+    Stage.AWAY: "rendezvous",
+    Stage.AGAIN: "step",
+    Stage.STEP: "step",
+    Stage.BETWEEN: "step",
+    Stage.SAVING: "step",
+}
+"""Stages that the trainer ranks alone can end, each with its entry of `[deadlines]`."""
+
 LOOK_AT = {
     Stage.FIRST_VERSION: "the trainer ranks, and deadlines.rendezvous",
     Stage.AWAY: "the trainer ranks' output, and deadlines.rendezvous",
@@ -51,6 +63,7 @@ LOOK_AT = {
     Stage.BATCH: "engines and environments",
     Stage.STEP: "the trainer ranks",
     Stage.LOADING: "the output of that node, and deadlines.swap",
+    Stage.BETWEEN: "the trainer ranks and the disk of the run directory, and deadlines.step",
     Stage.SAVING: "the trainer ranks, and deadlines.step",
     Stage.ENDING: "deadlines.shutdown: a step and a checkpoint have to fit into it",
 }
@@ -59,9 +72,9 @@ LOOK_AT = {
 def stage_s(stage: Stage, config: Config) -> float:
     """How long a stage may last."""
     deadlines = config.deadlines
+    if stage in OF_TRAINERS:
+        return float(getattr(deadlines, OF_TRAINERS[stage]))
     match stage:
-        case Stage.FIRST_VERSION | Stage.AWAY:
-            return deadlines.rendezvous
         case Stage.STARTING:
             return waits.first_version_s(config)
         case Stage.RETURNING:
@@ -69,11 +82,9 @@ def stage_s(stage: Stage, config: Config) -> float:
             return waits.engine_return_s(config) + deadlines.request
         case Stage.BATCH:
             return deadlines.batch
-        case Stage.STEP | Stage.AGAIN | Stage.SAVING:
-            return deadlines.step
         case Stage.LOADING:
             return waits.new_version_s(config)
-        case Stage.ENDING:
+        case _:
             return deadlines.shutdown
 
 
@@ -96,6 +107,10 @@ def waited_for(stage: Stage, *, step: int, groups: str, behind: str) -> str:
             return f"the trainer ranks to finish step {step}"
         case Stage.LOADING:
             return f"{behind} to load version {step}"
+        case Stage.BETWEEN:
+            return (
+                f"the trainer ranks to publish version {step} and to ask for a batch, after a checkpoint if one was due"
+            )
         case Stage.SAVING:
             return "the trainer ranks to leave the last checkpoint and the model"
         case Stage.ENDING:

@@ -83,12 +83,19 @@ class Steps:
         """Of each rank, in parts."""
         self._trained: list[Trajectory] = []
         self._forming = False
+        self._asking = 0
+        """Ranks that wait for a batch."""
         self._last_reply: p.BatchReply | None = None
 
     @property
     def training(self) -> bool:
         """Whether the ranks have a batch."""
         return bool(self._shards)
+
+    @property
+    def asked(self) -> bool:
+        """Whether a rank waits for a batch."""
+        return self._asking > 0
 
     @property
     def waits_for_engines(self) -> bool:
@@ -105,16 +112,26 @@ class Steps:
         life = self._lives.number
         if self._lives.behind(self._course.version):
             return await self._trained_before(request, life)
-        while not self._shards and (self._course.stopping is None or self._forming):
-            await self._course.until("batches", self.can_form)
-            if not self._shards and self._course.stopping is None:
-                with anyio.CancelScope(shield=True):
-                    await self._form_batch()
+        await self._until_formed()
         if not self._shards:
             # The same to all ranks, whatever comes between their questions: they export the model together.
             self._last_reply = self._last_reply or p.BatchReply(None, finished=self._course.stopping == "finished")
             return self._last_reply
         return self._part(self._shards[request.rank], request, life, keeps=True)
+
+    async def _until_formed(self) -> None:
+        """Wait until there is a batch, or the run is stopping; the first to see that one can be formed forms it."""
+        self._asking += 1
+        self._course.bells.ring("run")
+        try:
+            while not self._shards and (self._course.stopping is None or self._forming):
+                await self._course.until("batches", self.can_form)
+                if not self._shards and self._course.stopping is None:
+                    with anyio.CancelScope(shield=True):
+                        await self._form_batch()
+        finally:
+            self._asking -= 1
+            self._course.bells.ring("run")
 
     async def _trained_before(self, request: p.BatchRequest, life: int) -> p.BatchReply:
         """A part of what a life before this one has trained at the same step."""
@@ -253,5 +270,4 @@ class Steps:
         """A rank leaves in order, as soon as no engine needs its weights."""
         self._observer.activities(request.activities)
         await self._until_engines_have_newest()
-        self._lives.leaves(request.rank)
-        self._course.bells.ring("run")
+        self._trainers.leaves(request.rank)

@@ -1,9 +1,10 @@
 """Trainers: the hub's side of the trainer ranks' coming and going. It owns no task.
 
 A life of theirs (`flash.hub.lives`) that is lost does not end the run: its calls are ended, and so are its ranks, by
-that. The engines go on with what they have. The next life is told which checkpoint to load, and trains again what the
-run has trained since (`flash.hub.past`); so does the first one of a hub that has started again. Where that cannot be,
-the run ends with an error after which all processes start again.
+that, or, where they hang, by their node's agent, which asks here. The engines go on with what they have. The next life
+is told which checkpoint to load, and trains again what the run has trained since (`flash.hub.past`); so does the first
+one of a hub that has started again. Where that cannot be, the run ends with an error after which all processes start
+again.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import TypeVar
 
 import anyio
 
+from flash.config import waits
 from flash.config.tree import Config
-from flash.errors import FlashError, PeerLostError
+from flash.errors import CollectiveError, FlashError, PeerLostError
 from flash.hub import protocol as p
 from flash.hub.course import Course
 from flash.hub.lives import Lives
@@ -24,6 +26,9 @@ from flash.observe.observer import Observer
 from flash.types import Published
 
 T = TypeVar("T")
+
+LIFE_OVER = "this life of the trainer ranks is over, as one of them is gone or hangs"
+"""What a rank of it is told."""
 
 
 class Trainers:
@@ -51,6 +56,7 @@ class Trainers:
         start: Start,
         part_bytes: int,
     ) -> None:
+        self._config = config
         self._observer = observer
         self._now = now
         self._course = course
@@ -65,6 +71,8 @@ class Trainers:
         self._choosing = False
         self._again: Again | None = None
         self._calls: set[anyio.CancelScope] = set()
+        self._changes = 0
+        """Of which processes the lives have."""
         self._lost_at = now() if self.lives.away else None
         """When the last life was lost that held the run's version, or this hub began, until the next one does."""
 
@@ -81,8 +89,10 @@ class Trainers:
 
     # -- lives -------------------------------------------------------------------------------------------------------
 
-    async def begins(self) -> p.LifeReply:
+    async def begins(self, request: p.LifeRequest) -> p.LifeReply:
         """What a rank is to begin with. The first one of its life that asks has it chosen."""
+        self.lives.begins(request.rank, request.process)
+        self._changed()
         if self._course.error is not None:
             raise PeerLostError("this hub is about to end")
         while self._start is None and not self.lives.finished:
@@ -119,10 +129,60 @@ class Trainers:
     def lost(self, rank: int) -> None:
         """A rank of the newest life is gone."""
         self._course.bells.ring("run")
+        silent = self._silent()
         if self.lives.lost(rank):
-            self.end_life(
-                PeerLostError(f"trainer rank {rank} is gone without a word: its process was killed, or crashed")
-            )
+            words = f"trainer rank {rank} is gone without a word: its process was killed, or crashed"
+            self.end_life(PeerLostError("; ".join([words, *silent])))
+
+    def hang(self, waited: str) -> None:
+        """The ranks of the newest life, of which some are here, have not done in time what the run waits for."""
+        hanging = self._silent() or [f"{self._named(rank)} hangs" for rank in self.lives.present]
+        if self.lives.given_up():
+            self.end_life(PeerLostError(f"{' and '.join(hanging)}: {waited}"))
+
+    def collective_failed(self, error: CollectiveError, awaited: str) -> None:
+        """A rank says that a collective failed, or outlived its deadline, and none is gone."""
+        seconds = f"a collective may take {self._config.deadlines.collective:g} s (deadlines.collective)"
+        words = [*self._silent(), f"{error}; the run waited for {awaited}, in which {seconds}"]
+        self.end_life(CollectiveError(": ".join(words)))
+
+    def leaves(self, rank: int) -> None:
+        """A rank has said goodbye."""
+        self.lives.leaves(rank)
+        self._changed()
+        self._course.bells.ring("run")
+
+    def _silent(self) -> list[str]:
+        """The ranks that are not heard of any more, in words."""
+        quiet = self.lives.silent(waits.SILENT_S, self._now())
+        return [f"{self._named(rank)} hangs: it has been silent for {seconds:.0f} s" for rank, seconds in quiet.items()]
+
+    def _named(self, rank: int) -> str:
+        where = f"on node {self._node_of(rank)}"
+        if (process := self.lives.processes.get(rank)) is not None:
+            where = f"process {process} {where}"
+        return f"trainer rank {rank} ({where})"
+
+    def _node_of(self, rank: int) -> int:
+        return rank // self._config.cluster.trainer_ranks
+
+    async def watched(self, request: p.LifeWatch) -> None:
+        """Show a rank, after a while, that its life goes on."""
+        self.lives.beats(request.rank, self._now())
+        await anyio.sleep(waits.BEAT_S)
+
+    async def ranks_of(self, request: p.RanksRequest) -> p.RanksReply:
+        """The processes of a node's ranks, once there is news of any."""
+        await self._course.until("ranks", lambda: request.after != self._changes)
+        here = [
+            [process for rank, process in ranks.items() if self._node_of(rank) == request.node]
+            for ranks in (self.lives.processes, self.lives.ended)
+        ]
+        return p.RanksReply(self._changes, living=here[0], ended=here[1])
+
+    def _changed(self) -> None:
+        self._changes += 1
+        self._course.bells.ring("ranks")
 
     def end_life(self, error: FlashError) -> None:
         """The newest life is over, for this reason."""
@@ -137,6 +197,7 @@ class Trainers:
         if self._lost_at is None:
             self._lost_at = self._now()
         self.lives.end()
+        self._changed()
         self._start = self._again = None
         course.reachable = False
         course.progress += 1
@@ -153,7 +214,7 @@ class Trainers:
                 return await answer()
             finally:
                 self._calls.discard(call)
-        raise PeerLostError("this life of the trainer ranks is over, as one of them is gone")
+        raise PeerLostError(LIFE_OVER)
 
     # -- what they train again ---------------------------------------------------------------------------------------
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Literal
 
 from flash.config.tree import Config
 from flash.errors import PeerLostError, how_it_ended
-from flash.foreign.torch import Ended, Interrupted, NotMet, torchrun
+from flash.foreign.torch import Ended, Interrupted, NotMet, Overseer, torchrun
 from flash.run.error_marker import ErrorMarker
 from flash.run.grace import grace
 from flash.run.scratch import VARIABLE as SCRATCH
@@ -27,7 +26,7 @@ SPOKEN = (1, INTERRUPTED)
 """Exit codes of a process that has said itself why it ends."""
 
 
-def run_agent(config: Config, role: Role, options: Sequence[str], arguments: Sequence[str], marker: ErrorMarker) -> int:
+def run_agent(config: Config, role: Role, options: Sequence[str], arguments: Sequence[str], overseer: Overseer) -> int:
     """Run the processes of this node that have a role to their end; the exit code: 0, 1 or INTERRUPTED.
 
     Args:
@@ -35,7 +34,7 @@ def run_agent(config: Config, role: Role, options: Sequence[str], arguments: Seq
         role: of the processes.
         options: of torchrun.
         arguments: what the processes read the configuration from.
-        marker: where the error is left that ends the run.
+        overseer: of the processes.
 
     Raises:
         PeerLostError: the nodes of the job did not meet, or lost each other.
@@ -45,7 +44,7 @@ def run_agent(config: Config, role: Role, options: Sequence[str], arguments: Seq
     shared = [f"--max-restarts={config.cluster.max_restarts}", f"--log-dir={os.environ[SCRATCH]}"]
     command = [*options, *shared, "-m", "flash.run.worker", role, *arguments]
     try:
-        return 0 if torchrun(command, partial(tell, config, role, marker), grace(config)) else 1
+        return 0 if torchrun(command, overseer, grace(config)) else 1
     except Interrupted:
         return INTERRUPTED
     except NotMet as error:

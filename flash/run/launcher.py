@@ -17,15 +17,17 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from flash.config.objects import share_import_path
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.run.agents import run_agent
+from flash.run.agents import run_agent, tell
 from flash.run.error_marker import ErrorMarker
 from flash.run.grace import grace
 from flash.run.join import join
 from flash.run.locks import run_held
+from flash.run.overseer import Overseer
 from flash.run.rendezvous import RENDEZVOUS, hub_place
 from flash.run.requeue import refuse_idle_requeues
 from flash.run.scratch import scratch_folder
@@ -98,7 +100,7 @@ def launch(config: Config, paths: Sequence[str], overrides: Sequence[str]) -> in
         if node > 0 and not config.engines_on(node):
             return run_trainers(config, arguments, marker)
         trainers = stack.enter_context(TrainersBeside(config, arguments, marker))
-        code = run_agent(config, "node", ALONE, arguments, marker)
+        code = run_agent(config, "node", ALONE, arguments, Overseer(partial(tell, config, "node", marker)))
         return 1 if trainers.failed else code
 
 

@@ -77,17 +77,21 @@ def _enter(index: int, config: Config, stack: ExitStack, address: HubAddress) ->
         name, seconds = f"trainer-{index}", config.deadlines.connect
         hub = entered.enter_context(BlockingClient(address.host, address.port, address.token, name, seconds))
         # The hub reads a whole checkpoint before it names it.
-        life = hub.call(p.LifeRequest(index), timeout=config.deadlines.rendezvous)
+        life = hub.call(p.LifeRequest(index, os.getpid()), timeout=config.deadlines.rendezvous)
         stack.push(entered.pop_all())
         return hub, life
 
 
 def _end_with_life(hub: BlockingClient, index: int, over: threading.Event) -> None:
-    """End this process when its life is over, unless it ends itself. Runs in a thread: torch may hold the main one."""
+    """End this process when its life is over, unless it ends itself. Runs in a thread: torch may hold the main one.
+
+    Until then the hub hears that the process runs. One that does not even do this is killed by its node's agent.
+    """
     from flash.hub import protocol as p
 
     with suppress(Exception):  # whatever ends the call, and be it this process's own end
-        hub.call(p.LifeWatch(index), timeout=math.inf)
+        while True:
+            hub.call(p.LifeWatch(index), timeout=math.inf)
     if not over.is_set():
         os._exit(1)
 

@@ -11,8 +11,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Self
@@ -22,10 +24,11 @@ from flash.config.objects import take_import_path
 from flash.config.tree import Config
 from flash.errors import FlashError, PeerLostError, how_it_ended
 from flash.hub import protocol as p
-from flash.run.agents import INTERRUPTED, run_agent
+from flash.run.agents import INTERRUPTED, run_agent, tell
 from flash.run.error_marker import ErrorMarker
 from flash.run.grace import grace
 from flash.run.locks import run_lock, share
+from flash.run.overseer import RanksOverseer
 from flash.run.rendezvous import RENDEZVOUS, hub_place
 from flash.run.scratch import join_scratch_folder
 from flash.run.starter_watch import LAUNCHER, end_with_starter, watch_over_children
@@ -47,7 +50,9 @@ def rendezvous_options(config: Config, environment: Mapping[str, str]) -> list[s
 
 def run_trainers(config: Config, arguments: Sequence[str], marker: ErrorMarker) -> int:
     """Run this node's trainer ranks, in this process, to their end. As of `run_agent`."""
-    return run_agent(config, "trainer", rendezvous_options(config, os.environ), arguments, marker)
+    overseer = RanksOverseer(partial(tell, config, "trainer", marker), time.monotonic)
+    overseer.listen(config)
+    return run_agent(config, "trainer", rendezvous_options(config, os.environ), arguments, overseer)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -400,7 +400,7 @@ class Schedule:
     async def _live(self) -> None:
         """It commits what is new when it is told to, and writes a checkpoint now and then."""
         self.hub.rank_arrives(0)
-        begins = await self.hub.handle(p.LifeRequest(0))
+        begins = await self.hub.handle(p.LifeRequest(0, 1))
         held = int(begins.checkpoint or 0)
         while True:
             made = Published(held, "tcp", b"", Canary([0, 0], [-1.0]))

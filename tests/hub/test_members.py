@@ -229,7 +229,7 @@ async def test_a_run_whose_last_node_is_gone_waits_for_another_and_says_so() -> 
         run.hub.peer_lost("node-1")
 
     begun = anyio.current_time()
-    error = await run.watched(scenario)
+    error = await run.watched(scenario, run.ask)
     assert isinstance(error, DeadlineError)
     assert anyio.current_time() - begun == 200
     assert "no node has an engine: `flash join` brings one" in str(error)

@@ -58,6 +58,10 @@ class Run(Driver):
         statuses = [p.EngineStatus(10 * node + at, number, 0.0, 1.0, 0.0) for at, number in enumerate(versions)]
         await self.hub.handle(p.EngineReport(node, next(self.numbers), statuses, []))
 
+    async def ask(self) -> None:
+        """Wait for the first batch, as trainer ranks do that have published and live."""
+        await self.hub.handle(p.BatchRequest(0, 0, []))
+
     async def talk(self, node: int) -> None:
         """Ask for cancels all the time, as a node that lives does."""
         while True:
@@ -74,7 +78,7 @@ async def test_engines_have_their_own_time_to_start_before_a_batch_is_waited_for
         run.ended["started"] = anyio.current_time()
 
     begun = anyio.current_time()
-    error = await run.watched(slow_start, lambda: run.hub.handle(p.BatchRequest(0, 0, [])))
+    error = await run.watched(slow_start, run.ask)
     assert anyio.current_time() - begun == pytest.approx(900)
     assert "a batch for step 0 (0 of 2 groups are complete)" in str(error)
 
@@ -178,7 +182,7 @@ async def test_while_no_engine_is_left_and_nodes_start_others_that_is_what_is_wa
         await run.report(0)
         run.ended["died"] = anyio.current_time()
 
-    error = await run.watched(outages, lambda: run.talk(0))
+    error = await run.watched(outages, lambda: run.talk(0), run.ask)
     assert "for an engine to come back; look at vLLM's output" in str(error)
     given = waits.engine_return_s(config) + config.deadlines.request
     assert anyio.current_time() == pytest.approx(run.ended["died"] + given)
@@ -277,7 +281,7 @@ async def test_when_the_last_node_with_engines_falls_silent_and_may_go_the_run_w
         await run.cancels(1)
 
     begun = anyio.current_time()
-    error = await run.watched(scenario)
+    error = await run.watched(scenario, run.ask)
     assert anyio.current_time() - begun == 500
     assert "no node has an engine" in str(error)
     (note,) = run.observer.notes
@@ -299,7 +303,7 @@ async def test_a_lease_that_no_node_ends_is_given_out_again() -> None:
         assert lost.task.task_id in [lease.task.task_id for lease in again]
         run.ended["all"] = anyio.current_time()
 
-    await run.watched(scenario, lambda: run.talk(0))
+    await run.watched(scenario, lambda: run.talk(0), run.ask)
     assert "all" in run.ended
     assert "node 0 did not end lease" in run.observer.notes[0]
 

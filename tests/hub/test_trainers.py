@@ -59,6 +59,7 @@ class Rank:
         self.peer = Peer(number, f"trainer-{index}", "127.0.0.1:1")
         self._world = world
         self.index = index
+        self.process = 1000 + number
         self.version = 0
         self.shards: dict[int, Shard] = {}
         world.gate.arrived(self.peer)
@@ -68,7 +69,7 @@ class Rank:
         return reply
 
     async def begin(self) -> p.LifeReply:
-        reply = await self.call(p.LifeRequest(self.index))
+        reply = await self.call(p.LifeRequest(self.index, self.process))
         self.version = int((reply.checkpoint or "0").removeprefix("step-"))
         return reply
 

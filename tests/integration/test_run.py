@@ -423,6 +423,49 @@ def test_lost_trainer_ranks_come_back_alone_until_their_restarts_are_used_up(sta
     run.nothing_left()
 
 
+def test_trainer_ranks_that_hang_are_killed_and_come_back_alone_with_the_same_weights(
+    start: Callable[..., Run],
+) -> None:
+    overrides = (
+        "train.async_ratio=0",
+        "cluster.trainer_ranks=2",
+        "run.steps=4",
+        "eval.every=0",
+        "deadlines.collective=20",
+        "deadlines.step=40",
+    )
+    run = start(*overrides)
+    assert run.wait() == 0, run.text()
+    told = len(run.text())
+    again = start(*overrides, "run.name=again")
+    again.directory = run.folder / "again"
+    again.until(lambda: len(again.rows()) == 1, every=0.002)
+    core, loop = again.core(), again.node_loop()
+    # One rank, whose absence the other one's collective tells; then both, of which nothing is heard any more.
+    for number, hanging in enumerate(([1], [0, 1]), start=1):
+        pids = [again.trainer(rank) for rank in hanging]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        again.until(lambda number=number: again.text().count("the trainer ranks are back at version") == number)
+        assert not {*pids} & {*again.processes()}
+        assert (again.core(), again.node_loop()) == (core, loop)
+        named = f"trainer rank 1 (process {pids[-1]} on node 0) hangs: it has been silent for "
+        assert named in again.text()[told:]
+    assert again.wait() == 0, again.text()
+    assert "a collective may take 20 s (deadlines.collective)" in again.text()
+    assert "the run has waited 40 s (deadlines.step) for the trainer ranks to " in again.text()
+    assert "not the weights that they had" not in again.text()
+    assert "Traceback" not in again.text()
+    assert "was killed by signal" not in again.text()
+    summary = again.summary()
+    assert (summary["restarts"], summary["trainer_restarts"]) == (0, 2)
+    assert summary["ledger"] == run.summary()["ledger"]
+    assert untimed(again.rows()) == untimed(run.rows())
+    weights = [folder / "model" / "model.safetensors" for folder in (run.directory, again.directory)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    again.nothing_left()
+
+
 def test_a_killed_node_loop_loses_nothing_that_was_delivered_or_trained(start: Callable[..., Run]) -> None:
     run = start("run.steps=8", "checkpoint.every=1000")
     run.until(lambda: len(run.rows()) >= 3)

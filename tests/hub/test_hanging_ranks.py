@@ -1,0 +1,243 @@
+"""Trainer ranks that hang, which the hub takes for lost, on the virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from flash.config.tree import ClusterConfig, Config, DeadlinesConfig
+from flash.errors import DeadlineError, PeerLostError
+from flash.hub import protocol as p
+from flash.hub.hub import RunEnd
+from flash.hub.stages import LOOK_AT, OF_TRAINERS, Stage, stage_s
+from flash.hub.trainers import LIFE_OVER
+from flash.transport.request import Request
+from tests.hub.test_hub import make_config
+from tests.hub.test_trainers import Rank, World, tasks_of
+
+pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
+
+RENDEZVOUS, STEP, COLLECTIVE = 500.0, 200.0, 50.0
+
+
+def config_of(ranks: int = 1, **cluster: Any) -> Config:
+    return msgspec.structs.replace(
+        make_config(),
+        cluster=ClusterConfig(gpus_per_node=0, trainer_ranks=ranks, **cluster),
+        deadlines=DeadlinesConfig(rendezvous=RENDEZVOUS, step=STEP, collective=COLLECTIVE),
+    )
+
+
+async def until_over(rank: Rank, request: Request[Any]) -> None:
+    """A call that ends with the rank's life."""
+    said = ""
+    while not said:
+        try:
+            await rank.call(request)
+        except PeerLostError as error:
+            said = str(error)
+    assert said == LIFE_OVER
+
+
+async def agent_hears(world: World, node: int, ended: set[int]) -> None:
+    """Until the agent of a node knows that these processes are to end."""
+    news = p.RanksReply(-1, [], [])
+    while set(news.ended) != ended:
+        news = await world.hub.handle(p.RanksRequest(node, news.number))
+
+
+async def begun(rank: Rank) -> None:
+    pass
+
+
+async def published(rank: Rank) -> None:
+    await rank.publish()
+
+
+async def in_a_step(rank: Rank) -> None:
+    await rank.publish()
+    await rank.step()
+    await rank.fetch()
+
+
+async def after_a_commit(rank: Rank) -> None:
+    await rank.publish()
+    await rank.step()
+    await rank.fetch()
+    await rank.commit()
+
+
+@pytest.mark.parametrize(
+    ("until", "seconds", "words"),
+    [
+        (begun, RENDEZVOUS, "500 s (deadlines.rendezvous) for the trainer ranks to publish their first version"),
+        (published, STEP, "200 s (deadlines.step) for the trainer ranks to publish version 0 and to ask for a batch"),
+        (in_a_step, STEP, "200 s (deadlines.step) for the trainer ranks to finish step 1"),
+        (after_a_commit, STEP, "200 s (deadlines.step) for the trainer ranks to publish version 2 and to ask"),
+    ],
+)
+async def test_a_rank_that_hangs_is_lost_after_the_deadline_of_what_the_run_waits_for(
+    until: Callable[[Rank], Awaitable[None]], seconds: float, words: str
+) -> None:
+    world = World(config_of())
+
+    async def trainers() -> None:
+        first = world.rank()
+        await first.begin()
+        await until(first)
+        hangs = anyio.current_time()
+        await agent_hears(world, 0, {first.process})
+        assert anyio.current_time() - hangs == pytest.approx(seconds, abs=1)
+        with pytest.raises(PeerLostError):
+            await first.publish()
+        first.die()
+        await anyio.sleep(20)
+        second = world.rank()
+        assert await second.begin() == p.LifeReply(2, "step-0")
+        await second.publish()
+        await world.to_the_end(second)
+        for step, shard in first.shards.items():
+            assert tasks_of(second.shards[step]) == tasks_of(shard)
+
+    await world.play(trainers)
+    (end,) = world.ended
+    assert isinstance(end, RunEnd)
+    assert (end.reason, end.version, end.ledger["trained"]) == ("finished", 4, 16)
+    assert [row["step"] for row in world.observer.steps] == [0, 1, 2, 3]
+    lost = next(note for note in world.observer.notes if "hangs" in note)
+    assert lost.startswith(f"trainer rank 0 (process 1011 on node 0) hangs: the run has waited {words}")
+    assert lost.endswith("The trainer ranks start again, and the engines go on meanwhile")
+
+
+async def test_a_rank_that_trains_again_and_hangs_and_the_next_one_too_are_each_a_lost_life() -> None:
+    world = World(config_of())
+
+    async def trainers() -> None:
+        first = world.rank()
+        await first.begin()
+        await first.publish()
+        await first.step()
+        await first.step()
+        first.die()
+        for number in (2, 3):
+            hanging = world.rank()
+            assert (await hanging.begin()).number == number
+            await hanging.publish()
+            await hanging.fetch()
+            await agent_hears(world, 0, {hanging.process})
+            hanging.die()
+        last = world.rank()
+        assert (await last.begin()).number == 4
+        await last.publish()
+        await world.to_the_end(last)
+
+    await world.play(trainers)
+    assert isinstance(world.ended[0], RunEnd)
+    assert [row["step"] for row in world.observer.steps] == [0, 1, 2, 3]
+    words = "200 s (deadlines.step) for the trainer ranks to train step 0 again"
+    assert len([note for note in world.observer.notes if words in note]) == 2
+
+
+async def test_ranks_that_never_come_to_their_first_version_are_tried_again_as_long_as_any_comes() -> None:
+    world = World(config_of(2))
+
+    async def trainers() -> None:
+        for number in (1, 2):
+            rank = world.rank(0)
+            assert (await rank.begin()).number == number
+            await agent_hears(world, 0, {rank.process})
+            rank.die()
+        await anyio.sleep(RENDEZVOUS + 1)
+
+    await world.play(trainers)
+    (error,) = world.ended
+    assert isinstance(error, DeadlineError)
+    assert "waited 500 s for the trainer ranks to start again, at version 0; look at " in str(error)
+
+
+async def test_of_several_ranks_the_one_that_is_silent_is_named_where_a_collective_has_failed() -> None:
+    world = World(config_of(2, nodes=3, trainer_nodes=2))
+
+    async def trainers() -> None:
+        ranks = [world.rank(index) for index in range(4)]
+        for rank in ranks:
+            await rank.begin()
+        await ranks[0].publish()
+        for rank in ranks:
+            await rank.fetch()
+        async with anyio.create_task_group() as group:
+            for rank in (ranks[0], ranks[1], ranks[3]):
+                group.start_soon(until_over, rank, p.LifeWatch(rank.index))
+            with anyio.move_on_after(7):
+                while True:
+                    await ranks[2].call(p.LifeWatch(2))
+            await anyio.sleep(COLLECTIVE)
+            group.start_soon(
+                ranks[0].call, p.Fatal("CollectiveError", "trainer rank 0: a collective failed: timed out")
+            )
+            # What each agent is told are the processes of its own node.
+            await agent_hears(world, 0, {ranks[0].process, ranks[1].process})
+            await agent_hears(world, 1, {ranks[2].process, ranks[3].process})
+            group.cancel_scope.cancel()  # a last word is never answered
+
+    await world.play(trainers)
+    assert world.ended == []
+    (note,) = (note for note in world.observer.notes if "hangs" in note)
+    assert note == (
+        "trainer rank 2 (process 1013 on node 1) hangs: it has been silent for 53 s: trainer rank 0: a collective "
+        "failed: timed out; the run waited for the trainer ranks to finish step 0, in which a collective may take "
+        "50 s (deadlines.collective). The trainer ranks start again, and the engines go on meanwhile"
+    )
+
+
+async def test_while_a_batch_is_waited_for_the_ranks_that_wait_too_are_not_blamed() -> None:
+    config = config_of()
+    config = msgspec.structs.replace(config, deadlines=msgspec.structs.replace(config.deadlines, batch=1000.0))
+    world = World(config)
+
+    rank = world.rank()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(world.watch)
+        await rank.begin()
+        await rank.publish()
+        await world.report(0)
+        tasks.start_soon(rank.fetch)
+        await world.over.wait()
+        tasks.cancel_scope.cancel()
+    assert "waited 1000 s for a batch for step 0" in str(world.ended[0])
+    assert [note for note in world.observer.notes if "hangs" in note] == []
+
+
+async def test_a_rank_that_hangs_after_a_goodbye_of_another_keeps_nobody() -> None:
+    world = World(config_of(2))
+
+    async def trainers() -> None:
+        ranks = [world.rank(index) for index in range(2)]
+        for rank in ranks:
+            await rank.begin()
+        await ranks[0].publish()
+        while (await ranks[0].fetch()).shard is not None:
+            ranks[1].version = ranks[0].version
+            await ranks[1].fetch()
+            await ranks[0].commit()
+            await ranks[0].publish()
+        await ranks[0].call(p.SnapshotRequest())
+        await ranks[0].call(p.Goodbye(0, []))
+        await anyio.sleep(STEP + 1)
+
+    await world.play(trainers)
+    (end,) = world.ended
+    assert isinstance(end, RunEnd)
+    assert (end.reason, end.version) == ("finished", 4)
+
+
+def test_each_stage_of_the_trainer_ranks_names_its_deadline() -> None:
+    config = config_of()
+    for stage, option in OF_TRAINERS.items():
+        assert stage_s(stage, config) == getattr(config.deadlines, option)
+    assert stage_s(Stage.ENDING, config) == config.deadlines.shutdown
+    assert set(LOOK_AT) == set(Stage)
