@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,9 @@ TOUCHED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._remaining_restarts",
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._exit_barrier_timeout",
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._stop_workers",
+    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._rendezvous",
+    "torch.distributed.elastic.agent.server.api:WorkerGroup.store",
+    "torch.distributed.elastic.agent.server.api:WorkerGroup.group_rank",
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._pcontext",
     "torch.distributed.elastic.multiprocessing.api:PContext.pids",
     "torch.distributed.elastic.multiprocessing.api:PContext.close",
@@ -58,6 +62,10 @@ Each sets a level of its own when it is imported, so that none of those above it
 SAME_MOMENT_S = 5
 """Processes killed within so many seconds were killed by the same hand; torchrun waits longer before it kills."""
 
+
+ROOM = "FLASH_ROOM"
+"""The variable that names, to all processes that torchrun has started together, on whatever node, where they meet: no
+others of any time have the same. How often each node's agent has restarted its own says nothing of the others."""
 
 LINGER_S = 10
 """Seconds in which processes end that are to be started again: they know it already, and who hangs does not end."""
@@ -156,7 +164,7 @@ def torchrun(arguments: Sequence[str], overseer: Overseer, end_s: float) -> bool
 def _overseen(overseer: Overseer, end_s: float) -> Generator[None]:
     """Have torchrun's agent tell of its workers' ends, which it only logs, and not wait for lost nodes for minutes.
 
-    It kills workers that hang, which to it look healthy.
+    It kills workers that hang, which to it look healthy, and gives all that it starts together a room.
     """
     from torch.distributed.elastic.agent.server.api import WorkerState
     from torch.distributed.launcher import api
@@ -170,6 +178,13 @@ def _overseen(overseer: Overseer, end_s: float) -> Generator[None]:
             super().__init__(*args, **options)
             self._exit_barrier_timeout = end_s
             self._killed: set[int] = set()
+
+        def _rendezvous(self, worker_group: Any) -> None:
+            super()._rendezvous(worker_group)
+            # The store is seen here below a prefix of the agents' own meeting.
+            if worker_group.group_rank == 0:
+                worker_group.store.set(ROOM, secrets.token_hex(8))
+            os.environ[ROOM] = worker_group.store.get(ROOM).decode()
 
         def _monitor_workers(self, worker_group: Any) -> Any:
             for process in overseer.hanging(self._pcontext.pids().values()):

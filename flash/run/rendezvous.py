@@ -18,7 +18,7 @@ import msgspec
 
 from flash.config.tree import Config
 from flash.errors import ConfigError, DeadlineError, FlashError
-from flash.foreign.torch import connect_store
+from flash.foreign.torch import ROOM, connect_store
 from flash.run.hub_place import HubAddress, HubPlace
 from flash.run.token import VARIABLE
 
@@ -44,7 +44,9 @@ class Rank(msgspec.Struct, frozen=True):
     world: int
     """How many these are."""
     restarts: int
-    """How often torchrun has restarted them."""
+    """How often the agent of this node has restarted its own."""
+    room: str
+    """Where all of these meet, and no others."""
 
     @staticmethod
     def from_environment() -> Rank:
@@ -56,6 +58,7 @@ class Rank(msgspec.Struct, frozen=True):
                 index=int(os.environ["RANK"]),
                 world=int(os.environ["WORLD_SIZE"]),
                 restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+                room=os.environ[ROOM],
             )
         except KeyError as missing:
             raise ConfigError(f"{missing} is not set: start a run with `flash train`") from None
@@ -105,7 +108,7 @@ class Meeting:
     def __init__(self, rank: Rank, seconds: float) -> None:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._seconds = seconds
-        self.store = connect_store(host, port, seconds, f"flash/{rank.restarts}")
+        self.store = connect_store(host, port, seconds, f"flash/{rank.room}")
 
     def declare(self, rank: Rank, config: Config) -> tuple[int, int]:
         """Say which node's process this is; return (its index among the trainer ranks, their number).
