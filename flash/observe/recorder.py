@@ -20,6 +20,7 @@ import msgspec
 from flash.config.load import dump
 from flash.config.objects import is_sink, load_sink
 from flash.config.tree import Config
+from flash.errors import RunDirectoryError
 from flash.observe import recording
 from flash.observe.alarms import Alarms
 from flash.observe.console import Console
@@ -79,7 +80,7 @@ class Recorder:
     ) -> None:
         try:
             if error is None:
-                self._written()
+                self.written()
             elif self._sink is not None:
                 told = first_error(error) if isinstance(error, BaseExceptionGroup) else error
                 self._end_sink("error", {"error": type(told).__name__, "message": str(told)}, interrupted=True)
@@ -148,8 +149,8 @@ class Recorder:
         """What a step has trained. Blocks as above. Raises RecordingError."""
         return self._writer.submit(recording.read_batch, self.directory.batches, step).result()
 
-    def _written(self) -> None:
-        """Wait until all samples are written. Raises what the thread met."""
+    def written(self) -> None:
+        """Block until all samples that were handed over are written. Raises what the thread met."""
         while self._writing:
             self._writing.popleft().result()
 
@@ -179,7 +180,7 @@ class Recorder:
     def finish(self, ledger: Mapping[str, int], *, interrupted: bool) -> None:
         """Write summary and ledger and print the closing table; an interrupted run has no time for plots."""
         self._console.stage("writing the summary")
-        self._written()
+        self.written()
         self.directory.write_ledger(ledger)
         summary = summarise(
             self._config,
@@ -193,7 +194,10 @@ class Recorder:
         if not interrupted:
             from flash.observe.plots import write_plots
 
-            write_plots(self.directory.path)
+            try:
+                write_plots(self.directory.path)
+            except RunDirectoryError as problem:  # all that they are drawn from is there
+                self._console.warn(f"{problem}; `flash plot {self.directory.path}` draws them at any time")
         self._end_sink("summary", msgspec.to_builtins(summary), interrupted=interrupted)
         self._console.finish(summary)
 

@@ -23,7 +23,7 @@ import errno
 import itertools
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -303,10 +303,23 @@ def _pretty(value: Any) -> bytes:
 
 
 def _append(path: Path, rows: Iterable[Any]) -> None:
-    """Append whole lines with one write, so that a killed process tears at most the last one."""
+    """Append whole lines with one write, so that a killed process tears at most the last one.
+
+    A disk that takes only a part of them is left with none: what came after a torn line would be lost with it.
+    """
     data = _lines(rows)
-    with writing(path), path.open("ab") as file:
-        file.write(data)
+    # Unbuffered: so nothing is left to write, and to fail again, when it is closed after an error.
+    with writing(path), path.open("ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            with memoryview(data) as view:
+                done = 0
+                while done < len(view):
+                    done += file.write(view[done:])
+        except OSError:
+            with suppress(OSError):
+                file.truncate(end)
+            raise
 
 
 def _whole_lines(path: Path, kind: type[T]) -> Iterator[tuple[bytes, T]]:

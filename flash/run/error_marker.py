@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from pathlib import Path
 
-from flash.errors import FlashError
+from flash.errors import FlashError, RunDirectoryError
+from flash.observe.rundir import write_atomically
+from flash.run.scratch import VARIABLE as SCRATCH
 
 log = logging.getLogger("flash")
 
@@ -16,7 +19,10 @@ ERROR_FILE = "error.json"
 
 
 class ErrorMarker:
-    """`error.json`: the error that ended this launch, so that a restart does not repeat it."""
+    """`error.json`: the error that ended this launch, so that a restart does not repeat it.
+
+    Where the disk of the run directory is full it lies in the job's folder for temporary files.
+    """
 
     def __init__(self, run_dir: Path, launch: str) -> None:
         self._path = run_dir / ERROR_FILE
@@ -28,11 +34,19 @@ class ErrorMarker:
 
     def message(self) -> str | None:
         """The error that ended an earlier life of the same launch for good."""
-        try:
-            row = json.loads(self._path.read_text())
-            return str(row["message"]) if row["launch"] == self._launch else None
-        except (OSError, ValueError, KeyError):
-            return None
+        for path in self._places():
+            try:
+                row = json.loads(path.read_text())
+                if row["launch"] == self._launch:
+                    return str(row["message"])
+            except (OSError, ValueError, KeyError):
+                continue  # none there
+        return None
+
+    def _places(self) -> list[Path]:
+        """Best first."""
+        scratch = os.environ.get(SCRATCH)
+        return [self._path] if scratch is None else [self._path, Path(scratch) / ERROR_FILE]
 
     def write(self, error: FlashError) -> None:
         """Leave the error behind. A full disk must not hide the error itself."""
@@ -42,8 +56,12 @@ class ErrorMarker:
             "message": str(error),
             "time": time.time(),
         }
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(json.dumps(row, indent=2))
-        except OSError as problem:
-            log.warning("cannot write %s: %s", self._path, problem)
+        problems: list[str] = []
+        for path in self._places():
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, json.dumps(row, indent=2).encode())
+                return
+            except (OSError, RunDirectoryError) as problem:
+                problems.append(str(problem))
+        log.warning("; ".join(problems))

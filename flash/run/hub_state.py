@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from io import FileIO
 from pathlib import Path
 
@@ -29,12 +29,23 @@ from flash.run.past import reach
 from flash.trainer.stored import HUB_STATE, aside_of, hub_state, step_folder
 
 
-async def keep_hub_state(run_dir: Path, version: int, pieces: Generator[bytearray]) -> SnapshotReply:
+async def keep_hub_state(
+    run_dir: Path, written: Callable[[], None], version: int, pieces: Generator[bytearray]
+) -> SnapshotReply:
     """Write a state, in pieces, into the checkpoint that the trainer ranks are writing. Others are served meanwhile.
+
+    Args:
+        run_dir: the run directory.
+        written: blocks until what is recorded of the steps before lies there: nobody does them again who goes on from
+            the checkpoint.
+        version: the checkpoint's.
+        pieces: the state.
 
     Raises:
         CheckpointError: it cannot be written.
+        FlashError: of `written`.
     """
+    await run_sync(written)
     file = aside_of(step_folder(run_dir, version)) / HUB_STATE
     try:
         with await run_sync(_open, file) as stream:

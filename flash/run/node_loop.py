@@ -120,7 +120,7 @@ async def _first_node(rank: Rank, config: Config, token: str | None, now: Callab
             kind_of=env.kind_of,
             evaluated=evaluated,
             home=home,
-            keep_state=partial(keep_hub_state, config.run_dir),
+            keep_state=partial(keep_hub_state, config.run_dir, recorder.written),
             journal=journal or NO_JOURNAL,
             start=kept.start,
             past=RecordedPast(config.run_dir, recorder),

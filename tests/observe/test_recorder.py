@@ -65,3 +65,19 @@ def test_samples_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
     shutil.rmtree(recorder.directory.path)
     with pytest.raises(RunDirectoryError), recorder:
         recorder.batch(Batch(0, 0, [trajectory(Task(0, 0, 0, 0), 0)], []))
+
+
+def test_pictures_that_find_no_room_are_told_and_the_run_has_ended_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = Slow()
+    tokenizer.may.set()
+    with make_recorder(tmp_path, tokenizer) as recorder:
+        recorder.step({"step": 0, "reward": 0.5, "time": 1.0})
+        shutil.rmtree(recorder.directory.plots)
+        recorder.directory.plots.write_text("in the way")
+        recorder.finish({"issued": 0}, interrupted=False)
+    assert recorder.directory.summary.exists()
+    told = "".join(capsys.readouterr())
+    assert "cannot write" in told
+    assert f"`flash plot {recorder.directory.path}` draws them at any time" in " ".join(told.split())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import msgspec
@@ -132,6 +133,24 @@ def test_a_full_disk_is_one_clear_error_for_a_row(directory: RunDirectory) -> No
     directory.metrics.symlink_to("/dev/full")
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl: No space left on device; free space"):
         directory.append_metrics(metrics_row(0))
+
+
+def test_a_line_that_the_disk_took_in_part_is_taken_back_and_does_not_join_the_next_one(
+    directory: RunDirectory,
+) -> None:
+    directory.append_metrics(metrics_row(0))
+    size = directory.metrics.stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A file may not grow beyond this: writes fail in the middle, as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 7, hard))
+    try:
+        with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl: File too large"):
+            directory.append_metrics(metrics_row(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert directory.metrics.stat().st_size == size
+    directory.append_metrics(metrics_row(2))
+    assert directory.read_metrics() == [metrics_row(0), metrics_row(2)]
 
 
 def test_a_full_disk_leaves_the_previous_file_whole(directory: RunDirectory) -> None:

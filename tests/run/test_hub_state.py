@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flash.errors import CheckpointError
+from flash.errors import CheckpointError, RunDirectoryError
 from flash.hub.state import HubState
 from flash.run.hub_state import keep_hub_state, kept_state
 from flash.trainer.stored import HUB_STATE, MANIFEST, FileEntry, Manifest, aside_of, replace, step_folder
@@ -20,6 +20,10 @@ from tests.hub.cases import finish_all, lease_all, make_buffer, trajectory
 from tests.hub.test_state import make_config
 
 pytestmark = pytest.mark.anyio
+
+
+def at_once() -> None:
+    """Nothing is recorded beside the state."""
 
 
 def large_state() -> HubState:
@@ -44,7 +48,7 @@ async def test_a_state_of_many_pieces_comes_back_equal_with_the_size_and_checksu
             lengths.append(len(piece))
             yield piece
 
-    kept = await keep_hub_state(tmp_path, 3, watched())
+    kept = await keep_hub_state(tmp_path, at_once, 3, watched())
     whole = msgspec.msgpack.encode(state)
     assert (kept.size, kept.crc32) == (len(whole), zlib.crc32(whole))
     assert len(lengths) > 5
@@ -59,7 +63,7 @@ async def test_a_state_that_cannot_be_written_is_told_with_its_path(tmp_path: Pa
     with pytest.raises(
         CheckpointError, match=r"the hub cannot write its state to .*\.tmp-step-000003/hub\.bin: .*No such"
     ):
-        await keep_hub_state(tmp_path, 3, encoded_pieces(large_state()))
+        await keep_hub_state(tmp_path, at_once, 3, encoded_pieces(large_state()))
     aside_of(step_folder(tmp_path, 3)).mkdir(parents=True)
     open_before = len(os.listdir("/proc/self/fd"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -67,7 +71,19 @@ async def test_a_state_that_cannot_be_written_is_told_with_its_path(tmp_path: Pa
     resource.setrlimit(resource.RLIMIT_FSIZE, (SLICE_BYTES, hard))
     try:
         with pytest.raises(CheckpointError, match=r"hub\.bin: .*File too large"):
-            await keep_hub_state(tmp_path, 3, encoded_pieces(large_state()))
+            await keep_hub_state(tmp_path, at_once, 3, encoded_pieces(large_state()))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+async def test_a_checkpoint_waits_for_what_belongs_to_the_steps_before_and_fails_with_it(tmp_path: Path) -> None:
+    aside = aside_of(step_folder(tmp_path, 3))
+    aside.mkdir(parents=True)
+
+    def full() -> None:
+        raise RunDirectoryError("cannot write samples.jsonl: No space left on device")
+
+    with pytest.raises(RunDirectoryError, match=r"cannot write samples\.jsonl"):
+        await keep_hub_state(tmp_path, full, 3, encoded_pieces(large_state()))
+    assert list(aside.iterdir()) == []

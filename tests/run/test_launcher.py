@@ -171,3 +171,21 @@ def test_a_node_loop_without_the_hub_starts_again_alone(
     monkeypatch.setenv("FLASH_NODE_RANK", "1")
     tell(make_config(), "node", ErrorMarker(tmp_path, "7.1"), [Ended(0, 7, 1)], restarts_left=3)
     assert capfd.readouterr().err == "flash: the node loop of this node starts again (restart 1 of 3)\n"
+
+
+def test_an_error_that_finds_no_room_in_the_run_directory_still_ends_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    full = tmp_path / "run"
+    full.write_text("in the way")
+    for here, stands in ((None, False), (scratch, True)):
+        monkeypatch.delenv("FLASH_SCRATCH", raising=False)
+        if here is not None:
+            monkeypatch.setenv("FLASH_SCRATCH", str(here))
+        ErrorMarker(full, "7.1").write(ConfigError("wrong"))
+        assert ErrorMarker(full, "7.1").stands() is stands
+        assert not ErrorMarker(full, "8.1").stands()
+    assert len(caplog.records) == 1
+    assert [file.name for file in scratch.iterdir()] == ["error.json"]

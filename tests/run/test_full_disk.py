@@ -1,0 +1,159 @@
+"""The disk of the run directory fills up at a drawn byte: the run stops with a clear error, and nothing is lost."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from anyio.to_thread import run_sync
+
+from flash.config.tree import Config
+from flash.errors import FlashError
+from flash.hub.batching import gather
+from flash.hub.buffer import SampleBuffer
+from flash.hub.past import Start
+from flash.hub.state import HubState
+from flash.observe.recorder import Recorder
+from flash.observe.recording import recorded_steps
+from flash.run.hub_state import NOTHING, Restored, keep_hub_state, restored
+from flash.run.journal import FileJournal
+from flash.trainer.stored import (
+    HUB_STATE,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    aside_of,
+    choose,
+    prepare,
+    prune,
+    replace,
+    step_folder,
+    sync,
+)
+from flash.transport.slices import encoded_pieces
+from flash.waiting import unwrapped_group
+from tests.full_disk import PAGE, SmallDisk, small_disk
+from tests.hub.cases import finish_all, lease_all
+from tests.run.test_journal import buffer_of, config_of
+
+pytestmark = pytest.mark.anyio
+
+STEPS = 9
+EVERY = 3
+"""Steps from one checkpoint to the next."""
+SIZE = 4 << 20
+"""Bytes of the disk."""
+
+
+class Words:
+    """A tokenizer."""
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return ["word"] * len(token_ids)
+
+
+class Life:
+    """What the first node's process writes in one life of a run: all but the trainer ranks' part of a checkpoint."""
+
+    def __init__(self, config: Config, kept: Restored, *, resumed: bool) -> None:
+        version, state = (0, None) if kept.state is None else (kept.state.version, kept.state.buffer)
+        self.config = config
+        self.run_dir = config.run_dir
+        self.version = version
+        self.recorder = Recorder(config, Words(), now=lambda: 0.0, resume_at=version if resumed else None, restarts=0)
+        self.notes: list[str] = []
+        self.journal = FileJournal(self.run_dir, version, kept.place, to_disk=False, tell=self.notes.append)
+        self.buffer: SampleBuffer = buffer_of(self.journal, state, version)
+
+    async def to(self, last: int, disk: SmallDisk, fills: tuple[int, int] | None) -> None:
+        """Train up to this version. `fills`: at which step the disk fills up, and the bytes that it takes then."""
+        async with unwrapped_group() as tasks:
+            tasks.start_soon(self.journal.run)
+            with self.recorder:
+                while self.version < last:
+                    if fills is not None and self.version == fills[0]:
+                        disk.leave(fills[1])
+                    await self.step()
+                    if self.version % EVERY == 0:
+                        await self.checkpoint()
+                self.recorder.ledger(self.buffer.ledger.totals(self.buffer.in_flight))
+            tasks.cancel_scope.cancel()
+
+    async def step(self) -> None:
+        step = self.version
+        if not self.buffer.can_take(step):
+            finish_all(self.buffer, lease_all(self.buffer, step), step)
+        groups = self.buffer.take(step)
+        assert groups is not None
+        self.recorder.batch(gather(groups, step, max(0, step - 1)))
+        self.buffer.commit(step)
+        self.version += 1
+        self.recorder.step({"step": step, "reward": 0.5})
+        await self.journal.written()
+
+    async def checkpoint(self) -> None:
+        folder = step_folder(self.run_dir, self.version)
+        aside = aside_of(folder)
+        self.recorder.ledger(self.buffer.ledger.totals(self.buffer.in_flight))
+        state = HubState.of(self.version, self.buffer.snapshot(), self.config, self.journal.begin(self.version))
+        try:
+            prepare(aside)
+            kept = await keep_hub_state(self.run_dir, self.recorder.written, self.version, encoded_pieces(state))
+            manifest = Manifest(self.version, 0, [FileEntry(HUB_STATE, kept.size, kept.crc32)])
+            (aside / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+            sync(aside / MANIFEST)
+            replace(aside, folder)
+        except (OSError, FlashError):
+            shutil.rmtree(aside)
+            raise
+        prune(self.run_dir, keep=2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_a_disk_that_fills_at_any_byte_loses_nothing(seed: int, tmp_path: Path) -> None:
+    dice = random.Random(seed)
+    with small_disk(tmp_path / "disk", SIZE) as disk:
+        config = config_of(disk.path / "run")
+        life = Life(config, NOTHING, resumed=False)
+        told = ""
+        try:
+            await life.to(STEPS, disk, (dice.randrange(STEPS), dice.randrange(30) * PAGE))
+        except (OSError, FlashError) as error:
+            told = str(error)
+        disk.clear()
+        assert not told or "No space left on device" in told
+        assert [file for file in config.run_dir.rglob("*") if "tmp" in file.name] == []
+        checkpoint, damaged = await run_sync(choose, config.run_dir)
+        kept = await run_sync(restored, checkpoint, config)
+        assert damaged == []
+        assert not [note for note in kept.notes if "damaged" in note]
+        assert kept.start == Start(kept.start.version, str(checkpoint or ""))
+        reached = whole_since(kept.start.version, life)
+        again = Life(config, kept, resumed=True)
+        if not life.notes:  # the journal has all that was written beside it, but perhaps the last commit
+            assert again.version >= min(life.version - 1, reached)
+        recorded, rows = again.recorder.recorded_steps(), again.recorder.directory.read_metrics()
+        assert set(range(kept.start.version, again.version)) <= set(recorded)
+        assert [row["step"] for row in rows] == list(range(again.version))
+        await again.to(STEPS, disk, None)
+        all_is_there(again)
+
+
+def whole_since(version: int, life: Life) -> int:
+    """The first step since this version of which the disk has not all."""
+    directory = life.recorder.directory
+    rows, batches = {row["step"] for row in directory.read_metrics()}, set(recorded_steps(directory.batches))
+    return next(step for step in range(version, STEPS + 1) if step not in rows & batches)
+
+
+def all_is_there(life: Life) -> None:
+    """Rows and samples of all steps, each once."""
+    directory = life.recorder.directory
+    assert [row["step"] for row in directory.read_metrics()] == list(range(STEPS))
+    assert [sample.step for sample in directory.read_samples()] == [step for step in range(STEPS) for _ in range(4)]
+    assert life.notes == []
+    life.buffer.check()
