@@ -140,6 +140,15 @@ class World:
         self.ranks += 1
         return Rank(self, self.ranks, index)
 
+    async def trained(self, steps: int) -> Rank:
+        """The one rank of a new life, which has published and then made so many steps."""
+        rank = self.rank()
+        await rank.begin()
+        await rank.publish()
+        for _ in range(steps):
+            await rank.step()
+        return rank
+
     async def report(self, version: int) -> None:
         self.engine, self.reports = version, self.reports + 1
         status = p.EngineStatus(0, version, 0.0, 1.0, 0.0)
@@ -300,10 +309,7 @@ async def test_an_interrupt_waits_for_no_rank_that_the_next_hub_has_not_seen() -
     world = World()
 
     async def trainers() -> None:
-        rank = world.rank()
-        await rank.begin()
-        await rank.publish()
-        await rank.step()
+        await world.trained(1)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(world.watch)
@@ -326,10 +332,7 @@ async def test_a_death_between_commit_and_publication_a_second_one_on_the_way_ba
     world = World()
 
     async def trainers() -> None:
-        first = world.rank()
-        await first.begin()
-        await first.publish()
-        await first.step()
+        first = await world.trained(1)
         await first.call(p.SnapshotRequest())
         await first.fetch()
         await first.commit()
@@ -407,14 +410,9 @@ async def test_other_weights_than_before_are_told_and_the_run_goes_on() -> None:
     world = World()
 
     async def trainers() -> None:
-        first = world.rank()
-        await first.begin()
-        await first.publish()
-        await first.step()
+        first = await world.trained(1)
         first.die()
-        second = world.rank()
-        await second.begin()
-        await second.publish()
+        second = await world.trained(0)
         await second.fetch()
         await second.commit()
         await second.publish(b"other")
@@ -442,9 +440,7 @@ async def test_no_engine_is_given_a_version_whose_publisher_is_gone() -> None:
         await anyio.sleep(100)
         assert {reply.published for reply in late} == {None}
         assert (await world.hub.handle(p.LoadFailed(0, 1))).gone
-        again = world.rank()
-        await again.begin()
-        await again.publish()
+        await world.trained(0)
     assert late[-1].published is not None
     assert late[-1].published.life == 2
     assert not (await world.hub.handle(p.LoadFailed(0, 2))).gone
@@ -478,16 +474,9 @@ async def test_a_damaged_batch_ends_the_run_with_an_error_that_a_restart_can_men
     world.past.damaged = {1}
 
     async def trainers() -> None:
-        first = world.rank()
-        await first.begin()
-        await first.publish()
-        for _ in range(2):
-            await first.step()
+        first = await world.trained(2)
         first.die()
-        second = world.rank()
-        await second.begin()
-        await second.publish()
-        await second.step()
+        second = await world.trained(1)
         with pytest.raises(PeerLostError, match=r"step-1\.bin is damaged"):
             await second.fetch()
 
@@ -502,10 +491,7 @@ async def test_an_interrupt_waits_for_no_rank_that_is_away() -> None:
     world = World()
 
     async def trainers() -> None:
-        rank = world.rank()
-        await rank.begin()
-        await rank.publish()
-        await rank.step()
+        rank = await world.trained(1)
         rank.die()
         world.hub.interrupt()
 
@@ -519,15 +505,9 @@ async def test_an_interrupt_on_the_way_back_ends_the_ranks_without_a_checkpoint(
     world = World()
 
     async def trainers() -> None:
-        first = world.rank()
-        await first.begin()
-        await first.publish()
-        for _ in range(2):
-            await first.step()
+        first = await world.trained(2)
         first.die()
-        second = world.rank()
-        await second.begin()
-        await second.publish()
+        second = await world.trained(0)
         await second.fetch()
         world.hub.interrupt()
         await second.commit()
@@ -545,10 +525,7 @@ async def test_ranks_that_stay_away_end_the_run_by_its_deadline() -> None:
     world = World()
 
     async def trainers() -> None:
-        rank = world.rank()
-        await rank.begin()
-        await rank.publish()
-        await rank.step()
+        rank = await world.trained(1)
         rank.die()
         await anyio.sleep(world.config.deadlines.rendezvous + 1)
 
