@@ -28,6 +28,10 @@ class SmallDisk:
         with self._ballast.open("ab") as file:
             os.posix_fallocate(file.fileno(), self._ballast.stat().st_size, max(PAGE, free - room))
 
+    def read_only(self) -> None:
+        """Take nothing more, as a kernel does with a disk that has failed. No file may be open for writing."""
+        subprocess.run(["mount", "-o", "remount,ro", str(self.path)], check=True)
+
     def clear(self) -> None:
         """Free what the ballast took."""
         self._ballast.unlink()

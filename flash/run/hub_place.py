@@ -6,6 +6,7 @@ token's own file.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -66,8 +67,9 @@ def announce(run_dir: Path, address: HubAddress, token_file: str) -> None:
 
 
 def withdraw(run_dir: Path) -> None:
-    """The hub is about to end."""
-    (run_dir / HUB_FILE).unlink(missing_ok=True)
+    """The hub is about to end. A disk that has become read-only must not hide why."""
+    with suppress(OSError):
+        (run_dir / HUB_FILE).unlink(missing_ok=True)
 
 
 def _announcement(folder: Path) -> bytes:

@@ -24,7 +24,8 @@ from flash.hub.past import Start
 from flash.hub.protocol import SnapshotReply
 from flash.hub.replayed import Replay
 from flash.hub.state import HubState
-from flash.run.journal import Place, forget_journal, replay_journal, set_journal_aside
+from flash.observe.rundir import writing
+from flash.run.journal import Place, forget_journal, journal_folder, replay_journal, set_journal_aside
 from flash.run.past import reach
 from flash.trainer.stored import HUB_STATE, aside_of, hub_state, step_folder
 
@@ -82,6 +83,7 @@ def restored(checkpoint: Path | None, config: Config) -> Restored:
     Raises:
         CheckpointError: the checkpoint is damaged, or another version of Flash wrote it.
         ConfigError: it belongs to a run of another size.
+        RunDirectoryError: the journal is damaged, and cannot be set aside.
     """
     kept = None if checkpoint is None else kept_state(checkpoint, config)
     version, number = (0, 0) if kept is None else (kept.version, kept.journal)
@@ -92,7 +94,8 @@ def restored(checkpoint: Path | None, config: Config) -> Restored:
         until, why = reach(config, version, replay.reached)
         buffer = replay.state(until)
     except (RecordingError, ContractError) as error:
-        aside = set_journal_aside(config.run_dir, number)
+        with writing(journal_folder(config.run_dir)):
+            aside = set_journal_aside(config.run_dir, number)
         start = "the beginning" if checkpoint is None else checkpoint.name
         note = (
             f"{error}. The run goes on from {start} alone, and generates again what was delivered since; kept: {aside}"

@@ -13,7 +13,7 @@ import os
 import re
 import stat
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
 
@@ -61,7 +61,8 @@ def hub_token(run_dir: Path, given: str | None) -> Generator[tuple[bytes, str]]:
         _leave(path, token)
         yield token, path.name
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that has become read-only must not hide why the hub ends
+            path.unlink(missing_ok=True)
 
 
 def _leave(path: Path, token: bytes) -> None:

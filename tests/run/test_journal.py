@@ -13,7 +13,7 @@ import pytest
 
 from flash.config.load import dump
 from flash.config.tree import Config
-from flash.errors import ConfigError, RecordingError
+from flash.errors import ConfigError, RecordingError, RunDirectoryError
 from flash.hub.buffer import SampleBuffer
 from flash.hub.past import Start
 from flash.hub.replayed import Replay
@@ -24,6 +24,7 @@ from flash.run.hub_state import NOTHING, Restored, restored
 from flash.run.journal import FileJournal, Place, journal_folder, replay_journal
 from flash.trainer.stored import HUB_STATE, MANIFEST, FileEntry, Manifest, crc32_of, step_folder
 from flash.types import Batch, Lease
+from tests.full_disk import small_disk
 from tests.hub.cases import finish_all, lease_all, make_buffer
 from tests.hub.test_state import make_config
 
@@ -272,6 +273,19 @@ async def test_a_folder_that_cannot_be_written_ends_nothing(run_dir: Path) -> No
     async with written(Life(run_dir)) as life:
         life.deliver(2)
     assert len(life.notes) == 1
+
+
+async def test_a_torn_journal_on_a_disk_that_is_read_only_is_one_clear_error(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        run_dir = disk.path / "run"
+        run_dir.mkdir()
+        async with written(Life(run_dir)) as life:
+            life.deliver(2)
+        with (journal_folder(run_dir) / "000000-step-000000.log").open("ab") as file:
+            file.write(b"torn")
+        disk.read_only()
+        with pytest.raises(RunDirectoryError, match="Read-only file system"):
+            restored(None, config_of(run_dir))
 
 
 async def test_a_journal_that_is_switched_off_is_used_once_more_and_then_gone(run_dir: Path) -> None:

@@ -14,6 +14,7 @@ from flash.errors import ConfigError, DeadlineError, PeerLostError
 from flash.run.hub_place import HUB_FILE, HubAddress, HubPlace, announce, withdraw
 from flash.run.rendezvous import Meeting, Rank, find_hub
 from flash.run.token import hub_token
+from tests.full_disk import SmallDisk, small_disk
 from tests.run.test_launcher import make_config
 
 
@@ -38,6 +39,20 @@ def test_what_a_stranger_reads_in_the_announcement_holds_no_token(tmp_path: Path
     for secret in (token, token.hex().encode()):
         assert secret not in left
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_has_become_read_only_does_not_hide_why_a_hub_ends(tmp_path: Path, no_token: None) -> None:
+    def end(run_dir: Path, disk: SmallDisk) -> None:
+        with hub_token(run_dir, None) as (token, file):
+            announce(run_dir, HubAddress("10.0.0.1", 4711, token), file)
+            disk.read_only()
+            try:
+                raise PeerLostError("the reason")
+            finally:
+                withdraw(run_dir)
+
+    with small_disk(tmp_path / "disk", 1 << 20) as disk, pytest.raises(PeerLostError, match="the reason"):
+        end(disk.path, disk)
 
 
 def test_a_hub_that_does_not_let_us_in_is_asked_again(tmp_path: Path, no_token: None) -> None:
