@@ -11,9 +11,11 @@
 #
 #     ./launch.sh [CONFIG] [OVERRIDE…]              here; without CONFIG, examples/quickstart.toml
 #     sbatch --nodes=4 --gpus-per-node=8 launch.sh CONFIG [OVERRIDE…]
+#     sbatch --nodes=2 --gpus-per-node=8 launch.sh join RUN_DIR [OVERRIDE…]
 #
 # Makes the environment first where it is missing or out of date. Under sbatch every node of the job runs `flash train`
-# once, and a job that is preempted or reaches its time limit is stopped in order, requeued, and continues.
+# once, and a job that is preempted or reaches its time limit is stopped in order, requeued, and continues. With `join`
+# every node runs `flash join`: the job makes samples for the run of another job, and may end before it.
 set -euo pipefail
 
 # The folder of this script. Slurm runs a copy of it from a spool folder, but knows where it was submitted from.
@@ -32,12 +34,14 @@ find_root() {
     echo "$here"
 }
 
-# One `flash train` per node of the job, meeting at the first one.
+# One `flash train` or `flash join` per node of the job; those that train meet at the first one.
 #
 # Slurm asks for the end in two ways: it signals this script (the time limit, by --signal above), or the ranks (preemption
 # with a grace time). Either way the ranks write a checkpoint, and what they exit with says that they were interrupted.
+# Nodes that have joined leave their run in order, which is no failure: each for itself, whatever becomes of the others.
 run_on_slurm() {
-    local head preempted="" srun_pid status=0
+    local head kill_all=1 preempted="" srun_pid status=0
+    if [[ $2 == join ]]; then kill_all=0; fi
     read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     export FLASH_RDZV_ENDPOINT=$head:$((10000 + SLURM_JOB_ID % 20000))
     export FLASH_NNODES=$SLURM_JOB_NUM_NODES
@@ -52,13 +56,13 @@ run_on_slurm() {
     # Signals reach the whole process group of a rank, this shell too. 143 is a rank that had not begun to listen. An
     # interrupted rank counts as a good one, since srun kills the others when one is bad.
     # shellcheck disable=SC2016  # the node's own shell expands these
-    srun --nodes="$FLASH_NNODES" --ntasks="$FLASH_NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 \
+    srun --nodes="$FLASH_NNODES" --ntasks="$FLASH_NNODES" --ntasks-per-node=1 --kill-on-bad-exit="$kill_all" \
         bash -c '
             trap : TERM INT
             FLASH_NODE_RANK=$SLURM_NODEID "$@"
             status=$?
-            # A node without trainers that has failed for good: the run goes on.
-            if ((status == 75)); then exit 0; fi
+            # A node without trainers that has failed for good: the run goes on, and with it the job that it is of.
+            if ((status == 75)) && [[ $2 == train ]]; then exit 0; fi
             if ((status != 130 && status != 143)); then exit "$status"; fi
             if ((SLURM_NODEID == 0)); then touch "$FLASH_INTERRUPTED"; fi' bash "$@" &
     srun_pid=$!
@@ -81,17 +85,19 @@ run_on_slurm() {
 }
 
 root=$(find_root)
+flash=("$root/.venv/bin/flash")
 case "${1-}" in
-    "" | -* | *=*) config=$root/examples/quickstart.toml ;;
-    *) config=$1 && shift ;;
+    join) flash+=(join) && shift ;;
+    "" | -* | *=*) flash+=(train "$root/examples/quickstart.toml") ;;
+    *) flash+=(train "$1") && shift ;;
 esac
 
 make --silent --no-print-directory -C "$root" env
-train=("$root/.venv/bin/flash" train "$config")
 
 # 4294967290 is the step that salloc gives to an interactive shell; any other step is one task of an srun.
 if [[ -n ${SLURM_JOB_ID-} && ${SLURM_STEP_ID:-4294967290} == 4294967290 ]]; then
-    run_on_slurm "${train[@]}" "cluster.nodes=$SLURM_JOB_NUM_NODES" "$@"
+    if [[ ${flash[1]} == train ]]; then flash+=("cluster.nodes=$SLURM_JOB_NUM_NODES"); fi
+    run_on_slurm "${flash[@]}" "$@"
 else
-    exec "${train[@]}" "$@"
+    exec "${flash[@]}" "$@"
 fi

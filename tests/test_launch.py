@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.test_batch_script import install_stand_in
+from tests.slurm.jobs import install_stand_in
 
 ROOT = Path(__file__).parent.parent
 
@@ -78,9 +78,10 @@ def launch(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (["train.async_ratio=0"], "train {root}/examples/quickstart.toml train.async_ratio=0"),
         (["--dry-run"], "train {root}/examples/quickstart.toml --dry-run"),
         (["mine.toml", "run.output_dir=a b"], "train mine.toml run.output_dir=a b"),
+        (["join", "outputs/mine", "engine.count=4"], "join outputs/mine engine.count=4"),
     ],
 )
-def test_a_plain_start_makes_the_environment_and_trains_the_configuration(project, arguments, passed):
+def test_a_plain_start_makes_the_environment_and_trains_the_configuration_or_joins_a_run(project, arguments, passed):
     done = launch(project / "launch.sh", *arguments)
     assert done.stdout == f"flash {passed.format(root=project)} rdzv= nnodes= rank= cwd={project.parent}\n"
     assert (done.returncode, done.stderr) == (0, "")

@@ -314,8 +314,8 @@ class ClusterConfig(Section, frozen=True):
     trainer_nodes: Positive = 1
     """The first nodes carry trainers; every node with GPUs to spare carries engines."""
     hub_host: str | None = None
-    """Address of the first node at which others join it. None: 127.0.0.1 in a job of one node, else the one that the
-    other nodes of the job reach."""
+    """Address of the first node at which others join it. None: the one that the other nodes of the job, or of its SLURM
+    cluster, reach; 127.0.0.1 in a job of one node that SLURM has not started."""
     hub_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """TCP port of the hub on the first node; 0 takes any free one."""
     max_restarts: NonNegative = 3

@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -136,12 +137,24 @@ class Meeting:
 
 
 def advertised_host(config: Config) -> str:
-    """The address at which the other processes and nodes of the job reach this machine."""
+    """The address at which the other processes and nodes of the job reach this machine.
+
+    A job of one node has none, but where SLURM has started it: then others of the cluster may join, where names lead to
+    their machines.
+    """
     if config.cluster.hub_host is not None and os.environ["FLASH_NODE_RANK"] == "0":
         return config.cluster.hub_host
-    if config.cluster.nodes == 1:
-        return "127.0.0.1"
-    first, _, port = os.environ[RENDEZVOUS].rpartition(":")
+    if config.cluster.nodes > 1:
+        return _address_towards(os.environ[RENDEZVOUS])
+    with suppress(OSError):
+        if RENDEZVOUS in os.environ:
+            return _address_towards(os.environ[RENDEZVOUS])
+    return "127.0.0.1"
+
+
+def _address_towards(endpoint: str) -> str:
+    """This machine's address on the way to HOST:PORT. Raises OSError: a name leads nowhere."""
+    first, _, port = endpoint.rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # Connecting a datagram socket sends nothing: it only chooses the interface that routes to the peer.
         probe.connect((first, int(port)))

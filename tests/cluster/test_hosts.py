@@ -5,101 +5,38 @@ The hosts' names sort the other way round than their numbers, as text.
 
 from __future__ import annotations
 
-import json
 import re
 import signal
-import subprocess
 import sys
-import time
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.cluster.hosts import Hosts
-from tests.integration.test_run import CONFIG, REPOSITORY, balanced
+from tests.cluster.job import HUB_PORT, Job
+from tests.integration.test_run import REPOSITORY
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-HUB_PORT = 29500
+
+ADDRESS = """
+from flash.run.rendezvous import advertised_host
+from tests.run.test_launcher import make_config
+print(advertised_host(make_config()))
+"""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model; the first run makes it, the other finds it."""
-    return tmp_path_factory.mktemp("models") / "tiny"
+def test_a_run_of_one_node_is_reached_from_others_where_slurm_has_started_it(hosts: Hosts, tmp_path: Path) -> None:
+    def address(**variables: str) -> str:
+        output = tmp_path / f"{len(list(tmp_path.iterdir()))}.txt"
+        variables |= {"FLASH_NODE_RANK": "0", "PYTHONPATH": str(REPOSITORY)}
+        command = [sys.executable, "-c", ADDRESS]
+        assert hosts.start(0, command, output=output, cwd=tmp_path, variables=variables).wait(60) == 0
+        return output.read_text().strip()
 
-
-class Job:
-    """A job on two hosts: what each prints, and what the run writes."""
-
-    def __init__(self, hosts: Hosts, folder: Path, model: Path, *overrides: str) -> None:
-        self.hosts = hosts
-        self.run = folder / "run"
-        self._outputs = [folder / f"{name}.txt" for name in hosts.names]
-        self._train = ["train", str(folder / "config.toml"), "cluster.nodes=2", "eval.every=0", *overrides]
-        (folder / "config.toml").write_text(CONFIG.format(folder=folder, model=model))
-
-    def start(self, host: int, *command: str, **variables: str) -> subprocess.Popen[bytes]:
-        """A command of flash's on a host."""
-        variables["PYTHONPATH"] = str(REPOSITORY)
-        flash = [sys.executable, "-m", "flash", *command]
-        return self.hosts.start(host, flash, output=self._outputs[host], cwd=REPOSITORY, variables=variables)
-
-    def train(self, host: int) -> subprocess.Popen[bytes]:
-        """What every host of a job is started with."""
-        place = {"FLASH_NNODES": "2", "FLASH_RDZV_ENDPOINT": f"{self.hosts.names[0]}:29411"}
-        return self.start(host, *self._train, FLASH_NODE_RANK=str(host), **place)
-
-    def text(self, host: int) -> str:
-        return self._outputs[host].read_text()
-
-    def told(self) -> str:
-        return "\n".join(f"{name}: {self.text(host)}" for host, name in enumerate(self.hosts.names))
-
-    def rows(self, name: str) -> list[Any]:
-        file = self.run / name
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-    def summary(self) -> dict[str, Any]:
-        return json.loads((self.run / "summary.json").read_text())
-
-    def until(self, condition: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + 300
-        while not condition():
-            assert time.monotonic() < end, f"no {what}; output so far:\n{self.told()}"
-            time.sleep(0.1)
-
-    def until_said(self, host: int, words: str) -> None:
-        self.until(lambda: words in self.text(host), f"words {words!r} of {self.hosts.names[host]}")
-
-    def until_engines(self, number: int) -> None:
-        """Wait for another step, with so many engines."""
-        seen = len(self.rows("metrics.jsonl"))
-        self.until(
-            lambda: any(row["engines"] == number for row in self.rows("metrics.jsonl")[seen:]),
-            f"step with {number} engines",
-        )
-
-    def nothing_lost(self) -> None:
-        """Every task that was issued is in the books, and none was trained twice."""
-        ledger = self.summary()["ledger"]
-        assert balanced(ledger), ledger
-        assert ledger == json.loads((self.run / "ledger.json").read_text())
-        members = Counter(sample["group_id"] for sample in self.rows("samples.jsonl"))
-        assert max(members.values()) <= 4, "a group has four members"
-        steps = [row["step"] for row in self.rows("metrics.jsonl")]
-        assert steps == list(range(len(steps)))
-
-    def nothing_left(self, *clean: int) -> None:
-        """No process on any host, and no temporary files on those that had time to remove them."""
-        end = time.monotonic() + 10
-        while any(self.hosts.processes(host) for host in range(2)):
-            assert time.monotonic() < end, f"processes left behind:\n{self.told()}"
-            time.sleep(0.1)
-        assert [list(self.hosts.scratch(host).glob("flash-*")) for host in clean] == [[]] * len(clean)
+    assert address(FLASH_RDZV_ENDPOINT=f"{hosts.names[0]}:29411") == hosts.address(0)
+    assert address(FLASH_RDZV_ENDPOINT="a-name-that-leads-nowhere:29411") == "127.0.0.1"
+    assert address() == "127.0.0.1"
 
 
 def test_a_host_of_engines_is_cut_off_drained_and_lost_and_joins_again_while_the_trainers_go_on(

@@ -229,6 +229,11 @@ def balanced(ledger: dict[str, int]) -> bool:
     return ledger["issued"] == ledger["trained"] + ledger["filtered"] + ledger["given_up"] + ledger["in_flight"]
 
 
+def given_up(ledger: dict[str, int]) -> set[str]:
+    """Why samples were given up."""
+    return {name.removeprefix("given_up_") for name, count in ledger.items() if name.startswith("given_up_") and count}
+
+
 def test_a_run_trains_an_agent_of_the_official_client(start: Callable[..., Run]) -> None:
     run = start(text=AGENT)
     assert run.wait() == 0, run.text()

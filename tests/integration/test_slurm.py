@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 
 from tests.integration.test_run import CONFIG, REPOSITORY
 from tests.slurm.cluster import Cluster, missing
+from tests.slurm.jobs import REAL_FLASH, make_project
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
@@ -26,29 +25,17 @@ def cluster() -> Iterator[Cluster]:
         yield started
 
 
-def project(folder: Path) -> None:
-    """This project as launch.sh finds it, with an environment that is made already."""
-    shutil.copy(REPOSITORY / "launch.sh", folder)
-    (folder / "scripts").mkdir()
-    (folder / "scripts" / "install.py").touch()
-    (folder / "Makefile").write_text("env:\n\t@true\n")
-    flash = folder / ".venv" / "bin" / "flash"
-    flash.parent.mkdir(parents=True)
-    flash.write_text(f'#!/bin/sh\nexec {sys.executable} -m flash "$@"\n')
-    flash.chmod(0o755)
-
-
 @pytest.mark.parametrize("stopped_by", ["signal", "time limit"])
 def test_a_job_that_is_stopped_is_requeued_and_goes_on(cluster: Cluster, tmp_path: Path, stopped_by: str) -> None:
     limited = stopped_by == "time limit"
     if limited and not os.environ.get("FLASH_REQUIRE_TIME_LIMIT"):
         pytest.skip("takes twelve minutes: set FLASH_REQUIRE_TIME_LIMIT=1")
-    project(tmp_path)
+    launch = make_project(tmp_path, REAL_FLASH) / "launch.sh"
     run, config, output = tmp_path / "run", tmp_path / "config.toml", tmp_path / "output.txt"
     config.write_text(CONFIG.format(folder=tmp_path, model=tmp_path / "model"))
     options = ["--time=5", "--signal=B:TERM@30"] if limited else []
     overrides = ("run.steps=5000", "checkpoint.every=5000", "deadlines.shutdown=25", "eval.every=0")
-    command = (*options, f"--output={output}", str(tmp_path / "launch.sh"), str(config), *overrides)
+    command = (*options, f"--output={output}", str(launch), str(config), *overrides)
     job = cluster.submit(*command, variables={"PYTHONPATH": str(REPOSITORY)}, cwd=tmp_path)
 
     def steps() -> list[int]:

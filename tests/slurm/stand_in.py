@@ -45,7 +45,8 @@ def srun(arguments: list[str]) -> int:
         signal_all(signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, kill_all)
-    for node in range(len(NODES)):
+    (nodes,) = (argument.partition("=")[2] for argument in arguments if argument.startswith("--nodes="))
+    for node in range(int(nodes)):
         variables = os.environ | {"SLURM_STEP_ID": "0", "SLURM_NODEID": str(node)}
         tasks.append(subprocess.Popen(command, env=variables, start_new_session=True))
         (FOLDER / f"group-{tasks[-1].pid}").touch()
@@ -65,7 +66,9 @@ def srun(arguments: list[str]) -> int:
 
 
 def scancel(arguments: list[str]) -> int:
-    """Signal the tasks of the job, and not its batch script."""
+    """Signal the tasks of the job, and not its batch script. A job that was cancelled is told nothing any more."""
+    if (FOLDER / "state").exists():
+        return 1
     (option,) = (argument for argument in arguments if argument.startswith("--signal="))
     for file in FOLDER.glob("group-*"):
         with suppress(ProcessLookupError):

@@ -6,22 +6,18 @@ The real one is left out where it is not installed, unless FLASH_REQUIRE_SLURM i
 from __future__ import annotations
 
 import os
-import shutil
-import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
 from tests.slurm.cluster import Cluster, missing
+from tests.slurm.jobs import Job, Real, StandIn, install_stand_in, make_project
 
-ROOT = Path(__file__).parents[2]
-LAUNCH = ROOT / "launch.sh"
+Submit = Callable[..., Job]
 
 pytestmark = pytest.mark.integration
 
@@ -31,8 +27,10 @@ on_term() {
     echo "node $FLASH_NODE_RANK: stopping"
     sleep "0.$((1 + 3 * FLASH_NODE_RANK))"
     echo "node $FLASH_NODE_RANK: stopped"
+    if [[ $WHAT == join ]]; then exit 0; fi
     exit 130
 }
+WHAT=$1
 case $BEHAVE in
     end) exit 0 ;;
     fail) if [[ $FLASH_NODE_RANK == 1 ]]; then exit 3; fi ;;
@@ -46,134 +44,6 @@ while :; do sleep 0.05; done
 """In the place of `flash`: ends at once, fails on the second node, or ends in order when it is told to."""
 
 
-class Job(Protocol):
-    """A batch job of two nodes."""
-
-    def output(self) -> str:
-        """What it has written so far."""
-        ...
-
-    def signal_script(self) -> None:
-        """SIGTERM to the batch script alone, as before the time limit."""
-        ...
-
-    def signal_ranks(self) -> None:
-        """SIGTERM to the ranks alone, as at the begin of a preemption with a grace time."""
-        ...
-
-    def cancel(self) -> None:
-        """What `scancel` does: the job is told off, and everything in it gets SIGTERM."""
-        ...
-
-    def end(self) -> str:
-        """How it ended: `requeued`, `cancelled`, or its exit code."""
-        ...
-
-
-class StandIn:
-    """A batch script that runs here, with the stand-in's commands on its PATH."""
-
-    def __init__(self, project: Path, variables: Mapping[str, str]) -> None:
-        self._folder = project.parent / "stand_in"
-        self._folder.mkdir()
-        commands = project.parent / "bin"
-        install_stand_in(commands)
-        self._output = project.parent / "output.txt"
-        job = {
-            "SLURM_JOB_ID": "20042",
-            "SLURM_JOB_NODELIST": "node[7-8]",
-            "SLURM_JOB_NUM_NODES": "2",
-            "SLURM_NODEID": "0",
-            "SLURM_STAND_IN": str(self._folder),
-            "COMMAND": str(project / "launch.sh"),
-            "PATH": f"{commands}:{os.environ['PATH']}",
-        }
-        with self._output.open("wb") as output:
-            self._script = subprocess.Popen(
-                [project / "launch.sh", "mine.toml"],
-                env={**os.environ, **job, **variables},
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-
-    def output(self) -> str:
-        return self._output.read_text()
-
-    def signal_script(self) -> None:
-        self._script.send_signal(signal.SIGTERM)
-
-    def signal_ranks(self) -> None:
-        for group in self._folder.glob("group-*"):
-            os.killpg(int(group.name.removeprefix("group-")), signal.SIGTERM)
-
-    def cancel(self) -> None:
-        (self._folder / "state").write_text("CANCELLED")
-        self.signal_ranks()
-        self.signal_script()
-
-    def end(self) -> str:
-        code = self._script.wait(60)
-        if (self._folder / "requeued").exists():
-            return "requeued"
-        return "cancelled" if (self._folder / "state").exists() else str(code)
-
-    def close(self) -> None:
-        for group in [self._script.pid, *(int(file.name.removeprefix("group-")) for file in self._folder.glob("g*"))]:
-            with suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)
-        self._script.wait()
-
-
-class Real:
-    """A job of a real cluster."""
-
-    def __init__(self, cluster: Cluster, project: Path, variables: Mapping[str, str]) -> None:
-        self._cluster = cluster
-        self._file = project / "output.txt"
-        script = str(project / "launch.sh")
-        options = ("--nodes=2", f"--output={self._file}", script, "mine.toml")
-        self.number = cluster.submit(*options, variables=variables, cwd=project)
-
-    def output(self) -> str:
-        return self._file.read_text() if self._file.exists() else ""
-
-    def signal_script(self) -> None:
-        self._cluster.call("scancel", "--batch", "--signal=TERM", self.number)
-
-    def signal_ranks(self) -> None:
-        self._cluster.call("scancel", "--signal=TERM", self.number)
-
-    def cancel(self) -> None:
-        self._cluster.call("scancel", self.number)
-
-    def end(self) -> str:
-        self._cluster.until(lambda: self._ended() is not None, "the job to end")
-        return self._ended() or ""
-
-    def _ended(self) -> str | None:
-        job = self._cluster.job(self.number)
-        if job["Restarts"] != "0":
-            return "requeued"
-        if job["JobState"] == "CANCELLED":
-            return "cancelled"
-        return job["ExitCode"].partition(":")[0] if job["JobState"] in ("COMPLETED", "FAILED") else None
-
-    def close(self) -> None:
-        with suppress(subprocess.CalledProcessError):
-            self._cluster.call("scancel", "--full", "--signal=KILL", self.number)
-            self._cluster.call("scancel", self.number)
-
-
-def install_stand_in(folder: Path) -> None:
-    """Put the stand-in's commands into a folder."""
-    folder.mkdir()
-    program = (Path(__file__).parent / "stand_in.py").read_text()
-    for name in ("srun", "scancel", "scontrol"):
-        (folder / name).write_text(f"#!{sys.executable} -S\n{program}")
-        (folder / name).chmod(0o755)
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     why = missing()
@@ -184,29 +54,19 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(params=["stand-in", "real"])
-def submit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[object]:
+def submit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Submit]:
     """Submit launch.sh in a project whose `flash` behaves as told."""
-    project = tmp_path / "project"
-    (project / ".venv" / "bin").mkdir(parents=True)
-    (project / ".venv" / "bin" / "flash").write_text(FLASH)
-    (project / ".venv" / "bin" / "flash").chmod(0o755)
-    shutil.copy(LAUNCH, project / "launch.sh")
-    (project / "scripts").mkdir()
-    (project / "scripts" / "install.py").touch()
-    (project / "Makefile").write_text("env:\n\t@true\n")
-    jobs: list[StandIn | Real] = []
+    project = make_project(tmp_path, FLASH)
+    with ExitStack() as stack:
 
-    def begin(behave: str) -> Job:
-        variables = {"BEHAVE": behave}
-        if request.param == "real":
-            jobs.append(Real(request.getfixturevalue("cluster"), project, variables))
-        else:
-            jobs.append(StandIn(project, variables))
-        return jobs[-1]
+        def begin(behave: str, *arguments: str) -> Job:
+            command = ("sbatch", "--nodes=2", "launch.sh", *(arguments or ("mine.toml",)))
+            if request.param == "stand-in":
+                return stack.enter_context(StandIn(project, command, {"BEHAVE": behave}))
+            cluster = request.getfixturevalue("cluster")
+            return stack.enter_context(closing(Real(cluster, project, command, {"BEHAVE": behave})))
 
-    yield begin
-    for job in jobs:
-        job.close()
+        yield begin
 
 
 def wait_for(job: Job, *lines: str) -> None:
@@ -216,7 +76,7 @@ def wait_for(job: Job, *lines: str) -> None:
         time.sleep(0.05)
 
 
-def test_each_node_trains_once_and_all_meet_at_the_first(submit) -> None:
+def test_each_node_trains_once_and_all_meet_at_the_first(submit: Submit) -> None:
     job = submit("end")
     assert job.end() == "0"
     lines = sorted(line for line in job.output().splitlines() if line.startswith("node "))
@@ -229,7 +89,7 @@ def test_each_node_trains_once_and_all_meet_at_the_first(submit) -> None:
     assert place.endswith(" of 2")
 
 
-def test_a_node_that_fails_ends_the_job_with_its_code_and_no_requeue(submit) -> None:
+def test_a_node_that_fails_ends_the_job_with_its_code_and_no_requeue(submit: Submit) -> None:
     job = submit("fail")
     code = job.end()
     assert code not in ("0", "requeued")
@@ -237,14 +97,14 @@ def test_a_node_that_fails_ends_the_job_with_its_code_and_no_requeue(submit) -> 
     assert "requeueing" not in job.output()
 
 
-def test_a_node_without_trainers_that_is_lost_for_good_ends_no_job(submit) -> None:
+def test_a_node_without_trainers_that_is_lost_for_good_ends_no_job(submit: Submit) -> None:
     job = submit("lose")
     assert job.end() == "0"
     assert "node 0: on" in job.output().splitlines()
 
 
 @pytest.mark.parametrize("way", ["signal_script", "signal_ranks"])
-def test_a_job_that_is_asked_to_end_lets_all_ranks_finish_and_is_requeued(submit, way: str) -> None:
+def test_a_job_that_is_asked_to_end_lets_all_ranks_finish_and_is_requeued(submit: Submit, way: str) -> None:
     job = submit("listen")
     wait_for(job, "node 0: here", "node 1: here")
     getattr(job, way)()
@@ -255,7 +115,7 @@ def test_a_job_that_is_asked_to_end_lets_all_ranks_finish_and_is_requeued(submit
         assert lines.count(f"node {node}: stopped") == 1
 
 
-def test_a_job_that_is_cancelled_is_not_requeued(submit) -> None:
+def test_a_job_that_is_cancelled_is_not_requeued(submit: Submit) -> None:
     job = submit("listen")
     wait_for(job, "node 0: here", "node 1: here")
     job.cancel()
@@ -263,11 +123,41 @@ def test_a_job_that_is_cancelled_is_not_requeued(submit) -> None:
     assert "requeueing" not in job.output()
 
 
-def test_a_rank_that_does_not_listen_yet_is_requeued_too(submit) -> None:
+def test_a_rank_that_does_not_listen_yet_is_requeued_too(submit: Submit) -> None:
     job = submit("deaf")
     wait_for(job, "node 0: here", "node 1: here")
     job.signal_script()
     assert job.end() == "requeued"
+
+
+JOIN = ("join", "outputs/mine", "engine.count=2")
+
+
+def test_a_job_of_nodes_that_join_runs_flash_join_on_each_and_trains_nothing(submit: Submit) -> None:
+    job = submit("end", *JOIN)
+    assert job.end() == "0"
+    lines = sorted(line.split(" at ")[0] for line in job.output().splitlines() if line.startswith("node "))
+    assert lines == [f"node {node}: join outputs/mine engine.count=2" for node in (0, 1)]
+
+
+def test_a_node_that_has_joined_and_is_lost_ends_none_of_the_others_and_the_job_tells_of_it(submit: Submit) -> None:
+    job = submit("lose", *JOIN)
+    assert job.end() == "75"
+    assert "node 0: on" in job.output().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("way", "end"), [("signal_script", "requeued"), ("signal_ranks", "0"), ("cancel", "cancelled")]
+)
+def test_nodes_that_have_joined_leave_in_order_whoever_asks_and_come_back_after_the_time_limit_alone(
+    submit: Submit, way: str, end: str
+) -> None:
+    job = submit("listen", *JOIN)
+    wait_for(job, "node 0: here", "node 1: here")
+    getattr(job, way)()
+    assert job.end() == end
+    lines = job.output().splitlines()
+    assert [lines.count(f"node {node}: {word}") for node in (0, 1) for word in ("stopping", "stopped")] == [1, 1, 1, 1]
 
 
 def test_srun_kills_its_tasks_when_it_is_signalled_itself(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""A run on several hosts, by the documented commands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.hosts import Hosts
+from tests.integration.test_run import CONFIG, REPOSITORY, balanced
+
+HUB_PORT = 29500
+
+
+class Job:
+    """A job that begins on two hosts: what each host prints, and what the run writes."""
+
+    def __init__(self, hosts: Hosts, folder: Path, model: Path, *overrides: str, text: str = CONFIG) -> None:
+        self.hosts = hosts
+        self.run = folder / "run"
+        self._outputs = [folder / f"{name}.txt" for name in hosts.names]
+        self._train = ["train", str(folder / "config.toml"), "cluster.nodes=2", "eval.every=0", *overrides]
+        (folder / "config.toml").write_text(text.format(folder=folder, model=model))
+
+    def start(self, host: int, *command: str, **variables: str) -> subprocess.Popen[bytes]:
+        """A command of flash's on a host."""
+        variables["PYTHONPATH"] = str(REPOSITORY)
+        flash = [sys.executable, "-m", "flash", *command]
+        return self.hosts.start(host, flash, output=self._outputs[host], cwd=REPOSITORY, variables=variables)
+
+    def train(self, host: int) -> subprocess.Popen[bytes]:
+        """What every host of a job is started with."""
+        place = {"FLASH_NNODES": "2", "FLASH_RDZV_ENDPOINT": f"{self.hosts.names[0]}:29411"}
+        return self.start(host, *self._train, FLASH_NODE_RANK=str(host), **place)
+
+    def text(self, host: int) -> str:
+        return self._outputs[host].read_text()
+
+    def told(self) -> str:
+        return "\n".join(f"{name}: {self.text(host)}" for host, name in enumerate(self.hosts.names))
+
+    def rows(self, name: str) -> list[Any]:
+        file = self.run / name
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run / "summary.json").read_text())
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + 300
+        while not condition():
+            assert time.monotonic() < end, f"no {what}; output so far:\n{self.told()}"
+            time.sleep(0.1)
+
+    def until_said(self, host: int, words: str) -> None:
+        self.until(lambda: words in self.text(host), f"words {words!r} of {self.hosts.names[host]}")
+
+    def until_engines(self, number: int) -> None:
+        """Wait for another step, with so many engines."""
+        seen = len(self.rows("metrics.jsonl"))
+        self.until(
+            lambda: any(row["engines"] == number for row in self.rows("metrics.jsonl")[seen:]),
+            f"step with {number} engines",
+        )
+
+    def nothing_lost(self) -> None:
+        """Every task that was issued is in the books, and none was trained twice."""
+        ledger = self.summary()["ledger"]
+        assert balanced(ledger), ledger
+        assert ledger == json.loads((self.run / "ledger.json").read_text())
+        members = Counter(sample["group_id"] for sample in self.rows("samples.jsonl"))
+        assert max(members.values()) <= 4, "a group has four members"
+        steps = [row["step"] for row in self.rows("metrics.jsonl")]
+        assert steps == list(range(len(steps)))
+
+    def nothing_left(self, *clean: int) -> None:
+        """No process on any host, and no temporary files on those that had time to remove them."""
+        end = time.monotonic() + 10
+        while any(self.hosts.processes(host) for host in range(len(self.hosts.names))):
+            assert time.monotonic() < end, f"processes left behind:\n{self.told()}"
+            time.sleep(0.1)
+        assert [list(self.hosts.scratch(host).glob("flash-*")) for host in clean] == [[]] * len(clean)
