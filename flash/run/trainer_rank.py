@@ -61,7 +61,7 @@ def run_trainer_rank(rank: Rank, config: Config) -> int:
             _train(rank, config, index, meeting, life, hub, stack)
         except Exception as error:  # supervised boundary: whatever ends a rank is told where people look
             # Told before the other ranks lose this one and have errors of their own.
-            tell_end(hub, index, error, config.deadlines.request)
+            tell_end(hub, index, error, config.deadlines.request, others(index, config))
             return 1
         finally:
             over.set()
@@ -96,8 +96,22 @@ def _end_with_life(hub: BlockingClient, index: int, over: threading.Event) -> No
         os._exit(1)
 
 
-def tell_end(hub: Teller, index: int, error: Exception, seconds: float) -> None:
+def others(index: int, config: Config) -> str:
+    """The trainer ranks that one has collectives with, in words."""
+    ranks = [rank for rank in range(config.trainer_world_size) if rank != index]
+    nodes = [rank // config.cluster.trainer_ranks for rank in ranks]
+    if not ranks:
+        return "nobody"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} on node {nodes[0]}"
+    where = f"node {nodes[0]}" if nodes[0] == nodes[-1] else f"nodes {nodes[0]} to {nodes[-1]}"
+    return f"{len(ranks)} other ranks on {where}"
+
+
+def tell_end(hub: Teller, index: int, error: Exception, seconds: float, peers: str) -> None:
     """Have the hub end the run and show the error, once; show it here when the hub cannot be told.
+
+    Neither gloo nor NCCL says for whom a collective has waited: `peers` does.
 
     Nothing is said of a lost connection: the hub is the only peer of a rank, and shows its own end.
     """
@@ -107,7 +121,7 @@ def tell_end(hub: Teller, index: int, error: Exception, seconds: float) -> None:
         log.debug("trainer rank %d: %s", index, error)
         return
     if collective_failed(error):
-        error = CollectiveError(f"a collective failed, as when another rank is gone or cut off: {error}")
+        error = CollectiveError(f"a collective with {peers} failed, as when one is gone or cut off: {error}")
     message = f"trainer rank {index}: {error}"
     if not isinstance(error, FlashError):
         traceback.print_exception(error)
