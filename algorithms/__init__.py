@@ -10,6 +10,7 @@ OBJECTIVES: dict[str, str] = {
     "dapo": "algorithms.dapo:Dapo",
     "dr_grpo": "algorithms.dr_grpo:DrGrpo",
     "ppo": "algorithms.ppo:Ppo",
+    "asyppo": "algorithms.asyppo:AsyPpo",
     "decoupled_ppo": "algorithms.decoupled_ppo:DecoupledPpo",
     "tis": "algorithms.tis:Tis",
     "tis_reinforce": "algorithms.tis_reinforce:TisReinforce",

@@ -26,6 +26,8 @@ Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum",
 Proximal = Literal["recompute", "loglinear", "ewma"]
 """Where `proximal_T` comes from: the weights at the start of the step; a point between behaviour and now by age
 (`algorithms.proximal`); an exponentially weighted average of the weights of all steps so far (Hilton et al. 2021)."""
+CriticTarget = Literal["lambda", "monte_carlo"]
+"""What critics learn: A + V, which leans on what they expect of later states; the rewards that came, discounted."""
 
 
 class PackedTokens(NamedTuple):
@@ -47,8 +49,12 @@ class PackedTokens(NamedTuple):
     """int64: which of the S sequences the token belongs to; non-decreasing."""
     sequences: int
     """S."""
+    deviation_T: Tensor
+    """σ: standard deviation of what the critics expect before the token, no gradient; 0 with fewer than two of them."""
     limit: float = math.inf
     """What `Objective.limit` gave for the minibatch."""
+    bounds: tuple[float, float] = (-math.inf, math.inf)
+    """What `Objective.bounds` gave for the batch."""
 
 
 class ObjectiveOutput(NamedTuple):
@@ -59,6 +65,8 @@ class ObjectiveOutput(NamedTuple):
     stats: dict[str, Tensor]
     """Name → [T], detached. `ratio`: importance ratio, `clipped`: 1 where the gradient was taken away or cut, `weight`:
     a weight as used; these three have plots."""
+    bonus_T: Tensor | None = None
+    """Factor of each token's entropy bonus, detached. None: 1."""
 
 
 class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,6 +80,11 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The aggregation of the method, where `algorithm.aggregation` names no other."""
     limits: ClassVar[bool] = False
     """Whether `limit` is to be asked."""
+    critics: ClassVar[int] = 1
+    """How many critics the method has, where it has any and `critic.count` names no other number. Above 1 it compares
+    them: it needs at least two, and `bounds` is to be asked."""
+    critic_target: ClassVar[CriticTarget] = "lambda"
+    """What the method's critics learn, where `critic.target` names nothing else."""
 
     @property
     def proximal_policy(self) -> Proximal:
@@ -90,6 +103,18 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         minibatch does not depend on how the minibatch was cut.
         """
         raise TypeError(f"{type(self).__name__} does not define limit")
+
+    def bounds(self, deviation_N: Tensor) -> tuple[float, float]:
+        """Two numbers that follow from σ of all trained tokens of a batch (here N), before its first update.
+
+        They reach `__call__` as `PackedTokens.bounds`, so that a rule over the whole batch does not depend on how the
+        batch was cut.
+        """
+        raise TypeError(f"{type(self).__name__} does not define bounds")
+
+    def without_effect(self) -> dict[str, str]:
+        """Options that do nothing beside the others: name to what they would need."""
+        return {}
 
     def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
         """Per-token loss of one micro-batch."""

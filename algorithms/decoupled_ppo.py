@@ -45,6 +45,12 @@ class DecoupledPpo(Objective, frozen=True):
         """`ewma_decay`."""
         return self.ewma_decay
 
+    def without_effect(self) -> dict[str, str]:
+        """`ewma_decay`, where there is no such average."""
+        if self.proximal == "ewma":
+            return {}
+        return {"ewma_decay": f"proximal is {self.proximal!r}; expected 'ewma' beside it"}
+
     def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:
         """Per-token loss. Statistics: `ratio`, `clipped`, and `weight` as used."""
         ratio_T = (tokens.logp_T - tokens.proximal_T).exp()

@@ -57,6 +57,19 @@ def gae(
     return advantage_T, return_T
 
 
+def monte_carlo(reward_T: npt.ArrayLike, mask_T: BoolArray, sequence_T: IntArray, *, gamma: float) -> FloatArray:
+    """float64 [T]: Σ_{k ≥ t} γ^{k−t} r_k over the unmasked tokens of each sequence; 0 where masked.
+
+    Raises:
+        ValueError: an unmasked reward is not finite.
+    """
+    kept_K = np.flatnonzero(mask_T)
+    reward_K = _finite(np.asarray(reward_T, dtype=np.float64)[kept_K], "reward")
+    return_T = np.zeros(len(mask_T))
+    return_T[kept_K] = discounted_sums(reward_K, np.asarray(sequence_T)[kept_K], gamma)
+    return return_T
+
+
 def discounted_sums(term_K: FloatArray, sequence_K: IntArray, factor: float) -> FloatArray:
     """float64 [K]: Σ_{k ≥ t} factor^{k−t} · term_k over the rest of each sequence; factor in [0, 1]."""
     sum_K = np.array(term_K, dtype=np.float64)

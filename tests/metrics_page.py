@@ -7,7 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
-PLACEHOLDERS = {"NAME": ".+", "STAT": "(ratio|weight)", "WHY": "[a-z_]+", "_pP_": r"_p\d+_", "_N": r"_\d+"}
+PLACEHOLDERS = {
+    "NAME": ".+",
+    "STAT": "(ratio|weight|deviation|learned|bonus)",
+    "WHY": "[a-z_]+",
+    "_pP_": r"_p\d+_",
+    "_N": r"_\d+",
+}
 """What stands for more than one name, and the expression that matches these."""
 
 

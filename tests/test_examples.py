@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -46,6 +47,7 @@ def test_there_is_an_example_for_each_reference_setting() -> None:
         "ppo_critic",
         "rhythm",
         "agent_openai",
+        "asyppo",
         "run",
     }
 
@@ -96,9 +98,9 @@ def test_kubernetes_knows_every_word_of_a_manifest(manifest: Path) -> None:
         kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
 
 
-def pods() -> dict[str, tuple[list[str], int]]:
+def pods() -> dict[str, Any]:
     """The pods' containers and how long they have to end, by the name of what makes them."""
-    found = {}
+    found: dict[str, Any] = {}
     for manifest in MANIFESTS:
         for resource in yaml.safe_load_all(manifest.read_text()):
             if "template" in resource["spec"]:

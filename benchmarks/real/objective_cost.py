@@ -147,8 +147,8 @@ def layer_rows(args: Args) -> list[Row]:
     """The chunked way against whole logits, and alone on fewer tokens."""
     tokens = QUICK_TOKENS if args.quick else TOKENS
     ours, whole, fewer = (
-        apart(layer_cost, LayerCase(way, count))
-        for way, count in (("chunks", tokens), ("whole", tokens), ("chunks", tokens // 4))
+        apart(layer_cost, case)
+        for case in (LayerCase("chunks", tokens), LayerCase("whole", tokens), LayerCase("chunks", tokens // 4))
     )
     assert math.isclose(ours.total, whole.total, rel_tol=1e-3), (ours.total, whole.total)
     logits_gib = tokens * VOCABULARY * 4 / GIB
@@ -184,14 +184,13 @@ class Watch:
 
     def __init__(self, trainer: Trainer) -> None:
         self.model_s = 0.0
-        """Forward and backward passes of the policy, output layer included, and of the critic."""
+        """Forward and backward passes of the policy, output layer included, and of the critics."""
         self.objective_s = 0.0
         """From a model's answer to the gradient that comes back to it."""
         self.optimizer_s = 0.0
         self._since = 0.0
         parts = [(trainer.model, trainer.optimizer)]
-        if trainer.critic is not None:
-            parts.append((trainer.critic.model, trainer.critic.optimizer))
+        parts += [(critic.model, critic.optimizer) for critic in trainer.critics]
         for model, optimizer in parts:
             model.register_forward_pre_hook(self._begins)
             model.register_forward_hook(self._answers)
@@ -220,7 +219,7 @@ class Watch:
         from torch.autograd import Variable
 
         self.objective_s += self._passed()
-        Variable._execution_engine.queue_callback(self._backward_ends)
+        Variable._execution_engine.queue_callback(self._backward_ends)  # pyright: ignore[reportPrivateUsage]
 
     def _backward_ends(self) -> None:
         self.model_s += self._passed()
@@ -258,7 +257,7 @@ def step_costs(case: StepCase) -> dict[str, StepCost]:
 
     disable_progress_bar()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(folder)
         costs = {name: step_cost(name, folder, case.steps) for name in case.objectives}

@@ -123,7 +123,9 @@ def is_hub_id(text: str) -> bool:
 
 
 def other_models_rule(config: Config) -> Iterator[Problem]:
-    """Local folders of the reference and of the critic are models; where they are the policy's, `model_rule` looks."""
+    """Local folders of the reference and of the critics are models; where they are the policy's, `model_rule` looks."""
+    yield from _made_critic(config)
+    made = config.critic is not None and config.critic.tiny_layers is not None
     named = [
         ("algorithm.kl.reference", config.algorithm.kl and config.algorithm.kl.reference),
         ("critic.path", config.critic and config.critic.path),
@@ -134,10 +136,22 @@ def other_models_rule(config: Config) -> Iterator[Problem]:
         if (fault := unreachable(path)) is not None:
             yield Problem(key, f"{show(path)} cannot be used: {fault}")
             continue
-        if is_hub_id(path):
+        if is_hub_id(path) or (key == "critic.path" and made):
             continue
         if not (Path(path) / "config.json").is_file():
             yield Problem(key, f"{path} is no Hugging Face model: expected a folder with a config.json, or a hub id")
+
+
+def _made_critic(config: Config) -> Iterator[Problem]:
+    """A critic's model that is to be made has a place of its own, and a recipe."""
+    critic = config.critic
+    if critic is None or critic.tiny_layers is None:
+        return
+    key = "critic.tiny_layers"
+    if config.tiny_model is None:
+        yield Problem(key, "has no effect: without a [tiny_model] table no model is made")
+    elif critic.path is None or Path(critic.path) == Path(config.model.path):
+        yield Problem(key, "needs a folder for the model: expected critic.path beside it, and another than model.path")
 
 
 def _model_folder(config: Config, file: Path) -> Iterator[Problem]:

@@ -44,14 +44,16 @@ def algorithm_rule(config: Config) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem("algorithm.options", str(error))
         return
-    if "ewma_decay" in config.algorithm.options and objective.proximal_policy != "ewma":
-        message = f"has no effect: proximal is {objective.proximal_policy!r}; expected 'ewma' beside it"
-        yield Problem("algorithm.options.ewma_decay", message)
+    for name, needed in objective.without_effect().items():
+        if name in config.algorithm.options:
+            yield Problem(f"algorithm.options.{name}", f"has no effect: {needed}")
     advantage = config.algorithm.advantage or objective.advantage
     yield from _advantage(config, objective, advantage)
     yield from _aggregation(config, config.algorithm.aggregation or objective.aggregation)
     yield from _staleness(config, objective)
-    yield from _critic(config, advantage)
+    yield from _reuse(config, objective)
+    yield from _critic(config, objective, advantage)
+    yield from _disagreement(config, objective, advantage)
     yield from _kl(config)
     yield from _shaping(config)
     yield from _rhythm(config)
@@ -102,7 +104,19 @@ def _staleness(config: Config, objective: Objective) -> Iterator[Problem]:
         yield Problem("algorithm.staleness", message)
 
 
-def _critic(config: Config, advantage: Advantage) -> Iterator[Problem]:
+def _reuse(config: Config, objective: Objective) -> Iterator[Problem]:
+    """Law 6 within a step: after a batch's first update its samples are those of an older policy."""
+    train = config.train
+    if train.updates_per_batch > 1 and not objective.corrects_staleness and not train.allow_uncorrected:
+        message = (
+            f"{train.updates_per_batch} trains again on samples that the first update has left behind, which "
+            f"`{config.algorithm.objective}` does not correct for: use an objective that does, 1, or set "
+            "train.allow_uncorrected = true"
+        )
+        yield Problem("train.updates_per_batch", message)
+
+
+def _critic(config: Config, objective: Objective, advantage: Advantage) -> Iterator[Problem]:
     critic = config.critic
     if advantage == "gae" and critic is None:
         message = "is missing: advantage 'gae' takes its values from a critic; an empty [critic] table gives one"
@@ -112,11 +126,34 @@ def _critic(config: Config, advantage: Advantage) -> Iterator[Problem]:
     if advantage != "gae":
         message = f"has no effect: algorithm.advantage is {advantage!r}; expected 'gae' beside it"
         yield Problem("critic", message)
-    elif critic.warmup_steps >= config.run.steps:
+        return
+    if critic.warmup_steps >= config.run.steps:
         message = (
             f"expected fewer than run.steps = {config.run.steps}, or the policy never learns; got {critic.warmup_steps}"
         )
         yield Problem("critic.warmup_steps", message)
+    count, group_size = critic.count or objective.critics, config.rollout.group_size
+    if count > 1 and count > group_size:
+        message = (
+            f"the responses to a prompt are split among {count} critics, and there are {group_size} of them "
+            f"(rollout.group_size): expected at most as many critics"
+        )
+        yield Problem("critic.count", message)
+
+
+def _disagreement(config: Config, objective: Objective, advantage: Advantage) -> Iterator[Problem]:
+    """An objective that compares critics has some to compare, and its options something to work on."""
+    if objective.critics < 2:
+        return
+    name, algorithm = config.algorithm.objective, config.algorithm
+    if advantage != "gae":
+        message = f"`{name}` compares what critics expect, and {advantage!r} asks none: expected 'gae'"
+        yield Problem("algorithm.advantage", message)
+    elif config.critic is not None and config.critic.count == 1:
+        yield Problem("critic.count", f"`{name}` compares what critics expect: expected at least 2, got 1")
+    if "filter_highest" in algorithm.options and algorithm.entropy_bonus == 0:
+        message = "has no effect: algorithm.entropy_bonus is 0; expected more beside it"
+        yield Problem("algorithm.options.filter_highest", message)
 
 
 def _kl(config: Config) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
-from algorithms.base import Advantage, Aggregation
+from algorithms.base import Advantage, Aggregation, CriticTarget
 from algorithms.corrections import Correction
 from algorithms.kl import Kl
 from algorithms.rhythm import Rhythm
@@ -202,7 +202,9 @@ class TrainConfig(Section, frozen=True):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What a non-finite gradient does: stop the run, or leave the weights as they are for this step and count it."""
     minibatches: Positive = 1
-    """Optimizer updates per batch; a batch is split evenly, whole groups together."""
+    """Parts of a batch, with an optimizer update each; it is split evenly, whole groups together."""
+    updates_per_batch: Positive = 1
+    """Updates from each sample of a batch: its minibatches are gone through so often, one after the other."""
     max_tokens_per_microbatch: Positive = 8192
     """Packed tokens per forward pass and rank; at least model.max_length."""
 
@@ -237,20 +239,29 @@ class AlgorithmConfig(Section, frozen=True):
 
 
 class CriticConfig(Section, frozen=True):
-    """The value model of `advantage = "gae"`, with an optimizer of its own."""
+    """The value models of `advantage = "gae"`, each with an optimizer of its own."""
 
     path: str | None = None
-    """A Hugging Face model folder or hub id, with the policy's tokenizer. None: model.path."""
+    """A Hugging Face model folder or hub id, with the policy's tokenizer; it may be smaller. None: model.path."""
+    tiny_layers: Positive | None = None
+    """Decoder layers of the model that is made at `path` where it is missing, else as [tiny_model] says. None: it must
+    be there."""
+    count: Positive | None = None
+    """Critics; of several, each learns from its own part of every prompt's responses, and their mean is believed.
+    None: as the objective's method has it."""
+    target: CriticTarget | None = None
+    """What they learn. `lambda`: the advantage plus the value; `monte_carlo`: the rewards that came, discounted. None:
+    as the objective's method does it."""
     learning_rate: LearningRate = 1e-5
     """Constant over the run."""
     warmup_steps: NonNegative = 0
-    """First steps in which only the critic learns; the policy keeps its weights, its version counts on."""
+    """First steps in which only the critics learn; the policy keeps its weights, its version counts on."""
     clip: PositiveFloat | None = 0.2
     """How far a value may move in a step before the clipped loss ignores the rest. None: as far as it will."""
     lam: Fraction = 0.95
-    """λ of the generalised advantage estimate: 0 trusts the critic, 1 the rewards."""
+    """λ of the generalised advantage estimate: 0 trusts the critics, 1 the rewards."""
     max_grad_norm: PositiveFloat = 1.0
-    """Its gradients are clipped to this global norm."""
+    """A critic's gradients are clipped to this global norm."""
 
 
 class WeightsConfig(Section, frozen=True):

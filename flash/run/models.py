@@ -1,5 +1,5 @@
-"""The model that a command begins with: the tiny one made where it is missing, or what `flash eval` and `flash rollout`
-may be pointed at, which is a model folder, a hub id, a run directory, or a checkpoint.
+"""The models that a command begins with: the tiny ones made where they are missing, or what `flash eval` and `flash
+rollout` may be pointed at, which is a model folder, a hub id, a run directory, or a checkpoint.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
 from flash.config.check import is_hub_id
-from flash.config.tree import Config
+from flash.config.tree import Config, TinyModelConfig
 from flash.errors import CheckpointError, ConfigError, DeadlineError
 from flash.observe.rundir import RunDirectory
 from flash.run.locks import Busy, in_turn
@@ -24,7 +26,7 @@ SHOWN = 6
 
 
 def make_missing_model(config: Config) -> None:
-    """Make the tiny model that a configuration asks for, unless it is there already.
+    """Make the tiny models that a configuration asks for, the policy's and the critics', unless they are there already.
 
     All nodes of a job come here at the same time, and so may runs that share a model: one makes it, the others wait.
     A node whose folder is its own makes its own.
@@ -33,9 +35,16 @@ def make_missing_model(config: Config) -> None:
         ConfigError: it cannot be made from these options, or not there.
         DeadlineError: somebody else has been making it for longer than deadlines.rendezvous.
     """
-    if config.tiny_model is None:
+    tiny, critic = config.tiny_model, config.critic
+    if tiny is None:
         return
-    path, wanted = Path(config.model.path), (config.tiny_model, config.env.path, config.env.options)
+    _make_missing(Path(config.model.path), tiny, config)
+    if critic is not None and critic.path is not None and critic.tiny_layers is not None:
+        _make_missing(Path(critic.path), msgspec.structs.replace(tiny, layers=critic.tiny_layers), config)
+
+
+def _make_missing(path: Path, tiny: TinyModelConfig, config: Config) -> None:
+    wanted = (tiny, config.env.path, config.env.options)
     if not what_changed(path, *wanted):
         if steps := interrupted_after(path):
             sys.stdout.write(

@@ -1,6 +1,6 @@
 """Checkpoints that are whole or absent, and the Hugging Face export.
 
-A checkpoint is written to a `.tmp-` sibling: model, optimizer and what else the trainer keeps (a critic, an average of
+A checkpoint is written to a `.tmp-` sibling: model, optimizer and what else the trainer keeps (critics, an average of
 the weights) by torch.distributed.checkpoint, so that they load on any number of ranks; random states per rank; the
 hub's state; and last a manifest with the size and CRC of every file. Only then is the folder renamed. Whatever happens
 before the rename, the previous checkpoint is the newest complete one.
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from transformers import PreTrainedModel
 
+    from flash.trainer.critic import Critic
     from flash.trainer.step import Trainer
 
 T = TypeVar("T")
@@ -111,8 +112,8 @@ def load(path: Path, trainer: Trainer) -> None:
     except CheckpointException as error:
         raise CheckpointError(f"cannot load {path}: {_reason(error)}") from error
     _put_state(trainer.model, trainer.optimizer, state)
-    if trainer.critic is not None:
-        _put_state(trainer.critic.model, trainer.critic.optimizer, state["critic"])
+    for name, critic in _critics(trainer).items():
+        _put_state(critic.model, critic.optimizer, state[name])
     _together(lambda: _read_rng(path, rank), path)
     trainer.version = manifest.version
     trainer.skipped_steps = manifest.skipped_steps
@@ -193,8 +194,8 @@ def _write_state(folder: Path, trainer: Trainer) -> None:
 def _state(trainer: Trainer) -> dict[str, Any]:
     """All weights and moments by parameter name, as sharded tensors that share memory with the trainer's."""
     state = _get_state(trainer.model, trainer.optimizer)
-    if trainer.critic is not None:
-        state["critic"] = _get_state(trainer.critic.model, trainer.critic.optimizer)
+    for name, critic in _critics(trainer).items():
+        state[name] = _get_state(critic.model, critic.optimizer)
     if trainer.ewma is not None:
         state["ewma"] = trainer.ewma
     if (heads_2N := _rhythm_heads(trainer)) is not None:
@@ -204,6 +205,11 @@ def _state(trainer: Trainer) -> dict[str, Any]:
 
 def _rhythm_heads(trainer: Trainer) -> Tensor | None:
     return None if trainer.rhythm is None else trainer.rhythm.kinds_2N
+
+
+def _critics(trainer: Trainer) -> dict[str, Critic]:
+    """By their names in a checkpoint: critic, critic-1, …"""
+    return {f"critic-{index}" if index else "critic": critic for index, critic in enumerate(trainer.critics)}
 
 
 def _get_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -225,8 +231,9 @@ def _put_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) ->
 
 
 def _extras(trainer: Trainer) -> tuple[str, ...]:
-    kept = {"critic": trainer.critic, "ewma": trainer.ewma, "rhythm": _rhythm_heads(trainer)}
-    return tuple(name for name in EXTRAS if kept[name] is not None)
+    rhythm = _rhythm_heads(trainer) is not None
+    kept = {"critic": len(trainer.critics), "ewma": int(trainer.ewma is not None), "rhythm": int(rhythm)}
+    return tuple(name for name in EXTRAS for _ in range(kept[name]))
 
 
 def _compare_extras(path: Path, held: Sequence[str], wanted: Sequence[str]) -> None:
@@ -236,6 +243,9 @@ def _compare_extras(path: Path, held: Sequence[str], wanted: Sequence[str]) -> N
             raise CheckpointError(f"{path} was written without {words}, which this run has: start a new run")
         if name in held and name not in wanted:
             raise CheckpointError(f"{path} holds {words}, which this run lacks: configure it, or start a new run")
+        there, here = held.count(name), wanted.count(name)
+        if there != here:
+            raise CheckpointError(f"{path} holds {there} {name}s, and this run has {here}: set {name}.count = {there}")
 
 
 def _reason(error: Any) -> str:
@@ -313,8 +323,8 @@ def _files(folder: Path) -> list[Path]:
 def _space(folder: Path, trainer: Trainer) -> str:
     """What a checkpoint needs (float32 weights, two moments of each trained one) and what the disk has."""
     tensors = 3 * list(trainer.model.parameters()) + list((trainer.ewma or {}).values())
-    if trainer.critic is not None:
-        tensors += 3 * list(trainer.critic.model.parameters())
+    for critic in trainer.critics:
+        tensors += 3 * list(critic.model.parameters())
     needed = 4 * sum(tensor.numel() for tensor in tensors)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     return f"it needs about {needed:,} bytes, {shutil.disk_usage(existing).free:,} are free there"

@@ -1,8 +1,9 @@
-"""The critic: a value model of its own, which says what return the policy may expect before each action token.
+"""The critics: value models of their own, which say what return the policy may expect before each action token.
 
-Its backbone starts as the policy's model, or as `critic.path`; on top is one linear output that starts at zero. It is
-sharded like the policy, keeps float32 master weights, and has its own optimizer. The value head runs in float32 also
-where the backbone runs in bfloat16: returns differ by less than bfloat16 resolves.
+A critic's backbone starts as the policy's model, or as `critic.path`; on top is one linear output that starts at zero.
+It is sharded like the policy, keeps float32 master weights, and has its own optimizer. The value head runs in float32
+also where the backbone runs in bfloat16: returns differ by less than bfloat16 resolves. Several critics begin alike and
+come apart by what they learn from: each has responses of its own (`algorithms.dealing`).
 
 Everything here is a collective: all ranks make the same calls in the same order, with equally many micro-batches.
 Shape legend: P = packed tokens, T = action tokens of a micro-batch, D = width of the backbone.
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,7 +29,7 @@ from flash.config.tree import Config
 from flash.errors import ConfigError, ContractError
 from flash.trainer.model import PackedLayout, load_model, packed_layout, reshard, shard_model
 from flash.trainer.optimizer import apply_gradient, make_optimizer
-from flash.trainer.packing import MicroBatch
+from flash.trainer.packing import MicroBatch, only
 
 NO_VARIANCE = 1e-12
 """Share of the mean square below which a variance is rounding: float64 sums of up to some 10⁶ terms."""
@@ -55,8 +57,26 @@ class ValueModel(nn.Module):
         return self.head(output.last_hidden_state[0, keep_T].float())
 
 
+class Lesson(NamedTuple):
+    """What a critic is shown of a micro-batch."""
+
+    micro: MicroBatch
+    return_T: Tensor
+    """What it is to learn."""
+    old_T: Tensor
+    """What its `values` said at the start of the step."""
+
+
+def lesson_of(micro: MicroBatch, return_T: Tensor, old_T: Tensor, keep_S: np.ndarray) -> Lesson:
+    """Of these sequences alone; without any, a masked token, so that all ranks have equally many micro-batches."""
+    if not keep_S.any():
+        return Lesson(only(micro, keep_S), torch.zeros(1), torch.zeros(1))
+    keep_T = torch.from_numpy(keep_S[micro.sequence_T]).to(return_T.device)
+    return Lesson(only(micro, keep_S), return_T[keep_T], old_T[keep_T])
+
+
 class Critic:
-    """The value model and its optimizer. The default process group consists of all trainer ranks."""
+    """A value model and its optimizer. The default process group consists of all trainer ranks."""
 
     def __init__(self, config: Config, mesh: DeviceMesh) -> None:
         """Load and shard the value model of `config.critic`, which must be there. `mesh`: the policy's.
@@ -71,7 +91,8 @@ class Critic:
         fully_shard(self.model, mesh=mesh, reshard_after_forward=False)
         rate = self._config.learning_rate
         self.optimizer = make_optimizer(self.model, msgspec.structs.replace(config.train, learning_rate=rate))
-        self._tally = _Tally(self.model.backbone.device)
+        self.tally = _Tally(self.model.backbone.device)
+        """Of its updates since the last `critic_metrics`."""
 
     @torch.no_grad()
     def values(self, micro: MicroBatch) -> Tensor:
@@ -83,24 +104,18 @@ class Critic:
         reshard(self.model)
         return value_T
 
-    def update(
-        self,
-        minibatch: Sequence[MicroBatch],
-        returns: Sequence[Tensor],
-        old: Sequence[Tensor],
-        total_tokens: int,
-    ) -> None:
+    def update(self, lessons: Sequence[Lesson], total_tokens: int) -> None:
         """One optimizer update towards the returns, by the clipped value loss.
 
-        `returns` and `old` (what `values` gave at the start of the step) have one float [T] per micro-batch; masked
-        slots may hold anything. `total_tokens` counts the trained tokens of the minibatch over all ranks: the loss is
-        the mean over them, so the gradient does not depend on how the minibatch was cut. With none, nothing changes.
+        Masked slots of returns and old values may hold anything. `total_tokens` counts the trained tokens of the
+        lessons over all ranks: the loss is the mean over them, so the gradient does not depend on how the minibatch was
+        cut. With none, nothing changes.
 
         Raises:
             ContractError: the gradient is not finite and train.on_nonfinite is "stop".
         """
         share = dist.get_world_size() / max(total_tokens, 1)
-        for micro, return_T, old_T in zip(minibatch, returns, old, strict=True):
+        for micro, return_T, old_T in lessons:
             mask_T = self._tensor(micro.mask_T)
             # Masked slots are emptied before the arithmetic: 0 · NaN in a backward pass would still be NaN.
             value_T, return_T, old_T = (
@@ -109,7 +124,7 @@ class Critic:
             loss_T = value_loss(value_T, return_T, old_T, self._config.clip)
             # FSDP averages gradients over ranks; the loss is already a share of the whole minibatch.
             (loss_T.sum() * share).backward()
-            self._tally.add(loss_T, return_T, old_T, mask_T)
+            self.tally.add(loss_T, return_T, old_T, mask_T)
         norm, _ = apply_gradient(
             self.model,
             self.optimizer,
@@ -120,16 +135,7 @@ class Critic:
             whose="critic",
             advice="look at critic_loss and return_mean, lower critic.learning_rate",
         )
-        self._tally.norms.append(norm)
-
-    def metrics(self) -> dict[str, float]:
-        """Over all updates since the last call, and over all ranks: the same on each.
-
-        critic_loss; explained_variance = 1 − Var(R − V) / Var(R), value_mean and return_mean over the trained tokens,
-        with V as `old` had it, so before any of the updates; critic_grad_norm before clipping; critic_skipped, the
-        updates left out because of a gradient that is not finite. Returns that do not vary have no explained_variance.
-        """
-        return self._tally.reduce()
+        self.tally.norms.append(norm)
 
     def _forward(self, micro: MicroBatch) -> Tensor:
         vocabulary = int(self.model.backbone.config.vocab_size)
@@ -144,6 +150,69 @@ class Critic:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.model.backbone.device)
+
+
+def critic_metrics(critics: Sequence[Critic]) -> dict[str, float]:
+    """Over all updates of all critics since the last call, and over all ranks: the same on each.
+
+    critic_loss; explained_variance = 1 − Var(R − V) / Var(R), value_mean and return_mean over the trained tokens, each
+    by the critic that learns from it, with V as `old` had it, so before any of the updates; critic_grad_norm before
+    clipping; critic_skipped, the updates left out because of a gradient that is not finite. Returns that do not vary
+    have no explained_variance.
+    """
+    sums = torch.stack([critic.tally.sums for critic in critics]).sum(0)
+    dist.all_reduce(sums)
+    norms = [norm for critic in critics for norm in critic.tally.norms]
+    for critic in critics:
+        critic.tally.clear()
+    tokens, *totals = sums.tolist()
+    loss, value, returned, square, error, error_square = (total / max(tokens, 1.0) for total in totals)
+    finite = [norm for norm in norms if math.isfinite(norm)]
+    metrics = {
+        "critic_loss": loss,
+        "value_mean": value,
+        "return_mean": returned,
+        "critic_grad_norm": sum(finite) / len(finite) if finite else 0.0,
+        "critic_skipped": float(len(norms) - len(finite)),
+    }
+    variance = square - returned**2
+    if variance > NO_VARIANCE * square:
+        metrics["explained_variance"] = 1 - (error_square - error**2) / variance
+    return metrics
+
+
+def check_tokenizer(config: Config) -> None:
+    """Whether the critics read tokens as the policy writes them, as far as both models have a tokenizer.
+
+    Raises:
+        ConfigError: their tokenizers give some token different numbers, or only one of them has it.
+    """
+    path = None if config.critic is None else config.critic.path
+    if path is None or path == config.model.path:
+        return
+    policy, critic = (_vocabulary(one, trust=config.model.trust_remote_code) for one in (config.model.path, path))
+    if not policy or not critic or policy == critic:
+        return
+    token = min(policy.items() ^ critic.items(), key=lambda item: item[1])[0]
+    mine, other = (str(one.get(token, "no number")) for one in (policy, critic))
+    raise ConfigError(
+        f"critic.path: the tokenizer of {path} is not that of the policy {config.model.path}: {token!r} has {other} "
+        f"there and {mine} here; choose a model with the policy's tokenizer"
+    )
+
+
+def _vocabulary(path: str, *, trust: bool) -> dict[str, int]:
+    """Token to number; empty where there is no tokenizer."""
+    from transformers import AutoTokenizer
+
+    local = Path(path).is_dir()
+    if local and not any(Path(path).glob("tokenizer*")):
+        return {}
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=local, trust_remote_code=trust)
+    except (OSError, ValueError):
+        return {}
+    return dict(tokenizer.get_vocab())
 
 
 def value_loss(value_T: Tensor, return_T: Tensor, old_T: Tensor, clip: float | None) -> Tensor:
@@ -173,15 +242,16 @@ def _backbone(config: Config, mesh: DeviceMesh) -> PreTrainedModel:
 
 
 class _Tally:
-    """Sums over the trained tokens of micro-batches, then over ranks."""
+    """Sums over the trained tokens of this rank's micro-batches."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Start anew."""
         self.norms: list[float] = []
-        self._sums = torch.zeros(7, dtype=torch.float64, device=self._device)
+        self.sums = torch.zeros(7, dtype=torch.float64, device=self._device)
 
     def add(self, loss_T: Tensor, return_T: Tensor, old_T: Tensor, mask_T: Tensor) -> None:
         """Masked slots of the three hold zeros or what follows from them, and are left out."""
@@ -189,23 +259,4 @@ class _Tally:
         error_T = return_T - old_T
         rows = (torch.ones_like(old_T), loss_T.detach().double(), old_T, return_T, return_T.square(), error_T,
                 error_T.square())  # fmt: skip
-        self._sums += torch.stack(rows).where(mask_T, 0.0).sum(-1)
-
-    def reduce(self) -> dict[str, float]:
-        """Means over all ranks, in one collective; starts anew."""
-        dist.all_reduce(self._sums)
-        tokens, *sums = self._sums.tolist()
-        loss, value, returned, square, error, error_square = (total / max(tokens, 1.0) for total in sums)
-        finite = [norm for norm in self.norms if math.isfinite(norm)]
-        metrics = {
-            "critic_loss": loss,
-            "value_mean": value,
-            "return_mean": returned,
-            "critic_grad_norm": sum(finite) / len(finite) if finite else 0.0,
-            "critic_skipped": float(len(self.norms) - len(finite)),
-        }
-        variance = square - returned**2
-        if variance > NO_VARIANCE * square:
-            metrics["explained_variance"] = 1 - (error_square - error**2) / variance
-        self._clear()
-        return metrics
+        self.sums += torch.stack(rows).where(mask_T, 0.0).sum(-1)

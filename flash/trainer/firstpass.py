@@ -1,12 +1,12 @@
 """What is learned of a batch before the policy changes: log-probs of other policies, values, and token advantages.
 
 No gradient. Only what the configuration asks for is computed. All ranks make the same passes in the same order.
-Shape legend: T = action tokens of a micro-batch, W = ranks.
+Shape legend: T = action tokens of a micro-batch, M = critics, W = ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from algorithms.advantages import FloatArray, whiten
-from algorithms.base import Advantage, Proximal
-from algorithms.gae import discounted_sums, gae
+from algorithms.gae import discounted_sums, gae, monte_carlo
 from algorithms.kl import kl
 from flash.config.tree import Config
 from flash.errors import ContractError
@@ -27,6 +26,7 @@ from flash.trainer.critic import Critic
 from flash.trainer.ewma import swapped_in
 from flash.trainer.logprobs import TokenLogprobs, token_logprobs
 from flash.trainer.model import AttentionWatch, reshard
+from flash.trainer.objective import Method
 from flash.trainer.packing import MicroBatch
 from flash.trainer.plan import MinibatchPlan, StepPlan
 from flash.trainer.rhythm import MicroSignals, RhythmPass, RhythmWatch
@@ -49,10 +49,12 @@ class Facts:
     """Log-prob under the average of the weights."""
     reference_T: Tensor | None
     """Log-prob under the reference policy."""
-    value_T: Tensor | None
-    """The critic's V before each token."""
+    value_MT: Tensor | None
+    """Each critic's V before each token."""
     return_T: Tensor | None
-    """What the critic is to learn."""
+    """What the critics are to learn."""
+    deviation_T: Tensor
+    """Standard deviation of the critics' values; 0 with fewer than two."""
 
 
 class Worth(NamedTuple):
@@ -60,7 +62,7 @@ class Worth(NamedTuple):
 
     advantage_T: FloatArray
     return_T: FloatArray
-    """What a critic is to learn; 0 without one."""
+    """What critics are to learn; 0 without one."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Passes:
     first_T: Tensor | None
     average_T: Tensor | None
     reference_T: Tensor | None
-    value_T: Tensor | None
+    value_MT: Tensor | None
     signals: MicroSignals | None
     """Of the policy's attention at the start of the step."""
 
@@ -81,7 +83,7 @@ class Models:
 
     policy: PreTrainedModel
     reference: PreTrainedModel | None
-    critic: Critic | None
+    critics: Sequence[Critic]
     ewma: Mapping[str, Tensor] | None
     rhythm: RhythmPass | None
     """Where it takes part in the first pass."""
@@ -117,17 +119,15 @@ def attend(model: PreTrainedModel, micro: MicroBatch, watch: AttentionWatch) -> 
     policy_logprobs(model, one, temperature=1.0, watch=watch)
 
 
-def first_pass(
-    plan: StepPlan, config: Config, estimator: Advantage, proximal: Proximal, models: Models
-) -> list[list[Facts]]:
+def first_pass(plan: StepPlan, config: Config, method: Method, models: Models) -> list[list[Facts]]:
     """Facts per minibatch and micro-batch.
 
     Raises:
         ContractError: on every rank, when a trained token of any has an advantage that is not a finite number.
     """
-    passes = _run(plan, config, proximal, models)
+    passes = _run(plan, config, method, models)
     device = models.policy.device
-    worth = _token_advantages(plan, config, estimator, passes, device)
+    worth = _token_advantages(plan, config, method, passes, device)
     if models.rhythm is not None:
         worth = _in_rhythm(plan, passes, worth, models.rhythm, device)
 
@@ -143,8 +143,9 @@ def first_pass(
                 first_T=passes[index][place].first_T,
                 average_T=passes[index][place].average_T,
                 reference_T=passes[index][place].reference_T,
-                value_T=passes[index][place].value_T,
-                return_T=tensor(worth[index][place].return_T) if estimator == "gae" else None,
+                value_MT=passes[index][place].value_MT,
+                return_T=tensor(worth[index][place].return_T) if models.critics else None,
+                deviation_T=_deviation(micro, passes[index][place].value_MT, device),
             )
             for place, micro in enumerate(minibatch.micro_batches)
         ]
@@ -152,18 +153,18 @@ def first_pass(
     ]
 
 
-def asks_policy(plan: StepPlan, config: Config, proximal: Proximal) -> bool:
+def asks_policy(plan: StepPlan, config: Config, method: Method) -> bool:
     """Whether the policy's log-probs are needed before it is trained."""
     divergence = config.algorithm.kl
-    # With one update per batch its own forward pass sees the weights of the start.
-    later = proximal == "recompute" and len(plan.minibatches) > 1
+    # A single update's own forward pass sees the weights of the start.
+    later = method.proximal == "recompute" and len(plan.minibatches) * config.train.updates_per_batch > 1
     return later or (divergence is not None and divergence.place == "reward")
 
 
 @torch.no_grad()
-def _run(plan: StepPlan, config: Config, proximal: Proximal, models: Models) -> list[list[Passes]]:
+def _run(plan: StepPlan, config: Config, method: Method, models: Models) -> list[list[Passes]]:
     """The forward passes, model by model."""
-    temperature, first = config.rollout.temperature, asks_policy(plan, config, proximal)
+    temperature, first = config.rollout.temperature, asks_policy(plan, config, method)
 
     def over(model: PreTrainedModel | None) -> list[list[Tensor | None]]:
         if model is None:
@@ -194,12 +195,14 @@ def _run(plan: StepPlan, config: Config, proximal: Proximal, models: Models) -> 
     else:
         with swapped_in(models.ewma, models.policy):
             averages = over(models.policy)
-    critic = models.critic
-    values = _each(plan.minibatches, lambda micro: None if critic is None else critic.values(micro))
+    critics = models.critics
+    values = _each(
+        plan.minibatches, lambda micro: torch.stack([one.values(micro) for one in critics]) if critics else None
+    )
     return [
         [
-            Passes(first_T, average_T, reference_T, value_T, signals)
-            for (first_T, signals), average_T, reference_T, value_T in zip(*columns, strict=True)
+            Passes(first_T, average_T, reference_T, value_MT, signals)
+            for (first_T, signals), average_T, reference_T, value_MT in zip(*columns, strict=True)
         ]
         for columns in zip(starts, averages, references, values, strict=True)
     ]
@@ -209,8 +212,15 @@ def _each(minibatches: list[MinibatchPlan], work: Callable[[MicroBatch], T]) -> 
     return [[work(micro) for micro in minibatch.micro_batches] for minibatch in minibatches]
 
 
+def _deviation(micro: MicroBatch, value_MT: Tensor | None, device: torch.device) -> Tensor:
+    """float32 [T]: the population's standard deviation over the critics."""
+    if value_MT is None:
+        return torch.zeros(len(micro.target_T), device=device)
+    return value_MT.double().std(dim=0, correction=0).float()
+
+
 def _token_advantages(
-    plan: StepPlan, config: Config, estimator: Advantage, passes: list[list[Passes]], device: torch.device
+    plan: StepPlan, config: Config, method: Method, passes: list[list[Passes]], device: torch.device
 ) -> list[list[Worth]]:
     """Per minibatch and micro-batch, with one collective where a pass or the whole batch has a say in it."""
     fault = ""
@@ -219,7 +229,7 @@ def _token_advantages(
     try:
         worth = [
             [
-                token_worth(micro, known, config, estimator, plan.credit)
+                token_worth(micro, known, config, method, plan.credit)
                 for micro, known in zip(minibatch.micro_batches, row, strict=True)
             ]
             for minibatch, row in zip(plan.minibatches, passes, strict=True)
@@ -231,13 +241,13 @@ def _token_advantages(
     except ContractError as error:
         fault = str(error)
     penalised = config.algorithm.kl is not None and config.algorithm.kl.place == "reward"
-    if not (penalised or estimator in ("batch", "gae")):
+    if not (penalised or method.estimator in ("batch", "gae")):
         return worth
 
     row = torch.cat([torch.tensor([float(bool(fault))], dtype=torch.float64), sums]).to(device)
     rows = gather_rows(row).cpu()
     raise_together(fault, rows[:, 0], "their part of the batch")
-    if estimator != "batch":
+    if method.estimator != "batch":
         return worth
     mean, scale = whiten(*rows[:, 1:].sum(0).tolist())
     return [[Worth((one.advantage_T - mean) * scale, one.return_T) for one in row] for row in worth]
@@ -266,24 +276,28 @@ def facts_in_rhythm(facts: Facts, rhythm: RhythmPass, watch: RhythmWatch) -> Fac
     return replace(facts, advantage_T=torch.from_numpy(found_T).to(facts.advantage_T.device))
 
 
-def token_worth(micro: MicroBatch, known: Passes, config: Config, estimator: Advantage, credit: Credit) -> Worth:
-    """Advantages of a micro-batch's tokens, before whitening, and the returns that a critic learns.
+def token_worth(micro: MicroBatch, known: Passes, config: Config, method: Method, credit: Credit) -> Worth:
+    """Advantages of a micro-batch's tokens, before whitening, and the returns that critics learn.
 
-    A KL in the reward takes β · estimate from the reward of each token, so from the advantages of the tokens up to it.
+    Several critics are believed on average. A KL in the reward takes β · estimate from the reward of each token, so
+    from the advantages of the tokens up to it.
 
     Raises:
         ContractError: an advantage is not a finite number.
     """
     penalty_T = _penalty(micro, known, config)
-    if estimator == "gae":
+    if method.estimator == "gae":
         assert config.critic is not None, "refused by the configuration's check"
-        assert known.value_T is not None, "gae comes with a critic"
-        value_T = known.value_T.double().cpu().numpy()
+        assert known.value_MT is not None, "gae comes with a critic"
+        value_T = known.value_MT.double().mean(dim=0).cpu().numpy()
         _check_finite(micro, value_T, "the critic's value")
         reward_T = credit.earned(micro) - penalty_T
         _check_finite(micro, reward_T, "the reward")
         gamma, lam = config.algorithm.gamma, config.critic.lam
-        return Worth(*gae(reward_T, value_T, micro.mask_T, micro.sequence_T, gamma=gamma, lam=lam))
+        worth = Worth(*gae(reward_T, value_T, micro.mask_T, micro.sequence_T, gamma=gamma, lam=lam))
+        if method.target == "lambda":
+            return worth
+        return worth._replace(return_T=monte_carlo(reward_T, micro.mask_T, micro.sequence_T, gamma=gamma))
     advantage_T = credit.advantages(micro).copy()
     kept = micro.mask_T
     advantage_T[kept] -= discounted_sums(penalty_T[kept], micro.sequence_T[kept], 1.0)

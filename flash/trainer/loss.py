@@ -1,6 +1,6 @@
 """The loss of a token: the objective's, corrected and weighed by age, with the pull to a reference and the entropy.
 
-    loss = objective · Π corrections · staleness + β · KL − bonus · entropy
+    loss = objective · Π corrections · staleness + β · KL − bonus · entropy · the objective's factor of it
 
 The corrections multiply the policy's loss only; a token that one of them rejects has no loss of any kind and leaves the
 mask. Shape legend: T = action tokens of a micro-batch.
@@ -8,6 +8,7 @@ mask. Shape legend: T = action tokens of a micro-batch.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,15 @@ from flash.trainer.firstpass import Facts
 from flash.trainer.logprobs import TokenLogprobs
 from flash.trainer.objective import checked_output
 from flash.trainer.packing import MicroBatch
+
+
+class Limits(NamedTuple):
+    """What the objective made of more than a micro-batch; without effect where it does not ask."""
+
+    limit: float = math.inf
+    """Of the minibatch."""
+    bounds: tuple[float, float] = (-math.inf, math.inf)
+    """Of the batch."""
 
 
 class TokenLoss(NamedTuple):
@@ -40,7 +50,7 @@ class TokenLoss(NamedTuple):
 
 
 def pack_tokens(
-    micro: MicroBatch, now: TokenLogprobs, facts: Facts, proximal: Proximal, *, step: int, limit: float
+    micro: MicroBatch, now: TokenLogprobs, facts: Facts, proximal: Proximal, *, step: int, limits: Limits
 ) -> PackedTokens:
     """What the objective and the corrections see.
 
@@ -67,7 +77,9 @@ def pack_tokens(
         mask_T=mask_T,
         sequence_T=torch.from_numpy(micro.sequence_T).to(device),
         sequences=micro.sequences,
-        limit=limit,
+        deviation_T=facts.deviation_T.where(mask_T, 0.0),
+        limit=limits.limit,
+        bounds=limits.bounds,
     )
 
 
@@ -79,6 +91,7 @@ def without_rejected(tokens: PackedTokens, keep_T: Tensor) -> PackedTokens:
         proximal_T=tokens.proximal_T.where(keep_T, 0.0),
         advantage_T=tokens.advantage_T.where(keep_T, 0.0),
         reward_T=tokens.reward_T.where(keep_T, 0.0),
+        deviation_T=tokens.deviation_T.where(keep_T, 0.0),
         mask_T=tokens.mask_T & keep_T,
     )
 
@@ -104,5 +117,6 @@ def token_loss(
         if algorithm.kl.place == "loss":
             loss_T = loss_T + algorithm.kl.coefficient * divergence_T
     if algorithm.entropy_bonus:
-        loss_T = loss_T - algorithm.entropy_bonus * entropy_T.where(mask_T, 0.0)
+        bonus_T = algorithm.entropy_bonus * entropy_T.where(mask_T, 0.0)
+        loss_T = loss_T - (bonus_T if output.bonus_T is None else bonus_T * output.bonus_T.where(mask_T, 0.0))
     return TokenLoss(loss_T.where(mask_T, 0.0), mask_T, correction_T, divergence_T, output.stats)

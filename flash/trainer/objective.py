@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 import traceback
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from algorithms.base import Objective, ObjectiveOutput, PackedTokens
+from algorithms.base import Advantage, Aggregation, CriticTarget, Objective, ObjectiveOutput, PackedTokens, Proximal
 from flash.config.objects import check_options, load_objective
-from flash.config.tree import AlgorithmConfig
+from flash.config.tree import AlgorithmConfig, Config
 from flash.errors import ConfigError
+
+
+class Method(NamedTuple):
+    """What the configuration names, or else the objective's method has."""
+
+    estimator: Advantage
+    aggregation: Aggregation
+    proximal: Proximal
+    critics: int
+    """0 where the estimator needs none."""
+    target: CriticTarget
+
+
+def method_of(config: Config, objective: Objective) -> Method:
+    """How a run with this objective estimates advantages, adds up losses, and teaches its critics.
+
+    Raises:
+        ConfigError: the estimator needs a critic, and there is none.
+    """
+    algorithm, critic = config.algorithm, config.critic
+    estimator = algorithm.advantage or objective.advantage
+    count, target = 0, objective.critic_target
+    if estimator == "gae":
+        if critic is None:
+            raise ConfigError("critic: is missing: advantage 'gae' takes its values from a critic")
+        count, target = critic.count or objective.critics, critic.target or target
+    aggregation = algorithm.aggregation or objective.aggregation
+    return Method(estimator, aggregation, objective.proximal_policy, count, target)
 
 
 def make_objective(config: AlgorithmConfig) -> Objective:
@@ -32,7 +60,10 @@ def checked_output(output: object, objective: Objective, mask_T: torch.Tensor) -
     if not isinstance(output, ObjectiveOutput):
         found = type(output).__name__
     else:
-        shapes = {"loss_T": tuple(output.loss_T.shape)} | {name: tuple(x.shape) for name, x in output.stats.items()}
+        given = {"loss_T": output.loss_T} | output.stats
+        if output.bonus_T is not None:
+            given["bonus_T"] = output.bonus_T
+        shapes = {name: tuple(x.shape) for name, x in given.items()}
         wrong = [f"{name} of shape {shape}" for name, shape in shapes.items() if shape != tuple(mask_T.shape)]
         if not wrong:
             return output
@@ -56,6 +87,8 @@ def try_objective(config: AlgorithmConfig) -> None:
     advantage_T = torch.tensor([1.0] * 4 + [-1.0] * 4)
     try:
         limit = objective.limit(-behaviour_T + logp_T.detach(), advantage_T) if objective.limits else torch.inf
+        deviation_T = torch.linspace(0.0, 0.7, 8) if objective.critics > 1 else torch.zeros(8)
+        bounds = objective.bounds(deviation_T) if objective.critics > 1 else (-torch.inf, torch.inf)
         tokens = PackedTokens(
             logp_T=logp_T,
             behaviour_T=behaviour_T,
@@ -65,7 +98,9 @@ def try_objective(config: AlgorithmConfig) -> None:
             mask_T=mask_T,
             sequence_T=torch.arange(8) // 4,
             sequences=2,
+            deviation_T=deviation_T,
             limit=limit,
+            bounds=bounds,
         )
         output: Any = objective(tokens)
     except Exception as error:  # the objective may be the user's: whatever it raises is its verdict

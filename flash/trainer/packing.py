@@ -122,6 +122,30 @@ def pack(samples: Sequence[ShardSample], *, min_version: int, max_tokens: int) -
     return [_concatenate(batch, min_version) for batch in batches]
 
 
+def only(micro: MicroBatch, keep_S: BoolArray) -> MicroBatch:
+    """The micro-batch without its other sequences; a dummy where none is left."""
+    if keep_S.all():
+        return micro
+    if not keep_S.any():
+        return DUMMY
+    length_S = np.diff(micro.offset_S)
+    keep_P, keep_T = np.repeat(keep_S, length_S), keep_S[micro.sequence_T]
+    return MicroBatch(
+        input_P=micro.input_P[keep_P],
+        position_P=micro.position_P[keep_P],
+        offset_S=np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(length_S[keep_S])]),
+        keep_T=(np.cumsum(keep_P) - 1)[micro.keep_T[keep_T]],
+        target_T=micro.target_T[keep_T],
+        behaviour_T=micro.behaviour_T[keep_T],
+        mask_T=micro.mask_T[keep_T],
+        version_T=micro.version_T[keep_T],
+        sequence_T=(np.cumsum(keep_S) - 1)[micro.sequence_T[keep_T]],
+        turn_T=micro.turn_T[keep_T],
+        index_S=micro.index_S[keep_S],
+        kinds_S=tuple(kind for kind, keep in zip(micro.kinds_S, keep_S, strict=True) if keep),
+    )
+
+
 def _concatenate(samples: Sequence[ShardSample], min_version: int) -> MicroBatch:
     """One micro-batch of these samples, in this order."""
     actions = [_action_positions(sample) for sample in samples]

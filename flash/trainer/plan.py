@@ -1,6 +1,6 @@
 """A step before its first forward pass: the batch packed, checked against the laws, and counted over all ranks.
 
-Shape legend: T = action tokens of a micro-batch, W = ranks.
+Shape legend: B = samples of the whole batch, T = action tokens of a micro-batch, M = critics, W = ranks.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from algorithms.base import Advantage
+from algorithms.dealing import deal
 from flash.config.tree import Config, max_age
 from flash.errors import ContractError
 from flash.trainer.collectives import gather_rows, raise_together
 from flash.trainer.credit import Credit, assign_credit
+from flash.trainer.objective import Method
 from flash.trainer.packing import DUMMY, MicroBatch, pack, split_minibatches
 from flash.types import Shard
 
@@ -28,6 +29,8 @@ class MinibatchPlan:
     rank_tokens: list[int]
     """[W]: trained tokens of each rank."""
     total_sequences: int
+    critic_tokens: list[int]
+    """[M]: of the trained tokens over all ranks, those that each critic learns from."""
 
     @property
     def total_tokens(self) -> int:
@@ -45,9 +48,16 @@ class StepPlan:
     """Prompts and responses over all ranks."""
     age_histogram: list[int]
     """Trained tokens of age 0, 1, … over all ranks."""
+    critic_B: np.ndarray
+    """int64: which critic learns from each sample."""
+
+    @property
+    def rank_tokens(self) -> list[int]:
+        """[W]: trained tokens of each rank, over all minibatches."""
+        return [sum(counts) for counts in zip(*(one.rank_tokens for one in self.minibatches), strict=True)]
 
 
-def plan_step(shard: Shard, config: Config, estimator: Advantage, version: int, device: torch.device) -> StepPlan:
+def plan_step(shard: Shard, config: Config, method: Method, version: int, device: torch.device) -> StepPlan:
     """Pack, check the laws, and agree on counts: one collective.
 
     Raises:
@@ -58,6 +68,7 @@ def plan_step(shard: Shard, config: Config, estimator: Advantage, version: int, 
     parts: list[list[MicroBatch]] = [[] for _ in range(train.minibatches)]
     histogram = np.zeros(ages, dtype=np.int64)
     credit: Credit | None = None
+    critic_B = deal([entry.group_id for entry in shard.batch], method.critics, config.run.seed)
     try:
         parts = [
             pack(part, min_version=shard.min_version, max_tokens=train.max_tokens_per_microbatch)
@@ -66,29 +77,34 @@ def plan_step(shard: Shard, config: Config, estimator: Advantage, version: int, 
         age_T = trained_ages(shard.step, [micro for part in parts for micro in part])
         check_ages(shard, version, age_T, train.async_ratio)
         histogram = np.bincount(age_T, minlength=ages)
-        credit = assign_credit(shard, config.algorithm, estimator, train.async_ratio)
+        credit = assign_credit(shard, config.algorithm, method.estimator, train.async_ratio)
     except ContractError as error:
         fault = str(error)
 
     tokens = sum(sample.trajectory.length for sample in shard.samples)
-    counts = [count for part in parts for count in (len(part), *trained_counts(part))]
+    counts = [
+        count
+        for part in parts
+        for count in (len(part), *trained_counts(part), *critic_counts(part, critic_B, method.critics))
+    ]
     row = torch.tensor([bool(fault), tokens, *histogram.tolist(), *counts], device=device)
     rows = gather_rows(row).cpu()
     raise_together(fault, rows[:, 0], f"their part of the batch of step {shard.step}")
     assert credit is not None, "without a fault there is credit"
 
-    grid = rows[:, 2 + ages :].reshape(len(rows), train.minibatches, 3).numpy()
+    grid = rows[:, 2 + ages :].reshape(len(rows), train.minibatches, 3 + method.critics).numpy()
     minibatches = [
         MinibatchPlan(
             # At least one micro-batch, so that every rank reports the same statistics.
             micro_batches=part + [DUMMY] * (max(int(grid[:, index, 0].max()), 1) - len(part)),
             rank_tokens=grid[:, index, 1].tolist(),
             total_sequences=int(grid[:, index, 2].sum()),
+            critic_tokens=grid[:, index, 3:].sum(0).tolist(),
         )
         for index, part in enumerate(parts)
     ]
     check_totals(shard, minibatches)
-    return StepPlan(minibatches, credit, int(rows[:, 1].sum()), rows[:, 2 : 2 + ages].sum(0).tolist())
+    return StepPlan(minibatches, credit, int(rows[:, 1].sum()), rows[:, 2 : 2 + ages].sum(0).tolist(), critic_B)
 
 
 def check_ages(shard: Shard, version: int, age_T: np.ndarray, async_ratio: float) -> None:
@@ -112,6 +128,14 @@ def trained_counts(micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
     """Unmasked tokens, and sequences that have one."""
     tokens = sum(int(micro.mask_T.sum()) for micro in micro_batches)
     return tokens, sum(len(np.unique(micro.sequence_T[micro.mask_T])) for micro in micro_batches)
+
+
+def critic_counts(micro_batches: Sequence[MicroBatch], critic_B: np.ndarray, critics: int) -> list[int]:
+    """[M]: unmasked tokens that each critic learns from."""
+    counts = np.zeros(critics, dtype=np.int64)
+    for micro in micro_batches:
+        counts += np.bincount(critic_B[micro.index_T[micro.mask_T]], minlength=critics)[:critics]
+    return counts.tolist()
 
 
 def check_totals(shard: Shard, minibatches: Sequence[MinibatchPlan]) -> None:

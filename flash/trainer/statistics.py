@@ -174,8 +174,8 @@ class StepStatistics:
             metrics["mismatch_k3_age_0"] = sum(row[1] for row in rows.values()) / sum(row[0] for row in rows.values())
         return metrics
 
-    def metrics(self, minibatches: int) -> dict[str, float]:
-        """Over the trained tokens of all ranks, in three collectives.
+    def metrics(self, minibatches: int, passes: int) -> dict[str, float]:
+        """Over the trained tokens of all ranks, in three collectives; means over the `passes` made over the batch.
 
         The mismatch is engine against trainer at equal weights, so it is taken over tokens of the current version; over
         all tokens when there are none, and then it contains the policy's drift. `ess` is Kish's effective sample size
@@ -186,9 +186,9 @@ class StepStatistics:
         count, compared = max(sums["count all"], 1.0), max(sums[f"count {which}"], 1.0)
         kept = max(sums["count kept"], 1.0)
         metrics = {
-            "loss": sums["loss"] / minibatches,
+            "loss": sums["loss"] / (minibatches * passes),
             "entropy": sums["entropy"] / count,
-            "trained_tokens": sums["count all"],
+            "trained_tokens": sums["count all"] / passes,
             "advantage_abs_mean": sums["advantage"] / count,
             "mismatch_kl": sums[f"k1 {which}"] / compared,
             "mismatch_k3": sums[f"k3 {which}"] / compared,

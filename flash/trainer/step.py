@@ -1,9 +1,9 @@
 """One training step: a shard in, new weights and metrics out.
 
-plan → what other policies and the critic say, no gradient → token advantages → per minibatch: forward and backward,
-one update. Every rank is given its part of the same batch and makes the same collectives in the same order; a fault
-that one rank finds in its part is raised on all. Losses are weighed with denominators of the whole batch, so the
-gradient does not depend on how the batch was cut into ranks and micro-batches.
+plan → what other policies and the critics say, no gradient → token advantages → per minibatch, once or more often:
+forward and backward, one update. Every rank is given its part of the same batch and makes the same collectives in the
+same order; a fault that one rank finds in its part is raised on all. Losses are weighed with denominators of the whole
+batch, so the gradient does not depend on how the batch was cut into ranks and micro-batches.
 
 Shape legend: T = action tokens of a micro-batch, N = trained tokens of a minibatch.
 """
@@ -23,19 +23,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from algorithms.aggregation import token_weights
-from algorithms.base import Advantage, Aggregation, PackedTokens
+from algorithms.base import PackedTokens
 from algorithms.corrections import correct
 from algorithms.rhythm import Rhythm
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.trainer.collectives import gather_ragged, gather_rows
-from flash.trainer.critic import Critic
+from flash.trainer.critic import Critic, check_tokenizer, critic_metrics, lesson_of
 from flash.trainer.ewma import start_average, update_average
 from flash.trainer.firstpass import Facts, Models, asks_policy, attend, facts_in_rhythm, first_pass, policy_logprobs
 from flash.trainer.logprobs import TokenLogprobs
-from flash.trainer.loss import first_logprobs, pack_tokens, token_loss
+from flash.trainer.loss import Limits, first_logprobs, pack_tokens, token_loss
 from flash.trainer.model import load_model, reshard, shard_model, trainer_mesh
-from flash.trainer.objective import make_objective
+from flash.trainer.objective import make_objective, method_of
 from flash.trainer.optimizer import apply_gradient, learning_rate, make_optimizer
 from flash.trainer.packing import MicroBatch
 from flash.trainer.packing_check import check_packing
@@ -56,22 +56,19 @@ class Trainer:
         """
         self._config = config
         self._objective = make_objective(config.algorithm)
-        self._estimator: Advantage = config.algorithm.advantage or self._objective.advantage
-        self._aggregation: Aggregation = config.algorithm.aggregation or self._objective.aggregation
+        self._method = method_of(config, self._objective)
         device: Literal["cpu", "cuda"] = "cuda" if config.gpus_per_node > 0 else "cpu"
         mesh = trainer_mesh(device)
         self.model = shard_model(load_model(config.model), mesh, config.model.dtype)
         check_packing(self.model, config)
         self.optimizer = make_optimizer(self.model, config.train)
-        self.critic: Critic | None = None
-        """Where advantages are estimated with one."""
-        if self._estimator == "gae":
-            if config.critic is None:
-                raise ConfigError("critic: is missing: advantage 'gae' takes its values from a critic")
-            self.critic = Critic(config, mesh)
+        if self._method.critics:
+            check_tokenizer(config)
+        self.critics = [Critic(config, mesh) for _ in range(self._method.critics)]
+        """Empty where advantages need none."""
         self.ewma: dict[str, Tensor] | None = None
         """The average of the weights by parameter name, sharded alike, where the proximal policy is one."""
-        if self._objective.proximal_policy == "ewma":
+        if self._method.proximal == "ewma":
             self.ewma = start_average(self.model)
         self.rhythm: RhythmPass | None = None
         """Where advantages follow the policy's attention."""
@@ -86,30 +83,34 @@ class Trainer:
     def train_step(self, shard: Shard) -> dict[str, float]:
         """Train on one batch and make the next version. Returns metrics over all ranks, the same on each.
 
-        While the critic warms up the policy keeps its weights, and its version counts on.
+        While the critics warm up the policy keeps its weights, and its version counts on.
 
         Raises:
             ContractError: the batch breaks the age contract or its own counts, has a number that is not finite, or a
                 gradient is not finite and train.on_nonfinite is "stop". The version stays what it was.
         """
-        plan = plan_step(shard, self._config, self._estimator, self.version, self.model.device)
+        plan = plan_step(shard, self._config, self._method, self.version, self.model.device)
         along = self._along(plan)
-        models = Models(self.model, self._reference, self.critic, self.ewma, None if along else self.rhythm)
-        facts = first_pass(plan, self._config, self._estimator, self._objective.proximal_policy, models)
+        models = Models(self.model, self._reference, self.critics, self.ewma, None if along else self.rhythm)
+        facts = first_pass(plan, self._config, self._method, models)
+        bounds = self._bounds(plan, facts)
         rate = learning_rate(self._config.train, self._config.run.steps, self.version)
         statistics, norms = StepStatistics(self.model.device), list[float]()
-        for index, (minibatch, known) in enumerate(zip(plan.minibatches, facts, strict=True)):
-            limit = self._limit(minibatch, known, shard.step, updated=index > 0)
+        passes = self._config.train.updates_per_batch
+        updates = [*zip(plan.minibatches, facts, strict=True)] * passes
+        for index, (minibatch, known) in enumerate(updates):
+            limits = Limits(self._limit(minibatch, known, shard.step, updated=index > 0), bounds)
             kept = [
-                self._backward(micro, facts_of, minibatch, shard.step, limit, statistics, along)
+                self._backward(micro, facts_of, minibatch, shard.step, limits, statistics, along)
                 for micro, facts_of in zip(minibatch.micro_batches, known, strict=True)
             ]
             share = self._kept_share(minibatch, kept)
             statistics.end_minibatch(share)
-            self._train_critic(minibatch, known)
+            self._train_critics(minibatch, known, plan.critic_B)
             if not self._warming_up:
                 norms.append(self._update(rate, share, trained=minibatch.total_tokens > 0 and share > 0))
-        metrics = batch_metrics(shard, plan) | statistics.metrics(len(plan.minibatches)) | self._critic_metrics()
+        metrics = batch_metrics(shard, plan) | statistics.metrics(len(plan.minibatches), passes)
+        metrics |= self._critic_metrics()
         self._finish()
         finite = [norm for norm in norms if math.isfinite(norm)]
         if self.rhythm is not None:
@@ -122,15 +123,16 @@ class Trainer:
 
     def _along(self, plan: StepPlan) -> RhythmPass | None:
         """What looks on at the training pass itself, where this is the first over the weights that start the step."""
-        if self.rhythm is None or not self.rhythm.settled or self._objective.limits or len(plan.minibatches) > 1:
+        updates = len(plan.minibatches) * self._config.train.updates_per_batch
+        if self.rhythm is None or not self.rhythm.settled or self._objective.limits or updates > 1:
             return None
-        return None if asks_policy(plan, self._config, self._objective.proximal_policy) else self.rhythm
+        return None if asks_policy(plan, self._config, self._method) else self.rhythm
 
     @property
     def _warming_up(self) -> bool:
-        """Whether only the critic learns in this step."""
+        """Whether only the critics learn in this step."""
         config = self._config.critic
-        return self.critic is not None and config is not None and self.version < config.warmup_steps
+        return bool(self.critics) and config is not None and self.version < config.warmup_steps
 
     def _finish(self) -> None:
         """The weights are those of the next version."""
@@ -151,7 +153,7 @@ class Trainer:
                 now = policy_logprobs(self.model, micro, self._config.rollout.temperature)
             else:
                 now = TokenLogprobs(facts.first_T, torch.zeros_like(facts.first_T))
-            tokens = pack_tokens(micro, now, facts, self._objective.proximal_policy, step=step, limit=math.inf)
+            tokens = pack_tokens(micro, now, facts, self._method.proximal, step=step, limits=Limits())
             # A rejected token is as if never sampled: without an advantage no rule counts it.
             keep_T = correct(self._config.algorithm.corrections, tokens).keep_T
             pair = torch.stack([tokens.logp_T - tokens.behaviour_T, tokens.advantage_T.where(keep_T, 0.0)])
@@ -159,13 +161,25 @@ class Trainer:
         log_ratio_N, advantage_N = gather_ragged(torch.cat(pairs, dim=1), minibatch.rank_tokens)
         return self._objective.limit(log_ratio_N, advantage_N)
 
+    def _bounds(self, plan: StepPlan, facts: Sequence[Sequence[Facts]]) -> tuple[float, float]:
+        """What the objective makes of the critics' disagreement on all trained tokens of the batch, of all ranks."""
+        asked = self._objective.critics > 1 and self._method.critics > 1
+        if not asked or sum(plan.rank_tokens) == 0:
+            return Limits().bounds
+        deviations = [
+            known.deviation_T[torch.from_numpy(micro.mask_T).to(known.deviation_T.device)]
+            for minibatch, row in zip(plan.minibatches, facts, strict=True)
+            for micro, known in zip(minibatch.micro_batches, row, strict=True)
+        ]
+        return self._objective.bounds(gather_ragged(torch.cat(deviations)[None], plan.rank_tokens)[0])
+
     def _backward(
         self,
         micro: MicroBatch,
         facts: Facts,
         whole: MinibatchPlan,
         step: int,
-        limit: float,
+        limits: Limits,
         statistics: StepStatistics,
         along: RhythmPass | None,
     ) -> Tensor:
@@ -177,7 +191,7 @@ class Trainer:
             now = policy_logprobs(self.model, micro, temperature, entropy_gradient=entropy_gradient, watch=watch)
             if along is not None and watch is not None:
                 facts = facts_in_rhythm(facts, along, watch)
-            tokens = pack_tokens(micro, now, facts, self._objective.proximal_policy, step=step, limit=limit)
+            tokens = pack_tokens(micro, now, facts, self._method.proximal, step=step, limits=limits)
             loss = token_loss(self._objective, algorithm, tokens, facts, now.entropy_T)
             share_T = loss.loss_T * self._weights(tokens._replace(mask_T=loss.mask_T), whole)
             if not self._warming_up:
@@ -197,14 +211,14 @@ class Trainer:
         if not any(correction.rejects for correction in self._config.algorithm.corrections):
             return 1.0
         tokens, sequences = gather_rows(torch.stack(list(kept)).sum(0)).sum(0).tolist()
-        if self._aggregation == "token_mean":
+        if self._method.aggregation == "token_mean":
             return tokens / max(whole.total_tokens, 1)
         return sequences / max(whole.total_sequences, 1)
 
     def _weights(self, tokens: PackedTokens, whole: MinibatchPlan) -> Tensor:
         """[T]: what each token's loss weighs in the loss of the minibatch."""
         return token_weights(
-            self._aggregation,
+            self._method.aggregation,
             tokens.mask_T,
             tokens.sequence_T,
             tokens.sequences,
@@ -230,18 +244,20 @@ class Trainer:
         self.skipped_steps += not applied
         return norm
 
-    def _train_critic(self, minibatch: MinibatchPlan, known: Sequence[Facts]) -> None:
-        """One update of the critic, where there is one."""
-        if self.critic is None:
-            return
-        returns = [facts.return_T for facts in known if facts.return_T is not None]
-        values = [facts.value_T for facts in known if facts.value_T is not None]
-        self.critic.update(minibatch.micro_batches, returns, values, minibatch.total_tokens)
+    def _train_critics(self, minibatch: MinibatchPlan, known: Sequence[Facts], critic_B: np.ndarray) -> None:
+        """One update of each critic, on the responses that were dealt to it."""
+        for index, (critic, tokens) in enumerate(zip(self.critics, minibatch.critic_tokens, strict=True)):
+            lessons = [
+                lesson_of(micro, facts.return_T, facts.value_MT[index], critic_B[micro.index_S] == index)
+                for micro, facts in zip(minibatch.micro_batches, known, strict=True)
+                if facts.return_T is not None and facts.value_MT is not None
+            ]
+            critic.update(lessons, tokens)
 
     def _critic_metrics(self) -> dict[str, float]:
-        if self.critic is None:
+        if not self.critics:
             return {}
-        return self.critic.metrics() | {"critic_warmup": float(self._warming_up)}
+        return critic_metrics(self.critics) | {"critic_warmup": float(self._warming_up)}
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.model.device)

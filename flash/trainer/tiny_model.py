@@ -126,8 +126,8 @@ def make_tiny_model(
     """
     if path.exists() and not _is_ours(path):
         raise ConfigError(
-            f"{path} exists and was not made by flash tiny-model (it has no {FINGERPRINT}); choose another model.path, "
-            "or remove the [tiny_model] section to use the folder as it is"
+            f"{path} exists and was not made by flash tiny-model (it has no {FINGERPRINT}); name another folder, or "
+            "use this one as it is: without the [tiny_model] table or, for the critics' model, critic.tiny_layers"
         )
     if config.width % HEAD_DIM:
         raise ConfigError(f"tiny_model.width must be a multiple of {HEAD_DIM}, but is {config.width}")

@@ -26,6 +26,11 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "dapo": [{}],
     "dr_grpo": [{}, {"clip_low": 0.3, "clip_high": 0.1}],
     "ppo": [{}, {"dual_clip": 1.3}],
+    "asyppo": [
+        {},
+        {"mask_lowest": 0.5, "clip_high": 0.1},
+        {"decoupled": True, "weight_cap": 1.2, "filter_highest": 0.4},
+    ],
     "decoupled_ppo": [{}, {"clip_low": 0.1, "weight_cap": 1.2}, {"weight_cap": 1.2, "cap": "clamp"}],
     "tis": [{}, {"clip_high": 0.28, "cap": 1.1}],
     "tis_reinforce": [{}, {"low": 0.8, "high": 1.25}],
@@ -75,6 +80,7 @@ def random_tokens(dtype: torch.dtype = torch.float64, seed: int = 4) -> PackedTo
         mask_T=mask_T,
         sequence_T=sequence_T,
         sequences=sequences,
+        deviation_T=normal(0.3).abs().to(dtype),
     )
 
 
@@ -85,7 +91,7 @@ def on_policy(tokens: PackedTokens) -> PackedTokens:
 def rows_of(tokens: PackedTokens) -> list[Row]:
     """For the references, in float64."""
     logp = tokens.logp_T.tolist()
-    columns = (tokens.behaviour_T, tokens.proximal_T, tokens.advantage_T, tokens.reward_T)
+    columns = (tokens.behaviour_T, tokens.proximal_T, tokens.advantage_T, tokens.reward_T, tokens.deviation_T)
     return [
         Row(*row)
         for row in zip(
@@ -96,12 +102,15 @@ def rows_of(tokens: PackedTokens) -> list[Row]:
 
 def filled(tokens: PackedTokens, garbage: float) -> PackedTokens:
     """Garbage in every masked slot."""
-    fields = ("logp_T", "behaviour_T", "proximal_T", "advantage_T", "reward_T")
+    fields = ("logp_T", "behaviour_T", "proximal_T", "advantage_T", "reward_T", "deviation_T")
     return tokens._replace(**{name: getattr(tokens, name).where(tokens.mask_T, garbage) for name in fields})
 
 
 def with_limit(objective: Objective, parts: Sequence[PackedTokens]) -> list[PackedTokens]:
-    """The parts of a minibatch with what the objective says of the whole."""
+    """The parts of a minibatch, here also the batch, with what the objective says of the whole."""
+    if objective.critics > 1:
+        bounds = objective.bounds(torch.cat([part.deviation_T[part.mask_T] for part in parts]))
+        parts = [part._replace(bounds=bounds) for part in parts]
     if not objective.limits:
         return list(parts)
     log_ratio_N = torch.cat([(part.logp_T - part.behaviour_T)[part.mask_T] for part in parts])
@@ -117,7 +126,7 @@ def take(tokens: PackedTokens, order: Sequence[int]) -> tuple[PackedTokens, Tens
     columns = {name: value[place_T] for name, value in tokens._asdict().items() if isinstance(value, Tensor)}
     lengths = torch.tensor([len(one) for one in places])
     columns["sequence_T"] = torch.repeat_interleave(torch.arange(len(order)), lengths)
-    return PackedTokens(**columns, sequences=len(order), limit=tokens.limit), place_T
+    return PackedTokens(**columns, sequences=len(order), limit=tokens.limit, bounds=tokens.bounds), place_T
 
 
 def step(

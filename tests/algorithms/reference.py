@@ -22,6 +22,7 @@ class Row:
     proximal: float
     advantage: float
     reward: float
+    deviation: float
     mask: bool
     sequence: int
 
@@ -79,6 +80,25 @@ def decoupled_ppo(o: Any, rows: Sequence[Row], t: int) -> Expected:
     value, flat = surrogate(ratio, row.advantage, o)
     gradient = 0.0 if flat else -weight * ratio * row.advantage
     return Expected(-weight * value, {t: gradient}, {"ratio": ratio, "clipped": float(flat), "weight": weight})
+
+
+def asyppo(o: Any, rows: Sequence[Row], t: int) -> Expected:
+    """The surrogate of either form, where the critics disagree enough: by the rank of σ among all trained tokens."""
+    row = rows[t]
+    centre = row.proximal if o.decoupled else row.behaviour
+    ratio, weight = math.exp(row.logp - centre), math.exp(centre - row.behaviour)
+    if o.decoupled and weight > o.weight_cap:
+        weight = 0.0 if o.cap == "mask" else o.weight_cap
+    value, flat = surrogate(ratio, row.advantage, o)
+    trained = [one.deviation for one in rows if one.mask]
+    below = sum(other < row.deviation for other in trained)
+    above = sum(other > row.deviation for other in trained)
+    learned = 0.0 if below < math.floor(o.mask_lowest * len(trained) + 1e-9) else 1.0
+    bonus = 0.0 if above < math.floor(o.filter_highest * len(trained) + 1e-9) else 1.0
+    gradient = 0.0 if flat else -learned * weight * ratio * row.advantage
+    stats = {"ratio": ratio, "clipped": float(flat), "weight": weight}
+    stats |= {"deviation": row.deviation, "learned": learned, "bonus": bonus}
+    return Expected(-learned * weight * value, {t: gradient}, stats)
 
 
 def tis(o: Any, rows: Sequence[Row], t: int) -> Expected:
@@ -180,6 +200,7 @@ REFERENCES: dict[str, Reference] = {
     "dapo": clipped_to_behaviour,
     "dr_grpo": clipped_to_behaviour,
     "ppo": ppo,
+    "asyppo": asyppo,
     "decoupled_ppo": decoupled_ppo,
     "tis": tis,
     "tis_reinforce": tis_reinforce,

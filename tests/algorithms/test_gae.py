@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from algorithms.gae import BoolArray, FloatArray, IntArray, discounted_sums, gae
+from algorithms.gae import BoolArray, FloatArray, IntArray, discounted_sums, gae, monte_carlo
 
 
 def naive(
@@ -105,6 +105,21 @@ def test_without_a_critic_and_with_lambda_one_the_advantage_is_the_return() -> N
     advantage, returns = gae(reward, np.zeros(19), mask, sequence, gamma=0.5, lam=1.0)
     np.testing.assert_array_equal(advantage, returns)
     np.testing.assert_array_equal(advantage[mask], discounted_sums(reward[mask], sequence[mask], 0.5))
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+def test_monte_carlo_returns_are_the_discounted_rewards_whatever_a_critic_says(gamma: float) -> None:
+    reward, value, mask, sequence = batch([15, 4, 1])
+    expected = np.zeros(len(mask))
+    for t in np.flatnonzero(mask):
+        later = [u for u in np.flatnonzero(mask) if u >= t and sequence[u] == sequence[t]]
+        expected[t] = sum(gamma**k * reward[u] for k, u in enumerate(later))
+    found = monte_carlo(np.where(mask, reward, math.nan), mask, sequence, gamma=gamma)
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+    _, returns = gae(reward, value, mask, sequence, gamma=gamma, lam=1.0)
+    np.testing.assert_allclose(found, returns, rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match="reward of unmasked token"):
+        monte_carlo(np.where(mask, math.inf, reward), mask, sequence, gamma=gamma)
 
 
 def test_a_perfect_critic_leaves_nothing_to_gain() -> None:

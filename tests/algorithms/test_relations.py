@@ -26,6 +26,8 @@ EQUAL: list[tuple[tuple[str, dict[str, Any]], tuple[str, dict[str, Any]]]] = [
     (("aipo", {"cap": 1.0}), ("tis_reinforce", {})),
     (("aipo", {"cap": 6.0}), ("cispo", {})),
     (("topr", {}), ("topr_weighted", {})),
+    (("asyppo", {"mask_lowest": 0.0}), ("ppo", {})),
+    (("asyppo", {"mask_lowest": 0.0, "decoupled": True, "weight_cap": 1.2}), ("decoupled_ppo", {"weight_cap": 1.2})),
     (("m2po", {"tau": 1e9}), ("grpo", {"clip_low": 1.0, "clip_high": 1e9})),
 ]
 
@@ -166,6 +168,7 @@ def test_m2po_does_not_drop_what_moves_back_towards_the_behaviour_policy() -> No
         mask_T=torch.ones(4, dtype=torch.bool),
         sequence_T=torch.zeros(4, dtype=torch.int64),
         sequences=1,
+        deviation_T=zero_T,
     )
     (four,) = with_limit(M2po(), [four])
     assert M2po()(four).stats["clipped"].tolist() == [1, 0, 0, 1]

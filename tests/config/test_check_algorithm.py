@@ -157,6 +157,64 @@ def resolve(*overrides: str) -> Config:
             ["algorithm.rhythm={}", "rollout.max_new_tokens=10", "rollout.max_turns=1"],
             "`algorithm.rhythm.nearest`: expected fewer than 10, the longest that responses get",
         ),
+        (
+            ["algorithm.objective=asyppo"],
+            "`critic`: is missing: advantage 'gae' takes its values from a critic",
+        ),
+        (
+            ["algorithm.objective=asyppo", "critic.count=1"],
+            "`critic.count` (override): `asyppo` compares what critics expect: expected at least 2, got 1",
+        ),
+        (
+            ["algorithm.objective=asyppo", "algorithm.advantage=group"],
+            "`algorithm.advantage` (override): `asyppo` compares what critics expect, and 'group' asks none",
+        ),
+        (
+            ["algorithm.objective=asyppo", "critic={}", "rollout.group_size=1"],
+            "`critic.count`: the responses to a prompt are split among 2 critics, and there are 1 of them",
+        ),
+        (
+            ["algorithm.objective=ppo", "critic.count=9"],
+            "`critic.count` (override): the responses to a prompt are split among 9 critics, and there are 8 of them",
+        ),
+        (["algorithm.objective=ppo", "critic.count=0"], "`critic.count` (override): expected an integer above 0"),
+        (
+            ["algorithm.objective=ppo", "critic.target=mc"],
+            '`critic.target` (override): expected "lambda" or "monte_carlo", got "mc"',
+        ),
+        (
+            ["algorithm.objective=asyppo", "critic={}", "algorithm.options.mask_lowest=1.0"],
+            "`algorithm.options.mask_lowest` (override): expected a number at least 0 and below 1, got 1",
+        ),
+        (
+            ["algorithm.objective=asyppo", "critic={}", "algorithm.options.filter_highest=0.3"],
+            "`algorithm.options.filter_highest` (override): has no effect: algorithm.entropy_bonus is 0",
+        ),
+        (
+            ["algorithm.objective=asyppo", "critic={}", "algorithm.options.proximal=loglinear"],
+            "`algorithm.options.proximal` (override): has no effect: decoupled is false; expected true beside it",
+        ),
+        (
+            ["algorithm.objective=asyppo", "critic={}", "algorithm.options={decoupled=true, ewma_decay=0.5}"],
+            "`algorithm.options.ewma_decay` (override): has no effect: proximal is 'recompute'; expected 'ewma'",
+        ),
+        (
+            ["algorithm.objective=ppo", "critic={tiny_layers=1, path='./critic'}"],
+            "`critic.tiny_layers` (override): has no effect: without a [tiny_model] table no model is made",
+        ),
+        (
+            ["algorithm.objective=ppo", "critic.tiny_layers=1", "tiny_model={}"],
+            "`critic.tiny_layers` (override): needs a folder for the model: expected critic.path beside it",
+        ),
+        (
+            ["algorithm.objective=ppo", "critic={tiny_layers=1, path='model'}", "tiny_model={}"],
+            "(override): needs a folder for the model: expected critic.path beside it, and another than model.path",
+        ),
+        (
+            ["algorithm.objective=rloo", "train.async_ratio=0", "train.updates_per_batch=2"],
+            "`train.updates_per_batch` (override): 2 trains again on samples that the first update has left behind",
+        ),
+        (["train.updates_per_batch=0"], "`train.updates_per_batch` (override): expected an integer above 0"),
         (["rollout.top_p=0.9"], "`rollout.top_p` (override): no such key"),
         (["rollout.top_k=20"], "`rollout.top_k` (override): no such key"),
     ],
@@ -173,6 +231,21 @@ def test_what_cannot_work_or_does_nothing_is_refused(overrides: list[str], messa
     [
         ["rollout.group_size=1", "algorithm.objective=reinforce_pp"],
         ["rollout.group_size=1", "algorithm.objective=ppo", "critic={}"],
+        ["algorithm.objective=asyppo", "critic={count=4, target='lambda'}", "train.updates_per_batch=4"],
+        ["algorithm.objective=asyppo", "critic={}", "algorithm.options={decoupled=true, cap='clamp'}"],
+        [
+            "algorithm.objective=asyppo",
+            "critic={}",
+            "algorithm.options.filter_highest=0.3",
+            "algorithm.entropy_bonus=0.01",
+        ],
+        ["algorithm.objective=ppo", "critic={tiny_layers=1, path='./critic'}", "tiny_model={}"],
+        [
+            "algorithm.objective=rloo",
+            "train.async_ratio=0",
+            "train.updates_per_batch=2",
+            "train.allow_uncorrected=true",
+        ],
         ["algorithm.objective=dr_grpo", "algorithm.constant_length=9"],
         ["algorithm.advantage=turn", "algorithm.gamma=0.9"],
         ["algorithm.options.proximal=loglinear"],

@@ -277,6 +277,27 @@ def test_a_run_leaves_metrics_summary_plots_model_and_no_process(start: Callable
     trained_again_alike(run)
 
 
+def test_a_run_with_two_small_critics_ends_with_what_its_batches_make_again(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start(
+        *("algorithm.objective=asyppo", "algorithm.entropy_bonus=0.001", "train.updates_per_batch=2"),
+        f"critic={{path='{tmp_path / 'critic'}', tiny_layers=1, clip='none', learning_rate=1e-2, warmup_steps=1}}",
+        *("run.steps=4", "eval.every=0"),
+    )
+    assert run.wait() == 0, run.text()
+    rows = run.rows()
+    assert [row["critic_warmup"] for row in rows] == [1.0, 0.0, 0.0, 0.0]
+    assert rows[0]["deviation_max"] == 0.0
+    assert rows[-1]["deviation_mean"] > 0.0
+    assert 0.8 <= rows[-1]["learned_mean"] < 1.0
+    assert unlisted({name for row in rows for name in row}) == []
+    replay = (sys.executable, "-m", "flash", "replay", str(run.directory))
+    again = subprocess.run(replay, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert "version 4: every weight equals the checkpoint's (step-000004), bit for bit" in again
+    run.nothing_left()
+
+
 def trained_again_alike(run: Run) -> None:
     """The recorded batches make the run's last weights again, bit for bit, and other ones with another objective."""
     replay = (sys.executable, "-m", "flash", "replay", str(run.directory))

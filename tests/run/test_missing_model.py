@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -11,11 +12,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flash.config.tree import Config
+from flash.config.tree import Config, CriticConfig
 from flash.errors import ConfigError, DeadlineError
 from flash.run.models import make_missing_model
 from flash.trainer.tiny_model import FINGERPRINT
 
+NAMES = ("tiny", "critic")
 OTHER_NODE = """
 import sys
 from pathlib import Path
@@ -101,6 +103,17 @@ def test_a_node_that_died_while_it_made_the_model_is_replaced(tmp_path: Path, ot
     other.wait()
     make_missing_model(config_of(tmp_path / "tiny"))
     assert (tmp_path / "tiny" / FINGERPRINT).is_file()
+
+
+def test_the_critics_smaller_model_is_made_beside_the_policys_with_its_tokenizer(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "tiny")
+    critic = CriticConfig(path=str(tmp_path / "critic"), tiny_layers=1)
+    assert config.tiny_model is not None
+    policy = msgspec.structs.replace(config.tiny_model, layers=2)
+    make_missing_model(msgspec.structs.replace(config, tiny_model=policy, critic=critic))
+    layers = [json.loads((tmp_path / name / "config.json").read_text())["num_hidden_layers"] for name in NAMES]
+    assert layers == [2, 1]
+    assert len({(tmp_path / name / "tokenizer.json").read_text() for name in NAMES}) == 1
 
 
 def test_a_place_where_no_model_can_be_made_is_a_named_error(tmp_path: Path) -> None:

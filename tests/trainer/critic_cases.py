@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PreTrainedModel
 
 from flash.config.tree import Config
-from flash.trainer.critic import Critic
+from flash.trainer.critic import Critic, Lesson
 from flash.trainer.model import trainer_mesh
 from flash.trainer.packing import DUMMY, MicroBatch
-from tests.trainer.trainer_cases import VOCABULARY, make_config, reference_model
+from tests.trainer.trainer_cases import VOCABULARY, make_config, reference_model, whole
 
 WIDTH = 32
 """Of the tiny model."""
@@ -86,12 +85,12 @@ def old_of(sequences: Sequence[Sequenced]) -> torch.Tensor:
 
 def update(critic: Critic, parts: Sequence[Sequence[Sequenced]], total: int) -> None:
     """One update on these micro-batches; an empty one is a dummy."""
-    critic.update(
-        [micro_of(part) if part else DUMMY for part in parts],
-        [returns_of(part) if part else torch.full((1,), torch.nan) for part in parts],
-        [old_of(part) if part else torch.full((1,), torch.nan) for part in parts],
-        total,
-    )
+    nothing = torch.full((1,), torch.nan)
+    lessons = [
+        Lesson(micro_of(part), returns_of(part), old_of(part)) if part else Lesson(DUMMY, nothing, nothing)
+        for part in parts
+    ]
+    critic.update(lessons, total)
 
 
 def critic_config(model: Path, *, train: dict[str, Any] | None = None, **critic: Any) -> Config:
@@ -107,25 +106,25 @@ def make_critic(model: Path, **options: Any) -> Critic:
     return critic
 
 
-def set_head(critic: Critic) -> None:
-    weight, bias = random_head()
+def set_head(critic: Critic, seed: int = 3) -> None:
+    weight, bias = random_head(seed)
     for parameter, value in ((critic.model.head.weight, weight), (critic.model.head.bias, bias)):
         assert isinstance(parameter, DTensor)
         with torch.no_grad():
             parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements))
 
 
-def random_head() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
+def random_head(seed: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
     return torch.randn(1, WIDTH, generator=generator) / WIDTH**0.5, torch.randn(1, generator=generator)
 
 
 class Reference:
     """A plain Hugging Face model in float64, one sequence at a time."""
 
-    def __init__(self, model: Path) -> None:
-        self.backbone: PreTrainedModel = reference_model(model).base_model
-        weight, bias = random_head()
+    def __init__(self, model: Path, seed: int = 3) -> None:
+        self.backbone: Any = reference_model(model).base_model
+        weight, bias = random_head(seed)
         self.weight = weight.double().requires_grad_()
         self.bias = bias.double().requires_grad_()
 
@@ -166,4 +165,4 @@ def critic_gradient(critic: Critic) -> dict[str, torch.Tensor]:
 
 
 def critic_weights(critic: Critic) -> dict[str, torch.Tensor]:
-    return {name: value.detach().full_tensor().clone() for name, value in critic.model.named_parameters()}
+    return {name: whole(value).clone() for name, value in critic.model.named_parameters()}

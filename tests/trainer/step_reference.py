@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from flash.types import Shard, Trajectory
+from tests.trainer.critic_cases import Reference
 
 
 @dataclass
@@ -133,6 +135,42 @@ def whitened_credit(beta: float) -> Callable[[Shard, list[Token]], None]:
     return credit
 
 
+Adjust = Callable[[Shard, list[Token]], None]
+
+
+def weight(token: Token) -> float:
+    return math.exp(token.logp.item() - token.behaviour)
+
+
+def by_token(keep: Callable[[float], float]) -> Adjust:
+    def adjust(shard: Shard, tokens: list[Token]) -> None:
+        for token in tokens:
+            token.correction = keep(weight(token))
+
+    return adjust
+
+
+def by_sequence(low: float, high: float, *, mean: bool) -> Adjust:
+    def adjust(shard: Shard, tokens: list[Token]) -> None:
+        for sequence in sequences(tokens):
+            total = sum(math.log(weight(token)) for token in sequence) / (len(sequence) if mean else 1)
+            for token in sequence:
+                token.correction = float(low <= math.exp(total) <= high)
+                token.rejected = token.correction == 0
+
+    return adjust
+
+
+def by_age(decay: float) -> Adjust:
+    def adjust(shard: Shard, tokens: list[Token]) -> None:
+        ages = {sequence[0].sample: max(token.age for token in sequence) for sequence in sequences(tokens)}
+        mean = sum(decay**age for age in ages.values()) / len(ages)
+        for token in tokens:
+            token.staleness = decay ** ages[token.sample] / mean
+
+    return adjust
+
+
 def gae_credit(gamma: float, lam: float) -> Callable[[Shard, list[Token]], None]:
     """Σ (γλ)^k δ of each sequence, with each turn's reward at its last trained token, and nothing after the last."""
 
@@ -147,3 +185,17 @@ def gae_credit(gamma: float, lam: float) -> Callable[[Shard, list[Token]], None]
                 token.advantage, next_value = following, token.value
 
     return credit
+
+
+def by_sample(shard: Shard, tokens: list[Token]) -> list[list[Token]]:
+    return [[token for token in tokens if token.sample == sample.index] for sample in shard.samples]
+
+
+def naive_values(model: Reference, trajectory: Any) -> list[float]:
+    """V of the state before each action token."""
+    ids = torch.tensor(trajectory.tokens().tolist())
+    with torch.no_grad():
+        hidden = model.backbone(input_ids=ids[None]).last_hidden_state[0]
+        return [
+            float(hidden[at - 1] @ model.weight[0] + model.bias[0]) for at in np.flatnonzero(trajectory.action_mask())
+        ]

@@ -29,6 +29,9 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "ewma": {"algorithm": {"objective": "decoupled_ppo", "options": {"proximal": "ewma"}}},
 }
 """Tables of a run that keeps more than the policy."""
+CRITICS: dict[str, Any] = {"algorithm": {"objective": "asyppo"}, "critic": {"learning_rate": 1e-3}}
+"""Of one with two critics."""
+KEPT = EXTRAS | {"critics": CRITICS}
 
 
 def trained(model: Path, steps: int, **tables: dict[str, Any]) -> Trainer:
@@ -66,11 +69,11 @@ def same_weights(one: Trainer, other: Trainer) -> bool:
 def extras_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Everything kept beside the policy, by name, as full copies."""
     found: dict[str, Any] = dict(trainer.ewma or {})
-    if trainer.critic is not None:
-        for name, parameter in trainer.critic.model.named_parameters():
-            found[f"critic {name}"] = parameter.detach()
-            for moment, value in trainer.critic.optimizer.state[parameter].items():
-                found[f"critic {name} {moment}"] = value
+    for index, critic in enumerate(trainer.critics):
+        for name, parameter in critic.model.named_parameters():
+            found[f"critic {index} {name}"] = parameter.detach()
+            for moment, value in critic.optimizer.state[parameter].items():
+                found[f"critic {index} {name} {moment}"] = value
     full = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
     return {name: value.clone() for name, value in full.items()}
 
@@ -102,14 +105,14 @@ def test_a_loaded_checkpoint_is_bit_equal_and_continues_identically(model: Path,
     assert same_weights(original, restored)
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("extra", KEPT)
 def test_what_is_kept_beside_the_policy_is_loaded_bit_equal_and_continues_identically(
     model: Path, tmp_path: Path, extra: str
 ) -> None:
-    original = trained(model, 2, **EXTRAS[extra])
+    original = trained(model, 2, **KEPT[extra])
     path = checkpoint.save(tmp_path, original, kept(HUB), keep=2)
-    assert stored.read_manifest(path).extras == (extra,)
-    restored = trained(model, 1, **EXTRAS[extra])
+    assert stored.read_manifest(path).extras == (("critic", "critic") if extra == "critics" else (extra,))
+    restored = trained(model, 1, **KEPT[extra])
     before, saved = extras_of(restored), extras_of(original)
     assert any(not torch.equal(value, before[name]) for name, value in saved.items())
     checkpoint.load(path, restored)
@@ -138,7 +141,16 @@ def test_a_run_and_its_checkpoint_must_keep_the_same(tied_model: Path, tmp_path:
     assert all(torch.equal(value, extras[name]) for name, value in extras_of(more).items())
 
 
-@pytest.mark.parametrize("tables", [{}, *EXTRAS.values()], ids=["policy", *EXTRAS])
+def test_a_run_must_have_as_many_critics_as_its_checkpoint(tied_model: Path, tmp_path: Path) -> None:
+    two, three = trained(tied_model, 1, **CRITICS), trained(tied_model, 1, **CRITICS | {"critic": {"count": 3}})
+    before = extras_of(three)
+    path = checkpoint.save(tmp_path, two, kept(HUB), keep=1)
+    with pytest.raises(CheckpointError, match=r"holds 2 critics, and this run has 3: set critic\.count = 2"):
+        checkpoint.load(path, three)
+    assert all(torch.equal(value, before[name]) for name, value in extras_of(three).items())
+
+
+@pytest.mark.parametrize("tables", [{}, *KEPT.values()], ids=["policy", *KEPT])
 def test_saving_before_the_first_step_does_not_change_the_run(
     tied_model: Path, tmp_path: Path, tables: dict[str, Any]
 ) -> None:
@@ -154,6 +166,7 @@ def test_saving_before_the_first_step_does_not_change_the_run(
 def test_the_newest_complete_checkpoint_is_found_and_older_ones_are_pruned(tied_model: Path, tmp_path: Path) -> None:
     assert stored.newest_complete(tmp_path) is None
     trainer = trained(tied_model, 0)
+    path = tmp_path
     for _ in range(3):
         train(trainer, 1)
         path = checkpoint.save(tmp_path, trainer, kept(HUB), keep=2)
@@ -206,6 +219,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_and_says_which_file_of_a
     else:
         flip(shard if damage == "weights" else bad / stored.HUB_STATE)
     chosen, (note,) = stored.choose(tmp_path)
+    assert chosen is not None
     assert chosen == good
     name = {"hub": stored.HUB_STATE, "manifest": stored.MANIFEST}.get(damage, shard.name)
     assert f"{name} is damaged" in note

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from flash.errors import ConfigError, ContractError
 from flash.trainer import checkpoint, stored
-from flash.trainer.critic import Critic, value_loss
+from flash.trainer.critic import Critic, Lesson, critic_metrics, value_loss
 from flash.trainer.model import trainer_mesh
 from flash.trainer.step import Trainer
 from tests.trainer.critic_cases import (
@@ -75,6 +80,28 @@ def test_a_critic_that_does_not_know_a_token_of_the_policy_is_refused(tied_model
         make_critic(tied_model, path=str(small)).values(micro_of(random_sequences()))
 
 
+def with_tokenizer(model: Path, folder: Path, words: Sequence[str]) -> Path:
+    """A copy of the model that has one."""
+    shutil.copytree(model, folder)
+    vocabulary = {word: number for number, word in enumerate(words)}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="a"))).save_pretrained(folder)
+    return folder
+
+
+def test_a_critic_with_another_tokenizer_is_refused(tied_model: Path, tmp_path: Path) -> None:
+    policy = with_tokenizer(tied_model, tmp_path / "policy", "abcd")
+    other = tmp_path
+    for number, words in enumerate(("abdc", "abc", "abcde")):
+        other = with_tokenizer(tied_model, tmp_path / f"other-{number}", words)
+        with pytest.raises(ConfigError, match=r"^critic\.path: the tokenizer of .*other.* is not that of the policy"):
+            Trainer(critic_config(policy, path=str(other)))
+    with pytest.raises(ConfigError, match="'e' has 4 there and no number here"):
+        Trainer(critic_config(policy, path=str(other)))
+    alike = with_tokenizer(tied_model, tmp_path / "alike", "abcd")
+    for path in (alike, tied_model):  # the second has none
+        assert Trainer(critic_config(policy, path=str(path))).critics
+
+
 def test_the_head_stays_in_float32_above_a_half_precision_backbone(tied_model: Path) -> None:
     sequences = random_sequences()
     config = critic_config(tied_model)
@@ -96,7 +123,7 @@ def test_the_gradient_is_that_of_the_formula_in_float64(model: Path, clip: float
     assert relative_error(critic_gradient(critic), reference.gradient(sequences, clip)) < 1e-5
     with torch.no_grad():
         loss = float(Reference(model).loss(sequences, clip))
-    assert critic.metrics()["critic_loss"] == pytest.approx(loss, rel=1e-5)
+    assert critic_metrics([critic])["critic_loss"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_the_clip_changes_the_gradient_of_the_test_batch(tied_model: Path) -> None:
@@ -139,7 +166,7 @@ def test_what_stands_in_masked_slots_changes_nothing(tied_model: Path, garbage: 
     for batch in (sequences, spoilt):
         critic = make_critic(tied_model)
         update(critic, [batch], trained(batch))
-        results.append((critic_weights(critic), critic.metrics()))
+        results.append((critic_weights(critic), critic_metrics([critic])))
     assert same(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
 
@@ -151,7 +178,7 @@ def test_any_split_of_a_minibatch_gives_the_same_gradient_and_metrics(model: Pat
     update(whole, [sequences], trained(sequences))
     update(split, [[sequences[index] for index in cut] for cut in cuts], trained(sequences))
     assert relative_error(critic_gradient(split), critic_gradient(whole)) < 1e-5
-    assert split.metrics() == pytest.approx(whole.metrics(), rel=1e-5)
+    assert critic_metrics([split]) == pytest.approx(critic_metrics([whole]), rel=1e-5)
 
 
 def test_the_metrics_describe_the_trained_tokens_of_all_updates_before_any(tied_model: Path) -> None:
@@ -163,7 +190,7 @@ def test_the_metrics_describe_the_trained_tokens_of_all_updates_before_any(tied_
     kept = np.concatenate([one.mask for one in both])
     returned = np.concatenate([one.returns for one in both])[kept]
     old = np.concatenate([one.old for one in both])[kept]
-    metrics = critic.metrics()
+    metrics = critic_metrics([critic])
     assert metrics["explained_variance"] == pytest.approx(1 - np.var(returned - old) / np.var(returned), rel=1e-5)
     assert metrics["value_mean"] == pytest.approx(old.mean(), rel=1e-5)
     assert metrics["return_mean"] == pytest.approx(returned.mean(), rel=1e-5)
@@ -176,10 +203,10 @@ def test_metrics_start_anew_after_each_call(tied_model: Path) -> None:
     fresh, used = (make_critic(tied_model, learning_rate=1e-30) for _ in range(2))
     other, sequences = random_sequences(1), random_sequences(0)
     update(used, [other], trained(other))
-    used.metrics()
+    critic_metrics([used])
     for critic in (fresh, used):
         update(critic, [sequences], trained(sequences))
-    assert used.metrics() == fresh.metrics()
+    assert critic_metrics([used]) == critic_metrics([fresh])
 
 
 def test_a_perfect_critic_explains_all_and_a_constant_one_nothing(tied_model: Path) -> None:
@@ -187,7 +214,7 @@ def test_a_perfect_critic_explains_all_and_a_constant_one_nothing(tied_model: Pa
     for old, expected in ((lambda one: one.returns, 1.0), (lambda one: np.full_like(one.returns, 7.0), 0.0)):
         batch = [replace(one, old=old(one)) for one in sequences]
         update(critic, [batch], trained(batch))
-        assert critic.metrics()["explained_variance"] == pytest.approx(expected, abs=1e-6)
+        assert critic_metrics([critic])["explained_variance"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_returns_that_do_not_vary_have_no_explained_variance(tied_model: Path) -> None:
@@ -195,7 +222,7 @@ def test_returns_that_do_not_vary_have_no_explained_variance(tied_model: Path) -
         batch = [replace(one, returns=np.full_like(one.returns, level)) for one in random_sequences()]
         critic = make_critic(tied_model)
         update(critic, [batch], trained(batch))
-        metrics = critic.metrics()
+        metrics = critic_metrics([critic])
         assert "explained_variance" not in metrics
         assert metrics["return_mean"] == pytest.approx(level, abs=1e-6)
 
@@ -206,7 +233,7 @@ def test_a_minibatch_without_a_trained_token_changes_nothing(tied_model: Path) -
     before = critic_weights(critic)
     update(critic, [batch], 0)
     assert same(critic_weights(critic), before)
-    assert critic.metrics()["critic_loss"] == 0.0
+    assert critic_metrics([critic])["critic_loss"] == 0.0
 
 
 def test_the_gradient_is_clipped_to_the_critics_own_norm(tied_model: Path) -> None:
@@ -214,8 +241,8 @@ def test_the_gradient_is_clipped_to_the_critics_own_norm(tied_model: Path) -> No
     free, held = make_critic(tied_model), make_critic(tied_model, max_grad_norm=0.01)
     for critic in (free, held):
         update(critic, [sequences], trained(sequences))
-    norm = free.metrics()["critic_grad_norm"]
-    assert held.metrics()["critic_grad_norm"] == pytest.approx(norm)
+    norm = critic_metrics([free])["critic_grad_norm"]
+    assert critic_metrics([held])["critic_grad_norm"] == pytest.approx(norm)
     expected = {name: value * 0.01 / norm for name, value in critic_gradient(free).items()}
     assert relative_error(critic_gradient(held), expected) < 1e-5
 
@@ -243,11 +270,11 @@ def test_a_gradient_that_is_not_finite_can_be_skipped_and_is_counted(tied_model:
     bad = [replace(one, returns=np.full_like(one.returns, np.inf)) for one in sequences]
     skipping, clean = (make_critic(tied_model, train={"on_nonfinite": "skip"}) for _ in range(2))
     update(skipping, [bad], trained(bad))
-    assert skipping.metrics()["critic_skipped"] == 1
+    assert critic_metrics([skipping])["critic_skipped"] == 1
     for critic in (skipping, clean):
         update(critic, [sequences], trained(sequences))
     assert same(critic_weights(skipping), critic_weights(clean))
-    assert skipping.metrics() == clean.metrics()
+    assert critic_metrics([skipping]) == critic_metrics([clean])
 
 
 def test_the_critic_learns_which_prompts_are_rewarded(tied_model: Path) -> None:
@@ -264,8 +291,8 @@ def test_the_critic_learns_which_prompts_are_rewarded(tied_model: Path) -> None:
     for _ in range(40):
         batch = [sample() for _ in range(16)]
         old_T = critic.values(micro_of(batch))
-        critic.update([micro_of(batch)], [returns_of(batch)], [old_T], trained(batch))
-        explained.append(critic.metrics()["explained_variance"])
+        critic.update([Lesson(micro_of(batch), returns_of(batch), old_T)], trained(batch))
+        explained.append(critic_metrics([critic])["explained_variance"])
     assert explained[0] == pytest.approx(0, abs=1e-6)
     assert min(explained[-5:]) > 0.9
 
@@ -288,7 +315,7 @@ def test_two_ranks_give_the_values_gradient_and_metrics_of_one(ranks: dict[str, 
     critic = make_critic(ranks["model"])
     value_T = critic.values(micro_of(sequences))
     update(critic, [sequences], trained(sequences))
-    metrics, counts = critic.metrics(), [len(one.actions) for one in sequences]
+    metrics, counts = critic_metrics([critic]), [len(one.actions) for one in sequences]
     expected = dict(enumerate(value_T.split(counts)))
     for rank, results in enumerate(ranks["results"]):
         found = results[split]
@@ -314,12 +341,11 @@ def test_two_ranks_load_the_critic_that_they_saved_and_so_does_one(ranks: dict[s
     for results in ranks["results"]:
         assert same(results["restored"], results["saved"])
     trainer = Trainer(critic_config(ranks["model"]))
-    assert trainer.critic is not None
     path = stored.newest_complete(ranks["folder"])
     assert path is not None
-    assert not same(critic_weights(trainer.critic), ranks["results"][0]["saved"])
+    assert not same(critic_weights(trainer.critics[0]), ranks["results"][0]["saved"])
     checkpoint.load(path, trainer)
-    assert same(critic_weights(trainer.critic), ranks["results"][0]["saved"])
+    assert same(critic_weights(trainer.critics[0]), ranks["results"][0]["saved"])
 
 
 def test_the_test_batch_has_masked_tokens_and_a_sequence_without_a_trained_one() -> None:

@@ -25,6 +25,7 @@ from tests.trainer.trainer_cases import aged_shard, trainer_at
         },
         {"algorithm": {"objective": "ppo"}, "critic": {}},
         {"algorithm": {"rhythm": {}}},
+        {"algorithm": {"objective": "asyppo", "entropy_bonus": 0.1}, "critic": {}},
     ],
 )
 def test_every_name_of_a_step_is_listed(tied_model: Path, tables: dict[str, Any]) -> None:

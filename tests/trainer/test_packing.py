@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash.errors import ContractError
-from flash.trainer.packing import MAX_PADDED_SHARE, MicroBatch, pack, split_minibatches
+from flash.trainer.packing import DUMMY, MAX_PADDED_SHARE, MicroBatch, only, pack, split_minibatches
 from flash.types import Span, VersionRun
 from tests.trainer.trainer_cases import make_shard, make_trajectory, part_of, random_shard
 
@@ -136,3 +136,17 @@ def test_minibatches_keep_groups_whole_on_all_ranks() -> None:
             for sample in part:
                 places.setdefault(sample.trajectory.task.group_id, set()).add(place)
     assert places == {0: {0}, 1: {0}, 2: {1}, 3: {1}}
+
+
+@given(st.lists(st.booleans(), min_size=13, max_size=13))
+def test_a_part_of_a_micro_batch_is_what_packing_its_samples_alone_gives(keep: list[bool]) -> None:
+    shard = random_shard()
+    (micro,) = pack(shard.samples, min_version=0, max_tokens=10_000)
+    part = only(micro, np.array(keep)[micro.index_S])
+    if not any(keep):
+        assert part is DUMMY
+        return
+    chosen = part_of(shard, [index for index, kept in enumerate(keep) if kept])
+    (expected,) = pack(chosen.samples, min_version=0, max_tokens=10_000)
+    for name, value in vars(expected).items():
+        np.testing.assert_array_equal(vars(part)[name], value, err_msg=name)

@@ -11,6 +11,7 @@ import torch
 from flash.trainer import checkpoint, stored
 from flash.trainer.logprobs import canary_logprobs
 from flash.trainer.step import Trainer
+from tests.trainer.critic_cases import critic_gradient
 from tests.trainer.trainer_cases import gradient_of, relative_error, run_two_ranks, state_of, weights_of
 from tests.trainer.two_ranks import CANARY, CASES, case_batch, case_config
 
@@ -34,6 +35,8 @@ def test_two_ranks_give_the_gradient_of_one(ranks: dict[str, Any], name: str) ->
     metrics = trainer.train_step(case_batch(trainer, CASES[name]))
     first, second = (results[name] for results in ranks["results"])
     assert relative_error(first["gradient"], gradient_of(trainer)) < 1e-5
+    for mine, alone in zip(first["critics"], trainer.critics, strict=True):
+        assert relative_error(mine, critic_gradient(alone)) < 1e-5
     assert first["metrics"] == second["metrics"]
     assert first["metrics"] == pytest.approx(metrics, rel=1e-4, abs=1e-5)
     assert all(torch.equal(first["weights"][key], second["weights"][key]) for key in first["weights"])

@@ -20,7 +20,7 @@ from flash.errors import CheckpointError, ConfigError
 from flash.trainer import checkpoint
 from flash.trainer.firstpass import Models, attend, first_pass
 from flash.trainer.model import shard_model, trainer_mesh
-from flash.trainer.objective import make_objective
+from flash.trainer.objective import make_objective, method_of
 from flash.trainer.packing import MicroBatch, pack
 from flash.trainer.plan import plan_step
 from flash.trainer.rhythm import ROWS, RhythmPass, attention_rows, responses
@@ -299,10 +299,10 @@ def test_the_advantages_of_the_chosen_signs_are_multiplied(untied_model: Path, o
 
 def advantages(trainer: Trainer, config: Config) -> Any:
     """Of all tokens, before the first update."""
-    shard, objective = aged_shard(), make_objective(config.algorithm)
-    plan = plan_step(shard, config, objective.advantage, trainer.version, trainer.model.device)
-    models = Models(trainer.model, None, trainer.critic, None, trainer.rhythm)
-    facts = first_pass(plan, config, objective.advantage, objective.proximal_policy, models)
+    shard, method = aged_shard(), method_of(config, make_objective(config.algorithm))
+    plan = plan_step(shard, config, method, trainer.version, trainer.model.device)
+    models = Models(trainer.model, None, trainer.critics, None, trainer.rhythm)
+    facts = first_pass(plan, config, method, models)
     return np.concatenate([one.advantage_T.double().numpy() for row in facts for one in row])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,13 @@ from tests.trainer.critic_cases import Reference, set_head
 from tests.trainer.step_reference import (
     Recipe,
     Token,
+    by_age,
+    by_sample,
+    by_sequence,
+    by_token,
     gae_credit,
     group_credit,
+    naive_values,
     reference_loss,
     sequences,
     tokens_of,
@@ -30,42 +34,8 @@ from tests.trainer.trainer_cases import (
     relative_error,
     trainer_at,
     weights_of,
+    whole,
 )
-
-Adjust = Callable[[Shard, list[Token]], None]
-
-
-def weight(token: Token) -> float:
-    return math.exp(token.logp.item() - token.behaviour)
-
-
-def by_token(keep: Callable[[float], float]) -> Adjust:
-    def adjust(shard: Shard, tokens: list[Token]) -> None:
-        for token in tokens:
-            token.correction = keep(weight(token))
-
-    return adjust
-
-
-def by_sequence(low: float, high: float, *, mean: bool) -> Adjust:
-    def adjust(shard: Shard, tokens: list[Token]) -> None:
-        for sequence in sequences(tokens):
-            total = sum(math.log(weight(token)) for token in sequence) / (len(sequence) if mean else 1)
-            for token in sequence:
-                token.correction = float(low <= math.exp(total) <= high)
-                token.rejected = token.correction == 0
-
-    return adjust
-
-
-def by_age(decay: float) -> Adjust:
-    def adjust(shard: Shard, tokens: list[Token]) -> None:
-        ages = {sequence[0].sample: max(token.age for token in sequence) for sequence in sequences(tokens)}
-        mean = sum(decay**age for age in ages.values()) / len(ages)
-        for token in tokens:
-            token.staleness = decay ** ages[token.sample] / mean
-
-    return adjust
 
 
 def per_sequence(shard: Shard, tokens: list[Token], token: Token) -> float:
@@ -215,8 +185,7 @@ def test_the_gradient_with_a_critic_equals_a_naive_float64_loop(
         algorithm["kl"] = kl
     train = {"async_ratio": 2.0, "max_tokens_per_microbatch": 40, "max_grad_norm": 1e9}
     trainer = trainer_at(3, tied_model, algorithm=algorithm, critic={"lam": 0.8}, train=train)
-    assert trainer.critic is not None
-    set_head(trainer.critic)
+    set_head(trainer.critics[0])
     shard = aged_shard()
     metrics = trainer.train_step(shard)
 
@@ -238,26 +207,11 @@ def test_the_gradient_with_a_critic_equals_a_naive_float64_loop(
     assert metrics["return_mean"] == pytest.approx(np.mean(returns), rel=1e-4)
 
 
-def by_sample(shard: Shard, tokens: list[Token]) -> list[list[Token]]:
-    return [[token for token in tokens if token.sample == sample.index] for sample in shard.samples]
-
-
-def naive_values(model: Reference, trajectory: Any) -> list[float]:
-    """V of the state before each action token."""
-    ids = torch.tensor(trajectory.tokens().tolist())
-    with torch.no_grad():
-        hidden = model.backbone(input_ids=ids[None]).last_hidden_state[0]
-        return [
-            float(hidden[at - 1] @ model.weight[0] + model.bias[0]) for at in np.flatnonzero(trajectory.action_mask())
-        ]
-
-
 def test_in_the_warm_up_only_the_critic_learns_and_the_version_counts_on(tied_model: Path) -> None:
     trainer = trainer_at(3, tied_model, algorithm={"objective": "ppo"}, critic={"warmup_steps": 4},
                          train={"async_ratio": 2.0, "max_tokens_per_microbatch": 40})  # fmt: skip
-    assert trainer.critic is not None
     before = weights_of(trainer)
-    head = trainer.critic.model.head.weight.full_tensor().clone()
+    head = whole(trainer.critics[0].model.head.weight).clone()
     metrics = trainer.train_step(aged_shard())
     assert trainer.version == 4
     assert metrics["critic_warmup"] == 1.0
@@ -265,7 +219,7 @@ def test_in_the_warm_up_only_the_critic_learns_and_the_version_counts_on(tied_mo
     assert metrics["skipped_steps"] == 0.0
     assert metrics["entropy"] > 0
     assert all(torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
-    assert not torch.equal(trainer.critic.model.head.weight.full_tensor(), head)
+    assert not torch.equal(whole(trainer.critics[0].model.head.weight), head)
     metrics = trainer.train_step(aged_shard(1, step=4))
     assert metrics["critic_warmup"] == 0.0
     assert metrics["grad_norm"] > 0

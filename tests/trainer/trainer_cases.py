@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def state_of(path: Path) -> bytes:
 def write_model(folder: Path, *, tied: bool, **options: Any) -> Path:
     """A random Qwen3 of two layers as a Hugging Face folder."""
     torch.manual_seed(7)
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -178,10 +178,20 @@ def gradient_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: value.detach().full_tensor().clone() for name, value in trainer.model.named_parameters()}
+    return {name: whole(value).clone() for name, value in trainer.model.named_parameters()}
 
 
-def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def whole(sharded: Any) -> torch.Tensor:
+    """All of a tensor that the ranks hold parts of."""
+    return sharded.detach().full_tensor()
+
+
+def local(sharded: Any) -> torch.Tensor:
+    """This rank's part of it."""
+    return sharded.to_local()
+
+
+def relative_error(found: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
     """Norm of the difference over norm of the expected, all parameters together."""
     assert found.keys() == expected.keys()
     difference = sum(float((found[name].double() - expected[name].double()).square().sum()) for name in expected)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flash.trainer import checkpoint
+from flash.trainer.critic import critic_metrics
 from flash.trainer.step import Trainer
 from tests.trainer.critic_cases import (
     critic_config,
@@ -51,7 +52,7 @@ def updated(model: Path, split: str, rank: int) -> dict[str, Any]:
         "values": torch.cat([torch.zeros(0), *(value for value, part in zip(values, parts, strict=True) if part)]),
         "gradient": critic_gradient(critic),
         "weights": critic_weights(critic),
-        "metrics": critic.metrics(),
+        "metrics": critic_metrics([critic]),
     }
 
 
@@ -72,9 +73,7 @@ def saved(model: Path, folder: Path, rank: int) -> dict[str, Any]:
     trainer.train_step(part_of(random_shard(), DEALT[rank]))
     path = checkpoint.save(folder, trainer, kept(b"hub"), keep=1)
     checkpoint.load(path, restored)
-    assert trainer.critic is not None
-    assert restored.critic is not None
-    return {"saved": critic_weights(trainer.critic), "restored": critic_weights(restored.critic)}
+    return {"saved": critic_weights(trainer.critics[0]), "restored": critic_weights(restored.critics[0])}
 
 
 def main(model: Path, folder: Path, rank: int) -> None:

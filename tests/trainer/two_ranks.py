@@ -19,6 +19,7 @@ from flash.trainer.logprobs import canary_logprobs
 from flash.trainer.packing import MicroBatch
 from flash.trainer.step import Trainer
 from flash.types import Shard
+from tests.trainer.critic_cases import critic_gradient, set_head
 from tests.trainer.trainer_cases import aged_shard, gradient_of, kept, make_config, part_of, random_shard, weights_of
 
 CANARY = [3, 1, 4, 1, 5]
@@ -63,6 +64,16 @@ CASES: dict[str, dict[str, Any]] = {
         )
     },
     "critic": {"split": "uneven", "aged": True, "algorithm": {"objective": "ppo"}, "critic": {}},
+    "critics": {
+        "split": "uneven", "aged": True,
+        "algorithm": {"objective": "asyppo", "entropy_bonus": 0.2},
+        "critic": {"max_grad_norm": 1e9}, "train": {"updates_per_batch": 2},
+    },
+    "decoupled critics": {
+        "split": "all on one", "aged": True,
+        "algorithm": {"objective": "asyppo", "options": {"decoupled": True}, "staleness": {"kind": "linear"}},
+        "critic": {"count": 3, "max_grad_norm": 1e9}, "train": {"minibatches": 2},
+    },
 }  # fmt: skip
 
 
@@ -75,7 +86,9 @@ def case_config(model: Path, case: dict[str, Any]) -> Any:
 
 
 def case_batch(trainer: Trainer, case: dict[str, Any]) -> Shard:
-    """The case's whole batch; the trainer takes its weights for those that the batch is for."""
+    """The case's whole batch; the trainer takes its weights for those that the batch is for, and its critics differ."""
+    for index, critic in enumerate(trainer.critics):
+        set_head(critic, index)
     shard = aged_shard() if case.get("aged") else random_shard()
     trainer.version = shard.step
     return shard
@@ -86,8 +99,13 @@ def gradients(model: Path, rank: int) -> dict[str, Any]:
     for name, case in CASES.items():
         trainer = Trainer(case_config(model, case))
         metrics = trainer.train_step(part_of(case_batch(trainer, case), SPLITS[case["split"]][rank]))
-        results[name] = {"metrics": metrics, "gradient": gradient_of(trainer), "weights": weights_of(trainer)}
-        results["canary"] = canary_logprobs(trainer.model, CANARY)
+        results[name] = {
+            "metrics": metrics,
+            "gradient": gradient_of(trainer),
+            "weights": weights_of(trainer),
+            "critics": [critic_gradient(critic) for critic in trainer.critics],
+        }
+        results["canary"] = canary_logprobs(trainer.model, CANARY)  # of the last case
     return results
 
 
@@ -118,8 +136,7 @@ def spoilt_values(model: Path, rank: int) -> str:
     case = CASES["critic"]
     trainer = Trainer(case_config(model, case))
     if rank == 1:
-        assert trainer.critic is not None
-        trainer.critic.__class__ = Spoilt
+        trainer.critics[0].__class__ = Spoilt
     try:
         trainer.train_step(part_of(case_batch(trainer, case), SPLITS["even"][rank]))
     except ContractError as error:

@@ -1,0 +1,158 @@
+"""What AsyPPO leaves out by the critics' disagreement, and how responses are dealt to the critics."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from algorithms.asyppo import AsyPpo
+from algorithms.base import PackedTokens
+from algorithms.dealing import deal
+from tests.algorithms.cases import on_policy, random_tokens, step, with_limit
+
+SHARES = st.sampled_from([0.0, 0.1, 0.2, 0.29, 0.5, 0.9])
+LEVELS = st.lists(st.integers(0, 6), min_size=1, max_size=60)
+
+
+def judged(deviations: list[float], mask_lowest: float, filter_highest: float) -> tuple[list[bool], list[bool]]:
+    """Which tokens are masked, and which are filtered."""
+    deviation_N = torch.tensor(deviations, dtype=torch.float64)
+    low, high = AsyPpo(mask_lowest=mask_lowest, filter_highest=filter_highest).bounds(deviation_N)
+    return (deviation_N < low).tolist(), (deviation_N > high).tolist()
+
+
+@given(LEVELS, SHARES, SHARES)
+def test_what_is_left_out_is_the_end_of_the_order_and_never_more_than_the_share(
+    levels: list[int], mask_lowest: float, filter_highest: float
+) -> None:
+    count = len(levels)
+    masked, filtered = judged([level / 7 for level in levels], mask_lowest, filter_highest)
+    for chosen, share, sign in ((masked, mask_lowest, 1), (filtered, filter_highest, -1)):
+        taken = sorted(sign * level for level, out in zip(levels, chosen, strict=True) if out)
+        rest = sorted(sign * level for level, out in zip(levels, chosen, strict=True) if not out)
+        assert len(taken) <= share * count + 1e-9
+        assert not taken or taken[-1] < rest[0]
+        # The next level up would be more than the share.
+        assert len(taken) + rest.count(rest[0]) > math.floor(share * count + 1e-9)
+
+
+@pytest.mark.parametrize("count", [5, 10, 100, 101])
+@pytest.mark.parametrize("share", [0.2, 0.29, 0.3, 0.7])
+def test_where_no_two_are_alike_the_share_is_exact(count: int, share: float) -> None:
+    order = np.random.default_rng(count).permutation(count)
+    masked, filtered = judged([1.0 + float(one) for one in order], share, share)
+    expected = math.floor(share * count + 1e-9)
+    assert sum(masked) == sum(filtered) == expected
+    assert {int(one) for one, out in zip(order, masked, strict=True) if out} == set(range(expected))
+    assert {int(one) for one, out in zip(order, filtered, strict=True) if out} == set(range(count - expected, count))
+
+
+@pytest.mark.parametrize("level", [0.0, 0.4])
+def test_critics_that_disagree_alike_everywhere_leave_nothing_out(level: float) -> None:
+    """New critics say the same of every state."""
+    masked, filtered = judged([level] * 10, 0.5, 0.5)
+    assert not any(masked + filtered)
+
+
+def test_one_state_is_not_torn_by_the_rounding_of_its_values() -> None:
+    rounded = [0.4 + 1e-6 * one for one in range(10)]
+    masked, filtered = judged([0.1, *rounded, 0.9], 0.5, 0.5)
+    assert masked == [True] + [False] * 11
+    assert filtered == [False] * 11 + [True]
+
+
+def test_without_a_token_there_is_nothing_to_bound() -> None:
+    assert AsyPpo().bounds(torch.zeros(0)) == (-math.inf, math.inf)
+
+
+def halves(tokens: PackedTokens, objective: AsyPpo) -> tuple[PackedTokens, torch.Tensor]:
+    """The tokens with the objective's bounds, and which of them it learns from."""
+    (tokens,) = with_limit(objective, [tokens])
+    return tokens, tokens.deviation_T >= tokens.bounds[0]
+
+
+def test_on_policy_it_is_the_policy_gradient_of_the_tokens_on_which_critics_disagree() -> None:
+    objective = AsyPpo()
+    tokens, learned_T = halves(on_policy(random_tokens()), objective)
+    _, (gradient_T,) = step(objective, [tokens], "token_mean")
+    expected_T = (-tokens.advantage_T / tokens.mask_T.sum()).where(tokens.mask_T & learned_T, 0.0)
+    torch.testing.assert_close(gradient_T, expected_T, rtol=1e-12, atol=0)
+    assert 0 < (tokens.mask_T & ~learned_T).sum() == math.floor(0.2 * int(tokens.mask_T.sum()))
+
+
+def test_a_masked_token_stays_in_the_denominator() -> None:
+    tokens = on_policy(random_tokens())
+    _, (plain_T,) = step(AsyPpo(mask_lowest=0.0), [tokens])
+    _, (masked_T,) = step(AsyPpo(), [tokens])
+    kept_T = masked_T != 0
+    torch.testing.assert_close(masked_T[kept_T], plain_T[kept_T], rtol=1e-12, atol=0)
+    assert kept_T.sum() < (plain_T != 0).sum()
+
+
+def test_the_bonus_leaves_the_tokens_on_which_critics_disagree_most() -> None:
+    objective = AsyPpo(filter_highest=0.25)
+    tokens, _ = halves(random_tokens(), objective)
+    bonus_T = objective(tokens).bonus_T
+    assert bonus_T is not None
+    without = sorted(tokens.deviation_T[tokens.mask_T & (bonus_T == 0)].tolist())
+    kept = sorted(tokens.deviation_T[tokens.mask_T & (bonus_T == 1)].tolist())
+    assert len(without) == math.floor(0.25 * (len(without) + len(kept))) > 0
+    assert without[0] > kept[-1]
+
+
+def test_what_belongs_to_the_decoupled_form_has_no_effect_without_it() -> None:
+    assert set(AsyPpo().without_effect()) == {"weight_cap", "cap", "proximal", "ewma_decay"}
+    assert set(AsyPpo(decoupled=True).without_effect()) == {"ewma_decay"}
+    assert AsyPpo(decoupled=True, proximal="ewma").without_effect() == {}
+
+
+GROUPS = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(1, 9)), min_size=1, max_size=8, unique_by=lambda one: one[0]
+)
+
+
+@given(GROUPS, st.integers(1, 4), st.integers(0, 3))
+def test_every_response_has_one_critic_and_a_prompts_are_split_evenly(
+    groups: list[tuple[int, int]], critics: int, seed: int
+) -> None:
+    ids = [group for group, size in groups for _ in range(size)]
+    critic_B = deal(ids, critics, seed).tolist()
+    assert len(critic_B) == len(ids)
+    for group, _ in groups:
+        counts = Counter(critic for critic, mine in zip(critic_B, ids, strict=True) if mine == group)
+        each = [counts[critic] for critic in range(critics)]
+        assert sum(counts.values()) == sum(each)
+        assert max(each) - min(each) <= 1
+
+
+@given(GROUPS, st.randoms(use_true_random=False))
+def test_a_group_is_dealt_alike_whatever_else_is_in_the_batch(groups: list[tuple[int, int]], shuffled: object) -> None:
+    ids = [group for group, size in groups for _ in range(size)]
+    mixed = list(ids)
+    shuffled.shuffle(mixed)  # pyright: ignore[reportAttributeAccessIssue]
+    whole, other = deal(ids, 2, 7), deal(mixed, 2, 7)
+    for group, size in groups:
+        alone = deal([group] * size, 2, 7).tolist()
+        assert whole[np.array(ids) == group].tolist() == other[np.array(mixed) == group].tolist() == alone
+
+
+def test_what_a_group_has_over_goes_round_the_critics() -> None:
+    assert deal(list(range(6)), 3, 0).tolist() == [0, 1, 2, 0, 1, 2]
+    triples = [group for group in range(4) for _ in range(3)]
+    assert Counter(deal(triples, 2, 0).tolist()) == {0: 6, 1: 6}
+
+
+def test_another_seed_or_group_deals_otherwise_and_the_same_one_alike() -> None:
+    eight = [3] * 8
+    dealt = {tuple(deal(eight, 2, seed).tolist()) for seed in range(20)}
+    assert len(dealt) > 10
+    assert len({tuple(deal([group] * 8, 2, 0).tolist()) for group in range(0, 40, 2)}) > 10
+    assert deal(eight, 2, 5).tolist() == deal(eight, 2, 5).tolist()
+    assert not deal(eight, 1, 5).any()
+    assert not deal(eight, 0, 5).any()
