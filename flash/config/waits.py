@@ -65,6 +65,12 @@ def kept_s(config: Config) -> float:
     return max(deadlines.batch, deadlines.step, deadlines.shutdown) + deadlines.request
 
 
+def claim_s(config: Config) -> float:
+    """How long the next hub waits for nodes that have outlived the one before it: they look for it once a second, and
+    one that takes longer than a connection may take begins anew."""
+    return config.deadlines.connect
+
+
 def hang_s(config: Config) -> float:
     """How long an engine with requests may make no step: it is given up before they are."""
     return min(config.deadlines.engine_step, config.deadlines.generate / 2)

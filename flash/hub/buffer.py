@@ -118,30 +118,30 @@ class SampleBuffer(Samples):
         """
         newest = max(versions, default=-1)
         if (member := self.leases.queue.first_for(node, nodes)) is not None:
-            return self._hand_out([member], versions)[0] if self._admission.admits(member, newest) else None
+            return self._hand_out([member], versions, node)[0] if self._admission.admits(member, newest) else None
         if not self._admission.room_for_group(newest):
             return None
         issued = Issued(self._source.next_problem())
         self.journal.record(issued)
-        return self._hand_out(self._issue(issued).members[:1], versions)[0]
+        return self._hand_out(self._issue(issued).members[:1], versions, node)[0]
 
-    def lease_rest(self, lease: Lease, versions: Sequence[int]) -> list[Lease]:
+    def lease_rest(self, lease: Lease, versions: Sequence[int], node: int = 0) -> list[Lease]:
         """The queued members of the same group, which go to the same node."""
         queued = [member for member in self._pool[lease.task.group_id].members if member.state == "queued"]
-        return self._hand_out(queued, versions) if queued else []
+        return self._hand_out(queued, versions, node) if queued else []
 
-    def _hand_out(self, members: Sequence[Member], versions: Sequence[int]) -> list[Lease]:
+    def _hand_out(self, members: Sequence[Member], versions: Sequence[int], node: int) -> list[Lease]:
         """The leases on queued tasks of a group. No token is older than the slowest engine that admission allows."""
         floor, number = self._admission.floor, self.leases.number
         numbered = [(number(), member.task.sample_index, floor(member, versions)) for member in members]
-        lent = Lent(members[0].task.group_id, numbered)
+        lent = Lent(members[0].task.group_id, node, numbered)
         self.journal.record(lent)
         return self._lend(lent)
 
     # -- results -----------------------------------------------------------------------------------------------------
 
     def finish(self, lease_id: int, result: Trajectory | Failure, node: int = 0) -> None:
-        """Take what a lease brought home. An unknown lease (withdrawn, or of a former life) only books its tokens.
+        """Take what a lease brought home. An unknown lease, one that was withdrawn, only books its tokens.
 
         Raises:
             BreakerError: too many tasks in a row were given up, or too many groups filtered out.
@@ -152,7 +152,7 @@ class SampleBuffer(Samples):
             self._do(Wasted(lease_id, result.sampled))
 
     def revoke(self, lease_ids: Iterable[int]) -> None:
-        """The node of these leases is gone: their tasks queue again."""
+        """The node of these leases is gone, or nobody has claimed them: their tasks queue again."""
         self._do(Revoked(list(lease_ids)))
 
     # -- consumption -------------------------------------------------------------------------------------------------

@@ -24,9 +24,14 @@ class _Node:
 
 
 class Fleet:
-    """`silence_s`: how long a node may take from an answer to its next question."""
+    """The engines.
 
-    def __init__(self, silence_s: float) -> None:
+    Args:
+        silence_s: how long a node may take from an answer to its next question.
+        newest: the version that engines may have of a former hub; −1: none.
+    """
+
+    def __init__(self, silence_s: float, newest: int) -> None:
         self._silence_s = silence_s
         self._nodes: dict[int, _Node] = {}
         """Those that have reported."""
@@ -37,7 +42,7 @@ class Fleet:
         self._answered: dict[int, float] = {}
         self.able: set[int] = set()
         """Nodes with an engine that has a version: all others can run nothing now."""
-        self.newest = -1
+        self.newest = newest
         """The version that the engines should have."""
         self.started = False
         """Whether an engine has ever had a version."""

@@ -35,6 +35,7 @@ FINISHED = (Outcome.OK, Outcome.TRUNCATED)
 
 SAID_BY: dict[type[Request[Any]], tuple[Kind, ...]] = {
     p.LeaseRequest: ("node",),
+    p.ClaimRequest: ("node",),
     p.DeliverRequest: ("node",),
     p.CancelRequest: ("node",),
     p.VersionRequest: ("node",),
@@ -143,6 +144,9 @@ class Gate:
             self._speakers[peer.id] = Speaker("node", reply.node)
         if isinstance(reply, p.LeaseReply):
             given.update((lease.lease_id, lease.task) for lease in reply.leases)
+        if isinstance(request, p.ClaimRequest) and isinstance(reply, p.ClaimReply):
+            kept = set(reply.lease_ids)
+            given.update((lease.lease_id, lease.task) for lease in request.leases if lease.lease_id in kept)
         return reply
 
     def _fault(self, speaker: Speaker, request: Request[Any], given: Mapping[int, Task]) -> str | None:
@@ -174,12 +178,12 @@ class Gate:
             task = given.get(ended.lease_id)
             if task is None or ended.lease_id in seen:
                 yield f"it does not hold lease {ended.lease_id}"
-            elif (fault := _result_fault(task, ended.result, self._hub.published_version)) is not None:
+            elif (fault := _result_fault(task, ended.result, self._hub.known_version)) is not None:
                 yield f"lease {ended.lease_id}: {fault}"
             seen.add(ended.lease_id)
 
     def _report_fault(self, request: p.EngineReport) -> str | None:
-        newest = self._hub.published_version
+        newest = self._hub.known_version
         for engine in request.engines:
             if not -1 <= engine.version <= newest:
                 return f"engine {engine.index} at version {engine.version}, and the newest is {newest}"

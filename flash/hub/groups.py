@@ -28,6 +28,8 @@ class Member(msgspec.Struct, gc=False):
     state: MemberState = "queued"
     lease_id: int = -1
     """While leased."""
+    node: int = 0
+    """While leased: who was given it."""
     floor: int = 0
     """While leased or done: none of its tokens is older than this version."""
     avoid: tuple[int, ...] = ()

@@ -39,6 +39,11 @@ from flash.observe.observer import Observer
 from flash.transport.request import ReplyT, Request, answered
 from flash.waiting import deadline, unwrapped_group
 
+LEASES = 40
+"""Bits of a lease's number that count the leases of one life of the hub: none is given twice in a run."""
+LIVES = 20
+"""The same of the trainer ranks' lives."""
+
 NOWHERE = Home()
 """Of a hub that nobody joins from another process."""
 
@@ -64,6 +69,7 @@ class Hub:
         home: where the run was started.
         keep_state: writes the hub's state into the checkpoint of a version.
         journal: keeps what happens between two checkpoints.
+        life: of the hubs of the run, which this one is; no other has its number, and those before it lower ones.
         start: what the trainer ranks begin with, perhaps an earlier version than the run's; None: the run's, and no
             checkpoint.
         past: what the run keeps for trainer ranks that start again; None: when one is lost, the run ends.
@@ -82,6 +88,7 @@ class Hub:
         home: Home = NOWHERE,
         keep_state: KeepState = weigh,
         journal: Journal = NO_JOURNAL,
+        life: int = 0,
         start: Start | None = None,
         past: Past | None = None,
         part_bytes: int = PART_BYTES,
@@ -99,7 +106,7 @@ class Hub:
             rollout.extra_groups,
         )
         cursor = state.buffer.cursor if state else None
-        lease_ids = count()
+        lease_ids = count(life << LEASES)
         self.buffer = SampleBuffer(
             self._contract,
             TaskSource(config.run.seed, rollout.group_size + rollout.extra_per_group, kind_of, cursor),
@@ -115,9 +122,13 @@ class Hub:
         metrics = StepMetrics(self.buffer.ledger)
         shared = (config, observer, now, self._course, self.buffer, self._evaluations, metrics)
         self._members = Members(config, home)
-        self._nodes = Nodes(*shared, self._members, batch_at_hand=lambda: self._steps.can_form())
+        self._known = version if state is not None else -1
+        """The newest version that engines may have of a former hub."""
+        self._nodes = Nodes(*shared, self._members, self._known, batch_at_hand=lambda: self._steps.can_form())
         start = start or Start(version, "")
-        self._trainers = Trainers(config, observer, now, self._course, metrics, past, start, part_bytes)
+        self._trainers = Trainers(
+            config, observer, now, self._course, metrics, past, start, (life << LIVES) + 1, part_bytes
+        )
         self._lives = self._trainers.lives
         self._steps = Steps(*shared, self._contract, self._nodes, self._trainers, keep_state, part_bytes)
 
@@ -135,6 +146,11 @@ class Hub:
     def published_version(self) -> int:
         """The newest version that engines may have; -1 before the first."""
         return self._course.published.version if self._course.published is not None else -1
+
+    @property
+    def known_version(self) -> int:
+        """The newest version that engines may have, of this hub or of one before it; -1: there is none."""
+        return max(self.published_version, self._known)
 
     def fail(self, error: FlashError) -> None:
         """End the run with this error; the first one wins."""
@@ -156,6 +172,7 @@ class Hub:
         async with unwrapped_group() as tasks:
             tasks.start_soon(self._nodes.watch)
             tasks.start_soon(self._nodes.catch_up)
+            tasks.start_soon(self.expire_claims)
             await self._watch_trainers()
             if self._course.stopping != "interrupted":
                 with deadline(self._config.deadlines.step, "the last evaluation", "the engines and eval.problems"):
@@ -167,6 +184,12 @@ class Hub:
         self.buffer.check()
         totals = self.buffer.ledger.totals(self.buffer.in_flight)
         return RunEnd(self._course.stopping or "finished", self._course.version, totals)
+
+    async def expire_claims(self) -> None:
+        """Wait for nodes that have outlived the hub before this one, and take back what they had."""
+        if self._nodes.claims:
+            await anyio.sleep(waits.claim_s(self._config))
+            self._nodes.expire_claims()
 
     async def _watch_trainers(self) -> None:
         """Wait for each stage of the run to end, under its deadline, until all trainer ranks are gone."""
@@ -264,6 +287,8 @@ class Hub:
         match request:
             case p.LeaseRequest():
                 return await self._nodes.lease(request)
+            case p.ClaimRequest():
+                return self._nodes.claims_of(request)
             case p.DeliverRequest():
                 return await self._nodes.deliver(request)
             case p.CancelRequest():
@@ -275,7 +300,7 @@ class Hub:
             case p.EngineReport():
                 return self._nodes.engines_changed(request)
             case p.RunRequest():
-                return self._members.about(request, ending=self._ending)
+                return self._members.about(request, self._course.version, ending=self._ending)
             case p.JoinRequest():
                 return self._join(request)
             case p.DrainRequest():

@@ -29,7 +29,7 @@ class Made(msgspec.Struct, frozen=True):
 
 
 class Began(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """A hub has begun: the leases before it are void, and what was trained from `step` on is booked again."""
+    """A hub has begun, and what was trained from `step` on is booked again. Leases before it are out until they end."""
 
     step: int
     """The version that the run went on from."""
@@ -46,6 +46,7 @@ class Lent(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Waiting members of a group went out."""
 
     group_id: int
+    node: int
     leases: list[tuple[int, int, int]]
     """The lease's number, the member, and the version of which no token is older."""
 
@@ -66,7 +67,7 @@ class Wasted(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Revoked(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The node of these leases is gone."""
+    """The node of these leases is gone, or nobody has claimed them."""
 
     lease_ids: list[int]
 

@@ -7,7 +7,7 @@ knows which node has which lease, of both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import takewhile
 
 import msgspec
@@ -77,8 +77,17 @@ class LeaseTable:
         """Whether a task is out on this lease."""
         return lease_id in self._out
 
+    def members_out(self) -> Collection[Member]:
+        """The tasks that are out."""
+        return self._out.values()
+
+    def stands(self, lease: Lease) -> bool:
+        """Whether this lease is out, as it was granted."""
+        member = self._out.get(lease.lease_id)
+        return member is not None and (member.task, member.floor) == (lease.task, lease.min_version)
+
     def ended(self, lease_id: int) -> Member | None:
-        """A lease has ended. None: it was withdrawn, or belongs to a former life."""
+        """A lease has ended. None: it was withdrawn, or is known to nobody."""
         return self._out.pop(lease_id, None)
 
     def again(self, member: Member, outcome: Outcome, node: int) -> bool:

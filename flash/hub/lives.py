@@ -21,11 +21,12 @@ class Lives:
         ranks: how many make a life.
         held: what the first life begins with.
         version: the run's.
+        number: of the first life.
     """
 
-    def __init__(self, ranks: int, held: int, version: int) -> None:
+    def __init__(self, ranks: int, held: int, version: int, number: int = 1) -> None:
         self._ranks = ranks
-        self.number = 1
+        self._first = self.number = number
         """Of the newest life."""
         self.held = held
         """The version that its ranks hold."""
@@ -46,6 +47,11 @@ class Lives:
         """When each rank of this life has shown last that its process runs."""
         self._present: set[int] = set()
         self._left: set[int] = set()
+
+    @property
+    def lost_before(self) -> bool:
+        """Whether a life was lost under this hub."""
+        return self.number > self._first
 
     # -- who is there ------------------------------------------------------------------------------------------------
 

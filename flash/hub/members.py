@@ -76,7 +76,7 @@ class Members:
         """The nodes that have come by themselves."""
         return [node for node in self._engines if self.has_joined(node)]
 
-    def about(self, request: p.RunRequest, *, ending: bool) -> p.RunReply:
+    def about(self, request: p.RunRequest, version: int, *, ending: bool) -> p.RunReply:
         """What a node has to know to become a member.
 
         Raises:
@@ -88,7 +88,13 @@ class Members:
                 "the same version of Flash on both"
             )
         return p.RunReply(
-            self._text, digest(self._text), self._home.folder, list(self._home.imports), self._home.launch, ending
+            self._text,
+            digest(self._text),
+            self._home.folder,
+            list(self._home.imports),
+            self._home.launch,
+            ending,
+            version,
         )
 
     def join(self, request: p.JoinRequest) -> p.JoinReply:

@@ -16,6 +16,7 @@ from flash.config.tree import Config
 from flash.errors import ContractError, DeadlineError, FlashError, PeerLostError, WeightsError, error_of
 from flash.hub import protocol as p
 from flash.hub.buffer import SampleBuffer
+from flash.hub.claims import Claims
 from flash.hub.course import Course
 from flash.hub.desk import LeaseDesk
 from flash.hub.evaluation import Evaluations
@@ -48,6 +49,7 @@ class Nodes:
         evaluations: hold the others.
         metrics: is told when sampling begins, and of canaries.
         members: tell nodes that come and go from those with trainers.
+        known: the newest version that engines may have of a former hub.
         batch_at_hand: whether a trainer rank that waits for its batch would get on.
     """
 
@@ -61,6 +63,7 @@ class Nodes:
         evaluations: Evaluations,
         metrics: StepMetrics,
         members: Members,
+        known: int,
         batch_at_hand: Callable[[], bool],
     ) -> None:
         self._config = config
@@ -78,10 +81,13 @@ class Nodes:
         self._silent: set[int] = set()
         """Nodes that have lost their work for their silence, and have not spoken since."""
         self._batch_at_hand = batch_at_hand
-        self.fleet = Fleet(config.deadlines.request)
+        self.fleet = Fleet(config.deadlines.request, known)
         rollout = config.rollout
         together = 1 if rollout.replicate_prompts else rollout.group_size + rollout.extra_per_group
         self._desk = LeaseDesk(self._tasks_at_hand, self._next_leases, together)
+        self.claims = Claims(buffer.leases, lambda node: members.has_joined(node) and not members.fixed)
+        if self.claims.void:
+            buffer.revoke(self.claims.void)
         self._poll_s = waits.long_poll_s(config)
         self._openings = 0
         self._evaluating_since: float | None = None
@@ -151,7 +157,21 @@ class Nodes:
         self._metrics.began(self._now())
         if self._config.rollout.replicate_prompts:
             return [lease]
-        return [lease, *self._buffer.lease_rest(lease, versions)]
+        return [lease, *self._buffer.lease_rest(lease, versions, node)]
+
+    def claims_of(self, request: p.ClaimRequest) -> p.ClaimReply:
+        """A node has outlived the hub before this one, and presents what it holds."""
+        kept = self.claims.take(request.leases)
+        self._desk.holders.lend(request.node, kept, self._now())
+        return p.ClaimReply([lease.lease_id for lease in kept])
+
+    def expire_claims(self) -> None:
+        """It is too late to claim anything: what nobody has claimed goes back."""
+        if left := self.claims.expire():
+            self._observer.note(f"samples given out again, as no node has come that has them in hand: {len(left)}")
+            self._buffer.revoke(left)
+            self._course.bells.ring("put off")
+            self.offer()
 
     # -- results -----------------------------------------------------------------------------------------------------
 
@@ -372,7 +392,8 @@ class Nodes:
         self._silent.discard(node)
         self._leaving.discard(node)
         self._sent_off.discard(node)
-        self._give_up(node)
+        if self._course.error is None:  # else it takes what it has to the next hub
+            self._give_up(node)
 
     def _note_loss(self, node: int) -> None:
         """Say what is left, and who brings the rest back."""

@@ -1,10 +1,10 @@
 """The messages between the hub and its peers.
 
-Rollout nodes send `LeaseRequest`, `DeliverRequest`, `CancelRequest`, `VersionRequest`, `LoadFailed` and `EngineReport`;
-trainer ranks send `LifeRequest`, `LifeWatch`, `BatchRequest` and `Goodbye`, and rank 0 also `PublishRequest`, `Commit`
-and `SnapshotRequest`; the agent that keeps a node's ranks sends `RanksRequest`. Any of them may send `Interrupt` or
-`Fatal`. A guest becomes a rollout node: it sends
-`RunRequest`, then `JoinRequest`, and at its end `Leave`. Each class names the struct that answers it.
+Rollout nodes send `LeaseRequest`, `DeliverRequest`, `CancelRequest`, `VersionRequest`, `LoadFailed` and `EngineReport`,
+and `ClaimRequest` where they have outlived a hub; trainer ranks send `LifeRequest`, `LifeWatch`, `BatchRequest` and
+`Goodbye`, and rank 0 also `PublishRequest`, `Commit` and `SnapshotRequest`; the agent that keeps a node's ranks sends
+`RanksRequest`. Any of them may send `Interrupt` or `Fatal`. A guest becomes a rollout node: it sends `RunRequest`, then
+`JoinRequest`, and at its end `Leave`. Each class names the struct that answers it.
 Requests of nodes that wait (leases, cancels, versions) are answered, possibly empty, within
 `flash.config.waits.long_poll_s`.
 """
@@ -48,6 +48,19 @@ class LeaseRequest(Request[LeaseReply], frozen=True, tag=True):
     node: int
     capacity: int
     """Tasks that it could start now."""
+
+
+class ClaimReply(msgspec.Struct, frozen=True, tag=True):
+    """What the node may keep of what it has presented; it drops the rest, and says nothing more of it."""
+
+    lease_ids: list[int]
+
+
+class ClaimRequest(Request[ClaimReply], frozen=True, tag=True):
+    """A node that has outlived the hub before this one presents what that one had lent it, delivered or not."""
+
+    node: int
+    leases: list[Lease]
 
 
 class EndedLease(msgspec.Struct, frozen=True, gc=False):
@@ -142,7 +155,7 @@ class LifeReply(msgspec.Struct, frozen=True, tag=True):
     """What the rank is to begin with: the same for all ranks of this life."""
 
     number: int
-    """Of the life, from 1 on."""
+    """Of the life, over all hubs of the run."""
     checkpoint: str | None
     """The folder to load; empty: version 0, the model as it is. None: there is nothing left to do."""
 
@@ -267,6 +280,8 @@ class RunReply(msgspec.Struct, frozen=True, tag=True):
     """The launch of the first node, as in `error.json`."""
     ending: bool
     """Whether there is nothing left to do."""
+    version: int
+    """What the run has reached: who has a newer one cannot go on with it."""
 
 
 class RunRequest(Request[RunReply], frozen=True, tag=True):
@@ -311,6 +326,7 @@ class Leave(Request[Ack], frozen=True, tag=True):
 
 HubRequest = (
     LeaseRequest
+    | ClaimRequest
     | DeliverRequest
     | CancelRequest
     | VersionRequest

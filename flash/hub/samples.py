@@ -58,7 +58,8 @@ class Samples:
         source: gives the tasks of groups; its cursor is that of the state.
         step: the version that the trainers hold.
         state: what there was before.
-        goes_on: the life that left the state goes on. Otherwise its leases are void, and streaks begin anew.
+        goes_on: the life that left the state goes on. Otherwise streaks begin anew, and of leases that were withdrawn
+            nothing is reported any more. Those that are out stay out.
         lease_ids: numbers the leases of the whole run, those of evaluations included.
     """
 
@@ -100,14 +101,13 @@ class Samples:
             self._restore(state, goes_on)
 
     def _restore(self, state: BufferState, goes_on: bool) -> None:
-        """Tasks whose leases are void queue again, in order."""
         if goes_on:
             self.leases.reasons.update(state.withdrawn)
         for group in state.groups:
             for member in group.members:
-                if member.state == "leased" and goes_on:
+                if member.state == "leased":
                     self.leases.take_up(member)
-                elif member.state in ("queued", "leased"):
+                elif member.state == "queued":
                     self.leases.put(member)
             self._pool.add(group)
             if group.complete and not group.earlier:
@@ -186,6 +186,8 @@ class Samples:
     def _lend(self, event: Lent) -> list[Lease]:
         group = self._pool[event.group_id]
         leases = [self.leases.grant(group.members[index], floor, number) for number, index, floor in event.leases]
+        for _, index, _ in event.leases:
+            group.members[index].node = event.node
         self._pool.changed(group)
         return leases
 

@@ -42,6 +42,7 @@ class Trainers:
         metrics: count the returns.
         past: what the run keeps; None: it ends when a rank is lost.
         start: what the first life begins with.
+        number: of the first life.
         part_bytes: of a shard, what one message may hold.
     """
 
@@ -54,6 +55,7 @@ class Trainers:
         metrics: StepMetrics,
         past: Past | None,
         start: Start,
+        number: int,
         part_bytes: int,
     ) -> None:
         self._config = config
@@ -65,7 +67,7 @@ class Trainers:
         self._why_not = "" if past is None else why_not(config)
         self._ranks = config.trainer_world_size
         self._part_bytes = part_bytes
-        self.lives = Lives(self._ranks, start.version, course.version)
+        self.lives = Lives(self._ranks, start.version, course.version, number)
         self._start: Start | None = start
         """What the newest life begins with, once that is known."""
         self._choosing = False
@@ -245,7 +247,7 @@ class Trainers:
         if self._lost_at is None:
             return
         seconds, self._lost_at, self._again = self._now() - self._lost_at, None, None
-        if self.lives.number > 1:  # else they were not lost alone
+        if self.lives.lost_before:  # else they were not lost alone
             self._metrics.trainers_returned()
         steps = self.lives.repeated
         words = f"the trainer ranks are back at version {published.version} after {seconds:.0f} s"

@@ -11,6 +11,7 @@
     ledger.json, summary.json         totals
     checkpoints/, plots/              written by their own rooms
     earlier/001/                      rows of steps that a later life did again
+    hub-lives                         how many hubs the run has had
 
 Invariants: a line is appended whole and reaches the operating system before the call returns; a line torn by
 a crash is never read as a row; whole files are replaced atomically; rows leave a file only after they lie in
@@ -164,6 +165,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.plots = path / "plots"
         self.earlier = path / "earlier"
+        self.lives = path / "hub-lives"
 
     @classmethod
     def open(cls, path: Path, config_text: str, resume_at: int | None = None) -> RunDirectory:
@@ -183,6 +185,19 @@ class RunDirectory:
                 directory._roll_back(resume_at)
         write_atomically(directory.config, config_text.encode())
         return directory
+
+    def begin_life(self) -> int:
+        """The number of the hub that begins now, higher than those before it, and recorded before anybody hears of it.
+
+        Raises:
+            RunDirectoryError: it cannot be read or written.
+        """
+        try:
+            number = int(self.lives.read_text()) + 1 if self.lives.exists() else 1
+        except (OSError, ValueError) as error:
+            raise RunDirectoryError(f"{self.lives} cannot be read: {error}") from error
+        write_atomically(self.lives, f"{number}\n".encode())
+        return number
 
     def append_metrics(self, row: Row) -> None:
         """Append the row of a committed step."""

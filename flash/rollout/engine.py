@@ -105,10 +105,7 @@ class Engine(Protocol):
         ...
 
     def reassign(self, number: int) -> None:
-        """Be this engine of the next hub, without a version until the next `load`, which may be of an older one.
-
-        Nobody asks anything of it meanwhile, and that load keeps no cache.
-        """
+        """From now on it has this number, the next hub's, and goes on with what it does."""
         ...
 
     async def wait_dead(self) -> EngineDeadError:

@@ -28,6 +28,11 @@ class EngineRecord:
         self.usage = EngineUsage(f"engine {number}")
         self.begin(engine, view.limit)
 
+    def renumber(self, number: int) -> None:
+        """It is this one among the engines of the next hub's run."""
+        self.number = number
+        self.usage.lane = f"engine {number}"
+
     def begin(self, engine: Engine, limit: int) -> None:
         """From now on it is this one, of which nothing is known yet."""
         self.engine = engine

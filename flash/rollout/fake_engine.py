@@ -123,7 +123,6 @@ class FakeEngine:
 
     def reassign(self, number: int) -> None:
         self.numbers.append(number)
-        self._version = -1
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
         self._check_alive()

@@ -6,8 +6,8 @@ or the node is drained → engines close, then what was shared. An engine that d
 to the one that starts in its place (`flash.rollout.supervisor`). When no place can be filled any more the node ends,
 with the last one's error. No sample counts as failed for any of that.
 
-A node that has lost its hub may serve the next one with the engines that it has (`work` again, after `rehome`): they
-count as having no version then, and of what they had in hand nothing is left.
+A node may outlive its hub. Its episodes go on meanwhile, what they come to waits, and it presents to the next hub what
+it holds (`move`): what that one does not know is dropped.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from flash.hub import protocol as p
 from flash.hub.collecting import seldom_collected
 from flash.rollout.engine import Engine, SamplingSettings
 from flash.rollout.episode import Episode, EpisodeSettings
+from flash.rollout.homes import Home, Homes
 from flash.rollout.phases import phases
 from flash.rollout.proxy import LLMProxy, ProxySettings
 from flash.rollout.scheduler import MOST_EPISODES, Scheduler
@@ -37,6 +38,9 @@ from flash.rollout.tokenizer import Tokenizer
 from flash.transport.request import ReplyT, Request
 from flash.types import Lease, Published
 from flash.waiting import deadline, unwrapped_group
+
+CLAIMS_AT_ONCE = 1024
+"""Leases that are presented in one message: others are served between two."""
 
 
 def episode_settings(config: Config) -> EpisodeSettings:
@@ -79,6 +83,7 @@ class RolloutNode:
         tokenizer: the model's.
         make_env: makes the environment of a kind.
         hub: the connection to the hub.
+        on_loss: told when the hub is lost, to `move` to the next one; None: the node ends with its hub.
         now: Unix seconds on the loop's clock.
         prepare: opens what the environments of this node share, before anything starts.
         rehearse: tries the environment after that.
@@ -95,6 +100,7 @@ class RolloutNode:
         hub: p.HubCaller,
         *,
         now: Callable[[], float],
+        on_loss: Callable[[TransportError], None] | None = None,
         prepare: Callable[[], Awaitable[None]] | None = None,
         rehearse: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
@@ -111,8 +117,6 @@ class RolloutNode:
         ]
         self._tokenizer = tokenizer
         self._make_env = make_env
-        self._started = False
-        """Whether its engines have been started."""
         self.start_s = math.nan
         """How long that took."""
         self._served: set[int] = set()
@@ -123,19 +127,11 @@ class RolloutNode:
         self._restarts = 0
         """Engines that came back since the last report."""
         self._now = now
-        self._begin(node, hub)
-
-    def _make_engine(self, place: int) -> Engine:
-        return self._make_engines[place](self._first_engine + place)
-
-    def _begin(self, node: int, hub: p.HubCaller) -> None:
-        """What it has for one hub."""
-        self._node, self._hub = node, hub
+        self._homes = Homes(Home(node, hub), on_loss)
         self._starting = anyio.CancelScope()
         self._leaving = False
         self._open = set(range(len(self._supervisors)))
         """Places that have an engine, or will have one."""
-        config, now = self._config, self._now
         # The scheduler asks the proxy for room, the proxy wakes the scheduler: one of them has to look it up later.
         engines = [supervisor.engine for supervisor in self._supervisors]
         self._proxy = LLMProxy(
@@ -151,8 +147,11 @@ class RolloutNode:
             max_concurrent=MOST_EPISODES if most == "auto" else most,
         )
 
+    def _make_engine(self, place: int) -> Engine:
+        return self._make_engines[place](self._first_engine + place)
+
     async def run(self) -> None:
-        """Serve one hub until it has no more work, or until `drain`, and end."""
+        """Work until the hub has no more, or until `drain`, and end."""
         async with sharing(self._config.run.name, close_s=self._config.deadlines.shutdown):
             try:
                 await self.work()
@@ -160,23 +159,41 @@ class RolloutNode:
                 await self.close()
 
     async def work(self) -> None:
-        """Serve a hub as of `run`, within the caller's `sharing`; the engines, started by the first one, stay."""
-        if not self._started:
-            async with unwrapped_group() as group:
-                group.start_soon(self._heed_while_starting)
-                with self._starting:
-                    await self._start()
-                    self._started = True
-                group.cancel_scope.cancel()
+        """As `run`, within the caller's `sharing`; the engines stay."""
+        async with unwrapped_group() as group:
+            group.start_soon(self._heed_while_starting)
+            with self._starting:
+                await self._start()
+            group.cancel_scope.cancel()
         if not self._starting.cancel_called:
             await self._serve_hub()
 
-    def rehome(self, node: int, first_engine: int, hub: p.HubCaller) -> None:
-        """The hub is gone: `work` for the next one, as this node of it."""
-        self._first_engine = first_engine
+    @property
+    def newest_version(self) -> int:
+        """The newest version that an engine has."""
+        return max(self._proxy.versions())
+
+    @property
+    def in_hand(self) -> int:
+        """Leases whose results the hub has not acknowledged."""
+        return len(self._scheduler.held)
+
+    async def move(self, node: int, first_engine: int, hub: p.HubCaller) -> None:
+        """The hub is gone: go on at the next one, as this node of it, with what it lets us keep of what is in hand.
+
+        Errors as of `HubCaller.call`.
+        """
+        self._first_engine, seconds = first_engine, self._config.deadlines.request
+        self._proxy.renumber(first_engine)
         for place, supervisor in enumerate(self._supervisors):
             supervisor.engine.reassign(first_engine + place)
-        self._begin(node, hub)
+        held = self._scheduler.held
+        for begin in range(0, len(held), CLAIMS_AT_ONCE):
+            some = held[begin : begin + CLAIMS_AT_ONCE]
+            reply = await hub.call(p.ClaimRequest(node, some), seconds)
+            self._scheduler.drop({lease.lease_id for lease in some}.difference(reply.lease_ids))
+        await hub.call(self._make_report()(node), seconds)
+        self._homes.moved(Home(node, hub))
 
     async def close(self) -> None:
         """End the engines."""
@@ -189,8 +206,8 @@ class RolloutNode:
         self._leaving = True
         self._starting.cancel()
         seconds = self._config.deadlines.shutdown
-        with suppress(TransportError):  # a hub that cannot be told notices it anyway
-            await self._hub.call(p.Leave(self._node), timeout=seconds)
+        with suppress(TransportError), anyio.move_on_after(seconds):  # a hub that cannot be told notices it anyway
+            await self._homes.call(p.Leave, seconds)
         await self._scheduler.drain(seconds if self._has_engine else 0.0)
 
     @property
@@ -280,7 +297,7 @@ class RolloutNode:
             spent = "with weights.backend = nccl it is not started again"
         if self._open:
             return f"The run goes on without it: {spent}"
-        return f"It was the last one of node {self._node}, which ends with it: {spent}"
+        return f"It was the last one of node {self._homes.node}, which ends with it: {spent}"
 
     async def replaced(self, place: int, engine: Engine) -> None:
         """Tell the hub of it before it asks for a version, which is kept for it from then on."""
@@ -294,7 +311,7 @@ class RolloutNode:
         """
         engine = self._supervisors[place].engine
         while True:
-            reply = await self._call(p.VersionRequest(self._node, after=engine.version))
+            reply = await self._call(lambda node: p.VersionRequest(node, after=engine.version))
             if reply.done:
                 return
             if reply.published is not None and await self._load(place, reply.published):
@@ -310,7 +327,7 @@ class RolloutNode:
             await self._proxy.load(place, published)
         except (EngineError, DeadlineError) as error:
             if not isinstance(error, EngineDeadError):
-                reply = await self._call(p.LoadFailed(self._node, published.life))
+                reply = await self._call(lambda node: p.LoadFailed(node, published.life))
                 if reply.gone:
                     return False
             # What fails before it was ever done will fail again: the model does not fit, or the configuration.
@@ -331,7 +348,7 @@ class RolloutNode:
         """
         async with anyio.create_task_group() as leaving:
             while True:
-                reply = await self._call(p.CancelRequest(self._node))
+                reply = await self._call(p.CancelRequest)
                 self._scheduler.cancel(reply.lease_ids)
                 if reply.leave:
                     leaving.start_soon(self.drain)
@@ -339,28 +356,35 @@ class RolloutNode:
                     return
 
     async def _heed_while_starting(self) -> None:
-        """Stop the start when the hub has no more work. A lost one is no reason: the engines may serve the next."""
+        """Stop the start when the hub has no more work. A lost one is no reason: there may be a next one."""
         with suppress(TransportError):
             await self._heed()
             self._starting.cancel()
 
     async def _report(self) -> None:
+        await self._call(self._make_report())
+
+    def _make_report(self) -> Callable[[int], p.EngineReport]:
         engines, activities = self._proxy.report()
         notes, self._notes = self._notes, []
         restarts, self._restarts = self._restarts, 0
         number = next(self._report_numbers)
-        await self._call(p.EngineReport(self._node, number, engines, activities, notes, restarts))
+        return lambda node: p.EngineReport(node, number, engines, activities, notes, restarts)
 
     # -- LeaseSource -------------------------------------------------------------------------------------------------
 
     async def lease(self, capacity: int) -> list[Lease] | None:
         """Ask the hub for tasks."""
-        reply = await self._call(p.LeaseRequest(self._node, capacity))
+        reply = await self._call(lambda node: p.LeaseRequest(node, capacity))
         return None if reply.done else reply.leases
 
     async def deliver(self, ended: list[p.EndedLease], capacity: int) -> None:
-        """Hand results to the hub."""
-        await self._call(p.DeliverRequest(self._node, ended, capacity))
+        """Hand results to the hub, those that it waits for."""
 
-    async def _call(self, request: Request[ReplyT]) -> ReplyT:
-        return await self._hub.call(request, timeout=self._config.deadlines.request)
+        def make(node: int) -> p.DeliverRequest:
+            return p.DeliverRequest(node, [each for each in ended if self._scheduler.holds(each.lease_id)], capacity)
+
+        await self._call(make)
+
+    async def _call(self, make: Callable[[int], Request[ReplyT]]) -> ReplyT:
+        return await self._homes.call(make, self._config.deadlines.request)

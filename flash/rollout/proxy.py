@@ -368,6 +368,11 @@ class LLMProxy:
         assert record.death is not None
         return record.death
 
+    def renumber(self, first: int) -> None:
+        """From now on the first engine has this number in the run."""
+        for record in self._records:
+            record.renumber(first + record.view.index)
+
     def versions(self) -> list[int]:
         """Version of each engine, −1 for those that are dead or have none."""
         return [record.engine.version if record.view.alive else -1 for record in self._records]

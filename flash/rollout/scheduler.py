@@ -1,7 +1,7 @@
 """Scheduler: leases in, results out, as many episodes alive as the node is given room for.
 
 Each sample is its own task: a finished one frees its place at once and is scored while others still decode.
-Conservation: every lease has one result, also when its episode was cancelled.
+Conservation: every lease has one result, also when its episode was cancelled, unless the source has forgotten it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class LeaseSource(Protocol):
         ...
 
     async def deliver(self, ended: list[EndedLease], capacity: int) -> None:
-        """Hand them over, and tell how many leases can start now; returns when they are acknowledged."""
+        """Hand them over, and tell how many leases can start now; returns when those are acknowledged that are still
+        held then."""
         ...
 
 
@@ -72,6 +73,7 @@ class Scheduler:
         self._run_episode = run_episode
         self._room = room
         self._max_concurrent = max_concurrent
+        self._held: dict[int, Lease] = {}
         self._alive: dict[int, _LiveEpisode] = {}
         self._silent: set[_LiveEpisode] = set()
         """Episodes that have not asked for a response yet."""
@@ -122,6 +124,22 @@ class Scheduler:
                 # Sent after the reply with this lease, which is longer, and read before it.
                 self._cancelled_ahead.add(lease_id)
 
+    @property
+    def held(self) -> list[Lease]:
+        """All leases whose results are not acknowledged."""
+        return list(self._held.values())
+
+    def holds(self, lease_id: int) -> bool:
+        """Whether the source waits for the result of this lease."""
+        return lease_id in self._held
+
+    def drop(self, lease_ids: Iterable[int]) -> None:
+        """The source knows nothing of these: their episodes end, and nobody is told what became of them."""
+        for lease_id in lease_ids:
+            del self._held[lease_id]
+            if lease_id in self._alive:
+                self._alive[lease_id].scope.cancel()
+
     def free(self) -> int:
         """Episodes that could start usefully now."""
         free = self._max_concurrent - len(self._alive)
@@ -140,6 +158,7 @@ class Scheduler:
             if leases is None:
                 return
             for lease in leases:
+                self._held[lease.lease_id] = lease
                 alive = self._alive[lease.lease_id] = _LiveEpisode(self._silent)
                 self._newest = lease.lease_id
                 if lease.lease_id in self._cancelled_ahead:
@@ -156,6 +175,9 @@ class Scheduler:
             result = Failure(lease.task, Outcome.CANCELLED, message, alive.tokens + alive.lost)
         del self._alive[lease.lease_id]
         self._silent.discard(alive)
+        if lease.lease_id not in self._held:
+            self.wake()
+            return
         self._ended.append(EndedLease(lease.lease_id, result))
         self._arrived.set()
         self.wake()
@@ -170,6 +192,8 @@ class Scheduler:
             count = _fitting(self._ended)
             batch, self._ended = self._ended[:count], self._ended[count:]
             await self._source.deliver(batch, self.free())
+            for each in batch:
+                self._held.pop(each.lease_id, None)
 
 
 def _fitting(ended: Sequence[EndedLease]) -> int:

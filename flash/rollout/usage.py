@@ -16,7 +16,7 @@ class EngineUsage:
     """Told of each change by its owner, with the time in Unix seconds. `lane` names the engine on the timeline."""
 
     def __init__(self, lane: str) -> None:
-        self._lane = lane
+        self.lane = lane
         self._times = StateTimes()
         self._busy_since: float | None = None
         self._bars: list[Activity] = []
@@ -45,7 +45,7 @@ class EngineUsage:
 
     def swapped(self, start: float, now: float) -> None:
         """It has loaded a version since `start`."""
-        self._bars.append(Activity(self._lane, "swap", start, now))
+        self._bars.append(Activity(self.lane, "swap", start, now))
 
     def seconds(self, now: float) -> tuple[float, float]:
         """Idle ones and all of them, since its first version."""
@@ -63,7 +63,7 @@ class EngineUsage:
     def _draw(self, now: float) -> None:
         """Close or extend the last bar up to now."""
         assert self._busy_since is not None, "a request that ends has begun"
-        bar = Activity(self._lane, "generate", self._busy_since, now)
+        bar = Activity(self.lane, "generate", self._busy_since, now)
         if self._bars and self._bars[-1].name == "generate" and self._bars[-1].start == self._busy_since:
             self._bars[-1] = bar
         else:

@@ -239,7 +239,7 @@ class VLLMEngine:
 
     def reassign(self, number: int) -> None:
         """See `Engine`. Not with nccl, where the number is its place in a group."""
-        self._index, self._version = number, FIRST_VERSION
+        self._index = number
 
     async def wait_dead(self) -> EngineDeadError:
         """Return, with the reason, when the engine dies on its own, or hangs. Never returns while it lives.

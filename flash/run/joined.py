@@ -1,8 +1,8 @@
 """What `flash.run.join` starts: the node loop of a node that has joined a run.
 
-It connects to the hub as a guest, and is given its number and those of its engines. When the hub is gone it waits for
-the next one of the run, and goes on with its engines. SIGTERM makes it leave in order. Its exit codes are those of
-`LifeEnd`.
+It connects to the hub as a guest, and is given its number and those of its engines. When the hub is gone its episodes
+go on; it waits for the next one of the run, and goes on there with what it has in hand. SIGTERM makes it leave in
+order. Its exit codes are those of `LifeEnd`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import suppress
 
 import anyio
 import msgspec
+from anyio.abc import TaskGroup
 
 from flash.config.load import load
 from flash.config.objects import take_import_path
@@ -37,7 +38,7 @@ from flash.run.worker import begin_logging, complain
 from flash.transport.accept import raise_descriptor_limit
 from flash.transport.client import connect
 from flash.transport.request import ReplyT, Request
-from flash.waiting import first_error
+from flash.waiting import first_error, unwrapped_group
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,7 +106,7 @@ async def _roll_out(config: Config, order: Order, token: str | None) -> LifeEnd:
 
 
 class Life:
-    """What a node loop does: it serves one hub of its run after the other, with the engines that it has started.
+    """What a node loop does: it serves one hub of its run after the other, with the same node.
 
     Args:
         config: of the run, on this machine.
@@ -127,23 +128,52 @@ class Life:
         self._rejoins = False
         """Whether it has come to this hub with engines that run."""
         self._serving = False
+        self._news = anyio.Event()
+        """Either of the next two."""
+        self._lost: TransportError | None = None
+        """Why the hub is gone."""
+        self._ended = False
+        """Whether the node has ended."""
+        self._failure: Exception | None = None
+        """With this error."""
         self._told = False
         """Whether a signal has told us to leave."""
 
     async def run(self) -> LifeEnd:
         """Until the run is over, a signal comes, or the next hub wants another node than this one."""
         try:
-            wait_s = 0.0
-            while (end := await self._serve_next(wait_s)) is None:
-                # The group of nccl is made of engines that start with it.
-                if self._node is None or self._told or self._config.weights_backend == "nccl":
-                    return LifeEnd.HUB_LOST
-                wait_s = self._config.deadlines.rendezvous
-                await anyio.sleep(RETRY_S)
+            async with unwrapped_group() as tasks:
+                end = await self._serve_all(tasks)
+                tasks.cancel_scope.cancel()
             return end
         finally:
             if self._node is not None:
                 await self._node.close()
+
+    async def _serve_all(self, tasks: TaskGroup) -> LifeEnd:
+        wait_s = 0.0
+        while (end := await self._serve_next(tasks, wait_s)) is None:
+            # The group of nccl is made of engines that start with it.
+            if self._node is None or self._told or self._config.weights_backend == "nccl":
+                return LifeEnd.HUB_LOST
+            wait_s = self._config.deadlines.rendezvous
+            await anyio.sleep(RETRY_S)
+        return end
+
+    async def _work(self) -> None:
+        """The node, from its start to its end."""
+        assert self._node is not None, "it was made just now"
+        try:
+            await self._node.work()
+        except Exception as error:  # whatever it is: who speaks with the hub tells of it
+            self._failure = error
+        self._ended = True
+        self._news.set()
+
+    def lose_hub(self, error: TransportError) -> None:
+        """The node could not ask the hub any more."""
+        self._lost = error
+        self._news.set()
 
     def _tell_beginning(self, number: int) -> None:
         assert self._node is not None, "without a node there is no report"
@@ -157,7 +187,7 @@ class Life:
         # Before the tokenizer, whose import is a part of vLLM's.
         await anyio.to_thread.run_sync(import_vllm, self._config)
         self._import_s = time.time() - begun
-        return await make_node(node, first_engine, self._config, self._env, hub, unix_clock())
+        return await make_node(node, first_engine, self._config, self._env, hub, unix_clock(), on_loss=self.lose_hub)
 
     async def heed_signals(self, all_of_it: anyio.CancelScope) -> None:
         """Leave in order."""
@@ -169,7 +199,7 @@ class Life:
                     return
                 await self._node.drain()
 
-    async def _serve_next(self, wait_s: float) -> LifeEnd | None:
+    async def _serve_next(self, tasks: TaskGroup, wait_s: float) -> LifeEnd | None:
         """Look for a hub, for so long, and serve it. None: it is gone.
 
         Raises:
@@ -189,12 +219,15 @@ class Life:
         address, self._run = found
         if self._run.digest != self._digest:
             return LifeEnd.HUB_LOST
+        if self._node is not None and self._node.newest_version > self._run.version:
+            say(f"the run has gone back to version {self._run.version}: this node starts again")
+            return LifeEnd.HUB_LOST
         host, port, name = address.host, address.port, f"guest-{os.getpid()}"
         hub: Hub | None = None
         try:
             async with connect(host, port, address.token, name, self._config.deadlines.connect) as caller:
                 hub = Hub(caller, self._tell_beginning)
-                return await self._serve(hub)
+                return await self._serve(hub, tasks)
         except Exception as error:  # what ends it is told apart below
             if hub is not None and hub.over:
                 say("the run is over")
@@ -204,7 +237,7 @@ class Life:
                 return None
             raise
 
-    async def _serve(self, hub: Hub) -> LifeEnd:
+    async def _serve(self, hub: Hub, tasks: TaskGroup) -> LifeEnd:
         """Join, and serve until the hub has no more work or a signal comes. Errors as of `_serve_next`."""
         config, seconds = self._config, self._config.deadlines.request
         engines = config.engines_on(config.cluster.trainer_nodes)
@@ -212,23 +245,31 @@ class Life:
         if joined.node is None:
             return LifeEnd.OVER
         self._rejoins = self._node is not None
-        verb = "goes on with" if self._rejoins else "starting"
-        say(f"node {joined.node} of {config.run.name}: {verb} {engines} engine{'s' * (engines > 1)}")
+        who, what = f"node {joined.node} of {config.run.name}", f"{engines} engine{'s' * (engines > 1)}"
+        self._lost = None
         if self._node is None:
+            say(f"{who}: starting {what}")
             self._node = await self.make_node(joined.node, joined.first_engine, hub)
+            tasks.start_soon(self._work)
         else:
-            self._node.rehome(joined.node, joined.first_engine, hub)
+            had = self._node.in_hand
+            await self._node.move(joined.node, joined.first_engine, hub)
+            say(f"{who}: goes on with {what}, and {self._node.in_hand} of the {had} samples that it had in hand")
         self._serving = True
         try:
-            await self._node.work()
-        except Exception as errors:  # whatever ended this node: the hub is told of what would come again
-            error = first_error(errors) if isinstance(errors, ExceptionGroup) else errors
-            if isinstance(error, FlashError) and error.fatal:
+            while self._lost is None and not self._ended:
+                self._news = anyio.Event()
+                await self._news.wait()
+        finally:
+            self._serving = False
+        if not self._ended and self._lost is not None:
+            raise self._lost
+        if (failure := self._failure) is not None:
+            error = first_error(failure) if isinstance(failure, ExceptionGroup) else failure
+            if isinstance(error, FlashError) and error.fatal:  # the hub is told of what would come again
                 with suppress(FlashError):
                     await hub.call(p.Leave(joined.node, type(error).__name__, str(error)), seconds)
             raise error from None
-        finally:
-            self._serving = False
         say("the run is over" if hub.over else f"node {joined.node} has left the run")
         return LifeEnd.OVER
 

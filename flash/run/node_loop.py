@@ -108,6 +108,7 @@ async def _first_node(rank: Rank, config: Config, token: str | None, now: Callab
         env = LoadedEnvironment(config.env.path, config.env.options)
         evaluated = recorder.evaluated()
         home = Home(os.getcwd(), tuple(own_folders()), os.environ[LAUNCHER])
+        life = recorder.directory.begin_life()
         journal = None
         if config.checkpoint.journal != "off":
             to_disk = config.checkpoint.journal == "fsync"
@@ -122,6 +123,7 @@ async def _first_node(rank: Rank, config: Config, token: str | None, now: Callab
             home=home,
             keep_state=partial(keep_hub_state, config.run_dir, recorder.written),
             journal=journal or NO_JOURNAL,
+            life=life,
             start=kept.start,
             past=RecordedPast(config.run_dir, recorder),
         )
@@ -250,9 +252,15 @@ async def _roll_out(
 
 
 async def make_node(
-    node: int, first_engine: int, config: Config, env: LoadedEnvironment, hub: p.HubCaller, now: Callable[[], float]
+    node: int,
+    first_engine: int,
+    config: Config,
+    env: LoadedEnvironment,
+    hub: p.HubCaller,
+    now: Callable[[], float],
+    on_loss: Callable[[TransportError], None] | None = None,
 ) -> RolloutNode:
-    """A node with real engines; nothing of it is started."""
+    """A node with real engines; nothing of it is started. `on_loss` as of `RolloutNode`."""
 
     def make_engine(gpus: Sequence[int], number: int) -> VLLMEngine:
         return VLLMEngine(config, number, gpus, remember_shared_memory)
@@ -262,4 +270,4 @@ async def make_node(
     settings, seed = episode_settings(config), config.run.seed
     tried = partial(rehearse, tokenizer, env.make, env.kind_of, settings, run_seed=seed, now=now)
     parts = (node, config, engines, first_engine, tokenizer, env.make, hub)
-    return RolloutNode(*parts, now=now, prepare=env.prepare, rehearse=tried)
+    return RolloutNode(*parts, now=now, on_loss=on_loss, prepare=env.prepare, rehearse=tried)

@@ -171,7 +171,6 @@ class SimEngine:
 
     def reassign(self, number: int) -> None:
         """See `Engine`."""
-        self._version = -1
 
     def kill(self) -> None:
         """Die, as a process does: every request fails."""

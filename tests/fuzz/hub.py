@@ -173,6 +173,7 @@ def messages(version: int, leases: Sequence[Lease] = NO_LEASES) -> list[msgspec.
     ]
     return [
         p.LeaseRequest(1, 4),
+        p.ClaimRequest(1, [first]),
         p.DeliverRequest(1, ended, 8),
         p.CancelRequest(1),
         p.VersionRequest(1, 0),

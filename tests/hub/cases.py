@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,7 @@ def make_buffer(
     kind_of: Callable[[int], str] = lambda seed: "",
     at_once: int | None = None,
     journal: Journal = NO_JOURNAL,
+    life: int = 0,
     **rules: Any,
 ) -> SampleBuffer:
     contract = AgeContract(alpha, batch, group, steps, extra_groups)
@@ -72,8 +74,23 @@ def make_buffer(
     members = group + rules.get("extra_per_group", 0)
     source = TaskSource(0, members, kind_of, state.cursor if state else None)
     return SampleBuffer(
-        contract, source, BufferRules(**rules), step=step, state=state, at_once=at_once, journal=journal
+        contract,
+        source,
+        BufferRules(**rules),
+        step=step,
+        state=state,
+        lease_ids=count(life << 32),
+        at_once=at_once,
+        journal=journal,
     )
+
+
+def void(buffer: SampleBuffer) -> SampleBuffer:
+    """Its nodes have ended with the hub before it."""
+    buffer.revoke([member.lease_id for member in buffer.leases.members_out()])
+    while buffer.tidy():
+        pass
+    return buffer
 
 
 def in_order(queue: TaskQueue) -> list[Member]:

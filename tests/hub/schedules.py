@@ -4,7 +4,8 @@
 After each event hold: conservation of tasks and tokens, the age contract, and that no node with room waits for a task
 that it could run, unless it may be kept for a node that loads. The trainer dies and comes back: each of its lives is
 given the same batch of a step, and each step is booked once. The hub dies too: the next one goes on from the version
-that it had, or, as where a recorded batch is damaged, from any since the checkpoint. Every schedule comes to its end.
+that it had, or, as where a recorded batch is damaged, from any since the checkpoint; nodes that outlive it keep what
+they hold, if the next one knows of it. Every schedule comes to its end.
 """
 
 from __future__ import annotations
@@ -101,6 +102,10 @@ class Node:
         self._schedule = schedule
         self._reports = count()
         self._withdrawn: list[int] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """It is about to `run`."""
         self._more = anyio.Event()
         self._scope = anyio.CancelScope()
         self._gone = anyio.Event()
@@ -147,6 +152,9 @@ class Node:
     async def becomes(self, engine: int, version: int | None) -> None:
         """An engine has loaded a version, died (None), or come back without one (−1)."""
         self.engines[engine] = version
+        await self.report()
+
+    async def report(self) -> None:
         statuses = [p.EngineStatus(i, v, 0.0, 1.0, 0.0) for i, v in enumerate(self.engines) if v is not None]
         await self._schedule.hub.handle(p.EngineReport(self.number, next(self._reports), statuses, []))
         self._more.set()
@@ -229,6 +237,7 @@ class Schedule:
             )
         self.observer = Recording()
         self.kept, self.journal = KeptStates(), MemoryJournal()
+        self.hubs = 0
         self.hub = self.start_hub(None)
         self.nodes: dict[int, Node] = {}
         self.published = -1
@@ -243,10 +252,12 @@ class Schedule:
         """Of the trainer, while everybody else does what there is to do."""
         self.finished = False
         self.trainer = anyio.CancelScope()
+        self.expiry = anyio.CancelScope()
 
     def start_hub(self, state: HubState | None, held: int = 0) -> Hub:
         """The hub, whose trainer ranks begin with the checkpoint of a version."""
         version = state.version if state is not None else 0
+        self.hubs += 1
         evaluated = [int(row["step"]) for row in self.observer.evaluations if row["version_max"] <= version]
         return Hub(
             self.config,
@@ -256,6 +267,7 @@ class Schedule:
             evaluated=evaluated,
             keep_state=self.kept,
             journal=self.journal,
+            life=self.hubs,
             start=Start(held, str(held)),
             past=RecordedPast(self.observer, self.kept),
         )
@@ -300,7 +312,9 @@ class Schedule:
             return
         for node in self.nodes.values():
             await node.end()
+        outlive = [node for number, node in self.nodes.items() if number > 0 and self.dice.random() < 0.6]
         self.trainer.cancel()
+        self.expiry.cancel()
         await self.settle()
         ledger, reached = self.hub.buffer.ledger, self.hub.version
         stored = self.kept.by_version
@@ -322,7 +336,32 @@ class Schedule:
         self.nodes, self.published = {}, -1
         self.observer.steps = [row for row in self.observer.steps if row["step"] < self.version]
         tasks.start_soon(self._train)
+        tasks.start_soon(self._expire_claims)
         await self.join(tasks)
+        for node in outlive:
+            if max(node.versions, default=-1) <= self.version:
+                await self.settle()
+                await self.move(node, tasks)
+
+    async def _expire_claims(self) -> None:
+        with anyio.CancelScope() as self.expiry:
+            await self.hub.expire_claims()
+
+    async def move(self, node: Node, tasks: TaskGroup) -> None:
+        """It goes on at the next hub, with what that one lets it keep, once."""
+        run = await self.hub.handle(p.RunRequest(p.dialect()))
+        reply = await self.hub.handle(p.JoinRequest(run.digest, len(node.engines)))
+        assert reply.node is not None
+        node.number = reply.node
+        presented = list(node.held.values())
+        kept = (await self.hub.handle(p.ClaimRequest(node.number, presented))).lease_ids
+        assert set(kept) <= node.held.keys()
+        assert not (await self.hub.handle(p.ClaimRequest(node.number, presented))).lease_ids, "two have the same lease"
+        node.held = {lease_id: node.held[lease_id] for lease_id in kept}
+        self.nodes[node.number] = node
+        await node.report()
+        node.begin()
+        tasks.start_soon(node.run)
 
     async def drain(self, node: Node) -> None:
         """It ends some of what it has, hands some back, and the rest goes back by itself."""

@@ -21,7 +21,7 @@ from flash.hub.replayed import Replay
 from flash.hub.samples import BufferState
 from flash.hub.state import HubState
 from flash.types import Failure, Lease, Outcome
-from tests.hub.cases import finish_all, lease_all, make_buffer, trajectory
+from tests.hub.cases import finish_all, lease_all, make_buffer, trajectory, void
 from tests.hub.test_hub import Driver, make_config
 
 
@@ -149,8 +149,10 @@ def test_a_run_goes_on_from_any_version_since_the_checkpoint_however_often_its_h
 ) -> None:
     dice, journal = random.Random(seed), MemoryJournal()
     state, version, batches = None, 0, dict[int, set[int]]()
-    for _ in range(4):
-        buffer = make(**rules, state=state, step=version, journal=journal)
+    for number in range(4):
+        buffer = make(**rules, state=state, step=version, journal=journal, life=number)
+        if dice.random() < 0.8:
+            void(buffer)
         life = Life(buffer, dice, version)
         life.go_on(60)
         for step, groups in life.batches.items():
@@ -228,7 +230,7 @@ def test_after_the_breaker_has_ended_a_run_it_can_be_resumed_and_counts_anew() -
     with pytest.raises(BreakerError):
         buffer.finish(leases[2].lease_id, failures[2])
     state = replayed(None, 0, journal.events).state(until=0)
-    again = make(retries=0, breaker=3, state=state)
+    again = void(make(retries=0, breaker=3, state=state, life=1))
     assert again.ledger.given_up == {Outcome.ENV_ERROR: 3}
     leases = lease_all(again, 0)
     again.finish(leases[0].lease_id, Failure(leases[0].task, Outcome.ENV_ERROR, "boom", 1))

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from flash.hub.batching import deal, gather
 from flash.hub.buffer import SampleBuffer
+from flash.hub.claims import Claims
 from flash.hub.groups import GroupFilter
 from flash.hub.journal import Event, MemoryJournal
 from flash.hub.replayed import Replay
@@ -61,6 +62,7 @@ class Life(RuleBasedStateMachine):
         self.stored: bytes | None = None
         """The last checkpoint."""
         self.stored_version = self.stored_trained = 0
+        self.lives = 0
         self.buffer = self.make(None, 0)
         self.alpha, self.batch, self.group, self.rules = alpha, batch, group, rules
         self.nodes = range(nodes)
@@ -69,7 +71,9 @@ class Life(RuleBasedStateMachine):
         self.training = self.taking = False
 
     def make(self, state: BufferState | None, version: int) -> SampleBuffer:
-        return make_buffer(**self.settings, kind_of=kind_of, state=state, step=version, journal=self.journal)
+        return make_buffer(
+            **self.settings, kind_of=kind_of, state=state, step=version, journal=self.journal, life=self.lives
+        )
 
     @rule()
     def tidy(self) -> None:
@@ -192,32 +196,44 @@ class Life(RuleBasedStateMachine):
         self.stored_version, self.stored_trained = self.version, self.buffer.ledger.trained
         self.journal.begin(self.version)
 
-    def replayed(self, until: int) -> BufferState | None:
-        """What the last checkpoint and the journal after it come to."""
+    def replay(self) -> Replay:
+        """The last checkpoint and the journal after it."""
         stored = None if self.stored is None else msgspec.msgpack.decode(self.stored, type=BufferState)
         replay = Replay(stored, self.stored_version)
         for event in self.journal.events:
             replay.apply(msgspec.msgpack.decode(msgspec.msgpack.encode(event), type=Event))
-        return replay.state(until)
+        return replay
 
     @precondition(lambda self: self.settled)
     @rule()
     def law_the_journal_leads_to_the_same_state(self) -> None:
-        assert self.replayed(until=self.version) == self.buffer.snapshot()
+        assert self.replay().state(until=self.version) == self.buffer.snapshot()
 
-    @rule(unwritten=st.integers(0, 3))
-    def die(self, unwritten: int) -> None:
-        """The trainers go on from the checkpoint; nothing that was written is lost, and no step is booked twice."""
-        books, self.version = self.buffer.books, self.stored_version
+    @rule(unwritten=st.integers(0, 3), back=st.booleans(), lost=st.integers(1, 4))
+    def die(self, unwritten: int, back: bool, lost: int) -> None:
+        """The run goes on where it was, or from the checkpoint; nothing that was written is lost, no step is booked
+        twice, and of the leases each is claimed by a node that lives, or goes back."""
+        books = self.buffer.books
         if unwritten:
             del self.journal.events[-unwritten:]
-        state = self.replayed(until=self.version)
-        self.buffer = self.make(state, self.version)
-        assert self.buffer.ledger.trained == self.stored_trained
+        replay = self.replay()
+        self.version = self.stored_version if back else replay.reached
+        self.lives += 1
+        self.buffer = self.make(replay.state(self.version), self.version)
+        if back:
+            assert self.buffer.ledger.trained == self.stored_trained
         if not unwritten:
             issued, _, generated = books
             assert (self.buffer.ledger.issued, self.buffer.ledger.generated_tokens) == (issued, generated)
-        self.leases.clear()
+        out = {member.lease_id for member in self.buffer.leases.members_out()}
+        claims = Claims(self.buffer.leases, lambda node: True)
+        living = [each for each, start in self.leases.values() if start <= self.version and each.lease_id % lost]
+        kept = [lease.lease_id for lease in claims.take([*living, *living])]
+        unclaimed = claims.expire()
+        assert sorted([*kept, *unclaimed]) == sorted(out), "a lease is had twice, or by nobody"
+        self.buffer.revoke(unclaimed)
+        self.tidy_up()
+        self.leases = {lease_id: self.leases[lease_id] for lease_id in kept}
         self.training = self.taking = False
 
     @property

@@ -32,7 +32,7 @@ def with_cluster(gpus: int = 0, backend: str = "auto", **cluster: Any) -> Config
 
 
 def ask(members: Members, engines: int) -> tuple[int | None, int]:
-    run = members.about(p.RunRequest(p.dialect()), ending=False)
+    run = members.about(p.RunRequest(p.dialect()), 0, ending=False)
     reply = members.join(p.JoinRequest(run.digest, engines))
     return reply.node, reply.first_engine
 
@@ -69,7 +69,7 @@ def test_a_node_takes_the_place_of_one_that_is_gone() -> None:
 
 def test_a_node_of_another_version_is_told_before_it_joins() -> None:
     with pytest.raises(ConfigError, match="install the same version of Flash on both"):
-        Members(with_cluster(), Home()).about(p.RunRequest("older"), ending=False)
+        Members(with_cluster(), Home()).about(p.RunRequest("older"), 0, ending=False)
 
 
 def test_a_node_that_has_heard_of_another_life_of_the_run_asks_again() -> None:

@@ -90,8 +90,8 @@ function = "examples.agent_openai:solve"
 )
 """The same problems, through a program that only knows the OpenAI API."""
 
-TIMES = r"^time$|_s$|_share$|_per_second$|^trainer_restarts$"
-"""Names of what differs between two runs that are equal in all they compute. A few of the shares do."""
+TIMES = r"^time$|_s$|_share$|_per_second$|^trainer_restarts$|^failures(_cancelled)?$"
+"""Names of what differs between two runs that are equal in all they train. A few of the shares do."""
 
 COMMAND = ("-m", "flash", "train")
 FROM_PYTHON = (
@@ -387,7 +387,8 @@ def test_two_trainer_ranks_come_to_the_same_weights_at_a_ratio_of_zero_whenever_
     assert "Traceback" not in again.text()
     summary = again.summary()
     assert (summary["restarts"], summary["trainer_restarts"], summary["engine_restarts"]) == (1, 2, 0)
-    assert summary["ledger"] == run.summary()["ledger"]
+    # What was in hand when the hub died is made again.
+    assert summary["ledger"] | {"retried_cancelled": 0} == run.summary()["ledger"] | {"retried_cancelled": 0}
     for file in ("metrics.jsonl", "evals.jsonl"):
         assert untimed(again.rows(file)) == untimed(run.rows(file))
     assert len(again.rows("samples.jsonl")) == 4 * 32

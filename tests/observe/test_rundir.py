@@ -50,6 +50,16 @@ def test_a_row_is_on_disk_when_the_call_returns(directory: RunDirectory) -> None
     assert json.loads(directory.metrics.read_text()) == metrics_row(0)
 
 
+def test_each_hub_of_a_run_has_a_higher_number_than_those_before_it(directory: RunDirectory) -> None:
+    assert [directory.begin_life() for _ in range(3)] == [1, 2, 3]
+    again = RunDirectory.open(directory.path, "", resume_at=0)
+    assert again.begin_life() == 4
+    again.lives.write_text("four")
+    with pytest.raises(RunDirectoryError, match="hub-lives cannot be read"):
+        again.begin_life()
+    assert RunDirectory.open(directory.path, "").begin_life() == 1
+
+
 def test_the_resolved_configuration_is_written(directory: RunDirectory) -> None:
     assert directory.config.read_text() == "[run]\nname = 'sample'\n"
 

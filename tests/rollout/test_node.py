@@ -21,6 +21,7 @@ from flash.errors import BreakerError, DeadlineError, EngineDeadError, PeerLostE
 from flash.hub import protocol as p
 from flash.hub.hub import Hub, RunEnd
 from flash.hub.in_process import InProcessCaller
+from flash.hub.journal import NO_JOURNAL, Journal
 from flash.hub.state import HubState
 from flash.observe.observer import MemoryObserver
 from flash.rollout.fake_engine import FakeEngine, FakeLine
@@ -131,8 +132,11 @@ class World:
         evaluated: Collection[int] = (),
         kind_of: Callable[[int], str] = lambda seed: "",
         prepare: Callable[[], Awaitable[None]] | None = None,
+        journal: Journal = NO_JOURNAL,
+        life: int = 0,
     ) -> None:
         self.config = config
+        self._journal, self._life = journal, life
         self._prepare = prepare
         self._kind_of = kind_of
         self.observer = MemoryObserver()
@@ -158,6 +162,8 @@ class World:
             kind_of=self._kind_of,
             evaluated=self._evaluated,
             keep_state=kept,
+            journal=self._journal,
+            life=self._life,
         )
         version = self._state.version if self._state is not None else 0
         self.trainer = FakeTrainer(self.hub, self._train_seconds, kept.by_version, version)

@@ -55,8 +55,8 @@ class Job:
         RunDirectory.open(self.config.run_dir, dump(self.config))
 
     @asynccontextmanager
-    async def hub(self, given: str | None = None) -> AsyncGenerator[Hub]:
-        hub = Hub(self.config, MemoryObserver(), now=anyio.current_time, home=Home(launch="7.1"))
+    async def hub(self, given: str | None = None, **more: Any) -> AsyncGenerator[Hub]:
+        hub = Hub(self.config, MemoryObserver(), now=anyio.current_time, home=Home(launch="7.1"), **more)
         gate = Gate(hub, self.config)
 
         async def handle(peer: Peer, request: Any) -> msgspec.Struct:

@@ -16,10 +16,13 @@ from flash.environment.shared import sharing
 from flash.environment.threaded import wrap
 from flash.hub import protocol as p
 from flash.hub.hub import Hub as RealHub
+from flash.hub.journal import MemoryJournal
 from flash.hub.members import digest
+from flash.hub.replayed import Replay
+from flash.hub.state import HubState
 from flash.rollout.fake_engine import FakeEngine, FakeLine
 from flash.rollout.node import RolloutNode
-from flash.run.join import Order
+from flash.run.join import LifeEnd, Order
 from flash.run.joined import Hub, Life
 from flash.types import Canary, Published
 from tests.rollout.test_node import CharTokenizer, Echo
@@ -37,8 +40,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 class Fakes(Life):
     """A life whose engine is a fake one."""
 
-    def __init__(self, config: Config, order: Order) -> None:
+    def __init__(self, config: Config, order: Order, step_s: float) -> None:
         super().__init__(config, order, None)
+        self._step_s = step_s
         self.line = FakeLine(lambda: FakeEngine(lambda prompt: [ord(c) for c in "yes"], 0.01))
 
     async def make_node(self, node: int, first_engine: int, hub: Hub) -> RolloutNode:
@@ -48,24 +52,25 @@ class Fakes(Life):
             [self.line],
             first_engine,
             CharTokenizer(),
-            lambda kind: wrap(Echo()),
+            lambda kind: wrap(Echo(lambda seed: self._step_s)),
             hub,
             now=anyio.current_time,
+            on_loss=self.lose_hub,
         )
 
 
-def life(job: Job) -> Fakes:
+def life(job: Job, step_s: float = 0.0) -> Fakes:
     real = msgspec.structs.replace(job.config.env, path="envs.arithmetic:Arithmetic")
     config = msgspec.structs.replace(job.config, env=real)
-    return Fakes(config, Order(job.place, digest(dump(job.config)), begun=0.0))
+    return Fakes(config, Order(job.place, digest(dump(job.config)), begun=0.0), step_s)
 
 
-async def serves(one: Fakes, hub: RealHub) -> None:
+async def serves(one: Fakes, hub: RealHub, version: int = 0) -> None:
     """Wait until the node's engine has this hub's version."""
-    await hub.handle(p.PublishRequest(Published(0, "tcp", b"", Canary([1, 2], [-1.0]))))
+    await hub.handle(p.PublishRequest(Published(version, "tcp", b"", Canary([1, 2], [-1.0]))))
     while True:
         await anyio.sleep(0.01)
-        if hub.joined and one.line.made and one.line.newest.version == 0:
+        if hub.joined and one.line.made and one.line.newest.version == version:
             return
 
 
@@ -85,10 +90,87 @@ async def test_its_engines_outlive_the_hub(job: Job, capfd: pytest.CaptureFixtur
             async with job.hub() as hub:
                 await serves(one, hub)
                 assert hub.joined == [1]
+                out = await said(capfd, "node 1 of run: goes on with 1 engine, and 0 of the ")
             os.kill(os.getpid(), signal.SIGTERM)  # while it has no hub
     assert len(one.line.made) == 1
     assert one.line.newest.closed
-    out, err = capfd.readouterr()
     assert "node 1 of run: starting 1 engine" in out
-    assert "node 1 of run: goes on with 1 engine" in out
-    assert "is gone" in err
+
+
+async def test_it_brings_the_next_hub_what_it_was_given_by_the_one_before(
+    job: Job, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one, journal = life(job, step_s=2.0), MemoryJournal()
+
+    async def run(all_of_it: anyio.CancelScope) -> None:
+        await one.run()
+        all_of_it.cancel()
+
+    with anyio.fail_after(60):
+        async with sharing("test"), anyio.create_task_group() as tasks:
+            tasks.start_soon(one.heed_signals, tasks.cancel_scope)
+            async with job.hub(journal=journal, evaluated={0}, life=1) as hub:
+                tasks.start_soon(run, tasks.cancel_scope)
+                await serves(one, hub)
+                out = await lent(hub)
+                events = list(journal.events)  # a hub that is killed notices no end of a connection
+            replay = Replay(None, 0)
+            for event in events:
+                replay.apply(event)
+            buffer = replay.state(0)
+            assert buffer is not None
+            state = HubState.went_on(0, buffer, job.config)
+            async with job.hub(journal=journal, evaluated={0}, life=2, state=state) as hub:
+                await serves(one, hub)
+                await said(capfd, f"1 engine, and {len(out)} of the {len(out)} samples that it had in hand")
+                await all_home(hub, out)
+                assert hub.buffer.ledger.retried == {}, "something was given out again"
+                hub.buffer.check()
+            os.kill(os.getpid(), signal.SIGTERM)  # while it has no hub
+
+
+async def lent(hub: RealHub) -> list[int]:
+    """The leases that a node has after a while."""
+    while True:
+        await anyio.sleep(0.5)
+        if hub.buffer.leases.out:
+            return [member.lease_id for member in hub.buffer.leases.members_out()]
+
+
+async def all_home(hub: RealHub, leases: list[int]) -> None:
+    """Wait until all of these have brought something home."""
+    while True:
+        await anyio.sleep(0.01)
+        if not any(map(hub.buffer.leases.is_out, leases)):
+            return
+
+
+async def said(capfd: pytest.CaptureFixture[str], words: str) -> str:
+    """Wait until the node says this; all that was said until then."""
+    text = ""
+    while True:
+        await anyio.sleep(0.01)
+        text += capfd.readouterr().out
+        if words in text:
+            return text
+
+
+async def test_a_node_whose_engines_are_newer_than_the_next_hub_starts_again(
+    job: Job, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one, ends, ended = life(job), list[LifeEnd](), anyio.Event()
+
+    async def run() -> None:
+        ends.append(await one.run())
+        ended.set()
+
+    with anyio.fail_after(60):
+        async with sharing("test"), anyio.create_task_group() as tasks:
+            async with job.hub() as hub:
+                tasks.start_soon(run)
+                await serves(one, hub, version=1)
+            async with job.hub():
+                await ended.wait()
+    assert ends == [LifeEnd.HUB_LOST]
+    assert one.line.newest.closed
+    assert "the run has gone back to version 0: this node starts again" in capfd.readouterr().out

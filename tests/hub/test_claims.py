@@ -1,0 +1,153 @@
+"""Leases that outlive the hub which has granted them: who may keep them, and when they go back."""
+
+from __future__ import annotations
+
+import anyio
+import msgspec
+import pytest
+
+from flash.config import waits
+from flash.errors import PeerLostError, ProtocolError
+from flash.hub import protocol as p
+from flash.hub.gate import Gate
+from flash.hub.hub import Hub
+from flash.hub.journal import MemoryJournal, Revoked
+from flash.hub.replayed import Replay
+from flash.hub.state import HubState
+from flash.observe.observer import MemoryObserver
+from flash.transport.server import Peer
+from flash.types import Failure, Lease, Outcome
+from tests.hub.cases import trajectory
+from tests.hub.test_hub import Driver, make_config
+
+pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
+
+
+class Next:
+    """The hub after one whose nodes 0 and 1 have had leases, behind its gate; node 1 has joined, and outlives it."""
+
+    def __init__(self) -> None:
+        self.config, self.journal = make_config(), MemoryJournal()
+
+    async def begin(self) -> None:
+        driver = Driver(self.config, journal=self.journal, life=1)
+        run = await driver.hub.handle(p.RunRequest(p.dialect()))
+        await driver.hub.handle(p.JoinRequest(run.digest, 1))
+        await driver.begin(0, 1)
+        self.lost, self.held = await driver.lease(0, 1), await driver.lease(1, 3)
+        assert len(self.held) == 3
+        await driver.bring(1, self.held[2])
+        self.reopen(2)
+
+    def reopen(self, life: int) -> None:
+        replay = Replay(None, 0)
+        for event in self.journal.events:
+            replay.apply(event)
+        buffer = replay.state(0)
+        assert buffer is not None
+        self.observer = MemoryObserver()
+        self.hub = Hub(
+            *(self.config, self.observer),
+            now=anyio.current_time,
+            evaluated={0},
+            state=HubState.went_on(0, buffer, self.config),
+            journal=self.journal,
+            life=life,
+        )
+        self.gate, self.peer = Gate(self.hub, self.config), Peer(1, "guest-7", "127.0.0.1:1")
+        self.gate.arrived(self.peer)
+
+    async def join(self) -> None:
+        run = await self.hub.handle(p.RunRequest(p.dialect()))
+        assert (await self.gate.handle(self.peer, p.JoinRequest(run.digest, 1))) == p.JoinReply(1, 1)
+
+    async def claim(self, *leases: Lease) -> list[int]:
+        reply = await self.gate.handle(self.peer, p.ClaimRequest(1, list(leases)))
+        assert isinstance(reply, p.ClaimReply)
+        return reply.lease_ids
+
+    async def bring(self, lease: Lease) -> None:
+        ended = [p.EndedLease(lease.lease_id, trajectory(lease.task, 0))]
+        await self.gate.handle(self.peer, p.DeliverRequest(1, ended, 0))
+
+
+async def test_a_lease_is_claimed_once_and_what_came_home_or_was_never_lent_is_not() -> None:
+    hubs = Next()
+    await hubs.begin()
+    await hubs.join()
+    first, second, delivered = hubs.held
+    strange = msgspec.structs.replace(second, lease_id=second.lease_id + 1000)
+    changed = msgspec.structs.replace(second, task=msgspec.structs.replace(second.task, attempt=1))
+    assert await hubs.claim(first, delivered, strange, changed, *hubs.lost) == [first.lease_id]
+    assert await hubs.claim(first) == [], "two nodes have the same lease"
+    done = hubs.hub.buffer.ledger.generated_tokens
+    await hubs.bring(first)
+    assert hubs.hub.buffer.ledger.generated_tokens == done + 3
+    with pytest.raises(ProtocolError, match=f"does not hold lease {second.lease_id}"):
+        await hubs.bring(second)
+    hubs.hub.buffer.check()
+
+
+async def test_a_lease_can_be_claimed_from_the_hub_after_the_next() -> None:
+    hubs = Next()
+    await hubs.begin()
+    hubs.reopen(3)
+    await hubs.join()
+    assert await hubs.claim(*hubs.held) == [lease.lease_id for lease in hubs.held[:2]]
+
+
+async def test_what_nobody_claims_goes_back_after_some_time_and_what_was_at_the_hubs_own_node_at_once() -> None:
+    hubs = Next()
+    await hubs.begin()
+    out = hubs.hub.buffer.leases
+    while hubs.hub.buffer.tidy():
+        pass
+    assert not out.is_out(hubs.lost[0].lease_id)
+    assert [out.is_out(lease.lease_id) for lease in hubs.held] == [True, True, False]
+    await hubs.join()
+    assert await hubs.claim(hubs.held[0]) == [hubs.held[0].lease_id]
+    begun = anyio.current_time()
+    await hubs.hub.expire_claims()
+    assert anyio.current_time() - begun == waits.claim_s(hubs.config)
+    while hubs.hub.buffer.tidy():
+        pass
+    assert [out.is_out(lease.lease_id) for lease in hubs.held] == [True, False, False]
+    assert await hubs.claim(hubs.held[1]) == []
+    assert hubs.observer.notes[-1] == "samples given out again, as no node has come that has them in hand: 1"
+    # What was claimed goes back with the node, as any other lease.
+    hubs.gate.left(hubs.peer)
+    while hubs.hub.buffer.tidy():
+        pass
+    assert not out.is_out(hubs.held[0].lease_id)
+    hubs.hub.buffer.check()
+
+
+async def test_a_hub_that_ends_with_an_error_leaves_its_nodes_what_they_have() -> None:
+    journal = MemoryJournal()
+    driver = Driver(make_config(), journal=journal, life=1)
+    await driver.begin(0, 1)
+    assert await driver.lease(1, 3)
+    driver.hub.fail(PeerLostError("a trainer rank is gone"))
+    driver.hub.peer_lost("node-1")
+    assert not any(isinstance(event, Revoked) for event in journal.events)
+
+
+async def test_no_two_leases_of_a_run_have_the_same_number() -> None:
+    hubs = Next()
+    await hubs.begin()
+    await hubs.join()
+    await hubs.hub.handle(p.EngineReport(1, 1, [p.EngineStatus(1, 0, 0.0, 1.0, 0.0)], []))
+    reply = await hubs.gate.handle(hubs.peer, p.LeaseRequest(1, 8))
+    assert isinstance(reply, p.LeaseReply)
+    assert reply.leases, "engines that have a version of the former hub work on"
+    assert min(lease.lease_id for lease in reply.leases) > max(lease.lease_id for lease in (*hubs.held, *hubs.lost))
+    failed = [p.EndedLease(each.lease_id, Failure(each.task, Outcome.ENV_ERROR, "x", 0)) for each in reply.leases]
+    await hubs.gate.handle(hubs.peer, p.DeliverRequest(1, failed, 0))
+
+
+async def test_a_version_of_the_hub_before_is_nobodys_and_an_engine_that_could_not_load_it_is_well() -> None:
+    hubs = Next()
+    await hubs.begin()
+    await hubs.join()
+    reply = await hubs.gate.handle(hubs.peer, p.LoadFailed(1, (1 << 20) + 1))
+    assert reply == p.LoadFailedReply(gone=True)

@@ -1,0 +1,199 @@
+"""A node that loses its hub goes on with all that it has at the next one, on the virtual clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from flash.config.waits import claim_s
+from flash.environment.interface import HELD_OUT
+from flash.environment.shared import sharing
+from flash.environment.threaded import wrap
+from flash.errors import PeerLostError, TransportError
+from flash.hub.hub import Hub, RunEnd
+from flash.hub.in_process import InProcessCaller
+from flash.hub.journal import MemoryJournal
+from flash.hub.replayed import Replay
+from flash.hub.state import HubState
+from flash.rollout.fake_engine import FakeEngine, FakeLine
+from flash.rollout.node import RolloutNode
+from flash.simulate.clock import run_virtual
+from flash.transport.request import ReplyT, Request
+from flash.waiting import unwrapped_group
+from tests.rollout.test_node import CharTokenizer, Echo, World, ages
+from tests.rollout.test_node_engines import config, engine
+
+AWAY_S = 3.0
+"""Between two hubs: some samples end meanwhile, and some do not."""
+
+
+IN_THE_MIDST_S = 0.7
+"""After a version and its checkpoint, in the middle of a step: samples have gone out since."""
+
+
+class Line:
+    """A connection to a hub, until it is cut."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = InProcessCaller(hub)
+        self.cut = anyio.Event()
+
+    async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        async with unwrapped_group() as race:
+            race.start_soon(self._end, race.cancel_scope)
+            reply = await self._hub.call(request, timeout)
+            race.cancel_scope.cancel()
+            return reply
+        raise PeerLostError("the hub is gone")
+
+    async def _end(self, call: anyio.CancelScope) -> None:
+        await self.cut.wait()
+        call.cancel()
+
+
+class Lives:
+    """One node, and the hubs of a run that it serves one after the other.
+
+    Args:
+        engines: how many it has.
+        away_s: how long it finds no hub.
+    """
+
+    def __init__(self, *, engines: int, away_s: float = AWAY_S, **changes: Any) -> None:
+        self.config = config(run={"steps": 12}, eval={"every": 0, "problems": 1}, **changes)
+        self.lines = [FakeLine(lambda: engine(text="yes and more")) for _ in range(engines)]
+        self.node: RolloutNode | None = None
+        self.begun: Counter[int] = Counter()
+        """Episodes by their seeds."""
+        self.trained: dict[int, list[int]] = {}
+        """The tasks of each step."""
+        self.worlds: list[World] = []
+        self._away_s = away_s
+        self._journal = MemoryJournal()
+        self._lost = anyio.Event()
+        self.away = anyio.Event()
+        """The first hub is gone."""
+
+    def make_env(self, kind: str) -> Any:
+        begun = self.begun
+
+        class Counted(Echo):
+            async def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+                begun[seed] += 1
+                return await super().reset(seed)
+
+        return wrap(Counted(lambda seed: seed % 5 / 2))
+
+    def lose(self, error: TransportError) -> None:
+        self._lost.set()
+
+    async def run(self, cuts: Sequence[int]) -> RunEnd:
+        """The hub is cut off at each of these versions, and the next one begins where it was."""
+        async with sharing("test"), anyio.create_task_group() as tasks:
+            for number, cut in enumerate([*cuts, None], start=1):
+                end = await self._serve(tasks, number, cut)
+            assert self.node is not None
+            await self.node.close()
+            assert end is not None
+            return end
+        raise AssertionError("cancelled from outside, and not told")
+
+    async def _serve(self, tasks: Any, number: int, cut: int | None) -> RunEnd | None:
+        state = self._state() if self.worlds else None
+        world = World(self.config, state=state, evaluated={0}, journal=self._journal, life=number)
+        ends = list[RunEnd]()
+        hub, finished = world.build(), anyio.Event()
+        self.worlds.append(world)
+        line = Line(hub)
+
+        async def run() -> None:
+            ends.append(await hub.run())
+            finished.set()
+
+        async with anyio.create_task_group() as life:
+            life.start_soon(world.trainer.run)
+            life.start_soon(run)
+            if self.node is None:
+                self.node = RolloutNode(
+                    *(number, self.config, self.lines, number, CharTokenizer(), self.make_env, line),
+                    now=anyio.current_time,
+                    on_loss=self.lose,
+                )
+                tasks.start_soon(self.node.work)
+            else:
+                self.away.set()
+                await anyio.sleep(self._away_s)
+                await self.node.move(number, number, line)
+            if cut is None:
+                await finished.wait()
+            else:
+                await world.trainer.reached(cut)
+                await anyio.sleep(IN_THE_MIDST_S)
+                self._lost = anyio.Event()
+                line.cut.set()
+                await self._lost.wait()
+                life.cancel_scope.cancel()
+        return ends[0] if ends else None
+
+    def _state(self) -> bytes:
+        """What the next hub knows."""
+        replay = Replay(None, 0)
+        for event in (event for file in self._journal.files for event in file):
+            replay.apply(event)
+        buffer = replay.state(replay.reached)
+        assert buffer is not None
+        return msgspec.msgpack.encode(HubState.went_on(replay.reached, buffer, self.config))
+
+    @property
+    def engines(self) -> list[FakeEngine]:
+        return [each for line in self.lines for each in line.made]
+
+
+@pytest.mark.parametrize("cuts", [[3], [2, 3, 7]])
+@pytest.mark.parametrize("engines", [1, 3])
+def test_episodes_outlive_the_hub_and_no_sample_is_made_twice(engines: int, cuts: list[int]) -> None:
+    lives = Lives(engines=engines)
+    end = run_virtual(lambda: lives.run(cuts))
+    assert end.ledger["issued"] == end.ledger["trained"] == 96
+    assert {seed: number for seed, number in lives.begun.items() if seed < HELD_OUT and number != 2} == {}
+    assert all(min(ages(world)) >= 0 for world in lives.worlds)
+    assert len(lives.engines) == engines, "none was made anew"
+    assert [each.numbers for each in lives.engines] == [
+        [number + place for number in range(2, len(cuts) + 2)] for place in range(engines)
+    ]
+    assert all(each.closed for each in lives.engines)
+
+
+def test_a_node_that_comes_too_late_drops_what_it_has_and_others_make_it_again() -> None:
+    lives = Lives(engines=2, away_s=claim_s(config()) + 1)
+    end = run_virtual(lambda: lives.run([3]))
+    assert end.ledger["issued"] == end.ledger["trained"] == 96
+    assert end.ledger["retried_cancelled"] > 0
+    assert any("no node has come that has them in hand" in note for note in lives.worlds[-1].observer.notes)
+    assert max(lives.begun[seed] for seed in lives.begun if seed < HELD_OUT) > 2
+
+
+def test_an_engine_that_dies_while_there_is_no_hub_is_started_again() -> None:
+    lives = Lives(engines=2)
+
+    async def go() -> RunEnd:
+        ends: list[RunEnd] = []
+
+        async def run() -> None:
+            ends.append(await lives.run([3]))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            await lives.away.wait()
+            lives.lines[0].newest.kill()
+        return ends[0]
+
+    end = run_virtual(go)
+    assert end.ledger["trained"] == 96
+    assert [len(line.made) for line in lives.lines] == [2, 1]
+    assert any("is back after" in note for note in lives.worlds[-1].observer.notes)
