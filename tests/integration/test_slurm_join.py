@@ -71,16 +71,12 @@ class Jobs:
             time.sleep(0.1)
 
 
-@pytest.fixture(params=["stand-in", "real"])
-def jobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Jobs]:
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    """Of a real cluster, where it is installed."""
     with ExitStack() as stack:
-        cluster = None
-        if request.param == "real":
-            why = missing()
-            if why and not os.environ.get("FLASH_REQUIRE_SLURM"):
-                pytest.skip(f"no SLURM: {why}")
-            cluster = stack.enter_context(Cluster())
-        yield Jobs(tmp_path, cluster, stack)
+        real = not missing() or os.environ.get("FLASH_REQUIRE_SLURM")
+        yield Jobs(tmp_path, stack.enter_context(Cluster()) if real else None, stack)
 
 
 def test_a_second_jobs_node_joins_makes_samples_that_are_trained_and_leaves_when_its_job_is_cancelled(
