@@ -32,6 +32,7 @@ from tests.trainer.trainer_cases import (
     aged_shard,
     gradient_of,
     kept,
+    local,
     make_config,
     make_shard,
     make_trajectory,
@@ -295,6 +296,22 @@ def test_the_advantages_of_the_chosen_signs_are_multiplied(untied_model: Path, o
     assert set(quotient[~raised].tolist()) <= {1.0}
     assert quotient[raised].tolist() == pytest.approx(np.where(quotient[raised] > 1.2, 1.5, 1.0).tolist())
     assert (quotient[raised] > 1.2).any()
+
+
+def test_every_update_of_a_batch_follows_the_attention_that_began_the_step(untied_model: Path) -> None:
+    """Where a single update looks on at its own pass: heads of an earlier batch, and no pass for another reason."""
+    found = []
+    for passes in (1, 3):
+        train = {"updates_per_batch": passes, "learning_rate": 1e-1}
+        algorithm = {"objective": "decoupled_ppo", "options": {"proximal": "loglinear"}}
+        trainer = trainer_with(untied_model, {**TABLE, "heads": "first"}, algorithm=algorithm, train=train)
+        started = [local(parameter).clone() for parameter in trainer.model.parameters()]
+        trainer.train_step(aged_shard())  # chooses the heads
+        with torch.no_grad():
+            for parameter, value in zip(trainer.model.parameters(), started, strict=True):
+                local(parameter).copy_(value)
+        found.append(trainer.train_step(aged_shard(1, step=4))["advantage_abs_mean"])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 def advantages(trainer: Trainer, config: Config) -> Any:
