@@ -177,14 +177,27 @@ def on_killed_worker(tell: Callable[[int], None]) -> None:
     executor: Any = multiproc_executor.MultiprocExecutor
     end_all = executor._ensure_worker_termination
 
+    held: list[logging.LogRecord] = []
+
+    def hold_back(record: logging.LogRecord) -> bool:
+        """vLLM tells that a worker is gone before the system tells how it ended."""
+        if not str(record.msg).startswith(WORKER_DIED):
+            return True
+        held.append(record)
+        return False
+
     def look_and_end_all(workers: Sequence[Any]) -> None:
         killed = _killed_one(workers)
         if killed is not None:
             tell(killed)
+        else:
+            for record in held:
+                multiproc_executor.logger.callHandlers(record)
+        held.clear()
         end_all(workers)
 
     executor._ensure_worker_termination = staticmethod(look_and_end_all)
-    multiproc_executor.logger.addFilter(lambda record: not _tells_of_killed_worker(record))
+    multiproc_executor.logger.addFilter(hold_back)
 
 
 def _killed_one(workers: Sequence[Any]) -> int | None:
@@ -195,11 +208,6 @@ def _killed_one(workers: Sequence[Any]) -> int | None:
             worker.join(SETTLE_S)
     codes = [worker.exitcode for worker in workers]
     return next((-code for code in codes if code is not None and code < 0), None)
-
-
-def _tells_of_killed_worker(record: logging.LogRecord) -> bool:
-    code = record.args[1] if isinstance(record.args, tuple) and len(record.args) == 2 else 0
-    return str(record.msg).startswith(WORKER_DIED) and isinstance(code, int) and code < 0
 
 
 def is_core_death(error: BaseException) -> bool:

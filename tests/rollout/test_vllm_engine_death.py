@@ -14,6 +14,7 @@ import pytest
 from flash.errors import EngineDeadError
 from flash.foreign import vllm
 from flash.rollout.vllm_engine import VLLMEngine
+from flash.rollout.vllm_processes import FIND_S
 from tests.rollout import engine_contract as contract
 from tests.rollout.test_vllm_engine import engine_children, make_config, make_model, processes_of_group, serving
 
@@ -63,6 +64,7 @@ def test_an_engine_that_is_killed_while_it_starts_is_dead_and_nothing_else_is_pr
         while not (begun := engine_children() - known):  # noqa: ASYNC110 (nothing tells when a process has begun)
             await anyio.sleep(0.05)
         victims = list(begun)
+        await anyio.sleep(5 * FIND_S)  # it is known by then
         if which == "worker":
             while not (victims := spawned_by(*begun)):  # noqa: ASYNC110 (as above)
                 await anyio.sleep(0.05)
