@@ -8,6 +8,7 @@ same without the start of its engines. The commands share the machine with the r
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -43,6 +44,7 @@ def training() -> Generator[Path]:
     workload = WORKLOADS / "real_agentic.toml"
     command = [sys.executable, "-m", "flash", "train", str(workload), f"run.name={NAME}", "run.steps=100000"]
     run_dir = Path("outputs") / NAME
+    shutil.rmtree(run_dir, ignore_errors=True)  # what an earlier one has left would be taken for this one's
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
             until(lambda: bool(_text(run_dir / "metrics.jsonl")), "the first step")

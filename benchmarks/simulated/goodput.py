@@ -59,7 +59,7 @@ class Case(msgspec.Struct, frozen=True):
     def name(self) -> str:
         """For the rows."""
         nodes = "spot nodes" if self.spot else "nodes"
-        return f"{nodes}, {'all restart' if self.together else 'own work'}, checkpoint every {self.every}"
+        return f"{nodes}, {'all restart' if self.together else 'own work'}, every {self.every}"
 
 
 CASES = [
