@@ -5,8 +5,9 @@ BIN := .venv/bin
 BENCH_ARGS ?=
 GPU_CHECK ?=
 
-# At most four tests at a time, each file's in their order: see tests/conftest.py.
-WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
+# One test more than there are cores, as many wait for a process of their own; at most four. Each file's are in their
+# order: see tests/conftest.py.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
 
 .PHONY: env check unit test lint bench gpu-check docs clean

@@ -10,7 +10,7 @@ The multiplier of a token's advantage is γ = g where it plans (local: the top q
 top q of FAI). Coupled: an anchor t in the shadow of a plan u, so WAAD_t ≤ τ_waad and Δ_u ≥ τ_Δ with u in t − k … t − 1,
 hands the share α of its extra credit to that u. WAAD and FAI are linear in A: the mean over heads may be taken after.
 
-Of a map, `row_B` and `column_C` are the places of its rows and columns in the sequence, ascending.
+Of a map, `row_B` and `column_C` are the places of its rows and columns in the sequence, ascending, columns without gap.
 Shape legend: H = heads, B = rows of a map, C = its columns, R = tokens of a response.
 """
 
@@ -134,9 +134,13 @@ def spans(attention_HBC: Tensor, row_B: Tensor, column_C: Tensor) -> Tensor:
 def windowed_distance(attention_HBC: Tensor, row_B: Tensor, column_C: Tensor, window: int) -> Tensor:
     """[H, B]: each row's WAAD, Σ_s A[t, s] min(t − s, W) = W − Σ_s A[t, s] (W − t + s)⁺, since rows add to 1.
 
-    So columns that are W or more before every row may be left out, and those after a row have no attention.
+    So only the W columns up to the row count. Every row's own must be there; of those that are not, none has attention.
     """
-    return window - (attention_HBC * (window - _distance(row_B, column_C)).clamp(min=0)).sum(-1)
+    back_W = row_B.new_ones(min(window, len(column_C))).cumsum(0) - 1
+    place_BW = (row_B - column_C[0])[:, None] - back_W
+    rest_BW = ((window - back_W) * (place_BW >= 0)).to(attention_HBC.dtype)
+    near_HBW = attention_HBC.gather(-1, place_BW.clamp_(min=0).expand(len(attention_HBC), -1, -1))
+    return window - (near_HBW * rest_BW).sum(-1)
 
 
 def future_influence(attention_HBC: Tensor, row_B: Tensor, column_C: Tensor, nearest: int, farthest: int) -> Tensor:
@@ -144,8 +148,10 @@ def future_influence(attention_HBC: Tensor, row_B: Tensor, column_C: Tensor, nea
 
     The sums of several blocks of rows add up; FAI is their sum over `followers`.
     """
-    distance_BC = _distance(row_B, column_C)
-    return (attention_HBC * ((distance_BC >= nearest) & (distance_BC <= farthest))).sum(-2)
+    # From the first row, and as floats: faster to compare, and exact up to 2²⁴ tokens.
+    middle = (row_B - row_B[0]).to(attention_HBC.dtype) - (nearest + farthest) / 2
+    off_BC = (middle[:, None] - (column_C - row_B[0]).to(attention_HBC.dtype)).abs_()
+    return (attention_HBC * (off_BC <= (farthest - nearest) / 2).to(attention_HBC.dtype)).sum(-2)
 
 
 def followers(position_R: IntArray, nearest: int, farthest: int) -> IntArray:
@@ -186,11 +192,6 @@ def multiplier(options: Rhythm, waad_R: FloatArray, influence_R: FloatArray, pos
     plan_R[planned_R[shadowed_R]] = True
     moved_R = options.shift * (plan_R.astype(np.float64) - shadowed_R)
     return 1 + (options.gain - 1) * (anchor_R + moved_R)
-
-
-def _distance(row_B: Tensor, column_C: Tensor) -> Tensor:
-    """[B, C]: t − s, in tokens."""
-    return row_B[:, None] - column_C[None, :]
 
 
 def _plans(options: Rhythm, waad_R: FloatArray, delta_R: FloatArray, position_R: IntArray) -> IntArray:

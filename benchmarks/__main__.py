@@ -7,8 +7,10 @@ benchmark can do, it does by its own command, which `--list` shows.
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
+from types import FrameType
 
 from benchmarks.form import RESULTS, ROOT
 
@@ -25,6 +27,7 @@ MODULES = {
                 "queue_scheduling",
                 "redundant_envs",
                 "scaling",
+                "session_cache",
                 "stragglers",
             ),
         )
@@ -33,11 +36,14 @@ MODULES = {
         name: f"benchmarks.real.{name}"
         for name in (
             *("async_vs_sync", "calibration", "chaos", "engine_efficiency"),
-            *("join", "loop_load", "objective_cost", "plain_loop", "rhythm_cost"),
+            *("grids", "join", "loop_load", "model_service", "objective_cost", "plain_loop", "rhythm_cost"),
         )
     },
+    "credit": "benchmarks.real.credit",
     "real_agentic": "benchmarks.real.agentic",
     "real_rlvr": "benchmarks.real.rlvr",
+    "real_textworld": "benchmarks.real.textworld",
+    "session_cache_real": "benchmarks.real.session_cache",
     "offpolicy": "benchmarks.offpolicy",
     "offpolicy_confirm": "benchmarks.offpolicy.confirm",
     "sandbox": "benchmarks.sandbox",
@@ -61,7 +67,11 @@ def main() -> int:
     unknown = [name for name in args.names if name not in MODULES]
     if unknown:
         parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(MODULES)}")
-    failed = [name for name in args.names or MODULES if not _run(name, quick=args.quick)]
+    benchmarks = Benchmarks()
+    failed = [name for name in args.names or MODULES if not benchmarks.run(name, quick=args.quick)]
+    if benchmarks.signal:
+        print(f"ended by {signal.Signals(benchmarks.signal).name}")
+        return 128 + benchmarks.signal
     if failed:
         print(f"failed: {', '.join(failed)}")
         return 1
@@ -70,10 +80,32 @@ def main() -> int:
     return 0
 
 
-def _run(name: str, *, quick: bool) -> bool:
-    options = ["--quick"] if quick else ["--json", str(RESULTS / f"{name}.json")]
-    print(f"\n=== {name}", flush=True)
-    return subprocess.run([sys.executable, "-m", MODULES[name], *options], cwd=ROOT, check=False).returncode == 0
+class Benchmarks:
+    """Runs benchmarks as processes. SIGINT or SIGTERM ends the one that runs, which is awaited; no other begins."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        """What has ended them; 0: nothing."""
+        self._process: subprocess.Popen[bytes] | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._heed)
+
+    def run(self, name: str, *, quick: bool) -> bool:
+        """Whether it succeeds."""
+        if self.signal:
+            return False
+        options = ["--quick"] if quick else ["--json", str(RESULTS / f"{name}.json")]
+        print(f"\n=== {name}", flush=True)
+        # A group of its own, which a terminal's Ctrl-C does not reach: it would cut off what the first signal ends.
+        self._process = subprocess.Popen([sys.executable, "-m", MODULES[name], *options], cwd=ROOT, process_group=0)
+        if self.signal:
+            self._process.terminate()
+        return self._process.wait() == 0
+
+    def _heed(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        if self._process is not None:
+            self._process.terminate()
 
 
 if __name__ == "__main__":

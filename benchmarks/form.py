@@ -12,11 +12,15 @@ import argparse
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 import msgspec
 
@@ -24,7 +28,7 @@ LOWER_IS_BETTER = (
     *("_ms", "_ms_median", "_ms_p99", "_s", "_s_per_step", "seconds"),
     *("_error", "_bytes", "_mib", "_gib", "start_ratio", "leaked"),
     *("false_successes", "late_answers", "untyped_errors"),
-    *("_lost", "_doubled", "_unaccounted", "_beyond_alpha", "_left", "_failed", "hangs"),
+    *("_lost", "_crossed", "_doubled", "_unaccounted", "_beyond_alpha", "_left", "_failed", "hangs"),
 )
 """Endings of metrics of which less is better, unless they are rates (`…_per_s`)."""
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +41,8 @@ FIGURES = ROOT / "docs" / "images" / "figures"
 """Where full runs draw to."""
 COMMAND_TIMEOUT_S = 10
 """Longest wait for git and nvidia-smi, which only describe the machine."""
+ENDING_S = 120
+"""Longest wait for a command that was told to end: a run writes a checkpoint, under a deadline of its own."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -106,7 +112,8 @@ def main(
     for title, text in machine():
         print(f"  {title:<8} {text}")
     print(flush=True)
-    rows = run(Args(quick=args.quick))
+    with terminated_like_interrupted():
+        rows = run(Args(quick=args.quick))
     print_table(rows)
     if args.json is not None:
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")
@@ -115,6 +122,42 @@ def main(
         plot(rows, picture)
         print(f"drawn to {picture}")
     return rows
+
+
+@contextmanager
+def terminated_like_interrupted() -> Generator[None]:
+    """SIGTERM unwinds like Ctrl-C, instead of leaving behind what was started."""
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_command(words: Sequence[str | Path], timeout_s: float, variables: Mapping[str, str] | None = None) -> None:
+    """Run a command to its end. Where that is not awaited, after Ctrl-C too, it is told to end, and does so in order.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+        subprocess.TimeoutExpired: it took too long.
+    """
+    # A group of its own, which a terminal's Ctrl-C does not reach: the command would hear of it twice.
+    with subprocess.Popen(words, env=variables, process_group=0) as process:
+        try:
+            code = process.wait(timeout_s)
+        except BaseException:
+            process.terminate()
+            try:
+                process.wait(ENDING_S)
+            finally:
+                process.kill()
+            raise
+    if code != 0:
+        raise subprocess.CalledProcessError(code, words)
 
 
 def _command() -> str | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from benchmarks.form import run_command
 
 PINNED = ["cluster.node_cpus=[0]", "cluster.trainer_cpus=[1]"]
 """Overrides: the node loop and its engine on core 0, the trainer on core 1, each core for one device."""
@@ -34,7 +35,7 @@ class Measured(msgspec.Struct, frozen=True):
 def run(workload: Path, name: str, overrides: list[str]) -> Path:
     """Run `flash train`; the run's directory."""
     command = [sys.executable, "-m", "flash", "train", str(workload), f"run.name={name}", *overrides]
-    subprocess.run(command, check=True, timeout=RUN_TIMEOUT_S)
+    run_command(command, RUN_TIMEOUT_S)
     return Path("outputs") / name
 
 

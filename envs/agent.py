@@ -4,36 +4,41 @@ The inverted environment: what the agent asks first is what `reset` shows, our a
 appends and asks next is the observation of the step. Another environment gives the task and judges what the agent
 returns. `flash.service` is the endpoint; each episode has a key of its own, which ends with it.
 
-An episode is one conversation in which messages are only appended. An agent that rewrites or drops what was said, or
-asks twice at once, ends its episode as `branched`. One that fails is an error of the environment, unless what failed it
-is a limit of the run: then the episode is truncated, and judged on an empty answer.
+An agent that only appends to what was said has an episode of one sequence. One that rewrites or drops some of it, that
+asks several things at once or the same thing twice, begins branches, each a sequence of its own; what it asks at once
+is answered in the order in which it came. One that fails is an error of the environment, unless what failed it is a
+limit of the run: then the episode is truncated, and judged on an empty answer.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
-import signal
-import traceback
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
-from functools import cached_property
-from subprocess import PIPE
-from typing import Any, cast
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import asynccontextmanager
+from functools import cached_property, partial
+from typing import Any, ClassVar, cast
 
 import anyio
 import anyio.to_thread
 import msgspec
-from anyio.abc import ByteReceiveStream, TaskGroup
+from anyio.abc import TaskGroup
 
+from envs import wrapped
+from envs.agent_run import AgentRun, Function
+from envs.judging.judge import SandboxOpener
+from envs.programs import run_command
+from envs.relay.boxed import BoxOptions, box_of, run_boxed, try_box
+from envs.sandbox.open import open_sandboxes
 from envs.sandbox.service.limits import Limits
 from envs.sandbox.service.server import Address, open_socket, serving
-from flash.config.objects import check_options, load_environment, load_object
+from envs.wrapped import load_tasks
+from flash.config.objects import load_object
 from flash.environment import (
     Environment,
     EpisodeView,
+    Expected,
     Info,
-    Prepared,
+    ResetResult,
     SolvedExample,
     StepResult,
     SyncEnvironment,
@@ -44,32 +49,18 @@ from flash.environment import (
 from flash.environment.results import check_reset_result, check_step_result
 from flash.errors import ConfigError, EnvError
 from flash.service.app import make_app
-from flash.service.chat import Answer, ApiError
-from flash.service.sessions import Call, Session, Sessions
-from flash.types import Message
+from flash.service.bodies import before
+from flash.service.chat import Answer
+from flash.service.errors import ApiError
+from flash.service.sessions import Heard, Session, Sessions
+from flash.service.tools import is_well_formed
+from flash.types import ASSISTANT, Message
 
 HOST = "envs.agent"
 """What the episodes of a node share their endpoint under."""
 
 LIMITS = Limits(strangers=4096)
 """Of the endpoint's server: all agents of a node may arrive at once, before any of them has shown its key."""
-
-OUTPUT_BYTES = 1 << 20
-"""Kept of what a command writes, from its beginning."""
-
-STDERR_SHOWN = 500
-"""Characters shown of what a command that failed complained of, from the end."""
-
-Function = Callable[[str, str, str], Awaitable[str] | str]
-"""`(base_url, api_key, task)`; returns the answer."""
-
-
-class Tasks(msgspec.Struct, frozen=True):
-    """The environment that gives tasks and judges answers."""
-
-    path: str
-    """`module:Class`. It shows text, and one step ends it."""
-    options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -80,35 +71,43 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """
 
     tasks: dict[str, Any]
-    """A table with the `path` of the environment's class that gives tasks and judges answers, and its `options`."""
+    """A table with the `path` of the environment's class that gives tasks and judges answers, and its `options`. It
+    shows text, and one step ends it."""
     function: str | None = None
     """`module:function` of `(base_url, api_key, task)`, which returns the answer; `async def`, or run in a thread."""
     command: list[str] | None = None
     """Or a program and its arguments. It has OPENAI_BASE_URL and OPENAI_API_KEY in its environment, reads the task from
     its standard input and writes the answer to its standard output."""
+    box: dict[str, Any] | None = None
+    """A sandbox without a network that `command` runs in, instead of on the node: see `envs.relay.boxed.BoxOptions`."""
+    own_reward: bool = False
+    """Whether the agent may end its episode with a reward of its own, by `POST {base_url}/episode/reward`."""
 
     def __post_init__(self) -> None:
         if (self.function is None) == (self.command is None):
             raise ConfigError("expected one of `function` and `command`: they say what the agent is")
         if self.command is not None and not self.command:
             raise ConfigError("`command` is empty: expected a program and its arguments")
+        if self.box is not None and self.command is None:
+            raise ConfigError("`box` is where a `command` runs: a `function` runs in this process")
+        _ = self.boxed
 
     @cached_property
     def environment(self) -> tuple[type[Any], dict[str, Any]]:
         """The class that gives tasks, and its keyword arguments."""
-        tasks = Tasks(**check_options(Tasks, self.tasks, "tasks"))
-        try:
-            kind = load_environment(tasks.path)
-        except ConfigError as error:
-            raise ConfigError(f"`tasks.path`: {error}") from error
-        return kind, check_options(kind, tasks.options, "tasks.options")
+        return load_tasks(self.tasks)
+
+    @cached_property
+    def boxed(self) -> BoxOptions | None:
+        """The sandbox of each agent, if it has one."""
+        return None if self.box is None else box_of(self.box)
 
     @cached_property
     def agent(self) -> Function:
         """The agent as a function."""
         if self.command is not None:
             command = self.command
-            return lambda base_url, api_key, task: _run_command(command, base_url, api_key, task)
+            return lambda base_url, api_key, task: run_command(command, base_url, api_key, task)
         assert self.function is not None
         found: Any = load_object(self.function)
         try:
@@ -151,6 +150,9 @@ async def open_host() -> AsyncGenerator[Host]:
 class Agent:
     """One agent at one task."""
 
+    opener: ClassVar[SandboxOpener] = staticmethod(open_sandboxes)
+    """Opens the sandboxes of a node."""
+
     _episode: EpisodeView
     _session: Session
     _key: str
@@ -159,9 +161,14 @@ class Agent:
     def __init__(self, options: AgentOptions) -> None:
         self._options = options
         self._tasks: Environment | None = None
-        self._run: _Run | None = None
+        self._run: AgentRun | None = None
+        self._heard: Heard | None = None
+        """What the policy answers."""
         self._limited = False
         """Whether a call was refused for a limit of the run."""
+        self._calls = 0
+        self._malformed = 0
+        """Calls of functions that the policy has made, and those of them that cannot be taken for one."""
 
     @classmethod
     def check(cls, options: AgentOptions) -> None:
@@ -170,47 +177,68 @@ class Agent:
         Raises:
             ConfigError: naming what is wrong.
         """
-        kind, kwargs = options.environment
-        own_check = getattr(kind, "check", None)
-        if own_check is not None:
-            own_check(**kwargs)
+        wrapped.check(*options.environment)
         _ = options.agent
 
     @classmethod
     async def prepare(cls, options: AgentOptions) -> None:
         """Open the endpoint, and what the tasks want."""
-        kind, kwargs = options.environment
-        if isinstance(kind, Prepared):
-            await kind.prepare(**kwargs)
+        await wrapped.prepare(*options.environment)
+        if options.boxed is not None:
+            await try_box(options.boxed, cls.opener)
         await shared(HOST, open_host)
 
     def inform(self, episode: EpisodeView) -> None:
         """Know of tokens."""
         self._episode = episode
 
-    async def reset(self, seed: int) -> tuple[list[Message], Info]:
+    async def reset(self, seed: int) -> ResetResult:
         """Give the agent its task, and show what it asks first."""
         self._tasks = wrap(self._make())
         task, _ = check_reset_result(await self._tasks.reset(seed))
         if not isinstance(task, str):
             raise EnvError('a task must be text, not chat messages (of a data set: template = "plain")')
         self._host = await shared(HOST, open_host)
-        self._session, self._key = self._host.sessions.open()
-        self._run = _Run(self._options.agent, (self._host.url, self._key, task), self._session)
+        self._session, self._key = self._host.sessions.open(rewarding=self._options.own_reward)
+        self._session.queued = self._expect
+        self._run = AgentRun(self._agent(), (self._host.url, self._key, task), self._session)
         self._host.agents.start_soon(self._run.live)
-        call = await self._asked()
-        if call is None:
+        self._heard = await self._asked()
+        if self._heard is None:
             raise EnvError(f"the agent ended before it had asked anything{self._run.why}")
-        return call.added, {}
+        return self._heard.shown, {}
 
     async def step(self, action: str) -> StepResult:
         """Answer the agent, and show what it asks next; judge it when it has ended."""
-        said = self._episode.last
-        self._session.answer(Answer(action, said.cut, said.prompt_tokens, said.tokens))
-        call = await self._asked()
-        if call is not None:
-            return call.added, 0.0, False, False, {}
+        self._session.answer(self._answer(action))
+        self._heard = await self._asked()
+        if self._heard is not None:
+            return self._heard.shown, 0.0, False, False, self._counted({})
         return await self._judged()
+
+    def _answer(self, action: str) -> Answer:
+        """The last response as the agent is told it, its calls counted."""
+        assert self._heard is not None
+        asked, said = self._heard.call.asked, self._episode.last
+        scored = self._episode.scored() if asked.logprobs else None
+        if isinstance(self._heard.shown, str):
+            content, stop = before(action, asked.stop)
+            message = Message(ASSISTANT, content)
+        else:
+            spoken = self._episode.spoken(calling=asked.calling)
+            content, stop = before(spoken.message.content, asked.stop)
+            message, calls = msgspec.structs.replace(spoken.message, content=content), spoken.message.tool_calls
+            self._calls += len(calls) + spoken.malformed
+            self._malformed += spoken.malformed + sum(not is_well_formed(call, asked.tools) for call in calls)
+            if not asked.parallel:
+                message = msgspec.structs.replace(message, tool_calls=calls[:1])
+        return Answer(message, said.cut, said.prompt_tokens, said.tokens, scored, stop)
+
+    def _counted(self, info: Info) -> Info:
+        if not self._calls:
+            return info
+        counts = {"tool_calls": self._calls, "malformed_calls": self._malformed}
+        return {**info, "metrics": {**counts, **info.get("metrics", {})}}
 
     async def close(self) -> None:
         """End the agent, and whatever it still asks."""
@@ -222,34 +250,71 @@ class Agent:
             if self._tasks is not None:
                 await self._tasks.close()
 
-    async def _asked(self) -> Call | None:
+    async def _asked(self) -> Heard | None:
         """The next call that can be answered; None when the agent has ended."""
-        while (call := await self._session.heard()) is not None:
-            refusal = self._refusal(call)
+        while (heard := await self._session.heard()) is not None:
+            asked, place = heard.call.asked, heard.place
+            self._episode.go_on(place.branch, place.answers)
+            refusal = self._refusal(heard)
             if refusal is None:
-                if call.max_tokens is not None:
-                    self._episode.limit(call.max_tokens)
-                return call
+                if asked.max_tokens is not None:
+                    self._episode.limit(asked.max_tokens)
+                self._episode.stop_at(asked.stop)
+                self._episode.comes(heard.call.name)
+                if asked.stream:
+                    self._episode.listen(heard.call.hears, calling=asked.calling)
+                return heard
             self._session.refuse(refusal)
         return None
 
-    def _refusal(self, call: Call) -> ApiError | None:
+    def _expect(self, heard: Heard) -> None:
+        """What is asked at once is sampled at once."""
+        asked, place = heard.call.asked, heard.place
+        hear = heard.call.hears if asked.stream else None
+        self._episode.expect(
+            Expected(
+                *(heard.call.name, heard.shown, place.branch, place.answers, asked.tools),
+                tokens=asked.max_tokens,
+                stop=asked.stop,
+                hear=hear,
+                calling=asked.calling,
+            )
+        )
+
+    def _refusal(self, heard: Heard) -> ApiError | None:
         if self._episode.turns_left < 1:
             self._limited = True
             return ApiError(400, "The episode has had all its answers (rollout.max_turns).", "turns_exhausted")
+        if heard.place.begins and self._episode.branches_left < 1:
+            self._limited = True
+            message = (
+                "The messages do not go on from what was said, and the episode has had all its branches "
+                "(rollout.max_branches)."
+            )
+            return ApiError(400, message, "branches_exhausted", "messages")
         try:
-            room = self._episode.room(call.added)
+            if not heard.place.answers:
+                self._episode.offer(heard.call.asked.tools)
+        except EnvError as error:
+            return ApiError(400, str(error), "unsupported_parameter", "tools")
+        try:
+            room = self._episode.room(heard.shown)
         except EnvError as error:
             return ApiError(400, str(error), None, "messages")
         if room < 1:
             self._limited = True
-            message = f"The messages are too long: with them {1 - room} tokens too many (model.max_length)."
+            message = (
+                f"The messages are too long: with them {1 - room} tokens too many (model.max_length, "
+                "rollout.max_episode_tokens)."
+            )
             return ApiError(400, message, "context_length_exceeded", "messages")
         return None
 
     async def _judged(self) -> StepResult:
         assert self._run is not None
         assert self._tasks is not None
+        if self._session.reward is not None:
+            return "", self._session.reward, True, False, self._counted({})
         answer = self._run.answer
         if answer is None and not self._limited:
             raise EnvError(f"the agent failed{self._run.why}")
@@ -257,7 +322,14 @@ class Agent:
         if not (terminated or truncated):
             raise EnvError("the environment of `tasks` goes on after a step: an agent has one answer")
         truncated = truncated or answer is None
-        return "", reward, not truncated, truncated, info
+        return "", reward, not truncated, truncated, self._counted(info)
+
+    def _agent(self) -> Function:
+        options = self._options
+        if options.boxed is None:
+            return options.agent
+        assert options.command is not None
+        return partial(run_boxed, options.boxed, options.command, opener=type(self).opener)
 
     def _make(self) -> Environment | SyncEnvironment:
         kind, kwargs = self._options.environment
@@ -282,91 +354,3 @@ class Agent:
                 "tiny model is taught with: set model.path to an existing model"
             )
         return env
-
-
-class _Run:
-    """An agent at work, in a task of the node's."""
-
-    def __init__(self, agent: Function, arguments: tuple[str, str, str], session: Session) -> None:
-        self._agent = agent
-        self._arguments = arguments
-        self._session = session
-        self._scope = anyio.CancelScope()
-        self._over = anyio.Event()
-        self.answer: str | None = None
-        """What it returned; None when it failed."""
-        self.why = ""
-        """How it failed, as the end of a sentence."""
-
-    async def live(self) -> None:
-        """Run it to its end; raises nothing but a cancellation from outside."""
-        try:
-            with self._scope:
-                await self._work()
-        finally:
-            self._session.agent_ended()
-            self._over.set()
-
-    async def _work(self) -> None:
-        try:
-            returned = self._agent(*self._arguments)
-            answer = cast("object", await returned if inspect.isawaitable(returned) else returned)
-        # The supervised boundary to code that is not ours, which may call sys.exit: that would end the whole node.
-        except (Exception, SystemExit) as error:
-            self.why = f": it raised {type(error).__name__}: {error}{_place(error)}"
-        except anyio.get_cancelled_exc_class():
-            if anyio.current_effective_deadline() == float("-inf"):
-                raise
-            # Something inside of it was cancelled, not the agent: passed on it would end every agent of the node.
-            self.why = ": it was cancelled from within"
-        else:
-            if isinstance(answer, str):
-                self.answer = answer
-            else:
-                self.why = f": it must return its answer as text, but returned {answer!r}"
-
-    async def end(self) -> None:
-        """End it, wherever it is."""
-        self._scope.cancel()
-        await self._over.wait()
-
-
-def _place(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-
-
-async def _run_command(command: list[str], base_url: str, api_key: str, task: str) -> str:
-    """A program as an agent. Raises EnvError when it fails."""
-    variables = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
-    process = await anyio.open_process(
-        command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=variables, start_new_session=True
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    written, complaint = bytearray(), bytearray()
-    try:
-        async with anyio.create_task_group() as streams:
-            streams.start_soon(_gather, process.stdout, written)
-            streams.start_soon(_gather, process.stderr, complaint)
-            with suppress(anyio.BrokenResourceError):  # it need not read its task
-                await process.stdin.send(task.encode())
-            await process.stdin.aclose()
-        code = await process.wait()
-    finally:
-        # With all that it has started.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with anyio.CancelScope(shield=True):
-            await process.aclose()
-    if code != 0:
-        said = complaint.decode("utf-8", "replace").strip()[-STDERR_SHOWN:]
-        raise EnvError(f"`{command[0]}` ended with exit code {code}: {said}")
-    return written.decode("utf-8", "replace")
-
-
-async def _gather(stream: ByteReceiveStream, into: bytearray) -> None:
-    """Read all there is, and keep OUTPUT_BYTES of it."""
-    async for piece in stream:
-        into += piece[: OUTPUT_BYTES - len(into)]

@@ -2,29 +2,34 @@
 
 Which environment a problem comes from, its kind, follows from its seed and the weights. Seeds that follow each other
 take the kinds in turn, so that every stretch of them holds each kind by its weight; so do the held-out ones. The hub
-asks `kind_of` for the kind, so that one environment that keeps failing can be left out while the others go on.
+asks `kind_of` for the kind, so that one environment that keeps failing can be left out while the others go on, and
+`domains` for the weights: what is trained has the shares that they say, however long each kind takes and however much
+of it is filtered out.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, cast
 
 import msgspec
 
+from envs import wrapped
 from flash.config.objects import check_options, load_environment
 from flash.environment import (
+    Domain,
     Environment,
     EpisodeView,
     Info,
     Informed,
-    Prepared,
     SolvedExample,
     StepResult,
     SyncEnvironment,
     WarmStart,
+    is_held_out,
     wrap,
 )
 from flash.errors import ConfigError, EnvError
@@ -42,7 +47,33 @@ class Kind(msgspec.Struct, frozen=True):
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Keyword arguments of the class, checked against its signature."""
     weight: float = 1.0
-    """Its share of the problems, in proportion to the other weights."""
+    """Its share of the trained groups and of the held-out problems, in proportion to the other weights."""
+    reward_scale: float = 1.0
+    """Multiplies the rewards of training problems; those of held-out ones stay as they are."""
+    group_size: int | None = None
+    """Samples per prompt. None, here and below: as `[rollout]` has it."""
+    drop_equal_rewards: bool | None = None
+    """Whether groups are filtered out whose rewards are all equal."""
+    accuracy_bounds: tuple[float, float] | None = None
+    """Groups are filtered out whose mean reward, scaled, lies outside."""
+    max_turns: int | None = None
+    """Responses after which an episode is truncated."""
+    max_new_tokens: int | None = None
+    """Longest response, in tokens."""
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        """What cannot work: the option and what is wrong with it."""
+        if not 0 < self.weight < math.inf:
+            yield "weight", f"expected a number above 0, got {self.weight!r}"
+        if not 0 < self.reward_scale < math.inf:
+            yield "reward_scale", f"expected a number above 0, got {self.reward_scale!r}"
+        for name in ("group_size", "max_turns", "max_new_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                yield name, f"expected an integer above 0, got {value}"
+        if self.accuracy_bounds is not None and not self.accuracy_bounds[0] <= self.accuracy_bounds[1]:
+            yield "accuracy_bounds", f"expected [low, high], got {list(self.accuracy_bounds)}"
+        if self.group_size == 1 and self.drop_equal_rewards:
+            yield "drop_equal_rewards", "groups of one sample have equal rewards: all would be dropped"
 
 
 class _Maker(msgspec.Struct, frozen=True):
@@ -69,13 +100,19 @@ class MixtureOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if not self.kinds:
             raise ConfigError("`kinds` is empty: a mixture needs at least one environment")
         for name, kind in self.parsed.items():
-            if not 0 < kind.weight < math.inf:
-                raise ConfigError(f"`kinds.{name}.weight`: expected a number above 0, got {kind.weight!r}")
+            for option, fault in kind.faults():
+                raise ConfigError(f"`kinds.{name}.{option}`: {fault}")
 
     @cached_property
     def parsed(self) -> dict[str, Kind]:
         """The tables as kinds, without a look at the classes they name."""
         return {name: Kind(**check_options(Kind, table, f"kinds.{name}")) for name, table in self.kinds.items()}
+
+    @cached_property
+    def domains(self) -> dict[str, Domain]:
+        """What a run does with the problems of each."""
+        names = Domain.__struct_fields__
+        return {name: Domain(**{each: getattr(kind, each) for each in names}) for name, kind in self.parsed.items()}
 
     @cached_property
     def makers(self) -> dict[str, _Maker]:
@@ -90,6 +127,7 @@ class Mixture:
         self._options = options
         self._env: Environment | None = None
         self._episode: EpisodeView | None = None
+        self._scale = 1.0
 
     @classmethod
     def check(cls, options: MixtureOptions) -> None:
@@ -99,11 +137,8 @@ class Mixture:
             ConfigError: naming the kind, what was expected and what was given.
         """
         for name, maker in options.makers.items():
-            own_check = getattr(maker.env, "check", None)
-            if own_check is None:
-                continue
             try:
-                own_check(**maker.kwargs)
+                wrapped.check(maker.env, maker.kwargs)
             except ConfigError as error:
                 raise ConfigError(f"`kinds.{name}.options`: {error}") from error
 
@@ -111,8 +146,7 @@ class Mixture:
     async def prepare(cls, options: MixtureOptions) -> None:
         """Prepare each environment that wants it."""
         for maker in options.makers.values():
-            if isinstance(maker.env, Prepared):
-                await maker.env.prepare(**maker.kwargs)
+            await wrapped.prepare(maker.env, maker.kwargs)
 
     @classmethod
     def kind_of(cls, seed: int, options: MixtureOptions) -> str:
@@ -124,13 +158,20 @@ class Mixture:
                 return name
         return next(reversed(weights))  # reached only when rounding puts the last border below the sum
 
+    @classmethod
+    def domains(cls, options: MixtureOptions) -> dict[str, Domain]:
+        """Every kind is a domain."""
+        return options.domains
+
     def inform(self, episode: EpisodeView) -> None:
         """Let the environment know of tokens, if it wants to."""
         self._episode = episode
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Start the problem of this seed, in its environment."""
-        self._env = wrap(self._options.makers[self.kind_of(seed, self._options)]())
+        kind = self.kind_of(seed, self._options)
+        self._scale = 1.0 if is_held_out(seed) else self._options.parsed[kind].reward_scale
+        self._env = wrap(self._options.makers[kind]())
         if isinstance(self._env, Informed) and self._episode is not None:
             self._env.inform(self._episode)
         return await self._env.reset(seed)
@@ -139,7 +180,8 @@ class Mixture:
         """Hand the answer to the environment."""
         if self._env is None:
             raise EnvError("step() was called before reset()")
-        return await self._env.step(action)
+        observation, reward, terminated, truncated, info = await self._env.step(action)
+        return observation, self._scale * reward, terminated, truncated, info
 
     async def close(self) -> None:
         """Close the environment, if one was started."""

@@ -10,7 +10,6 @@
     ├── ContractError        an invariant of the run was broken: a bug, the run stops
     ├── EnvError             an environment broke its interface or raised
     │   ├── RewardError      the reward is missing, not a number, or its verifier failed
-    │   ├── BranchError      an agent left the one conversation that its episode consists of
     │   └── SandboxError             a sandbox cannot do what was asked
     │       ├── SandboxStartError    it could not be made or started
     │       ├── SandboxLostError     it is gone with what was in it, or its channel broke
@@ -25,6 +24,7 @@
     │   ├── PoisonError      the request has killed engines, one after the other
     │   └── EngineDeadError  an engine is gone and takes its requests with it
     ├── BreakerError         the run only fails: too many samples given up in a row
+    ├── AlarmError           an alarm has stopped the run, which left a checkpoint
     └── TransportError       a peer cannot be reached, trusted or understood
         ├── PeerLostError    an established connection broke
         ├── CollectiveError  a trainer rank lost another one in the middle of a collective
@@ -82,10 +82,6 @@ class EnvError(FlashError):
 
 class RewardError(EnvError):
     """A reward is not a finite number, or its verifier failed."""
-
-
-class BranchError(EnvError):
-    """An agent rewrote or dropped what was said, or held two conversations at once: no single sequence has it all."""
 
 
 class SandboxError(EnvError):
@@ -148,6 +144,10 @@ class EngineDeadError(EngineError):
     """An engine process is gone."""
 
     fatal = False
+
+
+class AlarmError(FlashError):
+    """An alarm of `alarms.stop` was given; the run has left a checkpoint, and can be resumed."""
 
 
 class BreakerError(FlashError):

@@ -11,9 +11,10 @@ cycle, and looking through a hundred thousand of them would stop the hub for hal
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import Literal
+from itertools import islice, pairwise
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -24,6 +25,11 @@ Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
 Split = Literal["train", "eval"]
+
+ASSISTANT = "assistant"
+"""The role of who answers."""
+TOOL = "tool"
+"""The role of what a function returned."""
 
 
 class Outcome(StrEnum):
@@ -36,17 +42,43 @@ class Outcome(StrEnum):
     REWARD_ERROR = "reward_error"
     ENGINE_ERROR = "engine_error"
     ENGINE_KILLED = "engine_killed"
-    BRANCHED = "branched"
     STALE = "stale"
     CANCELLED = "cancelled"
     FILTERED = "filtered"
 
 
-class Message(msgspec.Struct, frozen=True):
+class ToolCall(msgspec.Struct, frozen=True, gc=False):
+    """One call of a function, as an assistant's message has it."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON, as it was written."""
+
+
+Tool = dict[str, Any]
+"""A function that may be called, as the OpenAI API describes it: `{"type": "function", "function": {"name": …}}`."""
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One chat message of a prompt."""
 
     role: str
     content: str
+    reasoning: str = ""
+    """What an assistant thought before it spoke, where the template keeps the two apart."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    """Of the call that the content of a tool's message answers."""
+    name: str = ""
+    """Of the function that was called."""
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """What an assistant says beyond its earlier pieces."""
+
+    content: str = ""
+    reasoning: str = ""
 
 
 Observation = str | list[Message]
@@ -93,6 +125,23 @@ def append_versions(runs: list[VersionRun], later: Iterable[VersionRun]) -> None
         runs.append(run)
 
 
+def divide_versions(runs: Iterable[VersionRun], counts: Sequence[int]) -> list[list[VersionRun]]:
+    """The versions of the first `counts[0]` tokens, of the next `counts[1]`, and so on."""
+    left, parts = iter(runs), list[list[VersionRun]]()
+    version = rest = 0
+    for count in counts:
+        part: list[VersionRun] = []
+        while count > 0:
+            if rest == 0:
+                version, rest = msgspec.structs.astuple(next(left))
+                continue
+            taken = min(rest, count)
+            part.append(VersionRun(version, taken))
+            count, rest = count - taken, rest - taken
+        parts.append(part)
+    return parts
+
+
 class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Positions [start, stop) of `Trajectory.token_ids`."""
 
@@ -107,8 +156,9 @@ class Completion(msgspec.Struct, frozen=True):
     logprobs: list[float]
     """Behaviour log-prob of each token, of the distribution it was sampled from (temperature applied)."""
     versions: list[VersionRun]
-    finish: Literal["stop", "length"]
-    """`stop`: the model ended its answer. `length`: the token limit did."""
+    finish: Literal["stop", "length", "text"]
+    """`stop`: the model ended its answer. `length`: the token limit did. `text`: one of the texts that it was to end
+    at did, and is its last."""
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -129,10 +179,17 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What the environment measured."""
     note: str = ""
     """What it says of the response, for people."""
+    branch: int = 0
+    """Which branch of the episode the response is in."""
 
 
 class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """One finished sample: exactly what was sampled, and what it earned."""
+    """One finished sample: exactly what was sampled, and what it earned.
+
+    Its tokens are one sequence, which later turns only append to; or several, one behind the other, where what is said
+    has branches. Each branch has a prompt of its own and is trained as a sequence of its own. What it shares with
+    another one is prompt in it, so that no token is trained twice.
+    """
 
     task: Task
     outcome: Outcome
@@ -140,17 +197,20 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
     reward: float
     """The sum of the turns' rewards."""
     token_ids: bytes
-    """int32 [T]: observations and responses, as the engine saw and sampled them. Later turns only append."""
+    """int32 [T]: observations and responses, as the engine saw and sampled them."""
     action_spans: list[Span]
-    """Which positions the policy sampled, one span per turn. Everything else is masked out of the loss."""
+    """Which positions the policy sampled, ascending, one span per turn. Everything else is masked out of the loss."""
     logprobs: bytes
     """float32 [A]: behaviour log-prob per action token, in the order of the spans."""
     versions: list[VersionRun]
     """Policy version per action token, run-length."""
     turns: list[Turn]
-    """What happened, turn by turn; at least one."""
+    """What happened, in the order in which it happened; at least one. Those of one branch are in the order of its
+    spans."""
     lost_tokens: int = 0
     """Tokens that were sampled for it and are not among these: of requests that were aborted when they moved."""
+    branches: tuple[int, ...] = (0,)
+    """Where each branch begins in `token_ids`, ascending; in each something was sampled."""
 
     def tokens(self) -> Int32Array:
         """The whole sequence, int32 [T]: a view of `token_ids`."""
@@ -164,9 +224,17 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
         """What the environment measured; of several turns the last word counts."""
         return {name: value for turn in self.turns for name, value in turn.metrics.items()}
 
+    def spans_by_turn(self) -> list[Span]:
+        """The span of each turn."""
+        if len(self.branches) == 1:
+            return self.action_spans
+        by_branch = sorted(range(len(self.turns)), key=lambda turn: self.turns[turn].branch)
+        of_turn = dict(zip(by_branch, self.action_spans, strict=True))
+        return [of_turn[turn] for turn in range(len(self.turns))]
+
     @property
     def length(self) -> int:
-        """T, prompt and response."""
+        """T, prompt and response, over all branches."""
         return len(self.token_ids) // 4
 
     @property
@@ -202,6 +270,47 @@ class Trajectory(msgspec.Struct, frozen=True, tag=True, gc=False):
     def trained_tokens(self, min_version: int) -> int:
         """How many action tokens are recent enough to be trained."""
         return sum(run.count for run in self.versions if run.version >= min_version)
+
+    def branch_tokens(self) -> list[int]:
+        """Action tokens of each branch."""
+        counts, number = [0] * len(self.branches), 0
+        for span in self.action_spans:
+            while number + 1 < len(counts) and span.start >= self.branches[number + 1]:
+                number += 1
+            counts[number] += span.stop - span.start
+        return counts
+
+    def trained_branches(self, min_version: int) -> int:
+        """How many branches have a token to train: the sequences that the trainer makes of it."""
+        if len(self.branches) == 1:
+            return int(self.trained_tokens(min_version) > 0)
+        parts = divide_versions(self.versions, self.branch_tokens())
+        return sum(any(run.version >= min_version for run in part) for part in parts)
+
+    def sequences(self) -> list[Trajectory]:
+        """Each branch on its own, its reward that of the whole; itself where there is one."""
+        if len(self.branches) == 1:
+            return [self]
+        counts = self.branch_tokens()
+        versions, spans = divide_versions(self.versions, counts), iter(self.action_spans)
+        made: list[Trajectory] = []
+        acted = 0
+        for number, (begin, end) in enumerate(pairwise((*self.branches, self.length))):
+            turns = [turn for turn in self.turns if turn.branch == number]
+            made.append(
+                msgspec.structs.replace(
+                    self,
+                    token_ids=self.token_ids[4 * begin : 4 * end],
+                    action_spans=[Span(span.start - begin, span.stop - begin) for span in islice(spans, len(turns))],
+                    logprobs=self.logprobs[4 * acted : 4 * (acted + counts[number])],
+                    versions=versions[number],
+                    turns=turns,
+                    lost_tokens=0,
+                    branches=(0,),
+                )
+            )
+            acted += counts[number]
+        return made
 
     @property
     def oldest_version(self) -> int:
@@ -244,11 +353,11 @@ class BatchSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
     oldest_version: int
     """The oldest version among its trained tokens; below the step's `min_version` when none is trained."""
     tokens: int
-    """Action tokens, those that are too old to be trained included."""
+    """Action tokens of all branches, those that are too old to be trained included."""
     truncated: bool
     """A limit ended it, not the environment."""
     turns: list[float]
-    """Reward of each turn; they sum to `reward`."""
+    """Reward of each turn, in order of time over all branches; they sum to `reward`."""
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -284,7 +393,7 @@ class Shard(msgspec.Struct, frozen=True):
     total_tokens: int
     """Trained action tokens over all ranks: the denominator of token means."""
     total_sequences: int
-    """Samples with at least one trained token over all ranks: the denominator of sequence means."""
+    """Branches of samples with at least one trained token over all ranks: the denominator of sequence means."""
     earlier: list[BatchSample] = []
     """Samples that an earlier step has trained, whose groups go on in this batch: advantages count them."""
 

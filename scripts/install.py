@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -36,10 +37,13 @@ ENGINE_LOCK = ROOT / "requirements" / "engine-cpu.txt"
 LOCK = ROOT / "requirements" / "cpu.txt"
 """All other packages but torch, pinned with hashes; both files are made by scripts/lock.py."""
 
+COMPILED_LOCK = ROOT / "requirements" / "compiled.txt"
+"""What two environments need and a C compiler makes: left out where there is none, and then these two are refused."""
+
 TORCH_CPU = "torch==2.13.0"
 """What vLLM's CPU build was compiled against. Its files differ from index to index, so it has no hash."""
 
-EXTRAS = "train,math,sandbox,dev"
+EXTRAS = "train,math,sandbox,view,environments,dev"
 
 FIRST_IMPORTS = (
     "torch.distributed.fsdp, transformers.models.qwen3.modeling_qwen3, vllm.v1.engine.async_llm, matplotlib.pyplot"
@@ -64,12 +68,18 @@ def has_nvidia_gpu() -> bool:
     return subprocess.run([tool, "-L"], capture_output=True, check=False, timeout=60).returncode == 0
 
 
+def has_compiler() -> bool:
+    """Whether extensions of Python can be compiled: make, a C compiler and Python's headers."""
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    return headers.is_file() and None not in map(shutil.which, ("make", "cc", "gcc"))
+
+
 def fingerprint() -> str:
     """What the environment depends on: requirements, the recipe, the Python version and the kind of machine."""
     digest = hashlib.sha256()
-    for path in (ROOT / "pyproject.toml", Path(__file__), LOCK, ENGINE_LOCK):
+    for path in (ROOT / "pyproject.toml", Path(__file__), LOCK, ENGINE_LOCK, COMPILED_LOCK):
         digest.update(path.read_bytes())
-    kind = f"{sys.version_info[:2]} {has_nvidia_gpu()} {os.environ.get('FLASH_TORCH_SPEC', '')}"
+    kind = f"{sys.version_info[:2]} {has_nvidia_gpu()} {has_compiler()} {os.environ.get('FLASH_TORCH_SPEC', '')}"
     digest.update(kind.encode())
     return digest.hexdigest()
 
@@ -144,6 +154,9 @@ def install_for_cpu() -> None:
         pip("install", "--no-compile", "--no-deps", torch)
         pip(*locked, LOCK)
         pip("install", "--no-compile", "--no-deps", "--no-build-isolation", "--editable", ".")
+    if has_compiler():
+        with phase("what is compiled for environments"):
+            pip(*locked, COMPILED_LOCK)
 
 
 def import_once(modules: str) -> None:

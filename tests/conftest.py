@@ -3,8 +3,9 @@
 An async test is marked `anyio`; it runs on the real clock, or, marked `virtual` too, on the virtual one, where waiting
 takes no time. A synchronous test reaches the virtual clock through `flash.simulate.clock.run_virtual`.
 
-With several workers (`pytest -n 2`) the tests of a file stay together. Those that start engines share one worker, those
-that use containers another, so that none of them disturbs its like; both begin first, since they take longest.
+With several workers (`pytest -n 3`) the tests of a file stay together. Whole runs share one worker, tests of several
+hosts or jobs another, those of engines alone a third, those that use containers a fourth, so that no more than one of
+each kind is under way; they begin first, since they take longest.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ BLOCKED_SECONDS = 0.5
 """CPU time of one callback from which the loop counts as blocked. CPU, not wall time: a busy machine blocks nothing.
 Without garbage collection: its cost is that of every module the test session has imported, not of the callback."""
 
-FIRST = ("engines", "containers")
+FIRST = ("runs", "hosts", "containers", "engines")
 """Groups that workers take before all others."""
 
 # Examples are not timed: how long one takes says more about the machine than about the code. In CI they are the same at
@@ -48,7 +49,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def group_of(nodeid: str) -> str:
     """What a test is kept together with: see above."""
     path = nodeid.partition("::")[0]
-    if path.startswith(("tests/integration/", "tests/cluster/")) or "vllm_engine" in path:
+    if path.startswith(("tests/cluster/", "tests/integration/test_slurm")):
+        return "hosts"
+    if path.startswith("tests/integration/"):
+        return "runs"
+    if "vllm_engine" in path:
         return "engines"
     return "containers" if "/sandbox/" in path else path
 

@@ -43,11 +43,18 @@ def test_there_is_an_example_for_each_reference_setting() -> None:
         "slurm_multinode",
         "simulate",
         "multi_turn",
+        "domains",
         "code",
         "ppo_critic",
         "rhythm",
         "agent_openai",
         "asyppo",
+        "swe",
+        "code_tools",
+        "reasoning_gym",
+        "textworld",
+        "frozen_lake",
+        "agent_frozen_lake",
         "run",
     }
 

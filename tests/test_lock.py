@@ -60,7 +60,7 @@ def test_what_the_project_asks_for_is_in_the_lock_at_a_version_it_allows() -> No
     extras = project["optional-dependencies"]
     for line in [
         *project["dependencies"],
-        *(line for name in ("train", "math", "sandbox", "dev") for line in extras[name]),
+        *(line for name in ("train", "math", "sandbox", "view", "environments", "dev") for line in extras[name]),
     ]:
         wanted = Requirement(line)
         if wanted.name == "torch":  # pinned by scripts/install.py
@@ -72,3 +72,10 @@ def test_what_the_project_asks_for_is_in_the_lock_at_a_version_it_allows() -> No
 
 def test_no_registry_is_named() -> None:
     assert "://" not in LOCK
+
+
+def test_what_needs_a_compiler_is_locked_apart(lock: ModuleType) -> None:
+    compiled = (ROOT / "requirements" / "compiled.txt").read_text()
+    for name in lock.COMPILED:
+        assert re.findall(rf"^{name}==.*\n    --hash=sha256:", compiled, flags=re.MULTILINE)
+        assert not re.findall(rf"^{name}==", LOCK, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The cells of the off-policy comparison: what one is, what it leaves behind, where that is kept, how it is judged.
+"""The cells of comparisons: what one is, what it leaves behind, where that is kept, how it is judged.
 
 A cell is one training run: a method, an age of its data, a seed, and the setting that all cells share. Its file bears a
 digest of all of that, and appears under its name only when it is whole: a cell that was interrupted has none.
@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -31,12 +31,18 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     digits: int = 2
     """Of both operands of `envs.arithmetic`."""
     operators: str = "+"
+    countdown: dict[str, Any] | None = None
+    """Options of `envs.countdown`, which then is the task."""
     layers: int = 3
     width: int = 128
     model_seed: int = 1
     """Of the warm-started model, which is the same for all cells."""
+    warm_start_steps: int = 800
+    """The most that it gets."""
     steps: int = 120
-    """Policy versions that are made."""
+    """Policy versions that are made, at most."""
+    tokens: int | None = None
+    """Action tokens after which a run ends, with the version that trains them."""
     batch_size: int = 256
     """Samples per version."""
     group_size: int = 8
@@ -54,7 +60,16 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def model_path(self) -> str:
         """Where the warm-started model is cached."""
-        return f"outputs/models/offpolicy-{self.layers}x{self.width}-{self.digits}{self.operators}-{self.model_seed}"
+        task = f"{self.digits}{self.operators}" if self.countdown is None else "countdown"
+        return f"outputs/models/offpolicy-{self.layers}x{self.width}-{task}-{self.model_seed}"
+
+    @property
+    def env(self) -> dict[str, Any]:
+        """The task, as a configuration names it."""
+        if self.countdown is not None:
+            return {"path": "envs.countdown:Countdown", "options": self.countdown}
+        options = {"digits": self.digits, "operators": self.operators}
+        return {"path": "envs.arithmetic:Arithmetic", "options": options}
 
 
 class Method(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,8 +84,20 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
     """Another estimator than the objective's own."""
     critic: dict[str, Any] | None = None
     """Its options, for a method that needs one."""
+    aggregation: str | None = None
+    """Another one than the objective's own."""
+    rhythm: dict[str, Any] | None = None
+    """Options of `algorithm.rhythm`."""
+    marks: Literal["random", "entropy"] | None = None
+    """What chooses as many tokens as a rhythm does, in its place: see `benchmarks.offpolicy.marks`."""
+    budget: float | None = None
+    """Of `algorithm.lag`; without it steps do not know their lag."""
     note: str = ""
     """What differs from the method as it is published."""
+
+    def within(self, budget: float) -> Method:
+        """The same, held to a budget of divergence."""
+        return msgspec.structs.replace(self, key=f"{self.key}_lag_{budget:g}", budget=budget)
 
     @property
     def title(self) -> str:
@@ -84,6 +111,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     method: Method
     alpha: int
     """Age of the data in versions: step n trains tokens of version max(0, n − alpha)."""
+    mixed: bool = False
+    """Every batch has groups of all ages from 0 to alpha, equally many of each."""
     seed: int
     """Of the problems and of the sampling."""
     setting: Setting = Setting()
@@ -93,7 +122,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         """Of its file: readable, and different for cells that differ in anything."""
         made_from = msgspec.json.encode((RECIPE, self), order="sorted")
         digest = hashlib.blake2b(made_from, digest_size=5).hexdigest()
-        return f"{self.method.key}-a{self.alpha}-s{self.seed}-{digest}"
+        return f"{self.method.key}-{'m' if self.mixed else 'a'}{self.alpha}-s{self.seed}-{digest}"
 
     def tables(self) -> dict[str, dict[str, Any]]:
         """The sections of a run's configuration that say what is learned, from what, and how."""
@@ -101,15 +130,23 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         algorithm: dict[str, Any] = {"objective": method.objective, "options": method.options}
         if method.advantage is not None:
             algorithm["advantage"] = method.advantage
+        if method.aggregation is not None:
+            algorithm["aggregation"] = method.aggregation
+        if method.rhythm is not None:
+            algorithm["rhythm"] = method.rhythm
+        if method.budget is not None:
+            algorithm["lag"] = {"budget": method.budget}
         tables: dict[str, dict[str, Any]] = {} if method.critic is None else {"critic": method.critic}
         return tables | {
             "run": {"steps": setting.steps, "seed": self.seed},
             "model": {"path": setting.model_path, "dtype": "float32", "max_length": 64},
-            "tiny_model": {"layers": setting.layers, "width": setting.width, "seed": setting.model_seed},
-            "env": {
-                "path": "envs.arithmetic:Arithmetic",
-                "options": {"digits": setting.digits, "operators": setting.operators},
+            "tiny_model": {
+                "layers": setting.layers,
+                "width": setting.width,
+                "seed": setting.model_seed,
+                "warm_start_steps": setting.warm_start_steps,
             },
+            "env": setting.env,
             "rollout": {"group_size": setting.group_size, "max_new_tokens": setting.max_new_tokens},
             "train": {
                 "batch_size": setting.batch_size,
@@ -147,6 +184,10 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
     grad_norm: float
     clipped: float
     """Share of the tokens whose gradient the objective cut."""
+    distance: float = 0.0
+    """Mean (log-ratio)² before an update, of a method with a budget."""
+    scale: float = 1.0
+    """What its learning rate was multiplied by."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):

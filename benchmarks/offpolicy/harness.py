@@ -1,7 +1,8 @@
-"""One cell of the off-policy comparison: training on data of an exact age, in one process, on one core.
+"""One cell of a comparison: training on data of an exact age, in one process, on one core.
 
 The trainer is the system's own (`flash.trainer.step.Trainer`, one rank). Rollouts are replaced by a sampler that acts
-with each version as soon as it is made, and by a queue in which batches wait until they are `alpha` versions old.
+with each version as soon as it is made, and by a queue in which batches, or the parts of mixed ones, wait until they
+are as old as they are to be.
 
 `python -m benchmarks.offpolicy.harness FOLDER [--core N] < CELL` runs the cell and leaves its result in the folder.
 """
@@ -16,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,8 +27,9 @@ import transformers
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from benchmarks.offpolicy.cells import Cell, Folder, Point, Result
+from benchmarks.offpolicy.marks import Marks
 from benchmarks.offpolicy.sampler import Answer, Sampler
-from envs.arithmetic import Arithmetic, ArithmeticOptions
+from flash.config.objects import check_options, load_object
 from flash.environment import HELD_OUT
 from flash.errors import ContractError
 from flash.trainer.logprobs import canary_logprobs
@@ -38,8 +41,15 @@ SEED_STRIDE = 1 << 20
 """Problems that one seed may use: those of another begin after them."""
 PARITY = 1e-4
 """Largest difference of log-probs between the sampler and the trainer at equal weights."""
-MEASURED = {"reward": "reward_mean", "entropy": "entropy", "grad_norm": "grad_norm", "clipped": "clip_fraction"}
-"""Field of `Point` → the trainer's metric."""
+MEASURED = {
+    "reward": ("reward_mean", 0.0),
+    "entropy": ("entropy", 0.0),
+    "grad_norm": ("grad_norm", 0.0),
+    "clipped": ("clip_fraction", 0.0),
+    "distance": ("lag_distance", 0.0),
+    "scale": ("lag_scale", 1.0),
+}
+"""Field of `Point` → the trainer's metric, and what stands for one that is not reported."""
 
 Batch = TypeVar("Batch")
 
@@ -59,11 +69,26 @@ def lagged(alpha: int, steps: int, sample: Callable[[int], Batch]) -> Iterator[B
         yield waiting.popleft()
 
 
-class Problems:
-    """Problems of `envs.arithmetic`, each with an instance that judges its answers."""
+def mixed(alpha: int, steps: int, sample: Callable[[int, int], list[Batch]]) -> Iterator[list[Batch]]:
+    """The batch of each step, of alpha + 1 parts: part k was sampled k versions before it is trained.
 
-    def __init__(self, seeds: range, options: Mapping[str, Any]) -> None:
-        self._envs = [Arithmetic(ArithmeticOptions(**options)) for _ in seeds]
+    `sample(step, part)` makes a part, with the weights at the moment of the call. Version 0 also samples what versions
+    before it would have.
+    """
+    waiting: dict[int, list[Batch]] = {step: [] for step in range(steps)}
+    for version in range(steps):
+        for step in range(version, min(version + alpha + 1, steps)):
+            for part in [step - version] if version else range(step, alpha + 1):
+                waiting[step] += sample(step, part)
+        yield waiting.pop(version)
+
+
+class Problems:
+    """Problems of an environment of one turn, each with an instance that judges its answers."""
+
+    def __init__(self, seeds: range, env: Mapping[str, Any]) -> None:
+        kind = load_object(env["path"])
+        self._envs = [kind(**check_options(kind, env["options"], "env.options")) for _ in seeds]
 
         async def reset() -> list[str]:
             return [(await env.reset(seed))[0] for env, seed in zip(self._envs, seeds, strict=True)]
@@ -85,28 +110,31 @@ class Rollouts:
 
     def __init__(self, cell: Cell, sampler: Sampler) -> None:
         self._cell, self._sampler = cell, sampler
-        self._options = cell.tables()["env"]["options"]
-        self._held_out = Problems(range(HELD_OUT, HELD_OUT + cell.setting.problems), self._options)
+        self._held_out = Problems(range(HELD_OUT, HELD_OUT + cell.setting.problems), cell.setting.env)
 
-    def batch(self, step: int, version: int) -> list[Trajectory]:
-        """What step `step` will train. Its problems depend on the seed and the step only, not on the method."""
+    def batch(self, step: int, version: int, part: int = 0, parts: int = 1) -> list[Trajectory]:
+        """What step `step` will train, or every so-manieth group of it, from that of the part's number on.
+
+        Its problems depend on the seed and the step only, not on the method.
+        """
         setting = self._cell.setting
         groups = setting.batch_size // setting.group_size
         first = self._cell.seed * SEED_STRIDE + step * groups
-        seeds = range(first, first + groups)
-        problems = Problems(seeds, self._options)
+        seeds = range(first, first + groups)[part::parts]
+        problems = Problems(seeds, setting.env)
         answers = self._sampler.sample(
             problems.prompts,
             copies=setting.group_size,
             limit=setting.max_new_tokens,
-            generator=torch.Generator().manual_seed(first),
+            generator=torch.Generator().manual_seed(seeds[0]),
         )
         rewards = problems.rewards(answers)
+        places = ((seed, member) for seed in seeds for member in range(setting.group_size))
         return [
-            make_trajectory(Task(number, seed, number % setting.group_size, seed), answer, reward, version)
-            for number, (answer, reward, seed) in enumerate(
-                zip(answers, rewards, (seed for seed in seeds for _ in range(setting.group_size)), strict=True)
+            make_trajectory(
+                Task((seed - first) * setting.group_size + member, seed, member, seed), answer, reward, version
             )
+            for answer, reward, (seed, member) in zip(answers, rewards, places, strict=True)
         ]
 
     def accuracy(self) -> tuple[float, Answer]:
@@ -152,20 +180,23 @@ def run(cell: Cell) -> Result:
         ContractError: the age of a batch, or the sampler's log-probs, are not what they should be.
     """
     trainer = Trainer(cell.config())
+    if cell.method.marks is not None:
+        trainer.rhythm = Marks(cell.method.marks, trainer.model, cell.seed)
     sampler = Sampler(cell.setting.model_path)
     rollouts = Rollouts(cell, sampler)
     curve = [evaluate(rollouts, trainer, 0, [])]
-    tokens, recent = 0, list[dict[str, float]]()
-    for step, batch in enumerate(
-        lagged(cell.alpha, cell.setting.steps, lambda step: rollouts.batch(step, trainer.version))
-    ):
+    tokens, recent, setting = 0, list[dict[str, float]](), cell.setting
+    for step, batch in enumerate(batches(cell, rollouts, lambda: trainer.version)):
         shard = make_shard(batch, step, cell.alpha)
         recent.append(trainer.train_step(shard))
         tokens += shard.total_tokens
         sampler.load(named_full_tensors(trainer.model))
-        if trainer.version % cell.setting.eval_every == 0 or trainer.version == cell.setting.steps:
+        ends = trainer.version == setting.steps or (setting.tokens is not None and tokens >= setting.tokens)
+        if ends or trainer.version % setting.eval_every == 0:
             curve.append(evaluate(rollouts, trainer, tokens, recent))
             recent.clear()
+        if ends:
+            break
     return Result(
         cell=cell,
         curve=curve,
@@ -174,12 +205,24 @@ def run(cell: Cell) -> Result:
     )
 
 
+def batches(cell: Cell, rollouts: Rollouts, version: Callable[[], int]) -> Iterator[list[Trajectory]]:
+    """The batch of each step, aged as the cell says; `version` is that of the sampler's weights."""
+    alpha, steps = cell.alpha, cell.setting.steps
+    if not cell.mixed:
+        yield from lagged(alpha, steps, lambda step: rollouts.batch(step, version()))
+        return
+    for batch in mixed(alpha, steps, lambda step, part: rollouts.batch(step, version(), part, alpha + 1)):
+        yield sorted(batch, key=lambda one: one.task.task_id)
+
+
 def evaluate(rollouts: Rollouts, trainer: Trainer, tokens: int, recent: list[dict[str, float]]) -> Point:
     """Held-out accuracy now, and the means of the steps since the last evaluation."""
     accuracy, answer = rollouts.accuracy()
     check_parity(trainer, answer)
-    count = max(len(recent), 1)
-    means = {field: sum(one.get(name, 0.0) for one in recent) / count for field, name in MEASURED.items()}
+    means = {
+        field: fmean([one.get(name, missing) for one in recent] or [missing])
+        for field, (name, missing) in MEASURED.items()
+    }
     return Point(trainer.version, tokens, accuracy, **{field: round(mean, 5) for field, mean in means.items()})
 
 

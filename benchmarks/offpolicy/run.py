@@ -7,7 +7,8 @@ and not run again, so the grid can be run in pieces.
 
 Further options: --cells FOLDER (default outputs/offpolicy), --workers N (default: one per usable core), --limit-s S
 (start no cell that would end later), --methods A,B,… and --alphas 0,2,… and --seeds N (a part of the grid),
---learning-rate R (another one, for all cells), --keep FILE (all finished cells as JSON lines).
+--learning-rate R (another one, for all cells), --budgets B,… (each method also held to budgets of `algorithm.lag`; 0 is
+without), --mixed (every batch has tokens of all ages up to alpha), --keep FILE (all finished cells as JSON lines).
 """
 
 from __future__ import annotations
@@ -122,11 +123,21 @@ def run_cell(cell: Cell, folder: Path, core: int | None) -> str:
     return done.stderr.decode(errors="replace").strip()[-2000:]
 
 
-def grid(setting: Setting, methods: Sequence[str], alphas: Sequence[int], seeds: int) -> list[Cell]:
+def grid(
+    setting: Setting,
+    methods: Sequence[str],
+    alphas: Sequence[int],
+    seeds: int,
+    budgets: Sequence[float] = (0,),
+    *,
+    mixed: bool = False,
+) -> list[Cell]:
     """All cells, seed by seed, so that a part of the grid is a whole comparison."""
-    chosen = [method for method in METHODS if method.key in methods]
+    chosen = [
+        method.within(budget) if budget else method for method in METHODS if method.key in methods for budget in budgets
+    ]
     return [
-        Cell(method=method, alpha=alpha, seed=seed, setting=setting)
+        Cell(method=method, alpha=alpha, mixed=mixed, seed=seed, setting=setting)
         for seed in range(seeds)
         for alpha in alphas
         for method in chosen
@@ -134,15 +145,10 @@ def grid(setting: Setting, methods: Sequence[str], alphas: Sequence[int], seeds:
 
 
 def make_model(cell: Cell) -> None:
-    """The warm-started model, unless it is there. Once, before the workers, who would disturb each other."""
-    from flash.trainer.tiny_model import is_current, make_tiny_model
+    """The warm-started models, unless they are there. Once, before the workers, who would disturb each other."""
+    from flash.run.models import make_missing_model
 
-    config = cell.config()
-    assert config.tiny_model is not None
-    path, env = Path(config.model.path), config.env
-    if not is_current(path, config.tiny_model, env.path, env.options):
-        print(f"making {path}", flush=True)
-        make_tiny_model(path, config.tiny_model, env.path, env.options, lambda done, total, loss: None)
+    make_missing_model(cell.config())
 
 
 class Comparison:
@@ -182,7 +188,7 @@ class Comparison:
         if options.learning_rate is not None:
             setting = msgspec.structs.replace(setting, learning_rate=options.learning_rate)
         return Plan(
-            cells=grid(setting, methods, alphas, seeds),
+            cells=grid(setting, methods, alphas, seeds, options.budgets, mixed=options.mixed),
             folder=options.cells,
             workers=options.workers,
             limit_s=options.limit_s,
@@ -192,23 +198,30 @@ class Comparison:
 
 def own_options(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """The options that only this benchmark has, and the arguments that are left."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.offpolicy", add_help=False, allow_abbrev=False)
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parser.add_argument("--cells", type=Path, default=Path("outputs/offpolicy"))
-    parser.add_argument("--workers", type=int, default=usable)
-    parser.add_argument("--limit-s", type=float, default=math.inf)
-    parser.add_argument("--methods", type=_methods)
-    parser.add_argument("--alphas", type=lambda text: [int(part) for part in text.split(",")])
-    parser.add_argument("--seeds", type=int)
+    parser = cell_options("python -m benchmarks.offpolicy", Path("outputs/offpolicy"), METHODS)
     parser.add_argument("--learning-rate", type=float)
-    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--budgets", type=lambda text: [float(part) for part in text.split(",")], default=(0,))
+    parser.add_argument("--mixed", action="store_true")
     return parser.parse_known_args(argv)
 
 
-def _methods(text: str) -> list[str]:
-    known = [method.key for method in METHODS]
-    chosen = text.split(",")
-    unknown = [name for name in chosen if name not in known]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
-    return chosen
+def cell_options(program: str, cells: Path, methods: Sequence[Method]) -> argparse.ArgumentParser:
+    """The options of a benchmark that runs cells: where they are kept, and which of them are run."""
+    known = [method.key for method in methods]
+
+    def chosen(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
+        return names
+
+    parser = argparse.ArgumentParser(prog=program, add_help=False, allow_abbrev=False)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parser.add_argument("--cells", type=Path, default=cells)
+    parser.add_argument("--workers", type=int, default=usable)
+    parser.add_argument("--limit-s", type=float, default=math.inf)
+    parser.add_argument("--methods", type=chosen)
+    parser.add_argument("--alphas", type=lambda text: [int(part) for part in text.split(",")])
+    parser.add_argument("--seeds", type=int)
+    parser.add_argument("--keep", type=Path)
+    return parser

@@ -109,7 +109,7 @@ def judge(left: Left) -> Verdict:
             oldest = max(batch.min_version, batch.step - max_age(left.async_ratio))
             beyond += count - Trained(batch.step, oldest, []).tokens(versions)
     steps = Counter(int(row["step"]) for row in left.rows)
-    recorded = {batch.step: len(batch.tasks) for batch in left.batches}
+    recorded = {batch.step: sum(batch.tokens(versions) > 0 for _, versions in batch.tasks) for batch in left.batches}
     known = range(max([*steps, *recorded, *left.samples], default=-1) + 1)
     surplus = [left.samples.get(step, 0) - recorded.get(step, 0) for step in known]
     ended = ledger["in_flight"] == 0

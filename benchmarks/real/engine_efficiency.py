@@ -80,12 +80,14 @@ class Resident:
         await anyio.lowlevel.checkpoint()
 
 
-def endless_model(folder: Path) -> Path:
+UNTAUGHT = TinyModelConfig(warm_start_steps=0)
+
+
+def endless_model(folder: Path, tiny: TinyModelConfig = UNTAUGHT) -> Path:
     """A tiny model whose answers only end at the token limit."""
     from flash.trainer.tiny_model import make_tiny_model
 
     shutil.rmtree(folder, ignore_errors=True)
-    tiny = TinyModelConfig(warm_start_steps=0)
     make_tiny_model(folder, tiny, "envs.arithmetic:Arithmetic", {}, lambda step, steps, loss: None)
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         file = folder / name

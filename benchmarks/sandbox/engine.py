@@ -17,11 +17,10 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 import anyio
 
-from benchmarks.form import ROOT
+from benchmarks.form import ROOT, terminated_like_interrupted
 from envs.sandbox import images
 from envs.sandbox.engines.backend import Images
 from flash.errors import ConfigError
@@ -54,7 +53,7 @@ def engine() -> Generator[str]:
             f"{' and '.join(missing)} not found: `apt-get install podman runc`, or set DOCKER_HOST; "
             "`--case scheduler` needs no engine"
         )
-    with _terminated_like_interrupted(), _own_podman() as url:
+    with terminated_like_interrupted(), _own_podman() as url:
         yield url
 
 
@@ -158,20 +157,6 @@ def _run(command: Sequence[str]) -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0
-
-
-@contextmanager
-def _terminated_like_interrupted() -> Generator[None]:
-    """SIGTERM unwinds like ctrl-C instead of leaving containers behind."""
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -19,7 +19,6 @@ import argparse
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
@@ -27,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.form import RESULTS, WORKLOADS, Args, Row
+from benchmarks.form import RESULTS, WORKLOADS, Args, Row, run_command
 from benchmarks.versus_trl import curves, environment
 from benchmarks.versus_trl.curves import Case, Curve, Point
 from benchmarks.versus_trl.settings import TrlChoices
@@ -97,7 +96,7 @@ def train_trl(case: str, seed: int, quick: bool, choices: TrlChoices) -> Trained
     chosen = msgspec.json.encode(choices).decode()
     command = [environment.python(), "-m", "benchmarks.versus_trl.runner", out, chosen, file, *overrides]
     threads = len(os.sched_getaffinity(0))
-    subprocess.run(command, check=True, timeout=RUN_TIMEOUT_S, env=environment.variables(threads))
+    run_command(command, RUN_TIMEOUT_S, environment.variables(threads))
     report = msgspec.json.decode((out / "steps.json").read_bytes())
     lengths = [batch["mean_tokens"] for batch in report["batches"]]
     saved = [(int(file.stem.removeprefix("step-")), file) for file in sorted((out / "weights").iterdir())]
@@ -109,7 +108,7 @@ def train_flash(case: str, seed: int, quick: bool) -> Trained:
     """Run `flash train`, and read when each step ended and where its weights are."""
     file, overrides, config = configured(case, seed, quick)
     command = [sys.executable, "-m", "flash", "train", str(file), *overrides]
-    subprocess.run(command, check=True, timeout=RUN_TIMEOUT_S)
+    run_command(command, RUN_TIMEOUT_S)
     directory = RunDirectory(config.run_dir)
     steps = directory.read_metrics()
     # The first row counts from the first lease of a training sample.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import anyio
@@ -58,24 +58,43 @@ class Judge:
             timeout=suite.timeout or limits.timeout,
             memory_mib=suite.memory_mib or limits.memory_mib,
         )
-        spec = spec_of(language, limits)
+
+        async def judged(sandbox: Sandbox) -> Verdict:
+            await self.look_for(language, sandbox)
+            return await run_tests(sandbox, program, language, suite, limits, every=every)
+
+        return await self.try_in(spec_of(language, limits), judged, len(suite.tests), limits.total)
+
+    async def try_in(
+        self, spec: Spec, judged: Callable[[Sandbox], Awaitable[Verdict]], tests: int, total: float
+    ) -> Verdict:
+        """What `judged` finds in a clean sandbox. One that fails is replaced, a few times.
+
+        Args:
+            spec: of the sandbox.
+            judged: runs the tests.
+            tests: how many there are.
+            total: seconds after which no sandbox is replaced that was lost in a test.
+
+        Raises:
+            SandboxError: every attempt failed, and not by the program; or there was no room.
+        """
         begin, losses = anyio.current_time(), 0
         for attempt in range(self._settings.attempts):
             last = attempt + 1 == self._settings.attempts
             start = anyio.current_time()
             try:
                 async with self.sandboxes.borrow(spec, self._settings.wait) as sandbox:
-                    await self._look_for(language, sandbox)
-                    return await run_tests(sandbox, program, language, suite, limits, every=every)
+                    return await judged(sandbox)
             except (SandboxBusyError, SandboxRefusedError):
                 raise
             except LostInTestError as error:
                 losses += 1
                 # A program that waits before each end must not take more time than a step has.
-                last = last or (losses > 1 and anyio.current_time() - begin > limits.total)
+                last = last or (losses > 1 and anyio.current_time() - begin > total)
                 own = last and 1 < losses == attempt + 1 and await self._others_live(spec, anyio.current_time() - start)
                 if own:
-                    return Verdict(error.passed, len(suite.tests), "sandbox lost", str(error))
+                    return Verdict(error.passed, tests, "sandbox lost", str(error))
                 if last:
                     raise
             except SandboxError:
@@ -100,9 +119,9 @@ class Judge:
             SandboxError: it cannot be made, or its image lacks what the language needs.
         """
         async with self.sandboxes.borrow(spec_of(language, limits), self._settings.wait) as sandbox:
-            await self._look_for(language, sandbox)
+            await self.look_for(language, sandbox)
 
-    async def _look_for(self, language: Language, sandbox: Sandbox) -> None:
+    async def look_for(self, language: Language, sandbox: Sandbox) -> None:
         """Refuse an image without the language, which would make every program crash."""
         if language in self._usable:
             return

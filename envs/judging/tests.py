@@ -15,6 +15,7 @@ that was lost while a test ran may be the program's doing, and its error says so
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import msgspec
@@ -39,6 +40,19 @@ class LostInTestError(SandboxLostError):
     def __init__(self, message: str, passed: int) -> None:
         super().__init__(message)
         self.passed = passed
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How one test ended."""
+
+    cause: Cause
+    detail: str = ""
+    """What it showed."""
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return self.cause == "passed"
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -66,7 +80,13 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def find_program(answer: str, names: tuple[str, ...]) -> str:
-    """The last fenced block named by one of `names`, or by none; without such a block the whole answer.
+    """The last fenced block named by one of `names`, or by none; without such a block the whole answer."""
+    found = find_block(answer, names)
+    return (answer if found is None else found).strip("\n")
+
+
+def find_block(answer: str, names: tuple[str, ...]) -> str | None:
+    """The last fenced block named by one of `names`, or by none; None without such a block.
 
     A block that is still open at the end counts: an answer may end with its program.
     """
@@ -88,7 +108,7 @@ def find_program(answer: str, names: tuple[str, ...]) -> str:
             fence, block, wanted = mark, [], not name or name.lower() in {each.lower() for each in names}
     if fence and wanted:
         found = "".join(block)
-    return (answer if found is None else found).strip("\n")
+    return found
 
 
 async def run_tests(
@@ -99,9 +119,7 @@ async def run_tests(
     Raises:
         SandboxError: the sandbox failed.
     """
-    total, passed = len(suite.tests), 0
-    cause: Cause = "passed"
-    detail = ""
+    total = len(suite.tests)
     if not program.strip():
         return Verdict(0, total, "no program")
     # Read-only against its own slips; what matters is that nothing in the sandbox decides about a test.
@@ -110,31 +128,49 @@ async def run_tests(
         built = await sandbox.run(language.compile, timeout=3 * limits.timeout)
         if not built.ok:
             return Verdict(0, total, "compile", _shown(built.stderr or built.stdout))
-    used, began = 0.0, False
-    for case in suite.tests:
+    outcomes = await run_cases(sandbox, language, suite.tests, limits, every=every)
+    return verdict_of(outcomes, total)
+
+
+async def run_cases(
+    sandbox: Sandbox, language: Language, cases: Sequence[Case], limits: Limits, *, every: bool
+) -> list[Outcome]:
+    """Run tests in order on what is in the sandbox: with `every`, until the time is used up, else until one fails.
+
+    Raises:
+        LostInTestError: the sandbox was lost while a test ran.
+        SandboxError: the sandbox failed.
+    """
+    outcomes: list[Outcome] = []
+    used = 0.0
+    for case in cases:
         left = limits.total - used
         if left <= 0:
-            return Verdict(passed, total, cause if cause != "passed" else "timeout", detail)
+            outcomes.append(Outcome("timeout"))
+            break
         try:
-            found, why, seconds = await _run_test(sandbox, language, case, min(limits.timeout, left))
+            outcome = await _run_test(sandbox, language, case, min(limits.timeout, left))
         except (SandboxLimitError, SandboxFileError) as error:
-            if not began:
+            if not outcomes:
                 raise
             # It could run a program, until this one had run: no process or folder is left for another.
-            found, why, seconds = "crash", str(error), 0.0
+            outcome = Outcome("crash", str(error))
         except SandboxLostError as error:
-            raise LostInTestError(str(error), passed) from error
-        began, used = True, used + seconds
-        passed += found == "passed"
-        if found != "passed" and cause == "passed":
-            cause, detail = found, why
-            if not every:
-                break
-    return Verdict(passed, total, cause, detail)
+            raise LostInTestError(str(error), sum(one.passed for one in outcomes)) from error
+        outcomes.append(outcome)
+        used += outcome.seconds
+        if not (every or outcome.passed):
+            break
+    return outcomes
 
 
-async def _run_test(sandbox: Sandbox, language: Language, case: Case, timeout: float) -> tuple[Cause, str, float]:
-    """How one test ended, what it showed, and its seconds."""
+def verdict_of(outcomes: Sequence[Outcome], total: int) -> Verdict:
+    """One verdict of the tests that ran, of `total`: those that did not have failed."""
+    first = next((one for one in outcomes if not one.passed), Outcome("passed"))
+    return Verdict(sum(one.passed for one in outcomes), total, first.cause, first.detail)
+
+
+async def _run_test(sandbox: Sandbox, language: Language, case: Case, timeout: float) -> Outcome:
     if case.program is not None:
         assert language.test is not None
         mark = secrets.token_hex(16)
@@ -148,7 +184,7 @@ async def _run_test(sandbox: Sandbox, language: Language, case: Case, timeout: f
     else:
         result = await sandbox.run(language.run, timeout=timeout, stdin=case.stdin.encode("utf-8", "replace"))
         right = _lines(result.stdout) == _lines((case.stdout or "").encode("utf-8", "replace"))
-    return *_cause(result, right), result.wall_s
+    return Outcome(*_cause(result, right), result.wall_s)
 
 
 def _cause(result: Result, right: bool) -> tuple[Cause, str]:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import signal
 from collections.abc import Awaitable, Callable
 from typing import TypeVar, cast
 
 import anyio
-import anyio.to_process
 
+from envs.workers import in_worker
 from flash.config.objects import load_object
 from flash.environment.results import check_reward
 from flash.errors import ConfigError, EnvError, RewardError
@@ -62,8 +61,7 @@ def load_verifier(path: str) -> Verifier:
 async def verify(path: str, completion: str, answer: str, timeout: float) -> float:
     """Score a completion with the verifier at `path`.
 
-    The deadline counts from the moment a worker process is free; how many run at once is anyio's default, one per core.
-    On a deadline or a cancellation the worker is killed.
+    The deadline counts from the moment a worker process is free: see `envs.workers`.
 
     Raises:
         RewardError: the verifier raised, gave no finite number, died, or did not answer within `timeout` seconds.
@@ -95,33 +93,16 @@ async def _awaited(
 
 
 async def _in_process(path: str, completion: str, answer: str, timeout: float) -> tuple[object, str | None]:
-    async with anyio.to_process.current_default_process_limiter():
-        try:
-            with anyio.fail_after(timeout):
-                return await anyio.to_process.run_sync(
-                    _score_in_worker,
-                    path,
-                    completion,
-                    answer,
-                    timeout,
-                    cancellable=True,
-                    limiter=anyio.CapacityLimiter(1),
-                )
-        except TimeoutError:
-            return None, f"no answer within {timeout:g} s; make it faster, or raise the environment's timeout"
-        except anyio.BrokenWorkerProcess:
-            return None, "its worker process died"
-
-
-def _score_in_worker(path: str, completion: str, answer: str, timeout: float) -> tuple[object, str | None]:
-    """Runs in the worker's main thread."""
-    # Nobody kills a hanging worker when this run is killed itself: its own alarm does, by SIGALRM's default action.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, 2 * timeout)
     try:
-        return _score(cast("_Plain", load_verifier(path)), completion, answer)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        return await in_worker(timeout, _score_in_worker, path, completion, answer)
+    except TimeoutError:
+        return None, f"no answer within {timeout:g} s; make it faster, or raise the environment's timeout"
+    except anyio.BrokenWorkerProcess:
+        return None, "its worker process died"
+
+
+def _score_in_worker(path: str, completion: str, answer: str) -> tuple[object, str | None]:
+    return _score(cast("_Plain", load_verifier(path)), completion, answer)
 
 
 def _score(verifier: _Plain, completion: str, answer: str) -> tuple[object, str | None]:

@@ -14,6 +14,7 @@ import msgspec
 from envs.sandbox.api import Result, Spec
 from envs.sandbox.engines import profiles
 from envs.sandbox.engines.backend import Backend
+from envs.sandbox.engines.docker import DockerBackend
 from envs.sandbox.local.sandbox import LocalSandbox
 from flash.errors import SandboxError
 
@@ -151,6 +152,17 @@ class Diagnosis(msgspec.Struct, frozen=True):
     def ok(self) -> bool:
         """Whether everything is as it should be."""
         return self.isolated and all(check.ok for check in self.checks)
+
+
+async def engine_name() -> str:
+    """This machine's engine, and where it answers.
+
+    Raises:
+        ConfigError: there is none.
+        SandboxError: it does not answer.
+    """
+    async with DockerBackend() as backend:
+        return f"{(await backend.info()).name} at {backend.url}"
 
 
 async def doctor(backend: Backend, spec: Spec) -> Diagnosis:

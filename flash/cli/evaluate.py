@@ -1,9 +1,10 @@
-"""`flash eval`: a model on the held-out problems of a config's environment."""
+"""`flash eval`: a model on the held-out problems of an environment."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,25 +12,58 @@ import msgspec
 from flash.cli import sampling
 from flash.cli.commands import Commands
 from flash.cli.files import check_writable
-from flash.observe.console import evaluation_line
-from flash.observe.rundir import write_atomically
+from flash.config.tree import Config
+from flash.observe.console import best_of_lines, evaluation_line
+from flash.observe.rundir import Sample, write_atomically
+from flash.observe.stats import BestOf, best_of_each
 
 
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
-    parser = commands.add_parser("eval", help="a model on the held-out problems of a config's environment")
+    parser = commands.add_parser("eval", help="a config, a run or a model on held-out problems")
     sampling.add_options(parser)
+    parser.add_argument("--samples", type=int, metavar="N", help="answers to each problem: pass@k for k up to N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate as a run does, with `[eval]`; print the line that a run prints."""
+    """Evaluate as a run does, with `[eval]`; print the line that a run prints, and pass@k."""
     from flash.run.sampling import evaluate
 
     check_writable(arguments.json, arguments.transcripts)
-    sampled, samples = sampling.sample(arguments, evaluate)
+    config, model = sampling.configured(arguments)
+    if arguments.samples is not None:
+        config, model = sampling.configured(arguments, *_several(arguments.samples, config))
+    sampled, samples = sampling.sample(config, model, evaluate)
+    found = best_of_each(answers(samples))
     if arguments.json is not None:
-        write_atomically(arguments.json, msgspec.json.format(msgspec.json.encode(sampled.evaluation), indent=2) + b"\n")
+        write_atomically(arguments.json, result(sampled.evaluation, found))
     sampling.write_transcripts(arguments.transcripts, samples)
-    sys.stdout.write(evaluation_line(sampled.evaluation) + "\n")
+    told = [evaluation_line(sampled.evaluation)]
+    if len(found) > 1:
+        told += best_of_lines(found, binary=sampled.evaluation["binary"] == 1)
+    sys.stdout.writelines(f"{line}\n" for line in told)
     return 0
+
+
+def _several(samples: int, config: Config) -> list[str]:
+    """Overrides for so many answers to a problem: several differ only where they are drawn."""
+    temperature = config.eval.temperature
+    if samples > 1 and temperature == 0:
+        temperature = config.rollout.temperature
+        sys.stderr.write(f"[answers are drawn at temperature {temperature:g}, as for training]\n")
+    return [f"eval.samples={samples}", f"eval.temperature={temperature}"]
+
+
+def answers(samples: Sequence[Sample]) -> list[list[float]]:
+    """The rewards of the answers to each problem."""
+    problems: dict[int, list[float]] = {}
+    for sample in samples:
+        problems.setdefault(sample.group_id, []).append(sample.reward)
+    return list(problems.values())
+
+
+def result(row: dict[str, float], found: Sequence[BestOf]) -> bytes:
+    """What `--json` writes: the row of an evaluation, and pass@k (of other rewards than 0 and 1, the best of k)."""
+    each = [{"k": one.k, **one.interval._asdict()} for one in found]
+    return msgspec.json.format(msgspec.json.encode({**row, "best_of": each}), indent=2) + b"\n"

@@ -24,7 +24,8 @@ def hub_place(hub: str | None, folders: list[str]) -> HubPlace:
     from flash.run.hub_place import HubPlace
 
     if len(folders) + (hub is not None) != 1:
-        raise ConfigError("expected one run directory, such as outputs/quickstart, or --hub HOST:PORT")
+        named = f", got {' and '.join(folders)}" if folders else ""
+        raise ConfigError(f"expected one run directory, such as outputs/quickstart, or --hub HOST:PORT{named}")
     if hub is None:
         return HubPlace(run_dir=str(Path(folders[0]).absolute()))
     host, _, port = hub.rpartition(":")

@@ -12,11 +12,32 @@ import sys
 from collections.abc import Sequence
 
 from envs.sandbox import cli as sandbox
-from flash.cli import calibrate, drain, evaluate, join, plot, replay, rollout, simulate, tiny_model, train
+from flash.cli import (
+    calibrate,
+    compare,
+    doctor,
+    drain,
+    evaluate,
+    init,
+    join,
+    plot,
+    replay,
+    rhythm,
+    rollout,
+    simulate,
+    tiny_model,
+    trace,
+    train,
+    view,
+    watch,
+)
 from flash.errors import FlashError
 
 DESCRIPTION = "Asynchronous reinforcement-learning post-training for language models."
-COMMANDS = (train, join, drain, evaluate, rollout, replay, simulate, calibrate, plot, tiny_model, sandbox)
+COMMANDS = (
+    *(init, doctor, train, join, drain, evaluate, rollout, view, watch, plot, compare, trace, replay, rhythm),
+    *(simulate, calibrate, tiny_model, sandbox),
+)
 """In the order of the help."""
 UNREAD = 128 + signal.SIGPIPE
 """Exit code of who writes to a pipe that nobody reads, as shells have it."""

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from flash.cli.commands import Commands
+from flash.cli.files import run_directory
 from flash.errors import ConfigError
-from flash.observe.rundir import RunDirectory
 
 
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
@@ -21,10 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Draw, and say which files were written."""
     from flash.observe.plots import write_plots
 
-    directory = RunDirectory(arguments.run_dir)
-    if not directory.config.is_file():
-        raise ConfigError(f"{arguments.run_dir} is no run directory: it holds no config.toml")
-    paths = write_plots(arguments.run_dir)
+    paths = write_plots(run_directory(arguments.run_dir).path)
     if not paths:
         raise ConfigError(f"{arguments.run_dir}: there is nothing to draw yet: its run has made no step")
     for path in paths:

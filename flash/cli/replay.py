@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 
 from flash.cli.commands import Commands
-from flash.cli.files import check_folder_writable, check_writable
+from flash.cli.files import check_folder_writable, check_writable, run_directory
 from flash.config.check import is_hub_id
-from flash.config.load import load, split_arguments
+from flash.config.load import given, load, split_arguments
 from flash.errors import ConfigError
-from flash.observe.rundir import RunDirectory, write_atomically
-from flash.run.replay import Comparison, plan, replay
+from flash.observe.rundir import write_atomically
+from flash.run.replay import Comparison, plan, refuse_idle, replay
 
 SHOWN = ("loss", "grad_norm", "entropy", "clip_fraction")
 """Metrics that are printed, each beside what the run had."""
@@ -36,11 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, print each step beside what the run had, and compare with its checkpoints."""
     check_writable(arguments.json)
     check_folder_writable(arguments.export)
-    directory = RunDirectory(arguments.run_dir)
-    if not directory.config.exists():
-        raise ConfigError(f"{arguments.run_dir} is no run directory: it holds no config.toml")
+    directory = run_directory(arguments.run_dir)
     course = plan(arguments.run_dir, arguments.from_step, arguments.to_step)
-    config = load(*split_arguments([str(directory.config), *arguments.config]))
+    files, overrides = split_arguments([str(directory.config), *arguments.config])
+    config = load(files, overrides)
+    refuse_idle(directory.config, config, given(files[1:], overrides))
     model = config.model.path
     if not Path(model).is_dir() and not is_hub_id(model):
         raise ConfigError(
@@ -62,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         _say(_told(found, course.first))
 
     _say(f"[training steps {course.first} to {course.last - 1} again, from {course.checkpoint or config.model.path}]")
+    if course.left_out:
+        _say(f"[{course.left_out} left out: no batch of step {course.last} is recorded]")
     _say(" step " + " ".join(f"{name:>{WIDTH}} {'the run':>{WIDTH}}" for name in SHOWN))
     replay(
         config,

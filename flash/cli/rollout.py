@@ -13,7 +13,7 @@ from flash.errors import ConfigError
 
 
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
-    parser = commands.add_parser("rollout", help="episodes of a config's environment with a model, to read")
+    parser = commands.add_parser("rollout", help="episodes of a config, a run or a model, to read")
     sampling.add_options(parser)
     parser.add_argument("--episodes", "-n", type=int, default=4, metavar="N", help="default: 4")
     return parser
@@ -26,7 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.episodes < 1:
         raise ConfigError(f"--episodes: expected at least 1, got {arguments.episodes}")
     check_writable(arguments.transcripts)
-    _, samples = sampling.sample(arguments, partial(roll_out, episodes=arguments.episodes))
+    config, model = sampling.configured(arguments)
+    _, samples = sampling.sample(config, model, partial(roll_out, episodes=arguments.episodes))
     sampling.write_transcripts(arguments.transcripts, samples)
     for sample in samples:
         sys.stdout.write(sampling.transcript(sample) + "\n")

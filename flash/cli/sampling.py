@@ -1,11 +1,13 @@
 """What `flash eval` and `flash rollout` share: a model on a config's environment, without training.
 
-Both take what `flash train` takes, and `--model` in place of `model.path`. Nothing is written to the run directory.
+Both take what `flash train` takes, with `--model` in place of `model.path`; or a run directory, whose configuration and
+newest weights are meant; or a model, with `--env`. Nothing is written to the run directory.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,14 +18,25 @@ import msgspec
 
 from flash.config.load import load, split_arguments
 from flash.config.tree import Config
-from flash.observe.rundir import Sample, readable, write_atomically
+from flash.errors import ConfigError
+from flash.observe.rundir import RunDirectory, Sample, readable, write_atomically
+from flash.run.models import chosen_model, make_missing_model, model_folder
+from flash.trainer.stored import MANIFEST
 
 INDENT = "    "
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What both commands take."""
-    parser.add_argument("config", nargs="+", metavar="CONFIG|KEY=VALUE", help="as for train")
+    parser.add_argument(
+        "config",
+        nargs="+",
+        metavar="CONFIG|RUN_DIR|MODEL|KEY=VALUE",
+        help="as for train; or a run directory; or, with --env, a model folder or hub id",
+    )
+    parser.add_argument(
+        "--env", metavar="MODULE:CLASS", help="a model's environment; env.options.KEY=VALUE its options"
+    )
     parser.add_argument(
         "--model", metavar="PATH", help="a model folder, hub id, checkpoint or run directory; default: model.path"
     )
@@ -35,7 +48,9 @@ def transcript(sample: Sample) -> str:
     tokens = sum(span.stop - span.start for span in sample.action_spans)
     lines = [f"--- seed {sample.seed}: {sample.outcome}, reward {sample.reward:g}, {tokens} tokens"]
     for number, turn in enumerate(sample.turns, 1):
-        lines += [f"[{number}] shown:", _indented(turn.observation), f"[{number}] answer, reward {turn.reward:g}:"]
+        where = f" in branch {turn.branch}" if len(sample.branches) > 1 else ""
+        lines += [f"[{number}] shown{where}:", _indented(turn.observation)]
+        lines.append(f"[{number}] answer, reward {turn.reward:g}:")
         lines.append(_indented(turn.action))
         lines += [f"[{number}] note: {turn.note}"] if turn.note else []
     return "\n".join(lines)
@@ -52,26 +67,53 @@ def write_transcripts(file: Path | None, samples: Sequence[Sample]) -> None:
         write_atomically(file, b"".join(msgspec.json.encode(sample) + b"\n" for sample in samples))
 
 
-def sample(arguments: argparse.Namespace, play: Any) -> tuple[Any, list[Sample]]:
-    """Start engines, play, and describe what was played."""
+def configured(arguments: argparse.Namespace, *more: str) -> tuple[Config, str | None]:
+    """The configuration that the arguments name, with `more` overrides, and the model where it is not `model.path`.
+
+    Raises:
+        ConfigError: they name none, or a wrong one.
+    """
+    paths, overrides = split_arguments(arguments.config)
+    named: str | None = arguments.model
+    only = paths[0] if len(paths) == 1 else Path()
+    if RunDirectory(only).config.is_file() and arguments.env is None:
+        named = named or str(only)
+        paths, overrides = [RunDirectory(only).config], [*_of_run(named), *overrides]
+    elif arguments.env is not None:
+        if len(paths) != 1 or only.is_file() or named is not None:
+            raise ConfigError("--env goes with one model folder or hub id; in a config env.path names the environment")
+        named = str(only)
+        texts = {"run.name": "eval", "model.path": named, "env.path": arguments.env}
+        paths, overrides = [], [*(f"{key}={json.dumps(text)}" for key, text in texts.items()), *overrides]
+    elif (only / "config.json").is_file():
+        raise ConfigError(f"{only} is a model: name its environment with --env, or give a config and --model {only}")
+    return load(paths, [*overrides, *more]), named
+
+
+def _of_run(model: str) -> list[str]:
+    """What the configuration of a run that is over needs, to be read wherever the run directory is now."""
+    chosen = chosen_model(model)
+    whole = [] if (Path(chosen) / MANIFEST).is_file() else [f"model.path={json.dumps(chosen)}"]
+    return ["run.resume=false", *whole]
+
+
+def sample(config: Config, named: str | None, play: Any) -> tuple[Any, list[Sample]]:
+    """Start engines, play with the model that is named, by default `model.path`, and describe what was played."""
     import anyio
 
     from flash.environment.load import LoadedEnvironment
     from flash.rollout.resident import Resident
-    from flash.rollout.tokenizer import HfTokenizer
     from flash.rollout.vllm_engine import VLLMEngine
-    from flash.run.models import make_missing_model, model_folder
+    from flash.rollout.vllm_start import ready_tokenizer
 
-    paths, overrides = split_arguments(arguments.config)
-    config = load(paths, overrides)
-    if arguments.model is None:
+    if named is None:
         make_missing_model(config)
-    named = arguments.model or config.model.path
+        named = config.model.path
     sys.stderr.write(f"[reading {named}]\n")
     with model_folder(named, config) as path:
         model = msgspec.structs.replace(config.model, path=path)
         config = msgspec.structs.replace(config, model=model)
-        tokenizer = HfTokenizer(config.model)
+        tokenizer = ready_tokenizer(config)
         env = LoadedEnvironment(config.env.path, config.env.options)
 
         def engines(config: Config) -> list[Callable[[int], Resident]]:

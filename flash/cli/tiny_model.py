@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from flash.cli.commands import Commands
-from flash.config.tree import TinyModelConfig
+from flash.config.tree import DeadlinesConfig, TinyModelConfig
 from flash.errors import ConfigError
 
 
@@ -33,6 +33,7 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the model that the arguments describe."""
+    from flash.run.models import making
     from flash.trainer.tiny_model import make_tiny_model, show_progress
 
     wanted = {
@@ -46,7 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
         config = msgspec.convert(wanted, TinyModelConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"tiny-model: {error}") from None
-    make_tiny_model(arguments.path, config, arguments.env, dict(map(_option, arguments.option)), show_progress)
+    options = dict(map(_option, arguments.option))
+    with making(arguments.path, DeadlinesConfig().rendezvous):
+        make_tiny_model(arguments.path, config, arguments.env, options, show_progress)
     sys.stdout.write(f"{arguments.path}\n")
     return 0
 

@@ -10,6 +10,7 @@ from types import FrameType
 from flash.cli.commands import Commands
 from flash.config.advice import advise
 from flash.config.load import dump, load, split_arguments
+from flash.run.beforehand import check_start
 from flash.run.models import make_missing_model
 
 
@@ -28,6 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         overrides.append("run.resume=true")
     config = load(paths, overrides)
     advise(config)
+    check_start(config)
     if arguments.dry_run:
         from flash.run.dry_run import dry_run
 

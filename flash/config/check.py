@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from flash.config.simulate import SimulateConfig
 from flash.config.spread import parse_spread
 from flash.config.tree import Config
 from flash.errors import ConfigError
+from flash.foreign.vllm_parsers import Package, names
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 """`name` or `owner/name`: anything else is a path."""
@@ -58,6 +61,17 @@ def batch_rule(config: Config) -> Iterator[Problem]:
         yield Problem("train.batch_size", message)
 
 
+def parser_rule(config: Config) -> Iterator[Problem]:
+    """vLLM, where it is installed, has the parsers that are named."""
+    named: dict[Package, tuple[str, str | None]] = {
+        "tool_parsers": ("tool_parser", config.model.tool_parser),
+        "reasoning": ("reasoning_parser", config.model.reasoning_parser),
+    }
+    for package, (key, name) in named.items():
+        if name is not None and (known := names(package)) and name not in known:
+            yield Problem(f"model.{key}", f"vLLM has no {name!r}; it has {', '.join(known)}")
+
+
 def optimizer_rule(config: Config) -> Iterator[Problem]:
     """AdamW's moments must decay: each beta lies in [0, 1)."""
     if max(config.train.betas) >= 1:
@@ -72,7 +86,8 @@ def environment_rule(config: Config) -> Iterator[Problem]:
         yield Problem("env.path", str(error))
         return
     kwargs, problems = examine_options(env, config.env.options, "env.options")
-    yield from problems or _own_check(env, kwargs)
+    faults = problems or list(_own_check(env, kwargs))
+    yield from faults or _domains(config, env, kwargs)
     if config.tiny_model is not None and not all(callable(getattr(env, name, None)) for name in WARM_START_METHODS):
         message = (
             f"`{config.env.path}` has no solved examples to teach a tiny model with: give it the methods "
@@ -90,6 +105,25 @@ def _own_check(env: type[object], kwargs: dict[str, Any]) -> Iterator[Problem]:
         own_check(**kwargs)
     except Exception as error:  # the class is the user's: whatever it raises here is its verdict
         yield Problem("env.options", refusal(env, error))
+
+
+def _domains(config: Config, env: type[object], kwargs: dict[str, Any]) -> Iterator[Problem]:
+    """What domains want goes together with the rest of the configuration."""
+    told: Callable[..., dict[str, Any]] | None = getattr(env, "domains", None)
+    domains = {} if told is None else told(**kwargs)
+    if len(domains) > 1 and config.rollout.fifo_window is not None:
+        message = "cannot hold with several domains, whose shares decide which groups a step takes: leave it out"
+        yield Problem("rollout.fifo_window", message)
+    for name, domain in domains.items():
+        key, limit = f"env.options.kinds.{name}", config.model.max_length - 1
+        if (domain.max_new_tokens or 0) > limit:
+            message = f"expected at most {limit} (model.max_length = {limit + 1}), got {domain.max_new_tokens}"
+            yield Problem(f"{key}.max_new_tokens", message)
+        members = (domain.group_size or config.rollout.group_size) + config.rollout.extra_per_group
+        drop = domain.drop_equal_rewards
+        if members == 1 and (config.rollout.drop_equal_rewards if drop is None else drop):
+            message = "groups of one sample have equal rewards: all would be dropped"
+            yield Problem(f"{key}.group_size", message)
 
 
 def model_rule(config: Config) -> Iterator[Problem]:
@@ -175,7 +209,7 @@ def response_rule(config: Config) -> Iterator[Problem]:
 
 
 def length_rule(config: Config) -> Iterator[Problem]:
-    """The canary is no longer than a sequence, and a full-length one fits into a forward pass."""
+    """The canary is no longer than a sequence, and a full-length one fits into a forward pass, and an episode."""
     longest = config.model.max_length
     if config.weights.canary_tokens > longest:
         message = f"expected at most {longest} (model.max_length = {longest}), got {config.weights.canary_tokens}"
@@ -183,6 +217,10 @@ def length_rule(config: Config) -> Iterator[Problem]:
     if config.train.max_tokens_per_microbatch < longest:
         message = f"expected at least model.max_length = {longest}, got {config.train.max_tokens_per_microbatch}"
         yield Problem("train.max_tokens_per_microbatch", message)
+    episode = config.rollout.max_episode_tokens
+    if episode is not None and episode < longest:
+        message = f"expected at least model.max_length = {longest}, got {episode}: lower that one for shorter sequences"
+        yield Problem("rollout.max_episode_tokens", message)
 
 
 def eval_rule(config: Config) -> Iterator[Problem]:
@@ -205,6 +243,24 @@ def sink_rule(config: Config) -> Iterator[Problem]:
             load_sink(config.observe.sink)
         except ConfigError as error:
             yield Problem("observe.sink", str(error))
+
+
+def alarm_rule(config: Config) -> Iterator[Problem]:
+    """What alarms are to do can be done, and they are given."""
+    alarms = config.alarms
+    for key, chosen in (("alarms.checkpoint", alarms.checkpoint), ("alarms.stop", alarms.stop)):
+        for name in chosen:
+            if getattr(alarms, name) is None:
+                yield Problem(key, f"`{name}` is never given: expected a limit as alarms.{name}")
+    if alarms.command is None:
+        return
+    try:
+        words = shlex.split(alarms.command)
+    except ValueError as error:
+        yield Problem("alarms.command", f"cannot be split into words: {error}")
+        return
+    if not words or shutil.which(words[0]) is None:
+        yield Problem("alarms.command", f"expected a program and its arguments, got {show(alarms.command)}")
 
 
 def placement_rule(config: Config) -> Iterator[Problem]:
@@ -306,11 +362,13 @@ RULES: tuple[Rule, ...] = (
     algorithm_rule,
     environment_rule,
     model_rule,
+    parser_rule,
     other_models_rule,
     response_rule,
     length_rule,
     eval_rule,
     sink_rule,
+    alarm_rule,
     placement_rule,
     weights_rule,
     *MACHINE_RULES,

@@ -102,6 +102,9 @@ def _staleness(config: Config, objective: Objective) -> Iterator[Problem]:
     if not isinstance(algorithm.staleness, NoStaleness):
         message = "has no effect: with train.async_ratio = 0 every age is 0"
         yield Problem("algorithm.staleness", message)
+    if algorithm.lag is not None and config.train.minibatches * config.train.updates_per_batch == 1:
+        message = "has no effect: with train.async_ratio = 0 and one update per batch no token lags behind"
+        yield Problem("algorithm.lag", message)
 
 
 def _reuse(config: Config, objective: Objective) -> Iterator[Problem]:
@@ -167,21 +170,27 @@ def _kl(config: Config) -> Iterator[Problem]:
 
 
 def _shaping(config: Config) -> Iterator[Problem]:
-    rollout, longest = config.rollout, _longest(config)
+    rollout, longest = config.rollout, _longest_sample(config)
     for place, shaping in enumerate(config.algorithm.shaping):
         key = f"algorithm.shaping[{place}]"
         if isinstance(shaping, Overlong) and shaping.limit > longest:
             message = (
-                f"expected at most {longest}, the longest that responses get "
-                f"(rollout.max_new_tokens · rollout.max_turns, and model.max_length), got {shaping.limit}"
+                f"expected at most {longest}, the longest that the responses of a sample get (rollout.max_new_tokens · "
+                f"rollout.max_turns, and model.max_length · rollout.max_branches), got {shaping.limit}"
             )
             yield Problem(f"{key}.limit", message)
         if isinstance(shaping, LengthPenalty) and rollout.group_size == 1:
             yield Problem(key, "compares the samples of a prompt, and rollout.group_size is 1")
 
 
+def _longest_sample(config: Config) -> int:
+    """Tokens of the responses of all turns, over all branches."""
+    rollout = config.rollout
+    return min(rollout.max_new_tokens * rollout.max_turns, config.model.max_length * rollout.max_branches)
+
+
 def _longest(config: Config) -> int:
-    """Tokens of the longest response of all turns."""
+    """Tokens of the responses in one sequence."""
     return min(config.rollout.max_new_tokens * config.rollout.max_turns, config.model.max_length)
 
 

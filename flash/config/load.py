@@ -51,13 +51,8 @@ def load(paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()
     Raises:
         ConfigError: names every problem found.
     """
-    merged: dict[str, Any] = {}
-    origins: dict[str, str] = {}
     files = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
-    for file in files:
-        _merge(merged, _read(file), str(file), origins)
-    for override in overrides:
-        _merge(merged, _parse_override(override), "override", origins)
+    merged, origins = _merged(files, overrides)
     decoder = _Decoder()
     config = decoder.table(Config, merged, "")
     if decoder.problems or config is None:
@@ -68,6 +63,31 @@ def load(paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()
     if problems:
         raise refuse(problems, origins)
     return config
+
+
+def given(paths: Sequence[Path], overrides: Sequence[str]) -> set[str]:
+    """The dotted keys that these sources set. Raises ConfigError: one cannot be read."""
+    return set(_merged(paths, overrides)[1])
+
+
+def _merged(files: Sequence[Path], overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What these sources say together, and of each key which of them said it last."""
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for file in files:
+        _merge(merged, _read(file), str(file), origins)
+    for override in overrides:
+        _merge(merged, _parse_override(override), "override", origins)
+    return merged, origins
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of tables by their dotted keys."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from flat(cast("dict[str, Any]", value), f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def dump(config: Config) -> str:
@@ -114,13 +134,14 @@ def _parse_override(text: str) -> dict[str, Any]:
     parts = key.strip().split(".")
     if not equals or not all(parts):
         raise ConfigError(f"override `{text}`: expected `section.key=value`")
-    table: dict[str, Any] = {parts[-1]: _parse_value(value.strip())}
+    table: dict[str, Any] = {parts[-1]: parse_value(value.strip())}
     for part in reversed(parts[:-1]):
         table = {part: table}
     return table
 
 
-def _parse_value(text: str) -> Any:
+def parse_value(text: str) -> Any:
+    """A value as TOML writes it, or else the text itself."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):

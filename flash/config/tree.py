@@ -1,6 +1,6 @@
 """The configuration of a run: one typed tree.
 
-Every field has a docstring that says its meaning and unit; `flash config` and docs/configuration.md are made from them.
+Every field has a docstring that says its meaning and unit; docs/configuration.md is made from them.
 `flash.config.load` reads TOML files and overrides into this tree. Reading it needs neither torch nor vllm.
 """
 
@@ -15,9 +15,11 @@ from msgspec import Meta, field
 from algorithms.base import Advantage, Aggregation, CriticTarget
 from algorithms.corrections import Correction
 from algorithms.kl import Kl
+from algorithms.lag import Lag
 from algorithms.rhythm import Rhythm
 from algorithms.shaping import Shaping
 from algorithms.staleness import NoStaleness, Staleness
+from flash.config.alarms import AlarmsConfig
 from flash.config.section import (
     Deadline,
     Fraction,
@@ -62,6 +64,12 @@ class ModelConfig(Section, frozen=True):
     """Longest prompt plus response, in tokens."""
     trust_remote_code: bool = False
     """Whether a hub model may bring its own code."""
+    tool_parser: str | None = None
+    """How the model writes calls of functions: vLLM's name of a parser, for example `hermes` (Qwen3), `llama3_json` or
+    `mistral`. Agents that give tools need it."""
+    reasoning_parser: str | None = None
+    """How it writes its reasoning: vLLM's name of a parser, for example `qwen3`. Agents are then told it apart from the
+    answer."""
 
 
 class TinyModelConfig(Section, frozen=True):
@@ -113,6 +121,9 @@ class RolloutConfig(Section, frozen=True):
     fifo_window: Annotated[float, Meta(ge=1, le=1e6)] | None = None
     """A step chooses among the first `fifo_window` batches of groups in order of issue: 1 is strict order, which waits
     for stragglers and favours no length. None: any complete group."""
+    share_drift: NonNegativeFloat = 1.0
+    """With several domains (envs.mixture), how far one may get ahead of its share of all trained groups, in batches,
+    before a step waits for the others."""
     extra_groups: NonNegative = 0
     """Groups kept in flight beyond what the steps need; those that outgrow the age window are cancelled."""
     extra_per_group: NonNegative = 0
@@ -125,6 +136,16 @@ class RolloutConfig(Section, frozen=True):
     """Every sample is a task of its own. Off: samples start in batches, the next when the last one is home."""
     replicate_prompts: bool = True
     """The samples of a prompt are placed one by one. Off: they go to one engine and come home together."""
+    session_s: NonNegativeFloat = 0.0
+    """While environments take no longer than this in the mean, in seconds, an episode that waits for its own keeps its
+    place in an engine's KV cache: it is counted against the engine's memory, and what does not fit waits instead of
+    evicting it (docs/asynchrony.md says how long pays). 0: nothing is counted."""
+    max_branches: Positive = 16
+    """Sequences that an episode may consist of, where an agent rewrites its history or asks several things at once;
+    what would begin another one is refused (docs/environments.md)."""
+    max_episode_tokens: Positive | None = None
+    """Most tokens of all branches of an episode, what they share counted in each. None: max_branches times
+    model.max_length."""
     env_async: bool = True
     """Every environment steps on its own. Off: a node's environments step together, when all responses are there."""
     temperature: Temperature = 1.0
@@ -222,12 +243,17 @@ class AlgorithmConfig(Section, frozen=True):
     """Discount of later rewards: per turn where `advantage` is `turn`, per token where it is `gae`."""
     aggregation: Aggregation | None = None
     """How per-token losses become one number. None: as the objective's method does it."""
+    branches: Literal["same", "split"] = "same"
+    """What the branches of an agent's episode get of its advantage. `same`: each all of it, as every token of a sample
+    does; `split`: divided by their number, so that a sample with many of them counts no more than any other."""
     constant_length: Positive | None = None
     """Tokens by which `constant` aggregation divides each sequence's sum. None: rollout.max_new_tokens."""
     corrections: list[Correction] = field(default_factory=list)
     """Weights of exp(proximal − behaviour) that multiply the objective's loss, one after the other."""
     staleness: Staleness = NoStaleness()
     """How much less an old sample counts in the objective's loss."""
+    lag: Lag | None = None
+    """Holds the learning rate down by how far the policy has left those that sampled the batch. None: never."""
     kl: Kl | None = None
     """A pull towards a reference policy. None: no pull."""
     entropy_bonus: Annotated[float, Meta(ge=0, le=100)] = 0.0
@@ -346,6 +372,9 @@ class DeadlinesConfig(Section, frozen=True):
     """All processes of the job appear."""
     request: Deadline = 60
     """A peer answers a message that needs no work; a node that is silent for so long loses its work to the others."""
+    hub: Deadline = 300
+    """The hub answers a trainer rank's message that needs no work; else all processes start again. A hub that ends is
+    noticed at once."""
     engine_start: Deadline = 900
     """An engine loads its model and answers."""
     engine_step: Deadline = 300
@@ -389,6 +418,7 @@ class Config(Section, frozen=True):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
     cluster: ClusterConfig = ClusterConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     simulate: SimulateConfig | None = None

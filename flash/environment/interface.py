@@ -17,11 +17,13 @@ the kind of a problem (`Kinds`).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from flash.types import Observation
+from flash.types import Message, Observation, Piece, Tool
 
 HELD_OUT = 1 << 31
 """First seed of the held-out problems."""
@@ -106,6 +108,33 @@ class Said(msgspec.Struct, frozen=True):
     """The token limit ended it, not the model."""
 
 
+class Spoken(msgspec.Struct, frozen=True):
+    """A response as a message."""
+
+    message: Message
+    """The assistant's, with its reasoning and calls where the model's parsers have found some."""
+    malformed: bool = False
+    """It begins a call that could not be read, and is part of the content."""
+
+
+class Expected(msgspec.Struct, frozen=True):
+    """What an environment will show, after what is shown next, and how it will want the response to that."""
+
+    name: str
+    """Its own, by which `EpisodeView.comes` says that it is shown next."""
+    observation: Observation
+    branch: int
+    responses: int
+    """Where it follows, as for `EpisodeView.go_on`."""
+    tools: Sequence[Tool] = ()
+    """For one that follows no response."""
+    tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    hear: Callable[[Piece], None] | None = None
+    calling: bool = True
+    """As for `EpisodeView.listen`."""
+
+
 class EpisodeView(Protocol):
     """What an episode tells its environment of tokens, and what that may ask of it."""
 
@@ -119,6 +148,20 @@ class EpisodeView(Protocol):
         """Responses that may still follow."""
         ...
 
+    @property
+    def branches_left(self) -> int:
+        """Branches that may still begin."""
+        ...
+
+    def go_on(self, branch: int, responses: int) -> None:
+        """What is shown next follows the first so many responses of a branch; without it, the last response.
+
+        Branches are counted from 0 in the order in which they begin; the responses that one follows count as its own.
+        Where these are all that it has, it goes on; else a new one begins with its tokens up to there, which are prompt
+        in the new one. After none, a new one begins with what is shown. Nothing changes before something is shown.
+        """
+        ...
+
     def room(self, observation: Observation) -> int:
         """Tokens left for a response if this is shown next; 0 or below: shown all the same, it ends the episode.
 
@@ -129,6 +172,46 @@ class EpisodeView(Protocol):
 
     def limit(self, tokens: int) -> None:
         """Let the next response have at most so many tokens."""
+        ...
+
+    def stop_at(self, texts: Sequence[str]) -> None:
+        """Let the next response end with the first of these texts that comes, if one does."""
+        ...
+
+    def listen(self, hear: Callable[[Piece], None], *, calling: bool = True) -> None:
+        """Let this hear the next response while it is sampled, as `spoken` will read it; nothing of its calls.
+
+        It hears no more than what is certain by then, and not the end: that is `last`, `spoken` and the action.
+        """
+        ...
+
+    def offer(self, tools: Sequence[Tool]) -> None:
+        """Let the policy call these functions: the model's chat template shows them with the first observation.
+
+        To be called before that is rendered; of branches, before each that follows no response.
+
+        Raises:
+            EnvError: the run has no parser of calls (model.tool_parser).
+        """
+        ...
+
+    def expect(self, expected: Expected) -> None:
+        """Let a later response be sampled from now on, beside the one under way, where the limits of the run have room.
+
+        It is taken when just this is shown, with the same limits; what is never shown is sampled for nothing.
+        """
+        ...
+
+    def comes(self, name: str) -> None:
+        """What is shown next was expected by this name, if anything was."""
+        ...
+
+    def scored(self) -> list[tuple[str, float]]:
+        """Text and log-prob of each token of the last response, as it was sampled (temperature applied)."""
+        ...
+
+    def spoken(self, *, calling: bool = True) -> Spoken:
+        """The last response, read by the parsers of the run; `calling`: whether calls are looked for."""
         ...
 
 
@@ -164,6 +247,37 @@ class Kinds(Protocol):
     @classmethod
     def kind_of(cls, seed: int, **options: Any) -> str:
         """The kind of the problem of this seed: the same in every process, for the same options."""
+        ...
+
+
+class Domain(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run does with the problems of one kind. None: as the run's configuration has it."""
+
+    weight: float = 1.0
+    """Its share of the trained groups, in proportion to the other weights."""
+    group_size: int | None = None
+    """Samples per prompt."""
+    drop_equal_rewards: bool | None = None
+    """Whether groups are filtered out whose rewards are all equal."""
+    accuracy_bounds: tuple[float, float] | None = None
+    """Groups are filtered out whose mean reward lies outside."""
+    max_turns: int | None = None
+    """Responses after which an episode is truncated."""
+    max_new_tokens: int | None = None
+    """Longest response, in tokens."""
+
+
+NO_DOMAINS: Mapping[str, Domain] = MappingProxyType({})
+"""Of a run over problems of one kind."""
+
+
+@runtime_checkable
+class Domains(Kinds, Protocol):
+    """An environment class whose kinds are domains, each with a share of what is trained and limits of its own."""
+
+    @classmethod
+    def domains(cls, **options: Any) -> dict[str, Domain]:
+        """Every kind that `kind_of` names, for the same options."""
         ...
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flash.config.objects import check_options, load_environment
-from flash.environment.interface import Environment, Kinds, Prepared
+from flash.environment.interface import Domain, Domains, Environment, Kinds, Prepared
 from flash.environment.threaded import wrap
 
 
@@ -39,3 +39,7 @@ class LoadedEnvironment:
         if isinstance(self._class, Kinds):
             return self._class.kind_of(seed, **self._kwargs)
         return ""
+
+    def domains(self) -> dict[str, Domain]:
+        """The domains of the problems; none for classes that do not tell."""
+        return self._class.domains(**self._kwargs) if isinstance(self._class, Domains) else {}

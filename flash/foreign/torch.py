@@ -232,6 +232,18 @@ def private_store() -> Store:
     return HashStore()
 
 
+@contextmanager
+def alone(backend: str) -> Generator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group(backend, store=private_store(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def below(store: Store, prefix: str) -> Store:
     """The part of a store below a prefix."""
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]

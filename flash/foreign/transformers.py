@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
+from shutil import copymode
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -39,6 +41,12 @@ def windows(model: PreTrainedModel) -> list[int]:
     return [limit for limit in limits if isinstance(limit, int) and limit > 0]
 
 
+def positions(model: PreTrainedModel) -> int | None:
+    """How many tokens a sequence of the model may have; None where it does not say."""
+    count = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return count if isinstance(count, int) else None
+
+
 def layer_types(model: PreTrainedModel) -> set[str]:
     """Class names of the layers that are sharded as a whole."""
     return set(model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
@@ -53,6 +61,12 @@ def layer_number(attention: nn.Module) -> int | None:
     """Which decoder layer an attention module belongs to, from 0; None where it does not say."""
     number = getattr(attention, "layer_idx", None)
     return number if isinstance(number, int) else None
+
+
+def open_weights(folder: Path) -> None:
+    """Let who may read a model's configuration read its weights, which safetensors writes for their owner alone."""
+    for file in folder.glob("*.safetensors"):
+        copymode(folder / "config.json", file)
 
 
 @contextmanager

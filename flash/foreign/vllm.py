@@ -35,6 +35,8 @@ TOUCHED = (
     "vllm.v1.engine.async_llm:AsyncLLM.output_processor",
     "vllm.v1.engine.async_llm:AsyncLLM.output_handler",
     "vllm.v1.engine.async_llm:AsyncLLM.engine_core",
+    "vllm.v1.engine.async_llm:AsyncLLM.vllm_config",
+    "vllm.config:CacheConfig.kv_cache_size_tokens",
     "vllm.v1.engine.output_processor:OutputProcessor.propagate_error",
     "vllm.v1.engine.output_processor:OutputProcessor.request_states",
     "vllm.v1.engine.output_processor:OutputProcessor.log_stats",
@@ -129,6 +131,11 @@ def count_nothing_here(llm: Any) -> None:
     To be called before vLLM's reading task begins, which is with the first call from a loop.
     """
     llm.log_stats = llm.output_processor.log_stats = False
+
+
+def cache_tokens(llm: Any) -> int:
+    """Tokens that the KV cache of an engine that has started holds; 0: it does not tell."""
+    return llm.vllm_config.cache_config.kv_cache_size_tokens or 0
 
 
 def core_process(llm: Any) -> Any:
@@ -227,7 +234,7 @@ def is_refusal(error: BaseException) -> bool:
 # -- requests --------------------------------------------------------------------------------------------------------
 
 
-def sampling_parameters(temperature: float, max_tokens: int) -> Any:
+def sampling_parameters(temperature: float, max_tokens: int, stop: Sequence[str] = ()) -> Any:
     """Parameters of one sample: flat log-probs of the sampled tokens, in pieces as they come."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -236,7 +243,8 @@ def sampling_parameters(temperature: float, max_tokens: int) -> Any:
         max_tokens=max_tokens,
         logprobs=0,
         flat_logprobs=True,
-        detokenize=False,
+        stop=list(stop),
+        detokenize=bool(stop),
         output_kind=RequestOutputKind.DELTA,
         # vLLM copies it per request, and only ever adds the model's end-of-text tokens to it.
         skip_clone=True,

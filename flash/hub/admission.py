@@ -52,6 +52,8 @@ class Admission:
         """Counts what may have made a lease possible that was not: a task put back, a place given back, a wave over."""
         # Groups start as a whole: a step that waits for a begun group must not hold back the rest of the group.
         whole = rules.whole_groups or rules.on_expire == "wait"
+        self._sizes = rules.sizes(contract.group_size)
+        self._largest = max(self._sizes.values())
         self._first_counted = contract.group_size - 1 if whole else 0
         """The member of a group with which admission begins."""
 
@@ -67,7 +69,7 @@ class Admission:
         slot = self._places.of(self._source.cursor.next_group)
         slots = min(self._contract.slots_admitted(newest, self._first_counted), self._contract.last_slot)
         groups = min(slots - slot, self._wave_left) if self._rules.waves else slots - slot
-        return len(queue) + max(1, groups) * (self._contract.group_size + self._rules.extra_per_group)
+        return len(queue) + max(1, groups) * self._largest
 
     def admits(self, member: Member, newest: int) -> bool:
         """Whether a waiting task may go out to a node whose newest engine runs this version."""
@@ -100,7 +102,11 @@ class Admission:
         self.openings += 1
 
     def _needed(self, member: Member) -> int:
-        return self._version(self._places.of(member.task.group_id), member.task.sample_index)
+        task, nominal = member.task, self._contract.group_size
+        size = self._sizes.get(task.kind, self._sizes[""]) - self._rules.extra_per_group
+        # A group of another size counts as one of the run's: its members begin in the same stretch of samples.
+        index = task.sample_index * nominal // size
+        return self._version(self._places.of(task.group_id), index)
 
     def _version(self, slot: int, index: int) -> int:
         """The version that a member of a group at this place needs; its first token has to be of use, too."""

@@ -44,7 +44,7 @@ class Ageing:
         expiring = False
         if self._rules.on_expire == "mask" and self._contract.max_age >= 1 and not group.complete and not group.earlier:
             after_next = self._contract.min_token_version(self._admission.next_step + 1)
-            expiring = group.expiring(after_next) and self._rules.filter.keeps(group)
+            expiring = group.expiring(after_next) and self._rules.filter_of(group.kind).keeps(group)
         self._pool.waits(group, expiring=expiring)
 
     def next_is(self, step: int) -> None:

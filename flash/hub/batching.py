@@ -35,9 +35,8 @@ def deal(batch: Batch, ranks: int, at_once: int = SAMPLES_AT_ONCE) -> Generator[
     for trajectory in batch.trajectories:
         lengths.append(trajectory.length)
         entries.append(trajectory.entry(batch.min_version))
-        trained = trajectory.trained_tokens(batch.min_version)
-        tokens += trained
-        sequences += trained > 0
+        tokens += trajectory.trained_tokens(batch.min_version)
+        sequences += trajectory.trained_branches(batch.min_version)
         if len(entries) % at_once == 0:
             yield
     longest_first: list[int] = np.argsort(np.negative(lengths), kind="stable").tolist()

@@ -121,7 +121,8 @@ class SampleBuffer(Samples):
             return self._hand_out([member], versions, node)[0] if self._admission.admits(member, newest) else None
         if not self._admission.room_for_group(newest):
             return None
-        issued = Issued(self._source.next_problem())
+        domain = self._domains.next(self._source.cursor.quarantined)
+        issued = Issued(self._source.next_problem(domain))
         self.journal.record(issued)
         return self._hand_out(self._issue(issued).members[:1], versions, node)[0]
 
@@ -188,6 +189,7 @@ class SampleBuffer(Samples):
             self._pool.census.begun,
             before=None if end is None else self._places.first_at(end),
             wait=self._rules.on_expire == "wait",
+            most=self._domains.most(self._source.cursor.quarantined),
         )
 
     def commit(self, version: int) -> None:

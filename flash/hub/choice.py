@@ -1,8 +1,9 @@
 """Which complete groups a step trains: a pure decision over what is counted of the groups in flight.
 
-Those whose tokens expire first go first. No straggler is waited for while enough groups are complete, with two
-exceptions that the configuration asks for: a window in the order of issue (`fifo_window`), and `on_expire = "wait"`,
-where a step is held back as long as taking it would leave a group that is still on its way no step to be trained in.
+Those whose tokens expire first go first. No straggler is waited for while enough groups are complete, with three
+exceptions that the configuration asks for: a window in the order of issue (`fifo_window`), the bound on how far a
+domain may be ahead (`flash.hub.domains`), and `on_expire = "wait"`, where a step is held back as long as taking it
+would leave a group that is still on its way no step to be trained in.
 
 The question comes up with every result, so that it looks at versions, of which there are few, and not at groups.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
+from heapq import merge
 
 from flash.hub.contract import AgeContract
 
@@ -19,35 +21,50 @@ class Eligible:
     """The groups that a step may train: by the oldest version of their tokens, then in the order of issue."""
 
     def __init__(self) -> None:
-        self._groups: dict[int, list[int]] = {}
-        self._versions: dict[int, int] = {}
+        self._groups: dict[int, dict[str, list[int]]] = {}
+        """By version and kind."""
+        self._places: dict[int, tuple[int, str]] = {}
 
-    def put(self, group_id: int, oldest: int) -> None:
+    def put(self, group_id: int, oldest: int, kind: str = "") -> None:
         """A group may be trained, whose oldest token is of this version."""
-        if self._versions.get(group_id) == oldest:
+        if self._places.get(group_id) == (oldest, kind):
             return
         self.remove(group_id)
-        self._versions[group_id] = oldest
-        insort(self._groups.setdefault(oldest, []), group_id)
+        self._places[group_id] = oldest, kind
+        insort(self._groups.setdefault(oldest, {}).setdefault(kind, []), group_id)
 
     def remove(self, group_id: int) -> None:
         """A group may not be trained, or not any more."""
-        if (oldest := self._versions.pop(group_id, None)) is None:
+        if (place := self._places.pop(group_id, None)) is None:
             return
-        groups = self._groups[oldest]
+        oldest, kind = place
+        groups = self._groups[oldest][kind]
         del groups[bisect_left(groups, group_id)]
         if not groups:
+            del self._groups[oldest][kind]
+        if not self._groups[oldest]:
             del self._groups[oldest]
 
-    def first(self, size: int, before: int | None) -> dict[int, Sequence[int]] | None:
-        """The first `size` groups by version, of those issued before one; None when there are not so many."""
+    def first(
+        self, size: int, before: int | None, most: Mapping[str, int] | None = None
+    ) -> dict[int, Sequence[int]] | None:
+        """The first `size` groups by version, of those issued before one; None when there are not so many.
+
+        `most`: of a kind that it names, no more than so many.
+        """
         found: dict[int, Sequence[int]] = {}
+        left = dict(most or {})
         for oldest in sorted(self._groups):
-            groups = self._groups[oldest]
-            end = len(groups) if before is None else bisect_left(groups, before)
-            if end := min(end, size):
-                found[oldest] = groups[:end]
-                size -= end
+            kinds: list[Sequence[int]] = []
+            for kind, groups in self._groups[oldest].items():
+                end = len(groups) if before is None else bisect_left(groups, before)
+                kinds.append(groups[: min(end, size, left.get(kind, size))])
+            if chosen := list(merge(*kinds))[:size]:
+                found[oldest] = chosen
+                size -= len(chosen)
+                for group_id in chosen if left else ():
+                    kind = self._places[group_id][1]
+                    left[kind] = left.get(kind, size + 1) - 1
             if size == 0:
                 return found
         return None
@@ -61,6 +78,7 @@ def choose(
     *,
     before: int | None,
     wait: bool,
+    most: Mapping[str, int] | None = None,
 ) -> list[int] | None:
     """The groups of a step, or None while it has to wait.
 
@@ -70,9 +88,10 @@ def choose(
         eligible: the groups that may be trained.
         begun: by their oldest version, how many groups are in flight and how many of them are not complete.
         before: only groups issued before this one may be chosen. None: all.
+        most: of a kind that it names, no more groups than so many.
         wait: whether groups on their way must keep a step in which all their tokens can be trained.
     """
-    chosen = eligible.first(contract.groups_per_batch, before)
+    chosen = eligible.first(contract.groups_per_batch, before, most)
     if chosen is None or (wait and not _all_in_time(contract, step + 1, begun, chosen)):
         return None
     return [group_id for groups in chosen.values() for group_id in groups]

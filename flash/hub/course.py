@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from flash.errors import FlashError
+from flash.errors import FlashError, PeerLostError
 from flash.hub.bells import Bell, Bells
 from flash.types import Published
 
@@ -42,6 +42,11 @@ class Course:
         """End the run with this error; the first one wins."""
         self.error = self.error or error
         self.bells.ring_all()
+
+    def refuse_at_end(self) -> None:
+        """Raises PeerLostError: the run has failed, and who comes now is to wait for the next hub."""
+        if self.error is not None:
+            raise PeerLostError("this hub is about to end")
 
     def interrupt(self) -> None:
         """Stop after the running step; a run that has trained everything ends at once."""

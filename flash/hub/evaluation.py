@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from flash.config.tree import EvalConfig
 from flash.hub.groups import Member
 from flash.hub.leases import LeaseTable, failed_last
-from flash.hub.metrics import env_metrics
+from flash.hub.metrics import means, measured
 from flash.hub.slices import at_once
 from flash.hub.tasks import held_out_tasks
 from flash.observe.stats import mean_interval
@@ -55,7 +55,7 @@ class EvalRound:
         if isinstance(result, Trajectory):
             self.rewards.setdefault(member.task.group_id, []).append(result.reward)
             self.versions.update(run.version for run in result.versions)
-            self._measured.append(result.env_metrics())
+            self._measured.append(measured(result))
         elif not self._leases.again(member, result.outcome, node):
             self.missing += 1
 
@@ -91,7 +91,7 @@ class EvalRound:
             "problems": len(self.rewards),
             "samples": len(flat),
             "missing": self.missing,
-            **at_once(env_metrics(self._measured)),
+            **at_once(means(self._measured)),
         }
 
 

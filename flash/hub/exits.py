@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from flash.hub.admission import Admission
+from flash.hub.domains import Domains
 from flash.hub.groups import Group, Member
 from flash.hub.leases import LeaseTable
 from flash.hub.ledger import Ledger
@@ -21,11 +22,14 @@ Gone = Literal["lost", "beaten"]
 class Exits:
     """See the module's docstring. All of these are the buffer's, too."""
 
-    def __init__(self, pool: GroupPool, leases: LeaseTable, ledger: Ledger, admission: Admission) -> None:
+    def __init__(
+        self, pool: GroupPool, leases: LeaseTable, ledger: Ledger, admission: Admission, domains: Domains
+    ) -> None:
         self._pool = pool
         self._leases = leases
         self._ledger = ledger
         self._admission = admission
+        self._domains = domains
 
     # -- members -----------------------------------------------------------------------------------------------------
 
@@ -66,6 +70,7 @@ class Exits:
         self._pool.remove(group.group_id)
         if not group.earlier:
             self._admission.give_back(group.group_id)
+            self._domains.left(group.kind)
 
     def filtered(self, group: Group) -> None:
         """A complete group leaves that is not worth a place in a batch."""

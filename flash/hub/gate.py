@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from operator import ge
 from typing import Any, Literal
 
 import msgspec
@@ -230,6 +232,8 @@ def _trajectory_fault(made: Trajectory, newest: int) -> str | None:
         return f"versions {made.versions[:4]}, and the newest is {newest}"
     if len(made.turns) != len(made.action_spans) or not made.turns:
         return f"{len(made.turns)} turns, {len(made.action_spans)} responses"
+    if (fault := _branch_fault(made)) is not None:
+        return fault
     numbers = (number for turn in made.turns for number in (turn.reward, turn.start, turn.generate_s, turn.env_s))
     measured = (number for turn in made.turns for number in turn.metrics.values())
     if not (math.isfinite(made.reward) and _finite(numbers) and _finite(measured)):
@@ -239,6 +243,22 @@ def _trajectory_fault(made: Trajectory, newest: int) -> str | None:
     if made.length and made.tokens().min() < 0:
         return "a token below 0"
     return None
+
+
+def _branch_fault(made: Trajectory) -> str | None:
+    """What in its branches does not go together with its responses."""
+    if made.branches == (0,):
+        return "a response in no branch" if any(turn.branch for turn in made.turns) else None
+    ends = (*made.branches[1:], made.length)
+    if not made.branches or made.branches[0] != 0 or any(map(ge, made.branches, ends)):
+        return f"branches that begin at {made.branches[:4]} of {made.length} tokens"
+    spans = iter(made.action_spans)
+    for number, (begin, end) in enumerate(zip(made.branches, ends, strict=True)):
+        count = sum(turn.branch == number for turn in made.turns)
+        own = list(islice(spans, count))
+        if not own or own[0].start <= begin or own[-1].stop > end or own[0].start == own[-1].stop:
+            return f"branch {number} at tokens [{begin}, {end}) with the responses {own[:4]}"
+    return "a response in no branch" if next(spans, None) is not None else None
 
 
 def _finite(numbers: Iterable[float]) -> bool:

@@ -48,6 +48,11 @@ class Group(msgspec.Struct, gc=False):
     """The members that were trained in earlier steps."""
 
     @property
+    def kind(self) -> str:
+        """What its problem is one of."""
+        return self.members[0].task.kind
+
+    @property
     def complete(self) -> bool:
         """Enough members are done, or no other is on its way."""
         done = self.count("done")

@@ -7,7 +7,7 @@ Its methods run in the tasks of whoever calls them; `run` watches deadlines, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from itertools import count
 from typing import Literal
@@ -17,6 +17,7 @@ import msgspec
 
 from flash.config import waits
 from flash.config.tree import Config
+from flash.environment.interface import NO_DOMAINS, Domain
 from flash.errors import CollectiveError, ContractError, DeadlineError, FlashError, error_of
 from flash.hub import protocol as p
 from flash.hub.batching import PART_BYTES
@@ -65,6 +66,7 @@ class Hub:
         now: gives Unix seconds on the loop's clock.
         state: what a former life left.
         kind_of: the kind of a problem.
+        domains: those of its kinds that have shares.
         evaluated: versions that a former life has evaluated.
         home: where the run was started.
         keep_state: writes the hub's state into the checkpoint of a version.
@@ -84,6 +86,7 @@ class Hub:
         now: Callable[[], float],
         state: HubState | None = None,
         kind_of: Callable[[int], str] = lambda seed: "",
+        domains: Mapping[str, Domain] = NO_DOMAINS,
         evaluated: Collection[int] = (),
         home: Home = NOWHERE,
         keep_state: KeepState = weigh,
@@ -107,10 +110,11 @@ class Hub:
         )
         cursor = state.buffer.cursor if state else None
         lease_ids = count(life << LEASES)
+        rules = buffer_rules(rollout, domains)
         self.buffer = SampleBuffer(
             self._contract,
-            TaskSource(config.run.seed, rollout.group_size + rollout.extra_per_group, kind_of, cursor),
-            buffer_rules(rollout),
+            TaskSource(config.run.seed, rules.sizes(rollout.group_size), kind_of, cursor),
+            rules,
             step=version,
             state=state.buffer if state else None,
             lease_ids=lease_ids,
@@ -294,12 +298,13 @@ class Hub:
             case p.CancelRequest():
                 return await self._nodes.cancels(request)
             case p.VersionRequest():
-                return await self._nodes.newer_version(request)
+                return await self._nodes.versions.newer(request)
             case p.LoadFailed():
-                return await self._nodes.load_failed(request)
+                return await self._nodes.versions.load_failed(request)
             case p.EngineReport():
-                return self._nodes.engines_changed(request)
+                return self._nodes.versions.engines_changed(request)
             case p.RunRequest():
+                self._course.refuse_at_end()
                 return self._members.about(request, self._course.version, ending=self._ending)
             case p.JoinRequest():
                 return self._join(request)
@@ -362,6 +367,7 @@ class Hub:
     def _join(self, request: p.JoinRequest) -> p.JoinReply:
         if self._ending:
             return p.JoinReply(None, 0)
+        self._course.refuse_at_end()
         reply = self._members.join(request)
         assert reply.node is not None, "None only stands for the end of a run"
         self._nodes.joins(reply.node, request.engines)

@@ -3,31 +3,67 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
 from flash.hub.buffer import SampleBuffer
 from flash.hub.ledger import Ledger
 from flash.hub.protocol import EngineStatus
-from flash.types import RETRIED, Outcome
+from flash.types import RETRIED, Outcome, Trajectory
 
 ENV_PREFIX = "env/"
 """Begins the names of what environments measure, so that they meet no other metric."""
-FAILURES = (*sorted(RETRIED), Outcome.ENGINE_KILLED, Outcome.BRANCHED)
+FAILURES = (*sorted(RETRIED), Outcome.ENGINE_KILLED)
 """Ends of an attempt that count as failures."""
 TRAJECTORIES_AT_ONCE = 512
 """Trajectories in one slice, some of which are freed on the way: each takes up to ten microseconds."""
 
 
-def env_metrics(measured: Iterable[Mapping[str, float]]) -> Generator[None, None, dict[str, float]]:
+def measured(trajectory: Trajectory) -> dict[str, float]:
+    """What one trajectory says of its environment, and of its domain."""
+    row = {ENV_PREFIX + name: value for name, value in trajectory.env_metrics().items()}
+    if kind := trajectory.task.kind:
+        row[f"domain/{kind}/reward"] = trajectory.reward
+        row[f"domain/{kind}/tokens"] = trajectory.action_count
+    return row
+
+
+def means(rows: Iterable[Mapping[str, float]]) -> Generator[None, None, dict[str, float]]:
     """The mean of each metric over the trajectories that have it, in slices as of `flash.hub.slices`."""
     values: dict[str, list[float]] = {}
-    for number, metrics in enumerate(measured, start=1):
+    for number, metrics in enumerate(rows, start=1):
         for name, value in metrics.items():
-            values.setdefault(ENV_PREFIX + name, []).append(value)
+            values.setdefault(name, []).append(value)
         if number % TRAJECTORIES_AT_ONCE == 0:
             yield
     # Each is divided before the sum: this cannot overflow.
     return {name: math.fsum(value / len(each) for value in each) for name, each in sorted(values.items())}
+
+
+class Branches:
+    """How the episodes of a step branched."""
+
+    def __init__(self) -> None:
+        self._episodes = 0
+        self._branches = 0
+        self._tokens = 0
+        self._later = 0
+        """Tokens of branches beyond the first."""
+
+    def count(self, trajectories: Iterable[Trajectory]) -> Iterator[Trajectory]:
+        """Count them as they pass."""
+        for trajectory in trajectories:
+            self._episodes += 1
+            self._branches += len(trajectory.branches)
+            self._tokens += trajectory.action_count
+            self._later += sum(trajectory.branch_tokens()[1:]) if len(trajectory.branches) > 1 else 0
+            yield trajectory
+
+    def metrics(self) -> dict[str, float]:
+        """Branches per episode, and the share of the sampled tokens that later ones than the first have."""
+        return {
+            "branches": self._branches / max(self._episodes, 1),
+            "branch_token_share": self._later / max(self._tokens, 1),
+        }
 
 
 class StepMetrics:
@@ -65,7 +101,7 @@ class StepMetrics:
         engines: Sequence[EngineStatus],
         now: float,
     ) -> dict[str, float]:
-        """The row of the step that made `version`; `env` is what the environments of its samples measured.
+        """The row of the step that made `version`; `env` is what the hub saw of its samples, `measured` of each.
 
         Times in seconds, `now` in Unix seconds.
         """
@@ -102,6 +138,7 @@ class StepMetrics:
             "wasted_tokens": sum(ledger.discarded_tokens.values()),
             "filtered": ledger.filtered,
             "given_up": sum(ledger.given_up.values()),
+            **buffer.shares,
             **env,
         }
 

@@ -1,4 +1,6 @@
-"""Nodes: the hub's side of the rollout nodes. They get leases, cancels and versions, and bring results and reports.
+"""Nodes: the hub's side of the rollout nodes. They get leases and cancels, and bring results; they come and go.
+
+What they and their engines are told and tell of weights is in `flash.hub.versions`.
 
 It owns no task: its methods run in the tasks of the nodes' requests, and `watch` and `catch_up` in those of the run.
 """
@@ -23,6 +25,7 @@ from flash.hub.evaluation import Evaluations
 from flash.hub.fleet import Fleet
 from flash.hub.members import Members
 from flash.hub.metrics import StepMetrics
+from flash.hub.versions import Versions
 from flash.observe.observer import Observer
 from flash.types import Activity, Failure, Lease, Outcome, Trajectory
 
@@ -38,7 +41,7 @@ RESULTS_AT_ONCE = 256
 
 
 class Nodes:
-    """See the module's docstring. `fleet` knows the engines.
+    """See the module's docstring. `fleet` knows the engines, `versions` what they are to load.
 
     Args:
         config: the run.
@@ -74,8 +77,8 @@ class Nodes:
         self._evaluations = evaluations
         self._metrics = metrics
         self._members = members
-        self._leaving: set[int] = set()
-        """Nodes that have said that they go."""
+        self._leaving: dict[int, str] = {}
+        """Nodes that have said that they go, and with which error; empty: in order."""
         self._sent_off: set[int] = set()
         """Nodes that are still to be told to go."""
         self._silent: set[int] = set()
@@ -88,6 +91,7 @@ class Nodes:
         self.claims = Claims(buffer.leases, lambda node: members.has_joined(node) and not members.fixed)
         if self.claims.void:
             buffer.revoke(self.claims.void)
+        self.versions = Versions(config, observer, now, course, metrics, self.fleet, self._desk.shares, self.offer)
         self._poll_s = waits.long_poll_s(config)
         self._openings = 0
         self._evaluating_since: float | None = None
@@ -137,7 +141,7 @@ class Nodes:
     @property
     def _takers(self) -> Collection[int]:
         """The nodes that could run a task now: what has failed on all of them goes to any."""
-        return self.fleet.able - self._leaving if self._leaving else self.fleet.able
+        return self.fleet.able - self._leaving.keys() if self._leaving else self.fleet.able
 
     def _next_leases(self, node: int) -> list[Lease]:
         """The next task for a node, or the next whole group."""
@@ -261,62 +265,6 @@ class Nodes:
         self._sent_off.discard(node)
         return p.CancelReply(self._desk.holders.take_cancels(node), done=self._course.done, leave=leave)
 
-    # -- versions ----------------------------------------------------------------------------------------------------
-
-    def published(self, version: int) -> None:
-        """There is a version for all nodes to load."""
-        self.fleet.newest = version
-        self._desk.shares.loading(self._now())
-        self._course.bells.ring("versions")
-        self.offer()
-
-    async def newer_version(self, request: p.VersionRequest) -> p.VersionReply:
-        """Give an engine the newest version. Waits for one that it does not have, at most one long poll."""
-        with anyio.move_on_after(self._poll_s):
-            await self._course.until("versions", lambda: self._course.done or self._has_newer(request))
-        if not self._has_newer(request):
-            return p.VersionReply(None, done=self._course.done)
-        self.fleet.given(request.node)
-        return p.VersionReply(self._course.published, done=self._course.done)
-
-    def _has_newer(self, request: p.VersionRequest) -> bool:
-        return self._course.reachable and self.fleet.newest > request.after
-
-    async def load_failed(self, request: p.LoadFailed) -> p.LoadFailedReply:
-        """Tell whether an engine could not load since its publisher is gone, which it may notice before the hub."""
-
-        def gone() -> bool:
-            published = self._course.published
-            return not self._course.reachable or published is None or published.life != request.life
-
-        with anyio.move_on_after(waits.echo_s(self._config)):
-            await self._course.until("run", gone)
-        return p.LoadFailedReply(gone())
-
-    def engines_changed(self, request: p.EngineReport) -> p.Ack:
-        """A node tells of its engines."""
-        self._metrics.canaries(request.engines)
-        self._metrics.restarted(request.restarts)
-        self._observer.activities(request.activities)
-        if self._course.stopping != "interrupted":  # its engines may end before their node
-            for note in request.notes:
-                self._observer.note(note)
-        before = self.fleet.versions(request.node)
-        if self.fleet.report(request):
-            self._course.bells.ring("run", "engines")
-            self._loaded(request.node, max(before, default=-1))
-        return p.Ack()
-
-    def _loaded(self, node: int, before: int) -> None:
-        """A node has told its versions; `before` was the newest of them."""
-        newest = max(self.fleet.versions(node), default=-1)
-        if newest < 0:
-            self._desk.shares.away(node)
-        elif newest >= self.fleet.newest:
-            self._desk.shares.loaded(node)
-        if newest != before:
-            self.offer()
-
     # -- who comes and goes ------------------------------------------------------------------------------------------
 
     def joins(self, node: int, engines: int) -> None:
@@ -344,7 +292,7 @@ class Nodes:
             self._course.interrupt()
         elif not self._course.done:
             self._observer.note(f"node {node} leaves: it takes no more work, and ends what it has or hands it back")
-        self._leaving.add(node)
+        self._leaving[node] = request.error
         self.offer()
 
     async def watch(self) -> None:
@@ -390,7 +338,7 @@ class Nodes:
             # With its own node's loop the hub ends itself, and the error says why. Of a silent one all is said.
             self._note_loss(node)
         self._silent.discard(node)
-        self._leaving.discard(node)
+        self._leaving.pop(node, None)
         self._sent_off.discard(node)
         if self._course.error is None:  # else it takes what it has to the next hub
             self._give_up(node)
@@ -401,6 +349,8 @@ class Nodes:
         if not lost:
             if joined and node not in self._leaving:
                 self._observer.note(f"node {node} is gone while no engine of it was ready: its output says why")
+            elif self._leaving.get(node) == "":
+                self._observer.note(f"node {node} has left, when no engine of it was ready any more")
             return
         left = sum(1 for _ in self.fleet.engines()) - lost
         how = "has left" if node in self._leaving else "is gone"

@@ -71,7 +71,7 @@ class GroupPool:
         self._copies.pop(group_id, None)
         oldest = self.census.count(group).oldest
         if oldest is not None and (group_id in self._ready or group_id in self._expiring):
-            self.eligible.put(group_id, oldest)
+            self.eligible.put(group_id, oldest, group.kind)
         else:
             self.eligible.remove(group_id)
         if group.earlier:

@@ -206,6 +206,8 @@ class BatchReply(msgspec.Struct, frozen=True, tag=True):
     version, as the hub's part of a checkpoint is of that one."""
     left: int = 0
     """Parts to come after this one."""
+    saves: bool = False
+    """Whether the ranks write a checkpoint after this, whatever `checkpoint.every` says."""
 
 
 class BatchRequest(Request[BatchReply], frozen=True, tag=True):

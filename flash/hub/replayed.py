@@ -85,7 +85,7 @@ class _Life(Samples):
         *,
         goes_on: bool = False,
     ) -> None:
-        members = made.contract.group_size + made.rules.extra_per_group
+        members = made.rules.sizes(made.contract.group_size)
         source = TaskSource(0, members, cursor=None if state is None else state.cursor)
         super().__init__(made, source, step=step, state=state, goes_on=goes_on)
         self.version = step

@@ -21,6 +21,7 @@ from flash.hub.again import Again, Formed
 from flash.hub.ageing import Ageing
 from flash.hub.breaker import Breaker, Streaks
 from flash.hub.chores import Chores
+from flash.hub.domains import Domains, Shared
 from flash.hub.exits import Exits
 from flash.hub.groups import Group, Member
 from flash.hub.journal import Closed, Committed, Ended, Event, Issued, Lent, Made, Revoked, Taken, Tidied, Wasted
@@ -48,6 +49,8 @@ class BufferState(msgspec.Struct):
     withdrawn: dict[int, Outcome] = {}
     """Why leases were withdrawn that have not been reported yet."""
     streaks: Streaks = msgspec.field(default_factory=Streaks)
+    shared: Shared | None = None
+    """What domains have had."""
 
 
 class Samples:
@@ -90,7 +93,14 @@ class Samples:
         next_step = max(step, self._again.following)
         self._admission = Admission(contract, rules, source, self._places, self.leases, next_step)
         self.ledger = Ledger() if state is None else state.ledger
-        self._exits = Exits(self._pool, self.leases, self.ledger, self._admission)
+        self._domains = Domains(
+            rules.domains,
+            contract.groups_per_batch,
+            rules.drift,
+            None if state is None else state.shared,
+            () if state is None else (group.kind for group in state.groups if not group.earlier),
+        )
+        self._exits = Exits(self._pool, self.leases, self.ledger, self._admission, self._domains)
         parts = (self._pool, self._exits, self._admission, self._places, self._chores)
         self._ageing = Ageing(contract, rules, *parts)
         self.notes: list[str] = []
@@ -135,6 +145,7 @@ class Samples:
             self._again.left(),
             dict(self.leases.reasons),
             self._breaker.streaks.copy(),
+            self._domains.kept(),
         )
 
     @property
@@ -176,10 +187,12 @@ class Samples:
 
     def _issue(self, event: Issued) -> Group:
         tasks = self._admission.issue(event.problem)
-        group = Group(tasks[0].group_id, self._contract.group_size, [Member(task) for task in tasks])
+        wanted = len(tasks) - self._rules.extra_per_group
+        group = Group(tasks[0].group_id, wanted, [Member(task) for task in tasks])
         for member in group.members:
             self.leases.put(member)
         self._pool.add(group)
+        self._domains.issued(group.kind)
         self.ledger.issued += len(tasks)
         return group
 
@@ -263,7 +276,7 @@ class Samples:
             self._ageing.watch(group)
 
     def _admit_or_filter(self, group: Group) -> None:
-        if self._rules.filter.keeps(group):
+        if self._rules.filter_of(group.kind).keeps(group):
             self._pool.ready(group)
             self._breaker.kept()
         else:
@@ -277,6 +290,8 @@ class Samples:
             self._chores.add(partial(self._train_again, step), self._again.groups(step))
             return
         self._pool.chosen(event.groups)
+        for group_id in event.groups:
+            self._domains.trains(self._pool[group_id].kind)
         self._chores.add(self._pool.train, (*event.groups, *self._pool.late()))
         self._ageing.next_is(step + 1)
 
@@ -300,9 +315,12 @@ class Samples:
             self._exits.withdraw(group)
 
     def _withdraw_again(self, step: int, group_id: int) -> None:
-        for trajectory in self._again.take(step, group_id).trajectories():
+        group = self._again.take(step, group_id)
+        for trajectory in group.trajectories():
             self.ledger.discard(Outcome.CANCELLED, trajectory.action_count)
             self.ledger.give_up(Outcome.CANCELLED)
+        if not group.earlier:  # as in `Exits.leave`: the run may go on, told to make more steps
+            self._admission.give_back(group_id)
 
     # -- counts ------------------------------------------------------------------------------------------------------
 
@@ -320,6 +338,11 @@ class Samples:
     def ready_groups(self) -> int:
         """Complete groups that wait for a step."""
         return self._pool.ready_groups
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What domains have had of the trained groups, for the metrics."""
+        return self._domains.row(self._source.cursor.quarantined)
 
     @property
     def books(self) -> tuple[int, int, int]:

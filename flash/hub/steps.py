@@ -21,7 +21,7 @@ from flash.hub.buffer import SampleBuffer
 from flash.hub.contract import AgeContract
 from flash.hub.course import Course
 from flash.hub.evaluation import Evaluations
-from flash.hub.metrics import StepMetrics, env_metrics
+from flash.hub.metrics import Branches, StepMetrics, means, measured
 from flash.hub.nodes import Nodes
 from flash.hub.slices import drained, forgotten, in_slices
 from flash.hub.state import HubState, KeepState
@@ -82,6 +82,8 @@ class Steps:
         self._shards: list[list[Shard]] = []
         """Of each rank, in parts."""
         self._trained: list[Trajectory] = []
+        self._wanted = self._saves = False
+        """Whether a checkpoint is wanted after the next batch, and after this one."""
         self._forming = False
         self._asking = 0
         """Ranks that wait for a batch."""
@@ -117,7 +119,7 @@ class Steps:
             # The same to all ranks, whatever comes between their questions: they export the model together.
             self._last_reply = self._last_reply or p.BatchReply(None, finished=self._course.stopping == "finished")
             return self._last_reply
-        return self._part(self._shards[request.rank], request, life, keeps=True)
+        return self._part(self._shards[request.rank], request, life, keeps=True, saves=self._saves)
 
     async def _until_formed(self) -> None:
         """Wait until there is a batch, or the run is stopping; the first to see that one can be formed forms it."""
@@ -142,13 +144,15 @@ class Steps:
             return p.BatchReply(None, keeps=False)
         return self._part(again.shards[request.rank], request, life, keeps=again.keeps)
 
-    def _part(self, parts: list[Shard], request: p.BatchRequest, life: int, *, keeps: bool) -> p.BatchReply:
+    def _part(
+        self, parts: list[Shard], request: p.BatchRequest, life: int, *, keeps: bool, saves: bool = False
+    ) -> p.BatchReply:
         if not 0 <= request.part < len(parts):
             raise ContractError(f"rank {request.rank} asks for part {request.part} of the {len(parts)} of its shard")
         left = len(parts) - 1 - request.part
         if left == 0 and self._lives.counts(life):  # else the rank is gone by now
             self._lives.fetched.add(request.rank)
-        return p.BatchReply(parts[request.part], keeps=keeps, left=left)
+        return p.BatchReply(parts[request.part], keeps=keeps, left=left, saves=saves)
 
     def can_form(self) -> bool:
         """Whether a rank that waits for its shard can do something about it."""
@@ -181,6 +185,7 @@ class Steps:
             shards = await in_slices(deal(batch, self._config.trainer_world_size))
             self._shards = [await in_slices(cut(shard, self._part_bytes)) for shard in shards]
             self._trained = batch.trajectories
+            self._wanted, self._saves = False, self._wanted
             self._observer.batch(batch)
             self._course.progress += 1
         finally:
@@ -207,13 +212,17 @@ class Steps:
         self._buffer.commit(self._course.version)
         self._course.version += 1
         await self._nodes.tidy()
-        measured = await in_slices(env_metrics(trajectory.env_metrics() for trajectory in drained(trained)))
+        branches = Branches()
+        samples = await in_slices(means(map(measured, branches.count(drained(trained)))))
         for items in dealt:
             await in_slices(forgotten(items))
-        engines = list(self._nodes.fleet.engines())
-        self._observer.step(
-            self._metrics.row(self._course.version, measured, request.metrics, self._buffer, engines, self._now())
+        engines, seen = list(self._nodes.fleet.engines()), branches.metrics() | samples
+        wish = self._observer.step(
+            self._metrics.row(self._course.version, seen, request.metrics, self._buffer, engines, self._now())
         )
+        if wish == "stop":
+            self._course.interrupt()
+        self._wanted = wish is not None
         await self._buffer.journal.written()
 
     # -- versions and checkpoints ------------------------------------------------------------------------------------
@@ -227,29 +236,27 @@ class Steps:
         course = self._course
         if self._lives.publishes(course.version):
             if course.reachable:
-                await self._until_engines_have_newest()
+                await self._until_engines(lambda: self._nodes.fleet.up_to_date)
             self._trainers.hold_again(published)
             news = course.published is None or course.published.version < published.version
             course.published, course.reachable = msgspec.structs.replace(published, life=self._lives.number), True
             if news:
                 self._evaluations.published(published.version)
-                self._nodes.published(published.version)
+                self._nodes.versions.published(published.version)
             # Again for those who lack it.
             course.bells.ring("versions")
         course.progress += 1
         course.bells.ring("run")
         return p.Ack()
 
-    async def _until_engines_have_newest(self) -> None:
-        """Wait for the engines, under the deadline of `Stage.LOADING`; an interrupted run does not wait."""
-        if self._nodes.fleet.up_to_date:
+    async def _until_engines(self, ready: Callable[[], bool]) -> None:
+        """Wait for engines, under the deadline of `Stage.LOADING` or `Stage.STARTING`; not in an interrupted run."""
+        if ready():
             return
         self._kept_waiting += 1
         self._course.bells.ring("run")
         try:
-            await self._course.until(
-                "engines", lambda: self._course.stopping == "interrupted" or self._nodes.fleet.up_to_date
-            )
+            await self._course.until("engines", lambda: self._course.stopping == "interrupted" or ready())
         finally:
             self._kept_waiting -= 1
             self._course.bells.ring("run")
@@ -269,5 +276,10 @@ class Steps:
     async def goodbye(self, request: p.Goodbye) -> None:
         """A rank leaves in order, as soon as no engine needs its weights."""
         self._observer.activities(request.activities)
-        await self._until_engines_have_newest()
+        await self._until_engines(self._weights_are_home)
         self._trainers.leaves(request.rank)
+
+    def _weights_are_home(self) -> bool:
+        """Whether no engine needs the ranks: where an evaluation is still owed, none does once one has started."""
+        fleet = self._nodes.fleet
+        return fleet.up_to_date and (fleet.started or self._evaluations.done)

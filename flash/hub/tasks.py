@@ -7,12 +7,12 @@ to one group; a restart continues at the stored cursor. Problems of a quarantine
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from flash.environment.interface import HELD_OUT
-from flash.errors import BreakerError
+from flash.errors import BreakerError, ContractError
 from flash.types import Task
 
 SEED_STRIDE = 1 << 20
@@ -25,12 +25,15 @@ class Cursor(msgspec.Struct):
     """What a checkpoint keeps of the source."""
 
     next_group: int = 0
+    next_task: int = 0
     next_problem: int = 0
+    next_of: dict[str, int] = {}
+    """The same for each domain, where problems are asked for by domain."""
     quarantined: list[str] = []
 
     def copy(self) -> Cursor:
         """The same, which later changes do not reach."""
-        return Cursor(self.next_group, self.next_problem, list(self.quarantined))
+        return Cursor(self.next_group, self.next_task, self.next_problem, dict(self.next_of), list(self.quarantined))
 
 
 class Problem(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -40,6 +43,8 @@ class Problem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The number of the problem after it."""
     seed: int
     kind: str
+    of_domain: bool = False
+    """Whether it was asked for by its kind."""
 
 
 class TaskSource:
@@ -47,7 +52,7 @@ class TaskSource:
 
     Args:
         run_seed: the run's seed.
-        members: tasks per group, redundant ones included.
+        members: tasks per group, redundant ones included; of several kinds by name, of any other under the empty one.
         kind_of: the kind of the problem with this seed; one kind for all by default.
         cursor: where a former life stopped.
     """
@@ -55,26 +60,30 @@ class TaskSource:
     def __init__(
         self,
         run_seed: int,
-        members: int,
+        members: int | Mapping[str, int],
         kind_of: Callable[[int], str] = lambda seed: "",
         cursor: Cursor | None = None,
     ) -> None:
         self._run_seed = run_seed
-        self._members = members
+        self._members: Mapping[str, int] = {"": members} if isinstance(members, int) else members
         self._kind_of = kind_of
         self.cursor = cursor or Cursor()
 
-    def next_problem(self) -> Problem:
-        """What the next group will be about.
+    def next_problem(self, domain: str | None = None) -> Problem:
+        """What the next group will be about: the next problem of a domain, or of any kind.
 
         Raises:
             BreakerError: every kind of environment is quarantined.
+            ContractError: the domain has no problems.
         """
-        for number in range(self.cursor.next_problem, self.cursor.next_problem + SEARCH):
+        start = self.cursor.next_problem if domain is None else self.cursor.next_of.get(domain, 0)
+        for number in range(start, start + SEARCH):
             seed = (self._run_seed * SEED_STRIDE + number) % HELD_OUT
             kind = self._kind_of(seed)
-            if kind not in self.cursor.quarantined:
-                return Problem(number + 1, seed, kind)
+            if kind == domain or (domain is None and kind not in self.cursor.quarantined):
+                return Problem(number + 1, seed, kind, domain is not None)
+        if domain is not None:
+            raise ContractError(f"of {SEARCH} problems in a row none is of the kind {domain!r}, which has a weight")
         raise BreakerError(
             f"every kind of environment keeps failing ({', '.join(sorted(self.cursor.quarantined))}): nothing is "
             "left to train on. The notes above say why each was given up"
@@ -86,11 +95,15 @@ class TaskSource:
 
     def issue(self, problem: Problem) -> list[Task]:
         """The tasks of the next group, which is about this problem; they share the seed and so the prompt."""
-        self.cursor.next_problem = problem.following
+        if problem.of_domain:
+            self.cursor.next_of[problem.kind] = problem.following
+        else:
+            self.cursor.next_problem = problem.following
         group_id = self.cursor.next_group
         self.cursor.next_group += 1
-        first = group_id * self._members
-        return [Task(first + i, group_id, i, problem.seed, kind=problem.kind) for i in range(self._members)]
+        first, members = self.cursor.next_task, self._members.get(problem.kind, self._members[""])
+        self.cursor.next_task += members
+        return [Task(first + i, group_id, i, problem.seed, kind=problem.kind) for i in range(members)]
 
     def quarantine(self, kind: str) -> None:
         """Issue no more problems of this kind."""

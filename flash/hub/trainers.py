@@ -95,8 +95,7 @@ class Trainers:
         """What a rank is to begin with. The first one of its life that asks has it chosen."""
         self.lives.begins(request.rank, request.process)
         self._changed()
-        if self._course.error is not None:
-            raise PeerLostError("this hub is about to end")
+        self._course.refuse_at_end()
         while self._start is None and not self.lives.finished:
             if self._choosing:
                 await self._course.until("batches", lambda: not self._choosing)

@@ -8,15 +8,16 @@ from the rows' `wall_s`.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from flash.config.tree import Config
 from flash.observe.rundir import RunDirectory
-from flash.observe.summary import Summary, number
+from flash.observe.stats import BestOf
+from flash.observe.summary import Summary, domains_of, number
+from flash.observe.text import BLANK, clean, clock, fixed, plain, short
 
 Row = Mapping[str, Any]
 
@@ -24,8 +25,6 @@ HEADER_EVERY = 20
 """Step lines between two headers."""
 RECENT_STEPS = 10
 """Steps whose pace predicts the time left."""
-BLANK = "-"
-"""Stands for a number that the row does not have."""
 
 
 class Column(NamedTuple):
@@ -64,7 +63,7 @@ class Console:
     def stage(self, text: str) -> None:
         """Say what the run is doing now. Without a terminal each stage is printed the first time only."""
         if self._live is not None:
-            self._live.update(stage=_clean(text))
+            self._live.update(stage=clean(text))
         elif text not in self._stages:
             self._stages.add(text)
             self._print(f"[{text}]", "dim")
@@ -77,14 +76,16 @@ class Console:
         shown = {**row, "accuracy": self._accuracy}
         self._accuracy = None
         self._print(" ".join(column.cell(shown).rjust(column.width) for column in COLUMNS), "default")
+        if domains := domain_line(row):
+            self._print(domains, "dim")
         if (wall := number(row, "wall_s")) is not None:
             self._walls.append(wall)
         if self._live is not None:
             done = int(number(row, "step") or 0) + 1
             self._live.update(
                 completed=done,
-                reward=_fixed(row, "reward_mean", 3),
-                rate=_short(number(row, "tokens_per_second")),
+                reward=fixed(row, "reward_mean", 3),
+                rate=short(number(row, "tokens_per_second")),
                 left=self._time_left(self._config.run.steps - done),
             )
 
@@ -93,7 +94,7 @@ class Console:
         self._accuracy = number(row, "mean_reward")
         self._print(f"evaluation at step {_whole(row, 'step')}: {evaluation_line(row)}", "green")
         if self._live is not None:
-            self._live.update(accuracy=_fixed(row, "mean_reward", 3))
+            self._live.update(accuracy=fixed(row, "mean_reward", 3))
 
     def finish(self, summary: Summary) -> None:
         """Print the closing table."""
@@ -113,10 +114,10 @@ class Console:
         if len(self._walls) < 2:
             return BLANK
         pace = (self._walls[-1] - self._walls[0]) / (len(self._walls) - 1)
-        return _clock(pace * max(0, steps))
+        return clock(pace * max(0, steps))
 
     def _print(self, text: str, style: str) -> None:
-        text = _clean(text)
+        text = clean(text)
         if self._live is not None:
             self._live.print(text, style)
         elif self._stream is not None:
@@ -131,17 +132,38 @@ class Console:
 def evaluation_line(row: Row) -> str:
     """What an evaluation found. A mean of rewards is an accuracy only where each of them is 0 or 1."""
     binary = number(row, "binary") == 1
-    parts = [f"{'accuracy' if binary else 'mean reward'} {_fixed(row, 'mean_reward', 3)}"]
+    parts = [f"{'accuracy' if binary else 'mean reward'} {fixed(row, 'mean_reward', 3)}"]
     if number(row, "low") is not None and number(row, "high") is not None:
-        parts.append(f"95% interval {_fixed(row, 'low', 3)} to {_fixed(row, 'high', 3)}")
+        parts.append(f"95% interval {fixed(row, 'low', 3)} to {fixed(row, 'high', 3)}")
     if number(row, "best_of_k") is not None and (number(row, "k") or 1) > 1:
-        parts.append(f"{'pass@' if binary else 'best of '}{_whole(row, 'k')} {_fixed(row, 'best_of_k', 3)}")
+        parts.append(f"{'pass@' if binary else 'best of '}{_whole(row, 'k')} {fixed(row, 'best_of_k', 3)}")
     if number(row, "problems") is not None:
         parts.append(f"{_whole(row, 'problems')} problems")
     if number(row, "version_min") is not None and number(row, "version_max") is not None:
         first, last = _whole(row, "version_min"), _whole(row, "version_max")
         parts.append(f"version {first}" if first == last else f"versions {first} to {last}")
-    return ", ".join(parts)
+    line = domain_line(row).strip()
+    return ", ".join([*parts, line] if line else parts)
+
+
+def best_of_lines(found: Sequence[BestOf], *, binary: bool) -> list[str]:
+    """The best of k answers for each k: pass@k where each reward is 0 or 1."""
+    names = [f"{'pass@' if binary else 'best of '}{one.k}" for one in found]
+    width = max(map(len, names))
+    return [
+        f"{name.ljust(width)}  {one.interval.mean:.3f}, 95% interval {one.interval.low:.3f} to {one.interval.high:.3f}"
+        for name, one in zip(names, found, strict=True)
+    ]
+
+
+def domain_line(row: Row) -> str:
+    """The mean reward of each domain, and its share of what is trained; empty where there are none."""
+    parts: list[str] = []
+    for name in domains_of(row):
+        share = number(row, f"domain/{name}/share")
+        parts.append(f"{name} {fixed(row, f'domain/{name}/reward', 3)}")
+        parts[-1] += "" if share is None else f" ({100 * share:.0f} %)"
+    return f"      {'  '.join(parts)}" if parts else ""
 
 
 class _Live:
@@ -188,55 +210,47 @@ def closing_table(config: Config, summary: Summary) -> list[tuple[str, str]]:
     directory = RunDirectory(config.run_dir)
     plots = sorted(directory.plots.glob("*.png"))
     ledger = ", ".join(f"{key} {value}" for key, value in summary.ledger.items() if value)
-    rows = [
+    change = f"{plain(summary.initial_reward, '.3f')} -> {plain(summary.final_reward, '.3f')} on held-out problems"
+    first, *rest = summary_rows(summary)
+    return [
+        first,
+        ("accuracy" if summary.binary else "reward", change),
+        *rest,
+        ("ledger", ledger or BLANK),
+        ("directory", str(directory.path)),
+        *(("plot", str(plot)) for plot in plots),
+    ]
+
+
+def summary_rows(summary: Summary) -> list[tuple[str, str]]:
+    """The numbers of a run that is over, but for its evaluations, as (title, text) lines."""
+    return [
         ("model", f"{summary.model}, {summary.objective}, seed {summary.seed}"),
-        (
-            "accuracy" if summary.binary else "reward",
-            f"{_plain(summary.initial_reward, '.3f')} -> {_plain(summary.final_reward, '.3f')} on held-out problems",
-        ),
         ("steps", str(summary.steps)),
-        ("trained", f"{summary.samples} samples, {_short(summary.trained_tokens)} tokens"),
-        ("too old", f"{_plain(summary.stale_share, '.1%')} of the tokens"),
+        ("trained", f"{summary.samples} samples, {short(summary.trained_tokens)} tokens"),
+        ("too old", f"{plain(summary.stale_share, '.1%')} of the tokens"),
         ("failures", f"{summary.failures} attempts at a sample"),
-        ("time", f"{_clock(summary.wall_seconds)} ({_short(summary.tokens_per_second)} tokens/s)"),
+        ("time", f"{clock(summary.wall_seconds)} ({short(summary.tokens_per_second)} tokens/s)"),
         (
             "async ratio",
-            f"{summary.async_ratio:g} (oldest trained token: {_plain(summary.max_age, 'g')} versions)",
+            f"{summary.async_ratio:g} (oldest trained token: {plain(summary.max_age, 'g')} versions)",
         ),
-        ("trainer", f"waited {_plain(summary.trainer_wait_share, '.1%')} of the time"),
-        ("engines", f"idle {_plain(summary.engine_idle_share, '.1%')} of the time"),
-        ("canary", f"largest log-prob difference {_plain(summary.canary_max, '.1e')}"),
+        ("trainer", f"waited {plain(summary.trainer_wait_share, '.1%')} of the time"),
+        ("engines", f"idle {plain(summary.engine_idle_share, '.1%')} of the time"),
+        ("canary", f"largest log-prob difference {plain(summary.canary_max, '.1e')}"),
         (
             "restarts",
             f"{summary.restarts}, {summary.trainer_restarts} of trainers alone, {summary.engine_restarts} of engines",
         ),
-        ("ledger", ledger or BLANK),
-        ("directory", str(directory.path)),
     ]
-    return rows + [("plot", str(plot)) for plot in plots]
-
-
-def _clean(text: str) -> str:
-    """One printable line: an escape sequence in a foreign text must not reach the terminal."""
-    return "".join(character if character.isprintable() else " " for character in text)
-
-
-def _plain(value: float | None, form: str) -> str:
-    return BLANK if value is None else format(value, form)
-
-
-def _fixed(row: Row, key: str, digits: int) -> str:
-    """The number under `key`; `nan` and `inf` are shown as such, because a person must see them."""
-    value = row.get(key)
-    return f"{value:.{digits}f}" if isinstance(value, (int, float)) else BLANK
 
 
 def _whole(row: Row, key: str) -> str:
-    return _plain(number(row, key), ".0f")
+    return plain(number(row, key), ".0f")
 
 
 def _tiny(row: Row, key: str) -> str:
-    return _plain(number(row, key), ".1e")
+    return plain(number(row, key), ".1e")
 
 
 def _percent(row: Row, key: str) -> str:
@@ -244,46 +258,25 @@ def _percent(row: Row, key: str) -> str:
     return BLANK if share is None else f"{100 * share:.1f}"
 
 
-def _short(value: float | None) -> str:
-    """Three digits and a unit, such as 9.81k."""
-    if value is None:
-        return BLANK
-    for unit, scale in (("", 1.0), ("k", 1e3), ("M", 1e6), ("G", 1e9)):
-        if abs(value) < 999.5 * scale or unit == "G":
-            scaled = value / scale
-            digits = 0 if abs(scaled) >= 99.95 or not unit else 1 if abs(scaled) >= 9.995 else 2
-            return f"{scaled:.{digits}f}{unit}"
-    raise AssertionError("the last unit takes all")
-
-
-def _clock(seconds: float) -> str:
-    """Seconds as `m:ss`, from an hour on as `h:mm:ss`."""
-    if not math.isfinite(seconds):
-        return BLANK
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
-
-
 def _age(row: Row) -> str:
-    return f"{_fixed(row, 'age_mean', 1)}/{_whole(row, 'age_max')}"
+    return f"{fixed(row, 'age_mean', 1)}/{_whole(row, 'age_max')}"
 
 
 COLUMNS = (
     Column("step", 5, lambda row: _whole(row, "step")),
-    Column("reward", 6, lambda row: _fixed(row, "reward_mean", 3)),
-    Column("eval", 5, lambda row: _fixed(row, "accuracy", 3)),
-    Column("loss", 7, lambda row: _fixed(row, "loss", 4)),
-    Column("entropy", 7, lambda row: _fixed(row, "entropy", 3)),
-    Column("ratio", 5, lambda row: _fixed(row, "ratio_mean", 3)),
+    Column("reward", 6, lambda row: fixed(row, "reward_mean", 3)),
+    Column("eval", 5, lambda row: fixed(row, "accuracy", 3)),
+    Column("loss", 7, lambda row: fixed(row, "loss", 4)),
+    Column("entropy", 7, lambda row: fixed(row, "entropy", 3)),
+    Column("ratio", 5, lambda row: fixed(row, "ratio_mean", 3)),
     Column("clip%", 5, lambda row: _percent(row, "clip_fraction")),
     Column("ess%", 5, lambda row: _percent(row, "ess")),
     Column("kl", 8, lambda row: _tiny(row, "mismatch_kl")),
-    Column("grad", 6, lambda row: _fixed(row, "grad_norm", 3)),
+    Column("grad", 6, lambda row: fixed(row, "grad_norm", 3)),
     Column("age/max", 7, _age),
     Column("old%", 5, lambda row: _percent(row, "stale_share")),
     Column("fail", 4, lambda row: _whole(row, "failures")),
-    Column("tok/s", 6, lambda row: _short(number(row, "tokens_per_second"))),
+    Column("tok/s", 6, lambda row: short(number(row, "tokens_per_second"))),
     Column("wait%", 5, lambda row: _percent(row, "trainer_wait_share")),
     Column("lr", 7, lambda row: _tiny(row, "learning_rate")),
 )

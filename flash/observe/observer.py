@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from flash.types import Activity, Batch, Trajectory
+
+Wish = Literal["checkpoint", "stop"]
+"""What an observer may want after a step: a checkpoint after the next one, or an early end, which leaves one too."""
 
 
 class Observer(Protocol):
     """Receives the events of a run, in order. Calls must return at once."""
 
-    def step(self, row: Mapping[str, float]) -> None:
-        """One committed step and its metrics."""
+    def step(self, row: Mapping[str, float]) -> Wish | None:
+        """One committed step and its metrics; what is wanted because of them."""
         ...
 
     def evaluation(self, row: Mapping[str, float]) -> None:
@@ -40,6 +43,8 @@ class MemoryObserver:
     """Remembers each kind of event in a list, for tests and where nothing is written."""
 
     def __init__(self) -> None:
+        self.wish: Wish | None = None
+        """What is wanted after each step."""
         self.steps: list[dict[str, float]] = []
         self.evaluations: list[dict[str, float]] = []
         self.bars: list[Activity] = []
@@ -47,8 +52,9 @@ class MemoryObserver:
         self.ledgers: list[dict[str, int]] = []
         self.notes: list[str] = []
 
-    def step(self, row: Mapping[str, float]) -> None:
+    def step(self, row: Mapping[str, float]) -> Wish | None:
         self.steps.append(dict(row))
+        return self.wish
 
     def evaluation(self, row: Mapping[str, float]) -> None:
         self.evaluations.append(dict(row))

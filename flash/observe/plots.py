@@ -3,6 +3,7 @@
     reward.png     reward of the trained samples and held-out accuracy, over steps and over time
     ages.png       how old the trained tokens were
     offpolicy.png  how far the trained tokens were from the policy that trained on them
+    domains.png    what each of several domains earns, and its share of what is trained
     mismatch.png   how far engine and trainer are apart at equal weights, by environment
     timeline.png   who was busy when: the whole run, and a few steps of it close up
 
@@ -12,19 +13,19 @@ state of it is touched, so that drawing may happen in a worker thread.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flash.observe.alarms import MISMATCH
+from flash.config.alarms import MISMATCH
 from flash.observe.rundir import RunDirectory, write_atomically, writing
 from flash.observe.series import (
     IDLE,
     AgeSeries,
+    DomainSeries,
     Floats,
     MismatchSeries,
     OffPolicySeries,
@@ -32,6 +33,7 @@ from flash.observe.series import (
     TimelineLane,
     TimelineSeries,
     age_series,
+    domain_series,
     drawing_order,
     lane_shares,
     mismatch_series,
@@ -39,22 +41,13 @@ from flash.observe.series import (
     reward_series,
     timeline,
 )
+from flash.observe.style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, new_figure, outside_legend, plain_axes, png
 from flash.types import Activity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 8.0
-"""Inches; 100 pixels each in a README."""
-DPI = 200
-INK = "#333333"
-FAINT = "#8c8c8c"
-GRID = "#e6e6e6"
-BLUE = "#0072b2"
-ORANGE = "#d55e00"
-GREEN = "#009e73"
-PURPLE = "#cc79a7"
 SMALL_MISMATCH = 1e-9
 """Below this the axis of the mismatch is linear, down to 0: float32 makes less."""
 MASK_COLOURS = (PURPLE, GREEN, "#e69f00")
@@ -99,6 +92,8 @@ def write_plots(run_dir: Path) -> list[Path]:
     rewards = reward_series(metrics, evaluations)
     if rewards.steps.size or rewards.eval_steps.size:
         figures["reward.png"] = draw_rewards(rewards)
+    if (domains := domain_series(metrics, evaluations)) is not None:
+        figures["domains.png"] = draw_domains(domains)
     if (ages := age_series(metrics)) is not None:
         figures["ages.png"] = draw_ages(ages)
     if (offpolicy := offpolicy_series(metrics)) is not None:
@@ -112,17 +107,15 @@ def write_plots(run_dir: Path) -> list[Path]:
             directory.plots.mkdir(exist_ok=True)
     paths: list[Path] = []
     for name, figure in figures.items():
-        image = io.BytesIO()
-        figure.savefig(image, format="png", dpi=DPI, facecolor="white")
-        write_atomically(directory.plots / name, image.getvalue())
+        write_atomically(directory.plots / name, png(figure))
         paths.append(directory.plots / name)
     return paths
 
 
 def draw_rewards(series: RewardSeries) -> Figure:
     """Reward and held-out accuracy, over steps on the left and over time on the right."""
-    figure = _figure(3.4)
-    left, right = _axes(figure, 1, 2, sharey=True)
+    figure = new_figure(3.4)
+    left, right = plain_axes(figure, 1, 2, sharey=True)
     known = np.concatenate([series.times, series.eval_times])
     longest = float(np.nanmax(known)) if np.isfinite(known).any() else 0.0
     scale, unit = _time_unit(longest)
@@ -134,7 +127,33 @@ def draw_rewards(series: RewardSeries) -> Figure:
     if left.get_ylim()[0] > 0 and left.get_ylim()[1] <= 1.3:
         left.set_ylim(0, None)
     handles, labels = left.get_legend_handles_labels()
-    _legend(figure, handles, labels)
+    outside_legend(figure, handles, labels)
+    return figure
+
+
+def draw_domains(series: DomainSeries) -> Figure:
+    """Rewards by domain on the left, dashed on held-out problems; shares of the trained groups on the right."""
+    figure = new_figure(3.4)
+    left, right = plain_axes(figure, 1, 2)
+    names = sorted({*series.rewards, *series.held_out})
+    for name, colour in zip(names, cycle((BLUE, *MASK_COLOURS, ORANGE))):
+        if name in series.rewards:
+            _line(left, series.steps, series.rewards[name], colour, name)
+        if name in series.held_out:
+            known = np.isfinite(series.held_out[name])
+            held_out = series.held_out[name][known]
+            left.plot(series.eval_steps[known], held_out, color=colour, linestyle="--", marker="o", markersize=3)
+        if name in series.shares:
+            right.plot(series.steps, 100 * series.shares[name], color=colour, linewidth=2)
+    left.set_ylabel("mean reward; dashed: held out")
+    right.set_ylabel("% of the groups trained so far")
+    right.set_ylim(0, 100)
+    for axes in (left, right):
+        axes.set_xlabel("step")
+        axes.locator_params(axis="x", integer=True)
+    handles, labels = left.get_legend_handles_labels()
+    if labels:
+        outside_legend(figure, handles, labels)
     return figure
 
 
@@ -142,8 +161,8 @@ def draw_ages(series: AgeSeries) -> Figure:
     """Share of trained tokens by age: over the whole run on the left, step by step on the right."""
     from matplotlib import colormaps
 
-    figure = _figure(3.2)
-    left, right = _axes(figure, 1, 2, width_ratios=[2, 3])
+    figure = new_figure(3.2)
+    left, right = plain_axes(figure, 1, 2, width_ratios=[2, 3])
     places = len(series.labels)
     shades = [colormaps["Blues"](0.35 + 0.6 * place / max(1, places - 1)) for place in range(places)]
     bars = left.bar(series.labels, 100 * series.total, color=shades, width=0.72)
@@ -169,8 +188,8 @@ def draw_ages(series: AgeSeries) -> Figure:
 
 def draw_offpolicy(series: OffPolicySeries) -> Figure:
     """Effective sample size, ratios by age, tokens without a gradient, entropy and gradient norm."""
-    figure = _figure(5.4)
-    weights, ratios, shares, policy = _axes(figure, 2, 2)
+    figure = new_figure(5.4)
+    weights, ratios, shares, policy = plain_axes(figure, 2, 2)
     _line(weights, series.steps, 100 * series.ess, BLUE)
     weights.set_ylim(0, 105)
     weights.set_ylabel("effective sample size, %")
@@ -201,8 +220,8 @@ def draw_offpolicy(series: OffPolicySeries) -> Figure:
 
 def draw_mismatch(series: MismatchSeries) -> Figure:
     """Engine against trainer at equal weights, a line for each environment, and from where on people are warned."""
-    figure = _figure(3.0)
-    (axes,) = _axes(figure, 1, 1, squeeze=False)
+    figure = new_figure(3.0)
+    (axes,) = plain_axes(figure, 1, 1, squeeze=False)
     axes.set_yscale("symlog", linthresh=SMALL_MISMATCH)
     for (name, values), colour in zip(series.by_environment.items(), cycle((BLUE, *MASK_COLOURS, ORANGE))):
         _line(axes, series.steps, values, colour, name)
@@ -213,7 +232,7 @@ def draw_mismatch(series: MismatchSeries) -> Figure:
     axes.locator_params(axis="x", integer=True)
     handles, labels = axes.get_legend_handles_labels()
     if labels:
-        _legend(figure, handles, labels)
+        outside_legend(figure, handles, labels)
     return figure
 
 
@@ -241,8 +260,8 @@ def _draw_ratios(axes: Axes, series: OffPolicySeries) -> None:
 def draw_timeline(series: TimelineSeries) -> Figure:
     """The whole run on top, as shares of time where single bars would be too thin; the close-up below."""
     lanes = _chosen(series.lanes)
-    figure = _figure(1.7 + 2 * 0.34 * len(lanes))
-    whole, close = _axes(figure, 2, 1)
+    figure = new_figure(1.7 + 2 * 0.34 * len(lanes))
+    whole, close = plain_axes(figure, 2, 1)
     scale, unit = _time_unit(series.stop - series.start)
     edges = np.linspace(series.start, series.stop, BINS + 1)
     first, last = series.zoom
@@ -276,41 +295,6 @@ def draw_timeline(series: TimelineSeries) -> Figure:
         axes.spines["left"].set_visible(False)
     _activity_legend(figure, lanes)
     return figure
-
-
-def _figure(height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(WIDTH, height), layout="constrained")
-
-
-def _axes(figure: Figure, rows: int, columns: int, **options: Any) -> list[Axes]:
-    """Plain axes: two spines, a faint grid behind the data."""
-    grid = list(figure.subplots(rows, columns, **options).flat)
-    for axes in grid:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(FAINT)
-        axes.tick_params(colors=INK, labelsize=10)
-        axes.xaxis.label.set_color(INK)
-        axes.yaxis.label.set_color(INK)
-        axes.grid(visible=True, color=GRID, linewidth=0.8)
-        axes.set_axisbelow(True)
-    return grid
-
-
-def _legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """One line above the axes, without a box."""
-    figure.legend(
-        handles,
-        labels,
-        loc="outside upper left",
-        ncols=len(labels),
-        frameon=False,
-        labelcolor=INK,
-        fontsize=10,
-        handlelength=1.3,
-        columnspacing=1.6,
-    )
 
 
 def _curves(axes: Axes, x: Floats, eval_x: Floats, series: RewardSeries) -> None:
@@ -381,7 +365,7 @@ def _activity_legend(figure: Figure, lanes: Sequence[TimelineLane]) -> None:
     from matplotlib.patches import Patch
 
     names = drawing_order(span.name for lane in lanes for span in lane.spans)
-    _legend(figure, [Patch(color=COLOURS.get(name, OTHER)) for name in names], names)
+    outside_legend(figure, [Patch(color=COLOURS.get(name, OTHER)) for name in names], names)
 
 
 def _chosen(lanes: Sequence[TimelineLane]) -> list[TimelineLane]:

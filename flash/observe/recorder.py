@@ -20,10 +20,12 @@ import msgspec
 from flash.config.load import dump
 from flash.config.objects import is_sink, load_sink
 from flash.config.tree import Config
-from flash.errors import RunDirectoryError
+from flash.errors import AlarmError, RunDirectoryError
 from flash.observe import recording
-from flash.observe.alarms import Alarms
+from flash.observe.alarm_command import AlarmCommand
+from flash.observe.alarms import Alarms, Given
 from flash.observe.console import Console
+from flash.observe.observer import Wish
 from flash.observe.rundir import RunDirectory, readable, sample_times
 from flash.observe.sink import Sink, SinkFeed
 from flash.observe.summary import summarise
@@ -60,7 +62,10 @@ class Recorder:
         # A resumed run's clock continues where its last recorded step stood.
         self._begun = now() - (float(earlier[-1].get("wall_s", 0.0)) if earlier else 0.0)
         self._console = Console(config)
-        self._alarms = Alarms()
+        self._alarms = Alarms(config.alarms)
+        self._alarm_command = None if config.alarms.command is None else AlarmCommand(config.alarms.command)
+        self.stopped: AlarmError | None = None
+        """Why the run is to end early."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._writing: deque[Future[None]] = deque()
         self._canary = 0.0
@@ -86,10 +91,12 @@ class Recorder:
                 self._end_sink("error", {"error": type(told).__name__, "message": str(told)}, interrupted=True)
         finally:
             self._writer.shutdown()
+            if self._alarm_command is not None:
+                self._warn_all(self._alarm_command.close())
             self._console.close()
 
-    def step(self, row: Mapping[str, float]) -> None:
-        """Write the metrics of a committed step, with the run's wall time, and print its line."""
+    def step(self, row: Mapping[str, float]) -> Wish | None:
+        """Write the metrics of a committed step, with the run's wall time, and print its line; what alarms want."""
         full = {**row, "wall_s": self._now() - self._begun}
         if self._sink is not None:
             full["sink_lost"] = self._sink.lost
@@ -98,9 +105,31 @@ class Recorder:
         self.directory.append_metrics(full)
         self._console.stage("training")
         self._console.step(full)
-        for warning in self._alarms.step(full):
-            self._console.warn(warning)
         self._give("step", full)
+        last = row["step"] + 1 >= self._config.run.steps
+        return self._alarmed(self._alarms.step(full), last=last)
+
+    def _alarmed(self, given: Sequence[Given], *, last: bool) -> Wish | None:
+        """Tell of alarms, have the command called; what is wanted because of them. A last step ends the run anyway."""
+        wanted = self._config.alarms
+        wish: Wish | None = None
+        for alarm in given:
+            follows = ""
+            if alarm.name in wanted.stop and not last:
+                wish, follows = "stop", "; alarms.stop ends the run, which leaves a checkpoint"
+                self.stopped = AlarmError(f"{alarm.text}; alarms.stop names `{alarm.name}`, --resume goes on")
+            elif alarm.name in wanted.checkpoint and not last:
+                wish, follows = wish or "checkpoint", "; alarms.checkpoint has one written after the next step"
+            self._console.warn(alarm.text + follows)
+            if self._alarm_command is not None:
+                self._alarm_command.call(alarm)
+        if self._alarm_command is not None:
+            self._warn_all(self._alarm_command.warnings())
+        return wish
+
+    def _warn_all(self, texts: Sequence[str]) -> None:
+        for text in texts:
+            self._console.warn(text)
 
     def evaluation(self, row: Mapping[str, float]) -> None:
         """Write the metrics of an evaluation, with the run's wall time, and print its line."""
@@ -155,10 +184,15 @@ class Recorder:
             self._writing.popleft().result()
 
     def _write_batch(self, batch: Batch) -> None:
-        """The batch comes last: where it is there, so is the rest."""
+        """The batch comes last: where it is there, so is the rest.
+
+        A sample whose tokens are all too old counts in the baseline of its group alone: the ledger books it as given
+        up, so it is no row.
+        """
         step = batch.step
-        self.directory.append_samples(sample_times(t, step) for t in batch.trajectories)
-        chosen = batch.trajectories[: self._config.run.log_samples]
+        trained = [t for t in batch.trajectories if t.trained_tokens(batch.min_version) > 0]
+        self.directory.append_samples(sample_times(t, step) for t in trained)
+        chosen = trained[: self._config.run.log_samples]
         if chosen:
             samples = [readable(t, step, self._tokenizer.token_texts(t.tokens().tolist())) for t in chosen]
             self.directory.write_trajectories(step, samples)
@@ -186,6 +220,7 @@ class Recorder:
             self._config,
             self.directory.read_metrics(),
             self.directory.read_evaluations(),
+            undone=self.directory.read_undone(),
             ledger=ledger,
             restarts=self._restarts,
             canary_max=self._canary,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -71,12 +72,29 @@ def read_batch(folder: Path, step: int) -> Batch:
         raise RecordingError(f"cannot read {file}: {error.strerror or error}") from error
     except (ValueError, StopIteration) as error:
         raise RecordingError(
-            f"{file} is damaged, or another version of Flash wrote it: {error or 'it is empty'}; "
+            f"{file} is damaged, or another version of Flash wrote it: {str(error) or 'it is empty'}; "
             f"step {step} cannot be trained again from it"
         ) from error
-    if (head.step, head.trajectories) != (step, len(trajectories)):
+    if head.step != step:
+        raise RecordingError(f"{file} is the batch of another step: it was recorded as that of step {head.step}")
+    if head.trajectories != len(trajectories):
         raise RecordingError(f"{file} is damaged: it holds {len(trajectories)} of {head.trajectories} trajectories")
     return Batch(head.step, head.min_version, trajectories, head.earlier)
+
+
+def find_trajectories(folder: Path, step: int, wanted: Callable[[Trajectory], bool]) -> Iterator[Trajectory]:
+    """Those that are wanted, one by one: a batch may be larger than memory is worth for a few of them.
+
+    What is missing or damaged is passed over, with all that lies behind it.
+    """
+    decoder = msgspec.msgpack.Decoder(Trajectory)
+    try:
+        with _file(folder, step).open("rb") as source:
+            records = read_frames(source)
+            next(records)
+            yield from (found for record in records if wanted(found := decoder.decode(record)))
+    except (OSError, ValueError, StopIteration):
+        return
 
 
 def step_named(name: str) -> int | None:

@@ -53,6 +53,8 @@ class SampleTurn(msgspec.Struct, frozen=True):
     env_s: float
     metrics: dict[str, float] = {}
     note: str = ""
+    branch: int = 0
+    """Which branch of the episode it is in."""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -67,11 +69,13 @@ class Sample(msgspec.Struct, frozen=True):
     reward: float
     turns: list[SampleTurn]
     tokens: list[str]
-    """Text of each token, observations and responses."""
+    """Text of each token, observations and responses, branch by branch."""
+    branches: list[int]
+    """Where in the tokens each branch begins."""
     action_spans: list[Span]
     """Which of the tokens the policy sampled: one [start, stop) per turn."""
     versions: list[VersionRun]
-    """Policy version of the action tokens, run-length."""
+    """Policy version of the action tokens in the order of the tokens, run-length."""
     ages: dict[int, int]
     """Action tokens by age: how many versions the trainer was ahead when it trained them."""
 
@@ -80,7 +84,7 @@ class TurnTimes(msgspec.Struct, frozen=True, array_like=True):
     """One response of a trained sample, without its text."""
 
     observation_tokens: int
-    """Tokens shown before the response: in the first turn the prompt."""
+    """Tokens shown before the response: in the first turn of a branch all that it began with."""
     tokens: int
     """Tokens of the response."""
     start: float
@@ -91,6 +95,8 @@ class TurnTimes(msgspec.Struct, frozen=True, array_like=True):
     """Seconds of the environment's step after it."""
     oldest_version: int
     """The oldest policy version among the response's tokens; −1 for an empty one."""
+    branch: int = 0
+    """Which branch of the episode it is in."""
 
 
 class SampleTimes(msgspec.Struct, frozen=True):
@@ -108,12 +114,14 @@ def sample_times(trajectory: Trajectory, step: int) -> SampleTimes:
     counts = [span.stop - span.start for span in trajectory.action_spans]
     begins = [begin for begin, count in zip(itertools.accumulate(counts, initial=0), counts, strict=False) if count]
     oldest = iter(np.minimum.reduceat(trajectory.action_versions(), begins).tolist() if begins else ())
+    version_at = {span: next(oldest) for span in trajectory.action_spans if span.stop > span.start}
     turns: list[TurnTimes] = []
-    end = 0
-    for span, count, turn in zip(trajectory.action_spans, counts, trajectory.turns, strict=True):
-        version = next(oldest) if count else -1
-        turns.append(TurnTimes(span.start - end, count, turn.start, turn.generate_s, turn.env_s, version))
-        end = span.stop
+    ends = list(trajectory.branches)
+    for span, turn in zip(trajectory.spans_by_turn(), trajectory.turns, strict=True):
+        shown, said = span.start - ends[turn.branch], span.stop - span.start
+        version = version_at.get(span, -1)
+        turns.append(TurnTimes(shown, said, turn.start, turn.generate_s, turn.env_s, version, turn.branch))
+        ends[turn.branch] = span.stop
     return SampleTimes(step, trajectory.task.group_id, trajectory.reward, turns)
 
 
@@ -134,11 +142,12 @@ def readable(trajectory: Trajectory, step: int, tokens: Sequence[str]) -> Sample
         outcome=Outcome(trajectory.outcome),
         reward=trajectory.reward,
         turns=[
-            SampleTurn(t.observation, t.action, t.reward, t.generate_s, t.env_s, t.metrics, t.note)
+            SampleTurn(t.observation, t.action, t.reward, t.generate_s, t.env_s, t.metrics, t.note, t.branch)
             for t in trajectory.turns
         ],
         tokens=list(tokens),
-        action_spans=trajectory.action_spans,
+        branches=list(trajectory.branches),
+        action_spans=trajectory.spans_by_turn(),
         versions=trajectory.versions,
         ages=dict(sorted(ages.items())),
     )
@@ -217,7 +226,7 @@ class RunDirectory:
 
     def write_trajectories(self, step: int, samples: Iterable[Sample]) -> Path:
         """Write the readable samples of one step; a step done again replaces its file."""
-        file = self.trajectories / f"step-{step:06d}.jsonl"
+        file = self._trajectories_of(step)
         write_atomically(file, _lines(samples))
         return file
 
@@ -245,6 +254,11 @@ class RunDirectory:
         """All steps, in the order they were recorded."""
         return _read(self.metrics, dict[str, Any])
 
+    def read_undone(self) -> list[dict[str, Any]]:
+        """The steps that earlier lives had recorded and later ones did again."""
+        files = (folder / self.metrics.name for folder in sorted(self.earlier.glob("[0-9]*")))
+        return [row for file in files for row in _read(file, dict[str, Any])]
+
     def read_evaluations(self) -> list[dict[str, Any]]:
         """All evaluations, in the order they were recorded."""
         return _read(self.evals, dict[str, Any])
@@ -252,6 +266,13 @@ class RunDirectory:
     def read_spans(self) -> list[Activity]:
         """All bars of the timeline, in the order they were recorded."""
         return _read(self.spans, Activity)
+
+    def read_trajectories(self, step: int) -> list[Sample]:
+        """The readable samples of a step; none where there are none."""
+        return _read(self._trajectories_of(step), Sample)
+
+    def _trajectories_of(self, step: int) -> Path:
+        return self.trajectories / f"step-{step:06d}.jsonl"
 
     def read_samples(self) -> list[SampleTimes]:
         """All trained samples, in the order they were recorded."""
@@ -299,11 +320,14 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def writing(path: Path, advice: str = "") -> Generator[None]:
-    """Turn the operating system's refusal into an error that says what to do: `advice`, unless the disk is full."""
+    """Turn the operating system's refusal into an error that says what to do: `advice`, unless the disk is full or the
+    folder gone."""
     try:
         yield
     except OSError as error:
         advice = advice or f"check that you may write to {path.parent}"
+        if error.errno == errno.ENOENT and not path.parent.exists():
+            advice = f"the folder {path.parent} is gone: it was moved or removed while somebody wrote there"
         if error.errno in _FULL:
             advice = "free space on that disk; a run continues with run.resume=true"
         raise RunDirectoryError(f"cannot write {path}: {error.strerror or error}; {advice}") from error

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flash.observe.alarms import BY_ENVIRONMENT
-from flash.observe.summary import by_step, number
+from flash.observe.summary import by_step, domains_of, number
 from flash.types import Activity
 
 Row = Mapping[str, Any]
@@ -102,6 +102,21 @@ class MismatchSeries(NamedTuple):
     """[S]"""
     by_environment: dict[str, Floats]
     """Name → [S]: mean of w − 1 − log w over the tokens of age 0; the only name is "" where there is one."""
+
+
+class DomainSeries(NamedTuple):
+    """What each of several domains earns, and has of what is trained. Unknown values are NaN."""
+
+    steps: Floats
+    """[S]"""
+    rewards: dict[str, Floats]
+    """Name → [S]: mean reward of its trained samples."""
+    shares: dict[str, Floats]
+    """Name → [S]: its share of the groups trained so far; none where kinds have no shares."""
+    eval_steps: Floats
+    """[E]"""
+    held_out: dict[str, Floats]
+    """Name → [E]: mean reward on held-out problems."""
 
 
 class TimelineLane(NamedTuple):
@@ -204,6 +219,26 @@ def mismatch_series(metrics: Sequence[Row]) -> MismatchSeries | None:
     return MismatchSeries(_column(rows, "step"), {name: _column(rows, key) for name, key in named.items()})
 
 
+def domain_series(metrics: Sequence[Row], evaluations: Sequence[Row]) -> DomainSeries | None:
+    """Prepare the domains; None where there are none."""
+    rows, evals = by_step(metrics), by_step(evaluations)
+    names = domains_of(*rows, *evals)
+    if not names:
+        return None
+
+    def columns(of: Sequence[Row], what: str) -> dict[str, Floats]:
+        found = {name: _column(of, f"domain/{name}/{what}") for name in names}
+        return {name: values for name, values in found.items() if np.isfinite(values).any()}
+
+    return DomainSeries(
+        steps=_column(rows, "step"),
+        rewards=columns(rows, "reward"),
+        shares=columns(rows, "share"),
+        eval_steps=_column(evals, "step"),
+        held_out=columns(evals, "reward"),
+    )
+
+
 def _mean_ratio(rows: Sequence[Row], age: int, percent: int) -> float:
     known = [
         (math.log(ratio), (number(row, f"age_{age}") or 0.0) * (number(row, "trained_tokens") or 0.0))
@@ -225,7 +260,7 @@ def timeline(spans: Sequence[Activity], metrics: Sequence[Row]) -> TimelineSerie
         lanes.setdefault(span.lane, []).append(span)
     edges = np.array([start, stop])
     prepared: list[TimelineLane] = []
-    for name in sorted(lanes, key=_lane_order):
+    for name in sorted(lanes, key=lane_order):
         shares = lane_shares(lanes[name], edges)
         busy = sum(float(share[0]) for activity, share in shares.items() if activity not in IDLE)
         prepared.append(TimelineLane(name, lanes[name], busy))
@@ -276,7 +311,7 @@ def _priority(name: str) -> tuple[int, str]:
     return (ACTIVITIES.index(name) if name in ACTIVITIES else len(ACTIVITIES), name)
 
 
-def _lane_order(name: str) -> tuple[int, list[tuple[int, str]]]:
+def lane_order(name: str) -> tuple[int, list[tuple[int, str]]]:
     """Engines first, then trainers, then the rest; numbers in names count as numbers."""
     kinds = ("engine", "trainer")
     kind = next((place for place, word in enumerate(kinds) if word in name), len(kinds))

@@ -1,4 +1,4 @@
-"""Confidence intervals of evaluations. Pure functions.
+"""What evaluations come to, with confidence intervals. Pure functions.
 
 Legend: n samples, G problems (clusters), p the mean of 0/1 values, z and t the 97.5 % quantiles.
 """
@@ -20,6 +20,53 @@ class Interval(NamedTuple):
     mean: float
     low: float
     high: float
+
+
+def difference(one: Interval, other: Interval) -> Interval:
+    """other − one, of two independent means with their intervals.
+
+    The limits are combined by the square-and-add method of Newcombe (1998, "Interval estimation for the difference
+    between independent proportions", method 10), which holds for means too (Zou & Donner 2008).
+    """
+    mean = other.mean - one.mean
+    down = math.hypot(other.mean - other.low, one.high - one.mean)
+    up = math.hypot(other.high - other.mean, one.mean - one.low)
+    return Interval(mean, mean - down, mean + up)
+
+
+class BestOf(NamedTuple):
+    """The best of k answers to a problem, in the mean over problems."""
+
+    k: int
+    interval: Interval
+
+
+def best_of(values: Sequence[float], k: int) -> float:
+    """The best of k answers, estimated without bias from n ≥ k: the mean over all choices of k among them.
+
+    Of 0/1 values, c of them 1, it is pass@k = 1 − C(n − c, k) / C(n, k) (Chen et al. 2021, "Evaluating Large Language
+    Models Trained on Code", equation 1).
+    """
+    n = len(values)
+    assert 1 <= k <= n, "k of n answers"
+    best, weight = 0.0, k / n  # the share of the choices in which the greatest value is the best one: all that have it
+    for below, value in zip(range(n - 1, -1, -1), sorted(values, reverse=True), strict=True):
+        best += weight * value
+        weight *= (below - k + 1) / below if below else 0.0
+    return best
+
+
+def best_of_each(answers: Sequence[Sequence[float]]) -> list[BestOf]:
+    """`best_of` for k = 1, 2, 4, … and as many as there are at most, each over the problems with so many answers."""
+    most = max(map(len, answers), default=0)
+    binary = all(value in (0, 1) for values in answers for value in values)
+    found: list[BestOf] = []
+    for k in sorted({1 << power for power in range(most.bit_length())} | {most} - {0}):
+        interval = mean_interval([best_of(values, k) for values in answers if len(values) >= k])
+        if binary:
+            interval = Interval(interval.mean, max(0.0, interval.low), min(1.0, interval.high))
+        found.append(BestOf(k, interval))
+    return found
 
 
 def mean_interval(values: Sequence[float], problems: Sequence[int] | None = None) -> Interval:

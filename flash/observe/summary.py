@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ import msgspec
 from flash.config.tree import Config
 
 Row = Mapping[str, Any]
+
+DOMAIN = re.compile(r"domain/(.+)/(?:reward|share)")
+"""Metrics of a domain, by which its name is known."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,11 +64,15 @@ def summarise(
     metrics: Sequence[Row],
     evaluations: Sequence[Row],
     *,
+    undone: Sequence[Row] = (),
     ledger: Mapping[str, Any],
     restarts: int,
     canary_max: float | None,
 ) -> Summary:
-    """Sum up a run from its rows; missing keys count as not measured."""
+    """Sum up a run from its rows; missing keys count as not measured.
+
+    `undone` are rows of steps that were done again: their restarts have happened all the same.
+    """
     means = [row["mean_reward"] for row in by_step(evaluations) if number(row, "mean_reward") is not None]
     return Summary(
         initial_reward=means[0] if means else None,
@@ -83,8 +91,8 @@ def summarise(
         max_age=max((age for row in metrics if (age := number(row, "age_max")) is not None), default=None),
         ledger=dict(ledger),
         restarts=restarts,
-        trainer_restarts=int(sum(number(row, "trainer_restarts") or 0 for row in metrics)),
-        engine_restarts=int(sum(number(row, "engine_restarts") or 0 for row in metrics)),
+        trainer_restarts=_counted("trainer_restarts", metrics, undone),
+        engine_restarts=_counted("engine_restarts", metrics, undone),
         seed=config.run.seed,
         model=config.model.path,
         objective=config.algorithm.objective,
@@ -92,10 +100,20 @@ def summarise(
     )
 
 
+def _counted(name: str, *rows: Sequence[Row]) -> int:
+    return int(sum(number(row, name) or 0 for some in rows for row in some))
+
+
 def _stale_share(ledger: Row) -> float | None:
     stale = number(ledger, "discarded_tokens_stale") or 0
     known = stale + (number(ledger, "trained_tokens") or 0)
     return stale / known if known else None
+
+
+def domains_of(*rows: Mapping[str, Any]) -> list[str]:
+    """The names of the domains that these rows tell of, in order."""
+    found = {match[1] for row in rows for key in row if (match := DOMAIN.fullmatch(key)) is not None}
+    return sorted(found)
 
 
 def number(row: Row, key: str) -> float | None:

@@ -21,6 +21,8 @@ class SamplingSettings(msgspec.Struct, frozen=True):
     max_new_tokens: int
     temperature: float
     """0 is greedy."""
+    stop: tuple[str, ...] = ()
+    """Texts of which the first ends the response; its tokens are the response's last."""
 
 
 def ignored(tokens: int) -> None:
@@ -65,6 +67,8 @@ class Pressure(msgspec.Struct, frozen=True):
     """Share of its KV cache that is taken, from 0 to 1."""
     preemptions: int
     """Sequences it put back for want of KV cache, since its start."""
+    kv_tokens: int = 0
+    """Tokens that its KV cache holds, of those that run and of those that ran; 0: it has not told, or never fills."""
 
 
 class Engine(Protocol):

@@ -1,29 +1,30 @@
 """Episode: one environment's life, from reset to the last reward.
 
 reset → render the observation once → generate → step → render what follows, once → generate → … → trajectory.
-Tokens are only ever appended: observations as they were rendered, responses exactly as they were sampled. Whatever
+Tokens are only ever appended: observations as they were rendered, responses exactly as they were sampled; to the branch
+that the environment goes on in, where it has several. Whatever
 goes wrong becomes a typed `Failure`; only cancellation passes through. The environment is closed exactly once.
 """
 
 from __future__ import annotations
 
-import inspect
-import math
-import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from hashlib import blake2b
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import anyio
 import msgspec
 
+from flash.environment.calls import EnvTimeoutError, called
 from flash.environment.interface import Environment, Informed, ResetResult, StepResult
 from flash.environment.results import check_reset_result, check_step_result, metrics_of, note_of
-from flash.errors import BranchError, DeadlineError, EngineError, EnvError, PoisonError, RewardError
+from flash.errors import DeadlineError, EngineError, EnvError, PoisonError, RewardError
+from flash.rollout.asking import Asking, Wanted
 from flash.rollout.engine import GenerateRequest, SamplingSettings
-from flash.rollout.phases import Phases
+from flash.rollout.phases import FreePhases, Phases
 from flash.rollout.tokenizer import Tokenizer
-from flash.rollout.transcript import Transcript
+from flash.rollout.transcript import Limits, Transcript
 from flash.types import (
     Completion,
     Failure,
@@ -34,8 +35,7 @@ from flash.types import (
     Trajectory,
     Turn,
 )
-
-_T = TypeVar("_T")
+from flash.waiting import unwrapped_group
 
 KEYS_PER_TASK = 4096
 """Turns of a task whose responses have a key of their own."""
@@ -50,7 +50,8 @@ class Responder(Protocol):
         *,
         min_version: int,
         affinity: tuple[int, int],
-        progress: Callable[[int], None],
+        session: int | None,
+        progress: Callable[[Sequence[int]], None],
         timeout: float,
         episode: anyio.CancelScope,
     ) -> Completion:
@@ -70,12 +71,22 @@ class EpisodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Longest sequence of observations and responses, in tokens."""
     max_turns: int
     """Responses after which an episode is truncated."""
+    max_branches: int
+    """Sequences that an episode may consist of."""
+    max_tokens: int
+    """Most tokens of all of these."""
     reset_s: float
     step_s: float
     close_s: float
     generate_s: float
     episode_s: float
     """Deadlines, in seconds."""
+    domains: dict[str, EpisodeSettings] = {}
+    """By kind of problem, where it has limits of its own."""
+
+    def of(self, kind: str) -> EpisodeSettings:
+        """What holds for a kind."""
+        return self.domains.get(kind, self)
 
 
 class EpisodeProgress:
@@ -83,7 +94,7 @@ class EpisodeProgress:
 
     def __init__(self) -> None:
         self.tokens = 0
-        """Action tokens sampled so far, over all turns."""
+        """Action tokens sampled so far, over all turns and branches."""
         self.lost = 0
         """Tokens that were sampled for it and never arrived: their request was aborted before its next piece."""
 
@@ -133,8 +144,9 @@ class Episode:
 
     async def run(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
         """Live through the episode; never raises except for cancellation and programmer errors."""
-        settings = self._settings
-        transcript = Transcript(self._tokenizer, settings.max_length, settings.max_turns)
+        settings = self._settings.of(lease.task.kind)
+        limits = Limits(settings.max_length, settings.max_turns, settings.max_branches, settings.max_tokens)
+        transcript = Transcript(self._tokenizer, limits)
         state = _EpisodeState(lease, progress, transcript)
         try:
             with anyio.move_on_after(settings.episode_s) as state.scope:
@@ -142,10 +154,8 @@ class Episode:
             return state.too_long(settings.episode_s)
         except RewardError as error:
             return state.failed(Outcome.REWARD_ERROR, str(error))
-        except _EnvTimeout as error:
+        except EnvTimeoutError as error:
             return state.failed(Outcome.ENV_TIMEOUT, str(error))
-        except BranchError as error:
-            return state.failed(Outcome.BRANCHED, str(error))
         except EnvError as error:
             return state.failed(Outcome.ENV_ERROR, str(error))
         except PoisonError as error:
@@ -155,7 +165,7 @@ class Episode:
 
     async def _live(self, state: _EpisodeState) -> Trajectory:
         kind, seed = state.task.kind, state.task.seed
-        env = await self._call(f"start (seed {seed})", self._settings.reset_s, "env_reset", self._made(kind))
+        env = await called(f"start (seed {seed})", self._settings.reset_s, "env_reset", self._made(kind))
         self._phases.enter(state.lease)
         try:
             try:
@@ -172,29 +182,40 @@ class Episode:
         return trajectory
 
     async def _play(self, env: Environment, state: _EpisodeState) -> Trajectory:
+        """Turn by turn, with what is asked for ahead beside it."""
+        outcome = Outcome.CANCELLED
+        async with unwrapped_group() as group:
+            ahead = group if isinstance(self._phases, FreePhases) else None
+            state.asking = Asking(partial(self._sample, state), state.progress, ahead, now=self._now)
+            state.transcript.asks(state.asking, self._sampling(state.task))
+            outcome = await self._turns(env, state)
+            group.cancel_scope.cancel()
+        state.asking.drop()
+        return state.ended(outcome)
+
+    async def _turns(self, env: Environment, state: _EpisodeState) -> Outcome:
         """Turn by turn, until the environment ends the episode or a limit does."""
-        transcript, settings = state.transcript, self._settings
+        transcript, settings = state.transcript, self._settings.of(state.task.kind)
         observation = await self._reset(env, state)
         transcript.show(self._prompt(observation, transcript))
         while True:
             completion, start = await self._respond(state)
             transcript.say(completion)
-            generate_s = self._now() - start
+            generate_s, branch = self._now() - start, transcript.branch
             action = self._tokenizer.decode(completion.token_ids)
             (following, reward, terminated, truncated, info), env_s = await self._step(env, state, action)
             measured, note = metrics_of(info), note_of(info)
             transcript.turns.append(
-                Turn(text_of(observation), action, reward, start, generate_s, env_s, measured, note)
+                Turn(text_of(observation), action, reward, start, generate_s, env_s, measured, note, branch)
             )
             cut = completion.finish == "length"
             if terminated or truncated:
-                return state.ended(Outcome.TRUNCATED if truncated or cut else Outcome.OK)
+                return Outcome.TRUNCATED if truncated or cut else Outcome.OK
             if len(transcript.turns) == settings.max_turns:
-                return state.ended(Outcome.TRUNCATED)
-            tokens = transcript.render(following)
-            if len(transcript.tokens) + len(tokens) >= settings.max_length:
-                return state.ended(Outcome.TRUNCATED)
-            transcript.show(tokens)
+                return Outcome.TRUNCATED
+            if transcript.room(following) < 1:
+                return Outcome.TRUNCATED
+            transcript.show(transcript.render(following))
             observation = following
 
     # -- the environment ---------------------------------------------------------------------------------------------
@@ -215,7 +236,7 @@ class Episode:
             return env.reset(seed)
 
         state.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
-        shown = await self._call(what, self._settings.reset_s, "env_reset", reset)
+        shown = await called(what, self._settings.reset_s, "env_reset", reset)
         return check_reset_result(shown)[0]
 
     async def _step(self, env: Environment, state: _EpisodeState, action: str) -> tuple[StepResult, float]:
@@ -227,7 +248,7 @@ class Episode:
         what = f"step {state.turn()} (seed {state.task.seed})"
         state.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
         start = self._now()
-        result = await self._call(what, self._settings.step_s, "env_step", lambda: env.step(action))
+        result = await called(what, self._settings.step_s, "env_step", lambda: env.step(action))
         return check_step_result(result), self._now() - start
 
     async def _close(self, env: Environment, state: _EpisodeState) -> EnvError | None:
@@ -235,32 +256,10 @@ class Episode:
         what = f"close (seed {state.task.seed})"
         with anyio.CancelScope(shield=True):
             try:
-                await self._call(what, self._settings.close_s, "shutdown", env.close)
+                await called(what, self._settings.close_s, "shutdown", env.close)
             except EnvError as problem:
                 return problem
         return None
-
-    async def _call(self, what: str, timeout: float, key: str, call: Callable[[], Awaitable[_T]]) -> _T:
-        """One call into the user's environment: its exceptions and its silence become typed."""
-        with anyio.move_on_after(timeout):
-            try:
-                result = call()
-                if not inspect.isawaitable(result):
-                    raise EnvError(f"environment {what}: make reset, step and close all `async def`, or none of them")
-                return await result
-            except EnvError:
-                raise
-            # The supervised boundary to code that is not ours, which may call sys.exit: that would end the whole node.
-            except (Exception, SystemExit) as error:
-                raise EnvError(f"environment {what} raised {_where(error)}") from error
-            except anyio.get_cancelled_exc_class() as error:
-                if anyio.current_effective_deadline() == -math.inf:
-                    raise
-                # Something inside the environment was cancelled, not this episode. Passed on it would end the
-                # episode without a result, and its lease would never come home.
-                raise EnvError(f"environment {what} was cancelled from within{_place(error)}") from error
-        advice = f"look at the environment's class, or raise deadlines.{key}"
-        raise _EnvTimeout(f"environment {what} took longer than {timeout:g} s; {advice}")
 
     # -- the policy --------------------------------------------------------------------------------------------------
 
@@ -268,30 +267,37 @@ class Episode:
         """The next response, and when it was asked for."""
         state.waits_for(Outcome.ENV_TIMEOUT, "the environments of other episodes", "rollout.env_async")
         await self._phases.stepped(state.lease)
-        task, settings, transcript = state.task, self._settings, state.transcript
-        sampling = settings.eval if task.split == "eval" else settings.train
+        wanted = state.transcript.wanted()
+        state.waits_for(Outcome.ENGINE_ERROR, f"response {state.turn()} (seed {state.task.seed})", "the engines")
+        return await state.asking.respond(wanted)
+
+    def _sampling(self, task: Task) -> SamplingSettings:
+        settings = self._settings.of(task.kind)
+        return settings.eval if task.split == "eval" else settings.train
+
+    async def _sample(self, state: _EpisodeState, wanted: Wanted, number: int, *, ahead: bool) -> Completion:
+        """The response of a number; one ahead has no part in what the engines keep for the episode."""
+        task, settings = state.task, self._settings.of(state.task.kind)
         request = GenerateRequest(
-            prompt=list(transcript.tokens),
-            sampling=SamplingSettings(transcript.most(sampling.max_new_tokens), sampling.temperature),
-            key=response_key(task, len(transcript.turns)),
-            seed=None if settings.seed is None else response_seed(settings.seed, task, len(transcript.turns)),
+            prompt=wanted.prompt,
+            sampling=wanted.sampling,
+            key=response_key(task, number),
+            seed=None if settings.seed is None else response_seed(settings.seed, task, number),
             lost=state.lost,
         )
-        state.waits_for(Outcome.ENGINE_ERROR, f"response {state.turn()} (seed {task.seed})", "the engines")
-        start = self._now()
         state.progress.asks()
         completion = await self._proxy.generate(
             request,
             min_version=state.lease.min_version,
             affinity=(task.group_id, task.task_id),
-            progress=state.sampled,
+            session=None if ahead else state.lease.lease_id,
+            progress=wanted.hears,
             timeout=settings.generate_s,
-            episode=state.scope,
+            episode=anyio.CancelScope() if ahead else state.scope,
         )
         if not completion.token_ids:
-            raise EngineError(f"an engine ended response {state.turn()} (seed {task.seed}) without a token")
-        state.progress.tokens = len(transcript.logprobs) + len(completion.token_ids)
-        return completion, start
+            raise EngineError(f"an engine ended response {number + 1} (seed {task.seed}) without a token")
+        return completion
 
     def _prompt(self, observation: Observation, transcript: Transcript) -> list[int]:
         """Tokens of the first observation."""
@@ -306,12 +312,10 @@ class Episode:
         return tokens
 
 
-class _EnvTimeout(EnvError):
-    """An environment call outlived its deadline."""
-
-
 class _EpisodeState:
     """How far the episode of one lease is: what was said, and what it waits for now."""
+
+    asking: Asking
 
     def __init__(self, lease: Lease, progress: EpisodeProgress, transcript: Transcript) -> None:
         self.lease = lease
@@ -325,10 +329,6 @@ class _EpisodeState:
     def turn(self) -> int:
         """The turn under way, counted from 1 as people do."""
         return len(self.transcript.turns) + 1
-
-    def sampled(self, count: int) -> None:
-        """New tokens of the response under way."""
-        self.progress.tokens += count
 
     def lost(self, count: int) -> None:
         """Tokens of an aborted request that were in no piece."""
@@ -354,16 +354,6 @@ class _EpisodeState:
     def failed(self, outcome: Outcome, message: str) -> Failure:
         """The episode without a trajectory."""
         return Failure(self.task, outcome, message, self.progress.tokens + self.progress.lost)
-
-
-def _where(error: BaseException) -> str:
-    """`ValueError: text (file.py:12)`: enough to find the line in the user's environment."""
-    return f"{type(error).__name__}: {error}{_place(error)}"
-
-
-def _place(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def text_of(observation: Observation) -> str:

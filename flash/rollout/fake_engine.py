@@ -59,6 +59,7 @@ class FakeEngine:
         """What each load was told about the KV cache."""
         self.kv_used = 0.0
         self.preemptions = 0
+        self.kv_tokens = 0
 
     @property
     def version(self) -> int:
@@ -66,7 +67,7 @@ class FakeEngine:
 
     @property
     def pressure(self) -> Pressure:
-        return Pressure(self.running, self.waiting, self.kv_used, self.preemptions)
+        return Pressure(self.running, self.waiting, self.kv_used, self.preemptions, self.kv_tokens)
 
     async def start(self) -> None:
         await anyio.sleep(self.start_seconds)

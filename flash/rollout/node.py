@@ -13,63 +13,34 @@ it holds (`move`): what that one does not know is dropped.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
 
 import anyio
 
-from flash.config import waits
 from flash.config.tree import Config
-from flash.environment.interface import Environment
+from flash.environment.interface import NO_DOMAINS, Domain, Environment
 from flash.environment.shared import sharing
 from flash.errors import DeadlineError, EngineDeadError, EngineError, TransportError
 from flash.hub import protocol as p
 from flash.hub.collecting import seldom_collected
-from flash.rollout.engine import Engine, SamplingSettings
-from flash.rollout.episode import Episode, EpisodeSettings
+from flash.rollout.engine import Engine
+from flash.rollout.episode import Episode, EpisodeProgress
 from flash.rollout.homes import Home, Homes
 from flash.rollout.phases import phases
-from flash.rollout.proxy import LLMProxy, ProxySettings
+from flash.rollout.proxy import LLMProxy
 from flash.rollout.scheduler import MOST_EPISODES, Scheduler
+from flash.rollout.settings import episode_settings, proxy_settings
 from flash.rollout.supervisor import Restart, Supervisor, start_all
 from flash.rollout.tokenizer import Tokenizer
 from flash.transport.request import ReplyT, Request
-from flash.types import Lease, Published
+from flash.types import Failure, Lease, Published, Trajectory
 from flash.waiting import deadline, unwrapped_group
 
 CLAIMS_AT_ONCE = 1024
 """Leases that are presented in one message: others are served between two."""
-
-
-def episode_settings(config: Config) -> EpisodeSettings:
-    """The part of the configuration that episodes use."""
-    limit = config.rollout.max_new_tokens
-    return EpisodeSettings(
-        seed=config.run.seed if config.seeded else None,
-        train=SamplingSettings(limit, config.rollout.temperature),
-        eval=SamplingSettings(limit, config.eval.temperature),
-        max_length=config.model.max_length,
-        max_turns=config.rollout.max_turns,
-        reset_s=config.deadlines.env_reset,
-        step_s=config.deadlines.env_step,
-        close_s=config.deadlines.shutdown,
-        generate_s=config.deadlines.generate,
-        episode_s=config.deadlines.episode,
-    )
-
-
-def proxy_settings(config: Config) -> ProxySettings:
-    """The part of the configuration that the proxy uses."""
-    return ProxySettings(
-        max_sequences=config.engine.max_sequences,
-        swap=config.rollout.swap,
-        bind_groups=not config.rollout.replicate_prompts,
-        swap_s=config.deadlines.swap,
-        drain_s=config.deadlines.generate,
-        return_s=waits.engine_return_s(config),
-    )
 
 
 class RolloutNode:
@@ -82,6 +53,7 @@ class RolloutNode:
         first_engine: the first engine's number in the run.
         tokenizer: the model's.
         make_env: makes the environment of a kind.
+        domains: the kinds that have limits of their own.
         hub: the connection to the hub.
         on_loss: told when the hub is lost, to `move` to the next one; None: the node ends with its hub.
         now: Unix seconds on the loop's clock.
@@ -100,6 +72,7 @@ class RolloutNode:
         hub: p.HubCaller,
         *,
         now: Callable[[], float],
+        domains: Mapping[str, Domain] = NO_DOMAINS,
         on_loss: Callable[[TransportError], None] | None = None,
         prepare: Callable[[], Awaitable[None]] | None = None,
         rehearse: Callable[[], Awaitable[object]] | None = None,
@@ -137,15 +110,21 @@ class RolloutNode:
         self._proxy = LLMProxy(
             engines, self._first_engine, proxy_settings(config), on_room=lambda: self._scheduler.wake(), now=now
         )
-        settings = episode_settings(config)
-        episode = Episode(self._make_env, self._tokenizer, self._proxy, settings, phases(config), now=now)
+        settings = episode_settings(config, domains)
+        self._episode = Episode(self._make_env, self._tokenizer, self._proxy, settings, phases(config), now=now)
         most = config.rollout.max_concurrent
         self._scheduler = Scheduler(
             self,
-            episode.run,
+            self._run_episode,
             room=self._proxy.capacity if most == "auto" else None,
             max_concurrent=MOST_EPISODES if most == "auto" else most,
         )
+
+    async def _run_episode(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
+        try:
+            return await self._episode.run(lease, progress)
+        finally:
+            self._proxy.leave(lease.lease_id)
 
     def _make_engine(self, place: int) -> Engine:
         return self._make_engines[place](self._first_engine + place)

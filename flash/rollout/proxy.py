@@ -9,6 +9,7 @@ Conservation: every `generate` call is waiting, held by exactly one engine, or o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Literal
@@ -22,6 +23,7 @@ from flash.rollout.engine import Engine, GenerateRequest
 from flash.rollout.engine_record import EngineRecord
 from flash.rollout.response import Response
 from flash.rollout.routing import MAX_DEATHS, RoutedRequest, Router
+from flash.rollout.sessions import Sessions
 from flash.types import Activity, Completion, Published
 from flash.waiting import deadline
 
@@ -46,6 +48,8 @@ class ProxySettings(msgspec.Struct, frozen=True):
     """Deadlines, in seconds: of requests that were told to leave, and of those that may end."""
     return_s: float
     """Longest time without any engine, in seconds."""
+    session_s: float = 0.0
+    """Seconds for which an idle session's KV cache is counted; see `rollout.session_s`."""
 
 
 class _Wait:
@@ -78,7 +82,8 @@ class LLMProxy:
     ) -> None:
         self._settings = settings
         versions = [engine.version for engine in engines]
-        self._router = Router(settings.max_sequences, versions, bind_groups=settings.bind_groups)
+        sessions = Sessions(settings.session_s)
+        self._router = Router(settings.max_sequences, versions, bind_groups=settings.bind_groups, sessions=sessions)
         self._records = [
             EngineRecord(engine, first_index + view.index, view)
             for engine, view in zip(engines, self._router.views, strict=True)
@@ -86,6 +91,8 @@ class LLMProxy:
         self._waits: dict[RoutedRequest, _Wait] = {}
         self._calls: set[anyio.CancelScope] = set()
         """The deadlines of all `generate` calls, and of their episodes."""
+        self._strays = itertools.count(-1, -1)
+        """Names for requests that are of no session."""
         self._outage_since: float | None = None
         """Since when no engine has served, while that is so."""
         self._on_room = on_room
@@ -99,7 +106,8 @@ class LLMProxy:
         *,
         min_version: int,
         affinity: tuple[int, int],
-        progress: Callable[[int], None],
+        session: int | None,
+        progress: Callable[[Sequence[int]], None],
         timeout: float,
         episode: anyio.CancelScope,
     ) -> Completion:
@@ -109,7 +117,8 @@ class LLMProxy:
             request: what to sample.
             min_version: oldest engine version that may sample any of its tokens.
             affinity: the group's and the task's number; the engine that served them before is preferred.
-            progress: told the number of new tokens as they come.
+            session: names the episode until `leave`, which has one request at a time; None: of no episode's.
+            progress: told the new tokens as they come; the last ones come with the completion.
             timeout: seconds until the request is aborted; waiting for an engine counts, but not a time without engines
                 that ends.
             episode: has the caller's own deadline, in which such a time does not count either.
@@ -119,7 +128,8 @@ class LLMProxy:
             EngineError: all engines, or `MAX_FAILURES` of them, failed the request.
             DeadlineError: the response took longer than `timeout`.
         """
-        routed, response = RoutedRequest(affinity, min_version), Response(request)
+        own = next(self._strays) if session is None else session
+        routed, response = RoutedRequest(affinity, min_version, own, len(request.prompt)), Response(request)
         with deadline(timeout, "a response", lambda: self._whereabouts(min_version)) as scope:
             for each in (scope, episode):
                 each.deadline += self._outage_left()
@@ -133,6 +143,15 @@ class LLMProxy:
                 return whole
             finally:
                 self._calls -= {scope, episode}
+                self._router.sessions.rests(own, len(request.prompt) + response.length)
+                if session is None:
+                    self.leave(own)
+
+    def leave(self, session: int) -> None:
+        """An episode is over: others may have its place in an engine's KV cache."""
+        engine = self._router.sessions.ends(session)
+        if engine is not None:
+            self._fill(self._records[engine])
 
     async def _admit(self, routed: RoutedRequest) -> EngineRecord:
         """Wait for an engine; returns the one that holds the request from then on."""
@@ -140,6 +159,7 @@ class LLMProxy:
             if routed.deaths >= MAX_DEATHS:
                 self._convict_group(routed.affinity[0])
                 raise PoisonError(f"{MAX_DEATHS} engines died before they had given a token of it: {routed.death}")
+            self._router.sessions.at(self._now())
             engine = self._router.ask(routed)
             if engine is not None:
                 record = self._records[engine]
@@ -170,7 +190,7 @@ class LLMProxy:
         return wait.engine
 
     async def _stream(
-        self, record: EngineRecord, routed: RoutedRequest, response: Response, progress: Callable[[int], None]
+        self, record: EngineRecord, routed: RoutedRequest, response: Response, progress: Callable[[Sequence[int]], None]
     ) -> Completion | None:
         """One engine's part of a response: the whole, or None when it goes on elsewhere."""
         scope = anyio.CancelScope()
@@ -185,7 +205,7 @@ class LLMProxy:
                         if not routed.proven:
                             self._proven(record, routed)
                         response.add(piece)
-                        progress(len(piece.token_ids))
+                        progress(piece.token_ids)
                 raise EngineError(f"engine {record.number} ended a response without completing it")
         except EngineDeadError as error:
             self._died(record, error)
@@ -211,10 +231,13 @@ class LLMProxy:
 
     def _observe(self, record: EngineRecord, *, ended: bool) -> None:
         """Let the engine's limit follow its pressure."""
-        record.limit.observe(record.engine.pressure, record.view.held, ended=ended)
+        pressure = record.engine.pressure
+        record.limit.observe(pressure, record.view.held, ended=ended)
         self._router.set_limit(record.view.index, record.limit.limit)
+        self._router.sessions.set_memory(record.view.index, pressure.kv_tokens)
 
     def _fill(self, record: EngineRecord) -> None:
+        self._router.sessions.at(self._now())
         for routed in self._router.fill(record.view.index):
             wait = self._waits[routed]
             wait.engine = record

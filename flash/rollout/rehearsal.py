@@ -6,7 +6,7 @@ none of its business: a problem that plays is enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import anyio
 import msgspec
@@ -33,11 +33,12 @@ class Echo:
         *,
         min_version: int,
         affinity: tuple[int, int],
-        progress: Callable[[int], None],
+        session: int | None,
+        progress: Callable[[Sequence[int]], None],
         timeout: float,
         episode: anyio.CancelScope,
     ) -> Completion:
-        progress(1)
+        progress(request.prompt[-1:])
         return Completion([request.prompt[-1]], [-1.0], [VersionRun(0, 1)], "stop")
 
 

@@ -5,12 +5,10 @@ Invariant: tokens, log-probs and versions stay aligned, and each token is kept f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 from flash.rollout.engine import GenerateRequest, Progress
-from flash.types import Completion, VersionRun, append_versions
+from flash.types import Completion, VersionRun, append_versions, divide_versions
 
 
 class Response:
@@ -22,6 +20,11 @@ class Response:
         self._logprobs: list[float] = []
         self._versions: list[VersionRun] = []
         self._moved_at = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return len(self._tokens)
 
     def rest(self) -> GenerateRequest:
         """What the next engine is asked for: it goes on after the tokens so far."""
@@ -52,21 +55,9 @@ class Response:
     def completed(self, last: Completion) -> Completion:
         """The whole response, from the one of the last engine, which repeats that engine's pieces."""
         at = self._moved_at
+        self._tokens = self._tokens[:at] + last.token_ids
         if at == 0:
             return last
-        versions = _first(self._versions, at)
+        (versions,) = divide_versions(self._versions, [at])
         append_versions(versions, last.versions)
-        return Completion(
-            self._tokens[:at] + last.token_ids, self._logprobs[:at] + last.logprobs, versions, last.finish
-        )
-
-
-def _first(versions: Sequence[VersionRun], count: int) -> list[VersionRun]:
-    """The versions of the first `count` tokens."""
-    taken: list[VersionRun] = []
-    for run in versions:
-        if count <= 0:
-            break
-        taken.append(VersionRun(run.version, min(run.count, count)))
-        count -= run.count
-    return taken
+        return Completion(self._tokens, self._logprobs[:at] + last.logprobs, versions, last.finish)

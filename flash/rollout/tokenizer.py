@@ -2,34 +2,42 @@
 
 A conversation is never tokenized again: what follows a response is appended to the tokens that were sampled. For chat
 messages that is what the model's template puts after an assistant message, found by rendering a conversation around a
-stand-in for the response.
+stand-in for the response. What was sampled is read by vLLM's parsers, where the model's are named.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from flash.config.tree import ModelConfig
+from flash.environment.interface import Spoken
 from flash.errors import ConfigError, EnvError
-from flash.types import Message, Observation
+from flash.foreign.vllm_parsers import Parsers, names
+from flash.rollout.reading import ParsedReading, PlainReading, Reading
+from flash.types import ASSISTANT, TOOL, Message, Observation, Tool, ToolCall
 
 QUESTION = Message("user", "flash-question")
 """Stands for all that came before the response: many templates want a user to speak first."""
 ANSWER = "flash-answer"
 """Stands for the response: a text without white space, which templates may trim."""
+CALL_ID = "flashcall"
+"""Stands for the name of a call: some templates want it to have nine letters."""
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back."""
+    """Text to tokens and back. One that derives from it reads a response as the text that it is."""
 
-    def render(self, observation: Observation) -> list[int]:
-        """Tokens of the first observation; messages go through the chat template. Raises EnvError."""
+    def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
+        """Tokens of the first observation; messages, and tools, go through the chat template. Raises EnvError."""
         ...
 
-    def follow(self, observation: Observation, stopped: bool) -> list[int]:
+    def follow(self, observation: Observation, stopped: bool, tools: Sequence[Tool] = ()) -> list[int]:
         """Tokens of a later observation, to be appended to a response. Raises EnvError.
 
         `stopped`: the response ends with the end-of-turn token, because the model ended it.
@@ -40,13 +48,32 @@ class Tokenizer(Protocol):
         """Text of sampled tokens, without special tokens."""
         ...
 
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token on its own."""
+        return [self.decode([token]) for token in token_ids]
 
-class HfTokenizer:
+    def check_calls(self) -> None:
+        """Raise EnvError where calls of functions cannot be read."""
+        raise EnvError("this tokenizer reads no calls of functions")
+
+    def read(
+        self, token_ids: Sequence[int], stopped: bool, prompt: Sequence[int], tools: Sequence[Tool], *, calling: bool
+    ) -> Spoken:
+        """Sampled tokens as a message; `prompt` is all that stood before them, `stopped` as for `follow`."""
+        return Spoken(Message(ASSISTANT, self.decode(token_ids)))
+
+    def reading(self, prompt: Sequence[int], tools: Sequence[Tool], *, calling: bool) -> Reading:
+        """Reads a response while it is sampled, as `read` will read the whole."""
+        return PlainReading(self.decode)
+
+
+class HfTokenizer(Tokenizer):
     """A Hugging Face tokenizer. Plain text is encoded as it is; messages go through the model's chat template."""
 
     def __init__(self, config: ModelConfig) -> None:
         from transformers import AutoTokenizer
 
+        self._config = config
         self._path = config.path
         local = Path(config.path).is_dir()
         try:
@@ -56,7 +83,16 @@ class HfTokenizer:
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path = {config.path!r} has no usable tokenizer: {error}") from error
 
-    def render(self, observation: Observation) -> list[int]:
+    def ready(self) -> HfTokenizer:
+        """Load what reads responses, which takes seconds.
+
+        Raises:
+            ConfigError: a parser that is named does not exist, or cannot work with this tokenizer.
+        """
+        _ = self._parsers
+        return self
+
+    def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
         """Tokens of the first observation.
 
         Raises:
@@ -64,9 +100,9 @@ class HfTokenizer:
         """
         if isinstance(observation, str):
             return self._encode(observation)
-        return self._encode(self._template(observation, prompting=True))
+        return self._encode(self._template(observation, tools, prompting=True))
 
-    def follow(self, observation: Observation, stopped: bool) -> list[int]:
+    def follow(self, observation: Observation, stopped: bool, tools: Sequence[Tool] = ()) -> list[int]:
         """Tokens of a later observation, to be appended to a response as it was sampled.
 
         `stopped`: the response ends with the end-of-turn token, because the model ended it; otherwise that token is
@@ -77,11 +113,54 @@ class HfTokenizer:
         """
         if isinstance(observation, str):
             return self._encode(observation)
-        tokens = self._encode(self._after_answer(observation, prompting=True))
+        if tools and observation and observation[0].role == TOOL:
+            return self._follow_call(observation, stopped, tools)
+        tokens = self._encode(self._after(_SAID, observation, tools, prompting=True))
         if not stopped:
             return tokens
         at = self._first_special(tokens)
         return tokens[at + 1 :] if at is not None and tokens[at] in self._turn_ends else tokens
+
+    def _follow_call(self, observation: Sequence[Message], stopped: bool, tools: Sequence[Tool]) -> list[int]:
+        """What follows a response that called functions. How the template closes a call was sampled, or cut off."""
+        called = _call(observation[0])
+        alone = self._encode(self._after(called, [], tools, prompting=False))
+        end = next((token for token in reversed(alone) if token in self._special), None)
+        tokens = self._encode(self._after(called, observation, tools, prompting=True))
+        if end is None or end not in tokens:
+            raise EnvError(
+                f"the chat template of {self._path} ends a call of a function with no token of its own, so that its "
+                "result cannot follow what was sampled; use a model with another template"
+            )
+        return tokens[tokens.index(end) + stopped :]
+
+    def check_calls(self) -> None:
+        """Raise EnvError where calls of functions cannot be read."""
+        if self._config.tool_parser is None:
+            known = ", ".join(names("tool_parsers"))
+            raise EnvError(f"tools need model.tool_parser, the name of vLLM's parser for this model: one of {known}")
+
+    def read(
+        self, token_ids: Sequence[int], stopped: bool, prompt: Sequence[int], tools: Sequence[Tool], *, calling: bool
+    ) -> Spoken:
+        """Sampled tokens as a message. Calls have names of their own in the conversation, which follow from it."""
+        if self._parsers is None:
+            return Spoken(Message(ASSISTANT, self.decode(token_ids)))
+        # As vLLM does it: without the token that ended it, and with all others shown.
+        text = self._shown(token_ids[: len(token_ids) - stopped])
+        found = self._parsers.parse(text, token_ids, prompt, tools, calling=calling)
+        calls = tuple(
+            # A name that the model has given is kept.
+            ToolCall(id if id and id in text else _name(len(prompt), index), name, arguments)
+            for index, (id, name, arguments) in enumerate(found.calls)
+        )
+        return Spoken(Message(ASSISTANT, found.content, found.reasoning, calls), found.malformed)
+
+    def reading(self, prompt: Sequence[int], tools: Sequence[Tool], *, calling: bool) -> Reading:
+        """Reads a response while it is sampled: by vLLM's parsers for that, where the model's are named."""
+        if self._parsers is None:
+            return PlainReading(self.decode)
+        return ParsedReading(self._parsers.begin(prompt, tools, calling=calling), self._shown)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens, without special tokens."""
@@ -91,33 +170,52 @@ class HfTokenizer:
         """The text of each token on its own, special tokens shown."""
         return [str(self.inner.decode([token])) for token in token_ids]
 
+    def _shown(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, special ones shown."""
+        return str(self.inner.decode(list(token_ids), skip_special_tokens=False))
+
     def _encode(self, text: str) -> list[int]:
         return list(self.inner.encode(text, add_special_tokens=False))
+
+    @cached_property
+    def _parsers(self) -> Parsers | None:
+        config = self._config
+        if config.tool_parser is None and config.reasoning_parser is None:
+            return None
+        try:
+            return Parsers(self.inner, config.tool_parser, config.reasoning_parser)
+        except ValueError as error:
+            named = (
+                f"model.tool_parser = {config.tool_parser!r} and model.reasoning_parser = {config.reasoning_parser!r}"
+            )
+            raise ConfigError(f"{named} cannot work with the tokenizer of {self._path}: {error}") from error
+
+    @cached_property
+    def _special(self) -> set[int]:
+        added = {token for token, added in self.inner.added_tokens_decoder.items() if added.special}
+        return added | set(self.inner.all_special_ids)
 
     @cached_property
     def _turn_ends(self) -> set[int]:
         """Tokens that end a response: the tokenizer's end of text, and what the template puts after an answer with
         nothing behind it. For some models the two differ, and the model samples the second."""
         ends = {self.inner.eos_token_id} - {None}
-        tokens = self._encode(self._after_answer([], prompting=False))
+        tokens = self._encode(self._after(_SAID, [], (), prompting=False))
         at = self._first_special(tokens)
         return ends if at is None else ends | {tokens[at]}
 
     def _first_special(self, tokens: Sequence[int]) -> int | None:
         """Where the first special token stands, if only white space stands before it."""
-        special = set(self.inner.all_special_ids) | {
-            token for token, added in self.inner.added_tokens_decoder.items() if added.special
-        }
         for at, token in enumerate(tokens):
-            if token in special:
+            if token in self._special:
                 return at
             if self.inner.decode([token]).strip():
                 return None
         return None
 
-    def _after_answer(self, messages: Sequence[Message], *, prompting: bool) -> str:
-        """What the template puts after an answer that these messages follow."""
-        whole = self._template([QUESTION, Message("assistant", ANSWER), *messages], prompting=prompting)
+    def _after(self, said: Message, messages: Sequence[Message], tools: Sequence[Tool], *, prompting: bool) -> str:
+        """What the template puts after a response, which `said` stands for, that these messages follow."""
+        whole = self._template([QUESTION, said, *messages], tools, prompting=prompting)
         _, found, tail = whole.partition(ANSWER)
         if not found:
             raise EnvError(
@@ -126,13 +224,52 @@ class HfTokenizer:
             )
         return tail
 
-    def _template(self, messages: Sequence[Message], *, prompting: bool) -> str:
-        shown = [{"role": message.role, "content": message.content} for message in messages]
+    def _template(self, messages: Sequence[Message], tools: Sequence[Tool], *, prompting: bool) -> str:
+        shown = [_shown(message) for message in messages]
+        given = {"tools": list(tools)} if tools else {}
         try:
-            return str(self.inner.apply_chat_template(shown, add_generation_prompt=prompting, tokenize=False))
+            return str(self.inner.apply_chat_template(shown, add_generation_prompt=prompting, tokenize=False, **given))
         except Exception as error:  # a template is code of the model's author and raises what it likes
             roles = ", ".join(message.role for message in messages)
             raise EnvError(
                 f"the chat template of {self._path} cannot show these messages ({roles}): {error}; let the environment "
                 'show text (a data set with template = "plain") or other messages, or use a model with another template'
             ) from error
+
+
+_SAID = Message(ASSISTANT, ANSWER)
+
+
+def _call(result: Message) -> Message:
+    """Stands for a response that called the function whose result this is."""
+    arguments = msgspec.json.encode({"flash": ANSWER}).decode()
+    return Message(ASSISTANT, "", "", (ToolCall(result.tool_call_id or CALL_ID, result.name or "flash", arguments),))
+
+
+def _name(place: int, index: int) -> str:
+    """Of the call `index` of the response at a place: nine letters, which is the one form that some templates take."""
+    return blake2b(f"{place} {index}".encode(), digest_size=9).hexdigest()[:9]
+
+
+def _shown(message: Message) -> dict[str, Any]:
+    """A message as chat templates take it."""
+    shown: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        shown["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        shown["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call)}}
+            for call in message.tool_calls
+        ]
+    if message.role == TOOL:
+        shown |= {key: value for key in ("tool_call_id", "name") if (value := getattr(message, key))}
+    return shown
+
+
+def _arguments(call: ToolCall) -> Any:
+    """Templates write them as JSON: they want the object where it is one."""
+    try:
+        value: Any = msgspec.json.decode(call.arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return call.arguments
+    return value if isinstance(value, dict) else call.arguments

@@ -60,7 +60,8 @@ class VLLMEngine:
         config: the run.
         index: this engine's number among all engines of the run.
         gpus: the GPUs it uses, counted among those visible to this process; empty on the CPU.
-        on_start: told the process id of the engine's core once it serves.
+        remember: told the process id of the engine's core, in a thread: again and again while it starts, since
+            whatever kills it may kill this process too, and once it serves.
     """
 
     def __init__(
@@ -68,12 +69,12 @@ class VLLMEngine:
         config: Config,
         index: int,
         gpus: Sequence[int] = (),
-        on_start: Callable[[int], None] = lambda core: None,
+        remember: Callable[[int], None] = lambda core: None,
     ) -> None:
         self._config = config
         self._index = index
         self._gpus = list(gpus)
-        self._on_start = on_start
+        self._remember = remember
         self._llm: Any = None
         self._version = FIRST_VERSION
         self._salt = FIRST_VERSION
@@ -116,14 +117,15 @@ class VLLMEngine:
         try:
             with deadline(seconds, f"engine {self._index} to start", "vLLM's log above") as self._answer_scope:
                 async with unwrapped_group() as group:
-                    group.start_soon(self._processes.find_core)
+                    group.start_soon(self._processes.follow_start, self._remember)
                     await anyio.to_thread.run_sync(self._construct, abandon_on_cancel=True)
                     group.cancel_scope.cancel()
                 self._processes.watch(self._llm)
+                self._gauge.has_cache(vllm.cache_tokens(self._llm))
                 # The first call starts vLLM's reading task, without which an engine's death goes unnoticed.
                 await self._llm.get_supported_tasks()
                 await self._llm.update_weight_version(str(FIRST_VERSION))
-                self._on_start(self._processes.core)
+                await anyio.to_thread.run_sync(self._remember, self._processes.core)
         except Exception as error:  # vLLM's start fails with anything, from ValueError to pydantic's errors
             killed = self._processes.killed_in_start(error)
             await self._give_up()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from flash.rollout.engine import Pressure
 
 
@@ -19,6 +21,10 @@ class PressureGauge:
         """As of the engine's last step."""
         return self._pressure
 
+    def has_cache(self, tokens: int) -> None:
+        """The engine has started, with a KV cache for so many tokens."""
+        self._pressure = msgspec.structs.replace(self._pressure, kv_tokens=tokens)
+
     def all_put_back(self) -> None:
         """The engine forgets its cache, for which it puts all its sequences back: not for want of cache."""
         self._excused = self._pressure.running
@@ -29,7 +35,7 @@ class PressureGauge:
         # Nobody waits: all that were put back go on, and the excuse has served.
         self._excused = self._excused - excused if waiting else 0
         preemptions = self._pressure.preemptions + resumed - excused
-        self._pressure = Pressure(running, waiting, kv_used, preemptions)
+        self._pressure = Pressure(running, waiting, kv_used, preemptions, self._pressure.kv_tokens)
 
     def record(self, stats: Any) -> None:
         """Take the `SchedulerStats` of one step of vLLM's."""

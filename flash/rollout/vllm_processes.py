@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 
 from flash.errors import how_it_ended
 from flash.foreign import vllm
@@ -27,6 +28,8 @@ from flash.weights.plugin import WORKER_KILLED
 
 FIND_S = 0.1
 """Seconds between two looks for a core that is about to be started."""
+REMEMBER_S = 0.5
+"""Seconds between two notes of what a starting engine keeps on this machine."""
 FOLLOWS_S = 2.0
 """Seconds in which a core follows its worker, and tells by its own end how that one ended."""
 LOOKS, LOOK_S = 50, 0.001
@@ -60,10 +63,17 @@ class EngineProcesses:
         """This thread is about to start the core."""
         self._starter = threading.get_native_id()
 
-    async def find_core(self) -> None:
-        """Find the core as soon as the starting thread has begun it: once it has ended nobody else knows how."""
+    async def follow_start(self, remember: Callable[[int], None]) -> None:
+        """Find the core as soon as the starting thread has begun it: once it has ended nobody else knows how.
+
+        Then, until it is cancelled, it tells `remember` of the core again and again, in a thread: what kills an engine
+        that starts may kill this process too.
+        """
         while not self._look():  # noqa: ASYNC110 (nothing tells when a thread has begun a process)
             await anyio.sleep(FIND_S)
+        while True:
+            await anyio.to_thread.run_sync(remember, self.core)
+            await anyio.sleep(REMEMBER_S)
 
     def _look(self) -> bool:
         """Whether the core that the starting thread has begun is known."""

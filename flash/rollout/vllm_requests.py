@@ -25,12 +25,15 @@ class SamplingParameters:
     def of(self, request: GenerateRequest) -> Any:
         """Those of a request."""
         sampling = request.sampling
-        if sampling not in self._made:
-            self._made[sampling] = vllm.sampling_parameters(sampling.temperature, sampling.max_new_tokens)
+        made = self._made.get(sampling)
+        if made is None:
+            made = vllm.sampling_parameters(sampling.temperature, sampling.max_new_tokens, sampling.stop)
+            if not sampling.stop:  # of which there are as many as agents think of
+                self._made[sampling] = made
         if request.seed is None or sampling.temperature == 0:
-            return self._made[sampling]
+            return made
         # A response that moved here goes on with other draws than those that its first tokens had.
-        return vllm.seeded(self._made[sampling], (request.seed + request.done) % SEEDS)
+        return vllm.seeded(made, (request.seed + request.done) % SEEDS)
 
 
 def version_runs(starts: Sequence[tuple[str, int]], first: int, stop: int) -> list[VersionRun]:
@@ -43,7 +46,7 @@ def version_runs(starts: Sequence[tuple[str, int]], first: int, stop: int) -> li
     ]
 
 
-def finish_of(piece: Any, asked: GenerateRequest, tokens: int, whose: str) -> Literal["stop", "length"]:
+def finish_of(piece: Any, asked: GenerateRequest, tokens: int, whose: str) -> Literal["stop", "length", "text"]:
     """Why a response ended, from its last piece.
 
     Args:
@@ -56,7 +59,7 @@ def finish_of(piece: Any, asked: GenerateRequest, tokens: int, whose: str) -> Li
         EngineError: vLLM has ended it for a reason of its own.
     """
     if piece.finish_reason in GOOD_ENDS:
-        return piece.finish_reason
+        return "text" if isinstance(piece.stop_reason, str) else piece.finish_reason
     said = repr(piece.finish_reason) + (f" ({piece.stop_reason})" if piece.stop_reason is not None else "")
     raise EngineError(
         f"{whose} was ended by vLLM, and nobody had asked for that: it says {said} after {tokens} of at most "

@@ -18,6 +18,7 @@ from typing import Any
 
 from flash.config.tree import Config
 from flash.foreign import vllm
+from flash.rollout.tokenizer import HfTokenizer
 from flash.weights.plugin import NODE_PID
 from flash.weights.update import TCP_BACKEND
 
@@ -168,6 +169,16 @@ def import_vllm(config: Config) -> None:
     """Import vLLM as its engines' starts would; blocks for seconds."""
     with engine_environment(config):
         vllm.import_engine()
+
+
+def ready_tokenizer(config: Config) -> HfTokenizer:
+    """The model's tokenizer, with what reads responses; blocks for seconds where that is vLLM's.
+
+    Raises:
+        ConfigError: there is no usable tokenizer, or a parser that is named cannot work with it.
+    """
+    with engine_environment(config):
+        return HfTokenizer(config.model).ready()
 
 
 def _replace(variables: Mapping[str, str]) -> None:

@@ -15,6 +15,7 @@ from flash.errors import PeerLostError, how_it_ended
 from flash.foreign.torch import Ended, Interrupted, NotMet, Overseer, torchrun
 from flash.run.error_marker import ErrorMarker
 from flash.run.grace import grace
+from flash.run.rendezvous import hub_place
 from flash.run.scratch import VARIABLE as SCRATCH
 
 Role = Literal["node", "trainer"]
@@ -22,6 +23,9 @@ Role = Literal["node", "trainer"]
 
 INTERRUPTED = 130
 """Exit code of a run that a signal ended: 128 + SIGINT, as shells have it."""
+SIGNALS = "SIGINT,SIGTERM,SIGQUIT"
+"""What torchrun heeds. Not SIGHUP, which it would hand on to processes that die of it, even under `nohup`: a launcher
+whose terminal is closed ends by it, and what it has started leaves in order, as after any end of a launcher."""
 SPOKEN = (1, INTERRUPTED)
 """Exit codes of a process that has said itself why it ends."""
 
@@ -42,7 +46,7 @@ def run_agent(config: Config, role: Role, options: Sequence[str], arguments: Seq
     # As a variable, since not every torch that we work with has the option.
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(grace(config))
     shared = [f"--max-restarts={config.cluster.max_restarts}", f"--log-dir={os.environ[SCRATCH]}"]
-    command = [*options, *shared, "-m", "flash.run.worker", role, *arguments]
+    command = [*options, *shared, f"--signals-to-handle={SIGNALS}", "-m", "flash.run.worker", role, *arguments]
     try:
         return 0 if torchrun(command, overseer, grace(config)) else 1
     except Interrupted:
@@ -57,6 +61,8 @@ def tell(config: Config, role: Role, marker: ErrorMarker, ended: Sequence[Ended]
         return
     node, most = int(os.environ.get("FLASH_NODE_RANK", "0")), config.cluster.max_restarts
     silent = [describe(process, role, first_rank(config, node)) for process in ended if process.exit_code not in SPOKEN]
+    if role == "trainer" and not silent and restarts_left > 0 and not hub_place(config, os.environ).announced:
+        return  # They have ended with the hub, whose end is told: after an interrupt nothing starts again.
     for words in silent:
         sys.stderr.write(f"flash: {words}\n")
     if restarts_left > 0:

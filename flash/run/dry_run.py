@@ -19,29 +19,33 @@ from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
 from flash.errors import ConfigError
 from flash.rollout.episode import text_of
-from flash.rollout.node import episode_settings
 from flash.rollout.rehearsal import rehearse
-from flash.rollout.tokenizer import HfTokenizer, Tokenizer
+from flash.rollout.settings import episode_settings
+from flash.rollout.tokenizer import Tokenizer
+from flash.rollout.vllm_start import ready_tokenizer
 from flash.trainer.objective import try_objective
 from flash.trainer.tiny_model import is_current, save_tokenizer
-from flash.types import Observation, Trajectory
+from flash.types import Observation, Tool, Trajectory
 from flash.waiting import deadline
 
 SHOWN = 200
 """Characters of a prompt that are shown."""
 
 
-class Characters:
+class Characters(Tokenizer):
     """Stands in for the tokenizer of a model that is not here: one token per character."""
 
-    def render(self, observation: Observation) -> list[int]:
+    def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
         return [ord(character) for character in text_of(observation)]
 
-    def follow(self, observation: Observation, stopped: bool) -> list[int]:
+    def follow(self, observation: Observation, stopped: bool, tools: Sequence[Tool] = ()) -> list[int]:
         return self.render(observation)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
+
+    def check_calls(self) -> None:
+        """Whether the model's own can read calls is not known here."""
 
 
 def dry_run(config: Config) -> list[str]:
@@ -81,10 +85,10 @@ def _tokenizer(config: Config) -> Generator[tuple[Tokenizer, str]]:
     if wanted is not None and not is_current(path, wanted, config.env.path, config.env.options):
         with tempfile.TemporaryDirectory(prefix="flash-tokenizer-") as folder:
             save_tokenizer(Path(folder), config.env.path, config.env.options)
-            made = msgspec.structs.replace(config.model, path=folder)
-            yield HfTokenizer(made), f"{path} will be made, with one token per character"
+            made = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=folder))
+            yield ready_tokenizer(made), f"{path} will be made, with one token per character"
     elif path.is_dir():
-        yield HfTokenizer(config.model), f"{path}, {_described(config.model)}"
+        yield ready_tokenizer(config), f"{path}, {_described(config.model)}"
     else:
         yield Characters(), f"{config.model.path} is on the hub, and was not looked at"
 

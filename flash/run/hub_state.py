@@ -26,7 +26,7 @@ from flash.hub.replayed import Replay
 from flash.hub.state import HubState
 from flash.observe.rundir import writing
 from flash.run.journal import Place, forget_journal, journal_folder, replay_journal, set_journal_aside
-from flash.run.past import reach
+from flash.run.past import booked_version, reach
 from flash.trainer.stored import HUB_STATE, aside_of, hub_state, step_folder
 
 
@@ -92,6 +92,7 @@ def restored(checkpoint: Path | None, config: Config) -> Restored:
     try:
         place, notes = replay_journal(config.run_dir, version, number, replay)
         until, why = reach(config, version, replay.reached)
+        booked = booked_version(config)
         buffer = replay.state(until)
     except (RecordingError, ContractError) as error:
         with writing(journal_folder(config.run_dir)):
@@ -111,6 +112,10 @@ def restored(checkpoint: Path | None, config: Config) -> Restored:
         notes.append(f"the journal brings back {replay.delivered} samples that were delivered after version {version}")
     if why:
         notes.append(f"the run goes back from version {replay.reached} to {until}, and does these steps again: {why}")
+    elif booked > until:
+        notes.append(
+            f"the run goes back from version {booked} to {until}, and does these steps again: no journal tells of them"
+        )
     return Restored(HubState.went_on(until, buffer, config), begin, place, notes)
 
 

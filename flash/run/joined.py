@@ -177,9 +177,10 @@ class Life:
 
     def _tell_beginning(self, number: int) -> None:
         assert self._node is not None, "without a node there is no report"
-        words = f"node {number} makes samples after {time.time() - self._begun:.1f} s"
-        start_s = self._import_s + self._node.start_s
-        say(words if self._rejoins else f"{words}, of which its engines took {start_s:.1f} s to start")
+        if self._rejoins:
+            return  # it says itself what it goes on with
+        start_s, words = self._import_s + self._node.start_s, f"after {time.time() - self._begun:.1f} s"
+        say(f"node {number} makes samples {words}, of which its engines took {start_s:.1f} s to start")
 
     async def make_node(self, node: int, first_engine: int, hub: Hub) -> RolloutNode:
         """The node, with engines that are still to start."""
@@ -214,8 +215,6 @@ class Life:
         if found is None:
             say("the run is over")
             return LifeEnd.OVER
-        if self._node is not None:
-            self._begun = time.time()
         address, self._run = found
         if self._run.digest != self._digest:
             return LifeEnd.HUB_LOST

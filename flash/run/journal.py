@@ -237,7 +237,12 @@ def replay_journal(run_dir: Path, version: int, number: int, replay: Replay) -> 
     while number in files:
         reader = _Reader(files[number][0], replay)
         head = reader.head()
-        if head is None or (events is None and head.version != version):
+        if head is not None and events is None and head.version != version:
+            raise RecordingError(
+                f"{reader.file} follows a checkpoint of version {head.version}, where that of version {version} was "
+                "looked for: it was copied from elsewhere"
+            )
+        if head is None:
             break
         if events is not None and head.before != events:
             notes.append(f"{reader.file.name} and what follows is of no use: records before it could not be written")

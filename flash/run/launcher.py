@@ -32,6 +32,8 @@ from flash.run.rendezvous import RENDEZVOUS, hub_place
 from flash.run.requeue import refuse_idle_requeues
 from flash.run.scratch import scratch_folder
 from flash.run.starter_watch import begin_launch
+from flash.run.token import VARIABLE as TOKEN
+from flash.run.token import parse_token
 from flash.run.trainers import TrainersBeside, run_trainers
 
 ENDPOINT = re.compile(r".+:[0-9]+")
@@ -44,10 +46,11 @@ def place_in_job(config: Config, environment: Mapping[str, str]) -> int:
     """The number of this node among those of the job.
 
     Raises:
-        ConfigError: the environment and cluster.nodes disagree.
+        ConfigError: the environment and cluster.nodes disagree, or a variable is not what it has to be.
     """
-    nodes = int(environment.get("FLASH_NNODES", "1"))
-    node = int(environment.get("FLASH_NODE_RANK", "0"))
+    nodes, node = _number(environment, "FLASH_NNODES", 1), _number(environment, "FLASH_NODE_RANK", 0)
+    if (token := environment.get(TOKEN)) is not None:
+        parse_token(token)
     if nodes != config.cluster.nodes:
         raise ConfigError(
             f"cluster.nodes = {config.cluster.nodes}, but this job has {nodes} node(s): change one of them, or start "
@@ -58,6 +61,13 @@ def place_in_job(config: Config, environment: Mapping[str, str]) -> int:
     if nodes > 1 and not ENDPOINT.fullmatch(environment.get(RENDEZVOUS, "")):
         raise ConfigError(f"{RENDEZVOUS} = {environment.get(RENDEZVOUS, '')!r}, expected HOST:PORT of the first node")
     return node
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, str(default))
+    if not text.isdecimal():
+        raise ConfigError(f"{name} = {text!r}, expected a number")
+    return int(text)
 
 
 def resume_command(paths: Sequence[str], overrides: Sequence[str]) -> str:

@@ -116,6 +116,15 @@ def run_lock(run_dir: Path) -> Path:
     return run_dir.with_name(f".{run_dir.name}.lock")
 
 
+def in_use(run_dir: Path) -> bool:
+    """Whether a launch of this run lives, or a process of one. Leaves nothing behind."""
+    path = run_lock(run_dir)
+    try:
+        return path.exists() and not is_free(path)
+    except OSError:  # not a file of ours: whoever wants the run directory is told
+        return False
+
+
 @contextmanager
 def run_held(run_dir: Path, wait_s: float) -> Generator[None]:
     """Be the only launch that writes a run directory while the block runs.

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +19,13 @@ from flash.errors import CheckpointError, ConfigError, DeadlineError
 from flash.observe.rundir import RunDirectory
 from flash.run.locks import Busy, in_turn
 from flash.trainer.stored import MANIFEST, newest_complete
-from flash.trainer.tiny_model import interrupted_after, make_tiny_model, show_progress, what_changed
+from flash.trainer.tiny_model import (
+    interrupted_after,
+    make_tiny_model,
+    remove_leftovers,
+    show_progress,
+    what_changed,
+)
 
 SHOWN = 6
 """Folders that are named in place of one that is not there."""
@@ -35,12 +41,18 @@ def make_missing_model(config: Config) -> None:
         ConfigError: it cannot be made from these options, or not there.
         DeadlineError: somebody else has been making it for longer than deadlines.rendezvous.
     """
+    for _, path, tiny in tiny_models(config):
+        _make_missing(path, tiny, config)
+
+
+def tiny_models(config: Config) -> Iterator[tuple[str, Path, TinyModelConfig]]:
+    """The tiny models that a configuration asks for: the key that says where, the folder, and what it is made from."""
     tiny, critic = config.tiny_model, config.critic
     if tiny is None:
         return
-    _make_missing(Path(config.model.path), tiny, config)
+    yield "model.path", Path(config.model.path), tiny
     if critic is not None and critic.path is not None and critic.tiny_layers is not None:
-        _make_missing(Path(critic.path), msgspec.structs.replace(tiny, layers=critic.tiny_layers), config)
+        yield "critic.path", Path(critic.path), msgspec.structs.replace(tiny, layers=critic.tiny_layers)
 
 
 def _make_missing(path: Path, tiny: TinyModelConfig, config: Config) -> None:
@@ -52,32 +64,39 @@ def _make_missing(path: Path, tiny: TinyModelConfig, config: Config) -> None:
                 "the folder to have it made whole\n"
             )
         return
-    wait_s = config.deadlines.rendezvous
+    with making(path, config.deadlines.rendezvous):
+        changed = what_changed(path, *wanted)
+        if not changed:
+            return
+        if path.exists():
+            sys.stdout.write(f"tiny model: {path} is made anew, since it was made from other {' and '.join(changed)}\n")
+        make_tiny_model(path, *wanted, show_progress)
+
+
+@contextmanager
+def making(path: Path, wait_s: float) -> Generator[None]:
+    """Be the only process that puts a tiny model at a path; what killed ones have left beside it goes.
+
+    Raises:
+        ConfigError: it cannot be made there.
+        DeadlineError: somebody else has been making it for `wait_s` seconds.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with in_turn(path.with_name(f".{path.name}.lock"), f"making the tiny model {path}", wait_s):
-            changed = what_changed(path, *wanted)
-            if not changed:
-                return
-            if path.exists():
-                sys.stdout.write(
-                    f"tiny model: {path} is made anew, since it was made from other {' and '.join(changed)}\n"
-                )
-            make_tiny_model(path, *wanted, show_progress)
+            remove_leftovers(path)
+            yield
     except Busy as holder:
         raise DeadlineError(f"{holder} to make the tiny model {path}", wait_s, "the output of that process") from None
     except OSError as error:
         raise ConfigError(f"cannot make the tiny model {path}: {error}; check that you may write there") from error
 
 
-@contextmanager
-def model_folder(named: str, config: Config) -> Generator[str]:
-    """The path of the model that is meant; a checkpoint is written out as a model for as long as the block lasts.
+def chosen_model(named: str) -> str:
+    """What is meant: the folder of a model or of a checkpoint, or a hub id. Of a run, its model or newest checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read.
-        ConfigError: there is nothing of that name, or config.model.path, whose architecture and tokenizer a checkpoint
-            has, cannot be loaded.
+        ConfigError: there is nothing of that name, or nothing of use.
     """
     path = Path(named)
     if not path.exists() and not is_hub_id(named):
@@ -90,10 +109,25 @@ def model_folder(named: str, config: Config) -> Generator[str]:
     if path.exists() and checkpoint is None and not (path / "config.json").is_file():
         raise ConfigError(_no_model(path))
     if (path / "config.json").is_file() or checkpoint is None:
-        yield str(path) if path.exists() else named
+        return str(path) if path.exists() else named
+    return str(checkpoint)
+
+
+@contextmanager
+def model_folder(named: str, config: Config) -> Generator[str]:
+    """The path of the model that is meant; a checkpoint is written out as a model for as long as the block lasts.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+        ConfigError: as `chosen_model`, or config.model.path, whose architecture and tokenizer a checkpoint has, cannot
+            be loaded.
+    """
+    chosen = chosen_model(named)
+    if not (Path(chosen) / MANIFEST).is_file():
+        yield chosen
         return
     with tempfile.TemporaryDirectory(prefix="flash-checkpoint-") as folder:
-        _write_out(checkpoint, config, Path(folder))
+        _write_out(Path(chosen), config, Path(folder))
         yield folder
 
 

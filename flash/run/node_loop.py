@@ -19,10 +19,11 @@ from typing import Any
 import anyio
 import msgspec
 
+from flash.config.decode import Problem, refuse
 from flash.config.objects import own_folders
 from flash.config.tree import Config
 from flash.environment.load import LoadedEnvironment
-from flash.errors import EngineError, FlashError, TransportError
+from flash.errors import ConfigError, EngineError, FlashError, TransportError
 from flash.hub import protocol as p
 from flash.hub.collecting import seldom_collected
 from flash.hub.gate import Gate
@@ -30,10 +31,12 @@ from flash.hub.hub import Hub, RunEnd
 from flash.hub.journal import NO_JOURNAL
 from flash.hub.members import Home
 from flash.observe.recorder import Recorder
-from flash.rollout.node import RolloutNode, episode_settings
+from flash.rollout.node import RolloutNode
 from flash.rollout.rehearsal import rehearse
+from flash.rollout.settings import episode_settings
 from flash.rollout.tokenizer import HfTokenizer
 from flash.rollout.vllm_engine import VLLMEngine
+from flash.rollout.vllm_start import ready_tokenizer
 from flash.run.beginning import tell_beginning
 from flash.run.hub_place import HubAddress, announce, withdraw
 from flash.run.hub_state import NOTHING, keep_hub_state, restored
@@ -119,6 +122,7 @@ async def _first_node(rank: Rank, config: Config, token: str | None, now: Callab
             now=now,
             state=state,
             kind_of=env.kind_of,
+            domains=env.domains(),
             evaluated=evaluated,
             home=home,
             keep_state=partial(keep_hub_state, config.run_dir, recorder.written),
@@ -138,6 +142,8 @@ async def _first_node(rank: Rank, config: Config, token: str | None, now: Callab
             finish = partial(recorder.finish, end.ledger, interrupted=end.reason == "interrupted")
             await anyio.to_thread.run_sync(finish)
             signals.cancel_scope.cancel()
+    if recorder.stopped is not None:
+        raise recorder.stopped
 
 
 @asynccontextmanager
@@ -153,7 +159,8 @@ async def _serving(hub: Hub, config: Config, given: str | None) -> AsyncGenerato
     with hub_token(config.run_dir, given) as (token, token_file):
         async with anyio.create_task_group() as group:
             server = partial(serve, deadline=config.deadlines.connect, on_connect=gate.arrived, on_disconnect=gate.left)
-            port = await group.start(server, host, config.cluster.hub_port, token, p.HubRequest, handler)
+            with naming_the_key(config.cluster.hub_port):
+                port = await group.start(server, host, config.cluster.hub_port, token, p.HubRequest, handler)
             address = HubAddress(host, port, token)
             try:
                 await anyio.to_thread.run_sync(announce, config.run_dir, address, token_file)
@@ -161,6 +168,15 @@ async def _serving(hub: Hub, config: Config, given: str | None) -> AsyncGenerato
             finally:
                 withdraw(config.run_dir)
             group.cancel_scope.cancel()
+
+
+@contextmanager
+def naming_the_key(port: int) -> Generator[None]:
+    """Say which key of the configuration is meant where the hub cannot listen."""
+    try:
+        yield
+    except ConfigError as error:
+        raise refuse([Problem("cluster.hub_port" if port else "cluster.hub_host", str(error))]) from None
 
 
 async def _run_hub(
@@ -266,8 +282,8 @@ async def make_node(
         return VLLMEngine(config, number, gpus, remember_shared_memory)
 
     engines = [partial(make_engine, config.engine_gpus(node, i)) for i in range(config.engines_on(node))]
-    tokenizer = await anyio.to_thread.run_sync(HfTokenizer, config.model)
+    tokenizer = await anyio.to_thread.run_sync(ready_tokenizer, config)
     settings, seed = episode_settings(config), config.run.seed
     tried = partial(rehearse, tokenizer, env.make, env.kind_of, settings, run_seed=seed, now=now)
     parts = (node, config, engines, first_engine, tokenizer, env.make, hub)
-    return RolloutNode(*parts, now=now, on_loss=on_loss, prepare=env.prepare, rehearse=tried)
+    return RolloutNode(*parts, now=now, domains=env.domains(), on_loss=on_loss, prepare=env.prepare, rehearse=tried)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from anyio.to_thread import run_sync
 
-from flash.config.load import dump
+from flash.config.load import dump, flat
 from flash.config.tree import Config
 from flash.errors import RecordingError
 from flash.hub.past import Start
@@ -19,6 +19,10 @@ from flash.observe.rundir import RunDirectory
 from flash.trainer.stored import choose, read_manifest
 from flash.types import Batch, Published
 from flash.weights.update import decode_update
+
+NO_STEP = ("run.resume", "run.log_samples", "checkpoint.", "deadlines.", "observe.")
+"""What may change while a run is down: with it the recorded batches make the same steps. So may `run.steps`, where the
+learning rate does not depend on it."""
 
 
 class RecordedPast:
@@ -78,8 +82,8 @@ def reach(config: Config, held: int, reached: int) -> Reach:
     directory = RunDirectory(config.run_dir)
     if (why := why_not(config)) is not None:
         return Reach(held, why)
-    if _settings(directory) != _settings_in(dump(config)):
-        return Reach(held, "the configuration has changed since")
+    if changed := _changed(directory, config):
+        return Reach(held, f"the configuration has changed since: {changed}")
     rows = {int(row["step"]) for row in directory.read_metrics()}
     for step in range(held, reached):
         if step not in rows:
@@ -91,16 +95,20 @@ def reach(config: Config, held: int, reached: int) -> Reach:
     return Reach(reached)
 
 
-def _settings(directory: RunDirectory) -> dict[str, Any] | None:
-    """The configuration that the run had; None: nobody knows."""
+def booked_version(config: Config) -> int:
+    """The version after the last step that has a row."""
+    return max(
+        (int(row["step"]) + 1 for row in RunDirectory(config.run_dir).read_metrics() if "step" in row), default=0
+    )
+
+
+def _changed(directory: RunDirectory, config: Config) -> str:
+    """The keys that the run had otherwise, of those that a step depends on; empty: none."""
     try:
-        return _settings_in(directory.config.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _settings_in(text: str) -> dict[str, Any]:
-    """All of a configuration but whether it goes on from an earlier launch."""
-    settings = tomllib.loads(text)
-    settings.get("run", {}).pop("resume", None)
-    return settings
+        had = tomllib.loads(directory.config.read_text())
+    except (OSError, ValueError) as error:
+        return f"{directory.config} cannot be read: {error}"
+    before, now = (dict(flat(settings)) for settings in (had, tomllib.loads(dump(config))))
+    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    constant = before.get("train.decay") == now.get("train.decay") == "constant"
+    return ", ".join(key for key in keys if not key.startswith(NO_STEP) and not (constant and key == "run.steps"))

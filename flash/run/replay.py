@@ -9,24 +9,37 @@ same data, which other policies than its own have sampled.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
+import tomllib
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from flash.config.decode import Problem, refuse
+from flash.config.load import dump, flat
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.foreign.torch import private_store
+from flash.foreign.torch import alone
 from flash.hub.batching import deal
 from flash.observe.recording import read_batch, recorded_steps
 from flash.observe.rundir import RunDirectory
-from flash.trainer.stored import complete_checkpoints, read_manifest
+from flash.trainer.stored import complete_checkpoints, damaged_checkpoints, read_manifest
 from flash.types import Shard
 
 if TYPE_CHECKING:
     from flash.trainer.step import Trainer
+
+
+USED = (
+    *("algorithm.", "critic.", "model.", "train."),
+    *("rollout.max_new_tokens", "rollout.temperature", "run.seed", "run.steps"),
+    *("cluster.gpus_per_node", "cluster.trainer_cpus", "cluster.trainer_ranks"),
+)
+"""Keys, or how they begin, that a replay follows, except for `BATCHES`."""
+BATCHES = "train.batch_size"
+"""The batches are those of the run."""
 
 
 class Course(msgspec.Struct, frozen=True):
@@ -40,6 +53,8 @@ class Course(msgspec.Struct, frozen=True):
     """Holds the first version; None: the model's own folder does."""
     compared: dict[int, Path]
     """Checkpoints of versions on the way."""
+    left_out: str = ""
+    """Steps that nobody asked to end before, and that cannot be reached: one before them has no batch."""
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -62,26 +77,56 @@ def plan(run_dir: Path, first: int | None, last: int | None) -> Course:
     steps = set(recorded_steps(RunDirectory(run_dir).batches))
     if not steps:
         raise ConfigError(
-            f"{run_dir} holds no recorded batches: it is no run directory, or its run had checkpoint.batches = 'none'"
+            f"{run_dir} holds no recorded batches: its run has trained no step, or had checkpoint.batches = 'none'"
         )
     held = {read_manifest(folder).version: folder for folder in reversed(complete_checkpoints(run_dir))}
+    damaged = "".join(f"; {fault}" for fault in damaged_checkpoints(run_dir))
     starts = [version for version in sorted({0, *held}) if version in steps]
     if not starts:
-        raise ConfigError(f"{run_dir}: there are batches of {_runs(steps)}, and no checkpoint before any of them")
+        raise ConfigError(
+            f"{run_dir}: there are batches of {_runs(steps)}, and no checkpoint before any of them{damaged}"
+        )
     first = starts[0] if first is None else first
     if first not in starts:
         known = ", ".join(map(str, starts))
-        raise ConfigError(f"--from-step: expected a version to begin with that the run has kept ({known}); got {first}")
+        raise ConfigError(
+            f"--from-step: expected a version to begin with that the run has kept ({known}); got {first}{damaged}"
+        )
     newest = first
     while newest in steps:
         newest += 1
+    beyond = {step for step in steps if step >= newest} if last is None else set[int]()
     last = newest if last is None else last
     if not first < last <= newest:
         raise ConfigError(
             f"--to-step: expected {first + 1} to {newest} (there are batches of {_runs(steps)}); got {last}"
         )
     compared = {version: folder for version, folder in held.items() if first < version <= last}
-    return Course(first, last, held.get(first), compared)
+    return Course(first, last, held.get(first), compared, _runs(beyond) if beyond else "")
+
+
+def refuse_idle(file: Path, config: Config, named: Collection[str]) -> None:
+    """Refuse settings that would change nothing.
+
+    Args:
+        file: the run's own configuration.
+        config: what it is to be trained again with.
+        named: the keys that were given.
+
+    Raises:
+        ConfigError: some of them have another value than in the run, and no effect.
+    """
+    before, now = dict(flat(tomllib.loads(file.read_text()))), dict(flat(tomllib.loads(dump(config))))
+    idle = [
+        key for key in sorted(named) if before.get(key) != now.get(key) and (key == BATCHES or not key.startswith(USED))
+    ]
+    if idle:
+        raise refuse(
+            [
+                Problem(key, "has no effect on a replay, whose batches are those of the run: leave it out")
+                for key in idle
+            ]
+        )
 
 
 def replay(
@@ -140,18 +185,13 @@ def _dealt(folder: Path, step: int) -> list[Shard]:
 def _one_rank(config: Config) -> Generator[None]:
     """A process group of this process alone, seeded and with as many threads as a rank of the run."""
     import torch
-    import torch.distributed as dist
 
     torch.manual_seed(config.run.seed)
     if config.gpus_per_node == 0:
         cpus = config.cluster.trainer_cpus or os.sched_getaffinity(0)
         torch.set_num_threads(max(1, len(cpus) // config.cluster.trainer_ranks))
-    backend = "nccl" if config.gpus_per_node > 0 else "gloo"
-    dist.init_process_group(backend, store=private_store(), rank=0, world_size=1)
-    try:
+    with alone("nccl" if config.gpus_per_node > 0 else "gloo"):
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _weights(trainer: Trainer) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from flash.hub.hub import Hub
 from flash.hub.in_process import InProcessCaller
 from flash.observe.observer import MemoryObserver
 from flash.rollout.engine import Engine
-from flash.rollout.node import RolloutNode, episode_settings
+from flash.rollout.node import RolloutNode
 from flash.rollout.rehearsal import rehearse
+from flash.rollout.settings import episode_settings
 from flash.rollout.tokenizer import Tokenizer
 from flash.run.beginning import tell_beginning
 from flash.types import Canary, Published, Trajectory
@@ -101,7 +102,7 @@ class _Guest:
         now = anyio.current_time
         # Rollouts want no evaluation before them.
         evaluated = (0,) if config.run.steps else ()
-        self._hub = Hub(config, self.observer, now=now, kind_of=env.kind_of, evaluated=evaluated)
+        self._hub = Hub(config, self.observer, now=now, kind_of=env.kind_of, domains=env.domains(), evaluated=evaluated)
         self._node = RolloutNode(
             0,
             config,
@@ -111,6 +112,7 @@ class _Guest:
             env.make,
             InProcessCaller(self._hub, self._saw),
             now=now,
+            domains=env.domains(),
             prepare=env.prepare,
             rehearse=partial(
                 rehearse,

@@ -21,7 +21,8 @@ PREFIX = "flash-job-"
 VARIABLE = "FLASH_SCRATCH"
 """Tells the job's processes where its folder is."""
 LONGEST = 64
-"""Characters of a folder whose sockets still have names that fit: vLLM's add 37 to it, of the 107 that Linux takes."""
+"""Bytes in the path of a folder whose sockets still have names that fit: vLLM's add 37 to it, of the 107 that Linux
+takes."""
 LOCK = "lock"
 SHARED = re.compile(r" /dev/shm/((?:psm_|sem\.mp-)\S+)$", re.MULTILINE)
 """Shared memory and semaphores of Python's multiprocessing, among the lines of a process's maps."""
@@ -33,9 +34,10 @@ SHARED_MEMORY = "shared-memory"
 def scratch_folder() -> Generator[Path]:
     """Give the processes started in the block a temporary folder of their own, and remove it with what is in it."""
     base = tempfile.gettempdir()
-    remove_abandoned(Path(base))
+    short = base if len(os.fsencode(base)) < LONGEST - 20 else "/tmp"
+    remove_abandoned(Path(short))
     # Locked before it has the name by which others look for it.
-    folder = Path(tempfile.mkdtemp(prefix=".flash-new-", dir=base if len(base) < LONGEST - 20 else "/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix=".flash-new-", dir=short))
     with held(folder / LOCK, wait_s=0):
         folder = folder.rename(folder.with_name(folder.name.replace(".flash-new-", PREFIX)))
         variables = {
@@ -62,14 +64,19 @@ def join_scratch_folder() -> None:
 
 
 def remember_shared_memory(core: int) -> None:
-    """Note what an engine's processes, the group of its core, keep in /dev/shm: it ends with the job."""
+    """Note what an engine's processes, the group of its core, keep in /dev/shm: it ends with the job.
+
+    Called again, it notes what has come since. What cannot be noted, since the disk is full, costs no engine.
+    """
     found: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's
             if os.getpgid(int(process.name)) == core:
                 found.update(SHARED.findall((process / "maps").read_text()))
-    with (Path(os.environ[VARIABLE]) / SHARED_MEMORY).open("a") as file:
-        file.writelines(f"{name}\n" for name in sorted(found))
+    with suppress(OSError), (Path(os.environ[VARIABLE]) / SHARED_MEMORY).open("a+") as file:
+        file.seek(0)
+        # One write: several engines may start at once.
+        file.write("".join(f"{name}\n" for name in sorted(found - set(file.read().splitlines()))))
 
 
 def remove_abandoned(base: Path) -> None:

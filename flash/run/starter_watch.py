@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 
 LAUNCHER = "FLASH_LAUNCHER"
 """The variable that names the launch to all that it starts: the launcher's process id, a dot, and when it began."""
@@ -53,8 +54,9 @@ def _watch(starter: int, descriptor: int, grace_s: float, speaks: bool) -> None:
     select.select([descriptor], [], [])
     if speaks:
         what = "leaving a checkpoint and ending" if grace_s else "ending this node's part"
-        sys.stderr.write(f"flash: process {starter}, which started this run, is gone: {what}\n")
-        sys.stderr.flush()
+        with suppress(OSError):  # who read it may have gone with the starter: this process ends all the same
+            sys.stderr.write(f"flash: process {starter}, which started this run, is gone: {what}\n")
+            sys.stderr.flush()
     if grace_s:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(grace_s)

@@ -36,6 +36,9 @@ from flash.run.token import VARIABLE
 from flash.run.worker import begin_logging, complain
 from flash.transport.blocking import BlockingClient
 
+RETRY_S = 1.0
+"""Before a process that the system would not start is tried again."""
+
 
 def rendezvous_options(config: Config, environment: Mapping[str, str]) -> list[str]:
     """torchrun's options for the trainer ranks of this node: where those of all nodes meet."""
@@ -119,16 +122,11 @@ class TrainersBeside:
         """Consumes ends of the agent. Waits for the next one. Produces the next agent, or the end of the run."""
         most = self._config.cluster.max_restarts
         for restart in count(1):
-            process = self._start()
-            if process is None:
+            words = self._live()
+            if words is None:
                 return
-            code = process.wait()
-            # A signal that has ended it may have been for all processes of the run, which are ending then.
-            if code == 0 or self._closing.wait(grace(self._config) if code == INTERRUPTED else 0):
-                return
-            if code == 1:  # it has said why
+            if not words:
                 break
-            words = f"the agent of the trainer ranks (process {process.pid}) {how_it_ended(code)}"
             if restart > most:
                 words += f"; no restart is left of cluster.max_restarts = {most}"
                 _say(words)
@@ -137,6 +135,21 @@ class TrainersBeside:
                 break
             _say(f"{words}; it starts again, and the trainer ranks with it (restart {restart} of {most})")
         self._end_run()
+
+    def _live(self) -> str | None:
+        """One agent, to its end: how it ended; empty when it has said why, None when none is to follow."""
+        try:
+            process = self._start()
+        except OSError as error:
+            self._closing.wait(RETRY_S)
+            return f"the agent of the trainer ranks cannot be started: {error}"
+        if process is None:
+            return None
+        code = process.wait()
+        # A signal that has ended it may have been for all processes of the run, which are ending then.
+        if code == 0 or self._closing.wait(grace(self._config) if code == INTERRUPTED else 0):
+            return None
+        return "" if code == 1 else f"the agent of the trainer ranks (process {process.pid}) {how_it_ended(code)}"
 
     def _start(self) -> subprocess.Popen[bytes] | None:
         command = [sys.executable, "-m", "flash.run.trainers", *self._arguments]

@@ -1,4 +1,5 @@
-"""The service over HTTP: `/v1/chat/completions` and `/v1/models`, for who has the key of an episode.
+"""The service over HTTP, for who has the key of an episode: chat completions, completions, responses, models, and the
+reward that an agent gives itself.
 
 Nothing is read of a request without a key. A request's body is bounded in size and in time; how many connections there
 are, and how slowly they may take their answers, is for the server to bound.
@@ -6,21 +7,32 @@ are, and how slowly they may take their answers, is for the server to bound.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import NamedTuple
 
 import anyio
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
-from flash.service import chat
-from flash.service.chat import ApiError
+from flash.service import chat, completions, responses
+from flash.service.bodies import decoded
+from flash.service.chat import Answer, Asked
+from flash.service.errors import ApiError
 from flash.service.sessions import Session, Sessions
+from flash.service.streamed import Events, Streamed
+from flash.waiting import unwrapped_group
 
 BODY_BYTES = 16 << 20
 """Largest request: far longer than any context."""
+
+RETRIES = "x-stainless-retry-count"
+"""In which OpenAI's clients say how often they have sent a request before."""
 
 BODY_S = 30.0
 """Seconds for a request to arrive in."""
@@ -44,7 +56,10 @@ def make_app(sessions: Sessions) -> Starlette:
 
     return Starlette(
         routes=[
-            Route("/v1/chat/completions", known(_complete), methods=["POST"]),
+            Route("/v1/chat/completions", known(_chat), methods=["POST"]),
+            Route("/v1/completions", known(_complete), methods=["POST"]),
+            Route("/v1/responses", known(_respond), methods=["POST"]),
+            Route("/v1/episode/reward", known(_reward), methods=["POST"]),
             Route("/v1/models", known(_models), methods=["GET"]),
             Route("/v1/models/{name:path}", known(_model), methods=["GET"]),
         ],
@@ -52,13 +67,104 @@ def make_app(sessions: Sessions) -> Starlette:
     )
 
 
-async def _complete(request: Request, session: Session) -> Response:
+async def _chat(request: Request, session: Session) -> Response:
     asked = chat.read(await _body(request))
-    answer, name = await session.call(asked, request.headers.get("idempotency-key"))
-    if asked.stream:
-        events = chat.stream(answer, name, with_usage=asked.with_usage)
-        return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
-    return _json(chat.completion(answer, name))
+
+    def form(name: str) -> _Form:
+        events = chat.Events(name, with_usage=asked.with_usage)
+        return _Form(events, lambda answers: chat.completion(answers, name), lambda _: None)
+
+    return await _answered(request, session, asked, form)
+
+
+async def _complete(request: Request, session: Session) -> Response:
+    wanted = completions.read(await _body(request), session.kept)
+    asked = wanted.asked
+
+    def form(name: str) -> _Form:
+        events = completions.Events(name, with_usage=asked.with_usage)
+        return _Form(events, lambda answers: completions.completion(answers, name), keep)
+
+    def keep(answer: Answer) -> None:
+        session.kept.answered(wanted.text, asked.messages, answer.message, answer.stop)
+
+    return await _answered(request, session, asked, form)
+
+
+async def _respond(request: Request, session: Session) -> Response:
+    wanted = responses.read(await _body(request), session.kept.responses)
+
+    def form(name: str) -> _Form:
+        def keep(answer: Answer) -> None:
+            session.kept.responses[responses.name_of(name)] = [*wanted.said, answer.message]
+
+        whole = partial(responses.response, name=name, wanted=wanted)
+        return _Form(responses.Events(name, wanted), whole, keep)
+
+    return await _answered(request, session, wanted.asked, form)
+
+
+class _Form(NamedTuple):
+    """How the answer to a request is written."""
+
+    events: Events
+    whole: Callable[[Sequence[Answer]], bytes]
+    keep: Callable[[Answer], None]
+    """Told each answer before the client has all of it."""
+
+
+async def _answered(request: Request, session: Session, asked: Asked, form: Callable[[str], _Form]) -> Response:
+    """The answer to a request, in one piece or as it comes.
+
+    Raises:
+        ApiError: it is refused, or the episode ends before the answer has begun.
+        ClientDisconnect: nobody waits for it any more.
+    """
+    key, retries = request.headers.get("idempotency-key"), request.headers.get(RETRIES)
+    again = None if retries is None else retries != "0"
+    calls = [session.call(one, key and f"{key} {one.choice}", again=again) for one in asked.each()]
+    events, whole, keep = form(calls[0].name)
+    with ExitStack() as waits:
+        for call in calls:
+            waits.enter_context(call.waited_for())
+        if asked.stream:
+            await _here(request, calls[0].begun)
+            return Streamed(calls, events, keep, waits.pop_all())
+        answers: list[Answer] = []
+        for call in calls:
+            await _here(request, call.answer)
+            answers.append(await call.answer())
+            keep(answers[-1])
+        return _json(whole(answers))
+
+
+async def _here(request: Request, wait: Callable[[], Awaitable[object]]) -> None:
+    """Wait, as long as the client does. Raises ClientDisconnect."""
+
+    async def watch(scope: anyio.CancelScope) -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        scope.cancel()
+
+    async with unwrapped_group() as group:
+        group.start_soon(watch, group.cancel_scope)
+        await wait()
+        group.cancel_scope.cancel()
+        return
+    raise ClientDisconnect
+
+
+class _Earned(msgspec.Struct):
+    reward: float
+
+
+_earned = msgspec.json.Decoder(_Earned)
+
+
+async def _reward(request: Request, session: Session) -> Response:
+    earned = decoded(_earned, await _body(request))
+    session.reward_with(earned.reward)
+    return _json(msgspec.json.encode({"object": "episode.reward", "reward": earned.reward}))
 
 
 async def _models(request: Request, _: Session) -> Response:

@@ -7,37 +7,30 @@ left unread, because the run says how its policy is sampled.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
 import msgspec
 
-from flash.types import Message
+from flash.service import tools
+from flash.service.bodies import (
+    MODEL,
+    Part,
+    StreamOptions,
+    check_limit,
+    check_model,
+    choices,
+    decoded,
+    refuse_given,
+    stops,
+    text_of,
+)
+from flash.service.errors import MASKED, TOP, ApiError, unsupported
+from flash.types import ASSISTANT, TOOL, Message, Piece, Tool
 
-MODEL = "policy"
-"""The name of the one model there is."""
-
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", ASSISTANT: ASSISTANT, TOOL: TOOL}
 """Who may speak, and what chat templates call it."""
-
-
-class ApiError(Exception):
-    """An answer that says what was wrong, in the form of the API.
-
-    Args:
-        status: of HTTP. 400, 401, 404 and 413 are not tried again by the API's own clients.
-        message: for people.
-        code: for programs.
-        param: the field that is wrong, where it is one.
-    """
-
-    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = msgspec.json.encode(
-            {"error": {"message": message, "type": "invalid_request_error", "param": param, "code": code}}
-        )
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -49,36 +42,56 @@ class Asked(msgspec.Struct, frozen=True):
     stream: bool = False
     with_usage: bool = False
     """Whether a stream ends with the count of tokens."""
+    tools: tuple[Tool, ...] = ()
+    """Functions that the policy is shown."""
+    calling: bool = True
+    """Whether its calls are looked for."""
+    parallel: bool = True
+    """Whether it may make several at once."""
+    logprobs: bool = False
+    """Whether the log-probs of the answer's tokens are wanted."""
+    stop: tuple[str, ...] = ()
+    """Texts that the answer ends at, and does not show."""
+    choices: int = 1
+    """Answers that are wanted."""
+    choice: int = 0
+    """Which of them this one asks for."""
+
+    def each(self) -> list[Asked]:
+        """A request for each answer that is wanted."""
+        return [msgspec.structs.replace(self, choice=choice) for choice in range(self.choices)]
 
     def digest(self) -> bytes:
         """Equal for requests that ask the same."""
-        return blake2b(msgspec.json.encode((self.messages, self.max_tokens)), digest_size=16).digest()
+        shown = self.messages, self.tools, self.calling, self.parallel
+        asked = *shown, self.max_tokens, self.logprobs, self.stop, self.choice
+        return blake2b(msgspec.json.encode(asked), digest_size=16).digest()
 
 
 class Answer(msgspec.Struct, frozen=True):
     """What the policy said."""
 
-    content: str
+    message: Message
     cut: bool
     """The token limit ended it."""
     prompt_tokens: int
     tokens: int
-
-
-class _Part(msgspec.Struct):
-    type: str
-    text: str = ""
+    logprobs: list[tuple[str, float]] | None = None
+    """Each token's text and log-prob, where they were wanted."""
+    stop: str = ""
+    """The text at which it ended, and which the message does not show."""
 
 
 class _Spoken(msgspec.Struct):
     role: str
-    content: str | list[_Part] | None = None
-    tool_calls: list[Any] | None = None
+    content: str | list[Part] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same, by its newer name."""
+    tool_calls: list[tools.GivenCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
     function_call: Any = None
-
-
-class _StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
 
 
 class _Format(msgspec.Struct):
@@ -91,7 +104,7 @@ class _Body(msgspec.Struct):
     model: str
     messages: list[_Spoken]
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     n: int | None = None
@@ -99,7 +112,9 @@ class _Body(msgspec.Struct):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     logit_bias: dict[str, float] | None = None
-    tools: list[Any] | None = None
+    tools: list[tools.GivenTool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     response_format: _Format | None = None
 
@@ -113,87 +128,141 @@ def read(body: bytes) -> Asked:
     Raises:
         ApiError: it is no JSON, not a request, of another model, or asks for what is not done here.
     """
-    try:
-        asked = _decoder.decode(body)
-    except msgspec.ValidationError as error:
-        message, _, place = str(error).partition(" - at ")
-        raise ApiError(400, f"Invalid request: {error}.", None, place.strip("`$.") or _missing(message)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"The body of the request is no JSON: {error}.") from error
-    if asked.model != MODEL:
-        raise ApiError(
-            404, f"The model {asked.model[:100]!r} does not exist: there is {MODEL!r}.", "model_not_found", "model"
-        )
+    asked = decoded(_decoder, body)
+    check_model(asked.model)
     _refuse_the_rest(asked)
     if not asked.messages:
         raise ApiError(400, "There are no messages.", None, "messages")
+    check_limit(asked.max_tokens, "max_tokens")
+    check_limit(asked.max_completion_tokens, "max_completion_tokens")
     limits = [limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None]
-    if any(limit < 1 for limit in limits):
-        raise ApiError(400, "An answer has at least 1 token.", None, "max_tokens")
     return Asked(
-        messages=[_message(spoken, f"messages[{index}]") for index, spoken in enumerate(asked.messages)],
+        messages=_messages(asked.messages),
         max_tokens=min(limits, default=None),
         stream=bool(asked.stream),
         with_usage=asked.stream_options is not None and bool(asked.stream_options.include_usage),
+        tools=tools.offered(asked.tools or []),
+        calling=tools.may_call(asked.tool_choice),
+        parallel=asked.parallel_tool_calls is not False,
+        logprobs=bool(asked.logprobs),
+        stop=stops(asked.stop),
+        choices=choices(asked.n),
     )
 
 
-def _missing(message: str) -> str | None:
-    """The field that an error says is missing."""
-    parts = message.split("`")
-    return parts[1] if "missing required field" in message else None
-
-
 def _refuse_the_rest(asked: _Body) -> None:
-    unwanted = {
-        "n": asked.n not in (None, 1),
-        "stop": bool(asked.stop),
-        "logprobs": bool(asked.logprobs),
-        "top_logprobs": bool(asked.top_logprobs),
-        "logit_bias": bool(asked.logit_bias),
-        "tools": bool(asked.tools),
-        "functions": bool(asked.functions),
-        "response_format": asked.response_format is not None and asked.response_format.type != "text",
-    }
-    for name, given in unwanted.items():
-        if given:
-            raise ApiError(400, f"`{name}` is not supported here: leave it out.", "unsupported_parameter", name)
+    refuse_given(
+        {
+            "logit_bias": asked.logit_bias,
+            "functions": asked.functions,
+        }
+    )
+    if asked.top_logprobs:
+        raise unsupported("top_logprobs", TOP)
+    if asked.response_format is not None and asked.response_format.type != "text":
+        raise unsupported("response_format", MASKED)
+
+
+def _messages(spoken: list[_Spoken]) -> list[Message]:
+    """Messages; those of functions bear the name that the call before them had."""
+    called: dict[str, str] = {}
+    messages: list[Message] = []
+    for index, one in enumerate(spoken):
+        message = _message(one, f"messages[{index}]")
+        called |= {call.id: call.name for call in message.tool_calls}
+        if message.role == TOOL:
+            name = called.get(message.tool_call_id) or one.name or ""
+            message = msgspec.structs.replace(message, name=name)
+        messages.append(message)
+    return messages
 
 
 def _message(spoken: _Spoken, place: str) -> Message:
-    if spoken.role not in ROLES or spoken.tool_calls or spoken.function_call:
+    if spoken.role not in ROLES or spoken.function_call:
         known = ", ".join(ROLES)
-        raise ApiError(400, f"Tools are not supported here, and roles are {known}.", "unsupported_parameter", place)
-    content = spoken.content
-    if isinstance(content, list):
-        if any(part.type != "text" for part in content):
-            raise ApiError(400, "Only text is supported here.", "unsupported_parameter", place)
-        content = "".join(part.text for part in content)
-    return Message(ROLES[spoken.role], content or "")
+        raise ApiError(400, f"Roles are {known}, and calls are `tool_calls`.", "unsupported_parameter", place)
+    if spoken.tool_calls and spoken.role != ASSISTANT:
+        raise ApiError(400, "Only an assistant calls functions.", None, place)
+    return Message(
+        role=ROLES[spoken.role],
+        content=text_of(spoken.content, place),
+        reasoning=spoken.reasoning or spoken.reasoning_content or "",
+        tool_calls=tools.calls_of(spoken.tool_calls or []),
+        tool_call_id=spoken.tool_call_id or "",
+    )
 
 
-def completion(answer: Answer, name: str) -> bytes:
-    """An answer in one piece. `name` is the call's own."""
-    message = {"role": "assistant", "content": answer.content, "refusal": None}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(answer)}
-    return msgspec.json.encode({**_head(name, "chat.completion"), "choices": [choice], "usage": _usage(answer)})
+def completion(answers: Sequence[Answer], name: str) -> bytes:
+    """Answers in one piece. `name` is the first call's own."""
+    choices: list[dict[str, Any]] = []
+    for index, answer in enumerate(answers):
+        message = {"role": ASSISTANT, "content": None, "refusal": None, **_said(answer.message)}
+        scored = {"logprobs": _logprobs(answer), "finish_reason": _finish(answer)}
+        choices.append({"index": index, "message": message, **scored})
+    return msgspec.json.encode({**_head(name, "chat.completion"), "choices": choices, "usage": usage(answers)})
 
 
-def stream(answer: Answer, name: str, *, with_usage: bool) -> Iterator[bytes]:
-    """An answer as server-sent events."""
+class Events:
+    """Answers as server-sent events. Calls and log-probs come with the end of each, counts with that of all."""
 
-    def event(choices: list[dict[str, Any]], **more: Any) -> bytes:
-        chunk = {**_head(name, "chat.completion.chunk"), "choices": choices, **more}
-        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+    def __init__(self, name: str, *, with_usage: bool) -> None:
+        self._head = _head(name, "chat.completion.chunk")
+        self._with_usage = with_usage
 
-    def choice(delta: dict[str, str], finish: str | None) -> list[dict[str, Any]]:
-        return [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}]
+    def begin(self, index: int) -> bytes:
+        """Before anything was said."""
+        return self._event(_choice(index, {"role": ASSISTANT, "content": ""}))
 
-    yield event(choice({"role": "assistant", "content": answer.content}, None))
-    yield event(choice({}, _finish(answer)))
-    if with_usage:
-        yield event([], usage=_usage(answer))
-    yield b"data: [DONE]\n\n"
+    def piece(self, piece: Piece, index: int) -> bytes:
+        """More was said."""
+        delta = {"content": piece.content} if piece.content else {}
+        return self._event(_choice(index, delta | _thought(piece.reasoning)))
+
+    def said(self, answer: Answer, index: int) -> bytes:
+        """All was said."""
+        calls = enumerate(tools.shown(answer.message.tool_calls))
+        events = [self._event(_choice(index, {"tool_calls": [{"index": place, **call}]})) for place, call in calls]
+        if answer.logprobs is not None:
+            events.append(self._event(_choice(index, {}, logprobs=_logprobs(answer))))
+        events.append(self._event(_choice(index, {}, finish_reason=_finish(answer))))
+        return b"".join(events)
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        """All answers were."""
+        counts = self._event([], usage=usage(answers)) if self._with_usage else b""
+        return counts + b"data: [DONE]\n\n"
+
+    def fail(self, error: ApiError) -> bytes:
+        """It ends in the middle."""
+        return event(error.said)
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return event({**self._head, "choices": choices, **more})
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """A server-sent event without a name."""
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def _choice(index: int, delta: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}]
+
+
+def _said(message: Message) -> dict[str, Any]:
+    """What a message says, without what it does not."""
+    said: dict[str, Any] = {}
+    if message.content or not message.tool_calls:
+        said["content"] = message.content
+    said |= _thought(message.reasoning)
+    if message.tool_calls:
+        said["tool_calls"] = tools.shown(message.tool_calls)
+    return said
+
+
+def _thought(reasoning: str) -> dict[str, Any]:
+    """By both of the names that clients look for."""
+    return {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
 
 
 def models() -> bytes:
@@ -207,8 +276,7 @@ def model(name: str) -> bytes:
     Raises:
         ApiError: there is no such model.
     """
-    if name != MODEL:
-        raise ApiError(404, f"The model {name[:100]!r} does not exist: there is {MODEL!r}.", "model_not_found", "model")
+    check_model(name)
     return msgspec.json.encode(_model())
 
 
@@ -220,13 +288,22 @@ def _head(name: str, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{name}", "object": kind, "created": int(time.time()), "model": MODEL}
 
 
+def _logprobs(answer: Answer) -> dict[str, Any] | None:
+    if answer.logprobs is None:
+        return None
+    told = [
+        {"token": text, "logprob": value, "bytes": None, "top_logprobs": list[Any]()} for text, value in answer.logprobs
+    ]
+    return {"content": told, "refusal": None}
+
+
 def _finish(answer: Answer) -> str:
-    return "length" if answer.cut else "stop"
+    if answer.cut:
+        return "length"
+    return "tool_calls" if answer.message.tool_calls else "stop"
 
 
-def _usage(answer: Answer) -> dict[str, int]:
-    return {
-        "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": answer.tokens,
-        "total_tokens": answer.prompt_tokens + answer.tokens,
-    }
+def usage(answers: Sequence[Answer]) -> dict[str, int]:
+    """The count of tokens of the answers to one request."""
+    prompt, said = answers[0].prompt_tokens, sum(answer.tokens for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}

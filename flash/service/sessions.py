@@ -1,8 +1,10 @@
 """Sessions: one episode's calls, between the agent that makes them and the environment that takes them.
 
-The agent's side is `call`, once per request; the environment's is `heard`, then `answer` or `refuse`, at last `end`. At
-most one call is open, that is, waits for its answer. A call that is made again, with the same content or the same
-key, is not a second one: it gets the answer of the first, however often, also when that is still to come.
+The agent's side is `call`, once per request, and what is told of it; the environment's is `heard`, then `answer` or
+`refuse`, at last `end`.
+Any number of calls are open, that is, wait for their answers; they are heard one after the other, in the order in which
+they came. A call that is made again is not a second one: it gets the answer of the first, also when that is still to
+come. Whether it is made again is told by its key; else by what the client says, as OpenAI's do; else by its content.
 
 Law: every call ends. The environment's owner bounds how long it takes, and `end` ends whatever is open.
 """
@@ -10,106 +12,210 @@ Law: every call ends. The environment's owner bounds how long it takes, and `end
 from __future__ import annotations
 
 import hmac
+import math
 import secrets
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
+from typing import NamedTuple
 
 import anyio
+import msgspec
 
-from flash.errors import BranchError
-from flash.service.chat import Answer, ApiError, Asked
-from flash.service.history import ASSISTANT, History
-from flash.types import Message
+from flash.service.chat import Answer, Asked
+from flash.service.errors import ApiError, unsupported
+from flash.service.history import History, Place
+from flash.service.kept import TEXT, Kept
+from flash.service.telling import Telling
+from flash.types import ASSISTANT, Observation, Piece
 
 KEY_BYTES = 16
 """128 bits: nobody guesses a key of another episode."""
 
 MOST_REPEATS = 8
-"""Times that a call may be made again: more are no retries, but an agent that wants another answer, and would ask for
-it until its episode's deadline."""
+"""Times that a request is taken for one that is made again where only its content says so: more are no retries, but an
+agent that wants another answer."""
 
 OVER = "The episode of this key is over."
 
 
 class Call:
-    """One request of the agent's, and what became of it."""
+    """One request of the agent's, and what becomes of it."""
 
-    def __init__(self, name: str, digest: bytes, added: list[Message], max_tokens: int | None) -> None:
+    def __init__(self, name: str, asked: Asked) -> None:
         self.name = name
         """Its own among all calls of the service."""
-        self.digest = digest
-        self.added = added
-        """What it shows beyond what was said before."""
-        self.max_tokens = max_tokens
+        self.asked = asked
+        self.digest = asked.digest()
         self.repeats = 0
-        self.over = anyio.Event()
-        self.outcome: Answer | ApiError | None = None
+        """Requests beyond the first that were taken for it by their content."""
+        self.waiting = 0
+        """Requests that wait for the answer, or for the rest of it."""
+        self.told = False
+        """Whether one of them has got it."""
+        self._telling = Telling(asked.stop)
+        self._outcome: Answer | ApiError | None = None
+        self._news = anyio.Event()
 
-    def ends(self, outcome: Answer | ApiError) -> None:
-        """Tell all who wait for it."""
-        self.outcome = outcome
-        self.over.set()
+    @contextmanager
+    def waited_for(self) -> Generator[None]:
+        """A request waits for the answer for the time of the block."""
+        self.waiting += 1
+        try:
+            yield
+        finally:
+            self.waiting -= 1
+
+    async def answer(self) -> Answer:
+        """The answer, once it is there. Raises ApiError where the request is refused, or the episode has ended."""
+        while self._outcome is None:
+            await self._news.wait()
+        if isinstance(self._outcome, ApiError):
+            raise self._outcome
+        self.told = True
+        return self._outcome
+
+    async def begun(self) -> None:
+        """Wait until there is something to tell. Raises ApiError as `answer` does."""
+        while not (self._telling.pieces or self._outcome):
+            await self._news.wait()
+        if isinstance(self._outcome, ApiError) and not self._telling.pieces:
+            raise self._outcome
+
+    async def pieces(self) -> AsyncGenerator[Piece]:
+        """What is told, from its beginning on and as it comes; ends with the answer. Raises ApiError as that does."""
+        told, pieces = 0, self._telling.pieces
+        while True:
+            while told < len(pieces):
+                told += 1
+                yield pieces[told - 1]
+            if self._outcome is not None:
+                break
+            await self._news.wait()
+        if isinstance(self._outcome, ApiError):
+            raise self._outcome
+
+    def hears(self, piece: Piece) -> None:
+        """The answer goes on."""
+        self._telling.hears(piece)
+        self._tell()
+
+    def answered(self, answer: Answer) -> Answer:
+        """It has come to its end. Returns it as it was told."""
+        told = msgspec.structs.replace(answer, message=self._telling.ends(answer.message))
+        self._outcome = told
+        self._tell()
+        return told
+
+    def refused(self, error: ApiError) -> None:
+        """There is none."""
+        self._outcome = error
+        self._tell()
+
+    def _tell(self) -> None:
+        news, self._news = self._news, anyio.Event()
+        news.set()
+
+
+class Heard(NamedTuple):
+    """A call that is to be answered next, and where it goes on."""
+
+    call: Call
+    place: Place
+
+    @property
+    def shown(self) -> Observation:
+        """What it adds, as the policy is shown it."""
+        added = self.place.added
+        texts = [message.content for message in added if message.role == TEXT]
+        return "".join(texts) if texts and len(texts) == len(added) else added
+
+
+def _ignored(heard: Heard) -> None:
+    """Nobody looks ahead."""
 
 
 class Session:
-    """The calls of one episode."""
+    """The calls of one episode.
 
-    def __init__(self) -> None:
+    Args:
+        rewarding: whether the agent may say what its episode was worth.
+    """
+
+    def __init__(self, *, rewarding: bool = False) -> None:
+        self.kept = Kept()
+        self.reward: float | None = None
+        """What the agent says that its episode was worth, which ends it."""
+        self.queued: Callable[[Heard], None] = _ignored
+        """Told the calls that come while another one is answered, where they would go on as of now."""
+        self._rewarding = rewarding
         self._history = History()
-        self._calls: dict[bytes, Call] = {}
-        """Those that were answered or are to be, by key or content."""
-        self._open: Call | None = None
-        self._branch: BranchError | None = None
+        self._by_key: dict[bytes, Call] = {}
+        self._by_content: dict[bytes, list[Call]] = {}
+        """Of those without a key, in the order in which they came; both without those that were refused."""
+        self._open: deque[Call] = deque()
+        self._heard: Heard | None = None
         self._agent_over = False
         self._ended = False
         self._news = anyio.Event()
 
     # -- the agent's side --------------------------------------------------------------------------------------------
 
-    async def call(self, asked: Asked, key: str | None = None) -> tuple[Answer, str]:
-        """The answer to a request, and the name of its call. `key` makes it the same call as an earlier one.
+    def call(self, asked: Asked, key: str | None = None, *, again: bool | None = None) -> Call:
+        """The call that a request is: a new one, or one that was made before.
+
+        Args:
+            asked: the request.
+            key: makes it the same call as an earlier one of this key, and another one than all others.
+            again: whether it is made again, where the client says so.
 
         Raises:
-            ApiError: it is refused, or the episode has ended.
+            ApiError: it is no call, or the episode has ended.
         """
-        call = self._take(asked, key)
-        await call.over.wait()
-        if isinstance(call.outcome, ApiError):
-            raise call.outcome
-        assert call.outcome is not None
-        return call.outcome, call.name
-
-    def _take(self, asked: Asked, key: str | None) -> Call:
-        if self._ended:
-            raise ApiError(401, OVER, "invalid_api_key")
-        digest = asked.digest()
-        identity = digest if key is None else b"key " + blake2b(key.encode("utf-8", "surrogatepass")).digest()
-        known = self._calls.get(identity)
-        if known is not None:
-            if known.digest != digest:
-                raise ApiError(400, "An earlier request with this idempotency key asked for something else.")
-            known.repeats += 1
-            if known.repeats > MOST_REPEATS:
-                raise self._branched(f"the same request came more than {MOST_REPEATS} times again")
-            return known
-        added = self._history.added(asked.messages)
-        if self._open is not None:
-            raise self._branched("a request came before the answer to the one before it")
-        if added is None:
-            raise self._branched("a request does not begin with all that was said before, as it was said")
-        if not added or added[-1].role == ASSISTANT:
+        self._check_open()
+        if asked.messages[-1].role == ASSISTANT:
             raise ApiError(400, "The last message must not be the assistant's own.", None, "messages")
-        call = self._open = Call(secrets.token_hex(12), digest, added, asked.max_tokens)
-        self._calls[identity] = call
-        self._news.set()
-        return call
+        call = Call(secrets.token_hex(12), asked)
+        if key is not None:
+            known = self._by_key.setdefault(blake2b(key.encode("utf-8", "surrogatepass")).digest(), call)
+            if known.digest != call.digest:
+                raise ApiError(400, "An earlier request with this idempotency key asked for something else.")
+        else:
+            alike = self._by_content.setdefault(call.digest, [])
+            known = _made_again(alike, again)
+            if known is None:
+                known = call
+                alike.append(call)
+        if known is call:
+            self._open.append(call)
+            self._news.set()
+            if len(self._open) > 1:
+                self.queued(Heard(call, self._history.place(asked.messages, asked.tools)))
+        return known
 
-    def _branched(self, why: str) -> ApiError:
-        self._branch = self._branch or BranchError(
-            f"the agent left its conversation: {why}; an episode is one conversation, in which messages are only "
-            "appended, one request after the other"
-        )
-        self._news.set()
-        return ApiError(400, f"This episode cannot go on: {why}.", "conversation_branched", "messages")
+    def _forget(self, call: Call) -> None:
+        """It was not answered, and may be made again."""
+        self._by_key = {key: one for key, one in self._by_key.items() if one is not call}
+        self._by_content[call.digest] = [one for one in self._by_content.get(call.digest, ()) if one is not call]
+
+    def reward_with(self, reward: float) -> None:
+        """The agent ends its episode with this reward.
+
+        Raises:
+            ApiError: it may not, the reward is no finite number, or the episode has ended.
+        """
+        self._check_open()
+        if not self._rewarding:
+            raise unsupported("reward", "this run judges what the agent returns (env.options.own_reward)")
+        if not math.isfinite(reward):
+            raise ApiError(400, "The reward must be a finite number.", None, "reward")
+        self.reward = reward
+        self.agent_ended()
+
+    def _check_open(self) -> None:
+        if self._ended or self.reward is not None:
+            raise ApiError(401, OVER, "invalid_api_key")
 
     def agent_ended(self) -> None:
         """The agent will make no more calls."""
@@ -118,45 +224,53 @@ class Session:
 
     # -- the environment's side --------------------------------------------------------------------------------------
 
-    async def heard(self) -> Call | None:
-        """The call that is open, when there is one; None when the agent has ended without.
-
-        Raises:
-            BranchError: the agent has left the one conversation.
-        """
-        while True:
-            if self._branch is not None:
-                raise self._branch
-            if self._agent_over:
-                return None
-            if self._open is not None:
-                return self._open
+    async def heard(self) -> Heard | None:
+        """The call that is to be answered next, once there is one; None when the agent has ended."""
+        while not self._agent_over:
+            if self._open:
+                call = self._open[0]
+                self._heard = Heard(call, self._history.place(call.asked.messages, call.asked.tools))
+                return self._heard
             self._news = anyio.Event()
             await self._news.wait()
+        return None
 
     def answer(self, answer: Answer) -> None:
-        """Answer the open call."""
-        call = self._take_open()
-        self._history.show(call.added)
-        self._history.answer(answer.content)
-        call.ends(answer)
+        """Answer the call that was heard last."""
+        assert self._heard is not None, "no call was heard"
+        heard = self._heard
+        told = self._take_first().answered(answer)
+        self._history.answer(heard.place, told.message, heard.call.asked.tools)
 
     def refuse(self, error: ApiError) -> None:
-        """Refuse the open call: nothing of it was shown, and it may be made again."""
-        call = self._take_open()
-        self._calls = {identity: one for identity, one in self._calls.items() if one is not call}
-        call.ends(error)
+        """Refuse the first open call: nothing of it was shown, and it may be made again."""
+        call = self._take_first()
+        self._forget(call)
+        call.refused(error)
 
-    def _take_open(self) -> Call:
-        call, self._open = self._open, None
-        assert call is not None, "there is no open call"
-        return call
+    def _take_first(self) -> Call:
+        self._heard = None
+        return self._open.popleft()
 
     def end(self) -> None:
         """The episode is over: refuse what is open and whatever comes."""
         self._ended = True
-        if self._open is not None:
+        while self._open:
             self.refuse(ApiError(401, OVER, "invalid_api_key"))
+
+
+def _made_again(alike: Sequence[Call], again: bool | None) -> Call | None:
+    """Which of some calls of the same content a request is; None: another one."""
+    if not alike or again is False:
+        return None
+    if again:
+        # A client that tries again has left without an answer.
+        return next((call for call in alike if not (call.waiting or call.told)), alike[-1])
+    last = alike[-1]
+    if last.repeats == MOST_REPEATS:
+        return None
+    last.repeats += 1
+    return last
 
 
 class Sessions:
@@ -165,9 +279,9 @@ class Sessions:
     def __init__(self) -> None:
         self._by_digest: dict[bytes, Session] = {}
 
-    def open(self) -> tuple[Session, str]:
+    def open(self, *, rewarding: bool = False) -> tuple[Session, str]:
         """A new one and its key."""
-        key, session = secrets.token_hex(KEY_BYTES), Session()
+        key, session = secrets.token_hex(KEY_BYTES), Session(rewarding=rewarding)
         self._by_digest[_digest(key)] = session
         return session, key
 

@@ -171,7 +171,8 @@ def gather(
         context = _context(sample.turns, place)
         epoch = int(np.searchsorted(swapped, begin))
         cold = 1.0 if _cached(known, sample, place, epoch, engines) else float(context)
-        if place and int(np.searchsorted(swapped, sample.turns[place - 1].start)) == epoch:
+        before = _before(sample.turns, place)
+        if before and int(np.searchsorted(swapped, before[-1].start)) == epoch:
             cold = float(turn.observation_tokens)
         rows.append((begin, end, turn.tokens, cold, context, begin == start, sample.step > first_step))
     begin, end, tokens, cold, context, at_once, fitted = (np.array(column) for column in zip(*rows, strict=True))
@@ -181,9 +182,15 @@ def gather(
     return Responses(begin, end, tokens.astype(float), cold, context.astype(float), late, fitted & (tokens > 0))
 
 
+def _before(turns: Sequence[TurnTimes], place: int) -> list[TurnTimes]:
+    """The turns before one, in its branch."""
+    return [turn for turn in turns[:place] if turn.branch == turns[place].branch]
+
+
 def _context(turns: Sequence[TurnTimes], place: int) -> int:
     """Tokens before a turn's response."""
-    return sum(turn.observation_tokens + turn.tokens for turn in turns[:place]) + turns[place].observation_tokens
+    before = sum(turn.observation_tokens + turn.tokens for turn in _before(turns, place))
+    return before + turns[place].observation_tokens
 
 
 def _cached(known: dict[tuple[int, int], int], sample: SampleTimes, place: int, epoch: int, engines: int) -> bool:

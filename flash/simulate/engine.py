@@ -10,10 +10,10 @@ only arrivals, ends, aborts, swaps and deliveries are events: `Stretch` holds th
 
 Who joins: requests wait in order of arrival for one of `max_sequences` places. A request that arrives or leaves takes
 effect at the end of the step in flight; so does `load`, which then pauses for `swap_s`.
-What is cached: the prompt of a problem as soon as one of its requests joined, and the context of an episode when its
-last response ended here; least recently used ones go when `kv_tokens` are short. A swap that recomputes forgets both
-and prefills the running sequences again. When the running sequences themselves outgrow the cache, the one that joined
-last is put back and prefilled again later.
+What is cached: the prompt of a problem as soon as one of its requests joined, and the context of an episode from the
+end of a response here until it joins again; least recently used ones go, from their ends, when `kv_tokens` are short.
+A swap that recomputes forgets both and prefills the running sequences again. When the running sequences themselves
+outgrow the cache, the one that joined last is put back; what is left of its context then need not be prefilled again.
 
 Lifecycle: no task of its own; `generate` and `load` set the loop's timers, `close` cancels the last one.
 """
@@ -125,7 +125,7 @@ class SimEngine:
         if self._settings.kv_tokens and self._running:
             context = self._context + len(self._running) * self._over()
             used = min(1.0, context / self._settings.kv_tokens)
-        return Pressure(len(self._running), len(self._waiting), used, self._preemptions)
+        return Pressure(len(self._running), len(self._waiting), used, self._preemptions, self._settings.kv_tokens)
 
     async def start(self) -> None:
         """Ready at once: it has no process to start."""
@@ -303,17 +303,18 @@ class SimEngine:
         """Take out the sequences that are complete or were aborted."""
         for sequence in self._leaving:
             if sequence in self._running:
-                self._remove(sequence)
+                self._put_by(sequence)
         self._leaving.clear()
         while self._ends and self._ends[0][0] <= self._step:
             end, _, sequence = heapq.heappop(self._ends)
             if sequence in self._running and end == sequence.end:
                 sequence.note_versions(self._step, self._epochs)
-                self._remove(sequence)
+                self._put_by(sequence)
                 sequence.ended = True
                 sequence.wake()
 
-    def _remove(self, sequence: SimSequence) -> None:
+    def _put_by(self, sequence: SimSequence) -> None:
+        """It runs no more, and its context stays until others need the place."""
         del self._running[sequence]
         context = sequence.context(self._step)
         self._context -= context
@@ -340,8 +341,7 @@ class SimEngine:
         while limit and len(self._running) > 1 and self._context + len(self._running) > limit:
             sequence = next(reversed(self._running))
             sequence.note_versions(self._step, self._epochs)
-            del self._running[sequence]
-            self._context -= sequence.context(self._step)
+            self._put_by(sequence)
             sequence.sampled = sequence.tokens(self._step)
             sequence.joined = -1
             self._waiting[sequence] = None
@@ -364,7 +364,7 @@ class SimEngine:
     def _join(self, sequence: SimSequence, context: int) -> None:
         request = sequence.request
         problem = request.prompt[0]
-        known = max(self._cache.hit("problem", problem), self._cache.hit("episode", episode_of(request.key)))
+        known = max(self._cache.hit("problem", problem), self._cache.take("episode", episode_of(request.key)))
         # The last token is always computed: the next one is sampled from what it gives.
         self._cold += context - min(known, context - 1)
         self._hold_problem(sequence)

@@ -13,21 +13,22 @@ import anyio
 
 from flash.environment.interface import Info, StepResult
 from flash.errors import EnvError
+from flash.rollout.tokenizer import Tokenizer
 from flash.simulate.workload import Workload, env_key, tokens
-from flash.types import Observation
+from flash.types import Observation, Tool
 
 
-class SimTokenizer:
+class SimTokenizer(Tokenizer):
     """Renders the observations of `SimEnvironment`."""
 
-    def render(self, observation: Observation) -> list[int]:
+    def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
         """As many tokens as the text says."""
         if not isinstance(observation, str):
             raise EnvError("simulated environments show text")
         first, _, count = observation.partition(" × ")
         return tokens(int(first), int(count))
 
-    def follow(self, observation: Observation, stopped: bool) -> list[int]:
+    def follow(self, observation: Observation, stopped: bool, tools: Sequence[Tool] = ()) -> list[int]:
         """The same; the turn's end adds nothing."""
         return self.render(observation)
 

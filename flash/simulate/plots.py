@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flash.observe.plots import BLUE, DPI, ORANGE, WIDTH
+from flash.observe.style import BLUE, ORANGE, WIDTH, png
 from flash.simulate.report import SimReport
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def draw_sweep(cells: Sequence[Cell]) -> bytes:
     axes[0].set_ylim(0, None)
     if others:
         axes[0].legend(frameon=False, fontsize=8)
-    return _png(figure)
+    return png(figure)
 
 
 def draw_run(report: SimReport) -> bytes:
@@ -62,7 +61,7 @@ def draw_run(report: SimReport) -> bytes:
     )
     ages.set_xlabel("age of trained tokens, in versions")
     ages.set_ylabel("share")
-    return _png(figure)
+    return png(figure)
 
 
 def _numbers(values: Sequence[str]) -> dict[str, float]:
@@ -85,9 +84,3 @@ def _figure(columns: int) -> tuple[Figure, list[Axes]]:
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
     return figure, axes
-
-
-def _png(figure: Figure) -> bytes:
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=DPI, facecolor="white")
-    return image.getvalue()

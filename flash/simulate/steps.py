@@ -123,7 +123,8 @@ class SimSequence:
 
 
 class PrefixCache:
-    """Contexts that nobody is decoding, least recently used first."""
+    """Contexts that nobody is decoding, as vLLM keeps them: what is needed goes from the least recently used one, its
+    end first, so that a beginning may be left."""
 
     def __init__(self) -> None:
         self._tokens: OrderedDict[tuple[str, int], int] = OrderedDict()
@@ -131,20 +132,33 @@ class PrefixCache:
 
     def hold(self, kind: str, name: int, tokens: int) -> None:
         """Remember this many tokens of a context; it was used last."""
-        self._total += tokens - self._tokens.pop((kind, name), 0)
+        self.take(kind, name)
+        self._total += tokens
         self._tokens[kind, name] = tokens
 
     def hit(self, kind: str, name: int) -> int:
-        """Tokens known of a context."""
+        """Tokens known of a context, which stay for others."""
         if (kind, name) not in self._tokens:
             return 0
         self._tokens.move_to_end((kind, name))
         return self._tokens[kind, name]
 
+    def take(self, kind: str, name: int) -> int:
+        """Tokens known of a context that is decoded from now on: they count as what runs."""
+        tokens = self._tokens.pop((kind, name), 0)
+        self._total -= tokens
+        return tokens
+
     def shrink(self, room: int) -> None:
         """Forget until the rest fits."""
         while self._total > room:
-            self._total -= self._tokens.popitem(last=False)[1]
+            name, tokens = next(iter(self._tokens.items()))
+            left = max(0, tokens - (self._total - room))
+            self._total -= tokens - left
+            if left:
+                self._tokens[name] = left
+            else:
+                del self._tokens[name]
 
     def clear(self) -> None:
         """Forget all contexts, as new weights make it necessary."""

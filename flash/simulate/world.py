@@ -25,7 +25,7 @@ from flash.hub import protocol as p
 from flash.hub.hub import Hub, RunEnd
 from flash.hub.in_process import InProcessCaller
 from flash.hub.state import HubState, KeepState, weigh
-from flash.observe.observer import Observer
+from flash.observe.observer import Observer, Wish
 from flash.rollout.engine import Engine
 from flash.rollout.episode import response_key
 from flash.rollout.node import RolloutNode
@@ -311,10 +311,9 @@ class _Rows:
         self.rows: list[dict[str, float]] = []
         self._observer = observer
 
-    def step(self, row: Mapping[str, float]) -> None:
+    def step(self, row: Mapping[str, float]) -> Wish | None:
         self.rows.append(dict(row))
-        if self._observer is not None:
-            self._observer.step(row)
+        return None if self._observer is None else self._observer.step(row)
 
     def evaluation(self, row: Mapping[str, float]) -> None:
         if self._observer is not None:

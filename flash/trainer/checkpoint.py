@@ -80,7 +80,8 @@ def save(run_dir: Path, trainer: Trainer, keep_hub_state: KeepHubState, *, keep:
         mine = _together(lambda: _seal(aside, rank), aside)
         files = [entry for entries in (hub_state, *mine) for entry in entries]
         files.sort(key=lambda entry: entry.path)
-        manifest = Manifest(trainer.version, trainer.skipped_steps, files, _extras(trainer))
+        rates = {} if trainer.lag is None else trainer.lag.rates
+        manifest = Manifest(trainer.version, trainer.skipped_steps, files, _extras(trainer), rates)
         _together(lambda: _commit(aside, folder, manifest) if rank == 0 else None, aside)
     except CheckpointError as error:
         if rank == 0:
@@ -117,6 +118,8 @@ def load(path: Path, trainer: Trainer) -> None:
     _together(lambda: _read_rng(path, rank), path)
     trainer.version = manifest.version
     trainer.skipped_steps = manifest.skipped_steps
+    if trainer.lag is not None:
+        trainer.lag.rates = dict(manifest.rates)
 
 
 def read_weights(path: Path, trainer: Trainer) -> dict[str, Tensor]:
@@ -125,14 +128,18 @@ def read_weights(path: Path, trainer: Trainer) -> dict[str, Tensor]:
     Called by all ranks. What the checkpoint holds beside them is not read.
 
     Raises:
-        CheckpointError: on every rank, when the model is another one, or its tensors cannot be read.
+        CheckpointError: on every rank, when a file is damaged, or the model is another one.
     """
     import torch
+    import torch.distributed as dist
     import torch.distributed.checkpoint.state_dict_loader as dcp
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
     from torch.distributed.tensor import DTensor
 
+    rank, world = dist.get_rank(), dist.get_world_size()
+    manifest = _together(lambda: read_manifest(path), path)[rank]
+    _together(lambda: verify(path, manifest.files[rank::world]), path)
     held: dict[str, Any] = get_model_state_dict(trainer.model)
     weights = {name: torch.zeros_like(value) for name, value in held.items()}
     try:
@@ -162,11 +169,14 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     def write() -> None:
         from safetensors.torch import save_file
 
+        from flash.foreign.transformers import open_weights
+
         prepare(aside)
         model.config.save_pretrained(aside)
         model.generation_config.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+        open_weights(aside)
         for file in _files(aside):
             sync(file)
         replace(aside, folder)

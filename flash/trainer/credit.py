@@ -1,5 +1,7 @@
 """What the samples of a batch are worth: rewards shaped, compared, discounted, and weighted by age.
 
+Samples are compared, whatever branches they have: all sequences of a sample share its advantage, or divide it.
+
 Computed alike on every rank from what the hub says of the whole batch, so that it does not depend on how the batch was
 dealt. What needs a forward pass is added later (`flash.trainer.firstpass`).
 
@@ -43,6 +45,8 @@ class Credit:
     """Of whole samples: what the estimator makes of the shaped rewards. `batch`: the shaped rewards, to be whitened."""
     staleness_B: FloatArray
     """Weight by age; mean 1 over the samples that have a trained token."""
+    divided: bool
+    """Whether the branches of a sample divide its weight among them."""
     turns_B: list[FloatArray]
     """Rewards of each sample's turns; what shaping added stands in the last one."""
     turn_advantages_B: list[FloatArray]
@@ -56,14 +60,24 @@ class Credit:
         advantages = np.concatenate([self.turn_advantages_B[index] for index in micro.index_S])
         return advantages[offset_S[micro.sequence_T] + micro.turn_T]
 
+    def weights(self, micro: MicroBatch) -> FloatArray:
+        """float64 [T]: what the objective's loss of each token is multiplied by, for its age and its branch."""
+        weight_S = self.staleness_B[micro.index_S]
+        return (weight_S / micro.siblings_S if self.divided else weight_S)[micro.sequence_T]
+
     def earned(self, micro: MicroBatch) -> FloatArray:
-        """float64 [T]: each turn's reward at its last token; that of a turn without a token, at the one before."""
+        """float64 [T]: each turn's reward at its last token; that of a turn without a token, at the one before.
+
+        A branch earns what its sample does from its own first turn on: the reward of a later turn in another branch
+        comes after its tokens so far. What was earned before it began is none of its doing.
+        """
         earned_T = np.zeros(len(micro.target_T))
         starts = np.searchsorted(micro.sequence_T, np.arange(micro.sequences + 1))
         for index, start, stop in zip(micro.index_S, starts, starts[1:], strict=False):
             rewards = self.turns_B[index]
             last = np.searchsorted(micro.turn_T[start:stop], np.arange(len(rewards)), side="right") - 1
-            np.add.at(earned_T, start + last.clip(0), rewards)
+            begun = last >= 0
+            np.add.at(earned_T, start + last[begun], rewards[begun])
         return earned_T
 
 
@@ -94,6 +108,7 @@ def assign_credit(shard: Shard, algorithm: AlgorithmConfig, estimator: Advantage
         reward_B=raw_B[:count],
         advantage_B=advantage_B[:count],
         staleness_B=staleness_B,
+        divided=algorithm.branches == "split",
         turns_B=turns[:count],
         turn_advantages_B=turn_advantages_B[:count],
     )

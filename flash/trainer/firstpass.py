@@ -41,8 +41,8 @@ class Facts:
     advantage_T: Tensor
     reward_T: Tensor
     """Of the whole trajectory, as the environment gave it."""
-    staleness_T: Tensor
-    """Weight by the sample's age."""
+    weight_T: Tensor
+    """Of the objective's loss: by the sample's age, and by its branches where they divide its weight."""
     first_T: Tensor | None
     """Log-prob under the weights at the start of the step; None where the first pass in training gives it."""
     average_T: Tensor | None
@@ -139,7 +139,7 @@ def first_pass(plan: StepPlan, config: Config, method: Method, models: Models) -
             Facts(
                 advantage_T=tensor(worth[index][place].advantage_T),
                 reward_T=tensor(plan.credit.reward_B[micro.index_T]),
-                staleness_T=tensor(plan.credit.staleness_B[micro.index_T]),
+                weight_T=tensor(plan.credit.weights(micro)),
                 first_T=passes[index][place].first_T,
                 average_T=passes[index][place].average_T,
                 reference_T=passes[index][place].reference_T,

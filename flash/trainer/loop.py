@@ -53,6 +53,8 @@ class TrainerLoop:
         self._saved_version = -1
         self._keeps = True
         """Whether the hub takes part in a checkpoint of what this rank holds now."""
+        self._saves = False
+        """Whether somebody wants one."""
         vocabulary = int(trainer.model.config.vocab_size)
         # The engine answers the canary with one token, which needs its place in the context.
         length = min(config.weights.canary_tokens, config.model.max_length - 1)
@@ -70,7 +72,8 @@ class TrainerLoop:
                 metrics = self._trainer.train_step(shard)
             self._commit(shard, metrics, seconds[0])
             self._publish()
-            if self._keeps and self._trainer.version % self._config.checkpoint.every == 0:
+            due = self._saves or self._trainer.version % self._config.checkpoint.every == 0
+            if self._keeps and due:
                 self._checkpoint()
         self._leave()
 
@@ -79,7 +82,7 @@ class TrainerLoop:
         with self._doing("wait") as seconds:
             timeout = waits.batch_s(self._config)
             reply = fetch_blocking(self._hub, self._rank, self._trainer.version, did, timeout)
-        self._finished, self._keeps = reply.finished, reply.keeps
+        self._finished, self._keeps, self._saves = reply.finished, reply.keeps, reply.saves
         self._waited = seconds[0]
         return reply.shard
 
@@ -122,7 +125,7 @@ class TrainerLoop:
         self._call(p.Goodbye(self._rank, self._activities), waits.taken_s(self._config))
 
     def _call(self, request: Request[ReplyT], timeout: float | None = None) -> ReplyT:
-        return self._hub.call(request, timeout=timeout or self._config.deadlines.request)
+        return self._hub.call(request, timeout=timeout or self._config.deadlines.hub)
 
     @contextmanager
     def _doing(self, name: str) -> Generator[list[float]]:

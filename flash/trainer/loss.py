@@ -1,6 +1,6 @@
-"""The loss of a token: the objective's, corrected and weighed by age, with the pull to a reference and the entropy.
+"""The loss of a token: the objective's, corrected and weighed, with the pull to a reference and the entropy.
 
-    loss = objective · Π corrections · staleness + β · KL − bonus · entropy · the objective's factor of it
+    loss = objective · Π corrections · weight + β · KL − bonus · entropy · the objective's factor of it
 
 The corrections multiply the policy's loss only; a token that one of them rejects has no loss of any kind and leaves the
 mask. Shape legend: T = action tokens of a micro-batch.
@@ -109,7 +109,7 @@ def token_loss(
     tokens = without_rejected(tokens, keep_T)
     mask_T = tokens.mask_T
     output = checked_output(objective(tokens), objective, mask_T)
-    loss_T = output.loss_T.where(mask_T, 0.0) * correction_T * facts.staleness_T.where(mask_T, 0.0)
+    loss_T = output.loss_T.where(mask_T, 0.0) * correction_T * facts.weight_T.where(mask_T, 0.0)
     divergence_T = None
     if algorithm.kl is not None:
         assert facts.reference_T is not None, "a KL comes with a reference"

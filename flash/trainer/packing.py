@@ -1,7 +1,8 @@
 """Trajectories to packed micro-batches, in numpy.
 
 A micro-batch holds whole sequences one after the other, without padding. Only positions that predict an action token
-get a logit. Conservation: every trained token of the samples given to `pack` is in exactly one micro-batch.
+get a logit. A sample is one sequence, or one for each of its branches; all of them have its place in the batch, and so
+its advantage. Conservation: every trained token of the samples given to `pack` is in exactly one micro-batch.
 
 Shape legend: P = packed tokens, T = action tokens, S = sequences.
 """
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flash.errors import ContractError
-from flash.types import Shard, ShardSample
+from flash.types import Shard, ShardSample, Trajectory
 
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
@@ -48,9 +49,11 @@ class MicroBatch:
     sequence_T: Int64Array
     """Which of the S sequences each action token belongs to."""
     turn_T: Int64Array
-    """Which turn of its sequence each action token belongs to, from 0."""
+    """Which turn of its sample each action token belongs to, from 0."""
     index_S: Int64Array
-    """Place of each sequence in `Shard.batch`."""
+    """Place of each sequence's sample in `Shard.batch`."""
+    siblings_S: Int64Array
+    """How many branches of its sample are trained, itself among them."""
     kinds_S: tuple[str, ...]
     """The environment of each sequence, where a mixture has several."""
 
@@ -77,6 +80,7 @@ DUMMY = MicroBatch(
     sequence_T=np.zeros(1, dtype=np.int64),
     turn_T=np.zeros(1, dtype=np.int64),
     index_S=np.zeros(1, dtype=np.int64),
+    siblings_S=np.ones(1, dtype=np.int64),
     kinds_S=("",),
 )
 """A masked token: adds exactly nothing, and lets a rank without work join the collectives of the others."""
@@ -92,32 +96,56 @@ def split_minibatches(shard: Shard, minibatches: int) -> list[list[ShardSample]]
     return parts
 
 
+@dataclass(frozen=True)
+class _Sequence:
+    """A branch that has a token to train."""
+
+    index: int
+    """Of its sample."""
+    trajectory: Trajectory
+    """The branch alone."""
+    turns: Int64Array
+    """Of each of its spans, which turn of the sample it is."""
+    siblings: int
+
+
+def _sequences(sample: ShardSample, min_version: int) -> list[_Sequence]:
+    branches = sample.trajectory.sequences()
+    trained = [number for number, one in enumerate(branches) if one.trained_tokens(min_version) > 0]
+    if len(branches) == 1:
+        turns = [np.arange(len(branches[0].action_spans))]
+    else:
+        branch_of = np.array([turn.branch for turn in sample.trajectory.turns], dtype=np.int64)
+        turns = [np.flatnonzero(branch_of == number) for number in range(len(branches))]
+    return [_Sequence(sample.index, branches[number], turns[number], len(trained)) for number in trained]
+
+
 def pack(samples: Sequence[ShardSample], *, min_version: int, max_tokens: int) -> list[MicroBatch]:
     """Micro-batches of at most `max_tokens` packed tokens, longest sequences first.
 
-    Neighbours in length share a micro-batch, so that attention pads little. A sample without a token to train is left
+    Neighbours in length share a micro-batch, so that attention pads little. A branch without a token to train is left
     out: it would cost a forward pass and change nothing.
 
     Raises:
-        ContractError: a sample is longer than the budget, is not a well-formed trajectory, or has a trained token whose
-            behaviour log-prob is not a finite number.
+        ContractError: a sequence is longer than the budget, is not well-formed, or has a trained token whose behaviour
+            log-prob is not a finite number.
     """
-    trained = [sample for sample in samples if sample.trajectory.trained_tokens(min_version) > 0]
-    trained.sort(key=lambda sample: (-sample.trajectory.length, sample.index))
-    batches: list[list[ShardSample]] = []
+    trained = [sequence for sample in samples for sequence in _sequences(sample, min_version)]
+    trained.sort(key=lambda sequence: (-sequence.trajectory.length, sequence.index))
+    batches: list[list[_Sequence]] = []
     tokens, longest = 0, 0
-    for sample in trained:
-        length = sample.trajectory.length
+    for sequence in trained:
+        length = sequence.trajectory.length
         if length > max_tokens:
             raise ContractError(
-                f"sample {sample.index} has {length} tokens, more than train.max_tokens_per_microbatch = {max_tokens}; "
-                "raise it to at least model.max_length"
+                f"sample {sequence.index} has {length} tokens, more than train.max_tokens_per_microbatch = "
+                f"{max_tokens}; raise it to at least model.max_length"
             )
         padded = longest * (len(batches[-1]) + 1) if batches else 0
         if not batches or tokens + length > max_tokens or padded > MAX_PADDED_SHARE * max_tokens:
             batches.append([])
             tokens, longest = 0, length
-        batches[-1].append(sample)
+        batches[-1].append(sequence)
         tokens += length
     return [_concatenate(batch, min_version) for batch in batches]
 
@@ -142,67 +170,69 @@ def only(micro: MicroBatch, keep_S: BoolArray) -> MicroBatch:
         sequence_T=(np.cumsum(keep_S) - 1)[micro.sequence_T[keep_T]],
         turn_T=micro.turn_T[keep_T],
         index_S=micro.index_S[keep_S],
+        siblings_S=micro.siblings_S[keep_S],
         kinds_S=tuple(kind for kind, keep in zip(micro.kinds_S, keep_S, strict=True) if keep),
     )
 
 
-def _concatenate(samples: Sequence[ShardSample], min_version: int) -> MicroBatch:
-    """One micro-batch of these samples, in this order."""
-    actions = [_action_positions(sample) for sample in samples]
-    lengths = np.array([sample.trajectory.length for sample in samples], dtype=np.int64)
+def _concatenate(sequences: Sequence[_Sequence], min_version: int) -> MicroBatch:
+    """One micro-batch of these sequences, in this order."""
+    actions = [_action_positions(sequence) for sequence in sequences]
+    lengths = np.array([sequence.trajectory.length for sequence in sequences], dtype=np.int64)
     counts = np.array([len(positions) for positions in actions], dtype=np.int64)
     offset_S = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
-    input_P = np.concatenate([sample.trajectory.tokens() for sample in samples]).astype(np.int64)
+    input_P = np.concatenate([sequence.trajectory.tokens() for sequence in sequences]).astype(np.int64)
     action_T = np.concatenate(actions) + np.repeat(offset_S[:-1], counts)
-    version_T = np.concatenate([sample.trajectory.action_versions() for sample in samples]).astype(np.int64)
+    version_T = np.concatenate([sequence.trajectory.action_versions() for sequence in sequences]).astype(np.int64)
     micro = MicroBatch(
         input_P=input_P,
         position_P=np.arange(len(input_P)) - np.repeat(offset_S[:-1], lengths),
         offset_S=offset_S,
         keep_T=action_T - 1,
         target_T=input_P[action_T],
-        behaviour_T=np.concatenate([sample.trajectory.behaviour() for sample in samples]).astype(np.float32),
+        behaviour_T=np.concatenate([sequence.trajectory.behaviour() for sequence in sequences]).astype(np.float32),
         mask_T=version_T >= min_version,
         version_T=version_T,
-        sequence_T=np.repeat(np.arange(len(samples)), counts),
-        turn_T=np.concatenate([_turns(*pair) for pair in zip(samples, actions, strict=True)]),
-        index_S=np.array([sample.index for sample in samples], dtype=np.int64),
-        kinds_S=tuple(sample.trajectory.task.kind for sample in samples),
+        sequence_T=np.repeat(np.arange(len(sequences)), counts),
+        turn_T=np.concatenate([_turns(*pair) for pair in zip(sequences, actions, strict=True)]),
+        index_S=np.array([sequence.index for sequence in sequences], dtype=np.int64),
+        siblings_S=np.array([sequence.siblings for sequence in sequences], dtype=np.int64),
+        kinds_S=tuple(sequence.trajectory.task.kind for sequence in sequences),
     )
-    _check_behaviour(micro, samples)
+    _check_behaviour(micro, sequences)
     return micro
 
 
-def _turns(sample: ShardSample, positions: Int64Array) -> Int64Array:
-    """int64: the turn of each action token of a sample; each turn has one span."""
-    starts = [span.start for span in sample.trajectory.action_spans]
-    return np.searchsorted(starts, positions, side="right") - 1
+def _turns(sequence: _Sequence, positions: Int64Array) -> Int64Array:
+    """int64: which turn of its sample each action token belongs to; each turn has one span."""
+    starts = [span.start for span in sequence.trajectory.action_spans]
+    return sequence.turns[np.searchsorted(starts, positions, side="right") - 1]
 
 
-def _check_behaviour(micro: MicroBatch, samples: Sequence[ShardSample]) -> None:
+def _check_behaviour(micro: MicroBatch, sequences: Sequence[_Sequence]) -> None:
     wrong_T = micro.mask_T & ~np.isfinite(micro.behaviour_T)
     if wrong_T.any():
         first = int(np.flatnonzero(wrong_T)[0])
         place = int(micro.sequence_T[first])
         token = first - int(np.searchsorted(micro.sequence_T, place))
-        task = samples[place].trajectory.task
+        task = sequences[place].trajectory.task
         raise ContractError(
-            f"sample {samples[place].index} (group {task.group_id}) has the behaviour log-prob "
+            f"sample {sequences[place].index} (group {task.group_id}) has the behaviour log-prob "
             f"{micro.behaviour_T[first]} at its action token {token}; expected what the engine sampled it with"
         )
 
 
-def _action_positions(sample: ShardSample) -> Int64Array:
-    """int64: where in the sample its action tokens are; log-probs and versions must fit them."""
-    trajectory = sample.trajectory
+def _action_positions(sequence: _Sequence) -> Int64Array:
+    """int64: where in the sequence its action tokens are; log-probs and versions must fit them."""
+    trajectory = sequence.trajectory
     positions = np.flatnonzero(trajectory.action_mask())
     counts = (len(positions), trajectory.action_count, len(trajectory.action_versions()))
     if len(set(counts)) != 1:
         raise ContractError(
             "sample {} has {} action tokens, {} log-probs and {} versions; expected equal counts".format(
-                sample.index, *counts
+                sequence.index, *counts
             )
         )
     if positions[0] == 0:
-        raise ContractError(f"sample {sample.index} starts with an action token; expected a prompt before it")
+        raise ContractError(f"sample {sequence.index} starts with an action token; expected a prompt before it")
     return positions

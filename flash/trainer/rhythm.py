@@ -2,18 +2,20 @@
 
 Whatever kernel attends, each layer hands its queries and keys, as the model made them, to `packed_attention`; there a
 `RhythmWatch` looks on. It makes the attention weights of the chosen layers once more, for the rows of action tokens
-only and `ROWS` at a time, and keeps two numbers per head and token: WAAD and FAI are linear in the weights, so the mean
+only and block by block, and keeps two numbers per head and token: WAAD and FAI are linear in the weights, so the mean
 over the heads of a kind may wait until all ranks have told how far their heads look. A sequence never sees another.
 
-Shape legend: H = heads of a layer, G = its heads of keys, N = heads of all chosen layers, B = rows of a block, C =
-columns that they may see, D = width of a head, R = action tokens of a sequence, T = those of a micro-batch.
+Shape legend: H = heads of a layer, N = heads of all chosen layers, R = action tokens of a sequence, T = those of a
+micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, chain, pairwise
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -34,44 +36,24 @@ from algorithms.rhythm import (
 )
 from flash.errors import ConfigError
 from flash.foreign.transformers import layer_count, layer_number
+from flash.trainer.attention import Block, attention_rows, blocks, make_scratch
 from flash.trainer.collectives import gather_rows
 from flash.trainer.model import AttentionWatch, class_name
 from flash.trainer.packing import DUMMY, Float32Array, MicroBatch
 
-ROWS = 128
-"""Rows whose attention weights exist at a time: with 32 heads and 8,192 columns these are 128 MiB in float32."""
 
+class Kinds(NamedTuple):
+    """Heads of a layer, by number."""
 
-def attention_rows(
-    query_HBD: Tensor,
-    key_GCD: Tensor,
-    row_B: Tensor,
-    column_C: Tensor,
-    scaling: float | None,
-    window: int | None,
-    *,
-    ahead: int,
-) -> Tensor:
-    """[H, B, C] in float32: softmax over the columns that are at the row or before it, by less than the window.
-
-    `row_B` and `column_C` are places in the sequence, ascending; the last `ahead` columns lie behind the first row.
-    """
-    heads, rows, width = query_HBD.shape
-    groups, columns, _ = key_GCD.shape
-    # Neighbouring heads share keys: their rows stand one below the other.
-    query = query_HBD.reshape(groups, heads // groups * rows, width).to(_wide(query_HBD))
-    query = query * (width**-0.5 if scaling is None else scaling)
-    scores = torch.bmm(query, key_GCD.to(query.dtype).transpose(1, 2)).view(heads, rows, columns)
-    late = slice(columns - ahead, columns)
-    scores[..., late].masked_fill_(row_B[:, None] < column_C[late], -torch.inf)
-    if window is not None:
-        scores.masked_fill_(row_B[:, None] - window >= column_C, -torch.inf)
-    return scores.softmax(-1)
+    near: IntArray
+    """Local."""
+    far: IntArray
+    """Global."""
 
 
 @dataclass
 class HeadSignals:
-    """What the heads of a layer said of a micro-batch."""
+    """What the heads of a layer said of a micro-batch; 0 for those that were not asked."""
 
     span_H: Tensor
     """float64: summed over the rows."""
@@ -87,6 +69,8 @@ class RhythmWatch:
     micro: MicroBatch
     layers: Sequence[int]
     options: Rhythm
+    kinds: dict[int, Kinds] | None = None
+    """By layer, where they are settled: only local heads are asked for WAAD then, only global ones for FAI."""
     heads: dict[int, int] = field(default_factory=dict)
     """Of each layer that attended."""
     unnumbered: str = ""
@@ -105,54 +89,89 @@ class RhythmWatch:
         self.heads[layer] = query.shape[1]
         if layer not in self.layers:
             return
-        found = HeadSignals(
-            span_H=query.new_zeros(query.shape[1], dtype=torch.float64),
-            waad_HT=query.new_zeros(query.shape[1], len(self.micro.target_T), dtype=_wide(query)),
-            influence_HT=query.new_zeros(query.shape[1], len(self.micro.target_T), dtype=_wide(query)),
+        query, key = (one[0].to(torch.promote_types(one.dtype, torch.float32)) for one in (query, key))
+        attend = partial(attention_rows, scaling=scaling, window=sliding_window)
+        if self.kinds is None:
+            everyone = slice(None)
+            self.signals[layer] = self._signals(query, key, everyone, everyone, sliding_window, attend)
+            return
+        near, far = (torch.from_numpy(heads).to(query.device) for heads in self.kinds[layer])
+        asked = torch.cat([near, far])
+        shared = len(query) // len(key)
+        order = slice(0, len(near)), slice(len(near), len(asked))
+        part = self._signals(query[asked], key[asked // shared], *order, sliding_window, attend)
+        self.signals[layer] = HeadSignals(
+            span_H=_spread(part.span_H, asked, len(query)),
+            waad_HT=_spread(part.waad_HT, near, len(query)),
+            influence_HT=_spread(part.influence_HT, far, len(query)),
         )
-        for tokens, start, stop, position_R in responses(self.micro):
+
+    def _signals(
+        self, query: Tensor, key: Tensor, near: slice, far: slice, window: int | None, attend: Callable[..., Tensor]
+    ) -> HeadSignals:
+        """What all these heads, and those of each kind among them, say of the whole micro-batch."""
+        tokens = len(self.micro.target_T)
+        found = HeadSignals(
+            span_H=query.new_zeros(len(query), dtype=torch.float64),
+            waad_HT=query.new_zeros(len(query[near]), tokens),
+            influence_HT=query.new_zeros(len(query[far]), tokens),
+        )
+        seen = [(*one, blocks(one[-1], window)) for one in responses(self.micro)]
+        scratch = make_scratch(query, chain.from_iterable(each for *_, each in seen))
+        for tokens, start, stop, position_R, each in seen if len(query) else ():
+            mine = HeadSignals(found.span_H, found.waad_HT[:, tokens], found.influence_HT[:, tokens])
             self._look(
-                found, query[0, :, start:stop], key[0, :, start:stop], tokens, position_R, scaling, sliding_window
+                mine,
+                query[:, start:stop],
+                key[:, start:stop],
+                near,
+                far,
+                position_R,
+                each,
+                partial(attend, scratch=scratch),
             )
-        self.signals[layer] = found
+        return found
 
     def _look(
         self,
         found: HeadSignals,
         query: Tensor,
         key: Tensor,
-        tokens: slice,
+        near: slice,
+        far: slice,
         position_R: IntArray,
-        scaling: float | None,
-        window: int | None,
+        each: Iterable[Block],
+        attend: Callable[..., Tensor],
     ) -> None:
         """One sequence: the weights of a block of rows, what they say, and no trace of them."""
         options = self.options
         row_R = torch.from_numpy(position_R).to(query.device)
         place_L = torch.arange(query.shape[1], device=query.device)
         # Of all columns up to the last row, since blocks add to those of rows before them.
-        given = query.new_zeros(len(query), query.shape[1], dtype=_wide(query))
-        for begin in range(0, len(position_R), ROWS):
-            block = slice(begin, begin + ROWS)
-            rows = row_R[block]
-            lowest, highest = int(position_R[block][0]), int(position_R[block][-1])
-            first = 0 if window is None else max(lowest - window + 1, 0)
-            seen = slice(first, highest + 1)
-            columns = place_L[seen]
-            weights = attention_rows(
-                query[:, rows], key[:, seen], rows, columns, scaling, window, ahead=highest - lowest
-            )
+        given = query.new_zeros(len(found.influence_HT), query.shape[1])
+        for block in each:
+            rows, columns = row_R[block.rows], place_L[block.seen]
+            lowest, highest = block.seen.stop - 1 - block.ahead, block.seen.stop - 1
+            # Within a turn rows are neighbours, and need not be copied.
+            theirs = slice(lowest, highest + 1) if len(rows) == block.ahead + 1 else rows
+            weights = attend(query[:, theirs], key[:, block.seen], rows, columns, ahead=block.ahead)
             found.span_H += spans(weights, rows, columns).double().sum(-1)
-            place = slice(tokens.start + begin, min(tokens.start + begin + ROWS, tokens.stop))
-            close = slice(max(lowest - options.window + 1 - first, 0), None)
-            found.waad_HT[:, place] = windowed_distance(weights[..., close], rows, columns[close], options.window)
-            near = slice(max(lowest - options.farthest, first), max(highest - options.nearest, first) + 1)
-            inside = slice(near.start - first, near.stop - first)
-            given[:, near] += future_influence(
-                weights[..., inside], rows, columns[inside], options.nearest, options.farthest
+            found.waad_HT[:, block.rows] = windowed_distance(weights[near], rows, columns, options.window)
+            first = block.seen.start
+            late = slice(max(lowest - options.farthest, first), max(highest - options.nearest, first) + 1)
+            inside = slice(late.start - first, late.stop - first)
+            given[:, late] += future_influence(
+                weights[far, :, inside], rows, columns[inside], options.nearest, options.farthest
             )
         count_R = torch.from_numpy(followers(position_R, options.nearest, options.farthest)).to(query.device)
-        found.influence_HT[:, tokens] = given[:, row_R] / count_R.clamp(min=1)
+        found.influence_HT[:] = given[:, row_R] / count_R.clamp(min=1)
+
+
+def _spread(values: Tensor, heads: Tensor, count: int) -> Tensor:
+    """[.., ..] of these heads to [count, ..] of all."""
+    spread = values.new_zeros(count, *values.shape[1:])
+    spread[heads] = values
+    return spread
 
 
 def responses(micro: MicroBatch) -> Iterator[tuple[slice, int, int, IntArray]]:
@@ -177,6 +196,17 @@ class MicroSignals:
 
     waad_NT: Float32Array
     influence_NT: Float32Array
+
+
+class LayerHead(NamedTuple):
+    """A head of a chosen layer, and what it was chosen for."""
+
+    layer: int
+    head: int
+    """Within its layer."""
+    span: float
+    """Tokens that it looks back, in the mean."""
+    kind: Literal["local", "global", ""]
 
 
 class RhythmPass:
@@ -211,7 +241,8 @@ class RhythmPass:
                 f"algorithm.rhythm.layers: layer {without[0]} of {class_name(model)} is not attention, so nothing "
                 f"in it says which token looks at which (layers that are: {others})"
             )
-        count = sum(watch.heads[layer] for layer in self._layers)
+        self._heads_of = {layer: watch.heads[layer] for layer in self._layers}
+        count = sum(self._heads_of.values())
         if count < 2:
             raise ConfigError(
                 f"algorithm.rhythm: the chosen layers of {class_name(model)} have one head, which cannot be local and "
@@ -231,7 +262,15 @@ class RhythmPass:
 
     def watch(self, micro: MicroBatch) -> RhythmWatch:
         """To look on at one forward pass over this micro-batch."""
-        return RhythmWatch(micro, self._layers, self._options)
+        return RhythmWatch(micro, self._layers, self._options, self._by_layer() if self.settled else None)
+
+    def _by_layer(self) -> dict[int, Kinds]:
+        """The local and the global heads of each layer, by their numbers in it."""
+        ends = list(accumulate(self._heads_of.values(), initial=0))
+        return {
+            layer: Kinds(*(heads[(heads >= begin) & (heads < end)] - begin for heads in self._heads()))
+            for layer, (begin, end) in zip(self._heads_of, pairwise(ends), strict=True)
+        }
 
     def seen(self, watch: RhythmWatch) -> MicroSignals:
         """What was seen, all chosen layers together."""
@@ -257,11 +296,23 @@ class RhythmPass:
             for row, heads in zip(self.kinds_2N, self._kinds, strict=True):
                 row[torch.from_numpy(heads)] = 1
 
+    def averaged(self, seen: MicroSignals) -> tuple[FloatArray, FloatArray]:
+        """float64 [T]: WAAD over the local heads, FAI over the global ones."""
+        near, far = self._heads()
+        return seen.waad_NT[near].mean(0, dtype=np.float64), seen.influence_NT[far].mean(0, dtype=np.float64)
+
+    def heads(self) -> list[LayerHead]:
+        """Those of the chosen layers, by what this rank has seen in this step, once they are told apart."""
+        (span_N, _), (near, far) = self._spans(self.tally), self._heads()
+        numbered = [(layer, head) for layer, count in self._heads_of.items() for head in range(count)]
+        return [
+            LayerHead(layer, head, float(span_N[n]), "local" if n in near else "global" if n in far else "")
+            for n, (layer, head) in enumerate(numbered)
+        ]
+
     def multiplied(self, advantage_T: FloatArray, seen: MicroSignals, micro: MicroBatch) -> FloatArray:
         """float64 [T]: the advantages in rhythm, those of the chosen signs; as they were without a token to train."""
-        near, far = self._heads()
-        waad_T = seen.waad_NT[near].mean(0, dtype=np.float64)
-        influence_T = seen.influence_NT[far].mean(0, dtype=np.float64)
+        waad_T, influence_T = self.averaged(seen)
         gamma_T = np.ones(len(micro.target_T))
         for tokens, _, _, position_R in responses(micro):
             gamma_T[tokens] = multiplier(self._options, waad_T[tokens], influence_T[tokens], position_R)
@@ -292,7 +343,3 @@ class RhythmPass:
     def _spans(self, tally: FloatArray) -> tuple[FloatArray, float]:
         """[N] mean spans, and the rows that they are the means over."""
         return tally[:-3] / max(tally[-3], 1.0), float(tally[-3])
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

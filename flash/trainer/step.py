@@ -32,6 +32,7 @@ from flash.trainer.collectives import gather_ragged, gather_rows
 from flash.trainer.critic import Critic, check_tokenizer, critic_metrics, lesson_of
 from flash.trainer.ewma import start_average, update_average
 from flash.trainer.firstpass import Facts, Models, asks_policy, attend, facts_in_rhythm, first_pass, policy_logprobs
+from flash.trainer.lag import LagPass
 from flash.trainer.logprobs import TokenLogprobs
 from flash.trainer.loss import Limits, first_logprobs, pack_tokens, token_loss
 from flash.trainer.model import load_model, reshard, shard_model, trainer_mesh
@@ -74,6 +75,10 @@ class Trainer:
         """Where advantages follow the policy's attention."""
         if config.algorithm.rhythm is not None:
             self.rhythm = _look_once(config.algorithm.rhythm, self.model)
+        self.lag: LagPass | None = None
+        """Where learning rates are held to a budget of divergence."""
+        if config.algorithm.lag is not None:
+            self.lag = LagPass(config.algorithm.lag, config.train, config.run.steps, self.model.device)
         self._reference = _load_reference(config, mesh)
         self.version = 0
         """Policy version of the weights: the number of steps taken."""
@@ -111,6 +116,8 @@ class Trainer:
                 norms.append(self._update(rate, share, trained=minibatch.total_tokens > 0 and share > 0))
         metrics = batch_metrics(shard, plan) | statistics.metrics(len(plan.minibatches), passes)
         metrics |= self._critic_metrics()
+        if self.lag is not None:
+            metrics |= self.lag.finish(self.version)
         self._finish()
         finite = [norm for norm in norms if math.isfinite(norm)]
         if self.rhythm is not None:
@@ -192,6 +199,8 @@ class Trainer:
             if along is not None and watch is not None:
                 facts = facts_in_rhythm(facts, along, watch)
             tokens = pack_tokens(micro, now, facts, self._method.proximal, step=step, limits=limits)
+            if self.lag is not None:
+                self.lag.add(tokens, step - micro.version_T)
             loss = token_loss(self._objective, algorithm, tokens, facts, now.entropy_T)
             share_T = loss.loss_T * self._weights(tokens._replace(mask_T=loss.mask_T), whole)
             if not self._warming_up:
@@ -230,6 +239,8 @@ class Trainer:
     def _update(self, rate: float, share: float, *, trained: bool) -> float:
         """One update of the policy. Returns the gradient's norm before clipping."""
         train = self._config.train
+        if self.lag is not None:
+            rate = self.lag.held(rate, self.version)
         norm, applied = apply_gradient(
             self.model,
             self.optimizer,
@@ -242,6 +253,8 @@ class Trainer:
             advice="look at the last metrics for a loss or ratio that runs away, lower train.learning_rate",
         )
         self.skipped_steps += not applied
+        if self.lag is not None:
+            self.lag.made(rate if applied else 0.0)
         return norm
 
     def _train_critics(self, minibatch: MinibatchPlan, known: Sequence[Facts], critic_B: np.ndarray) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Generator, Iterable
@@ -29,6 +30,7 @@ TMP = ".tmp-"
 """Begins the name of what is being written."""
 REPLACED = ".replaced"
 """Ends the name of what was moved out of the way of its successor."""
+_NAME = re.compile(rf"step-([0-9]{{6,}})({re.escape(REPLACED)})?")
 READ_SIZE = 1 << 20
 """Bytes read at a time for a CRC."""
 
@@ -50,6 +52,8 @@ class Manifest(msgspec.Struct, frozen=True):
     files: list[FileEntry]
     extras: tuple[str, ...] = ()
     """What it holds beside the policy, by the names of `flash.trainer.checkpoint.EXTRAS`."""
+    rates: dict[int, float] = {}
+    """With `algorithm.lag`, the mean learning rate that was applied to each of the last versions."""
 
 
 class Choice(NamedTuple):
@@ -109,13 +113,19 @@ def newest_complete(run_dir: Path) -> Path | None:
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
     """All checkpoints whose files are there in their full size, newest first."""
-    return [folder for folder in _folders(run_dir) if _is_complete(folder)]
+    return [folder for folder in _folders(run_dir) if not _lacks(folder)]
+
+
+def damaged_checkpoints(run_dir: Path) -> list[str]:
+    """What is wrong with the other checkpoints, newest first."""
+    return list(filter(None, map(_lacks, _folders(run_dir))))
 
 
 def _folders(run_dir: Path) -> list[Path]:
-    """Newest first; one that was replaced comes after its successor."""
-    found = (run_dir / "checkpoints").glob("step-*")
-    return sorted(found, key=lambda folder: (folder.name.removesuffix(REPLACED), folder.suffix == ""), reverse=True)
+    """Newest first; one that was replaced comes after its successor. What others have put there is not ours."""
+    named = ((folder, _NAME.fullmatch(folder.name)) for folder in (run_dir / "checkpoints").glob("step-*"))
+    found = [(int(match[1]), match[2] is None, folder) for folder, match in named if match is not None]
+    return [folder for _, _, folder in sorted(found, reverse=True)]
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -215,12 +225,17 @@ def prune(run_dir: Path, keep: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_complete(folder: Path) -> bool:
+def _lacks(folder: Path) -> str:
+    """What is wrong with a checkpoint, as far as it shows without reading its files; empty: nothing."""
     try:
-        files = read_manifest(folder).files
-        return all((folder / entry.path).stat().st_size == entry.size for entry in files)
-    except (OSError, CheckpointError):
-        return False
+        for entry in read_manifest(folder).files:
+            if (size := (folder / entry.path).stat().st_size) != entry.size:
+                return f"{folder / entry.path} is damaged: {size} bytes, written as {entry.size}"
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename} is damaged: it cannot be read: {error.strerror}"
+    return ""
 
 
 def sync(path: Path) -> None:

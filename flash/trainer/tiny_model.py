@@ -15,7 +15,9 @@ Shape legend: B = examples of a step; T = tokens of the longest example, padded 
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Generator
@@ -41,6 +43,9 @@ INTERRUPTED = "interrupted_after"
 
 RECIPE = 3
 """Part of the fingerprint: raised when this file makes another model from the same options."""
+
+ASIDE = ".making-"
+"""In the name of the folder in which a model is put together, beside the place that it will have."""
 
 STOP_AT = 0.22
 """The warm start ends when the model's mean probability of a right answer (its accuracy when sampled at temperature 1)
@@ -124,14 +129,10 @@ def make_tiny_model(
         ConfigError: `path` holds something else, the width does not divide into heads, or the environment offers no
             usable examples.
     """
-    if path.exists() and not _is_ours(path):
-        raise ConfigError(
-            f"{path} exists and was not made by flash tiny-model (it has no {FINGERPRINT}); name another folder, or "
-            "use this one as it is: without the [tiny_model] table or, for the critics' model, critic.tiny_layers"
-        )
+    refuse_foreign(path)
     if config.width % HEAD_DIM:
         raise ConfigError(f"tiny_model.width must be a multiple of {HEAD_DIM}, but is {config.width}")
-    from flash.foreign.transformers import without_bars
+    from flash.foreign.transformers import open_weights, without_bars
 
     env = _example_source(env_path, env_options)
     tokenizer = _make_tokenizer(env.alphabet())
@@ -142,6 +143,7 @@ def make_tiny_model(
         with _replacing(path) as folder:
             with without_bars():
                 model.save_pretrained(folder)
+            open_weights(folder)
             tokenizer.save_pretrained(str(folder))
             (folder / FINGERPRINT).write_text(json.dumps(made_from, indent=2))
 
@@ -163,6 +165,24 @@ def make_tiny_model(
             sys.stdout.write(f"tiny model: interrupted after {done} steps; {path} has the model as it is by now\n")
         raise
     save()
+
+
+def refuse_foreign(path: Path) -> None:
+    """Raises ConfigError: there is something at `path` that was not made here, and is never written to."""
+    if path.exists() and not _is_ours(path):
+        raise ConfigError(
+            f"{path} exists and was not made by flash tiny-model (it has no {FINGERPRINT}); name another folder, or "
+            "use this one as it is: without the [tiny_model] table or, for the critics' model, critic.tiny_layers"
+        )
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what processes have left beside `path` that were killed while they put a model there.
+
+    To be called while no other process is about to.
+    """
+    for left in path.parent.glob(f".{glob.escape(path.name)}{ASIDE}*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def save_tokenizer(folder: Path, env_path: str, env_options: dict[str, Any]) -> None:
@@ -364,7 +384,7 @@ def _one_thread() -> Generator[None]:
 def _replacing(path: Path) -> Generator[Path]:
     """A new folder beside `path` that takes its place when the block ends well, and vanishes when it does not."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}{ASIDE}", dir=path.parent) as scratch:
         new = Path(scratch) / "new"
         new.mkdir()
         yield new

@@ -7,6 +7,7 @@ A call that did not end by its reply may or may not have been carried out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import cache
@@ -23,6 +24,9 @@ from flash.transport.connection import FrameConnection, tune
 from flash.transport.frames import Frame, FrameKind, Refusal
 from flash.transport.request import ReplyT, Request, reply_type
 from flash.waiting import deadline, unwrapped_group
+
+LATE_S = 1.0
+"""A deadline that is noticed so much later was missed by this process, which was stopped or blocked."""
 
 _REFUSALS = msgspec.msgpack.Decoder(Refusal)
 
@@ -98,6 +102,21 @@ class _PendingCall:
         self.frame: Frame | None = None
 
 
+async def _over(call: _PendingCall, timeout: float, scope: anyio.CancelScope) -> None:
+    """Wait for the end of a call until the scope's deadline; from there once more if it was this process that was late.
+
+    A process that was stopped has not read what came meanwhile, when it finds that the time is over.
+    """
+    due, scope.deadline = scope.deadline, math.inf
+    while True:
+        with anyio.CancelScope(deadline=due) as wait:
+            await call.done.wait()
+        now = anyio.current_time()
+        if not wait.cancelled_caught or now - due < LATE_S:
+            return
+        due = now + timeout
+
+
 class Client:
     """Calls over one connection; made by `connect`. Any number may be in flight."""
 
@@ -120,13 +139,13 @@ class Client:
         """
         number = next(self._ids)
         call = _PendingCall()
-        with anyio.move_on_after(timeout):
+        with anyio.move_on_after(timeout) as scope:
             self._check()
             await self._connection.send(FrameKind.REQUEST, number, request)
             self._check()
             self._calls[number] = call
             try:
-                await call.done.wait()
+                await _over(call, timeout, scope)
             finally:
                 if self._calls.pop(number, None) is not None:
                     self._connection.post(FrameKind.CANCEL, number)

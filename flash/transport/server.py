@@ -23,6 +23,7 @@ from flash.transport.accept import STRANGERS, Sayings, Strangers, accept_all
 from flash.transport.auth import admit_client, check_token
 from flash.transport.connection import FrameConnection, tune
 from flash.transport.frames import Frame, FrameKind, Refusal
+from flash.transport.port_holder import port_holder
 
 RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 
@@ -92,6 +93,12 @@ async def serve(
         task_status.started(listener.extra(SocketAttribute.local_port))
 
 
+async def try_listening(host: str, port: int) -> None:
+    """Whether an address can be listened at, as `serve` would. Raises ConfigError: it cannot."""
+    async with await _listen(host, port):
+        pass
+
+
 async def _listen(host: str, port: int) -> MultiListener[SocketStream]:
     try:
         return await anyio.create_tcp_listener(local_host=host, local_port=port)
@@ -100,8 +107,8 @@ async def _listen(host: str, port: int) -> MultiListener[SocketStream]:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"port {port} of {host} is in use; end the process that listens there, or choose another port "
-                "(0 takes any free one)"
+                f"port {port} of {host} is in use by {port_holder(port)}; wait for its end or end it, or choose "
+                "another port (0 takes any free one)"
             ) from error
         raise ConfigError(
             f"cannot listen at {host}:{port}: {error}; name an address of this machine and a port it may open"

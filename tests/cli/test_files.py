@@ -19,7 +19,8 @@ def test_what_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> No
     (tmp_path / "file").touch()
     check_writable(None, tmp_path / "new.json", tmp_path / "file")
     check_folder_writable(tmp_path / "new")
-    check_folder_writable(tmp_path)
+    (tmp_path / "empty").mkdir()
+    check_folder_writable(tmp_path / "empty")
     for wrong, why in [
         (tmp_path, "it is a folder; expected the name of a file"),
         (tmp_path / "gone" / "x.json", f"the folder {tmp_path / 'gone'} does not exist"),
@@ -30,6 +31,12 @@ def test_what_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> No
         assert str(caught.value) == f"cannot write {wrong}: {why}"
     with pytest.raises(ConfigError, match="it is a file; expected the name of a folder"):
         check_folder_writable(tmp_path / "file")
+
+
+def test_a_folder_with_files_in_it_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "notes").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="mine: there are files in it, which would be lost; name a new folder"):
+        check_folder_writable(tmp_path / "mine")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

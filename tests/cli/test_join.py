@@ -22,6 +22,7 @@ from flash.cli.main import main
         (["join", "nowhere", "engine.count=2"], "nowhere is no run directory"),
         (["drain", "a", "b"], "expected the number of a node, as the run's output names it, got b"),
         (["drain", "3"], "expected one run directory"),
+        (["drain", "a", "3", "4"], "or --hub HOST:PORT, got a and 3"),
         (["drain", "nowhere", "3"], "nowhere is no run directory"),
     ],
 )

@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.cluster.hosts import Hosts
 from tests.integration.test_run import CONFIG, REPOSITORY, balanced
+from tests.rows import written_rows
 
 HUB_PORT = 29500
 
@@ -39,14 +40,15 @@ class Job:
         return self.start(host, *self._train, FLASH_NODE_RANK=str(host), **place)
 
     def text(self, host: int) -> str:
-        return self._outputs[host].read_text()
+        """What has been said on a host; nothing where no command was started."""
+        output = self._outputs[host]
+        return output.read_text() if output.exists() else ""
 
     def told(self) -> str:
         return "\n".join(f"{name}: {self.text(host)}" for host, name in enumerate(self.hosts.names))
 
     def rows(self, name: str) -> list[Any]:
-        file = self.run / name
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return written_rows(self.run / name)
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.run / "summary.json").read_text())

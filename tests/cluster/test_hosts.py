@@ -60,7 +60,7 @@ def test_a_host_of_engines_is_cut_off_drained_and_lost_and_joins_again_while_the
     hosts.heal(1)
     job.until_engines(2)
 
-    node = re.findall(r"node (\d+) makes samples", job.text(1))[-1]
+    node = re.findall(r"node (\d+) of run: ", job.text(1))[-1]
     assert job.start(0, "drain", str(job.run), node).wait(60) == 0, job.told()
     assert rollouts.wait(60) == 0, job.told()
     job.until_said(0, f"node {node} has left, and 1 of 2 engines with it: the other 1 do its work")
@@ -69,7 +69,7 @@ def test_a_host_of_engines_is_cut_off_drained_and_lost_and_joins_again_while_the
     (token,) = job.run.glob("hub-*.token")
     job.start(1, "join", "--hub", f"{hosts.names[0]}:{HUB_PORT}", FLASH_TOKEN=token.read_text())
     job.until_engines(2)
-    node = re.findall(r"node (\d+) makes samples", job.text(1))[-1]
+    node = re.findall(r"node (\d+) of run: ", job.text(1))[-1]
     said = job.text(0).count(f"node {node} has been silent for 8 s")
     hosts.lose_power(1)
     job.until(lambda: job.text(0).count(f"node {node} has been silent for 8 s") > said, "word of the lost host")

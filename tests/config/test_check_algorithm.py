@@ -100,12 +100,20 @@ def resolve(*overrides: str) -> Config:
             "`algorithm.staleness` (override): has no effect: with train.async_ratio = 0 every age is 0",
         ),
         (
+            ["algorithm.lag={}", "train.async_ratio=0", "train.minibatches=1"],
+            "`algorithm.lag` (override): has no effect: with train.async_ratio = 0 and one update per batch no token",
+        ),
+        (
+            ["algorithm.lag.budget=0"],
+            "`algorithm.lag.budget` (override): expected a number above 0 and at most 100, got 0",
+        ),
+        (
             ["algorithm.shaping=[{kind='overlong', limit=70000, buffer=100}]"],
-            "`algorithm.shaping[0].limit` (override): expected at most 4096, the longest that responses get",
+            "`algorithm.shaping[0].limit` (override): expected at most 65536, the longest that the responses",
         ),
         (
             ["rollout.max_turns=1", "algorithm.shaping=[{kind='overlong', limit=1025, buffer=100}]"],
-            "`algorithm.shaping[0].limit` (override): expected at most 1024, the longest that responses get",
+            "`algorithm.shaping[0].limit` (override): expected at most 1024, the longest that the responses",
         ),
         (
             ["algorithm.objective=my_objectives_for_check:Choosy", "algorithm.options.size=3"],

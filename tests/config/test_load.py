@@ -278,6 +278,14 @@ def test_a_file_that_is_not_text_is_refused(project):
             "`model.path` (override): the folder nothing does not exist: expected a Hugging Face",
         ),
         (["model.path=model/nothing"], "`model.path` (override): the folder model/nothing does not exist: expected"),
+        (
+            ["model.tool_parser=hermez"],
+            "`model.tool_parser` (override): vLLM has no 'hermez'; it has apertus, ",
+        ),
+        (
+            ["model.reasoning_parser=hermes"],
+            "`model.reasoning_parser` (override): vLLM has no 'hermes'; it has cohere_command3, ",
+        ),
         (["model.path=run.toml"], "`model.path` (override): expected a folder, got the file run.toml"),
         (
             ["model.max_length=9000"],
@@ -290,6 +298,10 @@ def test_a_file_that_is_not_text_is_refused(project):
         (
             ["model.max_length=20", "rollout.max_new_tokens=8"],
             "`weights.canary_tokens`: expected at most 20 (model.max_length = 20), got 32",
+        ),
+        (
+            ["rollout.max_episode_tokens=4095"],
+            "`rollout.max_episode_tokens` (override): expected at least model.max_length = 4096, got 4095",
         ),
         (
             ["train.max_tokens_per_microbatch=4095"],

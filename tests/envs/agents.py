@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,9 +16,10 @@ from flash.environment import Environment, shared, sharing
 from flash.rollout.engine import GenerateRequest, SamplingSettings
 from flash.rollout.episode import Episode, EpisodeProgress, EpisodeSettings, Responder
 from flash.rollout.phases import FreePhases
+from flash.rollout.tokenizer import Tokenizer
 from flash.service.app import make_app
 from flash.service.sessions import Sessions
-from flash.types import Completion, Failure, Lease, Message, Observation, Task, Trajectory, VersionRun
+from flash.types import Completion, Failure, Lease, Message, Observation, Task, Tool, Trajectory, VersionRun
 
 END, ASSISTANT = 256, 257
 ROLES = {"system": 258, "user": 259, "assistant": 260}
@@ -29,6 +30,8 @@ SETTINGS = EpisodeSettings(
     eval=SamplingSettings(24, 0.0),
     max_length=4000,
     max_turns=8,
+    max_branches=8,
+    max_tokens=32_000,
     reset_s=20,
     step_s=20,
     close_s=20,
@@ -37,16 +40,17 @@ SETTINGS = EpisodeSettings(
 )
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """A token per byte, one for who speaks, one for the end: what is sampled need not be UTF-8, so that its text does
     not tell its tokens."""
 
-    def render(self, observation: Observation) -> list[int]:
-        assert not isinstance(observation, str)
+    def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
+        if isinstance(observation, str):
+            return list(observation.encode())
         return [token for message in observation for token in self._message(message)] + [ASSISTANT]
 
-    def follow(self, observation: Observation, stopped: bool) -> list[int]:
-        return [END] * (not stopped) + self.render(observation)
+    def follow(self, observation: Observation, stopped: bool, tools: Sequence[Tool] = ()) -> list[int]:
+        return [END] * (not stopped and not isinstance(observation, str)) + self.render(observation)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in token_ids if token < 256).decode("utf-8", "replace")
@@ -55,11 +59,17 @@ class ByteTokenizer:
         return [ROLES[message.role], *message.content.encode(), END]
 
 
+BYTES = ByteTokenizer()
+
+
 class Policy:
     """A `Responder` that says what a function gives, and keeps all it was asked and said."""
 
-    def __init__(self, say: Callable[[GenerateRequest], Sequence[int]], seconds: float = 1.0) -> None:
+    def __init__(
+        self, say: Callable[[GenerateRequest], Sequence[int]], seconds: float = 1.0, ends: Collection[int] = (END,)
+    ) -> None:
         self._say = say
+        self._ends = ends
         self._seconds = seconds
         self.asked: list[GenerateRequest] = []
         self.said: list[Completion] = []
@@ -70,17 +80,28 @@ class Policy:
         *,
         min_version: int,
         affinity: tuple[int, int],
-        progress: Callable[[int], None],
+        session: int | None,
+        progress: Callable[[Sequence[int]], None],
         timeout: float,
         episode: anyio.CancelScope,
     ) -> Completion:
         await anyio.sleep(self._seconds)
         tokens = list(self._say(request))[: request.sampling.max_new_tokens]
-        finish = "stop" if tokens[-1] == END else "length"
+        finish = "stop" if tokens[-1] in self._ends else "length"
+        for stop in request.sampling.stop:
+            at = bytes(token for token in tokens if token < 256).find(stop.encode())
+            if at >= 0:
+                tokens, finish = tokens[: at + len(stop.encode())], "text"
+        for token in tokens[:-1]:
+            progress([token])
+            await self.pause()
         completion = Completion(tokens, [-0.5] * len(tokens), [VersionRun(3, len(tokens))], finish)
         self.asked.append(request)
         self.said.append(completion)
         return completion
+
+    async def pause(self) -> None:
+        """Between two tokens: none, unless a test overrides this."""
 
 
 def says(text: str) -> Policy:
@@ -137,18 +158,36 @@ async def ask(client: httpx.AsyncClient, messages: list[dict[str, Any]], **more:
     return await client.post("chat/completions", json=fields, headers=headers)
 
 
+def choice_of(reply: httpx.Response) -> dict[str, Any]:
+    """The one choice of an answer, in one piece or of a stream."""
+    if not reply.headers["content-type"].startswith("text/event-stream"):
+        return reply.json()["choices"][0]
+    *events, done, _ = reply.text.split("\n\n")
+    assert done == "data: [DONE]"
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    finish = None
+    for event in events:
+        choice = msgspec.json.decode(event.removeprefix("data: "))["choices"][0]
+        finish = choice["finish_reason"]
+        for key, value in choice["delta"].items():
+            message[key] = value if key == "role" else message[key] + value if key in message else value
+    return {"message": message, "finish_reason": finish}
+
+
 TASKS = {"path": f"{__name__}:Numbers"}
 
 
-def make(function: str | None = None, command: list[str] | None = None) -> Agent:
+def make(function: str | None = None, command: list[str] | None = None, **options: Any) -> Agent:
     """An agent whose tasks are numbers."""
-    return Agent(AgentOptions(function=function, command=command, tasks=TASKS))
+    return Agent(AgentOptions(function=function, command=command, tasks=TASKS, **options))
 
 
-async def live(env: Environment, policy: Responder, seed: int = 5, **changes: Any) -> Trajectory | Failure:
+async def live(
+    env: Environment, policy: Responder, seed: int = 5, *, tokenizer: Tokenizer = BYTES, **changes: Any
+) -> Trajectory | Failure:
     """One episode, in the node that the caller is."""
     settings = msgspec.structs.replace(SETTINGS, **changes)
-    episode = Episode(lambda kind: env, ByteTokenizer(), policy, settings, FreePhases(), now=anyio.current_time)
+    episode = Episode(lambda kind: env, tokenizer, policy, settings, FreePhases(), now=anyio.current_time)
     return await episode.run(Lease(1, Task(seed, seed, 0, seed), 0), EpisodeProgress())
 
 

@@ -17,7 +17,20 @@ from flash.environment import Environment, Informed, WarmStart
 from flash.errors import ConfigError
 from flash.simulate.clock import run_virtual
 from flash.types import Failure, Message, Outcome, Trajectory
-from tests.envs.agents import NODE, TASKS, ByteTokenizer, Numbers, Policy, ask, babble, make, play, says
+from tests.envs.agents import (
+    BYTES,
+    NODE,
+    TASKS,
+    ByteTokenizer,
+    Numbers,
+    Policy,
+    ask,
+    babble,
+    choice_of,
+    make,
+    play,
+    says,
+)
 
 Messages = list[dict[str, Any]]
 
@@ -82,10 +95,10 @@ LETTERS = 'ab \n\t"\\{}<|im_end|>é🙂漢\u200b\u0000\ufffd'
 
 
 class Log:
-    """What one agent said and was told."""
+    """What one agent was told, call by call, and whether it did more than to append."""
 
     def __init__(self) -> None:
-        self.turns: list[tuple[list[Message], str]] = []
+        self.told: list[str] = []
         self.branched = False
 
 
@@ -93,24 +106,30 @@ log = Log()
 
 
 async def wanders(base_url: str, api_key: str, task: str) -> str:
-    """A conversation of a few turns with anything in it, retries, and sometimes a change of what was said."""
+    """Conversations with anything in them: retries, changes of what was said, several at once, and going back."""
     rng = random.Random(int(task))
-    messages: Messages = []
+    histories: list[Messages] = [[]]
     async with NODE.client(base_url, api_key) as client:
-        for turn in range(rng.randrange(1, 6)):
-            if turn and rng.random() < 0.1:
-                log.branched = True
-                change(rng, messages)
-                messages.append(user("and now?"))
-                refused = await ask(client, messages)
-                assert refused.json()["error"]["code"] == "conversation_branched"
-                return "gave up"
-            new = [Message(rng.choice(["user", "system"]), words(rng)) for _ in range(rng.randrange(1, 4))]
-            messages += [{"role": one.role, "content": shape(rng, one.content)} for one in new]
-            content = await insists(rng, client, messages)
-            log.turns.append((new, content))
-            messages.append({"role": "assistant", "content": rng.choice([content, content.strip()])})
+        for _ in range(rng.randrange(1, 5)):
+            at_once = rng.choice([1, 1, 1, 2])
+            log.branched = log.branched or at_once > 1
+            asked = [list(histories[-1]) for _ in range(at_once)]
+            for messages in asked:
+                if rng.random() < 0.15 and messages:
+                    log.branched = True
+                    change(rng, messages)
+                new = [Message(rng.choice(["user", "system"]), words(rng)) for _ in range(rng.randrange(1, 4))]
+                new.append(user_message(f"question {rng.random()}"))
+                messages += [{"role": one.role, "content": shape(rng, one.content)} for one in new]
+            async with anyio.create_task_group() as calls:
+                for messages in asked:
+                    calls.start_soon(insists, rng, client, messages)
+            histories += asked
     return "done"
+
+
+def user_message(content: str) -> Message:
+    return Message("user", content)
 
 
 def words(rng: random.Random) -> str:
@@ -124,27 +143,30 @@ def shape(rng: random.Random, content: str) -> Any:
 
 
 def change(rng: random.Random, messages: Messages) -> None:
-    """Rewrite one message, or put one before it."""
+    """Rewrite one message, put one before it, or drop all from there on."""
     place = rng.randrange(len(messages))
-    if rng.random() < 0.5:
-        messages[place] = messages[place] | {"content": "something else"}
-    else:
-        messages.insert(place, user("something new"))
+    match rng.randrange(3):
+        case 0:
+            messages[place] = messages[place] | {"content": "something else"}
+        case 1:
+            messages.insert(place, user("something new"))
+        case _:
+            del messages[place:]
 
 
-async def insists(rng: random.Random, client: httpx.AsyncClient, messages: Messages) -> str:
-    """Ask, sometimes impatiently, sometimes again; every answer must be the same."""
+async def insists(rng: random.Random, client: httpx.AsyncClient, messages: Messages) -> None:
+    """Ask, sometimes impatiently, sometimes again; every answer must be the same, and becomes a part of the history."""
     more: dict[str, Any] = {}
     if rng.random() < 0.3:
         more["max_tokens"] = rng.randrange(1, 20)
     if rng.random() < 0.3:
-        more["headers"] = {"idempotency-key": f"key {len(messages)}"}
+        more["headers"] = {"idempotency-key": f"key {rng.random()}"}
     got: list[str] = []
 
     async def once() -> None:
-        reply = await ask(client, messages, **more)
+        reply = await ask(client, messages, stream=rng.random() < 0.5, **more)
         assert reply.status_code == 200, reply.text
-        got.append(reply.json()["choices"][0]["message"]["content"])
+        got.append(choice_of(reply)["message"]["content"])
 
     if rng.random() < 0.2:
         with anyio.move_on_after(0.5):
@@ -155,11 +177,12 @@ async def insists(rng: random.Random, client: httpx.AsyncClient, messages: Messa
     if rng.random() < 0.2:
         await once()
     assert len(set(got)) == 1
-    return got[0]
+    log.told.append(got[0])
+    messages.append({"role": "assistant", "content": rng.choice([got[0], got[0].strip()])})
 
 
 @pytest.mark.timeout(600)
-def test_of_a_thousand_conversations_tokens_trained_are_tokens_sampled() -> None:
+def test_of_hundreds_of_agents_tokens_trained_are_tokens_sampled() -> None:
     tokenizer = ByteTokenizer()
     branched = 0
 
@@ -168,33 +191,124 @@ def test_of_a_thousand_conversations_tokens_trained_are_tokens_sampled() -> None
         nonlocal branched
         log, policy = Log(), Policy(babble)
         played = await play(agent("wanders"), policy, seed)
-        sampled = [token for said in policy.said for token in said.token_ids]
-        assert len(policy.said) == len(log.turns), "a retry is no call of its own"
-        if log.branched:
-            branched += 1
-            assert isinstance(played, Failure)
-            assert (played.outcome, played.tokens) == (Outcome.BRANCHED, len(sampled))
-            return
         assert isinstance(played, Trajectory), played
-        tokens = played.tokens()
-        assert tokens[played.action_mask()].tolist() == sampled
-        assert played.action_count == len(sampled)
-        expected: list[int] = []
-        for (new, told), said, request in zip(log.turns, policy.said, policy.asked, strict=True):
-            first = not expected
-            stopped = first or expected[-1] == 256
-            expected += tokenizer.render(new) if first else tokenizer.follow(new, stopped)
-            assert request.prompt == expected
-            expected += said.token_ids
-            assert told == tokenizer.decode(said.token_ids)
-        assert tokens.tolist() == expected
+        branched += len(played.branches) > 1
+        assert log.branched or len(played.branches) == 1
+        assert len(policy.said) == len(log.told) == len(played.turns), "a retry is no call of its own"
+        assert sorted(log.told) == sorted(tokenizer.decode(said.token_ids) for said in policy.said)
+        tokens = played.tokens().tolist()
+        sampled = [(asked.prompt, said.token_ids) for asked, said in zip(policy.asked, policy.said, strict=True)]
+        for span, turn in zip(played.spans_by_turn(), played.turns, strict=True):
+            prompt = tokens[played.branches[turn.branch] : span.start]
+            sampled.remove((prompt, tokens[span.start : span.stop]))
+        assert played.action_count == sum(len(said.token_ids) for said in policy.said)
 
     async def all_of_them() -> None:
-        for seed in range(1000):
+        for seed in range(300):
             await main(seed)
 
     run_virtual(all_of_them)
-    assert 50 < branched < 500
+    assert 60 < branched < 240
+
+
+# -- other ways to ask -----------------------------------------------------------------------------------------------
+
+
+async def writes_a_text(base_url: str, api_key: str, task: str) -> str:
+    """Goes on with one text; asks once more as the network may, and wants the log-probs."""
+    text = f"task {task}:"
+    async with NODE.client(base_url, api_key) as client:
+        for turn in range(3):
+            for _ in range(1 + turn % 2):
+                reply = await client.post("completions", json={"model": "policy", "prompt": text, "logprobs": 0})
+                assert reply.status_code == 200, reply.text
+            (choice,) = reply.json()["choices"]
+            assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+            assert set(choice["logprobs"]["token_logprobs"]) == {-0.5}
+            text += choice["text"] + f"\n{turn}:"
+    return text
+
+
+def test_a_text_that_grows_is_one_sequence_of_tokens() -> None:
+    played = trajectory("writes_a_text", Policy(lambda _: [*b" fine", 256]))
+    assert played.tokens().tolist() == [*b"task 5: fine", 256, *b"\n0: fine", 256, *b"\n1: fine", 256]
+    assert [turn.observation for turn in played.turns] == ["task 5:", "\n0:", "\n1:"]
+    assert played.action_count == 18
+
+
+async def stops(base_url: str, api_key: str, task: str) -> str:
+    """As agents do that write the results of their tools into one text."""
+    messages: Messages = [user("begin")]
+    async with NODE.client(base_url, api_key) as client:
+        for stop in ("\nResult:", ["never", "\nResult:"], None):
+            reply = choice_of(await ask(client, messages, stop=stop, stream=isinstance(stop, list)))
+            assert reply["finish_reason"] == "stop"
+            messages += [reply["message"], user("Result: 4")]
+    return "|".join(message["content"] for message in messages if message["role"] == "assistant")
+
+
+def test_an_answer_ends_at_a_text_that_the_agent_names_and_is_ended_by_what_follows() -> None:
+    played = trajectory("stops", Policy(lambda _: [*b"look\nResult: 5", 256]), max_turns=4)
+    assert (played.outcome, played.turns[-1].note) == (Outcome.OK, "look|look|look\nResult: 5")
+    asked, stopped = BYTES.render([Message("user", "begin")]), [*b"look\nResult:"]
+    result = BYTES.render([Message("user", "Result: 4")])
+    ended = [*stopped, 256, *result]
+    assert played.tokens().tolist() == [*asked, *ended, *ended, *b"look\nResult: 5", 256]
+    assert played.tokens()[played.action_mask()].tolist() == [*stopped, *stopped, *b"look\nResult: 5", 256]
+
+
+async def mixes(base_url: str, api_key: str, task: str) -> str:
+    await asks_once(base_url, api_key, task)
+    async with NODE.client(base_url, api_key) as client:
+        for text in ("a text", "a text fine, and more"):
+            (await client.post("completions", json={"model": "policy", "prompt": text})).raise_for_status()
+    await asks_once(base_url, api_key, task + "6")
+    return "both"
+
+
+def test_a_text_after_a_chat_is_a_branch() -> None:
+    played = trajectory("mixes", Policy(lambda _: [*b" fine", 256]))
+    assert [(turn.observation, turn.branch) for turn in played.turns] == [
+        ("user: what of 5?", 0),
+        ("a text", 1),
+        (", and more", 1),
+        ("user: what of 56?", 2),
+    ]
+    assert played.sequences()[1].tokens().tolist() == [*b"a text fine", 256, *b", and more fine", 256]
+
+
+async def rewards_itself(base_url: str, api_key: str, task: str) -> str:
+    await asks_once(base_url, api_key, task)
+    async with NODE.client(base_url, api_key) as client:
+        for body in (b'{"reward": "1"}', b"{}", b'{"reward": 1e999}'):
+            assert (await client.post("episode/reward", content=body)).status_code == 400
+        given.append((await client.post("episode/reward", json={"reward": -0.25})).json())
+        with anyio.CancelScope(shield=True):  # its end comes meanwhile
+            given.append((await ask(client, [user("and now?")])).status_code)
+        await anyio.sleep_forever()
+    return "never"
+
+
+given: list[Any] = []
+
+
+def test_an_agent_may_end_its_episode_with_a_reward_of_its_own_where_the_run_allows_it() -> None:
+    env = make(f"{__name__}:rewards_itself", own_reward=True)
+    played = run_virtual(lambda: play(env, says("fine")))
+    assert isinstance(played, Trajectory), played
+    assert (played.outcome, played.reward, played.turns[-1].note) == (Outcome.OK, -0.25, "")
+    assert given == [{"object": "episode.reward", "reward": -0.25}, 401]
+
+
+async def may_not(base_url: str, api_key: str, task: str) -> str:
+    await asks_once(base_url, api_key, task)
+    async with NODE.client(base_url, api_key) as client:
+        refused = await client.post("episode/reward", json={"reward": 1e9})
+    return refused.json()["error"]["message"]
+
+
+def test_an_agent_may_not_reward_itself_unless_the_run_says_so() -> None:
+    assert "own_reward" in trajectory("may_not").turns[-1].note
 
 
 # -- agents that do what they should not -----------------------------------------------------------------------------
@@ -258,10 +372,56 @@ def test_an_agent_that_fails_is_a_typed_failure_and_never_a_reward_of_0(
     assert Numbers.closed == closed + 1
 
 
-def test_two_conversations_at_once_are_an_outcome_of_their_own() -> None:
-    failed = failure("forks")
-    assert failed.outcome == Outcome.BRANCHED
-    assert "before the answer to the one before it" in failed.message
+def test_two_conversations_at_once_are_branches() -> None:
+    played = trajectory("forks")
+    assert [(turn.observation, turn.branch) for turn in played.turns] == [("user: this", 0), ("user: and that", 1)]
+    assert (played.outcome, played.reward) == (Outcome.OK, len("both"))
+
+
+async def compacts(base_url: str, api_key: str, task: str) -> str:
+    """Converses, has all of it summed up, goes on from that, and asks another in between, who has its own orders."""
+    messages: Messages = [user("one")]
+    async with NODE.client(base_url, api_key) as client:
+        for content in ("two", "sum up"):
+            messages += [(await ask(client, messages)).json()["choices"][0]["message"], user(content)]
+        summary = (await ask(client, messages)).json()["choices"][0]["message"]["content"]
+        messages = [user(f"so far: {summary}")]
+        messages.append((await ask(client, messages)).json()["choices"][0]["message"])
+        await ask(client, [{"role": "system", "content": "you only help"}, user("help")])
+        await ask(client, [*messages, user("three")])
+    return "done"
+
+
+def test_an_agent_that_compacts_its_history_and_asks_for_help_is_trained_in_all_it_said() -> None:
+    played = trajectory("compacts")
+    assert [turn.branch for turn in played.turns] == [0, 0, 0, 1, 2, 1]
+    assert [turn.observation for turn in played.turns[3:]] == [
+        "user: so far: fine",
+        "system: you only help\nuser: help",
+        "user: three",
+    ]
+    assert played.action_count == 6 * 5
+    assert played.branch_tokens() == [15, 10, 5]
+
+
+async def asks_for_the_best(base_url: str, api_key: str, task: str) -> str:
+    """As OpenAI's clients ask: they say that it is no retry."""
+    async with NODE.client(base_url, api_key) as client:
+        start = [user("a poem"), (await ask(client, [user("a poem")])).json()["choices"][0]["message"]]
+        for _ in range(3):
+            headers = {"x-stainless-retry-count": "0"}
+            await ask(client, [*start, user("a better one")], headers=headers)
+        again = await ask(client, [*start, user("a better one")], headers={"x-stainless-retry-count": "1"})
+        assert again.status_code == 200
+    return "done"
+
+
+def test_several_answers_to_the_same_question_share_what_was_said_before_it_as_their_prompt() -> None:
+    played = trajectory("asks_for_the_best")
+    assert [turn.branch for turn in played.turns] == [0, 0, 1, 2]
+    one, two, three = (each.tokens().tolist() for each in played.sequences())
+    assert one == two == three
+    assert played.branch_tokens() == [10, 5, 5], "what they share is trained once"
 
 
 async def goes_on(base_url: str, api_key: str, task: str) -> str:
@@ -292,6 +452,19 @@ def test_an_agent_is_told_of_a_limit_and_its_episode_is_truncated_where_that_fai
     assert len(stopped.turns) == 3
     told = trajectory("knows_when_to_stop", **changes)
     assert (told.outcome, told.reward, told.turns[-1].note) == (Outcome.OK, len(code), code)
+
+
+async def begins_anew(base_url: str, api_key: str, task: str) -> str:
+    async with NODE.client(base_url, api_key) as client:
+        for number in range(100):
+            (await ask(client, [user(f"question {number}")])).raise_for_status()
+    return "never"
+
+
+@pytest.mark.parametrize("changes", [{"max_branches": 3}, {"max_tokens": 60}])
+def test_branches_have_limits_too(changes: dict[str, int]) -> None:
+    played = trajectory("begins_anew", **changes)
+    assert (played.outcome, played.reward, len(played.branches)) == (Outcome.TRUNCATED, 0.0, 3)
 
 
 async def outlives_its_episode(base_url: str, api_key: str, task: str) -> str:
@@ -325,7 +498,7 @@ def test_an_answer_that_the_agent_did_not_wait_for_is_trained_like_any_other() -
 
 async def asks_wrongly(base_url: str, api_key: str, task: str) -> str:
     async with NODE.client(base_url, api_key) as client:
-        for wrong in ({"n": 3}, {"stop": ["x"]}, {"model": "gpt-4o"}, {"max_tokens": 0}):
+        for wrong in ({"n": 0}, {"stop": [""]}, {"model": "gpt-4o"}, {"max_tokens": 0}):
             assert (await ask(client, [user("hello")], **wrong)).is_client_error
         return (await ask(client, [user("hello")])).json()["choices"][0]["message"]["content"]
 

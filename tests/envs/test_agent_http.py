@@ -75,6 +75,29 @@ async def test_the_official_client_converses_unmodified() -> None:
     assert [turn.observation for turn in played.turns[1:]] == [f"user: 5, {turn}?" for turn in range(1, 4)]
 
 
+async def loses_its_connection(base_url: str, api_key: str, task: str) -> str:
+    """Asks three times at once for the best answer, and one of the clients gives up and tries again."""
+    said: list[str] = []
+
+    async def one(timeout: float) -> None:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout, max_retries=9) as client:
+            reply = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": task}])
+        said.append(reply.choices[0].message.content or "")
+
+    async with anyio.create_task_group() as calls:
+        for timeout in (60, 0.3, 60):
+            calls.start_soon(one, timeout)
+    return "|".join(sorted(said))
+
+
+async def test_a_client_that_tries_again_has_each_of_its_questions_answered_once() -> None:
+    answers = iter("abc")
+    policy = Policy(lambda _: [*next(answers).encode(), 256], seconds=0.2)
+    played = await trained(make(f"{__name__}:loses_its_connection"), policy)
+    assert played.turns[-1].note == "a|b|c"
+    assert [turn.branch for turn in played.turns] == [0, 1, 2]
+
+
 def blocks(base_url: str, api_key: str, task: str) -> str:
     with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
         reply = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": task}])
@@ -135,9 +158,10 @@ async def hostile(base_url: str, api_key: str, task: str) -> str:
         for headers in ({}, {"authorization": "Bearer x"}, {"authorization": api_key}, {"x-api-key": api_key}):
             reply = await client.post(place, json={}, headers=headers)
             assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
-        for body in (b"", b"{", b"\xff" * 100, b"[" * 100_000, b'{"model": "policy"}', b"x" * 1_000_000):
-            reply = await client.post(place, content=body, headers=good)
-            assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+        for path in ("chat/completions", "completions", "responses", "episode/reward"):
+            for body in (b"", b"{", b"\xff" * 100, b"[" * 100_000, b'{"model": "policy"}', b"x" * 1_000_000):
+                reply = await client.post(f"{base_url}/{path}", content=body, headers=good)
+                assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
         reply = await client.post(place, content=b" " * (app.BODY_BYTES + 1), headers=good)
         assert reply.status_code == 413
         for method, url, status in (

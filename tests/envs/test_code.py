@@ -98,6 +98,7 @@ async def test_the_same_seed_asks_the_same_and_held_out_problems_are_apart():
     async def prompt(seed: int) -> str:
         shown, info = await CodeEnv(CodeOptions()).reset(seed)
         assert info == {"language": "bash"}
+        await anyio.lowlevel.checkpoint()
         return shown
 
     assert await prompt(7) == await prompt(7)

@@ -6,7 +6,7 @@ import pytest
 from envs.arithmetic import Arithmetic, ArithmeticOptions
 from envs.mixture import Mixture, MixtureOptions
 from flash.config.objects import check_options
-from flash.environment import HELD_OUT, Checked, Environment, Kinds, WarmStart
+from flash.environment import HELD_OUT, Checked, Domain, Domains, Environment, Kinds, WarmStart
 from flash.errors import ConfigError, EnvError
 
 KINDS = {
@@ -56,7 +56,7 @@ def kinds_of(seeds, kinds=KINDS):
 
 def test_it_is_an_environment_that_names_its_kinds():
     env = Mixture(MixtureOptions(kinds=KINDS))
-    for protocol in (Environment, Checked, Kinds, WarmStart):
+    for protocol in (Environment, Checked, Kinds, Domains, WarmStart):
         assert isinstance(env, protocol)
 
 
@@ -83,6 +83,21 @@ async def test_a_problem_comes_from_the_environment_of_its_kind():
         right = str(eval(shown[0].removesuffix("=")))
         assert await env.step(right) == ("", 1.0, True, False, {})
         await env.close()
+
+
+def test_each_kind_is_a_domain_with_what_it_says_of_itself():
+    limits = {"group_size": 16, "accuracy_bounds": [0.1, 0.9], "max_turns": 3, "max_new_tokens": 64}
+    domains = Mixture.domains(MixtureOptions(kinds={**KINDS, "mine": BLOCKING | limits}))
+    assert domains["easy"] == Domain(weight=3)
+    assert domains["mine"] == Domain(group_size=16, accuracy_bounds=(0.1, 0.9), max_turns=3, max_new_tokens=64)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("seed", "reward"), [(7, 1.0), (HELD_OUT + 7, 0.5)])
+async def test_rewards_are_scaled_in_training_alone(seed, reward):
+    env = Mixture(MixtureOptions(kinds={"only": BLOCKING | {"reward_scale": 2}}))
+    await env.reset(seed)
+    assert (await env.step("x"))[1] == reward
 
 
 @pytest.mark.anyio
@@ -144,6 +159,14 @@ def test_the_configurations_form_of_the_options_is_taken():
         ({"a": BLOCKING | {"weight": 0}}, r"`kinds.a.weight`: expected a number above 0"),
         ({"a": BLOCKING | {"weight": float("inf")}}, r"`kinds.a.weight`: expected a number"),
         ({"a": BLOCKING | {"weight": "1"}}, r"`kinds.a.weight`: expected a number"),
+        ({"a": BLOCKING | {"reward_scale": 0}}, r"`kinds.a.reward_scale`: expected a number above 0"),
+        ({"a": BLOCKING | {"group_size": 0}}, r"`kinds.a.group_size`: expected an integer above 0"),
+        ({"a": BLOCKING | {"max_turns": 0}}, r"`kinds.a.max_turns`: expected an integer above 0"),
+        ({"a": BLOCKING | {"max_new_tokens": 1.5}}, r"`kinds.a.max_new_tokens`: expected an integer"),
+        ({"a": BLOCKING | {"accuracy_bounds": [0.9, 0.1]}}, r"`kinds.a.accuracy_bounds`: expected \[low, high\]"),
+        ({"a": BLOCKING | {"accuracy_bounds": [0.9]}}, r"`kinds.a.accuracy_bounds`"),
+        ({"a": BLOCKING | {"group_sise": 4}}, r"`kinds.a.group_sise`: .*did you mean `group_size`"),
+        ({"a": BLOCKING | {"group_size": 1, "drop_equal_rewards": True}}, r"`kinds.a.drop_equal_rewards`: groups of"),
         ({"a": BLOCKING | {"options": {"work": 1}}}, r"`kinds.a.options.work`: .*did you mean `word`"),
         ({"a": BLOCKING | {"options": {"word": "bad"}}}, r"`kinds.a.options`: word must not be bad"),
     ],

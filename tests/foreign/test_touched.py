@@ -13,10 +13,16 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from flash.foreign import torch, transformers, vllm
+from flash.foreign import torch, transformers, vllm, vllm_parsers
 
 ROOT = Path(__file__).parents[2]
-TOUCHED = [*vllm.TOUCHED, *vllm.TOUCHED_BY_WORKERS, *torch.TOUCHED, *transformers.TOUCHED]
+TOUCHED = [
+    *vllm.TOUCHED,
+    *vllm.TOUCHED_BY_WORKERS,
+    *vllm_parsers.TOUCHED,
+    *torch.TOUCHED,
+    *transformers.TOUCHED,
+]
 LIBRARIES = ("vllm", "torch", "transformers", "uvicorn", "aiodocker")
 
 

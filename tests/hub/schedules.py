@@ -23,6 +23,7 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from flash.config.tree import Config
+from flash.environment.interface import Domain
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
 from flash.hub.journal import MemoryJournal
@@ -33,6 +34,7 @@ from flash.hub.state import HubState
 from flash.observe.observer import MemoryObserver
 from flash.simulate.clock import run_virtual
 from flash.types import Batch, Canary, Failure, Lease, Outcome, Published, Shard, Trajectory, VersionRun
+from tests.branching import joined
 from tests.hub.cases import KeptStates, trajectory
 
 EVENTS = 30
@@ -85,6 +87,17 @@ def draw_config(dice: random.Random, calm: bool) -> Config:
         "cluster": {"gpus_per_node": 0},
     }
     return msgspec.convert(base, Config)
+
+
+def draw_domains(dice: random.Random, config: Config, calm: bool) -> dict[str, Domain]:
+    """Several in one run of three, each with a weight and a size of its own."""
+    if calm or config.rollout.fifo_window is not None or dice.random() < 2 / 3:
+        return {}
+    least = 2 if config.rollout.drop_equal_rewards else 1
+    return {
+        name: Domain(weight=dice.choice([1, 2, 5]), group_size=dice.choice([None, least, 3]))
+        for name in "abc"[: dice.randint(2, 3)]
+    }
 
 
 class Node:
@@ -235,6 +248,7 @@ class Schedule:
             self.failing = (
                 0.0  # groups that failures leave with one sample are all filtered out, until the run gives up
             )
+        self.domains = draw_domains(self.dice, self.config, self.calm)
         self.observer = Recording()
         self.kept, self.journal = KeptStates(), MemoryJournal()
         self.hubs = 0
@@ -264,6 +278,8 @@ class Schedule:
             self.observer,
             now=anyio.current_time,
             state=state,
+            kind_of=lambda seed: list(self.domains)[seed % len(self.domains)] if self.domains else "",
+            domains=self.domains,
             evaluated=evaluated,
             keep_state=self.kept,
             journal=self.journal,
@@ -425,7 +441,8 @@ class Schedule:
         made: Trajectory = trajectory(
             lease.task, start, sum(run.count for run in runs), float(dice.randint(0, 1)), runs
         )
-        return p.EndedLease(lease.lease_id, made)
+        later_branches = dice.choice([0, 0, 1, 2])
+        return p.EndedLease(lease.lease_id, joined([made, *[trajectory(lease.task, start)] * later_branches]))
 
     async def _train(self) -> None:
         """A trainer rank, one life after the other."""

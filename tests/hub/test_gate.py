@@ -15,6 +15,7 @@ from flash.transport.server import Peer
 from flash.types import Activity, Canary, Failure, Lease, Outcome, Published, Span, Turn, VersionRun
 from tests.hub.cases import trajectory
 from tests.hub.test_hub import Driver, make_config
+from tests.metrics_page import unlisted
 
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
@@ -155,6 +156,14 @@ async def test_what_the_hub_has_withdrawn_may_still_come_home() -> None:
     port.hub.buffer.check()
 
 
+BRANCHED: dict[str, Any] = {
+    "branches": (0, 2),
+    "action_spans": [Span(1, 2), Span(3, 5)],
+    "turns": [Turn("p", "c", 1.0, 0.0, 0.0, 0.0, branch=1), Turn("p", "c", 0.0, 0.0, 0.0, 0.0)],
+}
+"""Of five tokens."""
+
+
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
@@ -171,6 +180,15 @@ async def test_what_the_hub_has_withdrawn_may_still_come_home() -> None:
         ({"reward": float("nan")}, "not finite"),
         ({"turns": [Turn("p", "c", 1.0, 0.0, 0.0, 0.0, {"x": float("inf")})]}, "not finite"),
         ({"token_ids": b"\xff" * 20}, "a token below 0"),
+        ({"turns": [Turn("p", "c", 1.0, 0.0, 0.0, 0.0, branch=1)]}, "a response in no branch"),
+        ({"branches": ()}, r"branches that begin at \(\) of 5"),
+        ({"branches": (1,)}, r"branches that begin at \(1,\) of 5"),
+        ({"branches": (0, 5)}, r"branches that begin at \(0, 5\) of 5"),
+        ({"branches": (0, 3, 2)}, "branches that begin at"),
+        ({"branches": (0, 1)}, r"branch 0 at tokens \[0, 1\) with the responses"),
+        (BRANCHED | {"branches": (0, 3)}, r"branch 1 at tokens \[3, 5\) with the responses"),
+        (BRANCHED | {"branches": (0, 2), "action_spans": [Span(0, 2), Span(4, 5)]}, "branch 0 at tokens"),
+        (BRANCHED | {"turns": [Turn("p", "c", 1.0, 0.0, 0.0, 0.0, branch=at) for at in (0, 2)]}, "branch 1 at tokens"),
         ({"outcome": Outcome.STALE}, "a Trajectory whose outcome is stale"),
         ({"action_spans": [], "logprobs": b"", "versions": [], "turns": []}, "0 sampled tokens"),
     ],
@@ -181,6 +199,22 @@ async def test_a_trajectory_that_does_not_go_together_is_refused(changed: dict[s
     (lease,) = await port.lease(0, 1)
     made = msgspec.structs.replace(trajectory(lease.task, 0), **changed)
     await port.refuse(port.nodes[0], p.DeliverRequest(0, [p.EndedLease(lease.lease_id, made)], 0), why)
+
+
+async def test_a_trajectory_with_branches_is_taken_and_its_row_tells_of_them() -> None:
+    port = Port()
+    await port.begin(0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(port.gate.handle, port.trainer, p.BatchRequest(0, 0, []))
+        for number, lease in enumerate(await port.lease(0, 4)):
+            made = msgspec.structs.replace(trajectory(lease.task, 0), **({} if number else BRANCHED))
+            await port.gate.handle(port.nodes[0], p.DeliverRequest(0, [p.EndedLease(lease.lease_id, made)], 0))
+    await port.gate.handle(port.trainer, p.Commit(0, {}))
+    (row,) = port.observer.steps
+    assert row["samples"] == 4, "an episode counts once"
+    assert port.hub.buffer.ledger.trained_tokens == 12
+    assert (row["branches"], row["branch_token_share"]) == (5 / 4, 2 / 12)
+    assert unlisted(row) == []
 
 
 async def test_a_failure_that_cannot_be_is_refused() -> None:

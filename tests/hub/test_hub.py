@@ -300,6 +300,30 @@ async def test_a_trainer_stays_until_every_engine_has_its_last_version(interrupt
             await left.wait()
 
 
+async def test_of_a_run_that_goes_on_at_its_end_the_trainer_stays_until_an_engine_can_evaluate() -> None:
+    config = make_config()
+    former = Driver(config)
+    await former.begin(0)
+    await former.hub.handle(p.SnapshotRequest())
+    state = msgspec.structs.replace(HubState.restore(former.kept.by_version[0], config), version=config.run.steps)
+    driver = Driver(config, state=state, evaluated={0})
+    version, left = config.run.steps, anyio.Event()
+    await driver.hub.handle(p.PublishRequest(Published(version, "tcp", b"", Canary([1, 2], [-1.0]))))
+
+    async def leave() -> None:
+        await driver.hub.handle(p.Goodbye(0, []))
+        left.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(leave)
+        await anyio.sleep(5)
+        assert not left.is_set(), "no engine could take the weights of the last evaluation"
+        await driver.hub.handle(report(1, version))
+        with anyio.fail_after(1):
+            await left.wait()
+    assert [lease.task.split for lease in await driver.lease(0, 1)] == ["eval"]
+
+
 def report(number: int, version: int) -> p.EngineReport:
     return p.EngineReport(0, number, [p.EngineStatus(0, version, 0.0, 1.0, 0.0)], [])
 
@@ -388,8 +412,7 @@ async def test_a_snapshot_is_of_one_moment_though_results_come_in_while_it_is_en
         await anyio.lowlevel.checkpoint()
         for lease in leases[samples // 2 :]:
             await driver.bring(0, lease)
-            if not driver.kept.by_version:
-                await anyio.lowlevel.checkpoint()
+            await anyio.lowlevel.checkpoint()
     again = Hub(
         config, MemoryObserver(), now=anyio.current_time, state=HubState.restore(driver.kept.by_version[0], config)
     )
@@ -464,6 +487,33 @@ async def test_a_node_that_leaves_an_interrupted_run_is_no_loss() -> None:
     driver.hub.interrupt()
     driver.hub.peer_lost("node-1")
     assert driver.observer.notes == []
+
+
+async def test_a_checkpoint_that_the_observer_wants_is_written_after_the_next_step_once() -> None:
+    driver = Driver(make_config())
+    driver.observer.wish = "checkpoint"
+    await driver.begin(0)
+    saves: list[bool] = []
+    for step in range(3):
+        await driver.bring(0, *await driver.lease(0, 4))
+        saves += [(await driver.hub.handle(p.BatchRequest(0, step, []))).saves]
+        await driver.hub.handle(p.Commit(step, {}))
+        await publish(driver, step + 1)
+        await load(driver, 0, step + 1)
+        driver.observer.wish = None
+    assert saves == [False, True, False]
+
+
+async def test_an_observer_that_wants_an_end_ends_the_run_as_an_interrupt_does() -> None:
+    driver = Driver(make_config())
+    driver.observer.wish = "stop"
+    await driver.begin(0)
+    await driver.bring(0, *await driver.lease(0, 4))
+    await driver.hub.handle(p.BatchRequest(0, 0, []))
+    await driver.hub.handle(p.Commit(0, {}))
+    assert driver.hub.interrupted
+    await publish(driver, 1)
+    assert await driver.hub.handle(p.BatchRequest(0, 1, [])) == p.BatchReply(None, finished=False)
 
 
 async def test_a_checkpoint_leaves_its_ledger() -> None:

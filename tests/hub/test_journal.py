@@ -218,6 +218,8 @@ def test_a_run_that_is_told_to_end_before_it_has_trained_all_of_it_again_books_t
     again.close()
     assert again.in_flight == 0
     again.check()
+    more = make(state=again.snapshot(), step=1, life=1)
+    assert more.lease([1]) is not None, "what was withdrawn leaves its places to a run that is told to go on"
 
 
 def test_after_the_breaker_has_ended_a_run_it_can_be_resumed_and_counts_anew() -> None:

@@ -257,3 +257,14 @@ async def test_whoever_joins_at_the_end_is_told_that_there_is_nothing_to_do() ->
     driver.hub.interrupt()
     assert (await driver.hub.handle(p.RunRequest(p.dialect()))).ending
     assert (await driver.hub.handle(p.JoinRequest(run.digest, 1))).node is None
+
+
+async def test_a_hub_that_is_about_to_end_takes_nobody_so_that_they_wait_for_the_next() -> None:
+    driver = Joined(make_config())
+    await driver.begin(0)
+    run = await driver.hub.handle(p.RunRequest(p.dialect()))
+    with anyio.move_on_after(1):
+        await driver.hub.handle(p.Fatal("ContractError", "trainer rank 0: the books are wrong"))
+    for request in (p.RunRequest(p.dialect()), p.JoinRequest(run.digest, 1)):
+        with pytest.raises(PeerLostError, match="about to end"):
+            await driver.hub.handle(request)

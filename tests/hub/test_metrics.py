@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from flash.hub.buffer import SampleBuffer
-from flash.hub.metrics import StepMetrics
-from flash.types import Failure, Outcome, VersionRun
+from flash.hub.metrics import StepMetrics, means, measured
+from flash.hub.slices import at_once
+from flash.types import Failure, Outcome, Task, VersionRun
 from tests.hub.cases import lease_all, make_buffer, trajectory
 from tests.metrics_page import unlisted
 
@@ -57,3 +58,12 @@ def test_failures_count_per_step_by_reason_whether_tried_again_or_given_up() -> 
     for lease in lease_all(buffer, 1):
         buffer.finish(lease.lease_id, trajectory(lease.task, 1))
     assert commit(buffer, metrics, 1)["failures"] == 0
+
+
+def test_kinds_have_means_of_their_own_and_an_unnamed_one_has_none() -> None:
+    samples = [trajectory(Task(n, n, 0, n, kind="ab"[n % 2]), 0, tokens=n + 1, reward=n) for n in range(3)]
+    row = at_once(means(map(measured, samples)))
+    assert row == {"domain/a/reward": 1, "domain/a/tokens": 2, "domain/b/reward": 1, "domain/b/tokens": 2}
+    assert unlisted({*row, "domain/a/share", "share_drift"}) == []
+    assert unlisted(row, "evals.jsonl") == []
+    assert measured(trajectory(Task(0, 0, 0, 0), 0)) == {}

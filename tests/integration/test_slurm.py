@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_run import CONFIG, REPOSITORY
+from tests.rows import written_rows
 from tests.slurm.cluster import Cluster, missing
 from tests.slurm.jobs import REAL_FLASH, make_project
 
@@ -39,8 +39,7 @@ def test_a_job_that_is_stopped_is_requeued_and_goes_on(cluster: Cluster, tmp_pat
     job = cluster.submit(*command, variables={"PYTHONPATH": str(REPOSITORY)}, cwd=tmp_path)
 
     def steps() -> list[int]:
-        file = run / "metrics.jsonl"
-        return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+        return [row["step"] for row in written_rows(run / "metrics.jsonl")]
 
     def newest() -> int:
         return max((int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*")), default=0)

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from flash.config.tree import Config
-from flash.observe.console import HEADER_EVERY, Console
+from flash.observe.console import HEADER_EVERY, Console, domain_line, evaluation_line
 from flash.observe.summary import summarise
 from tests.observe.sample_rows import eval_row, metrics_row
 
@@ -162,3 +162,10 @@ def test_a_narrow_encoding_does_not_stop_the_run(config: Config) -> None:
     stream = io.TextIOWrapper(raw, encoding="ascii")
     Console(config, stream).note("ratio α = 1")
     assert raw.getvalue() == b"ratio ? = 1\n"
+
+
+def test_domains_have_a_line_below_that_of_the_step_and_stand_in_that_of_an_evaluation(config: Config) -> None:
+    told = {"domain/code/reward": 0.2, "domain/code/share": 0.25, "domain/math/reward": 0.5, "domain/math/share": 0.75}
+    assert domain_line(metrics_row(0, **told)).strip() == "code 0.200 (25 %)  math 0.500 (75 %)"
+    assert domain_line(metrics_row(0)) == ""
+    assert evaluation_line(eval_row(0, 0.4, **{"domain/code/reward": 0.2})).endswith("code 0.200")

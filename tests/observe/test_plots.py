@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from flash.observe.plots import (
     COLOURS,
     draw_ages,
+    draw_domains,
     draw_mismatch,
     draw_offpolicy,
     draw_rewards,
@@ -21,6 +22,7 @@ from flash.observe.rundir import RunDirectory
 from flash.observe.series import (
     ACTIVITIES,
     age_series,
+    domain_series,
     lane_shares,
     mismatch_series,
     offpolicy_series,
@@ -45,6 +47,18 @@ def test_all_plots_are_written_at_readme_width(directory: RunDirectory) -> None:
         width, height = struct.unpack(">II", data[16:24])
         assert width == 1600
         assert height > 300
+
+
+def test_domains_are_lines_of_their_own_and_without_them_there_is_no_picture() -> None:
+    told = {"domain/code/reward": 0.2, "domain/code/share": 0.25, "domain/math/share": 0.75}
+    rows = [metrics_row(step, **told) for step in range(3)]
+    rows[1]["domain/math/reward"] = 0.5
+    series = domain_series(rows, [eval_row(0, 0.4, **{"domain/math/reward": 0.6})])
+    assert series is not None
+    assert (list(series.rewards), list(series.shares), list(series.held_out)) == (["code", "math"],) * 2 + (["math"],)
+    assert np.isnan(series.rewards["math"][[0, 2]]).all()
+    assert len(draw_domains(series).axes) == 2
+    assert domain_series([metrics_row(0)], []) is None
 
 
 def test_the_mismatch_is_a_line_for_each_environment_and_has_gaps_where_no_token_was_of_age_0() -> None:

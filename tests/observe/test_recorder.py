@@ -6,15 +6,18 @@ import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from flash.config.tree import Config
 from flash.errors import RunDirectoryError
+from flash.hub.batching import gather
 from flash.observe.recorder import Recorder
-from flash.types import Batch, Task
-from tests.hub.cases import trajectory
+from flash.types import Batch, Outcome, Task
+from tests.hub.cases import finish_all, lease_all, make_buffer, trajectory
+from tests.observe.sample_rows import metrics_row
 
 WAIT_S = 10.0
 """Longest wait for the other thread."""
@@ -33,13 +36,14 @@ class Slow:
         return [str(token) for token in token_ids]
 
 
-def make_recorder(folder: Path, tokenizer: Slow) -> Recorder:
+def make_recorder(folder: Path, tokenizer: Slow, **more: Any) -> Recorder:
     config = msgspec.convert(
         {
             "run": {"name": "run", "output_dir": str(folder), "log_samples": 1},
             "model": {"path": "none"},
             "env": {"path": "none:None"},
             "cluster": {"gpus_per_node": 0},
+            **more,
         },
         Config,
     )
@@ -58,12 +62,41 @@ def test_the_loop_goes_on_while_samples_are_written_and_all_are_there_at_the_end
     assert [sample.step for sample in recorder.directory.read_samples()] == [0, 1, 2]
 
 
+def test_rows_are_of_the_samples_that_the_ledger_books_as_trained(tmp_path: Path) -> None:
+    """A member that comes home late may join a step that can train none of its tokens any more."""
+    tokenizer = Slow()
+    tokenizer.may.set()
+    buffer = make_buffer(alpha=1, batch=8, group=4, steps=20)
+    first = lease_all(buffer, 0)
+    late = first.pop(7)
+    finish_all(buffer, first, 0)
+    samples = 0
+    with make_recorder(tmp_path, tokenizer) as recorder:
+        for step in range(3):
+            if step == 2:
+                finish_all(buffer, lease_all(buffer, 2), 2)
+                finish_all(buffer, [late], 0)
+            groups = buffer.take(step)
+            assert groups is not None
+            samples += sum(len(group.trajectories()) for group in groups)
+            recorder.batch(gather(groups, step, step - 1))
+            buffer.commit(step)
+    assert buffer.ledger.given_up == {Outcome.STALE: 1}
+    assert buffer.ledger.trained == samples - 1 == len(recorder.directory.read_samples())
+
+
 def test_samples_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
     tokenizer = Slow()
     tokenizer.may.set()
     recorder = make_recorder(tmp_path, tokenizer)
-    shutil.rmtree(recorder.directory.path)
-    with pytest.raises(RunDirectoryError), recorder:
+    folder = recorder.directory.path
+    shutil.rmtree(folder)
+    with (
+        pytest.raises(
+            RunDirectoryError, match=f"cannot write {folder}/.*: No such file.*; the folder {folder} is gone: "
+        ),
+        recorder,
+    ):
         recorder.batch(Batch(0, 0, [trajectory(Task(0, 0, 0, 0), 0)], []))
 
 
@@ -81,3 +114,40 @@ def test_pictures_that_find_no_room_are_told_and_the_run_has_ended_well(
     told = "".join(capsys.readouterr())
     assert "cannot write" in told
     assert f"`flash plot {recorder.directory.path}` draws them at any time" in " ".join(told.split())
+
+
+@pytest.mark.parametrize(
+    ("alarms", "wish", "follows"),
+    [
+        ({}, None, ""),
+        ({"checkpoint": ["ess"]}, "checkpoint", "; alarms.checkpoint has one written after the next step"),
+        ({"checkpoint": ["ess"], "stop": ["ess"]}, "stop", "; alarms.stop ends the run, which leaves a checkpoint"),
+    ],
+)
+def test_an_alarm_is_told_and_wants_what_the_configuration_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], alarms: dict[str, Any], wish: str | None, follows: str
+) -> None:
+    with make_recorder(tmp_path, Slow(), alarms={"window": 1, **alarms}) as recorder:
+        assert recorder.step(metrics_row(0)) is None
+        assert recorder.step(metrics_row(1, ess=0.2)) == wish
+        assert recorder.step(metrics_row(2, ess=0.2)) is None
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: 20% is")]
+    assert len(warnings) == 1
+    assert warnings[0].endswith(f"(the last step){follows}")
+    assert str(recorder.stopped).endswith("; alarms.stop names `ess`, --resume goes on") == (wish == "stop")
+
+
+def test_nothing_is_wanted_after_the_last_step(tmp_path: Path) -> None:
+    with make_recorder(tmp_path, Slow(), alarms={"window": 1, "stop": ["ess"]}) as recorder:
+        assert recorder.step(metrics_row(99, ess=0.2)) is None
+    assert recorder.stopped is None
+
+
+def test_an_alarm_has_the_command_called_and_its_failure_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"sh -c 'cat > \"$0\"; exit 3' {tmp_path}/told"
+    with make_recorder(tmp_path, Slow(), alarms={"window": 1, "command": command}) as recorder:
+        recorder.step(metrics_row(0, ess=0.2))
+    assert (tmp_path / "told").read_text().startswith("20% is the effective share")
+    assert "warning: alarms.command ended with code 3" in capsys.readouterr().out

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from flash.config.load import dump, given, load
+from flash.config.tree import Config
 from flash.errors import ConfigError, RecordingError
 from flash.observe.recording import forget_before, read_batch, recorded_steps, write_batch
 from flash.observe.rundir import RunDirectory
-from flash.run.replay import plan
+from flash.run.replay import plan, refuse_idle
+from flash.trainer.stored import MANIFEST, FileEntry, Manifest, step_folder
 from flash.types import Batch, BatchSample, Task
 from tests.hub.cases import trajectory
 
@@ -41,6 +46,16 @@ def test_no_byte_can_change_unseen(tmp_path: Path) -> None:
         file.write_bytes(whole[:end])
         with pytest.raises(RecordingError, match="step-000003"):
             read_batch(tmp_path, 3)
+
+
+def test_a_file_that_is_empty_or_of_another_step_is_called_so(tmp_path: Path) -> None:
+    write_batch(tmp_path, a_batch(12))
+    (tmp_path / "step-000012.bin").rename(tmp_path / "step-000003.bin")
+    with pytest.raises(RecordingError, match="the batch of another step: it was recorded as that of step 12"):
+        read_batch(tmp_path, 3)
+    (tmp_path / "step-000003.bin").write_bytes(b"")
+    with pytest.raises(RecordingError, match="wrote it: it is empty; step 3"):
+        read_batch(tmp_path, 3)
 
 
 def test_a_batch_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -99,7 +114,61 @@ def test_a_replay_says_what_it_lacks(tmp_path: Path) -> None:
         directory.write_batch(a_batch(step), keep_all=True)
     course = plan(directory.path, None, None)
     assert (course.first, course.last, course.checkpoint) == (0, 4, None)
+    assert course.left_out == "steps 5"
+    assert plan(directory.path, None, 3).left_out == ""
     with pytest.raises(ConfigError, match=r"--from-step: .*\(0\); got 2"):
         plan(directory.path, 2, None)
     with pytest.raises(ConfigError, match=r"--to-step: expected 1 to 4 .* got 5"):
         plan(directory.path, 0, 5)
+
+
+def test_a_replay_says_what_is_wrong_with_the_checkpoint_that_it_needs(tmp_path: Path) -> None:
+    directory = RunDirectory.open(tmp_path / "run", "")
+    directory.write_batch(a_batch(4), keep_all=True)
+    folder = step_folder(directory.path, 4)
+    folder.mkdir(parents=True)
+    (folder / MANIFEST).write_text("garbage")
+    damaged = f"{folder / MANIFEST} is damaged: JSON is malformed"
+    with pytest.raises(ConfigError, match=f"and no checkpoint before any of them; {re.escape(damaged)}"):
+        plan(directory.path, None, None)
+    for entry, fault in (
+        (FileEntry("state", 7, 0), "3 bytes, written as 7"),
+        (FileEntry("gone", 1, 0), "No such file"),
+    ):
+        (folder / MANIFEST).write_bytes(msgspec.json.encode(Manifest(4, 0, [entry])))
+        (folder / "state").write_text("abc")
+        with pytest.raises(ConfigError, match=f"{re.escape(str(folder / entry.path))} is damaged: .*{fault}"):
+            plan(directory.path, None, None)
+    directory.write_batch(a_batch(0), keep_all=True)
+    with pytest.raises(ConfigError, match=r"--from-step: .*\(0\); got 4; .*gone is damaged"):
+        plan(directory.path, 4, None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "idle"),
+    [
+        (["train.learning_rate=0.5", "algorithm.objective=cispo", "run.seed=3", "model.path=other"], []),
+        (["train.batch_size=16", "engine.count=1"], ["train.batch_size"]),
+        (["train.batch_size=8"], []),
+        (["engine.count=2", "env.options.digits=1"], ["engine.count", "env.options.digits"]),
+    ],
+)
+def test_settings_that_a_replay_does_not_follow_are_refused_by_name(
+    tmp_path: Path, overrides: list[str], idle: list[str]
+) -> None:
+    tree = {
+        "run": {"name": "run"},
+        "model": {"path": "owner/model"},
+        "env": {"path": "envs.arithmetic:Arithmetic", "options": {"digits": 2}},
+        "train": {"batch_size": 8},
+        "cluster": {"gpus_per_node": 0},
+    }
+    file = tmp_path / "config.toml"
+    file.write_text(dump(msgspec.convert(tree, Config)))
+    config, named = load(file, overrides), given([], overrides)
+    if not idle:
+        refuse_idle(file, config, named)
+        return
+    with pytest.raises(ConfigError) as error:
+        refuse_idle(file, config, named)
+    assert re.findall("`(.*)`: has no effect on a replay", str(error.value)) == idle

@@ -68,3 +68,11 @@ def test_rows_without_an_interval_are_weighted_by_tokens_over_rate(config: Confi
     for row in rows:
         del row["interval_s"]
     assert summary(config, rows, []).tokens_per_second == pytest.approx(200 / 3)
+
+
+def test_restarts_count_in_steps_that_were_done_again_too(config: Config) -> None:
+    kept = metrics_row(0, trainer_restarts=1, engine_restarts=0)
+    undone = metrics_row(1, trainer_restarts=1, engine_restarts=2, failures=5)
+    result = summarise(config, [kept], [], undone=[undone], ledger=LEDGER, restarts=1, canary_max=None)
+    assert (result.trainer_restarts, result.engine_restarts) == (2, 2)
+    assert (result.steps, result.failures) == (1, kept["failures"])

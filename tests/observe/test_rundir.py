@@ -13,6 +13,7 @@ from flash.errors import RunDirectoryError
 from flash.observe.rundir import RunDirectory, SampleTimes, TurnTimes, readable, sample_times, write_atomically
 from flash.observe.summary import summarise
 from flash.types import Outcome, Span, Task, Trajectory, Turn, VersionRun
+from tests.branching import joined
 from tests.observe.sample_rows import eval_row, metrics_row, spans
 
 
@@ -100,6 +101,7 @@ def test_each_life_sets_its_rows_aside_in_its_own_folder(directory: RunDirectory
         [1, 1],
         [2],
     ]
+    assert [row["life"] for row in directory.read_undone()] == [0, 0, 0, 1, 1, 2]
 
 
 def test_a_resume_with_nothing_to_undo_sets_nothing_aside(directory: RunDirectory) -> None:
@@ -214,9 +216,11 @@ def test_a_readable_sample_shows_texts_versions_and_ages(directory: RunDirectory
                 "env_s": 0.2,
                 "metrics": {},
                 "note": "",
+                "branch": 0,
             }
         ],
         "tokens": ["1", "+", "a", "b", "c", "d"],
+        "branches": [0],
         "action_spans": [[2, 6]],
         "versions": [[10, 3], [12, 1]],
         "ages": {"0": 1, "2": 3},
@@ -245,6 +249,21 @@ def test_a_trained_sample_is_told_turn_by_turn_in_numbers() -> None:
             TurnTimes(3, 3, 1002.0, 0.5, 0.6, 4),
         ],
     )
+
+
+def test_turns_of_branches_are_told_in_order_of_time_each_with_what_it_was_shown() -> None:
+    one, other = trajectory([VersionRun(3, 2)]), trajectory([VersionRun(5, 1), VersionRun(4, 3)])
+    sample = joined([one, other, one])
+    times = sample_times(sample, 6)
+    assert [(turn.branch, turn.observation_tokens, turn.tokens, turn.oldest_version) for turn in times.turns] == [
+        (0, 2, 2, 3),
+        (1, 2, 4, 4),
+        (2, 2, 2, 3),
+    ]
+    shown = readable(sample, 6, ["t"] * sample.length)
+    assert shown.branches == [0, 4, 10]
+    assert shown.action_spans == [Span(2, 4), Span(6, 10), Span(12, 14)]
+    assert [turn.branch for turn in shown.turns] == [0, 1, 2]
 
 
 def test_resuming_rolls_the_samples_back_with_their_steps(directory: RunDirectory) -> None:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
 import pytest
 
-from flash.observe.stats import mean_interval
+from flash.observe.stats import best_of, best_of_each, difference, mean_interval
 
 
 def test_interval_of_binary_rewards_solves_the_score_equation() -> None:
@@ -75,3 +76,37 @@ def _t_mass(quantile: float, degrees: int) -> float:
         weight = 1 if piece in (0, pieces) else 4 if piece % 2 else 2
         total += weight * scale * (1 + at * at / degrees) ** (-(degrees + 1) / 2)
     return total * width / 3
+
+
+@pytest.mark.parametrize(("n", "right", "k"), [(8, 3, 1), (8, 3, 4), (8, 6, 4), (10, 0, 5), (5, 5, 2), (200, 17, 100)])
+def test_best_of_k_of_binary_rewards_is_the_unbiased_pass_at_k(n: int, right: int, k: int) -> None:
+    expected = 1 - math.comb(n - right, k) / math.comb(n, k)
+    assert best_of([1.0] * right + [0.0] * (n - right), k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_best_of_k_is_the_mean_of_the_best_over_all_choices() -> None:
+    values = [0.2, -1.0, 0.7, 0.7, 0.1]
+    for k in range(1, 6):
+        choices = [max(choice) for choice in itertools.combinations(values, k)]
+        assert best_of(values, k) == pytest.approx(sum(choices) / len(choices))
+
+
+def test_best_of_each_counts_problems_with_enough_answers() -> None:
+    found = best_of_each([[1, 0, 0], [1, 1, 1], [0]])
+    assert [one.k for one in found] == [1, 2, 3]
+    assert [one.interval.mean for one in found] == pytest.approx([4 / 9, (2 / 3 + 1) / 2, 1.0])
+    assert all(0 <= one.interval.low <= one.interval.mean <= one.interval.high <= 1 for one in found)
+    assert best_of_each([]) == []
+
+
+def test_the_interval_of_a_difference_adds_the_limits_in_squares() -> None:
+    """Newcombe 1998, table II, example a: 56/70 − 48/80 = 0.2000 (0.0524 to 0.3339)."""
+    found = difference(mean_interval([1] * 48 + [0] * 32), mean_interval([1] * 56 + [0] * 14))
+    assert found == pytest.approx((0.2, 0.0524, 0.3339), abs=5e-5)
+
+
+def test_the_difference_to_oneself_holds_zero() -> None:
+    interval = mean_interval([1] * 48 + [0] * 32)
+    found = difference(interval, interval)
+    assert found.mean == 0
+    assert found.low < 0 < found.high

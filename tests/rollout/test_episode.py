@@ -12,12 +12,13 @@ import msgspec
 import pytest
 
 from flash.environment import EpisodeView, Said
-from flash.errors import BranchError, EngineError, EnvError, RewardError
+from flash.errors import EngineError, EnvError, RewardError
 from flash.rollout.engine import GenerateRequest, SamplingSettings
 from flash.rollout.episode import Episode, EpisodeProgress, EpisodeSettings, Responder, response_key, response_seed
 from flash.rollout.phases import FreePhases, LockStep, Phases
+from flash.rollout.tokenizer import Tokenizer
 from flash.simulate.clock import run_virtual
-from flash.types import Completion, Failure, Lease, Message, Outcome, Span, Task, Trajectory, VersionRun
+from flash.types import Completion, Failure, Lease, Message, Outcome, Span, Task, Tool, Trajectory, VersionRun
 
 EOS = 0
 SETTINGS = EpisodeSettings(
@@ -26,6 +27,8 @@ SETTINGS = EpisodeSettings(
     eval=SamplingSettings(8, 0.0),
     max_length=200,
     max_turns=10,
+    max_branches=3,
+    max_tokens=500,
     reset_s=10,
     step_s=20,
     close_s=30,
@@ -35,13 +38,13 @@ SETTINGS = EpisodeSettings(
 LEASE = Lease(1, Task(42, 7, 0, seed=5, kind="game"), min_version=3)
 
 
-class CharTokenizer:
+class CharTokenizer(Tokenizer):
     """One token per character; a follow-up says whether the model had stopped."""
 
-    def render(self, observation: Any) -> list[int]:
+    def render(self, observation: Any, tools: Sequence[Tool] = ()) -> list[int]:
         return [ord(c) for c in text_of(observation)]
 
-    def follow(self, observation: Any, stopped: bool) -> list[int]:
+    def follow(self, observation: Any, stopped: bool, tools: Sequence[Tool] = ()) -> list[int]:
         return [ord(c) for c in ("|" if stopped else "/") + text_of(observation)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -66,7 +69,8 @@ class Script:
         *,
         min_version: int,
         affinity: tuple[int, int],
-        progress: Callable[[int], None],
+        session: int | None,
+        progress: Callable[[Sequence[int]], None],
         timeout: float,
         episode: anyio.CancelScope,
     ) -> Completion:
@@ -74,7 +78,7 @@ class Script:
         completion = self._completions.pop(0)
         for _ in range(2 if isinstance(completion, Exception) else len(completion.token_ids)):
             await anyio.sleep(self.seconds)
-            progress(1)
+            progress([0])
         if isinstance(completion, Exception):
             raise completion
         return completion
@@ -294,6 +298,15 @@ def test_what_follows_a_response_that_was_cut_off_is_told_so() -> None:
     assert bytes(trajectory.tokens().tolist()) == b"starta/xb\0|yc\0"
 
 
+def test_a_domain_has_limits_of_its_own() -> None:
+    own = msgspec.structs.replace(SETTINGS, max_turns=1, train=SamplingSettings(3, 1.0))
+    script = Script(say("a"))
+    trajectory = succeed(Env(go("x", 0.5)), script, domains={"game": own})
+    assert (len(trajectory.turns), trajectory.outcome) == (1, Outcome.TRUNCATED)
+    assert script.calls[0][0].sampling.max_new_tokens == 3
+    assert len(succeed(Env(go("x"), end(1.0)), Script(say("a"), say("b")), domains={"other": own}).turns) == 2
+
+
 def test_after_max_turns_the_episode_is_truncated_with_the_rewards_so_far() -> None:
     env = Env(go("x", 0.25), go("y", 0.5), go("never shown", 9.0))
     trajectory = succeed(env, Script(say("a"), say("b")), max_turns=2)
@@ -432,15 +445,56 @@ def test_the_limit_that_an_environment_asks_for_is_for_one_response() -> None:
 
 
 class Branching(Env):
-    """Raises what an agent that leaves its conversation does."""
+    """Goes on where it is told, after each response, and keeps what it could have."""
+
+    def __init__(self, *results: Any, places: Sequence[tuple[int, int]]) -> None:
+        super().__init__(*results)
+        self._places = list(places)
+
+    def inform(self, episode: EpisodeView) -> None:
+        self.episode = episode
+        self.left: list[tuple[int, int]] = []
 
     async def step(self, action: str) -> Any:
-        raise BranchError("another one")
+        result = await super().step(action)
+        if self._places:
+            self.episode.go_on(*self._places.pop(0))
+            self.left.append((self.episode.branches_left, self.episode.room(result[0])))
+        return result
 
 
-def test_a_conversation_that_branches_is_an_outcome_of_its_own() -> None:
-    failure = fail(Branching(), Script(say("a")))
-    assert (failure.outcome, failure.message, failure.tokens) == (Outcome.BRANCHED, "another one", 2)
+def test_an_environment_that_goes_on_elsewhere_makes_branches_of_their_own_prompts() -> None:
+    env = Branching(go("more", 0.5), go("other"), go("on"), end(1.0), places=[(0, 1), (0, 1), (1, 2)])
+    script = Script(say("a", (3, 2)), say("bc", (4, 3)), say("d", (4, 2)), say("e", (5, 2)))
+    played = succeed(env, script)
+    first, later = "starta0|morebc0", "starta0|otherd0|one0"
+    assert "".join(map(chr, played.tokens())).replace("\0", "0") == first + later
+    assert played.branches == (0, len(first))
+    assert [turn.branch for turn in played.turns] == [0, 0, 1, 1]
+    assert [turn.reward for turn in played.turns] == [0.5, 0.0, 0.0, 1.0]
+    assert played.versions == [VersionRun(3, 2), VersionRun(4, 5), VersionRun(5, 2)]
+    sampled = played.tokens()[played.action_mask()]
+    assert "".join(map(chr, sampled)).replace("\0", "0") == "a0bc0d0e0", (
+        "what a branch has from another is prompt in it"
+    )
+    prompts = ["".join(map(chr, request.prompt)).replace("\0", "0") for request, *_ in script.calls]
+    assert prompts == ["start", "starta0|more", "starta0|other", "starta0|otherd0|on"]
+    assert env.left == [
+        (2, 200 - len("starta0|more")),
+        (2, 200 - len("starta0|other")),
+        (1, 200 - len("starta0|otherd0|on")),
+    ]
+
+
+def test_what_all_branches_hold_together_is_bounded_too() -> None:
+    env = Branching(go("x" * 100), go("y" * 100), go("z"), end(1.0), places=[(0, 1), (0, 0), (0, 1)])
+    played = succeed(env, Script(say("a"), say("b"), say("c")), max_tokens=220)
+    assert played.outcome is Outcome.TRUNCATED
+    assert [room for _, room in env.left] == [
+        200 - len("starta0|") - 100,
+        220 - len("starta0|") - 100 - len("b0") - 100,
+        220 - len("starta0|") - 100 - len("b0") - 100 - len("c0") - len("starta0|z"),
+    ]
 
 
 class HalfBlocking(Env):

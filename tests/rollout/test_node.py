@@ -28,16 +28,17 @@ from flash.rollout.fake_engine import FakeEngine, FakeLine
 from flash.rollout.node import RolloutNode
 from flash.rollout.proxy import MAX_FAILED_IN_A_ROW
 from flash.rollout.supervisor import only
+from flash.rollout.tokenizer import Tokenizer
 from flash.simulate.clock import run_virtual
-from flash.types import Canary, Outcome, Published, Shard
+from flash.types import Canary, Outcome, Published, Shard, Tool
 from tests.hub.cases import KeptStates
 
 
-class CharTokenizer:
-    def render(self, observation: Any) -> list[int]:
+class CharTokenizer(Tokenizer):
+    def render(self, observation: Any, tools: Sequence[Tool] = ()) -> list[int]:
         return [ord(c) for c in observation]
 
-    def follow(self, observation: Any, stopped: bool) -> list[int]:
+    def follow(self, observation: Any, stopped: bool, tools: Sequence[Tool] = ()) -> list[int]:
         return self.render(observation)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -128,6 +129,7 @@ class World:
         engines: Sequence[Callable[[], FakeEngine]] | None = None,
         train_seconds: float = 1.0,
         answer: str = "yes",
+        tokenizer: Tokenizer | None = None,
         state: bytes | None = None,
         evaluated: Collection[int] = (),
         kind_of: Callable[[int], str] = lambda seed: "",
@@ -138,6 +140,7 @@ class World:
         self.config = config
         self._journal, self._life = journal, life
         self._prepare = prepare
+        self._tokenizer = tokenizer or CharTokenizer()
         self._kind_of = kind_of
         self.observer = MemoryObserver()
         usual = partial(FakeEngine, lambda prompt: [ord(c) for c in answer], 0.1)
@@ -172,7 +175,7 @@ class World:
             self.config,
             self.lines,
             0,
-            CharTokenizer(),
+            self._tokenizer,
             lambda kind: wrap(self._env()),
             InProcessCaller(self.hub),
             now=now,

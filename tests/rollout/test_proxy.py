@@ -82,8 +82,8 @@ class House:
     ) -> None:
         """One request; its end, good or bad, is booked."""
 
-        def progress(count: int) -> None:
-            self.progress[task] = self.progress.get(task, 0) + count
+        def progress(tokens: Sequence[int]) -> None:
+            self.progress[task] = self.progress.get(task, 0) + len(tokens)
 
         request = GenerateRequest([task, length], SamplingSettings(100, 1.0), key=task)
         try:
@@ -91,6 +91,7 @@ class House:
                 request,
                 min_version=min_version,
                 affinity=(task if group is None else group, task),
+                session=task,
                 progress=progress,
                 timeout=TIMEOUT_S,
                 episode=episode or anyio.CancelScope(),
@@ -216,7 +217,8 @@ def test_a_response_without_end_before_its_deadline_is_an_error_that_says_where_
                 GenerateRequest([1, 50], SamplingSettings(100, 1.0), key=0),
                 min_version=0,
                 affinity=(0, 0),
-                progress=lambda count: None,
+                session=0,
+                progress=lambda tokens: None,
                 timeout=5.5,
                 episode=anyio.CancelScope(),
             )

@@ -141,12 +141,14 @@ class Served:
     def load(self, published: Published, *, keep_cache: bool = False) -> float:
         return self.call(functools.partial(self.engine.load, published, keep_cache=keep_cache))
 
-    def generate(self, prompt: list[int], count: int, temperature: float = 1.0) -> Completion:
-        return self.call(complete, self.engine, ask(prompt, count, temperature))
+    def generate(
+        self, prompt: list[int], count: int, temperature: float = 1.0, stop: tuple[str, ...] = ()
+    ) -> Completion:
+        return self.call(complete, self.engine, ask(prompt, count, temperature, stop))
 
 
-def ask(prompt: list[int], count: int, temperature: float = 1.0) -> GenerateRequest:
-    return GenerateRequest(prompt, SamplingSettings(count, temperature), key=0)
+def ask(prompt: list[int], count: int, temperature: float = 1.0, stop: tuple[str, ...] = ()) -> GenerateRequest:
+    return GenerateRequest(prompt, SamplingSettings(count, temperature, stop), key=0)
 
 
 def make_config(folder: Path, **deadlines: float) -> Config:
@@ -387,6 +389,17 @@ def test_a_response_ends_with_the_models_end_token(served: Served) -> None:
     completion = served.generate([5, 6, 7], 40)
     set_end_token(served.model, wanted=False)
     assert (completion.token_ids, completion.finish) == ([END], "stop")
+
+
+def test_a_response_ends_at_a_text_and_keeps_the_tokens_of_it(served: Served) -> None:
+    served.load(served.publish())
+    whole = served.generate([5, 6, 7, 8], 12, temperature=0.0)
+    words = [f"t{token}" for token in whole.token_ids]
+    stop = " ".join(words[3:5])
+    stopped = served.generate([5, 6, 7, 8], 12, temperature=0.0, stop=("never", stop))
+    count = next(count for count in range(1, 13) if stop in " ".join(words[:count]))
+    assert (stopped.token_ids, stopped.finish) == (whole.token_ids[:count], "text")
+    assert stopped.logprobs == pytest.approx(whole.logprobs[:count], abs=1e-5)
 
 
 def test_a_response_ends_at_its_limit_or_the_contexts(served: Served) -> None:

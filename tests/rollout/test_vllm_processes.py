@@ -170,6 +170,11 @@ def test_a_start_that_fails_tells_what_has_killed_it(which: str, error: Exceptio
         over, has_begun = anyio.Event(), anyio.Event()
         begun: list[tuple[BaseProcess, int]] = []
         told_by: list[str | None] = []
+        noted = anyio.Event()
+
+        def remember(core: int) -> None:
+            if begun and core == begun[0][0].pid:
+                anyio.from_thread.run_sync(noted.set)
 
         def start() -> None:
             processes.start_here()
@@ -179,9 +184,10 @@ def test_a_start_that_fails_tells_what_has_killed_it(which: str, error: Exceptio
 
         async with anyio.create_task_group() as group:
             group.start_soon(anyio.to_thread.run_sync, start)
+            group.start_soon(processes.follow_start, remember)
             with anyio.fail_after(30):
-                await processes.find_core()
                 await has_begun.wait()
+                await noted.wait()  # while it starts: nothing has said that it has
             process, worker = begun[0]
             assert process.pid is not None
             os.kill(process.pid if which == "core" else worker, signal.SIGKILL)
@@ -189,6 +195,7 @@ def test_a_start_that_fails_tells_what_has_killed_it(which: str, error: Exceptio
             told_by.append(processes.killed_in_start(error))
             processes.end_starting(10)
             over.set()
+            group.cancel_scope.cancel()
         ((process, worker),) = begun
         assert ended(worker)
         return told_by[0], process.pid

@@ -224,6 +224,39 @@ async def test_a_damaged_record_is_named_and_the_run_goes_on_from_the_checkpoint
     assert again.state.buffer.ledger.generated_tokens == second.buffer.ledger.generated_tokens
 
 
+async def test_a_file_of_another_checkpoint_in_the_journals_place_is_told_and_set_aside(run_dir: Path) -> None:
+    async with written(Life(run_dir)) as life:
+        life.step(0)
+        await life.journal.written()
+        life.checkpoint(1)
+        life.step(1)
+        await life.journal.written()
+        checkpoint = life.checkpoint(2)
+        life.step(2)
+    first, second = (journal_folder(run_dir) / name for name in files(run_dir))
+    second.write_bytes(first.read_bytes())
+    kept = restored(checkpoint, config_of(run_dir))
+    assert kept.state is not None
+    assert kept.state.version == 2
+    (note,) = kept.notes
+    assert f"{second} follows a checkpoint of version 1, where that of version 2 was looked for" in note
+    assert f"damaged-{second.name}" in files(run_dir)
+
+
+async def test_steps_that_the_journal_has_lost_are_told_before_they_are_done_again(run_dir: Path) -> None:
+    directory = RunDirectory.open(run_dir, dump(config_of(run_dir)), resume_at=0)
+    async with written(Life(run_dir)) as life:
+        life.step(0)
+        await life.journal.written()
+        checkpoint = life.checkpoint(1)
+        life.step(1)
+    for step in range(2):
+        directory.append_metrics({"step": step})
+    (journal_folder(run_dir) / "000001-step-000001.log").unlink()
+    kept = restored(checkpoint, config_of(run_dir))
+    assert kept.notes == ["the run goes back from version 2 to 1, and does these steps again: no journal tells of them"]
+
+
 async def test_a_journal_that_cannot_be_read_is_set_aside(run_dir: Path) -> None:
     (journal_folder(run_dir) / "000000-step-000000.log").mkdir(parents=True)
     kept = restored(None, config_of(run_dir))

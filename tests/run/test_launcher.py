@@ -14,7 +14,7 @@ from flash.errors import ConfigError, PeerLostError
 from flash.foreign.torch import Ended
 from flash.run.agents import Role, run_agent, tell
 from flash.run.error_marker import ErrorMarker
-from flash.run.hub_place import HubPlace
+from flash.run.hub_place import HUB_FILE, HubPlace, withdraw
 from flash.run.launcher import ALONE, describe_start, place_in_job, resume_command
 from flash.run.overseer import Overseer
 from flash.run.rendezvous import hub_place
@@ -49,6 +49,16 @@ def test_torchrun_waits_longer_than_the_run_needs_to_leave_a_checkpoint(
     assert seen == [330]
 
 
+def test_a_closed_terminal_is_left_to_whoever_started_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = pytest.importorskip("torch.distributed.run")
+    for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "FLASH_SCRATCH"):
+        monkeypatch.setenv(name, "0")
+    seen: list[str] = []
+    monkeypatch.setattr(run, "run", lambda options: seen.append(run.config_from_args(options)[0].signals_to_handle))
+    assert run_agent(make_config(), "node", ALONE, ["a.toml"], untold()) == 0
+    assert seen == ["SIGINT,SIGTERM,SIGQUIT"]
+
+
 def test_what_is_about_to_start_is_said() -> None:
     assert describe_start(make_config()) == "starting processes for 1 trainer rank and 1 engine"
 
@@ -71,6 +81,20 @@ def test_nodes_that_do_not_meet_are_one_line(tmp_path: Path, monkeypatch: pytest
 def test_a_job_of_another_size_than_the_configuration_says_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.nodes = 1, but this job has 2 node\(s\)"):
         place_in_job(make_config(), {"FLASH_NNODES": "2"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("FLASH_NNODES", "two", "expected a number"),
+        ("FLASH_TOKEN", "secret", "expected at least 32 hexadecimal digits"),
+    ],
+)
+def test_a_variable_that_is_not_what_it_has_to_be_is_refused_before_anything_starts(
+    name: str, value: str, why: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{name} .*{why}"):
+        place_in_job(make_config(), {name: value})
 
 
 def test_only_trainer_ranks_meet() -> None:
@@ -144,11 +168,31 @@ def test_a_last_restart_that_is_used_up_is_told(
     assert words in json.loads((tmp_path / "error.json").read_text())["message"]
 
 
+def with_a_hub(folder: Path) -> Config:
+    """A run whose hub has its announcement out."""
+    config = make_config(run={"name": "t", "output_dir": str(folder)})
+    config.run_dir.mkdir()
+    (config.run_dir / HUB_FILE).touch()
+    return config
+
+
 def test_a_process_that_has_said_why_it_ends_is_not_named_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tell(make_config(), "trainer", ErrorMarker(tmp_path, "7.1"), [Ended(0, 7, 1), Ended(1, 8, 1)], restarts_left=3)
+    ended = [Ended(0, 7, 1), Ended(1, 8, 1)]
+    tell(with_a_hub(tmp_path), "trainer", ErrorMarker(tmp_path, "7.1"), ended, restarts_left=3)
     assert capfd.readouterr().err == "flash: the trainer ranks start again (restart 1 of 3)\n"
+
+
+def test_trainer_ranks_that_end_with_the_hub_after_an_interrupt_are_not_said_to_start_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config, marker = with_a_hub(tmp_path), ErrorMarker(tmp_path, "7.1")
+    withdraw(config.run_dir)
+    tell(config, "trainer", marker, [Ended(0, 7, 1)], restarts_left=3)
+    assert capfd.readouterr().err == ""
+    tell(config, "trainer", marker, [Ended(0, 7, -11)], restarts_left=3)  # a crash is told all the same
+    assert "killed by signal 11" in capfd.readouterr().err
 
 
 def test_what_follows_an_error_that_ends_the_run_is_not_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

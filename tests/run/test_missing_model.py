@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from flash.cli.main import main
 from flash.config.tree import Config, CriticConfig
 from flash.errors import ConfigError, DeadlineError
 from flash.run.models import make_missing_model
@@ -103,6 +104,40 @@ def test_a_node_that_died_while_it_made_the_model_is_replaced(tmp_path: Path, ot
     other.wait()
     make_missing_model(config_of(tmp_path / "tiny"))
     assert (tmp_path / "tiny" / FINGERPRINT).is_file()
+
+
+def test_what_a_killed_maker_left_beside_the_model_goes_and_nothing_else(tmp_path: Path) -> None:
+    program = f"""
+import os, signal
+from pathlib import Path
+from flash.trainer.tiny_model import _replacing
+with _replacing(Path({str(tmp_path / "tiny")!r})) as folder:
+    (folder / "config.json").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", program], check=False)
+    (left,) = tmp_path.iterdir()
+    others = [tmp_path / name for name in (".tiny.backup", ".tiny-2.making-x")]
+    for folder in others:
+        folder.mkdir()
+    make_missing_model(config_of(tmp_path / "tiny"))
+    assert not left.exists()
+    assert set(tmp_path.iterdir()) == {tmp_path / "tiny", tmp_path / ".tiny.lock", *others}
+
+
+def test_a_model_that_is_made_by_hand_waits_its_turn_too(tmp_path: Path, other: subprocess.Popen[str]) -> None:
+    handler = Tells(other)
+    logging.getLogger("flash").addHandler(handler)
+    try:
+        assert main(["tiny-model", str(tmp_path / "tiny"), "--layers", "1", "--width", "32", "--steps", "1"]) == 0
+    finally:
+        logging.getLogger("flash").removeHandler(handler)
+    assert len(handler.heard) == 1
+    assert set(tmp_path.iterdir()) == {tmp_path / "tiny", tmp_path / ".tiny.lock", tmp_path / ".theirs.lock"}
+
+
+def test_weights_may_be_read_by_whom_the_configuration_may(made: Path) -> None:
+    assert len({file.stat().st_mode for file in made.iterdir()}) == 1
 
 
 def test_the_critics_smaller_model_is_made_beside_the_policys_with_its_tokenizer(tmp_path: Path) -> None:

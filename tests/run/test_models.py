@@ -10,7 +10,8 @@ import pytest
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.observe.rundir import RunDirectory
-from flash.run.models import model_folder
+from flash.run.models import chosen_model, model_folder
+from flash.trainer import stored
 
 CONFIG = msgspec.convert({"run": {"name": "run"}, "model": {"path": "owner/model"}, "env": {"path": "m:Env"}}, Config)
 
@@ -33,6 +34,18 @@ def test_a_folder_counts_before_its_checkpoints_and_a_hub_id_is_taken_on_trust(t
         assert found == str(tmp_path / "run" / "model")
     with model_folder("owner/model", CONFIG) as found:
         assert found == "owner/model"
+
+
+def test_of_a_run_without_a_model_of_its_own_the_newest_whole_checkpoint_is_meant(tmp_path: Path) -> None:
+    whole = stored.Manifest(version=3, skipped_steps=0, files=[])
+    torn = stored.Manifest(version=6, skipped_steps=0, files=[stored.FileEntry("gone", 1, 0)])
+    for manifest in (whole, torn):
+        folder = stored.step_folder(tmp_path, manifest.version)
+        folder.mkdir(parents=True)
+        (folder / stored.MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    newest = str(stored.step_folder(tmp_path, 3))
+    assert chosen_model(str(tmp_path)) == newest
+    assert chosen_model(newest) == newest
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import socket
 import anyio
 import pytest
 
-from flash.errors import EngineError, WeightsError
+from flash.errors import ConfigError, EngineError, WeightsError
 from flash.run.hub_place import HubAddress
-from flash.run.node_loop import engines_until_interrupted, forward_signals
+from flash.run.node_loop import engines_until_interrupted, forward_signals, naming_the_key
 from tests.hub.test_hub import Driver, make_config
 
 pytestmark = pytest.mark.anyio
@@ -26,6 +26,13 @@ async def test_an_engine_that_a_signal_ended_with_the_run_is_no_error() -> None:
         raise ExceptionGroup("tasks", [EngineError("engine 0 did not start")])
     with pytest.RaisesGroup(WeightsError), engines_until_interrupted(hub):
         raise ExceptionGroup("tasks", [EngineError("engine 0 did not start"), WeightsError("damaged")])
+
+
+async def test_a_hub_that_cannot_listen_names_the_key_to_change() -> None:
+    with pytest.raises(ConfigError, match=r"^`cluster\.hub_port`: port 29500 is in use$"), naming_the_key(29500):
+        raise ConfigError("port 29500 is in use")
+    with pytest.raises(ConfigError, match=r"^`cluster\.hub_host`: cannot listen at x:0$"), naming_the_key(0):
+        raise ConfigError("cannot listen at x:0")
 
 
 async def test_a_signal_that_no_hub_hears_any_more_ends_the_node() -> None:

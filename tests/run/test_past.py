@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from flash.config.load import dump
 from flash.config.tree import Config
 from flash.errors import RecordingError
 from flash.hub.past import Start
@@ -113,7 +114,7 @@ def test_a_run_goes_back_to_the_first_step_that_cannot_be_trained_again_and_says
 @pytest.mark.parametrize(
     ("table", "values", "why"),
     [
-        ("train", {"learning_rate": 0.5}, "the configuration has changed since"),
+        ("train", {"learning_rate": 0.5}, "the configuration has changed since: train.learning_rate"),
         ("checkpoint", {"batches": "none"}, 'checkpoint.batches = "none" leaves nothing to train again'),
         ("weights", {"backend": "nccl"}, "weights.backend = nccl sends to a fixed group"),
     ],
@@ -126,8 +127,22 @@ def test_a_run_of_another_configuration_goes_back_to_its_checkpoint(
         record(recorder, 4)
     assert reach(changed(config, table, **values), 1, 4) == Reach(1, why)
     recorder.directory.config.write_text("[run")
-    assert reach(config, 1, 4) == Reach(1, "the configuration has changed since")
+    assert "config.toml cannot be read" in reach(config, 1, 4).why
     assert reach(config, 4, 4) == Reach(4)
+
+
+def test_a_run_that_is_made_longer_goes_on_where_it_was_unless_its_learning_rate_follows_from_its_end(
+    tmp_path: Path,
+) -> None:
+    config = make_config(tmp_path)
+    with Recorder(config, NoText(), now=lambda: 0.0, resume_at=None, restarts=0) as recorder:
+        record(recorder, 4)
+    longer = changed(changed(config, "run", steps=7), "deadlines", step=1.0)
+    assert reach(longer, 1, 4) == Reach(4)
+    decays = changed(config, "train", decay="linear")
+    recorder.directory.config.write_text(dump(decays))
+    assert reach(decays, 1, 4) == Reach(4)
+    assert reach(changed(decays, "run", steps=7), 1, 4).why.endswith("since: run.steps")
 
 
 async def test_weights_are_the_same_where_their_fingerprints_are(tmp_path: Path) -> None:

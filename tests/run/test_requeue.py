@@ -10,17 +10,21 @@ import pytest
 
 from flash.config.tree import Config
 from flash.errors import RequeueError
+from flash.observe.recorder import Recorder
 from flash.run.requeue import refuse_idle_requeues
 from flash.trainer.stored import MANIFEST, Manifest
+from flash.types import Batch, Task
+from tests.hub.cases import trajectory
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     tree: dict[str, Any] = {
-        "run": {"name": "mine", "output_dir": str(tmp_path)},
+        "run": {"name": "mine", "output_dir": str(tmp_path), "log_samples": 0},
         "model": {"path": "fake"},
         "env": {"path": "fake:Fake"},
+        "cluster": {"gpus_per_node": 0},
     }
     return msgspec.convert(tree, Config)
 
@@ -40,7 +44,7 @@ def test_a_job_that_gets_further_in_each_life_is_requeued_for_ever(config: Confi
 def test_a_job_that_never_gets_to_a_checkpoint_is_stopped(config: Config) -> None:
     for _ in range(3):
         refuse_idle_requeues(config)
-    with pytest.raises(RequeueError, match=r"requeued job 7 3 times without progress: .* is still missing"):
+    with pytest.raises(RequeueError, match=r"requeued job 7 3 times without progress: .* has no step yet"):
         refuse_idle_requeues(config)
 
 
@@ -48,7 +52,7 @@ def test_a_job_that_stays_at_a_version_is_stopped(config: Config) -> None:
     write_checkpoint(config, 4)
     for _ in range(3):
         refuse_idle_requeues(config)
-    with pytest.raises(RequeueError, match="still that of version 4"):
+    with pytest.raises(RequeueError, match="is still at version 4"):
         refuse_idle_requeues(config)
 
 
@@ -57,6 +61,31 @@ def test_progress_in_between_starts_the_count_again(config: Config) -> None:
         write_checkpoint(config, version)
         for _ in range(3):
             refuse_idle_requeues(config)
+
+
+class NoText:
+    def token_texts(self, token_ids: object) -> list[str]:
+        return []
+
+
+def train(config: Config, steps: int) -> None:
+    """What a life leaves that is stopped after so many steps, before a checkpoint."""
+    with Recorder(config, NoText(), now=lambda: 0.0, resume_at=0, restarts=0) as recorder:
+        for step in range(steps):
+            recorder.batch(Batch(step, 0, [trajectory(Task(step, step, 0, 0), 0)], []))
+            recorder.directory.append_metrics({"step": step})
+
+
+@pytest.mark.parametrize("journal", ["write", "off"])
+def test_steps_since_the_checkpoint_are_progress_where_the_next_life_has_them(config: Config, journal: Any) -> None:
+    config = msgspec.structs.replace(config, checkpoint=msgspec.structs.replace(config.checkpoint, journal=journal))
+    for steps in range(4):
+        train(config, steps)
+        if steps < 3 or journal == "write":
+            refuse_idle_requeues(config)
+        else:
+            with pytest.raises(RequeueError, match="has no step yet"):
+                refuse_idle_requeues(config)
 
 
 def test_a_job_that_is_submitted_again_has_all_its_lives(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from flash.run.scratch import VARIABLE, remember_shared_memory, remove_abandoned, scratch_folder
+from flash.run.scratch import SHARED_MEMORY, VARIABLE, remember_shared_memory, remove_abandoned, scratch_folder
 
 KILLED = """
 import os, signal, tempfile
 from flash.run.scratch import scratch_folder
 with scratch_folder() as folder:
     (folder / "socket").touch()
+    print(folder, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -94,13 +95,15 @@ def test_a_process_keeps_the_folder_that_its_killed_launcher_left(temporary: Pat
 def test_shared_memory_that_engines_left_goes_with_the_folder_and_no_other(temporary: Path) -> None:
     others = SharedMemory(create=True, size=8)
     try:
-        with scratch_folder():
+        with scratch_folder() as folder:
             engine = subprocess.Popen(
                 [sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )
             assert engine.stdout is not None
             left = Path("/dev/shm", engine.stdout.readline().decode().strip())
-            remember_shared_memory(engine.pid)
+            for _ in range(2):  # it is noted again and again, and is there once
+                remember_shared_memory(engine.pid)
+            assert (folder / SHARED_MEMORY).read_text() == f"{left.name}\n"
             engine.kill()
             engine.communicate()
             assert left.exists()
@@ -111,12 +114,26 @@ def test_shared_memory_that_engines_left_goes_with_the_folder_and_no_other(tempo
         others.unlink()
 
 
+def test_a_note_that_cannot_be_written_costs_no_engine(temporary: Path) -> None:
+    with scratch_folder() as folder:
+        (folder / SHARED_MEMORY).mkdir()
+        remember_shared_memory(os.getpid())
+        (folder / SHARED_MEMORY).rmdir()
+
+
+@pytest.mark.parametrize("name", ["d" * 80, "ü" * 30])
 def test_a_folder_for_temporary_files_that_is_too_deep_for_sockets_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deep = tmp_path / ("d" * 80)
+    deep = temporary / name
     deep.mkdir()
     monkeypatch.setenv("TMPDIR", str(deep))
     monkeypatch.setattr(tempfile, "tempdir", None)
     with scratch_folder() as folder:
-        assert len(str(folder)) < 64
+        assert len(os.fsencode(folder)) < 64
+    killed = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, check=False)
+    left = Path(killed.stdout.strip())
+    assert left.is_dir()
+    assert len(os.fsencode(left)) < 64
+    with scratch_folder():
+        assert not left.exists()

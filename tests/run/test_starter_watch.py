@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -50,6 +51,17 @@ def test_a_process_that_does_not_heed_the_interrupt_is_killed() -> None:
 
 def test_without_a_grace_a_process_is_killed_at_once() -> None:
     assert kill_launcher(IN_ORDER, grace=0) == ""
+
+
+def test_a_process_ends_though_nobody_reads_any_more_what_it_says() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", LAUNCHER, PROCESS.format(handler=IN_ORDER, grace=60), "wait"]
+    launcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=write, text=True)
+    os.close(write)
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "here\n"
+    assert launcher.communicate("x", timeout=20)[0] == "in order\n"
 
 
 def test_a_process_whose_launcher_is_gone_already_ends_at_once() -> None:

@@ -7,8 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from flash.service.chat import Answer, ApiError, completion, read, stream
-from flash.types import Message
+from flash.service.bodies import before
+from flash.service.chat import Answer, Events, completion, read
+from flash.service.errors import ApiError
+from flash.service.tools import is_well_formed
+from flash.types import Message, ToolCall
+from tests.service.told import told_in
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -86,13 +90,12 @@ def test_another_model_does_not_exist() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
-        ("stop", "."),
-        ("stop", ["."]),
-        ("logprobs", True),
         ("top_logprobs", 2),
         ("logit_bias", {"5": 1}),
         ("tools", [{"type": "function"}]),
+        ("tools", [{"type": "web_search"}]),
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "add"}}),
         ("functions", [{}]),
         ("response_format", {"type": "json_object"}),
     ],
@@ -105,13 +108,78 @@ def test_what_is_not_done_here_is_refused_by_name(name: str, value: Any) -> None
 @pytest.mark.parametrize(
     "message",
     [
-        {"role": "tool", "content": "4", "tool_call_id": "1"},
-        {"role": "assistant", "tool_calls": [{"id": "1"}]},
+        {"role": "function", "content": "4", "name": "add"},
+        {"role": "assistant", "function_call": {"name": "add", "arguments": "{}"}},
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]},
     ],
 )
-def test_tools_and_pictures_are_refused(message: dict[str, Any]) -> None:
+def test_calls_of_the_old_form_and_pictures_are_refused(message: dict[str, Any]) -> None:
     assert refusal(body(messages=[message]))[1]["code"] == "unsupported_parameter"
+
+
+ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+def test_tools_are_read_and_what_they_returned_bears_their_name() -> None:
+    spoken = [
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "4"}]},
+        {"role": "tool", "tool_call_id": "of nobody", "content": "5", "name": "other"},
+    ]
+    tools = [{"type": "function", "function": {**ADD, "strict": True}}]
+    asked = read(body(messages=spoken, tools=tools, tool_choice="none", parallel_tool_calls=False))
+    assert asked.tools == ({"type": "function", "function": ADD},)
+    assert (asked.calling, asked.parallel) == (False, False)
+    assert asked.messages == [
+        Message("assistant", "", "hm", (ToolCall("c1", "add", '{"a": 1}'),)),
+        Message("tool", "4", tool_call_id="c1", name="add"),
+        Message("tool", "5", tool_call_id="of nobody", name="other"),
+    ]
+
+
+def test_requests_of_other_tools_are_other_requests() -> None:
+    tools = [{"type": "function", "function": ADD}]
+    asked = [body(), body(tools=tools), body(tools=tools, tool_choice="none"), body(tools=tools, max_tokens=1)]
+    assert len({read(one).digest() for one in asked}) == len(asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "well"),
+    [("add", "{}", True), ("add", "[1]", False), ("add", "{", False), ("add", "", False), ("sub", "{}", False)],
+)
+def test_a_call_is_of_a_function_that_there_is_and_has_an_object(name: str, arguments: str, well: bool) -> None:
+    assert (
+        is_well_formed(ToolCall("1", name, arguments), read(body(tools=[{"type": "function", "function": ADD}])).tools)
+        == well
+    )
+
+
+@pytest.mark.parametrize(("given", "stop"), [(".", (".",)), (["a", "b"], ("a", "b")), ([], ()), (None, ())])
+def test_an_answer_may_end_at_up_to_four_texts(given: Any, stop: tuple[str, ...]) -> None:
+    assert read(body(stop=given)).stop == stop
+    for wrong in (["."] * 5, [""], ""):
+        assert refusal(body(stop=wrong))[1]["param"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "shown"),
+    [
+        ("abcabc", (), ("abcabc", "")),
+        ("abcabc", ("x", "c", "bc"), ("a", "bc")),
+        ("abc", ("x",), ("abc", "")),
+    ],
+)
+def test_what_stands_before_the_first_stop_is_shown(text: str, stop: tuple[str, ...], shown: tuple[str, str]) -> None:
+    assert before(text, stop) == shown
+
+
+@pytest.mark.parametrize(("n", "choices"), [(None, 1), (1, 1), (3, 3)])
+def test_each_of_several_answers_is_a_request_of_its_own(n: int | None, choices: int) -> None:
+    each = read(body(n=n)).each()
+    assert len({one.digest() for one in each}) == len(each) == choices
+    for wrong in (0, -1, 129):
+        assert refusal(body(n=wrong))[1]["param"] == "n"
 
 
 @pytest.mark.parametrize("limit", [0, -1])
@@ -119,23 +187,53 @@ def test_an_answer_without_tokens_is_refused(limit: int) -> None:
     assert refusal(body(max_tokens=limit))[1]["param"] == "max_tokens"
 
 
-ANSWER = Answer("four 🙂", cut=True, prompt_tokens=7, tokens=3)
+ANSWER = Answer(Message("assistant", "four 🙂"), cut=True, prompt_tokens=7, tokens=3)
 
 
 def test_an_answer_counts_its_tokens_and_says_that_it_was_cut() -> None:
-    told = msgspec.json.decode(completion(ANSWER, "1"))
+    told = msgspec.json.decode(completion([ANSWER], "1"))
     assert told["object"] == "chat.completion"
-    assert told["choices"][0]["message"]["content"] == ANSWER.content
+    assert told["choices"][0]["message"]["content"] == ANSWER.message.content
     assert told["choices"][0]["finish_reason"] == "length"
     assert told["usage"] == {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
 
 
+CALLS = (ToolCall("c1", "add", '{"a": 1}'), ToolCall("c2", "add", "{}"))
+CALLING = Answer(Message("assistant", "", "hm", CALLS), cut=False, prompt_tokens=7, tokens=3)
+
+
+def test_calls_and_reasoning_are_told_in_one_piece_and_in_events_alike() -> None:
+    choice = msgspec.json.decode(completion([CALLING], "1"))["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == (None, "hm")
+    assert choice["message"]["tool_calls"][0] == CALL
+    events = told_in(Events("1", with_usage=False), CALLING).split(b"\n\n")[:-2]
+    deltas = [msgspec.json.decode(event.removeprefix(b"data: "))["choices"][0]["delta"] for event in events]
+    assert [delta["reasoning"] for delta in deltas if "reasoning" in delta] == ["h", "m"]
+    told = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [{key: call[key] for key in CALL} for call in told] == choice["message"]["tool_calls"]
+    assert [call["index"] for call in told] == [0, 1]
+
+
+def test_log_probs_are_those_that_were_recorded() -> None:
+    assert read(body(logprobs=True, top_logprobs=0)).logprobs
+    answer = Answer(
+        Message("assistant", "ñ!"), cut=False, prompt_tokens=7, tokens=2, logprobs=[("ñ", -0.5), ("!", 0.0)]
+    )
+    told = msgspec.json.decode(completion([answer], "1"))["choices"][0]["logprobs"]["content"]
+    assert [(token["token"], token["logprob"], token["top_logprobs"]) for token in told] == [
+        ("ñ", -0.5, []),
+        ("!", 0.0, []),
+    ]
+
+
 @pytest.mark.parametrize("with_usage", [False, True])
 def test_a_stream_says_the_same_in_events(with_usage: bool) -> None:
-    *events, last = b"".join(stream(ANSWER, "1", with_usage=with_usage)).removesuffix(b"\n\n").split(b"\n\n")
+    *events, last = told_in(Events("1", with_usage=with_usage), ANSWER).removesuffix(b"\n\n").split(b"\n\n")
     assert last == b"data: [DONE]"
     chunks = [msgspec.json.decode(event.removeprefix(b"data: ")) for event in events]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    assert "".join(choice["delta"].get("content", "") for choice in choices) == ANSWER.content
-    assert [choice["finish_reason"] for choice in choices] == [None, "length"]
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == ANSWER.message.content
+    assert {choice["finish_reason"] for choice in choices[:-1]} == {None}
+    assert choices[-1]["finish_reason"] == "length"
     assert [chunk["usage"]["total_tokens"] for chunk in chunks if "usage" in chunk] == [10] * with_usage

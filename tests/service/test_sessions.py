@@ -9,11 +9,11 @@ import anyio
 import msgspec
 import pytest
 
-from flash.errors import BranchError
-from flash.service.chat import Answer, ApiError, Asked
+from flash.service.chat import Answer, Asked
+from flash.service.errors import ApiError
 from flash.service.sessions import KEY_BYTES, MOST_REPEATS, Session, Sessions
 from flash.simulate.clock import run_virtual
-from flash.types import Message
+from flash.types import Message, Tool
 
 
 def user(*contents: str) -> list[Message]:
@@ -29,7 +29,7 @@ def asked(*messages: Message, most: int | None = None) -> Asked:
 
 
 def answer(content: str) -> Answer:
-    return Answer(content, cut=False, prompt_tokens=1, tokens=1)
+    return Answer(assistant(content), cut=False, prompt_tokens=1, tokens=1)
 
 
 def code_of(error: ApiError) -> str | None:
@@ -43,13 +43,15 @@ class Agent:
         self._session = session
         self.got: list[str] = []
 
-    async def ask(self, request: Asked, key: str | None = None) -> None:
+    async def ask(self, request: Asked, key: str | None = None, again: bool | None = None) -> None:
         try:
-            got, _ = await self._session.call(request, key)
+            call = self._session.call(request, key, again=again)
+            with call.waited_for():
+                got = await call.answer()
         except ApiError as error:
             self.got.append(f"{error.status} {code_of(error)}")
         else:
-            self.got.append(got.content)
+            self.got.append(got.message.content)
 
 
 Play = Callable[[Session, Agent, Any], Awaitable[None]]
@@ -71,9 +73,9 @@ def play(part: Play) -> list[str]:
 async def hear(session: Session) -> list[str]:
     """What the next call adds."""
     with anyio.fail_after(1):
-        call = await session.heard()
-    assert call is not None
-    return [message.content for message in call.added]
+        heard = await session.heard()
+    assert heard is not None
+    return [message.content for message in heard.place.added]
 
 
 async def first_turn(session: Session, agent: Agent, calls: Any) -> None:
@@ -118,15 +120,64 @@ def test_a_call_that_is_made_again_is_answered_once() -> None:
     assert play(part) == ["two"] * 4
 
 
-def test_an_agent_that_asks_the_same_again_and_again_ends_its_conversation() -> None:
+def test_an_agent_that_asks_the_same_again_and_again_wants_another_answer() -> None:
     async def part(session: Session, agent: Agent, calls: Any) -> None:
         await first_turn(session, agent, calls)
-        for _ in range(MOST_REPEATS + 1):
+        for _ in range(MOST_REPEATS):
             await agent.ask(asked(*user("one")))
-        with pytest.raises(BranchError, match="more than 8 times again"):
-            await session.heard()
+        calls.start_soon(agent.ask, asked(*user("one")))
+        assert await hear(session) == ["one"]
+        session.answer(answer("another"))
+        await anyio.wait_all_tasks_blocked()
+        await agent.ask(asked(*user("one")))
 
-    assert play(part) == [" two\n"] * (MOST_REPEATS + 1) + ["400 conversation_branched"]
+    assert play(part) == [" two\n"] * (MOST_REPEATS + 1) + ["another"] * 2
+
+
+def test_a_client_that_says_which_calls_are_new_has_each_answered() -> None:
+    async def part(session: Session, agent: Agent, calls: Any) -> None:
+        for _ in range(3):
+            calls.start_soon(agent.ask, asked(*user("one")), None, False)
+        await anyio.wait_all_tasks_blocked()
+        for number in range(3):
+            assert await hear(session) == ["one"]
+            session.answer(answer(f"answer {number}"))
+        await anyio.wait_all_tasks_blocked()
+        await agent.ask(asked(*user("one")), None, True)
+
+    assert play(part) == ["answer 0", "answer 1", "answer 2", "answer 2"]
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_client_that_asks_again_gets_what_it_had_left_without(left: int, answered: bool) -> None:
+    """Of three calls alike one loses its connection, before or after its answer is there."""
+
+    async def part(session: Session, agent: Agent, calls: Any) -> None:
+        scopes = [anyio.CancelScope() for _ in range(3)]
+
+        async def ask(number: int) -> None:
+            with scopes[number]:
+                await agent.ask(asked(*user("one")), None, False)
+
+        for number in range(3):
+            calls.start_soon(ask, number)
+            await anyio.wait_all_tasks_blocked()
+        scopes[left].cancel()
+        await anyio.wait_all_tasks_blocked()
+        if not answered:
+            calls.start_soon(agent.ask, asked(*user("one")), None, True)
+            await anyio.wait_all_tasks_blocked()
+        for number in range(3):
+            await session.heard()
+            session.answer(answer(f"answer {number}"))
+            await anyio.wait_all_tasks_blocked()
+        if answered:
+            await agent.ask(asked(*user("one")), None, True)
+        session.agent_ended()
+        assert await session.heard() is None
+
+    assert sorted(play(part)) == ["answer 0", "answer 1", "answer 2"]
 
 
 def test_a_key_makes_calls_the_same_and_may_not_be_used_for_another() -> None:
@@ -156,35 +207,78 @@ TWO = assistant("two")
         pytest.param([*user("zero"), *user("one"), TWO, *user("three")], id="one put before it"),
     ],
 )
-def test_history_that_is_not_as_it_was_ends_the_conversation(messages: list[Message]) -> None:
+def test_history_that_is_not_as_it_was_begins_a_branch(messages: list[Message]) -> None:
     async def part(session: Session, agent: Agent, calls: Any) -> None:
         await first_turn(session, agent, calls)
-        await agent.ask(asked(*messages))
-        with pytest.raises(BranchError, match="does not begin with all that was said"):
-            await session.heard()
+        calls.start_soon(agent.ask, asked(*messages))
+        heard = await session.heard()
+        assert heard is not None
+        assert heard.place == (0, 0, True, messages)
+        session.answer(answer("four"))
+        await anyio.wait_all_tasks_blocked()
+        calls.start_soon(agent.ask, asked(*messages, assistant("four"), *user("five")))
+        heard = await session.heard()
+        assert heard is not None
+        assert heard.place == (1, 1, False, user("five"))
+        session.answer(answer("six"))
 
-    assert play(part) == [" two\n", "400 conversation_branched"]
+    assert play(part) == [" two\n", "four", "six"]
 
 
-def test_two_calls_at_once_end_the_conversation_at_its_next_step() -> None:
+def test_other_tools_are_another_conversation() -> None:
     async def part(session: Session, agent: Agent, calls: Any) -> None:
-        calls.start_soon(agent.ask, asked(*user("one")))
-        assert await hear(session) == ["one"]
-        await agent.ask(asked(*user("another")))
-        session.answer(answer("two"))
-        session.agent_ended()
-        with pytest.raises(BranchError, match="before the answer to the one before it"):
-            await session.heard()
+        await first_turn(session, agent, calls)
+        tools: Tool = {"type": "function", "function": {"name": "add"}}
+        messages = [*user("one"), TWO, *user("three")]
+        calls.start_soon(agent.ask, Asked(messages, None, tools=(tools,)))
+        heard = await session.heard()
+        assert heard is not None
+        assert heard.place == (0, 0, True, messages)
+        session.answer(answer("four"))
+        await anyio.wait_all_tasks_blocked()
+        calls.start_soon(agent.ask, Asked([*messages, assistant("four"), *user("five")], None, tools=(tools,)))
+        assert await hear(session) == ["five"]
+        session.answer(answer("six"))
 
-    assert play(part) == ["400 conversation_branched", "two"]
+    assert play(part) == [" two\n", "four", "six"]
+
+
+def test_calls_at_once_are_answered_in_the_order_in_which_they_came() -> None:
+    async def part(session: Session, agent: Agent, calls: Any) -> None:
+        for content in ("one", "another", "a third"):
+            calls.start_soon(agent.ask, asked(*user(content)))
+            await anyio.wait_all_tasks_blocked()
+        for content in ("one", "another", "a third"):
+            assert await hear(session) == [content]
+            session.answer(answer(f"to {content}"))
+            await anyio.wait_all_tasks_blocked()
+        session.agent_ended()
+        assert await session.heard() is None
+
+    assert play(part) == ["to one", "to another", "to a third"]
+
+
+def test_of_calls_at_once_one_may_be_refused_and_the_others_go_on() -> None:
+    async def part(session: Session, agent: Agent, calls: Any) -> None:
+        for content in ("one", "another"):
+            calls.start_soon(agent.ask, asked(*user(content)))
+            await anyio.wait_all_tasks_blocked()
+        assert await hear(session) == ["one"]
+        session.refuse(ApiError(400, "too long", "context_length_exceeded"))
+        assert await hear(session) == ["another"]
+        session.answer(answer("two"))
+
+    assert play(part) == ["400 context_length_exceeded", "two"]
 
 
 def test_the_same_question_with_another_limit_is_another_call() -> None:
     async def part(session: Session, agent: Agent, calls: Any) -> None:
         await first_turn(session, agent, calls)
-        await agent.ask(asked(*user("one"), most=3))
+        calls.start_soon(agent.ask, asked(*user("one"), most=3))
+        assert await hear(session) == ["one"]
+        session.answer(answer("three"))
 
-    assert play(part) == [" two\n", "400 conversation_branched"]
+    assert play(part) == [" two\n", "three"]
 
 
 @pytest.mark.parametrize("more", [[], [*user("three"), assistant("no")]])
@@ -215,18 +309,19 @@ def test_a_refused_call_was_not_shown_and_may_be_made_again() -> None:
 def test_the_end_refuses_what_is_open_and_what_comes() -> None:
     async def part(session: Session, agent: Agent, calls: Any) -> None:
         calls.start_soon(agent.ask, asked(*user("one")))
+        calls.start_soon(agent.ask, asked(*user("another")))
         assert await hear(session) == ["one"]
         session.end()
         await anyio.wait_all_tasks_blocked()
         await agent.ask(asked(*user("one")))
 
-    assert play(part) == ["401 invalid_api_key"] * 2
+    assert play(part) == ["401 invalid_api_key"] * 3
 
 
 def test_a_client_that_leaves_takes_no_answer_with_it() -> None:
     async def part(session: Session, agent: Agent, calls: Any) -> None:
         with anyio.move_on_after(1):
-            await session.call(asked(*user("one")))
+            await session.call(asked(*user("one"))).answer()
         assert await hear(session) == ["one"]
         session.answer(answer("two"))
         await agent.ask(asked(*user("one")))

@@ -225,6 +225,18 @@ def test_a_request_that_finds_all_places_taken_begins_when_one_is_free():
     assert found.end.tolist() == [4.0, 8.0, 12.0]
 
 
+def test_a_turn_goes_on_from_the_one_before_it_in_its_own_branch():
+    turns = [
+        TurnTimes(30, 8, 0.0, 1.0, 1.0, 0, branch=0),
+        TurnTimes(20, 8, 2.0, 1.0, 1.0, 0, branch=1),
+        TurnTimes(6, 8, 4.0, 1.0, 1.0, 0, branch=0),
+        TurnTimes(5, 8, 6.0, 1.0, 1.0, 0, branch=1),
+    ]
+    found = gather([SampleTimes(0, 0, 1.0, turns)], [], engines=1, places=4, first_step=-1)
+    assert found.context.tolist() == [30, 20, 44, 33]
+    assert found.cold.tolist() == [30, 20, 6, 5], "the rest is cached"
+
+
 def test_only_the_last_turn_pays_for_the_reward():
     turns = [TurnTimes(30, 8, 0.0, 1.0, 2.0, 0), TurnTimes(6, 8, 3.0, 1.0, 2.0, 0), TurnTimes(6, 8, 6.0, 1.0, 7.0, 0)]
     table = fit_workload([SampleTimes(0, group, group % 2, turns) for group in range(4)])

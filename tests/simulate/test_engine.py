@@ -16,6 +16,7 @@ from flash.errors import EngineDeadError
 from flash.rollout.engine import GenerateRequest, Progress, SamplingSettings
 from flash.simulate.clock import run_virtual
 from flash.simulate.engine import SimEngine
+from flash.simulate.steps import PrefixCache
 from flash.types import Canary, Completion, Published, VersionRun
 
 NEVER = 1_000_000
@@ -100,6 +101,7 @@ class Naive:
         limit, chill = self.constants.kv_tokens, 0
         while limit and len(self.running) > 1 and sum(map(self.size, self.running)) + len(self.running) > limit:
             self.waiting.insert(0, self.running.pop())
+            self.hold("episode", self.waiting[0].key, self.size(self.waiting[0]))
             self.preemptions += 1
             self.cold.discard(self.waiting[0].key)
         chill += sum(self.size(a) for a in self.running if a.key in self.cold)
@@ -110,8 +112,11 @@ class Naive:
                 break
             arrival = self.waiting.pop(0)
             while limit and sum(self.cached.values()) > max(0, limit - sum(map(self.size, self.running))):
-                self.cached.popitem(last=False)
-            known = max(self.known("problem", arrival.problem), self.known("episode", arrival.key))
+                oldest = next(iter(self.cached))
+                self.cached[oldest] -= 1
+                if not self.cached[oldest]:
+                    del self.cached[oldest]
+            known = max(self.known("problem", arrival.problem), self.cached.pop(("episode", arrival.key), 0))
             chill += size - min(known, size - 1)
             self.hold("problem", arrival.problem, arrival.prompt)
             self.running.append(arrival)
@@ -410,3 +415,16 @@ async def test_a_full_cache_puts_the_youngest_back_and_tells() -> None:
         pressure = engine.pressure
     assert (pressure.running, pressure.waiting, pressure.preemptions) == (1, 1, 1)
     assert 0.45 < pressure.kv_used < 0.6
+
+
+def test_a_prefix_is_left_where_only_the_end_was_needed() -> None:
+    cache = PrefixCache()
+    cache.hold("episode", 1, 50)
+    cache.hold("episode", 2, 30)
+    cache.shrink(60)
+    assert (cache.hit("episode", 2), cache.hit("episode", 1)) == (30, 30)
+    cache.shrink(40)
+    assert (cache.take("episode", 1), cache.take("episode", 2)) == (30, 10)
+    cache.hold("episode", 3, 60)
+    cache.shrink(60)
+    assert cache.hit("episode", 3) == 60, "what was taken counts no more"

@@ -177,6 +177,17 @@ def test_the_newest_complete_checkpoint_is_found_and_older_ones_are_pruned(tied_
     assert state_of(path) == b"again"
 
 
+def test_what_others_keep_beside_checkpoints_is_neither_chosen_nor_deleted(tmp_path: Path) -> None:
+    for name in ("step-000010", "step-000010-best", "step-999999", "step-1000000", "step-1000000.replaced", "step-x"):
+        folder = tmp_path / "checkpoints" / name
+        folder.mkdir(parents=True)
+        manifest = stored.Manifest(version=0, skipped_steps=0, files=[])
+        (folder / stored.MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    assert stored.newest_complete(tmp_path) == tmp_path / "checkpoints" / "step-1000000"
+    stored.prune(tmp_path, keep=1)
+    assert names(tmp_path) == ["step-000010-best", "step-1000000", "step-x"]
+
+
 @pytest.mark.parametrize("damage", ["truncated", "missing", "unfinished"])
 def test_a_damaged_or_unfinished_checkpoint_is_passed_over(tied_model: Path, tmp_path: Path, damage: str) -> None:
     trainer = trained(tied_model, 1)
@@ -296,6 +307,8 @@ def test_a_flipped_bit_is_refused_by_name(tied_model: Path, tmp_path: Path) -> N
     flip(shard)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged"):
         checkpoint.load(path, trainer)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged"):
+        checkpoint.read_weights(path, trainer)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tied_model: Path, untied_model: Path, tmp_path: Path) -> None:
@@ -361,6 +374,7 @@ def test_an_export_loads_as_an_ordinary_hugging_face_folder(model: Path, tmp_pat
     for _ in range(2):
         checkpoint.export_hf(trainer.model, tokenizer, folder)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1, "who may read some may read all"
     loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     expected = weights_of(trainer)
     for name, value in loaded.named_parameters():

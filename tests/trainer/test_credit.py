@@ -14,6 +14,7 @@ from flash.errors import ContractError
 from flash.trainer.credit import Credit, assign_credit
 from flash.trainer.packing import pack
 from flash.types import BatchSample, Outcome, Shard, Span, Trajectory, Turn, VersionRun
+from tests.branching import joined
 from tests.trainer.trainer_cases import make_shard, make_trajectory
 
 NOW = [VersionRun(0, 3)]
@@ -74,6 +75,27 @@ def test_rewards_of_turns_stand_at_their_last_tokens_and_shaping_in_the_last_tur
     assert credit_of(shard, "gae").earned(micro).tolist() == [0.0, 1.0, 2.0, 0.0, 5.0, 0.0]
     shaping = [Overlong(limit=4, buffer=2, penalty=0.5)]
     assert credit_of(shard, "gae", shaping=shaping).earned(micro).tolist() == [0.0, 1.0, 1.75, 0.0, 5.0, -0.25]
+
+
+def test_a_branch_earns_what_its_sample_does_from_its_own_first_turn_on() -> None:
+    first = with_turns(sample(0, 0.0), [1.0, 2.0])
+    other = with_turns(sample(0, 0.0), [10.0, 20.0])
+    shard = make_shard([joined([first, other])])
+    (micro,) = pack(shard.samples, min_version=0, max_tokens=64)
+    assert micro.turn_T.tolist() == [0, 0, 2, 1, 1, 3]
+    # The turns in order of time: 1, 10, 2, 20.
+    assert credit_of(shard, "gae").earned(micro).tolist() == [0.0, 11.0, 22.0, 0.0, 12.0, 20.0]
+    assert [turns.tolist() for turns in credit_of(shard, "gae").turns_B] == [[1.0, 10.0, 2.0, 20.0]]
+
+
+def test_branches_share_the_weight_of_their_sample_or_divide_it() -> None:
+    shard = make_shard([sample(0, 1.0), joined([sample(0, 0.0), sample(0, 0.0), sample(0, 3.0)])])
+    (micro,) = pack(shard.samples, min_version=0, max_tokens=64)
+    assert micro.index_S.tolist() == [0, 1, 1, 1]
+    for rule, weight in (("same", 1.0), ("split", 1 / 3)):
+        credit = credit_of(shard, branches=rule)
+        assert credit.advantage_B.tolist() == [-1.0, 1.0], "samples are compared, not branches"
+        assert credit.weights(micro).tolist() == [1.0] * 3 + [weight] * 9
 
 
 def test_shaping_changes_advantages_and_not_the_reward_that_objectives_see() -> None:

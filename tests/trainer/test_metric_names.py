@@ -25,6 +25,7 @@ from tests.trainer.trainer_cases import aged_shard, trainer_at
         },
         {"algorithm": {"objective": "ppo"}, "critic": {}},
         {"algorithm": {"rhythm": {}}},
+        {"algorithm": {"lag": {}}},
         {"algorithm": {"objective": "asyppo", "entropy_bonus": 0.1}, "critic": {}},
     ],
 )

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import astuple
 
 from flash.errors import ContractError
 from flash.trainer.packing import DUMMY, MAX_PADDED_SHARE, MicroBatch, only, pack, split_minibatches
 from flash.types import Span, VersionRun
-from tests.trainer.trainer_cases import make_shard, make_trajectory, part_of, random_shard
+from tests.trainer.trainer_cases import branched_shard, make_shard, make_trajectory, part_of, random_shard
 
 
 def trained_tokens(micro_batches: list[MicroBatch]) -> list[tuple[int, float, int, int]]:
@@ -53,6 +54,29 @@ def test_every_trained_token_is_in_exactly_one_micro_batch_under_the_budget(coun
         assert micro.offset_S[-1] == len(micro.input_P) <= budget
         assert len(lengths) == 1 or lengths.max() * len(lengths) <= MAX_PADDED_SHARE * budget
         assert (np.diff(micro.sequence_T) >= 0).all()
+
+
+def test_branches_are_packed_as_sequences_with_the_place_of_their_sample() -> None:
+    shard = branched_shard()
+    packed = pack(shard.samples, min_version=2, max_tokens=40)
+    expected = []
+    for sample in shard.samples:
+        one = sample.trajectory
+        turns = [turn for turn, span in enumerate(one.spans_by_turn()) for _ in range(span.start, span.stop)]
+        by_token = sorted(zip((at for span in one.spans_by_turn() for at in range(*astuple(span))), turns, strict=True))
+        for (at, turn), logp, version in zip(by_token, one.behaviour(), one.action_versions(), strict=True):
+            if version >= 2:
+                expected.append((int(one.tokens()[at]), float(logp), sample.index, turn))
+    assert trained_tokens(packed) == sorted(expected)
+    siblings: dict[int, list[int]] = {}
+    for micro in packed:
+        for index, count in zip(micro.index_S.tolist(), micro.siblings_S.tolist(), strict=True):
+            siblings.setdefault(index, []).append(count)
+        starts = np.searchsorted(micro.sequence_T, np.arange(micro.sequences))
+        assert (micro.keep_T[starts] >= micro.offset_S[:-1]).all(), "each has a prompt of its own"
+    assert all(counts == [len(counts)] * len(counts) for counts in siblings.values())
+    assert sum(map(len, siblings.values())) == shard.total_sequences
+    assert max(map(len, siblings.values())) == 3
 
 
 def test_positions_restart_and_each_kept_position_precedes_its_target() -> None:

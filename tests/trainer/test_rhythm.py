@@ -18,12 +18,13 @@ from algorithms.rhythm import Rhythm
 from flash.config.tree import Config
 from flash.errors import CheckpointError, ConfigError
 from flash.trainer import checkpoint
+from flash.trainer.attention import ROWS, attention_rows, blocks, make_scratch
 from flash.trainer.firstpass import Models, attend, first_pass
 from flash.trainer.model import shard_model, trainer_mesh
 from flash.trainer.objective import make_objective, method_of
 from flash.trainer.packing import MicroBatch, pack
 from flash.trainer.plan import plan_step
-from flash.trainer.rhythm import ROWS, RhythmPass, attention_rows, responses
+from flash.trainer.rhythm import RhythmPass, responses
 from flash.trainer.step import Trainer
 from flash.types import Shard, VersionRun
 from tests.algorithms import rhythm_reference as reference
@@ -87,17 +88,16 @@ class Recorder:
         self, module: nn.Module, query: Tensor, key: Tensor, scaling: float | None, sliding_window: int | None
     ) -> None:
         self.maps[len(self.maps)] = [
-            attention_rows(
-                query[0, :, start:stop],
-                key[0, :, start:stop],
-                torch.arange(int(stop - start)),
-                torch.arange(int(stop - start)),
-                scaling,
-                sliding_window,
-                ahead=int(stop - start) - 1,
-            )
+            self._map(query[0, :, start:stop], key[0, :, start:stop], scaling, sliding_window)
             for start, stop in zip(self._offset_S, self._offset_S[1:], strict=False)
         ]
+
+    def _map(self, query: Tensor, key: Tensor, scaling: float | None, window: int | None) -> Tensor:
+        place_L = np.arange(query.shape[1])
+        (block,) = blocks(place_L, window)
+        rows = torch.from_numpy(place_L)
+        scratch = make_scratch(query, [block])
+        return attention_rows(query, key, rows, rows, scaling, window, ahead=block.ahead, scratch=scratch)
 
 
 def prepared(model: PreTrainedModel) -> PreTrainedModel:

@@ -18,6 +18,7 @@ from flash.trainer.step import Trainer
 from flash.types import Shard, Trajectory, VersionRun
 from tests.trainer.trainer_cases import (
     aged_shard,
+    branched_shard,
     gradient_of,
     make_config,
     make_shard,
@@ -44,33 +45,43 @@ def naive_advantages(shard: Shard) -> list[float]:
     return result
 
 
-def naive_loss(model: Any, shard: Shard, objective: str, aggregation: str, temperature: float = 1.0) -> torch.Tensor:
-    """The batch's loss by loops over samples and tokens, in float64, for one update per batch."""
+def naive_loss(
+    model: Any, shard: Shard, objective: str, aggregation: str, temperature: float = 1.0, *, split: bool = False
+) -> torch.Tensor:
+    """The batch's loss by loops over samples, branches and tokens, in float64, for one update per batch."""
     sequences = []
     for sample, advantage in zip(shard.samples, naive_advantages(shard), strict=True):
-        trajectory = sample.trajectory
-        logp = unpacked_logprobs(model, trajectory, temperature)
-        losses = []
-        for place, (behaviour, version) in enumerate(
-            zip(trajectory.behaviour().tolist(), trajectory.action_versions().tolist(), strict=True)
-        ):
-            if version < shard.min_version:
-                continue
-            if objective == "grpo":
-                ratio, weight = (logp[place] - behaviour).exp(), 1.0
-            else:
-                ratio = (logp[place] - logp[place].detach()).exp()
-                weight = math.exp(logp[place].item() - behaviour)
-                weight = weight if weight <= 5.0 else 0.0
-            clipped = ratio.clamp(0.8, 1.2)
-            losses.append(-weight * torch.minimum(ratio * advantage, clipped * advantage))
-        if losses:
-            sequences.append(torch.stack(losses))
+        branches = [one for one in sample.trajectory.sequences() if one.trained_tokens(shard.min_version)]
+        for branch in branches:
+            losses = naive_losses(model, branch, shard.min_version, objective, advantage, temperature)
+            sequences.append(losses / (len(branches) if split else 1))
     if aggregation == "token_mean":
         return torch.cat(sequences).sum() / shard.total_tokens
     if aggregation == "seq_mean_token_mean":
         return sum(one.mean() for one in sequences) / shard.total_sequences
     return sum(one.sum() for one in sequences) / shard.total_sequences
+
+
+def naive_losses(
+    model: Any, trajectory: Trajectory, min_version: int, objective: str, advantage: float, temperature: float
+) -> torch.Tensor:
+    """Of the trained tokens of one sequence."""
+    logp = unpacked_logprobs(model, trajectory, temperature)
+    losses = []
+    for place, (behaviour, version) in enumerate(
+        zip(trajectory.behaviour().tolist(), trajectory.action_versions().tolist(), strict=True)
+    ):
+        if version < min_version:
+            continue
+        if objective == "grpo":
+            ratio, weight = (logp[place] - behaviour).exp(), 1.0
+        else:
+            ratio = (logp[place] - logp[place].detach()).exp()
+            weight = math.exp(logp[place].item() - behaviour)
+            weight = weight if weight <= 5.0 else 0.0
+        clipped = ratio.clamp(0.8, 1.2)
+        losses.append(-weight * torch.minimum(ratio * advantage, clipped * advantage))
+    return torch.stack(losses)
 
 
 def stale_shard(garbage: float) -> Shard:
@@ -106,6 +117,20 @@ def test_the_gradient_equals_a_naive_unpacked_float64_loop(model: Path, objectiv
     assert metrics["loss"] == pytest.approx(loss.item(), abs=2e-5)
     norm = math.sqrt(sum(float(value.square().sum()) for value in expected.values()))
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("rule", ["same", "split"])
+def test_branches_are_sequences_with_the_advantage_of_their_sample(model: Path, rule: str, aggregation: str) -> None:
+    shard = branched_shard()
+    assert shard.total_sequences > len(shard.samples)
+    algorithm = {"objective": "grpo", "aggregation": aggregation, "branches": rule}
+    trainer = trainer_at(3, model, algorithm=algorithm, train={"async_ratio": 1.0})
+    trainer.train_step(shard)
+    reference = reference_model(model)
+    naive_loss(reference, shard, "grpo", aggregation, split=rule == "split").backward()
+    expected = {name: value.grad for name, value in reference.named_parameters()}
+    assert relative_error(gradient_of(trainer), expected) < 1e-5
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

@@ -18,6 +18,7 @@ from flash.config.tree import Config
 from flash.trainer import checkpoint, stored
 from flash.trainer.step import Trainer
 from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
+from tests.branching import joined
 
 VOCABULARY = 40
 
@@ -100,15 +101,38 @@ def make_trajectory(
 
 def make_shard(trajectories: list[Trajectory], *, step: int = 0, min_version: int = 0) -> Shard:
     """The whole batch as one rank's shard."""
-    trained = [one.trained_tokens(min_version) for one in trajectories]
     return Shard(
         step=step,
         min_version=min_version,
         samples=[ShardSample(index, one) for index, one in enumerate(trajectories)],
         batch=[one.entry(min_version) for one in trajectories],
-        total_tokens=sum(trained),
-        total_sequences=sum(count > 0 for count in trained),
+        total_tokens=sum(one.trained_tokens(min_version) for one in trajectories),
+        total_sequences=sum(one.trained_branches(min_version) for one in trajectories),
     )
+
+
+def branched_shard(seed: int = 0) -> Shard:
+    """Step 3, two groups, samples of one to three branches; tokens of version 1 are masked, in some a whole branch."""
+    rng = np.random.default_rng(seed)
+    trajectories = []
+    for group in (0, 1):
+        for member in range(4):
+            runs = [
+                [VersionRun(version, int(rng.integers(1, 8))) for version in (1, 2, 3)[int(rng.integers(0, 3)) :]]
+                if branch or member
+                else [VersionRun(1, 3)]
+                for branch in range(member % 3 + 1)
+            ]
+            rewards = rng.normal(size=len(runs)).tolist()
+            trajectories.append(
+                joined(
+                    [
+                        make_trajectory(group, member, run, rng, reward=reward, prompt=int(rng.integers(1, 6)))
+                        for run, reward in zip(runs, rewards, strict=True)
+                    ]
+                )
+            )
+    return make_shard(trajectories, step=3, min_version=2)
 
 
 def random_shard(seed: int = 0) -> Shard:

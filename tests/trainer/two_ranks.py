@@ -50,6 +50,10 @@ CASES: dict[str, dict[str, Any]] = {
             "corrections": [{"kind": "icepop", "low": 0.01}, {"kind": "geometric", "low": 0.02, "high": 0.2}],
         },
     },
+    "lag": {
+        "split": "uneven", "aged": True,
+        "algorithm": {"lag": {"budget": 8.0}}, "train": {"minibatches": 2},
+    },
     "ewma": {
         "split": "uneven", "aged": True,
         "algorithm": {"options": {"proximal": "ewma"}}, "train": {"minibatches": 2},

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import anyio
 import msgspec
 import pytest
@@ -173,7 +175,8 @@ async def test_a_short_token_is_refused_on_both_ends():
 
 async def test_a_port_in_use_is_said_with_what_to_do(serving, token: bytes):
     async with serving(Ask, tell_name) as port:
-        with pytest.raises(ConfigError, match=rf"port {port} of 127\.0\.0\.1 is in use; .* choose another port"):
+        in_use = rf"port {port} of 127\.0\.0\.1 is in use by process {os.getpid()} \(.+\); wait .* choose another port"
+        with pytest.raises(ConfigError, match=in_use):
             await serve("127.0.0.1", port, token, Ask, tell_name, deadline=5)
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import anyio
 import msgspec
 import pytest
@@ -16,6 +18,7 @@ from flash.errors import (
     TransportError,
 )
 from flash.transport import Client, Peer, Request, connect
+from flash.transport.client import LATE_S
 from flash.transport.request import answered
 
 pytestmark = pytest.mark.anyio
@@ -250,6 +253,19 @@ async def test_law_1_a_late_reply_is_a_deadline_error_and_cancels_its_handler(cl
         await client.call(Wait(1), 0.05)
     await service.cancelled[1].wait()
     assert await client.call(Add(1, 1), 5) == Sum(2)
+
+
+async def test_a_process_that_was_stopped_reads_what_has_come_before_it_gives_up(client: Client, service: Service):
+    service.expect(1)
+
+    async def stopped() -> None:
+        await service.started[1].wait()
+        service.released[1].set()
+        time.sleep(0.1 + 2 * LATE_S)  # noqa: ASYNC251 - as by SIGSTOP: no loop runs, and the clock goes on
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(stopped)
+        assert await client.call(Wait(1), 0.1) == Sum(1)
 
 
 async def test_cancelling_a_call_cancels_its_handler_and_no_other(client: Client, service: Service):

@@ -12,7 +12,7 @@ import torch
 from benchmarks.offpolicy import confirm as offpolicy_confirm
 from benchmarks.offpolicy import run as offpolicy
 from benchmarks.offpolicy.cells import Cell, Folder, Method, Point, Result, Setting, read_lines, write_lines
-from benchmarks.offpolicy.harness import Problems, lagged, make_shard, make_trajectory
+from benchmarks.offpolicy.harness import Problems, Rollouts, batches, lagged, make_shard, make_trajectory, mixed
 from benchmarks.offpolicy.run import METHODS, SETTING, Comparison, Plan, Pool, grid, own_options
 from benchmarks.offpolicy.sampler import Answer, Sampler
 from benchmarks.offpolicy.summary import TARGET, accuracy_table, draw, half_width, rows, steps_table, summarise
@@ -55,6 +55,17 @@ def test_exactly_as_many_batches_are_sampled_as_are_trained(alpha: int, steps: i
     trained = list(lagged(alpha, steps, lambda step: sampled.append(step) or step))
     assert trained == list(range(steps))
     assert sorted(sampled) == trained
+
+
+@pytest.mark.parametrize("alpha", [0, 1, 4, 16])
+def test_a_mixed_batch_has_a_part_of_every_age_as_soon_as_there_are_versions_so_old(alpha: int) -> None:
+    made = [0]
+    for step, batch in enumerate(mixed(alpha, 40, lambda step, part: [(step, part, made[-1])])):
+        assert [
+            (meant_for, step - sampled_by) for meant_for, _, sampled_by in sorted(batch, key=lambda one: one[1])
+        ] == [(step, min(part, step)) for part in range(alpha + 1)]
+        made.append(made[-1] + 1)
+    assert made[-1] == 40
 
 
 def test_a_shard_holds_the_whole_batch_with_its_version_and_the_age_limit() -> None:
@@ -134,8 +145,20 @@ def test_new_weights_change_what_is_sampled_and_a_missing_one_is_noticed(model: 
         sampler.load(list(tensors.items())[1:])
 
 
+@pytest.mark.parametrize("mixing", [False, True])
+def test_a_batch_has_its_problems_in_order_whatever_their_ages(model: str, mixing: bool) -> None:
+    setting = Setting(steps=3, batch_size=16, group_size=4, problems=2)
+    cell = Cell(method=GRPO, alpha=2, mixed=mixing, seed=0, setting=setting)
+    made = [0]
+    for step, batch in enumerate(batches(cell, Rollouts(cell, Sampler(model)), lambda: made[0])):
+        assert [(one.task.task_id, one.task.seed) for one in batch] == [(n, 4 * step + n // 4) for n in range(16)]
+        ages = [step - one.versions[0].version for one in batch[::4]]
+        assert ages == [min(age, step) for age in ((0, 1, 2, 0) if mixing else (2,) * 4)]
+        made[0] += 1
+
+
 def test_each_answer_is_judged_by_its_own_problem() -> None:
-    problems = Problems(range(HELD_OUT, HELD_OUT + 2), {"digits": 2})
+    problems = Problems(range(HELD_OUT, HELD_OUT + 2), Setting().env)
     sums = [sum(int(part) for part in prompt.rstrip("=").split("+")) for prompt in problems.prompts]
     assert sums[0] != sums[1]
     answers = [Answer([], [], [], str(text), False) for text in (sums[0], sums[1], sums[1], sums[0])]
@@ -236,6 +259,18 @@ def test_the_grid_is_all_methods_ages_and_seeds_one_seed_after_the_other() -> No
     assert len(cells) == 162
     assert len({cell.name for cell in cells}) == 162
     assert {cell.seed for cell in cells[:54]} == {0}
+
+
+def test_each_method_is_also_held_to_the_budgets() -> None:
+    cells = grid(SETTING, ["grpo"], [0, 8], 1, [0, 0.04, 0.1], mixed=True)
+    assert [(cell.method.key, cell.alpha) for cell in cells[:4]] == [
+        ("grpo", 0), ("grpo_lag_0.04", 0), ("grpo_lag_0.1", 0), ("grpo", 8)
+    ]  # fmt: skip
+    assert cells[0].config().algorithm.lag is None
+    held = cells[1].config().algorithm.lag
+    assert held is not None
+    assert held.budget == 0.04
+    assert len({cell.name for cell in (*cells, *grid(SETTING, ["grpo"], [0, 8], 1))}) == 8
 
 
 def test_the_common_options_are_left_to_the_common_form() -> None:

@@ -14,7 +14,6 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import NoReturn
 from uuid import uuid4
 
 import anyio
@@ -26,7 +25,7 @@ from envs.sandbox.engines.docker import DockerBackend, find_engine
 from envs.sandbox.engines.fake import FakeBackend
 from envs.sandbox.local.sandbox import LocalSandbox
 from flash.errors import ConfigError, SandboxError
-from tests.envs.sandbox.browser import find_browser
+from tests.browser import find_browser, missing
 
 IMAGE = "flash-sandbox-python"
 MINIMAL_IMAGE = "flash-sandbox-minimal"
@@ -44,16 +43,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.integration)
 
 
-def _missing(what: str, reason: str) -> NoReturn:
-    if os.environ.get(f"FLASH_REQUIRE_{what}") == "1":
-        pytest.fail(f"FLASH_REQUIRE_{what} is set, but {reason}")
-    pytest.skip(reason)
-
-
 @pytest.fixture(scope="session")
 def chromium() -> str:
     """The path of a browser."""
-    return find_browser() or _missing("BROWSER", "there is no Chromium: apt-get install chromium-headless-shell")
+    return find_browser()
 
 
 @pytest.fixture(scope="session")
@@ -66,7 +59,7 @@ def engine_url() -> str:
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.connect(url.removeprefix("unix://"))
     except (ConfigError, OSError) as error:
-        _missing("CONTAINERS", f"no container engine answers: {error}")
+        missing("CONTAINERS", f"no container engine answers: {error}")
     # Several processes may run tests on one engine; the first one makes the images.
     name = hashlib.sha256(url.encode()).hexdigest()[:16]
     with Path(tempfile.gettempdir(), f"flash-test-images-{os.getuid()}-{name}").open("w") as lock:
@@ -74,7 +67,7 @@ def engine_url() -> str:
         try:
             anyio.run(_make_images, url)
         except (ConfigError, SandboxError) as error:
-            _missing("CONTAINERS", f"the images cannot be made: {error}")
+            missing("CONTAINERS", f"the images cannot be made: {error}")
     return url
 
 

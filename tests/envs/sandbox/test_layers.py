@@ -11,7 +11,7 @@ import envs.sandbox
 
 LAYERS = (
     ("api", "text", "trees"),
-    ("agent",),
+    ("agent", "endings"),
     ("engines",),
     ("local", "images"),
     ("pool", "doctor"),

@@ -164,6 +164,9 @@ async def test_jobs_of_a_shell_go_on_and_what_they_lose_does_not(bench):
         job = await sandbox.start("(sleep 331 &); sleep 332")
         await session.run("sleep 333 & (sleep 334 &)", timeout=LIMIT)
         await other.run("(sleep 335 &)", timeout=LIMIT)
+        # The shells of those that stay may still be on their way to them.
+        there = " && ".join(f"grep -aqz '^{name}$' /proc/[0-9]*/cmdline" for name in (331, 332, 333))
+        await session.run(f"until {there}; do sleep 0.01; done", timeout=LIMIT)
         found = await session.run("grep -ahoz '^33[0-9]$' /proc/[0-9]*/cmdline | tr '\\0' ' '", timeout=LIMIT)
         assert sorted(found.stdout.split()) == [b"331", b"332", b"333"]
         await job.signal("SIGKILL")

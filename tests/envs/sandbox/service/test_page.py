@@ -14,7 +14,7 @@ from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.protocol.wire import Order
 from envs.sandbox.service.server import Address
 from flash.errors import SandboxError, SandboxStartError
-from tests.envs.sandbox.browser import browser
+from tests.browser import browser
 from tests.envs.sandbox.services import SPEC, TOKEN, running
 
 pytestmark = [pytest.mark.anyio, pytest.mark.integration]

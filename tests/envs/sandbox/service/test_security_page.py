@@ -11,7 +11,7 @@ import pytest
 
 from envs.sandbox.service.server import Address
 from flash.errors import SandboxError, SandboxStartError
-from tests.envs.sandbox.browser import browser
+from tests.browser import browser
 from tests.envs.sandbox.services import SPEC, TOKEN, running
 
 pytestmark = [pytest.mark.anyio, pytest.mark.integration]

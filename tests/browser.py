@@ -13,9 +13,10 @@ from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 from subprocess import DEVNULL
-from typing import Any
+from typing import Any, NoReturn
 
 import anyio
+import pytest
 from websockets.asyncio.client import connect
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -23,9 +24,17 @@ START_S = 60.0
 STEP_S = 20.0
 
 
-def find_browser() -> str | None:
-    """The path of a Chromium, if there is one."""
-    return next(filter(None, map(shutil.which, NAMES)), None)
+def find_browser() -> str:
+    """The path of a Chromium. Skips the test where there is none, or fails it with FLASH_REQUIRE_BROWSER=1."""
+    found = next(filter(None, map(shutil.which, NAMES)), None)
+    return found or missing("BROWSER", "there is no Chromium: apt-get install chromium-headless-shell")
+
+
+def missing(what: str, reason: str) -> NoReturn:
+    """Skip the test, or fail it where FLASH_REQUIRE_… says that this machine has what it needs."""
+    if os.environ.get(f"FLASH_REQUIRE_{what}") == "1":
+        pytest.fail(f"FLASH_REQUIRE_{what} is set, but {reason}")
+    pytest.skip(reason)
 
 
 class Page:

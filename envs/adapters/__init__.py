@@ -1,0 +1,1 @@
+"""Environments of other frameworks, as they are."""

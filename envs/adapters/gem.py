@@ -1,0 +1,104 @@
+"""Environments of GEM, in worker processes, because they seed the random numbers of their whole process.
+
+A worker keeps nothing of an episode: each step plays it anew from its seed, with all answers so far. That is exact for
+environments that only depend on these, as GEM's games do, and costs a game of n turns n²/2 quick steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import Any
+
+import anyio
+import msgspec
+
+from envs.workers import in_worker
+from flash.environment import Info, StepResult
+from flash.errors import ConfigError, EnvError
+
+IMPORT_S = 120.0
+"""Seconds for the package to be imported."""
+
+
+class GemOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Which environment."""
+
+    id: str
+    """As it is registered: `game:GuessTheNumber-v0`."""
+    kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    timeout: float = 30.0
+    """Seconds for a step."""
+
+
+class Gem:
+    """One episode."""
+
+    def __init__(self, options: GemOptions) -> None:
+        self._options = options
+        self._seed = 0
+        self._answers: list[str] = []
+
+    @classmethod
+    def check(cls, options: GemOptions) -> None:
+        """Look whether the package is there.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if importlib.util.find_spec("gem") is None:
+            raise ConfigError("GEM is not installed: it is the package gem-llm")
+
+    @classmethod
+    async def prepare(cls, options: GemOptions) -> None:
+        """Look whether it knows the environment.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        known = await in_worker(IMPORT_S, _known)
+        if options.id not in known:
+            raise ConfigError(f"GEM has no {options.id!r}, only {', '.join(known)}")
+
+    async def reset(self, seed: int) -> tuple[str, Info]:
+        """Start with this seed."""
+        self._seed, self._answers = seed, []
+        return (await self._played())[0], {}
+
+    async def step(self, action: str) -> StepResult:
+        """Take the answer."""
+        self._answers.append(action)
+        return *(await self._played()), {}
+
+    async def close(self) -> None:
+        """Nothing to release: workers keep nothing of an episode."""
+
+    async def _played(self) -> tuple[str, float, bool, bool]:
+        options = self._options
+        try:
+            return await in_worker(options.timeout, _play, options.id, options.kwargs, self._seed, self._answers)
+        except TimeoutError:
+            raise EnvError(f"{options.id} took longer than {options.timeout:g} s") from None
+        except anyio.BrokenWorkerProcess:
+            raise EnvError(f"the process of {options.id} died") from None
+
+
+def _known() -> list[str]:
+    _library()
+    return list(importlib.import_module("gem.envs.registration").ENV_REGISTRY)
+
+
+def _play(name: str, kwargs: dict[str, Any], seed: int, answers: list[str]) -> tuple[str, float, bool, bool]:
+    env = _library().make(name, **kwargs)
+    (shown, info), reward, terminated, truncated = env.reset(seed=seed % 2**32), 0.0, False, False
+    for answer in answers:
+        shown, reward, terminated, truncated, info = env.step(answer)
+    suffix = "" if terminated or truncated else info.get("suffix", "")
+    return f"{shown}\n{suffix}".strip() + "\n", float(reward), bool(terminated), bool(truncated)
+
+
+@functools.cache
+def _library() -> Any:
+    importlib.import_module("gem.envs")  # registers what ships
+    return importlib.import_module("gem")

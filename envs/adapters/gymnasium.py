@@ -1,0 +1,90 @@
+"""Environments of Gymnasium that show text and take text, or one of a few named actions.
+
+What is shown is the observation where that is text, and otherwise what the environment renders as `ansi`. An answer
+that names no action changes nothing. Its calls block: they run in a worker thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import msgspec
+from gymnasium.spaces import Discrete, Text
+
+from flash.environment import Info, StepResult
+from flash.errors import ConfigError, EnvError
+
+
+class GymnasiumOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Which environment."""
+
+    id: str
+    """As it is registered; `module:Name-v0` imports the module first."""
+    kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Of the environment, such as `{ map_name = "8x8" }`."""
+    actions: list[str] = msgspec.field(default_factory=list)
+    """Names of the actions, in their order, where they are numbers; the last word of an answer is one of them."""
+    instructions: str = ""
+    """Shown before the first observation."""
+
+
+class Gymnasium:
+    """One episode."""
+
+    def __init__(self, options: GymnasiumOptions) -> None:
+        self._options = options
+        self._env = _make(options)
+        self._shown = ""
+
+    @classmethod
+    def check(cls, options: GymnasiumOptions) -> None:
+        """Make one, and look at its actions and at what it shows.
+
+        Raises:
+            ConfigError: it cannot be made, or shows or takes anything but text.
+        """
+        try:
+            env = _make(options)
+        except (gymnasium.error.Error, ImportError, TypeError) as error:
+            raise ConfigError(f"{options.id} cannot be made: {error}") from error
+        env.close()
+        actions = env.action_space.n if isinstance(env.action_space, Discrete) else 0
+        if not isinstance(env.observation_space, Text) and env.render_mode != "ansi":
+            raise ConfigError(f'{options.id} shows no text; where it can: kwargs = {{ render_mode = "ansi" }}')
+        if len(set(options.actions)) != actions or not (actions or isinstance(env.action_space, Text)):
+            raise ConfigError(f"{options.id} takes {env.action_space}: give `actions` as many different names")
+
+    def reset(self, seed: int) -> tuple[str, Info]:
+        """Start with this seed."""
+        observation, _ = self._env.reset(seed=seed)
+        self._shown = self._text(observation)
+        return self._options.instructions + self._shown, {}
+
+    def step(self, action: str) -> StepResult:
+        """Take the action that an answer names."""
+        chosen: Any = action
+        if self._options.actions:
+            word = (action.split() or [""])[-1].strip(".,:;!*`'\"").casefold()
+            names = [name.casefold() for name in self._options.actions]
+            if word not in names:
+                return self._shown, 0.0, False, False, {"metrics": {"unreadable": 1.0}}
+            chosen = names.index(word)
+        observation, reward, terminated, truncated, _ = self._env.step(chosen)
+        self._shown = self._text(observation)
+        return self._shown, float(reward), terminated, truncated, {"metrics": {"unreadable": 0.0}}
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._env.close()
+
+    def _text(self, observation: object) -> str:
+        shown = observation if isinstance(observation, str) else self._env.render()
+        if not isinstance(shown, str):
+            raise EnvError(f"{self._options.id} showed no text but {type(shown).__name__}")
+        return shown
+
+
+def _make(options: GymnasiumOptions) -> gymnasium.Env[Any, Any]:
+    # Its checker warns of every answer that is not in the space of actions, which most texts of a policy are not.
+    return gymnasium.make(options.id, disable_env_checker=True, **options.kwargs)

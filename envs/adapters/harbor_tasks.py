@@ -1,0 +1,171 @@
+"""The tasks of a folder in Harbor's format, in which Terminal-Bench 2 comes too: https://harborframework.com/docs/tasks.
+
+    NAME/task.toml                 what the sandbox and the tests may use
+    NAME/instruction.md            what the policy is told
+    NAME/environment/Dockerfile    the sandbox's image, which you build, unless task.toml names one that exists
+    NAME/tests/test.sh             run as /tests/test.sh in the sandbox; leaves a reward in /logs/verifier
+    NAME/solution/solve.sh         not looked at
+
+Keys of task.toml that are not known here are passed over, as the format grows; those that ask for what a sandbox is not
+given are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from envs.data.split import Split, divide
+from flash.errors import ConfigError
+
+WORKDIR = re.compile(r"^\s*WORKDIR\s+(\S+)", re.IGNORECASE | re.MULTILINE)
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", re.IGNORECASE)
+MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
+DEFAULT_WORKDIR = "/app"
+"""Where nothing says it."""
+
+_Positive = Annotated[float, Meta(gt=0)]
+
+
+class Verifier(msgspec.Struct, frozen=True):
+    """`[verifier]`."""
+
+    timeout_sec: _Positive = 600.0
+    env: dict[str, str] = {}
+    user: str | int | None = None
+    environment_mode: str = "shared"
+
+
+class Agent(msgspec.Struct, frozen=True):
+    """`[agent]`."""
+
+    user: str | int | None = None
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """`[environment]`."""
+
+    docker_image: str | None = None
+    cpus: _Positive = 1.0
+    memory_mb: Annotated[int, Meta(gt=0)] | None = None
+    memory: str | None = None
+    """The older form, `2G`; so is `storage`."""
+    storage_mb: Annotated[int, Meta(gt=0)] | None = None
+    storage: str | None = None
+    env: dict[str, str] = {}
+    gpus: int = 0
+    allow_internet: bool = True
+    mcp_servers: list[Any] = []
+
+    @property
+    def memory_mib(self) -> int:
+        """Memory, 2 GiB where nothing is said."""
+        return self.memory_mb or _mib(self.memory or "2G")
+
+    @property
+    def storage_mib(self) -> int:
+        """Room for files, 10 GiB where nothing is said."""
+        return self.storage_mb or _mib(self.storage or "10G")
+
+
+class _File(msgspec.Struct, frozen=True):
+    """A task.toml."""
+
+    verifier: Verifier = Verifier()
+    agent: Agent = Agent()
+    environment: Machine = Machine()
+    steps: list[Any] = []
+
+
+class HarborTask(msgspec.Struct, frozen=True):
+    """One task."""
+
+    name: str
+    prompt: str
+    """Its instruction."""
+    image: str
+    workdir: str
+    tests: Path
+    verifier: Verifier
+    machine: Machine
+
+
+def read_task(folder: Path, image: str) -> HarborTask:
+    """The task of a folder. `image` is for those that name none, with `{name}` for the task's.
+
+    Raises:
+        ConfigError: naming the file and what is wrong with it.
+    """
+    path = folder / "task.toml"
+    try:
+        prompt = (folder / "instruction.md").read_text(encoding="utf-8")
+        file = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _File, strict=False)
+        machine = file.environment
+        _ = machine.memory_mib, machine.storage_mib
+    except (OSError, ValueError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{folder} is no task of Harbor: {error}") from error
+    for wanted in _not_given(folder, file):
+        raise ConfigError(f"{path}: sandboxes have no {wanted}; leave this task out")
+    if not prompt.strip():
+        raise ConfigError(f"{folder}/instruction.md is empty")
+    if not (folder / "tests" / "test.sh").is_file():
+        raise ConfigError(f"{folder} has no tests/test.sh, which gives the reward")
+    name = folder.name
+    built = machine.docker_image or image.replace("{name}", name.lower())
+    return HarborTask(name, prompt, built, _workdir(folder), folder / "tests", file.verifier, machine)
+
+
+def _not_given(folder: Path, file: _File) -> Iterator[str]:
+    """What the task asks for that a sandbox does not have."""
+    machine, verifier = file.environment, file.verifier
+    asked = {
+        "GPUs (environment.gpus)": machine.gpus > 0,
+        "servers beside them (environment.mcp_servers)": bool(machine.mcp_servers),
+        "containers beside them (docker-compose.yaml)": (folder / "environment" / "docker-compose.yaml").exists(),
+        "second container for tests (verifier.environment_mode)": verifier.environment_mode != "shared",
+        "other user than their image's (agent.user, verifier.user)": bool(verifier.user or file.agent.user),
+        "variables of the host (${…} in an env)": any("${" in value for value in (machine.env | verifier.env).values()),
+        "steps ([[steps]])": bool(file.steps),
+    }
+    yield from (what for what, wanted in asked.items() if wanted)
+
+
+def _workdir(folder: Path) -> str:
+    """Where commands start: the last WORKDIR of the Dockerfile, each relative to the one before."""
+    path = PurePosixPath("/")
+    dockerfile = folder / "environment" / "Dockerfile"
+    for word in WORKDIR.findall(dockerfile.read_text(encoding="utf-8") if dockerfile.is_file() else ""):
+        path /= word.strip("\"'")
+    return DEFAULT_WORKDIR if str(path) == "/" else str(path)
+
+
+def _mib(text: str) -> int:
+    match = SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no size such as 2G or 512M")
+    return max(1, round(float(match[1]) * MIB[match[2].upper()]))
+
+
+@functools.lru_cache(maxsize=4)
+def load_tasks(folder: Path, held_out: Path | None, fraction: float, image: str) -> Split[HarborTask]:
+    """The tasks of a folder; without held-out ones of their own, a `fraction` of them is kept aside.
+
+    Raises:
+        ConfigError: one is no task, or a side would be empty.
+    """
+    aside = None if held_out is None else _all(held_out, image)
+    return divide(_all(folder, image), aside, fraction, str(folder))
+
+
+def _all(folder: Path, image: str) -> list[HarborTask]:
+    tasks = [read_task(file.parent, image) for file in sorted(folder.glob("*/task.toml"))]
+    if not tasks:
+        raise ConfigError(f"there are no tasks in {folder}: expected folders with a task.toml")
+    return tasks

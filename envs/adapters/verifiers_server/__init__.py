@@ -1,0 +1,1 @@
+"""A program for another Python: see `__main__`."""

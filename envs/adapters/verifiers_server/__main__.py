@@ -1,0 +1,113 @@
+"""Serve a task set of `verifiers` (0.4) to `envs.adapters.verifiers`, in a Python where that package is installed:
+
+    python envs/adapters/verifiers_server NAME [--env '{"agent": …}'] [--port 8400] [--tasks 10000]
+
+Nothing of Flash is imported, and nothing that `verifiers` does not bring. An episode is run by `verifiers` itself; what
+its harness asks goes through a lane of this server to the endpoint of the episode, and nowhere else. Lanes are used
+again, because `verifiers` keeps a client for every address that it was ever given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+from collections.abc import AsyncIterator
+from itertools import count, islice
+from typing import Any
+
+from aiohttp import ClientSession, ClientTimeout, web
+
+CHAT = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
+"""What `--env` is by default: a conversation, with the tools of the task set, in a process of this machine."""
+
+OF_THE_HOP = frozenset({"authorization", "connection", "content-length", "host", "transfer-encoding"})
+"""Headers of a request that are not passed on."""
+
+LARGEST_REQUEST = 64 << 20
+"""Bytes."""
+
+
+class Server:
+    """The task set and the episodes under way. `env` is a table `[env]` of `verifiers`."""
+
+    def __init__(self, name: str, env: dict[str, Any], most: int) -> None:
+        self._verifiers: Any = importlib.import_module("verifiers.v1")
+        table = {**env, "taskset": {**env.get("taskset", {}), "id": name}}
+        self._env = self._verifiers.load_environment(self._verifiers.resolve_env_config(table))
+        self._tasks = list(islice(self._env.taskset, most))
+        self._lanes: dict[str, tuple[str, str]] = {}
+        """The base URL and the key of the episode that has a lane."""
+
+    def app(self) -> web.Application:
+        """All routes."""
+        app = web.Application(client_max_size=LARGEST_REQUEST)
+        app.cleanup_ctx.append(self._serving)
+        app.router.add_get("/tasks", self.tasks)
+        app.router.add_post("/play", self.play)
+        app.router.add_post("/lanes/{lane}/v1/{path:.+}", self.pass_on)
+        return app
+
+    async def _serving(self, app: web.Application) -> AsyncIterator[None]:
+        # The endpoint answers when the policy has: the deadlines are those of the run, which ends what it waits for.
+        async with self._env.serving(), ClientSession(timeout=ClientTimeout(total=None)) as self._session:
+            yield
+
+    async def tasks(self, request: web.Request) -> web.Response:
+        """What tells the tasks apart, in their order: equal for those with equal prompts."""
+        shown = (repr((task.data.system_prompt, task.data.prompt or task.key)) for task in self._tasks)
+        return web.json_response([hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for text in shown])
+
+    async def play(self, request: web.Request) -> web.Response:
+        """An episode of task `number`, whose policy answers at `base_url`; its reward and its metrics."""
+        asked = await request.json()
+        lane = next(lane for lane in map(str, count()) if lane not in self._lanes)
+        self._lanes[lane] = asked["base_url"], asked["api_key"]
+        try:
+            client = self._verifiers.EvalClientConfig(
+                base_url=f"{request.url.origin()}/lanes/{lane}/v1", api_key_var="FLASH_LANE_HAS_NO_KEY"
+            )
+            context = self._verifiers.ModelContext(model="policy", client=client)
+            episode = await self._env.run_episode(self._tasks[asked["number"]], context)
+        finally:
+            del self._lanes[lane]
+        if not episode.ok:
+            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            return web.json_response({"error": "; ".join(f"{one.type}: {one.message}" for one in errors)}, status=500)
+        traces = [trace for trace in episode.traces if trace.agent.trainable]
+        metrics = {name: value for trace in traces for name, value in trace.metrics.items() if value is not None}
+        rewards = {name: one.value for trace in traces for name, one in trace.rewards.items() if one is not None}
+        reward = sum(trace.reward for trace in traces) / max(1, len(traces))
+        return web.json_response({"reward": reward, "metrics": {**rewards, **metrics}})
+
+    async def pass_on(self, request: web.Request) -> web.StreamResponse:
+        """A request of a harness, to the endpoint of its episode and back."""
+        if request.match_info["lane"] not in self._lanes:
+            return web.json_response({"error": {"message": "The episode is over."}}, status=401)
+        base_url, key = self._lanes[request.match_info["lane"]]
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in OF_THE_HOP}
+        headers["authorization"] = f"Bearer {key}"
+        body = await request.read()
+        async with self._session.post(f"{base_url}/{request.match_info['path']}", data=body, headers=headers) as reply:
+            answer = web.StreamResponse(status=reply.status, headers={"content-type": reply.content_type})
+            await answer.prepare(request)
+            async for piece in reply.content.iter_any():
+                await answer.write(piece)
+            return answer
+
+
+def main() -> None:
+    """Serve until it is ended; an episode that nobody waits for any more is ended at once."""
+    parser = argparse.ArgumentParser(description="Serves a task set of verifiers to envs.adapters.verifiers.")
+    parser.add_argument("name", help="the task set, as `verifiers` knows it")
+    parser.add_argument("--env", type=json.loads, default=CHAT, help="a table [env] of verifiers, as JSON")
+    parser.add_argument("--port", type=int, default=8400, help="of the loopback (8400)")
+    parser.add_argument("--tasks", type=int, default=10_000, help="tasks that are read at most (10000)")
+    given = parser.parse_args()
+    server = Server(given.name, given.env, given.tasks)
+    web.run_app(server.app(), host="127.0.0.1", port=given.port, handler_cancellation=True)
+
+
+if __name__ == "__main__":
+    main()

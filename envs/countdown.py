@@ -1,0 +1,273 @@
+"""Countdown: reach a number from others with + - * /, using each at most once; one turn.
+
+`3 7 8 12 47:` asks for an expression such as `7*8-12+3`. The answer's last line is judged, or what stands in its last
+`<answer>…</answer>`; all before it is thinking. Whether it is right is decided in rational arithmetic, by a parser:
+nothing of an answer is ever evaluated as code. The reward is 1 for exactly the number and 0 for anything else; the note
+says what is wrong.
+
+Problems are divided by their numbers, in any order, together with what is to be reached.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from fractions import Fraction
+from typing import Final, Literal
+
+import msgspec
+
+from envs.made import in_held_out_part
+from flash.environment import HELD_OUT, Info, SolvedExample, StepResult, is_held_out
+from flash.errors import ConfigError, EnvError
+from flash.types import Message, Observation
+
+LEVELS: Final = {"+": 1, "-": 1, "*": 2, "/": 2}
+"""How tightly operators bind."""
+
+SPELLED: Final = str.maketrans("×·÷−–[]{}", "**/--()()")
+"""Other signs that people and models write."""
+
+MOST_CHARACTERS = 200
+"""Of an expression: it bounds how deep its parentheses nest."""
+
+MOST_NUMBERS, LARGEST_NUMBER, HIGHEST = 8, 9999, 1_000_000
+
+MOST_DRAWS = 20_000
+"""Problems that are drawn before one has to fit."""
+
+
+class CountdownOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How difficult problems are.
+
+    Raises:
+        ConfigError: naming the option, what was expected and what was given.
+    """
+
+    numbers: int = 4
+    """Given numbers."""
+    largest: int = 25
+    """They are drawn from 1 to this one."""
+    lowest: int = 10
+    """The smallest number to reach."""
+    highest: int = 100
+    """The largest one."""
+    operators: str = "+-*/"
+    """Those that the solution which is known uses, a subset of `+-*/`; an answer may use all."""
+    template: Literal["plain", "chat"] = "plain"
+    """`plain`: `3 7 8 12 47:`, for tiny and base models; `chat`: the same in words, as a message."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.numbers <= MOST_NUMBERS:
+            raise ConfigError(f"numbers must be a whole number from 2 to {MOST_NUMBERS}, but is {self.numbers!r}")
+        if not 3 <= self.largest <= LARGEST_NUMBER:
+            raise ConfigError(f"largest must be a whole number from 3 to {LARGEST_NUMBER}, but is {self.largest!r}")
+        if not 1 <= self.lowest <= self.highest <= HIGHEST:
+            raise ConfigError(
+                f"lowest = {self.lowest!r} and highest = {self.highest!r} must be whole numbers in this order, from 1 "
+                f"to {HIGHEST}"
+            )
+        drawn = set(self.operators)
+        if not drawn or len(drawn) != len(self.operators) or not drawn <= LEVELS.keys():
+            raise ConfigError(f"operators must be one or more of {''.join(LEVELS)}, each once, not {self.operators!r}")
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """One problem with a solution."""
+
+    numbers: tuple[int, ...]
+    target: int
+    steps: tuple[str, ...]
+    """Such as `7*8=56`."""
+    expression: str
+    """All steps in one."""
+
+    @property
+    def prompt(self) -> str:
+        """In the plain form."""
+        return f"{' '.join(map(str, self.numbers))} {self.target}:"
+
+    @property
+    def key(self) -> str:
+        """What it is divided by."""
+        return f"{sorted(self.numbers)} {self.target}"
+
+    @property
+    def solution(self) -> str:
+        """The steps, a line each, and the expression."""
+        return "\n".join([*self.steps, self.expression])
+
+
+class Countdown:
+    """One number to reach."""
+
+    def __init__(self, options: CountdownOptions) -> None:
+        self._options = options
+        self._problem: Problem | None = None
+
+    @classmethod
+    def check(cls, options: CountdownOptions) -> None:
+        """Draw a problem of each side.
+
+        Raises:
+            ConfigError: the numbers hardly ever reach what is asked for.
+        """
+        for seed in (0, HELD_OUT):
+            draw(random.Random(seed), options, held_out=is_held_out(seed))
+
+    async def reset(self, seed: int) -> tuple[Observation, Info]:
+        """Show the problem of this seed."""
+        self._problem = draw(random.Random(seed), self._options, held_out=is_held_out(seed))
+        text = self._text(self._problem)
+        return text if self._options.template == "plain" else [Message("user", text)], {}
+
+    async def step(self, action: str) -> StepResult:
+        """Judge the expression; the episode ends."""
+        if self._problem is None:
+            raise EnvError("step() was called before reset()")
+        wrong = what_is_wrong(action, self._problem.numbers, self._problem.target)
+        return "", float(not wrong), True, False, {"note": wrong}
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+    def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
+        """`count` training problems, solved step by step."""
+        rng = random.Random(seed)
+        problems = [draw(rng, self._options, held_out=False) for _ in range(count)]
+        return [SolvedExample(self._text(problem), problem.solution) for problem in problems]
+
+    def alphabet(self) -> str:
+        """What prompts and solutions consist of."""
+        signs = "0123456789 :\n=()+-*/"
+        told = _told((1, 2), 3) if self._options.template == "chat" else ""
+        return "".join(dict.fromkeys(signs + told))
+
+    def _text(self, problem: Problem) -> str:
+        if self._options.template == "plain":
+            return problem.prompt
+        return _told(problem.numbers, problem.target)
+
+
+def _told(numbers: tuple[int, ...], target: int) -> str:
+    return (
+        f"Reach {target} with the numbers {', '.join(map(str, numbers))}: use each at most once, with + - * / and "
+        "parentheses. Think as long as you like; then write the expression alone on the last line.\n"
+    )
+
+
+def draw(rng: random.Random, options: CountdownOptions, *, held_out: bool) -> Problem:
+    """A problem of one side of the division.
+
+    Raises:
+        ConfigError: none was found.
+    """
+    for _ in range(MOST_DRAWS):
+        problem = _combined(rng, [rng.randint(1, options.largest) for _ in range(options.numbers)], options)
+        if problem is not None and in_held_out_part(problem.key) == held_out:
+            return problem
+    raise ConfigError(
+        f"{options.numbers} numbers from 1 to {options.largest} hardly ever reach one from {options.lowest} to "
+        f"{options.highest} with {options.operators}: give another range"
+    )
+
+
+def _combined(rng: random.Random, numbers: list[int], options: CountdownOptions) -> Problem | None:
+    """Join two at a time, in whole numbers above 0, until what is to be reached is left; None where that fails."""
+    left = [(number, str(number), 3) for number in numbers]
+    steps: list[str] = []
+    while len(left) > 1:
+        rng.shuffle(left)
+        (first, said, level), (second, also_said, also_level) = left.pop(), left.pop()
+        sign = rng.choice(options.operators)
+        value = _value(sign, Fraction(first), Fraction(second))
+        if value is None or value.denominator != 1 or value < 1:
+            return None
+        here = LEVELS[sign]
+        before = f"({said})" if level < here else said
+        after = f"({also_said})" if also_level < here or (also_level == here and sign in "-/") else also_said
+        steps.append(f"{first}{sign}{second}={value}")
+        left.append((int(value), f"{before}{sign}{after}", here))
+    ((target, expression, _),) = left
+    if not options.lowest <= target <= options.highest or target in numbers:
+        return None
+    return Problem(tuple(numbers), target, tuple(steps), expression)
+
+
+def _value(sign: str, left: Fraction, right: Fraction) -> Fraction | None:
+    """None: a division by 0."""
+    if sign == "/":
+        return left / right if right else None
+    return left + right if sign == "+" else left - right if sign == "-" else left * right
+
+
+# -- judging ---------------------------------------------------------------------------------------------------------
+
+
+def what_is_wrong(answer: str, numbers: tuple[int, ...], target: int) -> str:
+    """Why an answer does not reach the number, in words; nothing when it does."""
+    said = _last_word(answer)
+    expression, equals, result = said.partition("=")
+    if equals and result.strip() != str(target):
+        return f"{said!r} does not end in {target}"
+    try:
+        value, used = _Parser(expression).parse()
+    except ValueError as error:
+        return f"{said!r}: {error}"
+    excess = Counter(used) - Counter(numbers)
+    if excess:
+        return f"{said!r} uses {', '.join(map(str, excess))} more often than it is given"
+    return "" if value == target else f"{said!r} is {value}, not {target}"
+
+
+def _last_word(answer: str) -> str:
+    marked = answer.rpartition("<answer>")[2].partition("</answer>")[0] if "<answer>" in answer else answer
+    return marked.strip().rpartition("\n")[2].translate(SPELLED).strip()[: MOST_CHARACTERS + 1]
+
+
+class _Parser:
+    """Recursive descent over `sum = product (± product)*`, `product = atom (×÷ atom)*`, `atom = number | ( sum )`."""
+
+    def __init__(self, text: str) -> None:
+        if len(text) > MOST_CHARACTERS:
+            raise ValueError(f"it is longer than {MOST_CHARACTERS} characters")
+        strange = re.search(r"[^0-9+\-*/()\s]", text)
+        if strange:
+            raise ValueError(f"{strange.group()!r} belongs to no expression")
+        self._tokens = re.findall(r"[0-9]+|\S", text)
+        self._used: list[int] = []
+
+    def parse(self) -> tuple[Fraction, list[int]]:
+        """The value, and the numbers that it was made of.
+
+        Raises:
+            ValueError: it is no expression, or divides by 0.
+        """
+        self._tokens.reverse()
+        value = self._joined(1)
+        if self._tokens:
+            raise ValueError(f"{self._tokens[-1]!r} is not expected there")
+        return value, self._used
+
+    def _joined(self, level: int) -> Fraction:
+        value = self._joined(2) if level == 1 else self._atom()
+        while self._tokens and LEVELS.get(self._tokens[-1]) == level:
+            sign = self._tokens.pop()
+            joined = _value(sign, value, self._joined(2) if level == 1 else self._atom())
+            if joined is None:
+                raise ValueError("it divides by 0")
+            value = joined
+        return value
+
+    def _atom(self) -> Fraction:
+        token = self._tokens.pop() if self._tokens else "the end"
+        if token == "(":
+            value = self._joined(1)
+            if not self._tokens or self._tokens.pop() != ")":
+                raise ValueError("a parenthesis is not closed")
+            return value
+        if not token.isdecimal():
+            raise ValueError(f"{token} stands where a number is expected")
+        self._used.append(int(token))
+        return Fraction(self._used[-1])

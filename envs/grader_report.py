@@ -1,0 +1,208 @@
+"""Certify the graders of Reasoning Gym: `python -m envs.grader_report [FAMILY…]` shows what each makes of bad answers.
+
+A family is refused when its grader does not take the answer that comes with a problem, when it takes an empty, garbled,
+huge, hedging or echoed one, when it raises or does not end on one, or when it runs an answer as a program. So is one
+whose problems change from one call to the next. This is a search for faults, no proof that there are none.
+
+With `--write` the table that ships, envs/grader_report.json, is made anew, of all families.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import anyio
+import msgspec
+
+from envs.workers import in_worker
+
+PACKAGE = "reasoning-gym"
+TABLE = Path(__file__).with_suffix(".json")
+
+PROBLEMS = 4
+"""Of each family that are looked at."""
+
+GRADE_S = 5.0
+"""Seconds for one grade."""
+
+CERTIFY_S = 200.0
+"""Seconds for one family."""
+
+RAN: Final = "flash_answer_was_run"
+"""The attribute of `builtins` that the program among the answers sets."""
+
+NOT_A_FAMILY = "composite"
+"""It mixes others."""
+
+HARMLESS: Final = ("", "gives nothing", "gives less than full marks")
+"""What may happen to a bad answer; part of the marks are not counted."""
+
+Entry = dict[str, Any]
+
+BAD_ANSWERS: Final[dict[str, Callable[[Entry], str]]] = {
+    "an empty answer": lambda entry: "",
+    "white space": lambda entry: " \n",
+    "garbage": lambda entry: "xyzzy ### 17",
+    "`None`": lambda entry: "None",
+    "`yes`": lambda entry: "yes",
+    "`1`": lambda entry: "1",
+    "`nan`": lambda entry: "nan",
+    "`inf`": lambda entry: "inf",
+    "`[]`": lambda entry: "[]",
+    "`{}`": lambda entry: "{}",
+    "100 000 digits": lambda entry: "9" * 100_000,
+    "100 000 parentheses": lambda entry: "(" * 100_000,
+    "a power without end": lambda entry: "9**9**9**9",
+    "the question": lambda entry: str(entry["question"]),
+    "the answer among others": lambda entry: f"{entry['answer']} or not {entry['answer']} 0 1 2 3 yes no True False",
+    "a program": lambda entry: f"__import__('builtins').__dict__.__setitem__({RAN!r}, True)",
+}
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What was found out about the grader of a family."""
+
+    family: str
+    refused: list[str]
+    """Why; nothing: it is certified."""
+
+    def sentence(self) -> str:
+        """Why it is refused, for people."""
+        return f"the grader of {self.family} is refused: {'; '.join(self.refused)}"
+
+
+class Reports(msgspec.Struct, frozen=True):
+    """The table that ships."""
+
+    version: str
+    """Of the package."""
+    families: list[Report]
+
+
+class _TooLong(BaseException):
+    """A grade takes too long: not an Exception, which graders catch."""
+
+
+@functools.cache
+def read_reports() -> Reports:
+    """The table that ships."""
+    return msgspec.json.decode(TABLE.read_bytes(), type=Reports)
+
+
+def library() -> Any:
+    """The package, which takes seconds to import and warns while it is compiled."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module("reasoning_gym")
+
+
+def certify(family: str, settings: dict[str, Any]) -> Report:
+    """Try a family's grader on right and bad answers. Runs in a worker's main thread: it sets its alarm."""
+    before = signal.getsignal(signal.SIGALRM)
+    signal.signal(signal.SIGALRM, _ring)
+    try:
+        return Report(family, _faults(family, settings))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _faults(family: str, settings: dict[str, Any]) -> list[str]:
+    try:
+        problems, again = (_problems(family, settings) for _ in range(2))
+    except Exception as error:  # the boundary to code that is not ours
+        return [f"it makes no problems: {type(error).__name__}: {error}"[:200]]
+    if [entry["question"] for _, entry in problems] != [entry["question"] for _, entry in again]:
+        return ["its problems change from one call to the next"]
+    faults: dict[str, dict[str, None]] = {}
+    for grader, entry in problems:
+        right = _grade(grader, entry["answer"], entry)
+        if right != "gives full marks":
+            faults.setdefault(right, {})["the answer that comes with a problem"] = None
+        for name, bad in BAD_ANSWERS.items():
+            given = "" if same(bad(entry), entry["answer"]) else _grade(grader, bad(entry), entry)
+            if given not in HARMLESS:
+                faults.setdefault(given, {})[name] = None
+    return [f"{what} on {', '.join(answers)}" for what, answers in faults.items()]
+
+
+def _problems(family: str, settings: dict[str, Any]) -> list[tuple[Any, Entry]]:
+    made = [library().create_dataset(family, **settings, seed=64 * number, size=64) for number in range(PROBLEMS)]
+    return [(grader, grader[number]) for number, grader in enumerate(made)]
+
+
+def _grade(grader: Any, answer: object, entry: Entry) -> str:
+    """What happened, as a part of a sentence."""
+    builtins.__dict__.pop(RAN, None)
+    signal.setitimer(signal.ITIMER_REAL, GRADE_S)
+    try:
+        given = float(grader.score_answer(answer, entry))
+    except _TooLong:
+        return f"does not end within {GRADE_S:g} s"
+    except Exception as error:  # the boundary to code that is not ours
+        return f"raises {type(error).__name__}"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    if builtins.__dict__.pop(RAN, None):
+        return "runs it as a program"
+    return "gives full marks" if given >= 1 else "gives nothing" if given <= 0 else "gives less than full marks"
+
+
+def same(bad: str, answer: object) -> bool:
+    """Whether a bad answer happens to be the right one."""
+    ours, theirs = bad.strip().casefold(), str(answer).strip().casefold()
+    try:
+        return ours == theirs or float(ours) == float(theirs)
+    except ValueError:
+        return False
+
+
+def _ring(signum: int, frame: FrameType | None) -> None:
+    raise _TooLong
+
+
+async def certified(family: str, settings: dict[str, Any]) -> Report:
+    """What a worker process finds out about a family's grader."""
+    try:
+        return await in_worker(CERTIFY_S, certify, family, settings)
+    except TimeoutError:
+        return Report(family, [f"it was not done within {CERTIFY_S:g} s"])
+    except anyio.BrokenWorkerProcess:
+        return Report(family, ["its process died"])
+
+
+async def main(arguments: list[str]) -> None:
+    """Certify the families that are named, or all."""
+    names = [name for name in arguments if name != "--write"] or families()
+    reports: list[Report] = []
+    for name in names:
+        reports.append(await certified(name, {}))
+        sys.stdout.write(f"{name}: {'; '.join(reports[-1].refused) or 'certified'}\n")
+        sys.stdout.flush()
+    refused = sum(bool(report.refused) for report in reports)
+    sys.stdout.write(f"{len(reports)} families, {len(reports) - refused} certified, {refused} refused\n")
+    if "--write" in arguments:
+        table = msgspec.json.format(msgspec.json.encode(Reports(version(PACKAGE), reports)), indent=1)
+        TABLE.write_bytes(table + b"\n")
+
+
+def families() -> list[str]:
+    """All that the package has."""
+    library()
+    return sorted(importlib.import_module("reasoning_gym.factory").DATASETS.keys() - {NOT_A_FAMILY})
+
+
+if __name__ == "__main__":
+    from envs import grader_report  # what worker processes import by its name
+
+    anyio.run(grader_report.main, sys.argv[1:])

@@ -1,0 +1,108 @@
+"""Programs as agents in sandboxes: without a network, but for the one way to the endpoint of their episode."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from envs.judging.judge import SandboxOpener, shared_judge
+from envs.judging.options import judge_pool_of, limits_of
+from envs.programs import STDERR_SHOWN
+from envs.relay.outside import open_relay
+from envs.sandbox.api import Sandbox, Spec
+from envs.sandbox.endings import ending
+from envs.sandbox.open import open_sandboxes
+from flash.config.objects import check_options
+from flash.errors import EnvError
+
+LIFE_S = 24 * 3600.0
+"""Of a sandbox. The episode's own deadlines come first."""
+
+
+class BoxOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Which sandbox an agent runs in.
+
+    Raises:
+        ConfigError: naming what is wrong.
+    """
+
+    image: str
+    """With Python 3.6 or newer, and whatever the agent needs."""
+    limits: dict[str, Any] = msgspec.field(default_factory=dict)
+    """What it may use: see `envs.judging.options.Limits`; its times are not looked at."""
+    sandboxes: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Where it comes from: see `envs.judging.options.JudgePool`."""
+
+    def __post_init__(self) -> None:
+        _ = limits_of(self.limits), judge_pool_of(self.sandboxes)
+
+
+def box_of(table: dict[str, Any]) -> BoxOptions:
+    """The sandbox that a table `box` describes.
+
+    Raises:
+        ConfigError: naming the option that is wrong.
+    """
+    return BoxOptions(**check_options(BoxOptions, table, "box"))
+
+
+async def try_box(box: BoxOptions, opener: SandboxOpener = open_sandboxes) -> None:
+    """Start one such sandbox, and a way out of it.
+
+    Raises:
+        SandboxError: it cannot be made, or its image has no Python.
+    """
+    async with _opened(box, opener) as sandbox, open_relay(sandbox, "127.0.0.1", 9):
+        pass
+
+
+async def run_boxed(
+    box: BoxOptions,
+    command: list[str],
+    base_url: str,
+    api_key: str,
+    task: str,
+    *,
+    opener: SandboxOpener = open_sandboxes,
+) -> str:
+    """Run a program in a sandbox of its own; what it wrote is the answer.
+
+    Raises:
+        EnvError: it failed.
+        SandboxError: there was no sandbox, or it was lost.
+    """
+    address = urlsplit(base_url)
+    assert address.hostname is not None
+    assert address.port is not None
+    async with (
+        _opened(box, opener) as sandbox,
+        open_relay(sandbox, address.hostname, address.port) as port,
+    ):
+        inside = address._replace(netloc=f"127.0.0.1:{port}").geturl()
+        variables = {"OPENAI_BASE_URL": inside, "OPENAI_API_KEY": api_key}
+        result = await sandbox.run(command, timeout=LIFE_S, stdin=task.encode("utf-8", "replace"), env=variables)
+    if not result.ok:
+        said = result.stderr.decode("utf-8", "replace").strip()[-STDERR_SHOWN:]
+        raise EnvError(f"`{command[0]}` failed ({ending(result)}): {said}")
+    return result.stdout.decode("utf-8", "replace")
+
+
+@asynccontextmanager
+async def _opened(box: BoxOptions, opener: SandboxOpener) -> AsyncGenerator[Sandbox]:
+    limits, pool = limits_of(box.limits), judge_pool_of(box.sandboxes)
+    spec = Spec(
+        image=box.image,
+        # Without a network, but with sockets that reach its own loopback.
+        profile="build",
+        memory_mib=limits.memory_mib,
+        pids=limits.pids,
+        cpus=limits.cpus,
+        deadline_s=LIFE_S,
+    )
+    judge = await shared_judge(pool, opener)
+    async with judge.sandboxes.borrow(spec, pool.wait) as sandbox:
+        yield sandbox

@@ -1,0 +1,127 @@
+"""The end in the sandbox: listens on the loopback, and speaks with the other end over the terminal that it runs on.
+
+Frames both ways: number of the connection and length, four bytes each, and as many bytes; none: that side has ended.
+The first frame, of connection 0, is the port, behind a mark that nothing else on a terminal looks like. It needs
+Python 3.6 and nothing of this package.
+"""
+
+import os
+import selectors
+import socket
+import struct
+import tty
+
+MARK = b"\0flash relay\0"
+HEADER = struct.Struct(">II")
+PIECE = 1 << 16
+"""Bytes read at once."""
+MOST = 1 << 24
+"""Bytes that wait for a connection which does not read; then it is closed."""
+
+
+class Relay:
+    """All connections of the loopback."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.listener = socket.socket()
+        self.listener.bind(("127.0.0.1", 0))
+        self.listener.listen(64)
+        self.clients: dict[int, socket.socket] = {}
+        """Number to its connection."""
+        self.waiting: dict[int, bytes] = {}
+        """Number to the bytes that it has not taken yet."""
+        self.ending: set[int] = set()
+        """Numbers whose other end has ended: closed when they have taken everything."""
+        self.read = b""
+        self.last = 0
+
+    def run(self) -> None:
+        """Until the terminal ends."""
+        tty.setraw(0)
+        port = str(self.listener.getsockname()[1]).encode()
+        write(MARK + HEADER.pack(0, len(port)) + port)
+        self.selector.register(0, selectors.EVENT_READ, None)
+        self.selector.register(self.listener, selectors.EVENT_READ, 0)
+        while True:
+            for key, events in self.selector.select():
+                if key.data is None:
+                    data = os.read(0, PIECE)
+                    if not data:
+                        return
+                    self.take(data)
+                elif key.data == 0:
+                    self.accept()
+                elif key.data in self.clients:
+                    if events & selectors.EVENT_WRITE:
+                        self.flush(key.data)
+                    if events & selectors.EVENT_READ and key.data in self.clients:
+                        self.receive(key.data)
+
+    def accept(self) -> None:
+        """A new connection."""
+        client, _ = self.listener.accept()
+        client.setblocking(False)
+        self.last += 1
+        self.clients[self.last], self.waiting[self.last] = client, b""
+        self.selector.register(client, selectors.EVENT_READ, self.last)
+
+    def receive(self, number: int) -> None:
+        """Hand on what a connection sends."""
+        try:
+            data = self.clients[number].recv(PIECE)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        write(HEADER.pack(number, len(data)) + data)
+        if not data:
+            self.close(number)
+
+    def take(self, data: bytes) -> None:
+        """Frames of the other end."""
+        self.read += data
+        while len(self.read) >= HEADER.size:
+            number, size = HEADER.unpack_from(self.read)
+            if len(self.read) < HEADER.size + size:
+                return
+            piece, self.read = self.read[HEADER.size : HEADER.size + size], self.read[HEADER.size + size :]
+            if number in self.clients:
+                self.waiting[number] += piece
+                if not piece:
+                    self.ending.add(number)
+                self.flush(number)
+
+    def flush(self, number: int) -> None:
+        """Give a connection what it takes."""
+        client, waiting = self.clients[number], self.waiting[number]
+        try:
+            self.waiting[number] = waiting = waiting[client.send(waiting) :] if waiting else waiting
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.close(number)
+            return
+        if (not waiting and number in self.ending) or len(waiting) > MOST:
+            self.close(number)
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waiting else 0)
+        self.selector.modify(client, events, number)
+
+    def close(self, number: int) -> None:
+        """Forget a connection."""
+        client = self.clients.pop(number)
+        del self.waiting[number]
+        self.ending.discard(number)
+        self.selector.unregister(client)
+        client.close()
+
+
+def write(data: bytes) -> None:
+    """All of it, to the other end."""
+    while data:
+        data = data[os.write(1, data) :]
+
+
+if __name__ == "__main__":
+    Relay().run()

@@ -1,0 +1,72 @@
+"""Whether a call can be carried out, and in words that the policy can learn from what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import msgspec
+
+from envs.tools.runner import Runner
+from flash.types import ToolCall
+
+UNREADABLE = (
+    "A call of a function begins in your answer, but could not be read. Write it in the form that you were shown, with "
+    "its arguments as one JSON object."
+)
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+class MalformedCallError(Exception):
+    """The call cannot be carried out; the text is for the policy."""
+
+
+def read_call(call: ToolCall, runners: Mapping[str, Runner]) -> tuple[Runner, dict[str, Any]]:
+    """The tool that is called, and the arguments, as far as its schema's first level says what they are.
+
+    Raises:
+        MalformedCallError: there is no such tool, or the arguments are no JSON object, or other ones.
+    """
+    runner = runners.get(call.name)
+    if runner is None:
+        raise MalformedCallError(f"there is no function {call.name!r}; there are {', '.join(runners)}")
+    try:
+        value: object = msgspec.json.decode(call.arguments or "{}")
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise MalformedCallError(f"the arguments of {call.name} are no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise MalformedCallError(f"the arguments of {call.name} must be one JSON object, not {call.arguments[:100]}")
+    arguments = cast("dict[str, Any]", value)
+    _check(call.name, arguments, runner.parameters)
+    return runner, arguments
+
+
+def _check(name: str, arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+    properties: Mapping[str, Any] = schema.get("properties", {})
+    known = ", ".join(properties) or "none"
+    for key in schema.get("required", ()):
+        if key not in arguments:
+            raise MalformedCallError(f"{name} needs the argument {key!r}; its arguments are {known}")
+    for key, value in arguments.items():
+        if key not in properties:
+            if schema.get("additionalProperties") is True or not properties:
+                continue
+            raise MalformedCallError(f"{name} has no argument {key!r}; its arguments are {known}")
+        wanted = properties[key].get("type") if isinstance(properties[key], dict) else None
+        if isinstance(wanted, str) and wanted in _KINDS and not _is(value, wanted):
+            raise MalformedCallError(f"the argument {key!r} of {name} must be of type {wanted}, but is {value!r:.100}")
+
+
+def _is(value: object, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    return isinstance(value, _KINDS[kind]) or (kind == "integer" and isinstance(value, float) and value.is_integer())

@@ -1,0 +1,264 @@
+"""ToolEnv: another environment's problems, with functions that the policy may call before it answers.
+
+The functions are rendered into the prompt by the model's chat template, and the calls are read from what it samples by
+vLLM's parser for it (`model.tool_parser`). An answer without a call is what the other environment judges. The results
+of a turn's calls, which run at the same time, are its observation. A call that cannot be carried out has a result too:
+it says what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import cached_property
+from typing import Any, ClassVar, cast
+
+import anyio
+import msgspec
+
+from envs import wrapped
+from envs.judging.judge import SandboxOpener, shared_judge
+from envs.judging.options import JudgePool, Language, judge_pool_of, limits_of, spec_of
+from envs.sandbox.endings import clipped
+from envs.sandbox.open import open_sandboxes
+from envs.tools.arguments import UNREADABLE, MalformedCallError, read_call
+from envs.tools.memory import Answers, Memory
+from envs.tools.place import Place, Work
+from envs.tools.runner import SANDBOX, Cut, Runner, Toolset
+from envs.wrapped import load_tasks
+from flash.config.objects import check_options, load_object
+from flash.environment import Environment, EpisodeView, Info, Informed, StepResult, shared, wrap
+from flash.environment.results import check_reset_result, check_step_result
+from flash.errors import ConfigError
+from flash.types import TOOL, Message, Observation, ToolCall
+from flash.waiting import first_error
+
+
+class Named(msgspec.Struct, frozen=True):
+    """A toolset of the configuration."""
+
+    path: str
+    """`module:Class`."""
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class ToolOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """Which problems, and with which tools.
+
+    Raises:
+        ConfigError: naming the option, what was expected and what was given.
+    """
+
+    tasks: dict[str, Any]
+    """A table with the `path` of the environment's class that gives problems and judges answers, and its `options`."""
+    tools: dict[str, dict[str, Any]]
+    """For each name a table with the `path` of a toolset's class, and its `options`: see `envs.tools.runner`."""
+    system_prompt: str | None = None
+    """Comes before each problem, as a system message."""
+    image: str = "flash-sandbox-python"
+    """Of the sandbox that the tools of an episode share, if they use one."""
+    output: int = 4000
+    """Characters shown of a result: the first half and the last half."""
+    most: int = 8
+    """Calls of one answer that are carried out."""
+    cache: bool = False
+    """Use the answer of a call again where the same one was made in the same state, by any episode of the node."""
+    limits: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Of the sandbox: see `envs.judging.options.Limits`."""
+    sandboxes: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Where it comes from: see `envs.judging.options.JudgePool`."""
+
+    def __post_init__(self) -> None:
+        if not self.tools:
+            raise ConfigError("`tools` is empty: expected a table for each toolset")
+        for name, least in (("output", 100), ("most", 1)):
+            if not getattr(self, name) >= least:
+                raise ConfigError(f"{name} must be at least {least}, but is {getattr(self, name)!r}")
+        _ = self.pool, self.language, limits_of(self.limits)
+
+    @cached_property
+    def environment(self) -> tuple[type[Any], dict[str, Any]]:
+        """The class that gives problems, and its keyword arguments."""
+        return load_tasks(self.tasks)
+
+    @cached_property
+    def toolsets(self) -> dict[str, tuple[type[Any], dict[str, Any]]]:
+        """The toolsets' classes and their keyword arguments."""
+        return {name: _toolset(name, table) for name, table in self.tools.items()}
+
+    @cached_property
+    def pool(self) -> JudgePool:
+        """The defaults, and `sandboxes`."""
+        return judge_pool_of(self.sandboxes)
+
+    @property
+    def language(self) -> Language:
+        """What the sandbox must have."""
+        return Language(image=self.image, file="-", run=("python3", "-"))
+
+    def work(self, opener: SandboxOpener) -> Work:
+        """Where tools run."""
+        return Work(spec_of(self.language, limits_of(self.limits)), self.pool, opener)
+
+
+class ToolEnv:
+    """One problem, and tools."""
+
+    opener: ClassVar[SandboxOpener] = staticmethod(open_sandboxes)
+    """Opens the sandboxes of a node."""
+
+    _episode: EpisodeView
+    _env: Environment
+    _memory: Memory | None = None
+
+    def __init__(self, options: ToolOptions) -> None:
+        self._options = options
+        self._held = AsyncExitStack()
+        self._runners: dict[str, Runner] = {}
+        self._counts = {"tool_calls": 0, "malformed_calls": 0, "late_calls": 0}
+
+    @classmethod
+    def check(cls, options: ToolOptions) -> None:
+        """Refuse tools that are not there, and problems that cannot work; their class checks its own options.
+
+        Raises:
+            ConfigError: naming what is wrong.
+        """
+        wrapped.check(*options.environment)
+        _ = options.toolsets
+
+    @classmethod
+    async def prepare(cls, options: ToolOptions) -> None:
+        """Open what the problems want, and each tool once, so that what is missing is missed before a run begins.
+
+        Raises:
+            ConfigError: two tools have one name.
+            FlashError: a tool cannot be had.
+        """
+        await wrapped.prepare(*options.environment)
+        async with AsyncExitStack() as held:
+            runners = await _open(options, held, cls.opener)
+        if any(runner.state == SANDBOX for runner in runners.values()):
+            judge = await shared_judge(options.pool, cls.opener)
+            await judge.try_out(options.language, limits_of(options.limits))
+
+    def inform(self, episode: EpisodeView) -> None:
+        """Know of tokens."""
+        self._episode = episode
+
+    async def reset(self, seed: int) -> tuple[Observation, Info]:
+        """Offer the tools, and show the problem."""
+        options = self._options
+        self._runners = await _open(options, self._held, type(self).opener)
+        if options.cache:
+            self._memory = Memory(await shared(("envs.tools.answers", msgspec.json.encode(options)), _open_answers))
+        self._episode.offer([runner.tool for runner in self._runners.values()])
+        kind, kwargs = options.environment
+        self._env = wrap(kind(**kwargs))
+        self._held.push_async_callback(self._env.close)
+        if isinstance(self._env, Informed):
+            self._env.inform(self._episode)
+        observation, info = check_reset_result(await self._env.reset(seed))
+        system = [Message("system", options.system_prompt)] if options.system_prompt else []
+        return [*system, *_messages(observation)], info
+
+    async def step(self, action: str) -> StepResult:
+        """Carry out the calls of an answer, or have it judged."""
+        spoken = self._episode.spoken()
+        calls = spoken.message.tool_calls
+        self._counts["tool_calls"] += len(calls) + spoken.malformed
+        if calls:
+            shown = await self._results(calls)
+        elif spoken.malformed:
+            self._counts["malformed_calls"] += 1
+            shown = [Message("user", UNREADABLE)]
+        else:
+            return await self._answered(spoken.message.content)
+        if self._episode.turns_left < 1 or self._episode.room(shown) < 1:
+            # A limit of the run ends it before there was an answer.
+            _, reward, _, _, info = check_step_result(await self._env.step(""))
+            return "", reward, False, True, self._counted(info)
+        return shown, 0.0, False, False, {}
+
+    async def close(self) -> None:
+        """Close the environment, the tools and their sandbox."""
+        await self._held.aclose()
+
+    async def _answered(self, answer: str) -> StepResult:
+        observation, reward, terminated, truncated, info = check_step_result(await self._env.step(answer))
+        if terminated or truncated:
+            return observation, reward, terminated, truncated, self._counted(info)
+        return _messages(observation), reward, False, False, info
+
+    async def _results(self, calls: Sequence[ToolCall]) -> list[Message]:
+        """What each call gives, in their order. They run at the same time."""
+        texts = [""] * len(calls)
+
+        async def carry_out(place: int) -> None:
+            texts[place] = await self._result(calls[place])
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                for place in range(len(calls)):
+                    if place < self._options.most:
+                        tasks.start_soon(carry_out, place)
+                    else:
+                        texts[place] = f"error: not carried out: no more than {self._options.most} calls at once"
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
+        return [
+            Message(TOOL, text, tool_call_id=call.id, name=call.name) for text, call in zip(texts, calls, strict=True)
+        ]
+
+    async def _result(self, call: ToolCall) -> str:
+        try:
+            runner, arguments = read_call(call, self._runners)
+        except MalformedCallError as error:
+            self._counts["malformed_calls"] += 1
+            return f"error: {error}"
+        answer = await (runner.call(arguments) if self._memory is None else self._memory.call(runner, arguments))
+        self._counts["late_calls"] += isinstance(answer, Cut)
+        return clipped(answer, self._options.output)
+
+    def _counted(self, info: Info) -> Info:
+        counts: dict[str, float] = dict(self._counts)
+        if self._memory is not None:
+            counts["cached_calls"] = self._memory.used_again
+        return {**info, "metrics": {**counts, **info.get("metrics", {})}}
+
+
+def _toolset(name: str, table: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:
+    where = f"tools.{name}"
+    named = Named(**check_options(Named, table, where))
+    try:
+        found: Any = load_object(named.path)
+    except ConfigError as error:
+        raise ConfigError(f"`{where}.path`: {error}") from error
+    if not isinstance(found, type) or not issubclass(found, Toolset):
+        raise ConfigError(f"`{where}.path`: {named.path} is no toolset: expected a class with open and close")
+    kind = cast("type[Any]", found)
+    return kind, check_options(kind, named.options, f"{where}.options")
+
+
+async def _open(options: ToolOptions, held: AsyncExitStack, opener: SandboxOpener) -> dict[str, Runner]:
+    """The tools of an episode by name, for as long as `held` is."""
+    place = Place(options.work(opener))
+    held.push_async_callback(place.close)
+    runners: dict[str, Runner] = {}
+    for name, (kind, kwargs) in options.toolsets.items():
+        toolset: Toolset = kind(**kwargs)
+        held.push_async_callback(toolset.close)
+        for runner in await toolset.open(place):
+            if runner.name in runners:
+                raise ConfigError(f"`tools.{name}` has a function `{runner.name}`, which another toolset has too")
+            runners[runner.name] = runner
+    return runners
+
+
+@asynccontextmanager
+async def _open_answers() -> AsyncGenerator[Answers]:
+    yield Answers()
+
+
+def _messages(observation: Observation) -> list[Message]:
+    return [Message("user", observation)] if isinstance(observation, str) else observation

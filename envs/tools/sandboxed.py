@@ -1,0 +1,132 @@
+"""Tools in the episode's sandbox: Python, a shell, files. All of them share its working directory."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from envs.sandbox.api import Result, Sandbox
+from envs.sandbox.endings import told
+from envs.tools.place import Place
+from envs.tools.runner import SANDBOX, Cut, Runner, schema, within
+from flash.errors import ConfigError, SandboxFileError, SandboxLimitError
+
+READ_BYTES = 1 << 18
+"""Read of one file."""
+
+
+class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a command may take.
+
+    Raises:
+        ConfigError: that is no time.
+    """
+
+    timeout: float = 10.0
+    """Seconds for one call."""
+
+    def __post_init__(self) -> None:
+        if not self.timeout > 0:
+            raise ConfigError(f"timeout must be a positive number of seconds, but is {self.timeout!r}")
+
+
+class Python:
+    """`python(code)`: a program in a process of its own."""
+
+    def __init__(self, options: CommandOptions) -> None:
+        self._options = options
+
+    async def open(self, place: Place) -> Sequence[Runner]:
+        """One tool."""
+
+        async def call(arguments: dict[str, Any]) -> str:
+            sandbox = await place.sandbox()
+            code = arguments["code"].encode("utf-8", "replace")
+            return _answer(await sandbox.run(["python3", "-"], timeout=self._options.timeout, stdin=code))
+
+        about = "Runs a Python program and gives what it prints. Files stay for later calls, variables do not."
+        code = schema(code="The program.")
+        return [Runner(name="python", description=about, parameters=code, call=call, state=SANDBOX, changes=True)]
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class Bash:
+    """`bash(command)`: shell commands in a process of their own."""
+
+    def __init__(self, options: CommandOptions) -> None:
+        self._options = options
+
+    async def open(self, place: Place) -> Sequence[Runner]:
+        """One tool."""
+
+        async def call(arguments: dict[str, Any]) -> str:
+            sandbox = await place.sandbox()
+            command = f"exec 2>&1; {arguments['command']}"
+            return _answer(await sandbox.run(command, timeout=self._options.timeout))
+
+        about = "Runs shell commands and gives what they write. Files stay for later calls, nothing else does."
+        command = schema(command="One or more lines of shell.")
+        return [Runner(name="bash", description=about, parameters=command, call=call, state=SANDBOX, changes=True)]
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class Files:
+    """`read_file(path)`, `write_file(path, text)` and `list_files(path)`."""
+
+    def __init__(self, options: CommandOptions) -> None:
+        self._options = options
+
+    async def open(self, place: Place) -> Sequence[Runner]:
+        """Three tools."""
+
+        async def read(sandbox: Sandbox, arguments: dict[str, Any]) -> str:
+            return (await sandbox.read(arguments["path"], limit=READ_BYTES)).decode("utf-8", "replace")
+
+        async def write(sandbox: Sandbox, arguments: dict[str, Any]) -> str:
+            await sandbox.write(arguments["path"], arguments["text"].encode("utf-8", "replace"))
+            return "written"
+
+        async def entries(sandbox: Sandbox, arguments: dict[str, Any]) -> str:
+            found = await sandbox.list(arguments["path"])
+            return "\n".join(f"{entry.name}/" if entry.kind == "folder" else entry.name for entry in found)
+
+        path, text = "Relative to the working directory.", "All of the file."
+        return [
+            self._runner(place, "read_file", "Gives the text of a file.", schema(path=path), read, changes=False),
+            self._runner(place, "write_file", "Writes a file.", schema(path=path, text=text), write, changes=True),
+            self._runner(place, "list_files", "Lists a folder.", schema(path=path), entries, changes=False),
+        ]
+
+    def _runner(
+        self,
+        place: Place,
+        name: str,
+        description: str,
+        parameters: dict[str, Any],
+        work: Callable[[Sandbox, dict[str, Any]], Awaitable[str]],
+        *,
+        changes: bool,
+    ) -> Runner:
+        async def call(arguments: dict[str, Any]) -> str:
+            sandbox = await place.sandbox()
+            try:
+                return await within(self._options.timeout, work(sandbox, arguments))
+            except (SandboxFileError, SandboxLimitError) as error:
+                return f"error: {error}"
+
+        return Runner(
+            name=name, description=description, parameters=parameters, call=call, state=SANDBOX, changes=changes
+        )
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def _answer(result: Result) -> str:
+    return Cut(told(result)) if result.timed_out else told(result)

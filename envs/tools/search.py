@@ -1,0 +1,146 @@
+"""Search over the texts of a folder: exact BM25, in the form that Lucene uses it.
+
+    score(q, d) = sum over terms t of q: idf(t) · f(t, d) / (f(t, d) + k1 · (1 - b + b · |d| / mean |d|))
+    idf(t) = ln(1 + (N - n(t) + 0.5) / (n(t) + 0.5))
+
+f(t, d) is how often t stands in passage d, n(t) in how many of the N passages (Robertson and Zaragoza, "The
+Probabilistic Relevance Framework: BM25 and Beyond", 2009, eq. 3.15). A passage is some paragraphs of one file.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import msgspec
+
+from envs.tools.place import Place
+from envs.tools.runner import Runner, within
+from flash.environment import shared
+from flash.errors import ConfigError
+
+K1, B = 1.2, 0.75
+"""How soon a repeated term stops counting, and how much length does; as in Lucene."""
+
+_TERM = re.compile(r"\w+")
+
+
+class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Which texts, and how much of them is shown.
+
+    Raises:
+        ConfigError: there are no texts, or a number cannot be.
+    """
+
+    folder: str
+    """Of the texts, with all folders in it."""
+    pattern: str = "*.txt"
+    """Names of their files."""
+    passage: int = 1000
+    """Characters from which a passage ends with its paragraph."""
+    results: int = 3
+    """Passages that a call gives, unless it asks for another number."""
+    timeout: float = 10.0
+    """Seconds for one call."""
+
+    def __post_init__(self) -> None:
+        for name in ("passage", "results", "timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, but is {getattr(self, name)!r}")
+        if not any(Path(self.folder).rglob(self.pattern)):
+            raise ConfigError(f"there are no files {self.pattern} in {self.folder}")
+
+
+class Passage(msgspec.Struct, frozen=True):
+    """A piece of a file."""
+
+    name: str
+    text: str
+
+
+class Index:
+    """Passages by their terms."""
+
+    def __init__(self, passages: Sequence[Passage]) -> None:
+        self.passages = passages
+        counts = [Counter(terms(passage.text)) for passage in passages]
+        lengths = [count.total() for count in counts]
+        mean = sum(lengths) / max(1, len(lengths)) or 1.0
+        self._weights = [K1 * (1 - B + B * length / mean) for length in lengths]
+        self._postings: dict[str, list[tuple[int, int]]] = {}
+        for place, count in enumerate(counts):
+            for term, often in count.items():
+                self._postings.setdefault(term, []).append((place, often))
+
+    def search(self, query: str, most: int) -> list[tuple[float, Passage]]:
+        """The best passages with their scores, equal ones in the order of the folder; none that scores 0."""
+        scores: dict[int, float] = {}
+        for term in terms(query):
+            found = self._postings.get(term, [])
+            idf = math.log(1 + (len(self.passages) - len(found) + 0.5) / (len(found) + 0.5))
+            for place, often in found:
+                scores[place] = scores.get(place, 0.0) + idf * often / (often + self._weights[place])
+        best = sorted(scores, key=lambda place: (-scores[place], place))[:most]
+        return [(scores[place], self.passages[place]) for place in best]
+
+
+class Search:
+    """`search(query, results)`."""
+
+    def __init__(self, options: SearchOptions) -> None:
+        self._options = options
+
+    async def open(self, place: Place) -> Sequence[Runner]:
+        """One tool. The texts are read once on a node."""
+        options = self._options
+
+        @asynccontextmanager
+        async def read() -> AsyncGenerator[Index]:
+            yield await anyio.to_thread.run_sync(lambda: Index(passages(options)))
+
+        index = await shared(("envs.tools.search", options), read)
+
+        async def found(arguments: dict[str, Any]) -> str:
+            most = max(1, int(arguments.get("results", options.results)))
+            # A thread, because a large folder takes its time.
+            best = await anyio.to_thread.run_sync(index.search, arguments["query"], most, abandon_on_cancel=True)
+            return "\n\n".join(f"[{passage.name}]\n{passage.text}" for _, passage in best) or "nothing was found"
+
+        async def call(arguments: dict[str, Any]) -> str:
+            return await within(options.timeout, found(arguments))
+
+        query = {"type": "string", "description": "Words to look for."}
+        results = {"type": "integer", "description": f"Passages to give; {options.results} if left out."}
+        parameters = {"type": "object", "properties": {"query": query, "results": results}, "required": ["query"]}
+        about = "Searches the documents by words and gives the passages that fit best."
+        return [Runner(name="search", description=about, parameters=parameters, call=call)]
+
+    async def close(self) -> None:
+        """The index is the node's."""
+
+
+def terms(text: str) -> list[str]:
+    """Words and numbers, in lower case."""
+    return _TERM.findall(text.lower())
+
+
+def passages(options: SearchOptions) -> list[Passage]:
+    """The passages of a folder, in the order of its files' names."""
+    found: list[Passage] = []
+    root = Path(options.folder)
+    for path in sorted(root.rglob(options.pattern)):
+        name, text = str(path.relative_to(root)), ""
+        for paragraph in re.split(r"\n\s*\n", path.read_text(encoding="utf-8", errors="replace")):
+            text += f"\n\n{paragraph.strip()}" if text else paragraph.strip()
+            if len(text) >= options.passage:
+                found.append(Passage(name, text))
+                text = ""
+        if text:
+            found.append(Passage(name, text))
+    return found

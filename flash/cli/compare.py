@@ -1,0 +1,27 @@
+"""`flash compare`: runs side by side."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from flash.cli.commands import Commands
+from flash.observe.comparison import differences, read_run, results, table
+
+
+def add_parser(commands: Commands) -> argparse.ArgumentParser:
+    parser = commands.add_parser("compare", help="runs side by side: results with intervals, and configurations")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("other", type=Path, nargs="+", metavar="run_dir", help="compared with the first")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what the runs came to, and where they were configured apart."""
+    runs = [read_run(path) for path in (arguments.run_dir, *arguments.other)]
+    apart = differences(runs)
+    rows = [("run", [str(run.path) for run in runs]), *results(runs)]
+    rows += [("", [""] * len(runs)), ("configuration", ["" if apart else "the same"] * len(runs)), *apart]
+    sys.stdout.writelines(f"{line}\n" for line in table(rows))
+    return 0

@@ -1,0 +1,114 @@
+"""`flash doctor`: what this machine lacks for a run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from flash.cli.commands import Commands
+from flash.config.load import load, split_arguments
+from flash.config.tree import Config
+from flash.errors import ConfigError
+
+if TYPE_CHECKING:
+    from flash.run.doctor import Finding, Found
+
+IN_SANDBOXES = ("envs.code:", "envs.swe:", "envs.rewards.code:", "envs.tools.sandboxed:")
+"""Import paths, in a configuration, of what runs programs in sandboxes."""
+OF_SANDBOXES = {"sandboxes", "box"}
+"""Names of options that describe sandboxes."""
+CONFIG_S = 90.0
+"""For reading the configuration, whose environment is imported."""
+
+
+def add_parser(commands: Commands) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "doctor", help="what this machine lacks for a run: cores, GPUs, packages, containers, …"
+    )
+    parser.add_argument("config", nargs="*", metavar="CONFIG|KEY=VALUE", help="as for train; default: any small run")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Make the checks; 1 where something is missing."""
+    from flash.run.doctor import CHECKS, examine, missing, ok
+
+    config: list[Config] = []
+    findings: list[Finding] = []
+    if arguments.config:
+        paths, overrides = split_arguments(arguments.config)
+
+        def read(_: Config | None) -> Found:
+            try:
+                config.append(load(paths, overrides))
+            except ConfigError as error:
+                return missing(str(error), "mend that; what follows is what any small run needs")
+            return ok("every key is right, and what it names is there")
+
+        findings += examine({"config": read}, None, CONFIG_S)
+    findings += examine({**CHECKS, "containers": containers}, config[0] if config else None)
+    if arguments.json:
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(findings), indent=2) + b"\n")
+    else:
+        sys.stdout.writelines(f"{line}\n" for line in lines(findings))
+    return int(any(finding.state == "missing" for finding in findings))
+
+
+def lines(findings: list[Finding]) -> Iterator[str]:
+    """What was found, for people."""
+    width = max(len(finding.check) for finding in findings)
+    for finding in findings:
+        first, *more = finding.text.splitlines() or [""]
+        yield f"{finding.state:10}  {finding.check.ljust(width)}  {first}"
+        indent = " " * (width + 14)
+        yield from (indent + line for line in more)
+        if finding.advice:
+            yield f"{indent}→ {finding.advice}"
+
+
+def containers(config: Config | None) -> Found:
+    """A container engine, for environments that run programs in sandboxes."""
+    import anyio
+
+    from envs.sandbox.doctor import engine_name
+    from flash.run.doctor import missing, not_needed, ok
+
+    wanted, remote = False, None
+    if config is not None:
+        wanted = any(uses_sandboxes(item) for item in _items({"path": config.env.path, **config.env.options}))
+        remote = next((text for key, text in _items(config.env.options) if key == "at" and text != "local"), None)
+    if remote:
+        return not_needed(f"the sandboxes come from the service at {remote}")
+    try:
+        return ok(anyio.run(engine_name))
+    except ModuleNotFoundError as error:
+        found, advice = f"{error.name} is not installed", "pip install 'flash-rl[sandbox]'"
+    except Exception as error:  # whatever an engine that does not work answers
+        found, advice = str(error), "start Docker or Podman, or set DOCKER_HOST (docs/sandboxes.md)"
+    if wanted:
+        return missing(found, advice)
+    return not_needed(f"no engine answers, and {'nothing' if config is None else 'the environment'} asks for one")
+
+
+def uses_sandboxes(item: tuple[str, str]) -> bool:
+    """Whether an option, or an import path, of an environment asks for sandboxes."""
+    key, text = item
+    return key in OF_SANDBOXES or text.startswith(IN_SANDBOXES)
+
+
+def _items(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """The texts of a table, each with the key that it stands under, and the keys of its tables."""
+    if isinstance(value, Mapping):
+        yield key, ""
+        for name, inner in cast("Mapping[str, Any]", value).items():
+            yield from _items(inner, name)
+    elif isinstance(value, list):
+        for inner in cast("list[Any]", value):
+            yield from _items(inner, key)
+    elif isinstance(value, str):
+        yield key, value

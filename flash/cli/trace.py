@@ -1,0 +1,35 @@
+"""`flash trace`: a run's timeline for Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from flash.cli.commands import Commands
+from flash.cli.files import check_writable, run_directory
+from flash.errors import ConfigError
+from flash.observe.rundir import write_atomically
+from flash.observe.trace import trace
+
+
+def add_parser(commands: Commands) -> argparse.ArgumentParser:
+    parser = commands.add_parser("trace", help="write a run's timeline for ui.perfetto.dev or chrome://tracing")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: trace.json in the run directory")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the file, and say where it is."""
+    directory = run_directory(arguments.run_dir)
+    output: Path = arguments.output or directory.path / "trace.json"
+    check_writable(output)
+    spans = directory.read_spans()
+    if not spans:
+        raise ConfigError(f"{arguments.run_dir}: there is nothing to trace yet: its spans.jsonl is empty or missing")
+    write_atomically(output, msgspec.json.encode(trace(spans, directory.read_metrics())) + b"\n")
+    sys.stdout.write(f"{output}: open it at ui.perfetto.dev, which keeps it in the browser, or in chrome://tracing\n")
+    return 0

@@ -1,0 +1,53 @@
+"""`flash view`: a page in the browser that shows runs, while they go on and afterwards."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+from flash.cli.commands import Commands
+from flash.cli.files import OUTPUTS, run_directory, runs_in
+from flash.errors import ConfigError
+
+PORT = 8710
+NEEDED = ("starlette", "uvicorn", "plotly")
+
+
+def add_parser(commands: Commands) -> argparse.ArgumentParser:
+    parser = commands.add_parser("view", help="show runs in the browser, while they go on and afterwards")
+    parser.add_argument(
+        "run_dir", nargs="*", type=Path, metavar="RUN_DIR", help=f"default: all runs in {OUTPUTS}, the newest one shown"
+    )
+    parser.add_argument("--port", type=int, default=PORT, help=f"of this machine; 0: any free one; default: {PORT}")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Say where the page is, and serve it until an interrupt."""
+    named: list[Path] = arguments.run_dir
+    paths = [run_directory(path).path for path in named] or runs_in(OUTPUTS, "view")
+    if not 0 <= arguments.port <= 65535:
+        raise ConfigError(f"--port: expected 0 to 65535, got {arguments.port}")
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"flash view needs {' and '.join(missing)}: `make env` makes an environment that has them, "
+            "`pip install flash-rl[view]` adds them to another one"
+        )
+    from flash.view.app import make_app
+    from flash.view.runs import open_runs
+    from flash.view.server import open_port, serve, url_of
+
+    runs = open_runs(paths)
+    bound = open_port(arguments.port)
+    shown = "; ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs)} runs"
+    hello = f"[showing {shown} at {url_of(bound)} - Ctrl-C ends it]\n"
+    serve(make_app(runs, len(runs) if named else 1), bound, lambda: _say(hello))
+    return 0
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line)
+    sys.stdout.flush()

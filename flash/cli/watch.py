@@ -1,0 +1,37 @@
+"""`flash watch`: a run on one screen of a terminal, while it goes on and afterwards."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from flash.cli.commands import Commands
+from flash.cli.files import OUTPUTS, run_directory, runs_in
+
+EVERY_S = 1.0
+
+
+def add_parser(commands: Commands) -> argparse.ArgumentParser:
+    parser = commands.add_parser("watch", help="show a run in the terminal, while it goes on and afterwards")
+    parser.add_argument("run_dir", nargs="?", type=Path, help=f"default: the newest run in {OUTPUTS}")
+    parser.add_argument("--once", action="store_true", help="print one picture and end, as where there is no terminal")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draw it again every second, until an interrupt."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from flash.observe.watch import Watched
+
+    watched = Watched(run_directory(arguments.run_dir or runs_in(OUTPUTS, "watch")[0]))
+    console = Console(highlight=False)
+    if arguments.once or not console.is_terminal:
+        console.print(watched.picture(time.time(), console.width))
+        return 0
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(watched.picture(time.time(), console.width), refresh=True)
+            time.sleep(EVERY_S)

@@ -1,0 +1,53 @@
+"""Calls into code that is not ours: what it raises, and its silence, become errors that say where they come from."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import anyio
+
+from flash.errors import EnvError
+
+_T = TypeVar("_T")
+
+
+class EnvTimeoutError(EnvError):
+    """A call of an environment outlived its deadline."""
+
+
+async def called(what: str, timeout: float, key: str, call: Callable[[], Awaitable[_T]]) -> _T:
+    """One call of an environment, within `timeout` seconds, which `deadlines.{key}` is. `what` names it in errors.
+
+    Raises:
+        EnvTimeoutError: it took longer.
+        EnvError: it failed, called `sys.exit`, or was cancelled from within.
+    """
+    with anyio.move_on_after(timeout):
+        try:
+            result = call()
+            if not inspect.isawaitable(result):
+                raise EnvError(f"environment {what}: make reset, step and close all `async def`, or none of them")
+            return await result
+        except EnvError:
+            raise
+        # The supervised boundary to code that is not ours, which may call sys.exit: that would end the whole node.
+        except (Exception, SystemExit) as error:
+            raise EnvError(f"environment {what} raised {type(error).__name__}: {error}{place_of(error)}") from error
+        except anyio.get_cancelled_exc_class() as error:
+            if anyio.current_effective_deadline() == -math.inf:
+                raise
+            # Something inside the environment was cancelled, not this episode. Passed on it would end the
+            # episode without a result, and its lease would never come home.
+            raise EnvError(f"environment {what} was cancelled from within{place_of(error)}") from error
+    advice = f"look at the environment's class, or raise deadlines.{key}"
+    raise EnvTimeoutError(f"environment {what} took longer than {timeout:g} s; {advice}")
+
+
+def place_of(error: BaseException) -> str:
+    """` (file.py:12)`: the line of the code that is not ours; nothing where there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

@@ -1,0 +1,191 @@
+"""vLLM's parsers of what a model says: its reasoning, its text, and the functions that it calls.
+
+They are named as for `vllm serve --tool-call-parser` and `--reasoning-parser`. vLLM is imported where it is used, which
+takes seconds; the names that there are can be had without.
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+TOUCHED = (
+    "vllm.tokenizers.hf:get_cached_tokenizer",
+    "vllm.parser:ParserManager.get_parser",
+    "vllm.parser.abstract_parser:Parser.set_prompt_token_ids",
+    "vllm.parser.abstract_parser:Parser.tool_parser",
+    "vllm.parser.abstract_parser:Parser.parse",
+    "vllm.parser.abstract_parser:Parser.parse_delta",
+    "vllm.entrypoints.generate.base.protocol:DeltaMessage.reasoning",
+    "vllm.parser.engine.adapters:ParserEngineToolAdapter._parser_engine",
+    "vllm.parser.engine.parser_engine:ParserEngine.parser_engine_config",
+    "vllm.parser.engine.parser_engine_config:ParserEngineConfig.terminals",
+    "vllm.tool_parsers.hermes_tool_parser:Hermes2ProToolParser.tool_call_start_token",
+    "vllm.tool_parsers.deepseekv3_tool_parser:DeepSeekV3ToolParser.tool_calls_start_token",
+    "vllm.tool_parsers.llama_tool_parser:Llama3JsonToolParser.bot_token",
+    "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.include_reasoning",
+    "vllm.tool_parsers:_TOOL_PARSERS_TO_REGISTER",
+    "vllm.reasoning:_REASONING_PARSERS_TO_REGISTER",
+)
+"""As in `flash.foreign.vllm`."""
+
+HARMONY = ("openai", "openai_gptoss")
+"""Parsers of the one format that vLLM reads from tokens, whatever else is chosen."""
+
+BEGINNINGS = ("tool_call_start_token", "tool_calls_start_token", "bot_token")
+"""Where parsers keep the mark that a call begins with."""
+TERMINALS = ("TOOL_START", "TOOL_CALLS", "TOOL_SECTION_START")
+"""What the declarative ones call it."""
+
+Package = Literal["tool_parsers", "reasoning"]
+
+_LISTS = {"tool_parsers": "_TOOL_PARSERS_TO_REGISTER", "reasoning": "_REASONING_PARSERS_TO_REGISTER"}
+
+
+class Called(NamedTuple):
+    """A call of a function."""
+
+    id: str
+    """The parser's, where it reads or makes one."""
+    name: str
+    arguments: str
+
+
+class Parsed(NamedTuple):
+    """What a response says."""
+
+    reasoning: str
+    content: str
+    calls: list[Called]
+    malformed: bool
+    """A call begins in it, and none could be read: it is part of the content."""
+
+
+def names(package: Package) -> list[str]:
+    """The parsers that there are, sorted; none where vLLM is not installed. Imports nothing."""
+    found = find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        return []
+    source = Path(found.submodule_search_locations[0], package, "__init__.py").read_text()
+    for statement in ast.parse(source).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(keys=keys)) if name == _LISTS[package]:
+                return sorted(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+            case _:
+                pass
+    raise LookupError(f"the installed vLLM lists its {package} elsewhere: mend flash/foreign/vllm_parsers.py")
+
+
+class Parsers:
+    """The parsers of one model.
+
+    Args:
+        tokenizer: Hugging Face's.
+        tool: name of the parser of calls, if any.
+        reasoning: name of the parser of reasoning, if any.
+
+    Raises:
+        ValueError: there is no such parser, or it cannot work with the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, tool: str | None, reasoning: str | None) -> None:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.parser import ParserManager
+        from vllm.tokenizers.hf import get_cached_tokenizer
+
+        # They log what a model has written wrongly with a stack of their own, which training does all the time.
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+        logging.getLogger("vllm.parser").setLevel(logging.CRITICAL)
+        # Which keeps what parsers ask for with each response, such as the whole vocabulary.
+        self._tokenizer: Any = get_cached_tokenizer(tokenizer)
+        self._request: Any = ChatCompletionRequest
+        try:
+            made: Any = ParserManager.get_parser(
+                tool,
+                reasoning,
+                enable_auto_tools=tool is not None,
+                is_harmony=tool in HARMONY or reasoning in HARMONY,
+                tokenizer=self._tokenizer,
+            )
+        except Exception as error:  # parsers are code of many authors and raise what they like
+            raise ValueError(str(error)) from error
+        self._make = made
+
+    def parse(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        prompt: Sequence[int],
+        tools: Sequence[dict[str, Any]],
+        *,
+        calling: bool,
+    ) -> Parsed:
+        """What a response says.
+
+        Args:
+            text: of the response, special tokens shown, without the one that ended it.
+            token_ids: of the response.
+            prompt: tokens of all that stood before it.
+            tools: functions that may be called.
+            calling: whether calls are to be looked for.
+        """
+        parser, request = self._parser(prompt, tools, calling=calling)
+        try:
+            reasoning, content, calls = parser.parse(
+                text, request, enable_auto_tools=bool(tools), model_output_token_ids=list(token_ids)
+            )
+        except Exception:  # the boundary to what a model may have written, on which some of them fail
+            return Parsed("", text, [], malformed=True)
+        called = [Called(call.id or "", call.name, call.arguments) for call in calls or () if tools and calling]
+        malformed = bool(tools) and calling and not called and any(mark in text for mark in _beginnings(parser))
+        return Parsed(reasoning or "", content or "", called, malformed)
+
+    def begin(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, calling: bool) -> Parsing:
+        """Begin to parse a response while it is sampled; arguments as for `parse`."""
+        return Parsing(*self._parser(prompt, tools, calling=calling), prompt)
+
+    def _parser(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, calling: bool) -> tuple[Any, Any]:
+        """A parser for one response, and the request that it wants."""
+        asked: dict[str, Any] = {"messages": []}
+        if tools:
+            asked |= {"tools": list(tools), "tool_choice": "auto" if calling else "none"}
+        request = self._request(**asked)
+        parser = self._make(self._tokenizer, request.tools)
+        parser.set_prompt_token_ids(list(prompt))
+        return parser, request
+
+
+class Parsing:
+    """One response that is parsed while it is sampled: its reasoning and its content, without what may be a call."""
+
+    def __init__(self, parser: Any, request: Any, prompt: Sequence[int]) -> None:
+        self._parser: Any = parser
+        self._request: Any = request
+        self._prompt: list[int] | None = list(prompt)
+
+    def add(self, text: str, token_ids: Sequence[int]) -> tuple[str, str]:
+        """What more of its reasoning and of its content stands in the next piece, special tokens shown."""
+        if self._parser is None:
+            return "", ""
+        prompt, self._prompt = self._prompt, None
+        try:
+            delta = self._parser.parse_delta(text, list(token_ids), self._request, prompt, finished=False)
+        except Exception:  # as in `parse`
+            self._parser = None
+            return "", ""
+        return ("", "") if delta is None else (delta.reasoning or "", delta.content or "")
+
+
+def _beginnings(parser: Any) -> list[str]:
+    """Marks that a call begins with."""
+    tool = parser.tool_parser
+    marks = [getattr(tool, name, None) for name in BEGINNINGS]
+    engine = getattr(tool, "_parser_engine", None)
+    if engine is not None:
+        terminals = engine.parser_engine_config.terminals
+        marks += [terminals.get(name) for name in TERMINALS]
+    return [mark for mark in marks if isinstance(mark, str) and mark]

@@ -1,0 +1,123 @@
+"""Domains: which of several kinds of problems comes next, and how much of a step each may be. Pure state.
+
+Each domain has a weight. The next group is of the domain that lacks most, counting what was trained and what is on its
+way; so whatever leaves without being trained is made up for in its own domain. A step takes what is complete, whichever
+domain is slow; but no domain gets further ahead of its share of all trained groups than by `drift` batches and a group,
+and from there on a step waits for the others. Domains in quarantine have no share, and what is left of them may always
+be trained.
+
+Conservation: a group is counted once, from its issue until it leaves untrained, or for good.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+
+import msgspec
+
+from flash.config.tree import SLACK
+from flash.hub.rules import DomainRules
+
+
+class Shared(msgspec.Struct):
+    """What a checkpoint keeps: the weights, and the groups that were trained under them."""
+
+    weights: dict[str, float]
+    trained: dict[str, int]
+
+
+class Domains:
+    """See the module's docstring.
+
+    Args:
+        rules: of each domain. Empty: there are none, and nothing is decided here.
+        batch: groups of a step.
+        drift: batches by which a domain may be ahead.
+        state: what there was before; of other weights it is forgotten.
+        alive: the domains of the groups that are on their way.
+    """
+
+    def __init__(
+        self,
+        rules: Mapping[str, DomainRules],
+        batch: int,
+        drift: float,
+        state: Shared | None = None,
+        alive: Iterable[str] = (),
+    ) -> None:
+        self._weights = {name: each.weight for name, each in rules.items()}
+        self._batch = batch
+        self._ahead = drift * batch + 1
+        self._trained = dict.fromkeys(self._weights, 0)
+        if state is not None and state.weights == self._weights:
+            self._trained = dict(state.trained)
+        self._alive = dict.fromkeys(self._weights, 0)
+        for name in alive:
+            self._add(self._alive, name, 1)
+
+    def __bool__(self) -> bool:
+        return bool(self._weights)
+
+    def kept(self) -> Shared:
+        """What a checkpoint keeps, as it is now."""
+        return Shared(dict(self._weights), dict(self._trained))
+
+    # -- decisions ---------------------------------------------------------------------------------------------------
+
+    def next(self, quarantined: Collection[str]) -> str | None:
+        """The domain of the next group; None where there is no choice."""
+        shares = self._shares(quarantined)
+        if not shares:
+            return None
+        total = 1 + sum(self._trained[name] + self._alive[name] for name in shares)
+        return max(shares, key=lambda name: shares[name] * total - self._trained[name] - self._alive[name])
+
+    def most(self, quarantined: Collection[str]) -> dict[str, int] | None:
+        """How many groups of each domain the next step may take; of those that are not named, any number."""
+        if not self._weights:
+            return None
+        shares = self._shares(quarantined)
+        total = self._batch + sum(self._trained[name] for name in shares)
+        return {
+            name: max(0, math.floor(share * total + self._ahead + SLACK) - self._trained[name])
+            for name, share in shares.items()
+        }
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def issued(self, name: str) -> None:
+        """A group is on its way."""
+        self._add(self._alive, name, 1)
+
+    def left(self, name: str) -> None:
+        """It leaves, and no member of it was trained."""
+        self._add(self._alive, name, -1)
+
+    def trains(self, name: str) -> None:
+        """It is trained, or a part of it for the first time."""
+        self._add(self._alive, name, -1)
+        self._add(self._trained, name, 1)
+
+    # -- what came of it ---------------------------------------------------------------------------------------------
+
+    def row(self, quarantined: Collection[str]) -> dict[str, float]:
+        """For the metrics: each domain's share of the trained groups, and how far the furthest is off, in batches."""
+        total = sum(self._trained.values())
+        if not total:
+            return {}
+        row = {f"domain/{name}/share": trained / total for name, trained in self._trained.items()}
+        shares = self._shares(quarantined)
+        counted = sum(self._trained[name] for name in shares)
+        off = [abs(self._trained[name] - share * counted) for name, share in shares.items()]
+        return {**row, "share_drift": max(off, default=0.0) / self._batch}
+
+    def _shares(self, quarantined: Collection[str]) -> dict[str, float]:
+        """What each domain is to have of all that is trained."""
+        weights = {name: weight for name, weight in self._weights.items() if name not in quarantined}
+        total = sum(weights.values())
+        return {name: weight / total for name, weight in weights.items()}
+
+    def _add(self, counts: dict[str, int], name: str, count: int) -> None:
+        if name in counts:  # another one is of a run that went on with other domains
+            counts[name] += count

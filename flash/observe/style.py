@@ -1,0 +1,73 @@
+"""How pictures look: their width, colours and axes.
+
+matplotlib is imported on the first call, and its global state left alone.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH = 8.0
+"""Inches; 100 pixels each in a README."""
+DPI = 200
+INK = "#333333"
+FAINT = "#8c8c8c"
+GRID = "#e6e6e6"
+BLUE = "#0072b2"
+ORANGE = "#d55e00"
+GREEN = "#009e73"
+PURPLE = "#cc79a7"
+
+
+def new_figure(height: float) -> Figure:
+    """Of so many inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(WIDTH, height), layout="constrained")
+
+
+def plain_axes(figure: Figure, rows: int, columns: int, **options: Any) -> list[Axes]:
+    """Plain axes: two spines, a faint grid behind the data."""
+    grid = list(figure.subplots(rows, columns, **options).flat)
+    for axes in grid:
+        plain(axes)
+    return grid
+
+
+def plain(axes: Axes) -> None:
+    """Make axes plain ones."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+    axes.tick_params(colors=INK, labelsize=10)
+    axes.xaxis.label.set_color(INK)
+    axes.yaxis.label.set_color(INK)
+    axes.grid(visible=True, color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def outside_legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """One line above the axes, without a box."""
+    figure.legend(
+        handles,
+        labels,
+        loc="outside upper left",
+        ncols=len(labels),
+        frameon=False,
+        labelcolor=INK,
+        fontsize=10,
+        handlelength=1.3,
+        columnspacing=1.6,
+    )
+
+
+def png(figure: Figure) -> bytes:
+    """The picture as a file."""
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=DPI, facecolor="white")
+    return image.getvalue()

@@ -1,0 +1,224 @@
+"""What a run is doing, on one screen of a terminal, from the files that it writes. It only reads them."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from flash.config.load import load
+from flash.errors import ConfigError
+from flash.observe.alarms import Alarms
+from flash.observe.console import RECENT_STEPS, domain_line, evaluation_line
+from flash.observe.follow import Followed
+from flash.observe.progress import facts, has_ended
+from flash.observe.rundir import RunDirectory
+from flash.observe.summary import number
+from flash.observe.text import BLANK, clean, clock, short
+
+Row = Mapping[str, Any]
+
+QUIET_S = 60.0
+"""A run that goes on has a step in this time, or the title says for how long it had none."""
+SHOWN_ALARMS = 5
+MEAN_OF = 20
+"""Steps of the running mean."""
+BAR = 24
+"""Characters of a bar."""
+VALUES, NARROWEST = 52, 8
+"""Columns of the table before the courses, and the fewest that are worth drawing one."""
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class Number(NamedTuple):
+    """A line of the table."""
+
+    title: str
+    key: str
+    digits: int = 3
+    percent: bool = False
+
+
+HELD_OUT = Number("held out", "mean_reward")
+"""The one that evaluations have, and not steps."""
+NUMBERS = (
+    Number("reward", "reward_mean"),
+    HELD_OUT,
+    Number("entropy", "entropy"),
+    Number("gradient norm", "grad_norm"),
+    Number("effective sample size", "ess", 1, percent=True),
+    Number("clipped", "clip_fraction", 1, percent=True),
+    Number("age of tokens, mean", "age_mean", 2),
+    Number("too old", "stale_share", 1, percent=True),
+    Number("engine from trainer, age 0", "mismatch_k3_age_0", -1),
+    Number("tokens/s", "tokens_per_second", 0),
+)
+WAITS = (("trainer waits", "trainer_wait_share"), ("engines idle", "engine_idle_share"))
+COUNTS = (
+    *(("engines", "engines"), ("samples in flight", "in_flight"), ("groups ready", "queue_ready_groups")),
+    *(("attempts failed", "failures"), ("given up", "given_up"), ("filtered", "filtered")),
+    *(("engine restarts", "engine_restarts"), ("trainer restarts", "trainer_restarts")),
+)
+
+
+class Watched:
+    """One run directory, followed while it is written."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+        self._steps = Followed(directory.metrics, dict[str, Any])
+        self._evals = Followed(directory.evals, dict[str, Any])
+        self._life = -1
+        self._facts: dict[str, str] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """A run that goes back writes its file anew: what was said of the old rows is forgotten."""
+        try:
+            config = load([self._directory.config], []).alarms
+        except ConfigError:  # of another version of Flash
+            config = None
+        self._alarms = None if config is None else Alarms(config)
+        self._said: deque[str] = deque(maxlen=SHOWN_ALARMS)
+        self._looked_at = 0
+        self._life = self._steps.life
+
+    def picture(self, now: float, width: int) -> Group:
+        """The screen at this time (Unix seconds), for a terminal of so many columns. Raises RunDirectoryError."""
+        self._facts = facts(self._directory)  # a run that goes on may have been given more steps
+        self._steps.read()
+        self._evals.read()
+        if self._steps.life != self._life:
+            self._begin()
+        rows, evals = self._steps.rows, self._evals.rows
+        for row in rows[self._looked_at :]:
+            if self._alarms is not None:
+                step = f"step {number(row, 'step') or 0:.0f}"
+                values = {key: _value(row, key) for key in row}
+                self._said.extend(f"{step}: {alarm.text}" for alarm in self._alarms.step(values))
+        self._looked_at = len(rows)
+        return Group(*self._parts(rows, evals, now, width))
+
+    def _parts(self, rows: Sequence[Row], evals: Sequence[Row], now: float, width: int) -> Iterator[Table | Text]:
+        yield self._title(rows, now)
+        known = [f"{name} {value}" for name, value in self._facts.items()]
+        yield Text(clean("  ".join(known)), style="dim")
+        if rows:
+            yield Text()
+            yield numbers(rows, evals, width)
+            yield Text()
+            yield from waits(rows[-MEAN_OF:])
+            yield counts(rows[-1])
+        if rows and (domains := domain_line(rows[-1])):
+            yield Text(clean(domains.strip()))
+        if evals:
+            step = number(evals[-1], "step") or 0
+            yield Text(clean(f"evaluation at step {step:.0f}: {evaluation_line(evals[-1])}"), style="green")
+        for text in self._said:
+            yield Text(clean(f"alarm at {text}"), style="yellow")
+
+    def _title(self, rows: Sequence[Row], now: float) -> Text:
+        steps = int(self._facts.get("steps", "0"))
+        done = 0 if not rows else int(number(rows[-1], "step") or 0) + 1
+        title = Text(clean(self._directory.path.resolve().name), style="bold")
+        title.append(f"  step {done}/{steps} {bar(done / steps if steps else 0.0)}", style="default")
+        if has_ended(self._directory):
+            return title.append("  ended", style="cyan")
+        if not rows:
+            return title.append("  no step yet", style="cyan")
+        walls = [wall for row in rows[-RECENT_STEPS - 1 :] if (wall := number(row, "wall_s")) is not None]
+        silent = now - (number(rows[-1], "time") or now)
+        if silent > QUIET_S:
+            return title.append(f"  no step for {clock(silent)}", style="bold yellow")
+        if len(walls) > 1:
+            title.append(f"  {clock((walls[-1] - walls[0]) / (len(walls) - 1) * max(0, steps - done))} left")
+        return title
+
+
+def numbers(rows: Sequence[Row], evals: Sequence[Row], width: int) -> Table:
+    """A line for each number that the run has: the last one, the mean of the last ones, and its course."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", no_wrap=True)
+    table.add_column("last", justify="right", no_wrap=True)
+    table.add_column(f"mean of {MEAN_OF}", justify="right", no_wrap=True)
+    room = width - VALUES
+    if room >= NARROWEST:
+        table.add_column("so far", no_wrap=True)
+    for line in NUMBERS:
+        values = [_value(row, line.key) for row in (evals if line is HELD_OUT else rows)]
+        recent = [value for value in values[-MEAN_OF:] if value is not None]
+        if not recent:
+            continue
+        mean = None if line is HELD_OUT else sum(recent) / len(recent)
+        cells = [line.title, shown(line, values[-1]), shown(line, mean)]
+        table.add_row(*cells, *([sparkline(values, room)] if room >= NARROWEST else []))
+    return table
+
+
+def shown(line: Number, value: float | None) -> str:
+    """A value as its line shows it."""
+    if value is None:
+        return BLANK
+    if line.percent:
+        return f"{100 * value:.{line.digits}f} %"
+    if line.digits < 0:
+        return f"{value:.1e}"
+    return f"{value:.{line.digits}f}" if line.digits else short(value)
+
+
+def waits(rows: Sequence[Row]) -> Iterator[Text]:
+    """Who waits for whom, as shares of the time of these steps."""
+    for title, key in WAITS:
+        values = [value for row in rows if (value := number(row, key)) is not None]
+        if values:
+            share = sum(values) / len(values)
+            yield Text(f"{title:14}{100 * share:4.0f} % {bar(share)}")
+
+
+def counts(row: Row) -> Text:
+    """The counters of the last step, but for those that are zero from the third on."""
+    known = [(title, value) for title, key in COUNTS if (value := number(row, key)) is not None]
+    return Text("  ".join(f"{title} {value:.0f}" for place, (title, value) in enumerate(known) if value or place < 3))
+
+
+def bar(share: float) -> str:
+    """A share of 1 as a bar."""
+    full = round(BAR * min(1.0, max(0.0, share)))
+    return "█" * full + "░" * (BAR - full)
+
+
+def sparkline(values: Sequence[float | None], width: int) -> str:
+    """The course of these values in at most so many characters: means of neighbours, from the lowest to the highest.
+
+    A gap where there is none; `!` where one is not finite.
+    """
+    count = min(width, len(values))
+    cuts = [len(values) * place // count for place in range(count + 1)] if count else []
+    means: list[float | None] = []
+    for first, last in pairwise(cuts):
+        known = [value for value in values[first:last] if value is not None]
+        means.append(sum(known) / len(known) if known else None)
+    finite = [mean for mean in means if mean is not None and math.isfinite(mean)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    return "".join(_block(mean, low, high) for mean in means)
+
+
+def _value(row: Row, key: str) -> float | None:
+    """JSON has null for what is not finite, and a person must see that."""
+    value = row.get(key, "")
+    return math.nan if value is None else value if isinstance(value, (int, float)) else None
+
+
+def _block(mean: float | None, low: float, high: float) -> str:
+    if mean is None:
+        return " "
+    if not math.isfinite(mean):
+        return "!"
+    place = (mean - low) / (high - low) if high > low else 0.5
+    return BLOCKS[min(len(BLOCKS) - 1, int(place * len(BLOCKS)))]

@@ -1,0 +1,58 @@
+"""What of the configuration, and of an environment's domains, episodes and the proxy of a node use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from flash.config import waits
+from flash.config.tree import Config
+from flash.environment.interface import NO_DOMAINS, Domain
+from flash.rollout.engine import SamplingSettings
+from flash.rollout.episode import EpisodeSettings
+from flash.rollout.proxy import ProxySettings
+
+
+def episode_settings(config: Config, domains: Mapping[str, Domain] = NO_DOMAINS) -> EpisodeSettings:
+    """The part of the configuration that episodes use, and what differs by domain."""
+    own = {name: _limited(config, domain) for name, domain in domains.items()}
+    return msgspec.structs.replace(_episode_settings(config), domains=own)
+
+
+def _limited(config: Config, domain: Domain) -> EpisodeSettings:
+    rollout = config.rollout
+    turns, tokens = domain.max_turns or rollout.max_turns, domain.max_new_tokens or rollout.max_new_tokens
+    limits = msgspec.structs.replace(rollout, max_turns=turns, max_new_tokens=tokens)
+    return _episode_settings(msgspec.structs.replace(config, rollout=limits))
+
+
+def _episode_settings(config: Config) -> EpisodeSettings:
+    limit = config.rollout.max_new_tokens
+    return EpisodeSettings(
+        seed=config.run.seed if config.seeded else None,
+        train=SamplingSettings(limit, config.rollout.temperature),
+        eval=SamplingSettings(limit, config.eval.temperature),
+        max_length=config.model.max_length,
+        max_turns=config.rollout.max_turns,
+        max_branches=config.rollout.max_branches,
+        max_tokens=config.rollout.max_episode_tokens or config.rollout.max_branches * config.model.max_length,
+        reset_s=config.deadlines.env_reset,
+        step_s=config.deadlines.env_step,
+        close_s=config.deadlines.shutdown,
+        generate_s=config.deadlines.generate,
+        episode_s=config.deadlines.episode,
+    )
+
+
+def proxy_settings(config: Config) -> ProxySettings:
+    """The part of the configuration that the proxy uses."""
+    return ProxySettings(
+        max_sequences=config.engine.max_sequences,
+        swap=config.rollout.swap,
+        bind_groups=not config.rollout.replicate_prompts,
+        swap_s=config.deadlines.swap,
+        drain_s=config.deadlines.generate,
+        return_s=waits.engine_return_s(config),
+        session_s=config.rollout.session_s,
+    )

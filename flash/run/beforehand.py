@@ -1,0 +1,145 @@
+"""What a run needs of this machine and of its own past, tried by `flash train` before any work, with `--dry-run` too.
+
+A configuration is checked by `flash.config` in every process of a job; what is here is asked once, by the command: it
+writes, asks for names, or reads what a run has left.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from flash.config.decode import Problem, refuse
+from flash.config.tree import Config
+from flash.errors import ConfigError
+from flash.observe.rundir import RunDirectory
+from flash.run.locks import in_use
+from flash.run.models import tiny_models
+from flash.run.past import booked_version
+from flash.run.rendezvous import advertised_host
+from flash.trainer.tiny_model import refuse_foreign
+from flash.transport.server import try_listening
+
+COUNTED_BY = (("train", "batch_size"), ("rollout", "group_size"), ("rollout", "extra_per_group"))
+"""Sections and keys by which a run's unfinished groups are counted."""
+WEIGHTS = ("*.safetensors", "*.bin")
+"""Files of a model folder that hold its weights."""
+
+
+def check_start(config: Config) -> None:
+    """Find what would stop the run that this command is about to start.
+
+    Raises:
+        ConfigError: names every problem found.
+    """
+    problems = [*_temporary(), *_output(config), *_models(config), *_hub(config), *_past(config)]
+    if problems:
+        raise refuse(problems)
+
+
+def _temporary() -> Iterator[Problem]:
+    """Processes have a place for temporary files."""
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        yield Problem("TMPDIR", f"no folder takes temporary files: {error.strerror}; name one that does")
+
+
+def _output(config: Config) -> Iterator[Problem]:
+    """The first node writes the run directory, and its lock beside it."""
+    if os.environ.get("FLASH_NODE_RANK", "0") == "0":
+        folders = dict.fromkeys(map(_existing, (config.run_dir, config.run_dir.parent)))
+        for fault in filter(None, map(_unwritable, folders)):
+            yield Problem("run.output_dir", fault)
+
+
+def _models(config: Config) -> Iterator[Problem]:
+    """Model folders hold weights; tiny models that are to be made find a place of their own."""
+    made = {path: key for key, path, _ in tiny_models(config)}
+    for path, key in made.items():
+        try:
+            refuse_foreign(path)
+        except ConfigError as error:
+            yield Problem(key, str(error))
+        if not path.exists() and (fault := _unwritable(_existing(path))):
+            yield Problem(key, fault)
+    named = {
+        "model.path": config.model.path,
+        "algorithm.kl.reference": config.algorithm.kl and config.algorithm.kl.reference,
+        "critic.path": config.critic and config.critic.path,
+    }
+    for key, folder in {key: Path(path) for key, path in named.items() if path}.items():
+        if folder.is_dir() and folder not in made and not any(map(any, map(folder.glob, WEIGHTS))):
+            files = " or ".join(WEIGHTS)
+            yield Problem(key, f"the folder {folder} holds no weights: expected a Hugging Face model, with {files}")
+
+
+def _hub(config: Config) -> Iterator[Problem]:
+    """The hub's name leads to a machine: in a job of one node to this one, where its port is free."""
+    host, port, alone = config.cluster.hub_host, config.cluster.hub_port, config.cluster.nodes == 1
+    try:
+        if host is not None and alone:
+            anyio.run(partial(try_listening, host, 0))
+        elif host is not None:
+            socket.getaddrinfo(host, None)
+    except ConfigError as error:
+        yield Problem("cluster.hub_host", str(error))
+        return
+    except (OSError, UnicodeError) as error:
+        yield Problem("cluster.hub_host", f"{host} leads to no machine: {error}")
+    # What is left of this very run may still hold the port: the launch waits for it, or says who runs it.
+    if alone and port and not in_use(config.run_dir):
+        try:
+            anyio.run(partial(try_listening, host or advertised_host(config), port))
+        except ConfigError as error:
+            yield Problem("cluster.hub_port", str(error))
+
+
+def _past(config: Config) -> Iterator[Problem]:
+    """A run goes on with groups of the size that it had, and from where it is."""
+    directory = RunDirectory(config.run_dir)
+    if not config.run.resume or not directory.config.is_file():
+        return
+    try:
+        had: dict[str, Any] = tomllib.loads(directory.config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        had = {}
+    for section, key in COUNTED_BY:
+        before, now = had.get(section, {}).get(key), getattr(getattr(config, section), key)
+        if before is not None and before != now:
+            yield Problem(
+                f"{section}.{key}",
+                f"the run in {directory.path} was made with {before}, and its unfinished groups are counted by it; got "
+                f"{now}. Go on with {before}, or start a new run under another run.name",
+            )
+    if (reached := booked_version(config)) > config.run.steps:
+        yield Problem(
+            "run.steps",
+            f"the run in {directory.path} has made {reached} steps already; expected at least as many, got "
+            f"{config.run.steps}",
+        )
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _unwritable(folder: Path) -> str:
+    """Why no file can be made in a folder; empty: one can. Permissions alone do not tell: some file systems refuse."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0")
+            file.flush()
+    except OSError as error:
+        return f"no file can be written in {folder}: {error.strerror or error}; name a folder that takes some"
+    return ""

@@ -1,0 +1,224 @@
+"""The rhythm of attention in a text, or in what a run has recorded, as training sees it, and without training.
+
+On the CPU in float32, in this process alone. Heads are told apart over the responses that are looked at; in a run it is
+over a whole batch, or over its first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from algorithms.couplings import Signals, anchors, couplings, plans
+from algorithms.rhythm import FloatArray, Rhythm, changes
+from flash.config.decode import examine, refuse
+from flash.config.load import parse_value
+from flash.config.tree import ModelConfig
+from flash.errors import ConfigError
+from flash.foreign.torch import alone
+from flash.observe.recording import read_batch, recorded_steps
+from flash.observe.rhythm import HeadSeen, ResponseSeen, RhythmSeen
+from flash.observe.rhythm_plot import Drawn
+from flash.observe.rundir import RunDirectory
+from flash.types import Outcome, ShardSample, Span, Task, Trajectory, Turn, VersionRun
+
+MAP_TOKENS = 96
+"""Tokens whose maps are drawn at most: a map of all tokens grows with the square of a response."""
+MAP_PROMPT = 8
+"""How many tokens before the response a map begins, where there are as many."""
+KEY = "algorithm.rhythm"
+
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True)
+class Responses:
+    """What is looked at."""
+
+    trajectories: list[Trajectory]
+    names: list[str]
+    min_version: int
+    """Older action tokens are not trained; a response of such tokens only is not looked at."""
+    temperature: float
+    max_tokens: int
+    """Of a micro-batch."""
+
+
+def options_with(base: Rhythm, overrides: Sequence[str]) -> Rhythm:
+    """`base` with some KEY=VALUE of `[algorithm.rhythm]` in place of its own.
+
+    Raises:
+        ConfigError: there is no such option, or the value does not fit.
+    """
+    table = msgspec.to_builtins(base)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        table[key.strip()] = parse_value(value.strip())
+    options, problems = examine(table, Rhythm, KEY)
+    if problems:
+        raise refuse(problems)
+    return options
+
+
+def text_responses(text: Path, prompt: Path | None, encode: Encode) -> Responses:
+    """One response: the tokens of a text after those of its prompt; without one, after the first.
+
+    A newline at the very end of a file is none of its text.
+
+    Raises:
+        ConfigError: a file cannot be read, or there are fewer than two tokens to look at.
+    """
+    shown = [] if prompt is None else _encoded(prompt, encode)
+    said = _encoded(text, encode)
+    before = len(shown) or 1
+    count = len(shown) + len(said) - before
+    if count < 2:
+        instead = "" if shown else " after its first, which stands for the prompt"
+        raise ConfigError(
+            f"{text} has {count} token{'' if count == 1 else 's'} to look at{instead}; expected at least 2, since a "
+            "change is between neighbours"
+        )
+    tokens = np.array([*shown, *said], dtype="<i4")
+    whole = Trajectory(
+        task=Task(0, 0, 0, seed=0),
+        outcome=Outcome.OK,
+        reward=0.0,
+        token_ids=tokens.tobytes(),
+        action_spans=[Span(before, len(tokens))],
+        logprobs=np.zeros(count, dtype="<f4").tobytes(),
+        versions=[VersionRun(0, count)],
+        turns=[Turn("", "", 0.0, 0.0, 0.0, 0.0)],
+    )
+    return Responses([whole], [text.name], 0, 1.0, len(tokens))
+
+
+def recorded_responses(
+    run_dir: Path, step: int | None, samples: int, *, temperature: float, max_tokens: int
+) -> Responses:
+    """So many samples of a recorded batch, spread evenly over it; None: of the newest.
+
+    Raises:
+        ConfigError: there is no such batch, or nothing in it to look at.
+        RecordingError: it is damaged.
+    """
+    folder = RunDirectory(run_dir).batches
+    steps = recorded_steps(folder)
+    if not steps:
+        raise ConfigError(
+            f"{run_dir} holds no recorded batches: its run has made no step yet, or had checkpoint.batches = 'none'"
+        )
+    step = steps[-1] if step is None else step
+    if step not in steps:
+        raise ConfigError(f"--step: expected one that is recorded ({steps[0]} to {steps[-1]}), got {step}")
+    batch = read_batch(folder, step)
+    fit = [
+        number
+        for number, one in enumerate(batch.trajectories)
+        if one.action_count > 1 and one.trained_tokens(batch.min_version) > 0
+    ]
+    if not fit:
+        raise ConfigError(
+            f"{run_dir}: no response of step {step} has a token that was trained and at least 2 tokens, since a change "
+            "is between neighbours"
+        )
+    count = min(samples, len(fit))
+    chosen = [fit[place * len(fit) // count] for place in range(count)]
+    some = [batch.trajectories[number] for number in chosen]
+    names = [
+        f"step {step}, sample {number} (group {one.task.group_id}, reward {one.reward:g})"
+        for number, one in zip(chosen, some, strict=True)
+    ]
+    return Responses(some, names, batch.min_version, temperature, max_tokens)
+
+
+def look_at(
+    model: ModelConfig,
+    weights: str,
+    given: Responses,
+    options: Rhythm,
+    token_texts: Callable[[Sequence[int]], list[str]],
+    drawn: tuple[int, int] | None,
+) -> tuple[RhythmSeen, Drawn | None]:
+    """What is seen of these responses under a model; with `drawn`, the maps of that response from that token of it on.
+
+    Args:
+        model: its path is the folder of a model, or a hub id.
+        weights: what they are called in the answer.
+        given: from `text_responses` or `recorded_responses`.
+        options: from `options_with`.
+        token_texts: the tokenizer's.
+        drawn: the number of a response and one of its tokens, both from 0.
+
+    Raises:
+        ConfigError: the model cannot be loaded or looked at, or has not as many positions.
+    """
+    from flash.foreign.transformers import positions, without_bars
+    from flash.trainer.model import load_model, shard_model, trainer_mesh
+    from flash.trainer.packing import pack
+    from flash.trainer.rhythm_look import look, maps
+
+    with alone("gloo"):
+        with without_bars():
+            policy = shard_model(load_model(model), trainer_mesh("cpu"), "float32")
+        longest, limit = max(one.length for one in given.trajectories), positions(policy)
+        if limit is not None and longest > limit:
+            raise ConfigError(f"{weights} has {limit} positions, and there are {longest} tokens; expected no more")
+        samples = [ShardSample(number, one) for number, one in enumerate(given.trajectories)]
+        micros = pack(samples, min_version=given.min_version, max_tokens=given.max_tokens)
+        heads, found = look(policy, micros, options, given.temperature)
+        found.sort(key=lambda one: one.sample)
+        seen = RhythmSeen(
+            weights=weights,
+            options=options,
+            temperature=given.temperature,
+            heads=[HeadSeen(one.layer, one.head, one.span, one.kind) for one in heads],
+            responses=[
+                _response(given.names[one.sample], token_texts(tokens.tolist()), options, one.signals, one.multiplier_R)
+                for one, tokens in ((one, given.trajectories[one.sample].tokens()) for one in found)
+            ],
+            couplings=couplings(options, [one.signals for one in found]),
+        )
+        if drawn is None:
+            return seen, None
+        number, begin = drawn
+        part = _part(found[number].signals, samples[number].trajectory.length, begin)
+        (micro,) = pack([samples[number]], min_version=given.min_version, max_tokens=given.max_tokens)
+        return seen, Drawn(seen.responses[number], part.start, maps(policy, micro, heads, part))
+
+
+def _part(signals: Signals, length: int, begin: int) -> slice:
+    """The tokens of the sequence that are drawn; a little of the prompt is."""
+    start = max(int(signals.position_R[begin]) - MAP_PROMPT, 0)
+    return slice(start, min(start + MAP_TOKENS, length))
+
+
+def _response(
+    name: str, tokens: list[str], options: Rhythm, signals: Signals, multiplier_R: FloatArray
+) -> ResponseSeen:
+    return ResponseSeen(
+        name=name,
+        tokens=tokens,
+        places=signals.position_R.tolist(),
+        waad=signals.waad_R.tolist(),
+        change=changes(signals.waad_R, signals.position_R).tolist(),
+        fai=signals.influence_R.tolist(),
+        entropy=signals.entropy_R.tolist(),
+        multiplier=multiplier_R.tolist(),
+        plan=plans(options, signals).tolist(),
+        anchor=anchors(options, signals).tolist(),
+    )
+
+
+def _encoded(file: Path, encode: Encode) -> list[int]:
+    try:
+        text = file.read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}; expected a file of UTF-8 text") from error
+    try:
+        return encode(text)
+    except Exception as error:  # tokenizers raise no class of their own
+        raise ConfigError(f"{file}: the model's tokenizer has no tokens for this text: {error}") from error

@@ -1,0 +1,115 @@
+"""What the bodies of all requests have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from flash.service.errors import ApiError, unsupported
+
+_T = TypeVar("_T")
+
+MODEL = "policy"
+"""The name of the one model there is."""
+
+
+class Part(msgspec.Struct):
+    """A part of a content."""
+
+    type: str
+    text: str = ""
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream is to have."""
+
+    include_usage: bool | None = None
+
+
+TEXT_PARTS = frozenset({"text", "input_text", "output_text", "reasoning_text", "summary_text"})
+"""Parts that are text."""
+
+
+def decoded(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
+    """A body.
+
+    Raises:
+        ApiError: it is no JSON, or not what is asked for here.
+    """
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise invalid(error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"The body of the request is no JSON: {error}.") from error
+
+
+def invalid(error: msgspec.ValidationError, place: str = "") -> ApiError:
+    """What is answered to a body, or to what stands at a place in it, that is not what it should be."""
+    message, _, within = str(error).partition(" - at ")
+    return ApiError(400, f"Invalid request: {error}.", None, place or within.strip("`$.") or _missing(message))
+
+
+def _missing(message: str) -> str | None:
+    """The field that an error says is missing."""
+    parts = message.split("`")
+    return parts[1] if "missing required field" in message else None
+
+
+def check_model(name: str) -> None:
+    """Raise ApiError for another model than the one."""
+    if name != MODEL:
+        raise ApiError(404, f"The model {name[:100]!r} does not exist: there is {MODEL!r}.", "model_not_found", "model")
+
+
+def check_limit(limit: int | None, name: str) -> None:
+    """Raise ApiError for an answer without tokens."""
+    if limit is not None and limit < 1:
+        raise ApiError(400, "An answer has at least 1 token.", None, name)
+
+
+MOST_CHOICES = 128
+"""Answers to one request, as in the API."""
+
+
+def choices(n: int | None) -> int:
+    """How many answers are wanted. Raises ApiError."""
+    if n is not None and not 1 <= n <= MOST_CHOICES:
+        raise ApiError(400, f"`n` is from 1 to {MOST_CHOICES}.", None, "n")
+    return n or 1
+
+
+MOST_STOPS = 4
+"""Texts that an answer may end at, as in the API."""
+
+
+def stops(given: str | list[str] | None) -> tuple[str, ...]:
+    """Texts that an answer ends at. Raises ApiError."""
+    texts = tuple([given] if isinstance(given, str) else given or ())
+    if len(texts) > MOST_STOPS or not all(texts):
+        raise ApiError(400, f"`stop` has up to {MOST_STOPS} texts, and none that is empty.", None, "stop")
+    return texts
+
+
+def before(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """What stands before the first of these texts, and which that is."""
+    at, first = min(((at, one) for one in stop if (at := text.find(one)) >= 0), default=(len(text), ""))
+    return text[:at], first
+
+
+def refuse_given(fields: dict[str, Any]) -> None:
+    """Raise ApiError for the first of these fields that a request has."""
+    for name, value in fields.items():
+        if value:
+            raise unsupported(name)
+
+
+def text_of(content: str | list[Part] | None, place: str) -> str:
+    """A content, or its parts as one text. Raises ApiError where one is no text."""
+    if isinstance(content, list):
+        if any(part.type not in TEXT_PARTS for part in content):
+            raise ApiError(400, "Only text is supported here.", "unsupported_parameter", place)
+        return "".join(part.text for part in content)
+    return content or ""

@@ -1,0 +1,132 @@
+"""Completions of a text as the OpenAI API has them, for agents that write down the whole of it themselves.
+
+A text that begins with an earlier one and what came after it, exactly, goes on from there; nothing is trimmed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+
+from flash.service.bodies import MODEL, StreamOptions, check_limit, check_model, choices, decoded, refuse_given, stops
+from flash.service.chat import Answer, Asked, event, usage
+from flash.service.errors import TOP, ApiError, unsupported
+from flash.service.kept import Kept
+from flash.types import Piece
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A request for what comes after a text."""
+
+    asked: Asked
+    text: str
+
+
+class _Body(msgspec.Struct):
+    """The fields that are read; all others are none of our business."""
+
+    model: str
+    prompt: str | list[Any]
+    max_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    n: int | None = None
+    best_of: int | None = None
+    stop: str | list[str] | None = None
+    logprobs: int | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+def read(body: bytes, kept: Kept) -> Wanted:
+    """A request.
+
+    Raises:
+        ApiError: it is no JSON, not a request, of another model, or asks for what is not done here.
+    """
+    given = decoded(_decoder, body)
+    check_model(given.model)
+    check_limit(given.max_tokens, "max_tokens")
+    best = given.best_of not in (None, given.n or 1)
+    refuse_given({"best_of": best, "suffix": given.suffix, "echo": given.echo, "logit_bias": given.logit_bias})
+    if given.logprobs:
+        raise unsupported("logprobs", TOP)
+    prompt = given.prompt[0] if isinstance(given.prompt, list) and len(given.prompt) == 1 else given.prompt
+    if not isinstance(prompt, str):
+        raise unsupported("prompt", "it must be one text")
+    if not prompt:
+        raise ApiError(400, "There is no text.", None, "prompt")
+    asked = Asked(
+        messages=kept.parts(prompt),
+        max_tokens=given.max_tokens,
+        stream=bool(given.stream),
+        with_usage=given.stream_options is not None and bool(given.stream_options.include_usage),
+        logprobs=given.logprobs is not None,
+        stop=stops(given.stop),
+        choices=choices(given.n),
+    )
+    return Wanted(asked, prompt)
+
+
+def completion(answers: Sequence[Answer], name: str) -> bytes:
+    """Answers in one piece."""
+    choices = [_choice(answer, index) for index, answer in enumerate(answers)]
+    return msgspec.json.encode({**_head(name), "choices": choices, "usage": usage(answers)})
+
+
+class Events:
+    """Answers as server-sent events. Log-probs come with the end of each, counts with that of all."""
+
+    def __init__(self, name: str, *, with_usage: bool) -> None:
+        self._head = _head(name)
+        self._with_usage = with_usage
+
+    def begin(self, index: int) -> bytes:
+        """Nothing: a text just begins."""
+        return b""
+
+    def piece(self, piece: Piece, index: int) -> bytes:
+        """More was said."""
+        return self._event([{"index": index, "text": piece.content, "logprobs": None, "finish_reason": None}])
+
+    def said(self, answer: Answer, index: int) -> bytes:
+        """All was said."""
+        return self._event([{**_choice(answer, index), "text": ""}])
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        """All answers were."""
+        counts = self._event([], usage=usage(answers)) if self._with_usage else b""
+        return counts + b"data: [DONE]\n\n"
+
+    def fail(self, error: ApiError) -> bytes:
+        """It ends in the middle."""
+        return event(error.said)
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return event({**self._head, "choices": choices, **more})
+
+
+def _head(name: str) -> dict[str, Any]:
+    return {"id": f"cmpl-{name}", "object": "text_completion", "created": int(time.time()), "model": MODEL}
+
+
+def _choice(answer: Answer, index: int) -> dict[str, Any]:
+    finish = "length" if answer.cut else "stop"
+    return {"index": index, "text": answer.message.content, "logprobs": _logprobs(answer), "finish_reason": finish}
+
+
+def _logprobs(answer: Answer) -> dict[str, Any] | None:
+    if answer.logprobs is None:
+        return None
+    texts = [text for text, _ in answer.logprobs]
+    starts = list(accumulate(map(len, texts), initial=0))[:-1]
+    values = [value for _, value in answer.logprobs]
+    return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": starts}

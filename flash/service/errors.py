@@ -1,0 +1,43 @@
+"""What is answered to a request that is refused."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ApiError(Exception):
+    """An answer that says what was wrong, in the form of the API.
+
+    Args:
+        status: of HTTP. 400, 401, 404 and 413 are not tried again by the API's own clients.
+        message: for people.
+        code: for programs.
+        param: the field that is wrong, where it is one.
+    """
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.said = {"error": {"message": message, "type": "invalid_request_error", "param": param, "code": code}}
+        """The body of the answer."""
+
+    @property
+    def body(self) -> bytes:
+        """As JSON."""
+        return msgspec.json.encode(self.said)
+
+
+def unsupported(name: str, why: str = "leave it out") -> ApiError:
+    """A field that is not done here."""
+    return ApiError(400, f"`{name}` is not supported here: {why}.", "unsupported_parameter", name)
+
+
+MASKED = (
+    "it would forbid tokens while the answer is sampled, and training, which knows nothing of them, would take the "
+    "probabilities of the others wrongly (docs/environments.md, 'Nothing is sampled under a grammar'); leave it out, "
+    "ask for the form in words, check what comes, and ask again or reward it so"
+)
+"""Why nothing is sampled under a grammar."""
+
+TOP = "the run keeps the log-probs of sampled tokens, and of no others"
+"""Why nobody is told what might have been sampled."""

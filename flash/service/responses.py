@@ -1,0 +1,259 @@
+"""Responses as the OpenAI API has them: a request that is read, an answer that is written; both consist of items.
+
+Nothing is kept for them but what each response of the episode went on from, so that `previous_response_id` can name it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from flash.service import tools
+from flash.service.bodies import MODEL, check_limit, check_model, decoded, refuse_given
+from flash.service.chat import Answer, Asked
+from flash.service.errors import MASKED, ApiError, unsupported
+from flash.service.items import (
+    MESSAGE,
+    THOUGHT,
+    Event,
+    begins,
+    ends,
+    goes_on,
+    items,
+    messages_of,
+    spoken,
+    text_in,
+    thought,
+)
+from flash.types import ASSISTANT, Message, Piece, Tool
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A request for a response."""
+
+    asked: Asked
+    said: list[Message]
+    """Its messages without the instructions, which the next one has again."""
+    previous: str | None
+
+
+class _Tool(msgspec.Struct):
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Format(msgspec.Struct):
+    type: str = "text"
+
+
+class _Text(msgspec.Struct):
+    format: _Format | None = None
+
+
+class _Body(msgspec.Struct):
+    """The fields that are read; all others are none of our business."""
+
+    model: str
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: _Text | None = None
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+    top_logprobs: int | None = None
+    truncation: str | None = None
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> Wanted:
+    """A request; `earlier` holds what was said up to each response of the episode.
+
+    Raises:
+        ApiError: it is no JSON, not a request, of another model, or asks for what is not done here.
+    """
+    given = decoded(_decoder, body)
+    check_model(given.model)
+    check_limit(given.max_output_tokens, "max_output_tokens")
+    refuse_given(
+        {
+            "background": given.background,
+            "conversation": given.conversation,
+            "prompt": given.prompt,
+            "top_logprobs": given.top_logprobs,
+            "truncation": given.truncation not in (None, "disabled"),
+        }
+    )
+    if given.text is not None and given.text.format is not None and given.text.format.type != "text":
+        raise unsupported("text.format", MASKED)
+    before: Sequence[Message] = ()
+    if given.previous_response_id is not None:
+        if given.previous_response_id not in earlier:
+            message = f"This episode has no response {given.previous_response_id[:100]!r}."
+            raise ApiError(400, message, "previous_response_not_found", "previous_response_id")
+        before = earlier[given.previous_response_id]
+    said = [*before, *_messages(given.input, before)]
+    instructions = [Message("system", given.instructions)] if given.instructions else []
+    asked = Asked(
+        messages=instructions + said,
+        max_tokens=given.max_output_tokens,
+        stream=bool(given.stream),
+        tools=_offered(given.tools or []),
+        calling=tools.may_call(given.tool_choice),
+        parallel=given.parallel_tool_calls is not False,
+    )
+    return Wanted(asked, said, given.previous_response_id)
+
+
+def _offered(given: Sequence[_Tool]) -> tuple[Tool, ...]:
+    functions = [tools.Function(tool.name, tool.description, tool.parameters) for tool in given]
+    return tools.offered(
+        [tools.GivenTool(tool.type, function) for tool, function in zip(given, functions, strict=True)]
+    )
+
+
+def _messages(given: str | list[dict[str, Any]], before: Sequence[Message]) -> list[Message]:
+    if isinstance(given, str):
+        return [Message("user", given)]
+    if not given:
+        raise ApiError(400, "There is no input.", None, "input")
+    return messages_of(given, before)
+
+
+# -- the answer ------------------------------------------------------------------------------------------------------
+
+
+_NOTHING = Answer(Message(ASSISTANT, ""), cut=False, prompt_tokens=0, tokens=0)
+
+
+def name_of(name: str) -> str:
+    """What a response is called, whose call has this name."""
+    return f"resp_{name}"
+
+
+def response(answers: Sequence[Answer], name: str, wanted: Wanted) -> bytes:
+    """The one answer, in one piece."""
+    (answer,) = answers
+    return msgspec.json.encode(_response(answer, name, wanted))
+
+
+class Events:
+    """A response as server-sent events. Its calls come with its end."""
+
+    def __init__(self, name: str, wanted: Wanted) -> None:
+        self._name = name
+        self._wanted = wanted
+        self._number = 0
+        self._told: dict[str, str] = {}
+        """What was told of the items that have begun, by their types and in their order."""
+        self._done: set[str] = set()
+
+    def begin(self, index: int) -> bytes:
+        """Before anything was said."""
+        begun = _response(_NOTHING, self._name, self._wanted)
+        begun |= {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        return self._events([("response.created", {"response": begun}), ("response.in_progress", {"response": begun})])
+
+    def piece(self, piece: Piece, index: int) -> bytes:
+        """More was said."""
+        events: list[Event] = []
+        if piece.reasoning and MESSAGE not in self._told:
+            events += self._more(thought(self._name, piece.reasoning, "completed"), piece.reasoning)
+        if piece.content:
+            if told := self._told.get(THOUGHT):
+                events += self._all(thought(self._name, told, "completed"))
+            events += self._more(spoken(self._name, piece.content, "completed"), piece.content)
+        return self._events(events)
+
+    def said(self, answer: Answer, index: int) -> bytes:
+        """All was said, which the end tells."""
+        return b""
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        """The one answer was."""
+        (answer,) = answers
+        whole = _response(answer, self._name, self._wanted)
+        begun = list(self._told)
+        whole["output"].sort(key=lambda item: begun.index(item["type"]) if item["type"] in begun else len(begun))
+        events = [event for index, item in enumerate(whole["output"]) for event in self._all(item, index)]
+        return self._events([*events, (f"response.{whole['status']}", {"response": whole})])
+
+    def fail(self, error: ApiError) -> bytes:
+        """It ends in the middle."""
+        return self._events([("error", {key: error.said["error"][key] for key in ("code", "message", "param")})])
+
+    def _more(self, item: dict[str, Any], text: str) -> Iterator[Event]:
+        """More of an item, which may be its beginning."""
+        kind = item["type"]
+        if kind not in self._told:
+            self._told[kind] = ""
+            yield from begins(item, len(self._told) - 1)
+        self._told[kind] += text
+        yield goes_on(item, list(self._told).index(kind), text)
+
+    def _all(self, item: dict[str, Any], index: int = 0) -> Iterator[Event]:
+        """The rest of an item, which may be all of it, and its end."""
+        kind, told = item["type"], self._told.get(item["type"])
+        if kind in self._done:
+            return
+        if told is None:
+            yield from begins(item, index)
+        if rest := text_in(item)[len(told or "") :]:
+            yield goes_on(item, index, rest)
+        if told is not None:
+            self._done.add(kind)
+        yield from ends(item, index)
+
+    def _events(self, events: Iterable[Event]) -> bytes:
+        lines: list[bytes] = []
+        for kind, more in events:
+            content = msgspec.json.encode({"type": kind, "sequence_number": self._number, **more})
+            lines.append(b"event: " + kind.encode() + b"\ndata: " + content + b"\n\n")
+            self._number += 1
+        return b"".join(lines)
+
+
+def _response(answer: Answer, name: str, wanted: Wanted) -> dict[str, Any]:
+    asked = wanted.asked
+    return {
+        "id": name_of(name),
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if answer.cut else "completed",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if answer.cut else None,
+        "instructions": None,
+        "max_output_tokens": asked.max_tokens,
+        "model": MODEL,
+        "output": list(items(answer, name)),
+        "parallel_tool_calls": asked.parallel,
+        "previous_response_id": wanted.previous,
+        "temperature": None,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto" if asked.calling else "none",
+        "tools": [
+            {"type": "function", "parameters": None, "strict": False, **tool["function"]} for tool in asked.tools
+        ],
+        "top_p": None,
+        "truncation": "disabled",
+        "usage": {
+            "input_tokens": answer.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": answer.tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": answer.prompt_tokens + answer.tokens,
+        },
+        "metadata": {},
+    }

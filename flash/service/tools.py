@@ -1,0 +1,103 @@
+"""Functions that an agent lets the policy call: as requests give them, as messages call them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from flash.service.errors import MASKED, ApiError, unsupported
+from flash.types import Tool, ToolCall
+
+
+class Function(msgspec.Struct):
+    """A function as a request describes it."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """That calls follow the schema: nobody enforces it here, and what does not is counted."""
+
+
+class GivenTool(msgspec.Struct):
+    """One of a request's tools."""
+
+    type: str
+    function: Function | None = None
+
+
+class GivenFunction(msgspec.Struct):
+    """What a message calls."""
+
+    name: str
+    arguments: str = ""
+
+
+class GivenCall(msgspec.Struct):
+    """One call of a message."""
+
+    function: GivenFunction
+    id: str = ""
+    type: str = "function"
+
+
+def offered(given: Sequence[GivenTool]) -> tuple[Tool, ...]:
+    """Tools as chat templates take them.
+
+    Raises:
+        ApiError: one of them is no function.
+    """
+    for tool in given:
+        if tool.type != "function" or tool.function is None:
+            raise unsupported("tools", f"there are only functions, but one is {tool.type[:100]!r}")
+    return tuple(described(tool.function) for tool in given if tool.function is not None)
+
+
+def described(function: Function) -> Tool:
+    """A function as chat templates take it."""
+    shown: dict[str, Any] = {"name": function.name}
+    if function.description is not None:
+        shown["description"] = function.description
+    if function.parameters is not None:
+        shown["parameters"] = function.parameters
+    return {"type": "function", "function": shown}
+
+
+def may_call(choice: Any) -> bool:
+    """What `tool_choice` says: whether calls are looked for.
+
+    Raises:
+        ApiError: it would force a call, or is no choice.
+    """
+    if choice in (None, "auto"):
+        return True
+    if choice == "none":
+        return False
+    if choice == "required" or isinstance(choice, Mapping):
+        raise unsupported("tool_choice", f"to force a call {MASKED}; there are `auto` and `none`")
+    raise ApiError(400, f"`tool_choice` must be `auto` or `none`, but is {choice!r:.100}.", None, "tool_choice")
+
+
+def calls_of(given: Iterable[GivenCall]) -> tuple[ToolCall, ...]:
+    """The calls of a message."""
+    return tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in given)
+
+
+def shown(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """Calls as an answer has them."""
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in calls
+    ]
+
+
+def is_well_formed(call: ToolCall, tools: Sequence[Tool]) -> bool:
+    """Whether a call is of one of these functions, and its arguments are a JSON object."""
+    if all(tool["function"]["name"] != call.name for tool in tools):
+        return False
+    try:
+        return isinstance(msgspec.json.decode(call.arguments), dict)
+    except (msgspec.DecodeError, RecursionError):
+        return False

@@ -1,0 +1,83 @@
+"""Learning rates held to a budget of divergence: see `algorithms.lag`.
+
+What is measured is summed over all ranks, in float64, before each update: the rate is the same on every rank and,
+but for rounding, for every split into ranks and micro-batches. What an update needs of the past is the rates that were
+applied in the versions that the age contract lets tokens have; they are kept in checkpoints.
+
+Shape legend: T = action tokens of a micro-batch, A = ages, from 0 to the oldest that a token may have.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from algorithms.base import PackedTokens
+from algorithms.lag import Lag
+from flash.config.tree import TrainConfig, max_age
+from flash.trainer.collectives import gather_rows
+from flash.trainer.optimizer import learning_rate
+
+LARGEST = 20.0
+"""|log π − log π_behaviour| of a token that counts as it is: one of a sampling policy's flukes is not to stop a run."""
+
+
+class LagPass:
+    """Holds the updates of step after step. Every rank makes the same calls and is given the same numbers."""
+
+    def __init__(self, options: Lag, train: TrainConfig, steps: int, device: torch.device) -> None:
+        self._options, self._train, self._steps = options, train, steps
+        self._updates = train.minibatches * train.updates_per_batch
+        self._ages = max_age(train.async_ratio) + 1
+        self._row = torch.zeros(1 + self._ages, dtype=torch.float64, device=device)
+        self._applied: list[float] = []
+        self._scales: list[float] = []
+        self._distances: list[float] = []
+        self.rates: dict[int, float] = {}
+        """By version, the mean rate of the updates that left it. One that is not there had the scheduled rate."""
+
+    def add(self, tokens: PackedTokens, age_T: np.ndarray) -> None:
+        """Look at a micro-batch of the next update."""
+        log_ratio_T = (tokens.logp_T - tokens.behaviour_T).detach().double().where(tokens.mask_T, 0.0)
+        self._row[0] += log_ratio_T.clamp(-LARGEST, LARGEST).square().sum()
+        count_A = np.bincount(age_T[tokens.mask_T.cpu().numpy()], minlength=self._ages)
+        self._row[1:] += torch.from_numpy(count_A).to(self._row)
+
+    def held(self, rate: float, version: int) -> float:
+        """The rate of the update whose micro-batches were all added. A collective."""
+        square, *counts = gather_rows(self._row).sum(0).tolist()
+        self._row.zero_()
+        scale = self._options.scale(rate, square, counts, *self._way(version))
+        self._scales.append(scale)
+        self._distances.append(square / max(sum(counts), 1.0))
+        return rate * scale
+
+    def made(self, rate: float) -> None:
+        """An update was made with this rate; with 0, it was left out."""
+        self._applied.append(rate)
+
+    def finish(self, version: int) -> dict[str, float]:
+        """The step that left this version is over. Returns its metrics."""
+        self._row.zero_()  # of updates that only critics made
+        self.rates[version] = sum(self._applied) / self._updates
+        self.rates = {one: rate for one, rate in self.rates.items() if one > version + 1 - self._ages}
+        scales, distances = self._scales, self._distances
+        self._applied, self._scales, self._distances = [], [], []
+        if not scales:
+            return {}
+        return {"lag_scale": sum(scales) / len(scales), "lag_distance": sum(distances) / len(distances)}
+
+    def _way(self, version: int) -> tuple[list[float], list[float]]:
+        """By age: the lag of this update, and what the rates of the updates in between add up to, in versions."""
+        lags, moved = [len(self._applied) / self._updates], [sum(self._applied) / self._updates]
+        for age in range(1, self._ages):
+            past = version - age
+            lags.append(lags[-1] + 1)
+            moved.append(moved[-1] + self._rate_of(past))
+        return lags, moved
+
+    def _rate_of(self, version: int) -> float:
+        if version < 0:
+            return 0.0
+        found = self.rates.get(version)
+        return learning_rate(self._train, self._steps, version) if found is None else found

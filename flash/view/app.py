@@ -1,0 +1,199 @@
+"""The page over HTTP, and what it asks for. It only reads, and answers only who calls it by a name of this machine.
+
+No path of a request reaches the file system: files are served by name, runs are asked for by their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from flash.errors import FlashError
+from flash.view.charts import CHARTS, Chart
+from flash.view.prometheus import MEDIA_TYPE, exposition
+from flash.view.runs import Rows, ViewedRun
+from flash.view.samples import Findings, Query, ShownGroup, find, show_group
+from flash.view.timeline import Window, show_window
+
+STATIC = Path(__file__).parent / "static"
+ASSETS = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/tools.js": ("tools.js", "text/javascript"),
+    "/overview.js": ("overview.js", "text/javascript"),
+    "/samples.js": ("samples.js", "text/javascript"),
+    "/sample.js": ("sample.js", "text/javascript"),
+    "/timeline.js": ("timeline.js", "text/javascript"),
+}
+"""Every file that is served."""
+HOSTS = ("127.0.0.1", "localhost")
+"""Names by which the page is called. Others, which a strange site may let lead here, are refused."""
+HEADERS = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "x-frame-options": "DENY",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+    # Plotly puts style elements into the page; scripts are ours and Plotly's alone.
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+}
+"""On every answer: what a model wrote must never run in the page."""
+
+
+T = TypeVar("T")
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Of a run's time, in Unix seconds; None: its beginning, its end."""
+
+    start: float | None = None
+    stop: float | None = None
+
+
+class RunFacts(msgspec.Struct, frozen=True):
+    """One of the runs."""
+
+    name: str
+    path: str
+    shown: bool
+    """From the start."""
+    facts: dict[str, str]
+
+
+class Contents(msgspec.Struct, frozen=True):
+    """What the page begins with."""
+
+    runs: list[RunFacts]
+    charts: Sequence[Chart]
+
+
+def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
+    """The application for these runs; the first few are shown from the start."""
+
+    def contents(_: Request) -> Contents:
+        told = [
+            RunFacts(run.name, str(run.directory.path), number < shown, run.facts()) for number, run in enumerate(runs)
+        ]
+        return Contents(told, CHARTS)
+
+    def rows(request: Request) -> Rows:
+        life = request.query_params.get("life", "")
+        return run_of(request).rows(life, _number(request, "steps"), _number(request, "evals"))
+
+    def run_of(request: Request) -> ViewedRun:
+        return runs[_number(request, "run", len(runs))]
+
+    def samples(request: Request) -> Findings:
+        return find(run_of(request).directory, _decoded(request, Query))
+
+    def group(request: Request) -> ShownGroup:
+        return show_group(run_of(request).directory, _number(request, "step"), _number(request, "group"))
+
+    def timeline(request: Request) -> Window | None:
+        part = _decoded(request, Part)
+        return show_window(run_of(request).spans(), part.start, part.stop)
+
+    def metrics(_: Request) -> Response:
+        return Response(exposition([run.latest() for run in runs]), media_type=MEDIA_TYPE)
+
+    answers: dict[str, Callable[[Request], object]] = {
+        "/api/contents": contents,
+        "/api/rows": rows,
+        "/api/samples": samples,
+        "/api/group": group,
+        "/api/timeline": timeline,
+    }
+    return Starlette(
+        routes=[
+            *(Route(path, _asset(*asset)) for path, asset in ASSETS.items()),
+            Route("/plotly.js", _plotly),
+            Route("/metrics", metrics),
+            *(Route(path, _answering(answer)) for path, answer in answers.items()),
+        ],
+        middleware=[Middleware(_WithHeaders), Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS)],
+        exception_handlers={FlashError: _failed},
+    )
+
+
+def _number(request: Request, name: str, below: int | None = None) -> int:
+    text = request.query_params.get(name, "")
+    if not text.isdecimal() or (below is not None and int(text) >= below):
+        end = "" if below is None else f" below {below}"
+        raise HTTPException(400, f"{name}={text[:40]!r}: expected a whole number{end}")
+    return int(text)
+
+
+def _decoded(request: Request, kind: type[T]) -> T:
+    """The questions of a request; `run` is asked for on its own."""
+    questions = {name: text for name, text in request.query_params.items() if name != "run"}
+    try:
+        return msgspec.convert(questions, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise HTTPException(400, str(error)) from error
+
+
+# Plain functions as endpoints run in threads: reading and encoding block nobody.
+def _answering(answer: Callable[[Request], object]) -> Callable[[Request], Response]:
+    def handle(request: Request) -> Response:
+        return Response(msgspec.json.encode(answer(request)), media_type="application/json")
+
+    return handle
+
+
+def _asset(name: str, media_type: str) -> Callable[[Request], Response]:
+    def handle(_: Request) -> Response:
+        return Response((STATIC / name).read_bytes(), media_type=media_type)
+
+    return handle
+
+
+def _plotly(_: Request) -> Response:
+    """Five megabytes, the same for as long as the page is served."""
+    return Response(_plotly_script(), media_type="text/javascript", headers={"cache-control": "private, max-age=3600"})
+
+
+@cache
+def _plotly_script() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs()
+
+
+def _failed(_: Request, error: Exception) -> Response:
+    return Response(str(error), status_code=500, media_type="text/plain")
+
+
+class _WithHeaders:
+    """ASGI middleware; what an answer says for itself stays."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                said = {name.lower() for name, _ in message["headers"]}
+                more = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message["headers"] = [*message["headers"], *(header for header in more if header[0] not in said)]
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)

@@ -1,0 +1,97 @@
+"""The runs that are looked at, followed while they go on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from flash.observe.follow import Followed
+from flash.observe.progress import facts, has_ended
+from flash.observe.rundir import RunDirectory
+from flash.types import Activity
+from flash.view.charts import drawn
+from flash.view.prometheus import Latest
+
+MOST_ROWS = 5000
+"""Rows of one answer: who wants more asks again."""
+
+
+class Rows(msgspec.Struct, frozen=True):
+    """What came since somebody asked."""
+
+    life: str
+    """Another one than that of the question: forget what you had, these are the first ones."""
+    steps: list[dict[str, float]]
+    evals: list[dict[str, float]]
+    more: bool
+    """There are others already."""
+    ended: bool
+    """The run has summed itself up."""
+
+
+class ViewedRun:
+    """One run directory. Several threads may ask."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.name = name
+        self.directory = RunDirectory(path)
+        self._steps = Followed(self.directory.metrics, dict[str, Any])
+        self._evals = Followed(self.directory.evals, dict[str, Any])
+        self._spans = Followed(self.directory.spans, Activity)
+        self._lock = threading.Lock()
+        self._born = uuid4().hex
+
+    def facts(self) -> dict[str, str]:
+        """What it is a run of, from its configuration."""
+        return facts(self.directory)
+
+    def rows(self, life: str, steps: int, evals: int) -> Rows:
+        """What came since somebody had so many rows of this life."""
+        with self._lock:
+            self._steps.read()
+            self._evals.read()
+            now = f"{self._born}-{self._steps.life}-{self._evals.life}"
+            if life != now:
+                steps = evals = 0
+            new_steps, new_evals = self._steps.rows[steps:], self._evals.rows[evals:]
+        return Rows(
+            life=now,
+            steps=drawn(new_steps[:MOST_ROWS], "steps"),
+            evals=drawn(new_evals[:MOST_ROWS], "evals"),
+            more=max(len(new_steps), len(new_evals)) > MOST_ROWS,
+            ended=has_ended(self.directory),
+        )
+
+    def latest(self) -> Latest:
+        """The last rows, as Prometheus has them."""
+        with self._lock:
+            self._steps.read()
+            self._evals.read()
+            steps, evals = ((one.rows or [{}])[-1] for one in (self._steps, self._evals))
+        return Latest(self.name, steps, evals, has_ended(self.directory))
+
+    def spans(self) -> Sequence[Activity]:
+        """All bars of the timeline so far."""
+        with self._lock:
+            self._spans.read()
+            return list(self._spans.rows)
+
+
+def open_runs(paths: Sequence[Path]) -> list[ViewedRun]:
+    """The runs of these directories, each once, under names as short as tell them apart."""
+    whole = list(dict.fromkeys(path.resolve() for path in paths))
+    names = {path: _name(path, whole) for path in whole}
+    return [ViewedRun(path, names[path]) for path in whole]
+
+
+def _name(path: Path, among: Sequence[Path]) -> str:
+    for parts in range(1, len(path.parts)):
+        end = path.parts[-parts:]
+        if sum(other.parts[-parts:] == end for other in among) == 1:
+            return "/".join(end)
+    return str(path)

@@ -1,0 +1,172 @@
+// The charts of what runs measure, several runs over each other.
+
+import { $, byFinger, colourOf, element, figure, lookOf, plain } from "./tools.js";
+
+const MOST_POINTS = 1200;  // More are put together: a screen has no more pixels.
+const SMOOTH_FROM = 20;    // Rows from which a running mean is drawn.
+const MARKED = 40;         // Evaluations up to which each is a point.
+const MOST_NAMES = 8;
+
+const cards = new Map();
+let charts = [], zoom = null, redraw = () => {};
+
+export function prepare(described, changed) {
+  charts = described;
+  redraw = changed;
+  const seen = new IntersectionObserver((entries) => {
+    for (const entry of entries) cards.get(entry.target.dataset.chart).visible = entry.isIntersecting;
+    redraw();
+  }, { rootMargin: "300px" });
+  for (const chart of charts) {
+    const now = element("span", "now"), lines = element("div", "lines"), plot = element("div", "plot");
+    const title = element("h2", "", chart.unit ? `${chart.title}, ${chart.unit}` : chart.title);
+    const box = element("article", "card", element("header", "", title, now), lines, plot,
+      element("p", "", chart.means), element("p", "hint", `Worry when: ${chart.worry}`));
+    box.dataset.chart = chart.id;
+    cards.set(chart.id, { box, now, lines, plot, visible: false, drawn: "" });
+    $("charts").append(box);
+    seen.observe(box);
+  }
+  for (const id of ["axis", "smooth"]) $(id).onchange = () => { zoom = null; redraw(); };
+  matchMedia("(prefers-color-scheme: dark)").onchange = redraw;
+}
+
+const rowsOf = (chart, run) => (chart.of === "evals" ? run.evals : run.steps);
+
+// A run's curves of a chart: a line with a star is one for each column that begins so. Of many, those that were ever above 0.
+function curvesOf(chart, run) {
+  const rows = rowsOf(chart, run);
+  return chart.lines.flatMap((line, place) => {
+    if (!line.key.endsWith("*")) {
+      const told = place && chart.lines.length > 2 ? (row) => row[line.key] : (row) => line.key in row;
+      return rows.some(told) ? [{ ...line, title: line.name }] : [];
+    }
+    const begin = line.key.slice(0, -1);
+    return [...columnsOf(rows)].filter((key) => key.startsWith(begin)).sort()
+      .map((key) => ({ ...line, key, title: key.slice(begin.length) }));
+  });
+}
+
+function columnsOf(rows) {
+  const found = new Set();
+  for (const row of rows) for (const key in row) found.add(key);
+  return found;
+}
+
+export function draw(runs) {
+  const byHours = $("axis").value === "hours", look = lookOf(), unmeasured = [];
+  for (const chart of charts) {
+    const card = cards.get(chart.id);
+    const all = runs.flatMap((run) => curvesOf(chart, run).map((curve) => ({ ...curve, run, rows: rowsOf(chart, run) })));
+    card.box.hidden = !all.length;
+    if (!all.length) unmeasured.push(chart.title);
+    const version = JSON.stringify([runs.map((run) => [run.name, run.life, rowsOf(chart, run).length]), byHours, $("smooth").checked, zoom, look]);
+    if (!all.length || !card.visible || version === card.drawn) continue;
+    card.drawn = version;
+    drawChart(chart, card, all, runs, byHours, look);
+  }
+  $("unmeasured").textContent = !runs.length ? "Choose a run above."
+    : runs.every((run) => !run.steps.length && !run.evals.length) ? "No step was made yet."
+      : unmeasured.length ? `Not measured by what is shown: ${unmeasured.join(", ")}.` : "";
+}
+
+function drawChart(chart, card, all, runs, byHours, look) {
+  const titles = [...new Set(all.map((curve) => curve.title))];
+  const colour = (curve) => colourOf(runs.length > 1 ? curve.run.number : titles.indexOf(curve.title) + (titles.length > 1 ? 0 : curve.run.number));
+  card.now.textContent = runs.length > 1 ? "" : lastOf(chart, all[0]);
+  card.lines.replaceChildren(...(titles.length < 2 && !titles[0] ? [] : titles.slice(0, MOST_NAMES).map((title) => {
+    const curve = all.find((one) => one.title === title), swatch = element("i", `swatch ${curve.dash}`);
+    if (runs.length === 1) swatch.style.color = colour(curve);
+    return element("span", "", swatch, ` ${title || "all"}`);
+  })), titles.length > MOST_NAMES ? `and ${titles.length - MOST_NAMES} more` : "");
+  const traces = all.flatMap((curve) => tracesOf(chart, curve, colour(curve), byHours, runs.length > 1));
+  const axis = { color: look.ink, gridcolor: look.grid, zeroline: false, linecolor: look.faint, automargin: true };
+  const layout = {
+    margin: { l: 44, r: 8, t: 6, b: 34 }, height: 220, showlegend: false, hovermode: "x unified",
+    dragmode: byFinger() ? false : "zoom", paper_bgcolor: look.card, plot_bgcolor: look.card,
+    font: { color: look.ink, size: 11 }, hoverlabel: { bgcolor: look.card, font: { color: look.ink } },
+    xaxis: { ...axis, title: { text: byHours ? "hours" : "step", standoff: 4 }, ...(zoom ? { range: zoom } : { autorange: true }) },
+    yaxis: { ...axis, type: chart.log ? "log" : "linear", rangemode: chart.from_zero ? "tozero" : "normal", fixedrange: true,
+      ticksuffix: chart.percent ? " %" : "", exponentformat: "power" },
+    shapes: chart.limit === null ? [] : [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: scaled(chart, chart.limit), y1: scaled(chart, chart.limit),
+      line: { color: look.faint, width: 1, dash: "dash" } }],
+  };
+  const before = card.plot.data;
+  Plotly.react(card.plot, traces, layout, { displayModeBar: false, responsive: true });
+  if (!before) card.plot.on("plotly_relayout", (change) => zoomed(change));
+}
+
+function zoomed(change) {
+  const range = "xaxis.range[0]" in change ? [change["xaxis.range[0]"], change["xaxis.range[1]"]]
+    : change["xaxis.autorange"] ? null : undefined;
+  if (range === undefined) return;
+  zoom = range;
+  redraw();
+}
+
+const scaled = (chart, value) => (chart.percent && value !== undefined ? 100 * value : value);
+
+function lastOf(chart, curve) {
+  const known = curve.rows.filter((row) => curve.key in row);
+  return `${figure(scaled(chart, known[known.length - 1][curve.key]))}${chart.percent ? " %" : ""}`;
+}
+
+function tracesOf(chart, curve, colour, byHours, named) {
+  const rows = curve.rows.filter((row) => (byHours ? "wall_s" : "step") in row);
+  const x = rows.map((row) => (byHours ? row.wall_s / 3600 : row.step));
+  const column = (key) => rows.map((row) => scaled(chart, row[key]) ?? null);
+  const name = plain([named ? curve.run.name : "", curve.title].filter(Boolean).join(": ") || chart.title);
+  const line = { color: colour, dash: curve.dash, width: 2 };
+  const base = { type: "scatter", mode: "lines", x, name, line, connectgaps: false };
+  if (chart.of === "evals") return heldOut(base, curve, rows, column, colour);
+  const y = column(curve.key), unit = chart.percent ? " %" : "";
+  const thin = thinned(x, y);
+  if (x.length < SMOOTH_FROM || !$("smooth").checked) return [{ ...base, ...thin, mode: x.length === 1 ? "markers" : "lines", hovertemplate: `%{y:.4~g}${unit}` }];
+  const mean = thinned(x, runningMean(y));
+  return [
+    { ...base, ...thin, line: { ...line, width: 1 }, opacity: 0.35, hoverinfo: "skip" },
+    { ...base, ...mean, customdata: thin.y, hovertemplate: `%{y:.4~g}${unit} (%{customdata:.4~g}${unit})` },
+  ];
+}
+
+// Evaluations: points with their intervals, or a band of these where there are many.
+function heldOut(base, curve, rows, column, colour) {
+  const y = column(curve.key), few = rows.length <= MARKED, low = column("low"), high = column("high");
+  const made = { ...base, y, mode: few ? "lines+markers" : "lines", connectgaps: true, hovertemplate: "%{y:.3f}" };
+  if (curve.key !== "mean_reward") return [made];
+  made.customdata = rows.map((_, at) => [low[at], high[at]]);
+  made.hovertemplate = "%{y:.3f} (%{customdata[0]:.3f} to %{customdata[1]:.3f})";
+  const away = (ends) => ends.map((end, at) => Math.abs(end - y[at]));
+  if (few) return [{ ...made, error_y: { symmetric: false, array: away(high), arrayminus: away(low), thickness: 1.2, width: 3 } }];
+  return [
+    { ...base, y: low, line: { width: 0 }, hoverinfo: "skip" },
+    { ...base, y: high, line: { width: 0 }, fill: "tonexty", fillcolor: `${colour}33`, hoverinfo: "skip" },
+    made,
+  ];
+}
+
+// Means of neighbours, so that no more points are drawn than can be seen.
+function thinned(x, y) {
+  const size = Math.ceil(x.length / MOST_POINTS);
+  if (size <= 1) return { x, y };
+  const many = { x: [], y: [] };
+  for (let at = 0; at < x.length; at += size) {
+    const known = y.slice(at, at + size).filter((value) => value !== null);
+    many.x.push(x[at]);
+    many.y.push(known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null);
+  }
+  return many;
+}
+
+// Over a window centred on each value, of a twentieth of all values and at least five.
+function runningMean(y) {
+  const half = Math.max(2, Math.floor(y.length / 40)), sums = [0], counts = [0];
+  for (const value of y) {
+    sums.push(sums[sums.length - 1] + (value ?? 0));
+    counts.push(counts[counts.length - 1] + (value === null ? 0 : 1));
+  }
+  return y.map((_, at) => {
+    const first = Math.max(0, at - half), last = Math.min(y.length, at + half + 1), count = counts[last] - counts[first];
+    return count ? (sums[last] - sums[first]) / count : null;
+  });
+}

@@ -1,0 +1,84 @@
+// The page: which runs and which view are shown, and what came since it was last asked.
+
+import { $, ask, colourOf, element, lasting } from "./tools.js";
+import * as overview from "./overview.js";
+import * as samples from "./samples.js";
+import * as timeline from "./timeline.js";
+
+const EVERY_MS = 2000;
+const VIEWS = { overview, samples, timeline };
+
+let runs = [], wake = () => {};
+
+const shown = () => runs.filter((run) => run.shown);
+const view = () => (location.hash.slice(1).split("?")[0] in VIEWS ? location.hash.slice(1).split("?")[0] : "overview");
+
+function draw() {
+  for (const link of document.querySelectorAll("nav a")) link.className = link.hash === `#${view()}` ? "here" : "";
+  for (const name in VIEWS) $(name).hidden = name !== view();
+  VIEWS[view()].draw(shown());
+}
+
+function listRuns() {
+  $("runs").replaceChildren(...runs.map((run) => {
+    const box = element("input"), swatch = element("i", "swatch");
+    box.type = "checkbox";
+    box.checked = run.shown;
+    box.onchange = () => { run.shown = box.checked; wake(); draw(); };
+    swatch.style.color = colourOf(run.number);
+    run.state = element("span", "hint");
+    const label = element("label", "", box, swatch, element("b", "", run.name), run.state);
+    label.title = [run.path, ...Object.entries(run.facts).map(([name, value]) => `${name}: ${value}`)].join("\n");
+    return label;
+  }));
+}
+
+function tellState(run) {
+  const last = run.steps[run.steps.length - 1];
+  if (!last) run.state.textContent = run.life ? "no step yet" : "";
+  else if (run.ended) run.state.textContent = `ended after step ${last.step}`;
+  else run.state.textContent = `step ${last.step}${run.facts.steps ? ` of ${run.facts.steps}` : ""}, ${lasting(Math.max(0, Math.round(Date.now() / 1000 - last.time)))} ago`;
+}
+
+// What the run has recorded since; whether there is more at once.
+async function update(run) {
+  const came = await ask("/api/rows", { run: run.number, life: run.life, steps: run.steps.length, evals: run.evals.length });
+  if (came.life !== run.life) Object.assign(run, { life: came.life, steps: [], evals: [] });
+  run.steps.push(...came.steps);
+  run.evals.push(...came.evals);
+  run.ended = came.ended;
+  tellState(run);
+  return came.more;
+}
+
+function tell(text, mood) {
+  $("link").textContent = text;
+  $("link").className = mood;
+}
+
+async function follow() {
+  for (;;) {
+    let more = false;
+    try {
+      for (const run of shown()) more = (await update(run)) || more;
+      tell(shown().length && shown().every((run) => run.ended) ? "complete" : "live", "good");
+    } catch (error) {
+      tell(`no answer: is flash view still running? ${error.message}`, "bad");
+    }
+    draw();
+    if (!more) await new Promise((done) => { wake = done; setTimeout(done, EVERY_MS); });
+  }
+}
+
+async function begin() {
+  const contents = await ask("/api/contents");
+  runs = contents.runs.map((run, number) => ({ ...run, number, life: "", steps: [], evals: [], ended: false }));
+  listRuns();
+  overview.prepare(contents.charts, draw);
+  samples.prepare(draw);
+  timeline.prepare(draw);
+  addEventListener("hashchange", draw);
+  await follow();
+}
+
+begin().catch((error) => tell(error.message, "bad"));

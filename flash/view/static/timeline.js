@@ -1,0 +1,112 @@
+// Who was busy when, in a window of time that can be moved and made smaller.
+
+import { $, ask, byFinger, chooseRun, element, lookOf, plain } from "./tools.js";
+
+const LANE_PX = 26;
+const MOST_MARKS = 60;     // Steps that are marked; of more, none.
+const MOST_NUMBERS = 20;   // Of these with their numbers.
+const SMALLEST_S = 0.01;
+const REFRESH_MS = 5000;
+
+let chosen = null, part = null, drawn = "", answer = null, redraw = () => {};
+
+export function prepare(changed) {
+  redraw = changed;
+  const moved = (act) => () => {
+    if (!answer) return;
+    const length = answer.stop - answer.start, middle = (answer.start + answer.stop) / 2;
+    part = act(length, middle);
+    redraw();
+  };
+  const around = (length, middle) => ({ start: middle - length / 2, stop: middle + length / 2 });
+  $("zoom-in").onclick = moved((length, middle) => around(Math.max(SMALLEST_S, length / 2), middle));
+  $("zoom-out").onclick = moved((length, middle) => around(length * 2, middle));
+  $("earlier").onclick = moved((length, middle) => around(length, middle - length / 2));
+  $("later").onclick = moved((length, middle) => around(length, middle + length / 2));
+  $("whole").onclick = moved(() => null);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawn = ""; redraw(); });
+}
+
+export async function draw(runs) {
+  const run = chooseRun($("timeline-run"), runs);
+  if (run !== chosen) { chosen = run; part = null; }
+  if (!run) return note("Choose a run above.");
+  // A part of the past does not change; the whole run does while it goes on, and is asked for when 1 % of it is new.
+  const every = Math.max(REFRESH_MS, answer ? 10 * (answer.stop - answer.start) : 0);
+  const now = JSON.stringify([run.number, run.life, part, part || run.ended ? 0 : Math.floor(Date.now() / every)]);
+  if (now === drawn) return undefined;
+  drawn = now;
+  try {
+    const came = await ask("/api/timeline", { run: run.number, ...(part || {}) });
+    if (now !== drawn) return undefined;
+    answer = came;
+    if (!came) return note("Nothing is recorded yet.");
+    drawBars(run, came);
+    return note(came.lanes.every((lane) => lane.exact) ? "" : "Where single bars would be too thin, heights are shares of time; zoom in to see each.");
+  } catch (error) {
+    drawn = "";
+    return note(error.message);
+  }
+}
+
+function note(text) {
+  $("timeline-note").textContent = text;
+  if (!answer || text.startsWith("Choose")) { $("bars").replaceChildren(); $("activities").replaceChildren(); Plotly.purge($("bars")); }
+}
+
+// Plotly's axes of time know no time zones: what it is given as UTC is this machine's.
+const zone = (seconds) => -60 * new Date(1000 * seconds).getTimezoneOffset();
+const clock = (seconds) => 1000 * (seconds + zone(seconds));
+const seconds = (shown) => {
+  const there = typeof shown === "number" ? shown / 1000 : Date.parse(`${shown.replace(" ", "T")}${shown.length > 10 ? "" : "T00:00"}Z`) / 1000;
+  return there - zone(there);
+};
+
+function drawBars(run, window) {
+  const look = lookOf(), traces = new Map();
+  const colourOf = (name) => (name === "wait" ? look.wait : window.colours[name]);
+  $("activities").replaceChildren(...Object.keys(window.colours).map((name) => {
+    const swatch = element("i", "block");
+    swatch.style.background = colourOf(name);
+    return element("span", "", swatch, ` ${name}`);
+  }));
+  for (const name in window.colours) {
+    traces.set(name, { type: "bar", orientation: "h", name: plain(name), x: [], base: [], y: [], width: [], customdata: [],
+      marker: { color: colourOf(name), line: { width: 0 } }, hovertemplate: "%{customdata}" });
+  }
+  window.lanes.forEach((lane, place) => {
+    for (const [name, start, length, low, high] of lane.bars) {
+      const trace = traces.get(name), tall = 0.84 * (high - low);
+      trace.x.push(1000 * length);
+      trace.base.push(clock(start));
+      trace.y.push(place + 0.42 - 0.84 * low - tall / 2);
+      trace.width.push(tall);
+      trace.customdata.push(lane.exact ? `${plain(name)}, ${length.toPrecision(3)} s` : `${plain(name)}, ${Math.round(100 * (high - low))} % of ${length.toPrecision(3)} s`);
+    }
+  });
+  const marks = run.steps.filter((row) => row.time >= window.start && row.time <= window.stop);
+  const shapes = marks.length > MOST_MARKS ? [] : marks.map((row) => ({ type: "line", yref: "paper", x0: clock(row.time), x1: clock(row.time), y0: 0, y1: 1,
+    layer: "above", line: { color: look.ink, width: 1, dash: "dot" } }));
+  const annotations = marks.length > MOST_NUMBERS ? [] : marks.map((row) => ({ x: clock(row.time), yref: "paper", y: 1, yanchor: "bottom", xanchor: "right",
+    text: `${row.step}`, showarrow: false, font: { size: 10, color: look.faint } }));
+  const height = 80 + LANE_PX * window.lanes.length;
+  const layout = {
+    height, margin: { l: 10, r: 8, t: 18, b: 40 }, barmode: "overlay", bargap: 0, showlegend: false, hovermode: "closest",
+    dragmode: byFinger() ? false : "zoom", paper_bgcolor: look.card, plot_bgcolor: look.card, font: { color: look.ink, size: 11 },
+    hoverlabel: { bgcolor: look.card, font: { color: look.ink } }, shapes, annotations,
+    xaxis: { type: "date", range: [clock(window.start), clock(window.stop)], color: look.ink, gridcolor: look.grid },
+    yaxis: { range: [window.lanes.length - 0.5, -0.5], fixedrange: true, automargin: true, color: look.ink, showgrid: false, zeroline: false, ticklabelstandoff: 6,
+      tickvals: window.lanes.map((_, place) => place), ticktext: window.lanes.map((lane) => `${plain(lane.name)} · ${Math.round(100 * lane.busy)} %`) },
+  };
+  const target = $("bars"), first = !target.data;
+  target.style.height = `${height}px`;
+  Plotly.react(target, [...traces.values()], layout, { displayModeBar: false, responsive: true, doubleClick: false });
+  if (!first) return;
+  target.on("plotly_relayout", (change) => {
+    if (!("xaxis.range[0]" in change)) return;
+    const start = seconds(change["xaxis.range[0]"]), stop = seconds(change["xaxis.range[1]"]);
+    if (stop - start >= SMALLEST_S) part = { start, stop };
+    redraw();
+  });
+  target.on("plotly_doubleclick", () => { part = null; redraw(); });
+}

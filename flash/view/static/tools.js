@@ -1,0 +1,63 @@
+// What the views share. All text is set as text, never as HTML.
+
+export const $ = (id) => document.getElementById(id);
+
+export function element(tag, className, ...children) {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  made.append(...children);
+  return made;
+}
+
+export async function ask(path, questions = {}) {
+  const answer = await fetch(`${path}?${new URLSearchParams(questions)}`);
+  if (!answer.ok) throw new Error(await answer.text());
+  return answer.json();
+}
+
+// Okabe and Ito's palette, which colour-blind readers tell apart too; its black and yellow are left out.
+export const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"];
+export const colourOf = (number) => COLOURS[number % COLOURS.length];
+
+export const figure = (value) => {
+  if (value === undefined || value === null) return "–";
+  if (value === 0 || Number.isInteger(value)) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  return size < 1e-3 || size >= 1e6 ? value.toExponential(1) : Number(value.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 6 });
+};
+
+export const lasting = (seconds) => {
+  if (seconds > 0 && seconds < 0.01) return "< 0.01 s";
+  if (seconds < 90) return `${seconds < 10 ? Number(seconds.toPrecision(2)) : Math.round(seconds)} s`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
+  return seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${Math.round(seconds / 86400)} days`;
+};
+
+// Plotly takes some tags in names for layout.
+export const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+
+// What Plotly draws with, from the page's colours, so that it follows light and dark.
+export function lookOf() {
+  const style = getComputedStyle(document.documentElement);
+  const colour = (name) => style.getPropertyValue(name).trim();
+  return { ink: colour("--ink"), faint: colour("--faint"), grid: colour("--grid"), card: colour("--card"), wait: colour("--wait") };
+}
+
+// Fingers scroll the page; they would zoom with each touch otherwise.
+export const byFinger = () => matchMedia("(pointer: coarse)").matches;
+
+// What would command a terminal, hide itself or turn its neighbours around is shown as its number.
+const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0e\ufeff\uffa0\ufff9-\ufffb\u{e0000}-\u{e0fff}\ud800-\udfff]/gu;
+export const visible = (text) => text.replace(UNSEEN, (one) => `\\u{${one.codePointAt(0).toString(16)}}`);
+
+// A choice among the runs that are shown, which is hidden where there is none.
+export function chooseRun(select, runs) {
+  const names = runs.map((run) => run.name), before = select.value;
+  if (JSON.stringify(names) !== select.dataset.names) {
+    select.dataset.names = JSON.stringify(names);
+    select.replaceChildren(...runs.map((run) => Object.assign(element("option", "", run.name), { value: run.number })));
+    if (runs.some((run) => `${run.number}` === before)) select.value = before;
+  }
+  select.closest(".which").hidden = runs.length < 2;
+  return runs.find((run) => `${run.number}` === select.value);
+}

@@ -1,0 +1,94 @@
+"""What a timeline shows of a window of time: bars, or shares of time where single bars would be too thin to see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from flash.observe.plots import COLOURS, OTHER
+from flash.observe.series import IDLE, lane_order, lane_shares
+from flash.types import Activity
+
+MOST_BARS = 3000
+"""In one picture: what a browser draws at once."""
+FEWEST_BARS = 60
+"""Of one lane, however many there are."""
+SHARES = 4
+"""Bars of one bin of time, about."""
+
+
+class Bar(msgspec.Struct, frozen=True, array_like=True):
+    """A rectangle: from when, how many seconds, and which part of the lane's height, from 0 to 1."""
+
+    name: str
+    start: float
+    seconds: float
+    low: float
+    high: float
+
+
+class ShownLane(msgspec.Struct, frozen=True):
+    """One row."""
+
+    name: str
+    busy: float
+    """Share of the window spent on anything but waiting."""
+    bars: list[Bar]
+    exact: bool
+    """Each bar is one activity; else heights are shares of a bin of time."""
+
+
+class Window(msgspec.Struct, frozen=True):
+    """A part of a run's time, in Unix seconds."""
+
+    start: float
+    stop: float
+    lanes: list[ShownLane]
+    colours: dict[str, str]
+    """Of each activity in it."""
+
+
+def show_window(spans: Sequence[Activity], start: float | None, stop: float | None) -> Window | None:
+    """What was going on between two moments, or from or to the ends of the run; None where nothing is recorded."""
+    spans = [span for span in spans if span.stop > span.start]
+    if not spans:
+        return None
+    begin = min(span.start for span in spans) if start is None else start
+    end = max(span.stop for span in spans) if stop is None else stop
+    if end <= begin:
+        return None
+    lanes: dict[str, list[Activity]] = {span.lane: [] for span in spans}
+    for span in spans:
+        if span.stop > begin and span.start < end:
+            lanes[span.lane].append(span)
+    most = max(FEWEST_BARS, MOST_BARS // len(lanes))
+    shown = [_lane(name, lanes[name], begin, end, most) for name in sorted(lanes, key=lane_order)]
+    names = {bar.name for lane in shown for bar in lane.bars}
+    known = [name for name in COLOURS if name in names]
+    return Window(begin, end, shown, {name: COLOURS.get(name, OTHER) for name in [*known, *sorted(names - {*known})]})
+
+
+def _lane(name: str, spans: Sequence[Activity], start: float, stop: float, most: int) -> ShownLane:
+    whole = lane_shares(spans, np.array([start, stop]))
+    busy = sum(float(share[0]) for activity, share in whole.items() if activity not in IDLE)
+    if len(spans) <= most:
+        bars = [
+            Bar(span.name, max(span.start, start), min(span.stop, stop) - max(span.start, start), 0.0, 1.0)
+            for span in spans
+        ]
+        return ShownLane(name, busy, bars, exact=True)
+    edges = np.linspace(start, stop, max(FEWEST_BARS, most) // SHARES + 1)
+    return ShownLane(name, busy, list(_stacked(lane_shares(spans, edges), edges)), exact=False)
+
+
+def _stacked(shares: dict[str, np.ndarray], edges: np.ndarray) -> Iterator[Bar]:
+    """In each bin the shares of its activities, work below, waiting on top."""
+    width = float(edges[1] - edges[0])
+    floor = np.zeros(len(edges) - 1)
+    for name in sorted(shares, key=lambda name: name in IDLE):
+        top = floor + shares[name]
+        for place in np.flatnonzero(shares[name] > 0):
+            yield Bar(name, float(edges[place]), width, float(floor[place]), float(top[place]))
+        floor = top

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from benchmarks.real import remote_textworld, textworld
+from benchmarks.real.remote_textworld import RemoteOptions, RemoteTextWorld
+from benchmarks.real.textworld import ASYNC, LOCK_STEP, MODES, OWN, REDUNDANT, WORKLOAD, Round, rows_of
+from benchmarks.training import PINNED, Measured
+from envs.textworld import TextWorld
+from flash.config.check import check
+from flash.config.load import load
+from flash.environment import HELD_OUT
+from flash.errors import ConfigError
+
+
+def test_the_modes_differ_in_nothing_but_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    modes = {mode: load([WORKLOAD], [*PINNED, *overrides]) for mode, overrides in MODES.items()}
+    compared = [(one.train.async_ratio, one.rollout.env_async, one.rollout.extra_groups) for one in modes.values()]
+    assert compared == [(0, False, 0), (0, True, 0), (1, True, 0), (1, True, 1)]
+    for config in modes.values():
+        rollout = msgspec.structs.replace(config.rollout, env_async=True, extra_groups=0, extra_per_group=0)
+        train = msgspec.structs.replace(config.train, async_ratio=0)
+        assert msgspec.structs.replace(config, rollout=rollout, train=train) == modes[OWN]
+    assert check(modes[REDUNDANT]) == []
+
+
+def measured(seconds: float, won: float) -> Measured:
+    ledger = {"generated_tokens": 400, "trained_tokens": 300}
+    summary = {"samples": 64, "trainer_wait_share": 0.25, "engine_idle_share": 0.5, "max_age": 1.0, "ledger": ledger}
+    evals = [{"mean_reward": reward, "samples": 96} for reward in (0.25, won)]
+    return Measured(seconds, summary, evals, [{"trainer_step_s": 2.0}, {"trainer_step_s": 4.0}])
+
+
+def a_round(scale: float, *, won: float = 0.5) -> Round:
+    seconds = {LOCK_STEP: 120.0, OWN: 60.0, ASYNC: 40.0, REDUNDANT: 30.0 * scale}
+    return {mode: measured(each, won if mode == REDUNDANT else 0.5) for mode, each in seconds.items()}
+
+
+def test_ratios_are_within_a_round_and_their_median_counts() -> None:
+    rows = rows_of([a_round(1), a_round(2), a_round(0.5)])
+    found = {(row.case, row.metric): row for row in rows}
+    of = f"{REDUNDANT}, over lock-step"
+    assert [found[of, name].ours for name in ("speedup", "speedup_least", "speedup_most")] == [4.0, 2.0, 8.0]
+    assert found[of, "speedup"].met
+    assert found[f"{OWN}, over lock-step", "speedup"].ours == 2.0
+    assert found[ASYNC, "trainer_step_s_per_step"].ours == 3.0
+    assert found[ASYNC, "trained_token_share"].ours == 0.75
+    assert found[ASYNC, "first_accuracy"].ours == 0.25
+
+
+@pytest.mark.parametrize(("won", "agree"), [(0.55, True), (0.75, False)])
+def test_accuracies_of_all_rounds_together_are_compared_with_those_of_lock_step(won: float, agree: bool) -> None:
+    rows = rows_of([a_round(1, won=won)] * 3)
+    met = {row.case.partition(",")[2]: row.met for row in rows if row.metric == "overlap"}
+    assert met[" redundant, final accuracy that of lock-step"] == agree
+    last = {row.metric: row.ours for row in rows if row.case == REDUNDANT}
+    assert last["final_accuracy"] == pytest.approx(won, abs=0.01)
+    assert 0.08 < last["final_accuracy_high"] - last["final_accuracy_low"] < 0.14
+
+
+def test_each_round_begins_with_another_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[list[str]] = []
+
+    def train(_: Path, name: str, overrides: list[str]) -> Measured:
+        trained.append(overrides)
+        return measured(1.0, 0.5)
+
+    monkeypatch.setattr(textworld, "train", train)
+    assert set(textworld.one_round(1, steps=5)) == set(MODES)
+    assert trained[0] == [*PINNED, *MODES[OWN], "run.steps=5", "run.seed=1"]
+    assert trained[-1] == [*PINNED, *MODES[LOCK_STEP], "run.steps=5", "run.seed=1"]
+
+
+async def delays(monkeypatch: pytest.MonkeyPatch, *seeds: int) -> list[float]:
+    """How long each of two steps of these episodes waits in a process of their own, whose games take no time."""
+
+    async def reset(self: TextWorld, seed: int) -> tuple[str, dict[str, Any]]:
+        return "", {}
+
+    async def step(self: TextWorld, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", 0.0, False, False, {}
+
+    monkeypatch.setattr(TextWorld, "reset", reset)
+    monkeypatch.setattr(TextWorld, "step", step)
+    monkeypatch.setattr(remote_textworld, "_instances", Counter())
+    waited: list[float] = []
+    for seed in seeds:
+        env = RemoteTextWorld(RemoteOptions(latency="lognormal(1, 1)"))
+        await env.reset(seed)
+        for _ in range(2):
+            before = anyio.current_time()
+            await env.step("look")
+            waited.append(round(anyio.current_time() - before, 6))
+    return waited
+
+
+@pytest.mark.virtual
+@pytest.mark.anyio
+async def test_delays_follow_from_the_seed_the_instance_and_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = await delays(monkeypatch, 3, 3, 4)
+    assert len(set(drawn)) == 6
+    assert min(drawn) > 0
+    assert await delays(monkeypatch, 3, 4, 3) == [*drawn[:2], *drawn[4:], *drawn[2:4]]
+    assert await delays(monkeypatch, HELD_OUT + 3) == [0, 0]
+
+
+def test_a_delay_that_is_no_distribution_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is not a distribution"):
+        RemoteOptions(latency="soon")

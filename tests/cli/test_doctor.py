@@ -1,0 +1,69 @@
+"""`flash doctor` as a person, and a program, read it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flash.cli.doctor import containers, lines
+from flash.cli.main import main
+from flash.config.load import load
+from flash.run.doctor import CHECKS, Finding
+
+CONFIG = """
+run = { name = "a-run" }
+model = { path = "owner/model" }
+env = { path = "envs.arithmetic:Arithmetic" }
+cluster = { gpus_per_node = 0 }
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/no-engine.sock")
+    monkeypatch.setenv("FLASH_SANDBOX_TOKEN", "secret")
+    (tmp_path / "run.toml").write_text(CONFIG)
+    return str(tmp_path / "run.toml")
+
+
+def test_it_tells_every_check_and_the_exit_code_says_whether_anything_is_missing(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["doctor", config, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert [one["check"] for one in found] == ["config", *CHECKS, "containers"]
+    assert code == int(any(one["state"] == "missing" for one in found))
+    assert found[0]["state"] == "ok"
+
+
+def test_a_wrong_configuration_is_missing_something_and_the_machine_is_looked_at_all_the_same(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", config, "run.stepz=3"]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("missing     config ")
+    assert "run.stepz" in said
+    assert "\nok          machine " in said
+
+
+def test_containers_are_missing_only_where_the_environment_runs_programs_in_them(config: str) -> None:
+    assert containers(None).state == "not needed"
+    assert containers(load(config)).state == "not needed"
+    found = containers(load(config, ["env.path=envs.code:CodeEnv"]))
+    assert found.state == "missing"
+    assert "DOCKER_HOST" in found.advice
+    remote = load(config, ["env.path=envs.code:CodeEnv", 'env.options.sandboxes.at="unix:/there"'])
+    assert containers(remote).text == "the sandboxes come from the service at unix:/there"
+
+
+def test_advice_stands_below_what_was_found() -> None:
+    told = list(lines([Finding("missing", "two\nlines", "do this", "port"), Finding("ok", "well", "", "machine")]))
+    assert told == [
+        "missing     port     two",
+        "                     lines",
+        "                     → do this",
+        "ok          machine  well",
+    ]

@@ -1,0 +1,83 @@
+"""`flash init`: the project that it writes is whole, and nothing of a user's is written over."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from flash.cli.init import FILES, run_name
+from flash.cli.main import main
+from flash.config.advice import unwise
+from flash.config.load import load
+from flash.errors import ConfigError
+
+
+@pytest.fixture
+def project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Generator[tuple[Path, str]]:
+    """A project in a path with spaces, which is the working directory, and what was said of it."""
+    folder = tmp_path / "my first project"
+    assert main(["init", str(folder)]) == 0
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    yield folder, capsys.readouterr().out
+    for module in ("my_env", "my_reward"):
+        sys.modules.pop(module, None)
+
+
+def test_it_writes_a_config_that_a_run_takes_and_says_how_to_go_on(
+    project: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, told = project
+    assert {path.name for path in folder.iterdir()} == {*FILES}
+    assert f"cd '{folder}'" in told
+    assert "flash train run.toml" in told
+    config = load("run.toml")
+    assert config.run.name == "my-first-project"
+    assert unwise(config) == []
+    assert main(["train", "run.toml", "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert "environment: my_env:Backwards shows 7 tokens: " in said
+    assert "outputs/models/my-first-project will be made" in said
+
+
+def test_the_tests_of_the_project_pass(project: tuple[Path, str]) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 passed" in done.stdout
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text("mine")
+    assert main(["init", str(tmp_path)]) == 2
+    assert "there are files in it, which would be lost" in capsys.readouterr().err
+    assert (tmp_path / "run.toml").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+def test_an_empty_folder_is_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "."]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {*FILES}
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [("a b", "a-b"), (".hidden", "hidden"), ("zwölf", "zw-lf"), ("x" * 200, "x" * 128)]
+)
+def test_a_run_is_named_after_its_folder(folder: str, name: str) -> None:
+    assert run_name(Path("/somewhere") / folder) == name
+
+
+def test_a_folder_whose_name_leaves_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected a letter or a digit in the folder's name"):
+        run_name(Path("/somewhere/…"))

@@ -1,0 +1,85 @@
+"""What `flash eval` and `flash rollout` take: configurations, run directories, models."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from flash.cli.evaluate import answers, result
+from flash.cli.main import parse
+from flash.cli.sampling import configured
+from flash.errors import ConfigError
+from flash.observe.rundir import Sample
+from flash.observe.stats import best_of_each
+from flash.types import Outcome
+
+CONFIG = """
+run = { name = "a-run", resume = true }
+model = { path = "outputs/models/gone" }
+env = { path = "envs.arithmetic:Arithmetic", options = { digits = 3 } }
+cluster = { gpus_per_node = 0 }
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a run and of a model."""
+    monkeypatch.chdir(tmp_path)
+    for model in ("a run/model", "a model"):
+        (tmp_path / model).mkdir(parents=True)
+        (tmp_path / model / "config.json").write_text("{}")
+    (tmp_path / "a run" / "config.toml").write_text(CONFIG)
+    return tmp_path
+
+
+def asked(*words: str) -> argparse.Namespace:
+    return parse(["eval", *words])
+
+
+def test_a_run_directory_means_its_environment_and_its_last_weights() -> None:
+    config, named = configured(asked("a run", "eval.problems=7"))
+    assert named == "a run"
+    assert config.model.path == "a run/model"
+    assert config.env.options == {"digits": 3}
+    assert (config.eval.problems, config.run.resume) == (7, False)
+
+
+def test_a_model_takes_the_place_of_a_runs_own() -> None:
+    config, named = configured(asked("a run", "--model", "a model"))
+    assert (config.model.path, named) == ("a model", "a model")
+
+
+@pytest.mark.parametrize("model", ["a model", "owner/name"])
+def test_a_model_is_played_on_the_environment_that_is_named(model: str) -> None:
+    words = ("--env", "envs.arithmetic:Arithmetic", "env.options.digits=1", "cluster.gpus_per_node=0")
+    config, named = configured(asked(model, *words))
+    assert (config.model.path, named) == (model, model)
+    assert (config.env.path, config.env.options) == ("envs.arithmetic:Arithmetic", {"digits": 1})
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("a model",), "a model is a model: name its environment with --env"),
+        (("a run", "--env", "x:Y", "--model", "a model"), "--env goes with one model folder or hub id"),
+        (("a run/config.toml", "--env", "x:Y"), "--env goes with one model folder or hub id"),
+        (("gone.toml",), "there is no configuration file gone.toml"),
+    ],
+)
+def test_what_is_not_clear_is_refused(words: tuple[str, ...], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        configured(asked(*words))
+
+
+def test_a_result_has_pass_at_k_over_problems() -> None:
+    def sample(problem: int, reward: float) -> Sample:
+        return Sample(0, 0, problem, 0, 0, Outcome.OK, reward, [], [], [], [], [], {})
+
+    played = [sample(0, 1.0), sample(0, 0.0), sample(1, 0.0), sample(1, 0.0)]
+    assert answers(played) == [[1.0, 0.0], [0.0, 0.0]]
+    found = json.loads(result({"mean_reward": 0.25}, best_of_each(answers(played))))
+    assert found["mean_reward"] == 0.25
+    assert [(one["k"], one["mean"]) for one in found["best_of"]] == [(1, 0.25), (2, 0.5)]

@@ -1,0 +1,56 @@
+"""`flash view` and `flash trace`: what they refuse, and where the trace goes."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from flash.cli.main import main
+from tests.view.recorded import record
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(list(words)) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    return said.err
+
+
+@pytest.mark.parametrize("command", ["view", "trace", "watch"])
+def test_a_folder_that_is_no_run_is_refused(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = error_of(capsys, command, str(tmp_path))
+    assert error == f"flash: error: {tmp_path} is no run directory: it holds no config.toml\n"
+
+
+def test_without_a_name_and_without_runs_there_is_nothing_to_view(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in ("view", "watch"):
+        error = error_of(capsys, command)
+        assert error.endswith(f"there is no run in outputs/ here: name a run directory: flash {command} RUN_DIR\n")
+
+
+def test_ports_that_are_wrong_or_taken_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(record(tmp_path / "run", steps=1).path)
+    assert "--port: expected 0 to 65535, got 65536" in error_of(capsys, "view", run, "--port", "65536")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        error = error_of(capsys, "view", run, "--port", str(port))
+    assert f"cannot listen at 127.0.0.1:{port}: Address already in use; choose another port" in error
+
+
+def test_the_trace_lies_in_the_run_directory_or_where_one_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = record(tmp_path / "run", steps=2)
+    for words, file in [([], run.path / "trace.json"), (["--output", f"{tmp_path}/x.json"], tmp_path / "x.json")]:
+        assert main(["trace", str(run.path), *words]) == 0
+        assert capsys.readouterr().out.startswith(f"{file}: open it at ui.perfetto.dev")
+        assert json.loads(file.read_text())["traceEvents"]
+    run.spans.unlink()
+    assert "there is nothing to trace yet" in error_of(capsys, "trace", str(run.path))
+    assert "does not exist" in error_of(capsys, "trace", str(run.path), "--output", f"{tmp_path}/no/x.json")

@@ -1,0 +1,43 @@
+"""What domains want, against the rest of the configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from flash.config.check import environment_rule
+from flash.config.decode import Problem
+from flash.config.tree import Config
+
+SUMS = {"path": "envs.arithmetic:Arithmetic"}
+
+
+def problems(kinds: dict[str, Any], **rollout: Any) -> list[Problem]:
+    base: dict[str, Any] = {
+        "run": {"name": "test"},
+        "model": {"path": "fake", "max_length": 64},
+        "env": {"path": "envs.mixture:Mixture", "options": {"kinds": kinds}},
+        "rollout": {"group_size": 4, "max_new_tokens": 32} | rollout,
+    }
+    return list(environment_rule(msgspec.convert(base, Config)))
+
+
+def test_domains_with_limits_of_their_own_are_taken() -> None:
+    assert problems({"a": SUMS | {"max_new_tokens": 63, "group_size": 8}, "b": SUMS}) == []
+    assert problems({"a": SUMS}, fifo_window=1.0) == [], "one alone is in order"
+
+
+@pytest.mark.parametrize(
+    ("own", "rollout", "key", "message"),
+    [
+        ({"max_new_tokens": 64}, {}, "env.options.kinds.a.max_new_tokens", "expected at most 63"),
+        ({"group_size": 1}, {"drop_equal_rewards": True}, "env.options.kinds.a.group_size", "equal rewards"),
+        ({}, {"fifo_window": 1.0}, "rollout.fifo_window", "several domains"),
+        ({"weight": -1}, {}, "env.options", "`kinds.a.weight`"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(own: Any, rollout: Any, key: str, message: str) -> None:
+    (problem,) = problems({"a": SUMS | own, "b": SUMS}, **rollout)
+    assert (problem.key, message in problem.message) == (key, True), problem

@@ -1,0 +1,84 @@
+"""A task set of sums. Its harness asks each twice, streamed, at the address that the client's config names."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+
+over = asyncio.Event()
+"""Set when an episode is, however it ended."""
+
+
+@dataclass
+class EvalClientConfig:
+    base_url: str
+    api_key_var: str
+
+
+@dataclass
+class ModelContext:
+    model: str
+    client: EvalClientConfig
+
+
+def resolve_env_config(table: dict[str, Any]) -> dict[str, Any]:
+    assert table["taskset"]["id"] == "sums"
+    assert table["agent"]["runtime"] == {"type": "subprocess"}
+    return table
+
+
+class Env:
+    def __init__(self, config: dict[str, Any]) -> None:
+        prompts = [f"{number}+{number}=" for number in range(6)]
+        self.taskset = [
+            SimpleNamespace(key=prompt, data=SimpleNamespace(prompt=prompt, system_prompt=None)) for prompt in prompts
+        ]
+        self._served = False
+
+    @asynccontextmanager
+    async def serving(self):
+        self._served = True
+        yield
+        self._served = False
+
+    async def run_episode(self, task: Any, context: ModelContext) -> Any:
+        assert self._served
+        try:
+            said = await self._told(task.data.prompt, context)
+        except httpx.HTTPStatusError as error:
+            problem = SimpleNamespace(type="ProviderError", message=f"upstream {error.response.status_code}")
+            return SimpleNamespace(ok=False, errors=[], traces=[SimpleNamespace(errors=[problem])])
+        finally:
+            over.set()
+        right = SimpleNamespace(value=float(said[-1] == said[0]))
+        trace = SimpleNamespace(
+            agent=SimpleNamespace(trainable=True),
+            reward=right.value,
+            rewards={"same": right, "unscored": None},
+            metrics={"length": float(len(said[-1])), "skipped": None},
+        )
+        judge = SimpleNamespace(agent=SimpleNamespace(trainable=False), reward=7.0, rewards={}, metrics={})
+        return SimpleNamespace(ok=True, errors=[], traces=[trace, judge])
+
+    async def _told(self, prompt: str, context: ModelContext) -> list[str]:
+        messages: list[dict[str, str]] = []
+        said: list[str] = []
+        headers = {"authorization": "Bearer EMPTY", "x-session-id": "1"}
+        async with httpx.AsyncClient(base_url=context.client.base_url, headers=headers, trust_env=False) as client:
+            for content in (prompt, "Are you sure?"):
+                messages.append({"role": "user", "content": content})
+                body = {"model": context.model, "messages": messages, "stream": True}
+                reply = (await client.post("/chat/completions", json=body)).raise_for_status()
+                events = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line != "data: [DONE]"]
+                deltas = [json.loads(event)["choices"][0]["delta"] for event in events if event]
+                said.append("".join(delta.get("content") or "" for delta in deltas))
+                messages.append({"role": "assistant", "content": said[-1]})
+        return said
+
+
+def load_environment(config: dict[str, Any]) -> Env:
+    return Env(config)

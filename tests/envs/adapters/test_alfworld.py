@@ -1,0 +1,117 @@
+"""ALFWorld's games: which files are played, and what is missing when there are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envs.adapters.alfworld import Alfworld, AlfworldOptions
+from envs.textworld.games import Play, Shown, names_of
+from envs.textworld.player import Player
+from flash.environment import HELD_OUT, Environment, sharing
+from flash.errors import ConfigError, EnvError
+from flash.types import Message
+from tests.envs.adapters.alfworld_folder import write_game
+
+pytestmark = pytest.mark.anyio
+
+
+class Told(Player):
+    """A player whose games go on for ever."""
+
+    def __init__(self) -> None:
+        self.asked: list[Play] = []
+
+    async def play(self, episode: int, file: str, commands: Any, timeout: float) -> Shown:
+        self.asked.append(Play(0, episode, file, list(commands)))
+        return Shown(0, "a room", ["look"], [], 0.0, False, False)
+
+
+@pytest.fixture
+def player(monkeypatch: pytest.MonkeyPatch) -> Told:
+    player = Told()
+
+    async def ours(key: str, opened: Any) -> Player:
+        return player
+
+    monkeypatch.setattr("envs.textworld.game.shared", ours)
+    return player
+
+
+async def test_each_side_has_its_games_and_some_are_left_out(tmp_path: Path, player: Told) -> None:
+    train = {write_game(tmp_path, "train", f"pick-Apple-{number}") for number in range(3)}
+    write_game(tmp_path, "train", "pick-AppleSliced-1")
+    write_game(tmp_path, "train", "pick_and_place_with_movable_recep-1")
+    write_game(tmp_path, "train", "heat-Egg-1", solvable=False)
+    seen, unseen = (write_game(tmp_path, side, "pick-Apple-1") for side in ("valid_seen", "valid_unseen"))
+    options = AlfworldOptions(folder=str(tmp_path), max_moves=1)
+    for seed in range(8):
+        env = Alfworld(options)
+        shown, info = await env.reset(seed)
+        assert isinstance(shown[0], Message)
+        assert shown[0].content.endswith("a room\n\nCommands: look")
+        assert info["game"].startswith("pick-Apple-")
+        assert (await env.step("look"))[2]
+    assert {play.file for play in player.asked} == train
+    await Alfworld(options).reset(HELD_OUT)
+    await Alfworld(AlfworldOptions(folder=str(tmp_path), held_out="valid_seen")).reset(HELD_OUT)
+    assert [play.file for play in player.asked[-2:]] == [unseen, seen]
+
+
+async def test_games_that_nobody_can_solve_are_an_error(tmp_path: Path, player: Told) -> None:
+    for side in ("train", "valid_unseen"):
+        write_game(tmp_path, side, "pick-Apple-1", solvable=False)
+    with pytest.raises(EnvError, match="can be solved"):
+        await Alfworld(AlfworldOptions(folder=str(tmp_path))).reset(1)
+    assert player.asked == []
+
+
+def test_what_is_missing_is_said_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"textworld": object(), "fast_downward": object()}
+    monkeypatch.setattr("importlib.util.find_spec", found.get)
+    write_game(tmp_path, "train", "pick-Apple-1")
+    options = AlfworldOptions(folder=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"no games of ALFWorld in .*json_2\.1\.1/valid_unseen: .*alfworld-download"):
+        Alfworld.check(options)
+    write_game(tmp_path, "valid_unseen", "pick-Apple-1")
+    Alfworld.check(options)
+    del found["fast_downward"]
+    with pytest.raises(ConfigError, match=r"fast_downward is not installed: .*textworld\[pddl\]"):
+        Alfworld.check(options)
+
+
+def test_things_are_called_by_kind_and_number() -> None:
+    assert names_of(["agent1", "apple_bar_1", "apple_bar_2", "sink_bar_1_bar_sinkbasin", "sink_bar_2"]) == {
+        "agent1": "agent1",
+        "apple_bar_1": "apple 2",
+        "apple_bar_2": "apple 1",
+        "sink_bar_1_bar_sinkbasin": "sinkbasin 1",
+        "sink_bar_2": "sink 1",
+    }
+
+
+@pytest.mark.integration
+async def test_a_real_game_is_won_by_its_commands(tmp_path: Path) -> None:
+    pytest.importorskip("fast_downward", reason="is compiled for minutes when textworld[pddl] is installed")
+    for side in ("train", "valid_unseen"):
+        write_game(tmp_path, side, "pick-Apple-1")
+    options = AlfworldOptions(folder=str(tmp_path), template="plain", timeout=120)
+    Alfworld.check(options)
+    env = Alfworld(options)
+    assert isinstance(env, Environment)
+    async with sharing("test"):
+        shown, _ = await env.reset(3)
+        begun = "You see sinkbasin 1, and table 1.\n\nTake an apple.\n\nCommands: go to sinkbasin 1, go to table 1\n> "
+        assert shown == begun
+        assert (await env.step("dance"))[0] == "\nNothing happens.\n\nCommands: go to sinkbasin 1, go to table 1\n> "
+        shown, reward, *_ = await env.step("go to sinkbasin 1")
+        assert (
+            shown
+            == "\nOn the sinkbasin 1, you see apple 1.\n\nCommands: go to table 1, take apple 1 from sinkbasin 1\n> "
+        )
+        assert reward == 0.0
+        won = {"metrics": {"won": 1.0, "moves": 3.0}}
+        assert await env.step("take apple 1 from sinkbasin 1") == ("", 1.0, True, False, won)
+        await env.close()

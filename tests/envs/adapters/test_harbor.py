@@ -1,0 +1,285 @@
+"""Tasks in Harbor's format: how they are read and refused, and what their rewards come to.
+
+Their sandboxes are scripted here; in a real container in `tests/envs/sandbox/test_harbor.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import anyio
+import pytest
+
+from envs.adapters.harbor import Harbor, HarborOptions, read_reward
+from envs.adapters.harbor_tasks import read_task
+from envs.sandbox.api import Result, Spec
+from flash.config.objects import check_options
+from flash.environment import HELD_OUT, Checked, Environment, Informed, Prepared, StepResult, sharing
+from flash.environment.results import check_step_result, metrics_of, note_of
+from flash.errors import ConfigError, EnvError, RewardError, SandboxFileError, SandboxLostError
+from flash.types import Message
+from tests.envs.adapters.harbor_folder import write_task
+from tests.envs.sandboxes import ScriptedProvider, ScriptedSandbox, result
+
+SUBMIT = "```bash\nsubmit\n```"
+
+
+class Shelled(ScriptedSandbox):
+    """A sandbox with a shell that echoes, and tests that leave what `reward` has: names of files and their text."""
+
+    reward: Mapping[str, str] = MappingProxyType({})
+    tested = result()
+    full = False
+
+    async def run(self, command: str | Sequence[str], **given: Any) -> Result:
+        if self.state == "lost":
+            raise SandboxLostError("it is gone")
+        if command == ["bash", "/tests/test.sh"]:
+            assert "/tests/test.sh" in self.files
+            self.files |= {f"/logs/verifier/{name}": text.encode() for name, text in self.reward.items()}
+            self.seen.append(repr(given).encode())
+            return self.tested
+        return result(stdout=str(command).encode())
+
+    async def remove(self, path: str) -> None:
+        self.files = {name: data for name, data in self.files.items() if not f"{name}/".startswith(f"{path}/")}
+
+    async def upload(self, source: Path, path: str) -> None:
+        if self.full:
+            raise SandboxFileError("no space left")
+        names = [file async for file in anyio.Path(source).iterdir()]
+        self.files |= {f"{path}/{file.name}": await file.read_bytes() for file in names}
+
+    async def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
+        if path not in self.files:
+            raise SandboxFileError(path)
+        return self.files[path][:limit]
+
+    @asynccontextmanager
+    async def session(self, name: str = "main") -> AsyncGenerator[Shelled]:
+        yield self
+
+
+class Provider(ScriptedProvider):
+    """Gives such sandboxes."""
+
+    def __init__(self, **of_sandboxes: Any) -> None:
+        super().__init__()
+        self.of_sandboxes = of_sandboxes
+
+    @asynccontextmanager
+    async def acquire(self, spec: Spec, **given: Any) -> AsyncGenerator[Shelled]:
+        sandbox = Shelled(spec)
+        for name, value in self.of_sandboxes.items():
+            setattr(sandbox, name, value)
+        self.sandboxes.append(sandbox)
+        self.out += 1
+        try:
+            yield sandbox
+        finally:
+            self.out -= 1
+
+
+async def played(folder: Path, provider: Provider, *answers: str, **options: Any) -> tuple[list[Any], StepResult]:
+    """What was shown, from the beginning, and how it ended."""
+
+    class Scripted(Harbor):
+        opener = staticmethod(provider.open)
+
+    async with sharing("test"):
+        env = Scripted(HarborOptions(path=str(folder), held_out_fraction=0.5, **options))
+        shown: list[Any] = [(await env.reset(0))[0]]
+        try:
+            for answer in answers:
+                step = check_step_result(await env.step(answer))
+                if step[2] or step[3]:
+                    return shown, step
+                shown.append(step[0])
+        finally:
+            await env.close()
+    raise AssertionError("it did not end")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of two tasks."""
+    for name in ("Greet", "count"):
+        write_task(tmp_path / name, f"Do {name}.")
+    return tmp_path
+
+
+def test_it_offers_what_an_environment_may_offer(folder: Path) -> None:
+    env = Harbor(HarborOptions(path=str(folder)))
+    for protocol in (Environment, Informed):
+        assert isinstance(env, protocol)
+    for protocol in (Checked, Prepared):
+        assert isinstance(Harbor, protocol)
+
+
+@pytest.mark.anyio
+async def test_a_task_is_worked_on_in_a_shell_and_its_own_tests_judge(folder: Path) -> None:
+    provider = Provider(reward={"reward.txt": "1\n"})
+    shown, (_, reward, terminated, truncated, info) = await played(
+        folder, provider, "Hm.", "```bash\ncd /tmp\n```", "```bash\ntouch x\nsubmit\n```", turns=9
+    )
+    (question,) = shown[0]
+    assert question.content.startswith(("Do Greet.\n\nAnswer with shell", "Do count.\n\nAnswer with shell"))
+    assert "You have 9 answers." in question.content
+    assert "no command" in shown[1][0].content
+    assert shown[2] == [Message("user", "exit code 0\ncd /tmp")]
+    assert (reward, terminated, truncated) == (1.0, True, False)
+    assert metrics_of(info) == {"reward": 1, "no_reward": 0, "turns": 3, "no_command": 1, "command_timeouts": 0}
+    assert note_of(info) == "exit code 0: {'reward': 1.0}"
+    (sandbox,) = provider.sandboxes
+    assert b"'timeout': 120.0" in sandbox.seen[-1]
+    assert b"'env': {'LEVEL': '3'}" in sandbox.seen[-1]
+    assert provider.out == 0
+
+
+@pytest.mark.anyio
+async def test_what_was_there_before_the_tests_is_no_reward(folder: Path) -> None:
+    planted = {"/logs/verifier/reward.txt": b"1", "/tests/test.sh": b"echo 1 > /logs/verifier/reward.txt"}
+    _, (_, reward, terminated, _, info) = await played(folder, Provider(files=planted), SUBMIT)
+    assert (reward, terminated) == (0.0, True)
+    assert metrics_of(info)["no_reward"] == 1
+    assert note_of(info) == "exit code 0: no number in /logs/verifier"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("sandbox", "note"),
+    [
+        ({"reward": {"reward.txt": "1"}, "tested": result(timed_out=True, wall_s=120.0)}, "stopped after 120 s: no"),
+        ({"full": True}, "the tests cannot be put into the sandbox: no space left"),
+        ({"reward": {"reward.txt": "well done"}, "tested": result(exit_code=3)}, "exit code 3: no number"),
+    ],
+)
+async def test_tests_that_come_to_nothing_are_no_reward(folder: Path, sandbox: dict[str, Any], note: str) -> None:
+    _, (_, reward, terminated, _, info) = await played(folder, Provider(**sandbox), SUBMIT)
+    assert (reward, terminated, metrics_of(info)["no_reward"]) == (0.0, True, 1)
+    assert note_of(info).startswith(note)
+
+
+@pytest.mark.anyio
+async def test_of_several_numbers_one_is_the_reward_and_all_are_metrics(folder: Path) -> None:
+    provider = Provider(reward={"reward.json": '{"speed": 2.5, "turns": 9, "right": 0.5, "why": "x"}'})
+    _, (_, reward, _, _, info) = await played(folder, provider, SUBMIT, reward="right")
+    assert reward == 0.5
+    assert (metrics_of(info)["speed"], metrics_of(info)["turns"]) == (2.5, 1)
+    with pytest.raises(RewardError, match=r"has no reward 'reward', only speed, turns, right: name one"):
+        await played(folder, provider, SUBMIT)
+
+
+@pytest.mark.anyio
+async def test_the_last_answer_and_limits_of_the_run_are_judged_as_things_are(folder: Path) -> None:
+    class Episode:
+        turns_left = 0
+
+    provider = Provider(reward={"reward.txt": "0.25"})
+    assert (await played(folder, provider, "```bash\nls\n```", turns=1))[1][1:4] == (0.25, True, False)
+
+    class Scripted(Harbor):
+        opener = staticmethod(provider.open)
+
+    async with sharing("test"):
+        env = Scripted(HarborOptions(path=str(folder)))
+        env.inform(Episode())  # type: ignore[arg-type]
+        await env.reset(0)
+        assert (await env.step("```bash\nls\n```"))[1:4] == (0.25, False, True)
+        await env.close()
+
+
+@pytest.mark.anyio
+async def test_a_sandbox_that_is_lost_is_an_error_and_never_a_reward(folder: Path) -> None:
+    provider = Provider(state="lost")
+    for answer in ("```bash\nls\n```", SUBMIT):
+        with pytest.raises(SandboxLostError):
+            await played(folder, provider, answer)
+    assert provider.out == 0
+    with pytest.raises(EnvError, match="before reset"):
+        await Harbor(HarborOptions(path=str(folder))).step("x")
+
+
+def test_a_task_says_what_its_sandbox_may_use(folder: Path) -> None:
+    options = HarborOptions(path=str(folder), network="bridge")
+    spec = options.spec_of(read_task(folder / "Greet", options.image))
+    assert (spec.image, spec.profile, spec.workdir, spec.network) == ("harbor-greet", "compat", "/app/src", "bridge")
+    assert (spec.cpus, spec.memory_mib, spec.disk_mib) == (1, 2048, 10240)
+    write_task(
+        folder / "made",
+        "Do.",
+        environment='docker_image = "some/one:1"\nmemory_mb = 512\nstorage_mb = 64\nallow_internet = false\ncpus = 2',
+        dockerfile="FROM scratch\n",
+    )
+    spec = options.spec_of(read_task(folder / "made", options.image))
+    assert (spec.image, spec.workdir, spec.network) == ("some/one:1", "/app", "none")
+    assert (spec.cpus, spec.memory_mib, spec.disk_mib) == (2, 512, 64)
+
+
+def test_some_tasks_are_kept_aside_unless_others_are_given(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tasks = HarborOptions(path=str(folder), held_out_fraction=0.5).tasks()
+    assert {tasks.of_seed(seed).name for seed in range(4)} != {tasks.of_seed(HELD_OUT + seed).name for seed in range(4)}
+    other = tmp_path_factory.mktemp("other")
+    write_task(other / "third", "Do third.")
+    tasks = HarborOptions(path=str(folder), held_out_path=str(other)).tasks()
+    assert (len(tasks.train), [task.name for task in tasks.held_out]) == (2, ["third"])
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("1\n", {"reward": 1}),
+        ("0.5", {"reward": 0.5}),
+        ('{"accuracy": 0.75}', {"reward": 0.75}),
+        ('{"reward": 1, "x": 2, "": 3, "y": NaN}', {"reward": 1, "x": 2}),
+        ("", {}),
+        ("yes", {}),
+        ("NaN", {}),
+        ("[1]", {}),
+        ("1" * 400, {}),
+        ("[" * 60_000, {}),
+    ],
+)
+def test_rewards_are_read_whatever_stands_there(text: str, numbers: dict[str, float]) -> None:
+    assert read_reward(text) == numbers
+
+
+@pytest.mark.parametrize(
+    ("section", "lines", "message"),
+    [
+        ("environment", "gpus = 1", "no GPUs"),
+        ("environment", 'mcp_servers = [{ name = "x" }]', r"no servers beside them \(environment\.mcp_servers"),
+        ("verifier", 'environment_mode = "separate"', "no second container for tests"),
+        ("verifier", 'user = "me"', "no other user"),
+        ("verifier", 'env = { KEY = "${KEY}" }', "no variables of the host"),
+        ("environment", 'memory = "much"', "'much' is no size such as 2G"),
+        ("environment", "cpus = 0", "is no task of Harbor"),
+    ],
+)
+def test_a_task_that_no_sandbox_can_be_given_for_is_refused(
+    folder: Path, section: str, lines: str, message: str
+) -> None:
+    write_task(folder / "odd", "Do odd.", **{section: lines})
+    with pytest.raises(ConfigError, match=message) as caught:
+        Harbor.check(**check_options(Harbor, {"path": str(folder)}, "env.options"))
+    assert "odd" in str(caught.value)
+
+
+def test_a_folder_without_what_a_task_needs_is_refused(folder: Path, tmp_path: Path) -> None:
+    (folder / "count" / "tests" / "test.sh").unlink()
+    with pytest.raises(ConfigError, match=r"count has no tests/test\.sh"):
+        Harbor.check(HarborOptions(path=str(folder)))
+    (folder / "count" / "instruction.md").write_text("\n")
+    with pytest.raises(ConfigError, match=r"instruction\.md is empty"):
+        Harbor.check(HarborOptions(path=str(folder)))
+    with pytest.raises(ConfigError, match="there are no tasks in /nowhere"):
+        Harbor.check(HarborOptions(path="/nowhere"))
+    for wrong in ({"turns": 0}, {"output": 1}, {"command_timeout": 0.0}, {"held_out_fraction": 1.0}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            check_options(Harbor, {"path": str(folder), **wrong}, "env.options")

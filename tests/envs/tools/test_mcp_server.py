@@ -1,0 +1,125 @@
+"""A real server of the Model Context Protocol, in a process of its own, made with the official package."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+
+from envs.judging.options import JudgePool
+from envs.sandbox.api import Spec
+from envs.tools.mcp_server import McpOptions, McpServer
+from envs.tools.place import Place, Work
+from flash.environment import sharing
+from flash.errors import EnvError
+from tests.envs.sandboxes import ScriptedProvider
+
+pytestmark = [pytest.mark.anyio, pytest.mark.integration]
+
+SERVER = """
+import asyncio, os, sys
+from mcp.server import MCPServer
+server = MCPServer("numbers")
+total = 0
+
+@server.tool()
+async def add(number: int) -> str:
+    "Adds to the total."
+    global total
+    total += number
+    return f"{total} in {os.getpid()}"
+
+@server.tool()
+async def wait(seconds: float) -> str:
+    await asyncio.sleep(seconds)
+    return "waited"
+
+@server.tool()
+def fail() -> str:
+    raise ValueError("no such luck")
+
+@server.tool()
+def end() -> str:
+    os._exit(1)
+
+server.run("stdio")
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.timeout(120)
+async def test_tools_of_a_server_are_listed_called_and_ended_with_their_episode(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(SERVER)
+    place = Place(Work(Spec(image="none"), JudgePool(), ScriptedProvider().open))
+    async with sharing("test"):
+        server = McpServer(McpOptions(command=[sys.executable, str(tmp_path / "server.py")], timeout=2))
+        runners = {runner.name: runner for runner in await server.open(place)}
+        assert sorted(runners) == ["add", "end", "fail", "wait"]
+        assert runners["add"].description == "Adds to the total."
+        assert runners["add"].parameters["properties"]["number"]["type"] == "integer"
+        assert (await runners["add"].call({"number": 2})).startswith("2 in ")
+        total, _, pid = (await runners["add"].call({"number": 3})).split()
+        assert total == "5"
+        assert (await runners["fail"].call({})).startswith("error: ")
+        assert (await runners["add"].call({"number": "x"})).startswith("error: ")
+        assert await runners["wait"].call({"seconds": 60}) == "error: no answer within 2 s"
+        results: list[str] = []
+
+        async def one(seconds: float) -> None:
+            results.append(await runners["wait"].call({"seconds": seconds}))
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(one, 0.1)
+        assert results == ["waited"] * 3
+        assert alive(int(pid))
+        with pytest.raises(EnvError, match="has ended"):
+            await runners["end"].call({})
+        await server.close()
+        assert not alive(int(pid))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (["/nowhere/server"], "No such file or directory"),
+        ([sys.executable, "-c", "raise SystemExit('no key')"], "no key"),
+    ],
+)
+async def test_a_server_that_does_not_start_is_an_error_that_says_why(command: list[str], why: str) -> None:
+    place = Place(Work(Spec(image="none"), JudgePool(), ScriptedProvider().open))
+    async with sharing("test"):
+        server = McpServer(McpOptions(command=command))
+        with pytest.raises(EnvError, match=why):
+            await server.open(place)
+        await server.close()
+
+
+async def test_a_server_that_never_answers_is_killed_when_its_episode_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = tmp_path / "pid"
+    program = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    place = Place(Work(Spec(image="none"), JudgePool(), ScriptedProvider().open))
+    async with sharing("test"):
+        server = McpServer(McpOptions(command=[sys.executable, "-c", program]))
+        async with anyio.create_task_group() as opening:
+            opening.start_soon(server.open, place)
+            with anyio.fail_after(60):
+                while not (pid.exists() and pid.read_text()):  # noqa: ASYNC110 - another process writes it
+                    await anyio.sleep(0.05)
+            opening.cancel_scope.cancel()
+        with anyio.fail_after(20):
+            await server.close()
+        assert not alive(int(pid.read_text()))

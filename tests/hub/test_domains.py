@@ -1,0 +1,274 @@
+"""Several domains in one run: their shares, whatever their speed and size and what is filtered, in virtual time."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import Counter
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash.errors import ContractError
+from flash.hub.buffer import SampleBuffer
+from flash.hub.contract import AgeContract
+from flash.hub.domains import Domains
+from flash.hub.groups import GroupFilter
+from flash.hub.journal import MemoryJournal
+from flash.hub.replayed import Replay
+from flash.hub.rules import BufferRules, DomainRules
+from flash.hub.tasks import TaskSource
+from flash.types import Lease, VersionRun
+from tests.hub.cases import lease_all, trajectory
+
+ANY = GroupFilter()
+DIFFERENT = GroupFilter(drop_equal_rewards=True)
+
+
+def rules(**weights: float) -> dict[str, DomainRules]:
+    return {name: DomainRules(weight, 2, ANY) for name, weight in weights.items()}
+
+
+def by_turns(names: str) -> Any:
+    return lambda seed: names[seed % len(names)]
+
+
+def buffer_of(
+    domains: dict[str, DomainRules],
+    *,
+    alpha: float = 1.0,
+    groups: int = 4,
+    steps: int = 10,
+    drift: float = 1.0,
+    journal: MemoryJournal | None = None,
+    **more: Any,
+) -> SampleBuffer:
+    made = BufferRules(retries=1, breaker=10_000, quarantine=4, domains=domains, drift=drift, **more)
+    source = TaskSource(0, made.sizes(2), by_turns("".join(domains)))
+    contract = AgeContract(alpha, 2 * groups, 2, steps)
+    return SampleBuffer(contract, source, made, journal=journal or MemoryJournal())
+
+
+# -- decisions -------------------------------------------------------------------------------------------------------
+
+
+def test_issues_follow_the_weights_closely() -> None:
+    domains = Domains(rules(a=3, b=1), batch=4, drift=1)
+    issued = Counter[str]()
+    for number in range(1, 401):
+        name = domains.next([])
+        assert name is not None
+        domains.issued(name)
+        issued[name] += 1
+        assert abs(issued["a"] - 0.75 * number) <= 1
+
+
+def test_what_leaves_untrained_is_made_up_for_in_its_own_domain() -> None:
+    domains = Domains(rules(a=1, b=1), batch=4, drift=1)
+    for _ in range(20):
+        domains.issued(domains.next([]) or "")
+    for _ in range(5):
+        domains.left("b")
+    again = Counter[str]()
+    for _ in range(5):
+        name = domains.next([]) or ""
+        domains.issued(name)
+        again[name] += 1
+    assert again == {"b": 5}
+
+
+def test_a_domain_in_quarantine_has_no_share_and_the_others_have_its() -> None:
+    domains = Domains(rules(a=1, b=1, c=2), batch=4, drift=0)
+    assert domains.next(["c"]) in ("a", "b")
+    assert domains.most(["c"]) == {"a": 3, "b": 3}
+    assert domains.next(["a", "b", "c"]) is None
+
+
+def test_a_domain_may_be_ahead_by_the_drift_and_a_group_and_no_more() -> None:
+    domains = Domains(rules(a=1, b=1), batch=4, drift=0.5)
+    for _ in range(5):
+        domains.issued("a")
+        domains.trains("a")
+    # Of nine groups after the next step 4.5 are its share, and it may have three more.
+    assert domains.most([]) == {"a": 2, "b": 7}
+    assert domains.row([])["domain/a/share"] == 1
+    assert domains.row([])["share_drift"] == 2.5 / 4
+
+
+def test_counts_go_on_from_a_checkpoint_and_begin_anew_under_other_weights() -> None:
+    domains = Domains(rules(a=1, b=1), batch=4, drift=1)
+    domains.issued("a")
+    domains.trains("a")
+    assert Domains(rules(a=1, b=1), 4, 1, domains.kept()).next([]) == "b"
+    assert Domains(rules(a=2, b=1), 4, 1, domains.kept()).row([]) == {}
+
+
+def test_a_domain_without_problems_is_told_by_its_name() -> None:
+    with pytest.raises(ContractError, match="'c'"):
+        TaskSource(0, 1, by_turns("ab")).next_problem("c")
+
+
+# -- a buffer --------------------------------------------------------------------------------------------------------
+
+
+def test_each_domain_has_groups_of_its_own_size_and_filter() -> None:
+    domains = {"a": DomainRules(1, 2, ANY), "b": DomainRules(1, 4, DIFFERENT)}
+    buffer = buffer_of(domains, groups=2, alpha=0)
+    leases = lease_all(buffer, 0)
+    assert Counter(lease.task.kind for lease in leases) == {"a": 2, "b": 4}
+    assert len({lease.task.task_id for lease in leases}) == 6
+    for lease in leases:
+        buffer.finish(lease.lease_id, trajectory(lease.task, 0))
+    assert buffer.ledger.filtered == 4, "all rewards of b were equal"
+    again = lease_all(buffer, 0)
+    assert {lease.task.kind for lease in again} == {"b"}
+
+
+def test_a_step_does_not_wait_for_the_slow_domain_until_the_drift_is_used_up() -> None:
+    buffer = buffer_of(rules(a=1, b=1), groups=4, alpha=3, drift=1.0)
+    slow: list[Lease] = []
+    for version in range(10):
+        for lease in lease_all(buffer, version):
+            if lease.task.kind == "b":
+                slow.append(lease)
+            else:
+                buffer.finish(lease.lease_id, trajectory(lease.task, version))
+        if not buffer.can_take(version):
+            break
+        assert buffer.take(version) is not None
+        buffer.commit(version)
+    assert version == 2, "a batch ahead and a group: 4 of 4 and 4 of 8, and 1 of 12 too many"
+    for lease in slow:
+        buffer.finish(lease.lease_id, trajectory(lease.task, version))
+    assert buffer.can_take(version)
+
+
+class Timed:
+    """A run in virtual time: each domain has a latency; a step is taken as soon as it can be, and takes a second."""
+
+    def __init__(self, seed: int, domains: dict[str, DomainRules], latency: dict[str, float], **options: Any) -> None:
+        self.drawn = (seed, domains, latency, options)
+        self.dice = random.Random(seed)
+        self.journal = MemoryJournal()
+        self.buffer = buffer_of(domains, journal=self.journal, **options)
+        self.domains, self.latency = domains, latency
+        self.alpha, self.groups = options["alpha"], options["groups"]
+        self.steps, self.drift = options["steps"], options["drift"]
+        self.version, self.now = 0, 0.0
+        self.events: list[tuple[float, int, Lease, int]] = []
+        self.order = count()
+        self.trained = Counter[str]()
+        self.counted: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"Timed{self.drawn}"
+
+    def run(self) -> None:
+        ready_at = 0.0
+        while self.version < self.steps:
+            for lease in lease_all(self.buffer, self.version):
+                seconds = self.latency[lease.task.kind] * self.dice.uniform(0.5, 2)
+                heapq.heappush(self.events, (self.now + seconds, next(self.order), lease, self.version))
+            if ready_at <= self.now and self.step():
+                ready_at = self.now + 1.0
+                continue
+            times = [self.events[0][0]] if self.events else []
+            times += [ready_at] if ready_at > self.now else []
+            assert times, f"the run stalls at step {self.version}: nothing is on its way"
+            self.now = min(times)
+            while self.events and self.events[0][0] <= self.now:
+                self.end(*heapq.heappop(self.events)[2:])
+        self.check()
+
+    def end(self, lease: Lease, began: int) -> None:
+        if lease.lease_id in self.buffer.leases.withdrawn:
+            return
+        versions = [VersionRun(began, 1), VersionRun(self.version, 2)] if began < self.version else None
+        reward = float(self.dice.random() < 0.5)
+        self.buffer.finish(lease.lease_id, trajectory(lease.task, began, reward=reward, versions=versions))
+        self.tidy()
+
+    def step(self) -> bool:
+        if not self.buffer.can_take(self.version):
+            return False
+        groups = self.buffer.take(self.version)
+        self.tidy()
+        groups = groups or self.buffer.take(self.version)
+        assert groups is not None
+        oldest = self.version - math.ceil(self.alpha)
+        for group in groups:
+            if group.group_id not in self.counted:
+                self.counted.add(group.group_id)
+                self.trained[group.kind] += 1
+            # Law 3; what is older is left out of the loss.
+            assert group.earlier or group.trained_tokens(oldest) > 0
+        self.buffer.commit(self.version)
+        self.tidy()
+        self.version += 1
+        self.check()
+        return True
+
+    def tidy(self) -> None:
+        while self.buffer.tidy():
+            pass
+
+    def check(self) -> None:
+        self.buffer.check()
+        total, weights = sum(self.trained.values()), sum(domain.weight for domain in self.domains.values())
+        most = self.drift * self.groups + 1
+        for name, domain in self.domains.items():
+            off = self.trained[name] - total * domain.weight / weights
+            assert off <= most + 1e-6, f"{name} is ahead by {off} groups"
+            assert off >= -most * (len(self.domains) - 1) - 1e-6, f"{name} starves by {-off} groups"
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Timed:
+    names = "abcd"[: draw(st.integers(2, 4))]
+    domains = {
+        name: DomainRules(
+            draw(st.sampled_from([1, 2, 5])), draw(st.integers(2, 4)), draw(st.sampled_from([ANY, DIFFERENT]))
+        )
+        for name in names
+    }
+    latency = {name: draw(st.sampled_from([0.01, 0.3, 3.0, 50.0])) for name in names}
+    return Timed(
+        draw(st.integers(0, 1000)),
+        domains,
+        latency,
+        alpha=draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])),
+        groups=draw(st.integers(1, 6)),
+        steps=draw(st.integers(2, 12)),
+        drift=draw(st.sampled_from([0.0, 0.5, 1.0, 3.0])),
+        on_expire=draw(st.sampled_from(["mask", "requeue", "wait"])),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs())
+def test_domains_of_any_speed_keep_their_shares_and_the_laws_and_every_run_ends(timed: Timed) -> None:
+    timed.run()
+    assert timed.version == timed.steps
+
+
+def test_a_replayed_journal_comes_to_the_same_shares() -> None:
+    domains = {"a": DomainRules(1, 2, DIFFERENT), "b": DomainRules(2, 4, ANY)}
+    timed = Timed(3, domains, {"a": 0.01, "b": 5.0}, alpha=1.0, groups=3, steps=6, drift=1.0)
+    timed.run()
+    replay = Replay(None, 0)
+    for event in timed.journal.after(0):
+        replay.apply(event)
+    state = replay.state(until=6)
+    assert state is not None
+    assert state.shared == timed.buffer.snapshot().shared
+    assert state.cursor == timed.buffer.snapshot().cursor
+
+
+def test_the_first_sample_of_a_smaller_group_goes_out_when_there_is_room_for_a_group() -> None:
+    domains = {"b": DomainRules(1, 4, ANY), "a": DomainRules(1, 1, ANY)}
+    buffer = buffer_of(domains, groups=1, alpha=0.5)
+    assert Counter(lease.task.kind for lease in lease_all(buffer, 0)) == {"b": 4, "a": 1}

@@ -1,0 +1,36 @@
+"""A new project trains as it is, in a path with spaces, through the public commands; an alarm asks for a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+SHORT = ("run.steps=4", "tiny_model.warm_start_steps=20", "train.batch_size=32", "eval.problems=16")
+ALARM = ("alarms.window=1", "alarms.entropy=100", 'alarms.checkpoint=["entropy"]', "checkpoint.every=1000")
+"""Given at step 0, so that the next one ends with a checkpoint."""
+
+
+def flash(*arguments: str, folder: Path) -> str:
+    command = [sys.executable, "-m", "flash", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=380, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_new_project_trains_at_once(tmp_path: Path) -> None:
+    flash("init", "my project", folder=tmp_path)
+    project = tmp_path / "my project"
+    told = flash("train", "run.toml", *SHORT, *ALARM, folder=project)
+    run = project / "outputs" / "my-project"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert all("env/places" in row for row in rows)
+    assert (run / "model" / "config.json").is_file()
+    assert "; alarms.checkpoint has one written after the next step" in told
+    assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == ["step-000002", "step-000004"]

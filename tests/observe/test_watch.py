@@ -1,0 +1,133 @@
+"""The screen of `flash watch`, drawn from files as a run leaves and writes them."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console as Terminal
+
+from flash.cli.main import main
+from flash.config.load import dump
+from flash.config.tree import Config, EvalConfig
+from flash.observe.rundir import RunDirectory
+from flash.observe.watch import Watched, sparkline
+from tests.observe.sample_rows import STARTED, eval_row, metrics_row
+
+
+@pytest.fixture
+def directory(config: Config) -> RunDirectory:
+    config = msgspec.structs.replace(config, eval=EvalConfig())
+    return RunDirectory.open(config.run_dir, dump(config))
+
+
+def shown(watched: Watched, now: float = STARTED + 21.0, width: int = 100) -> str:
+    stream = io.StringIO()
+    Terminal(file=stream, width=width, highlight=False).print(watched.picture(now, width))
+    return stream.getvalue()
+
+
+def line_of(text: str, title: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(title)]
+    return line.removeprefix(title).split()
+
+
+def written(directory: RunDirectory, steps: int, **changes: Any) -> None:
+    for step in range(steps):
+        directory.append_metrics(metrics_row(step, **changes))
+
+
+def test_the_screen_shows_where_the_run_is_and_its_numbers(directory: RunDirectory) -> None:
+    watched = Watched(directory)
+    assert "no step yet" in shown(watched)
+    written(directory, 10)
+    directory.append_evaluation(eval_row(0, 0.25))
+    directory.append_evaluation(eval_row(5, 0.5))
+    text = shown(watched)
+    title, facts, *_ = text.splitlines()
+    assert title.startswith("sample  step 10/30 ████████░")
+    assert title.endswith("  0:40 left")
+    assert "model models/tiny  environment envs.arithmetic:Arithmetic" in facts
+    assert line_of(text, "reward") == ["0.340", "0.295", "▁▁▂▃▄▅▆▇██"]
+    assert line_of(text, "held out") == ["0.500", "-", "▁█"]
+    assert line_of(text, "tokens/s")[:2] == ["9.81k", "9.81k"]
+    assert line_of(text, "trainer waits")[0] == "25"
+    assert "evaluation at step 5: " in text
+
+
+def test_a_run_that_is_silent_or_over_says_so(directory: RunDirectory) -> None:
+    written(directory, 3)
+    watched = Watched(directory)
+    assert "no step for" not in shown(watched, STARTED + 60.0)
+    assert "no step for 1:34\n" in shown(watched, STARTED + 100.0)
+    directory.summary.write_text("{}")
+    assert shown(watched, STARTED + 100.0).splitlines()[0].endswith("  ended")
+
+
+def test_a_run_that_goes_on_with_more_steps_shows_them(directory: RunDirectory) -> None:
+    written(directory, 3)
+    watched = Watched(directory)
+    assert "step 3/30 " in shown(watched)
+    directory.config.write_text(directory.config.read_text().replace("steps = 30", "steps = 60"))
+    assert "step 3/60 " in shown(watched)
+
+
+def test_alarms_are_those_of_the_run_and_begin_anew_where_it_goes_back(directory: RunDirectory) -> None:
+    watched = Watched(directory)
+    written(directory, 30, entropy=0.001)
+    assert shown(watched).count("alarm at step ") == 1
+    assert "alarm at step 2: " in shown(watched)
+    directory.metrics.unlink()
+    written(directory, 2)
+    assert "alarm" not in shown(watched)
+
+
+def test_what_a_run_says_cannot_reach_the_terminal_as_control_characters(directory: RunDirectory) -> None:
+    written(directory, 1, **{"domain/\x1b[31mred[bold]/reward": 0.5})
+    text = shown(Watched(directory))
+    assert all(character.isprintable() or character == "\n" for character in text)
+    assert "[31mred[bold] 0.500" in text
+
+
+def test_a_number_that_is_not_finite_is_shown(directory: RunDirectory) -> None:
+    written(directory, 1)
+    directory.append_metrics(metrics_row(1, grad_norm=math.inf))
+    assert line_of(shown(Watched(directory)), "gradient norm") == ["nan", "nan", "▅!"]
+
+
+@pytest.mark.parametrize("width", [40, 60, 200])
+def test_no_line_is_wider_than_the_terminal(directory: RunDirectory, width: int) -> None:
+    written(directory, 300)
+    lines = shown(Watched(directory), width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert any(line.startswith("reward") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "drawn"),
+    [
+        ([], 8, ""),
+        ([1.0], 8, "▅"),
+        ([0.0, 1.0, None, 2.0], 8, "▁▅ █"),
+        ([0.0, 1.0, 2.0, 3.0], 2, "▁█"),
+        ([0.0, math.nan, 1.0], 8, "▁!█"),
+    ],
+)
+def test_a_course_is_drawn_in_as_many_characters_as_there_are(
+    values: list[float | None], width: int, drawn: str
+) -> None:
+    assert sparkline(values, width) == drawn
+
+
+def test_the_command_prints_one_picture_where_there_is_no_terminal(
+    directory: RunDirectory, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    written(directory, 3)
+    assert main(["watch", str(directory.path)]) == 0
+    assert "sample  step 3/30" in capsys.readouterr().out
+    assert main(["watch", str(tmp_path)]) == 2
+    assert "is no run directory" in capsys.readouterr().err

@@ -1,0 +1,174 @@
+"""What stops a run is found before any of its work."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from flash.cli.main import main
+from flash.config.load import dump
+from flash.config.tree import Config
+from flash.errors import ConfigError
+from flash.observe.rundir import RunDirectory
+from flash.run.beforehand import check_start
+from flash.run.locks import run_lock
+
+TINY = {"layers": 1, "width": 32, "warm_start_steps": 1}
+
+
+def make_config(folder: Path, **tables: dict[str, Any]) -> Config:
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"name": "run", "output_dir": str(folder / "outputs"), "steps": 10},
+        "model": {"path": "owner/model"},
+        "env": {"path": "envs.arithmetic:Arithmetic"},
+        "train": {"batch_size": 8},
+        "rollout": {"group_size": 4},
+        "cluster": {"gpus_per_node": 0},
+    }
+    for name, table in tables.items():
+        tree[name] = tree.get(name, {}) | table
+    return msgspec.convert(tree, Config)
+
+
+def problem(config: Config) -> str:
+    with pytest.raises(ConfigError) as error:
+        check_start(config)
+    return str(error.value)
+
+
+def test_a_run_that_can_be_started_leaves_no_trace(tmp_path: Path) -> None:
+    check_start(make_config(tmp_path, cluster={"hub_host": "127.0.0.1"}))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not os.access("/proc", os.W_OK), reason="permissions alone refuse this user")
+def test_an_output_folder_that_takes_no_files_whatever_its_permissions_say_is_refused(tmp_path: Path) -> None:
+    assert problem(make_config(tmp_path, run={"output_dir": "/proc/runs"})) == (
+        "`run.output_dir`: no file can be written in /proc: No such file or directory; name a folder that takes some"
+    )
+
+
+def test_only_the_first_node_writes_the_output_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_NODE_RANK", "1")
+    check_start(make_config(tmp_path, run={"output_dir": "/proc/runs"}))
+
+
+def test_a_machine_without_a_place_for_temporary_files_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    assert problem(make_config(tmp_path)).startswith("`TMPDIR`: no folder takes temporary files: No usable temporary ")
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_hub_host_that_leads_nowhere_is_refused(tmp_path: Path, nodes: int) -> None:
+    told = problem(make_config(tmp_path, cluster={"hub_host": "no such host", "nodes": nodes}))
+    assert told.startswith("`cluster.hub_host`: ")
+    assert "no such host" in told
+
+
+def test_in_a_job_of_one_node_the_hub_host_is_this_machine(tmp_path: Path) -> None:
+    # An address for documentation (RFC 5737), which no machine has.
+    assert "cannot listen at 192.0.2.1:0" in problem(make_config(tmp_path, cluster={"hub_host": "192.0.2.1"}))
+    check_start(make_config(tmp_path, cluster={"hub_host": "192.0.2.1", "nodes": 2}))
+
+
+def test_a_hub_port_that_is_taken_is_refused_with_who_has_it(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        told = problem(make_config(tmp_path, cluster={"hub_port": port}))
+        assert told.startswith(f"`cluster.hub_port`: port {port} of 127.0.0.1 is in use by process {os.getpid()} (")
+        assert told.endswith("); wait for its end or end it, or choose another port (0 takes any free one)")
+        check_start(make_config(tmp_path, cluster={"hub_port": port, "nodes": 2}))  # the first node's hub says it
+    check_start(make_config(tmp_path, cluster={"hub_port": port}))
+
+
+def test_a_port_that_this_very_run_has_is_no_reason_against_its_resumption(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = make_config(tmp_path, cluster={"hub_port": taken.getsockname()[1]})
+        lock = run_lock(config.run_dir)
+        lock.parent.mkdir()
+        holder = "import sys; from flash.run.locks import *; open(sys.argv[1], 'a').close(); share(Path(sys.argv[1]))"
+        words = [sys.executable, "-c", f"{holder}; print(flush=True); sys.stdin.read()", str(lock)]
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"\n"
+            check_start(config)
+            process.communicate()
+        assert "`cluster.hub_port`" in problem(config)
+
+
+def test_a_model_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert problem(make_config(tmp_path, model={"path": str(folder)})) == (
+        f"`model.path`: the folder {folder} holds no weights: expected a Hugging Face model, with *.safetensors or "
+        "*.bin"
+    )
+    (folder / "model.safetensors").touch()
+    check_start(make_config(tmp_path, model={"path": str(folder)}))
+
+
+def test_a_folder_of_somebody_else_in_the_place_of_a_tiny_model_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "thesis"
+    folder.mkdir()
+    check_start(make_config(tmp_path, model={"path": str(folder)}, tiny_model=TINY))
+    (folder / "chapter.tex").touch()
+    told = problem(make_config(tmp_path, model={"path": str(folder)}, tiny_model=TINY))
+    assert told.startswith(f"`model.path`: {folder} exists and was not made by flash tiny-model")
+
+
+def left(config: Config, steps: int) -> None:
+    """What a run of so many steps leaves."""
+    directory = RunDirectory.open(config.run_dir, dump(config))
+    for step in range(steps):
+        directory.append_metrics({"step": step})
+
+
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        ({"train": {"batch_size": 16}}, "`train.batch_size`: the run in {} was made with 8, and its unfinished groups"),
+        ({"rollout": {"group_size": 2}}, "`rollout.group_size`: the run in {} was made with 4, "),
+        ({"rollout": {"extra_per_group": 1}}, "`rollout.extra_per_group`: the run in {} was made with 0, "),
+        (
+            {"run": {"steps": 5}},
+            "`run.steps`: the run in {} has made 6 steps already; expected at least as many, got 5",
+        ),
+    ],
+)
+def test_a_run_that_goes_on_otherwise_than_it_can_is_refused(
+    tmp_path: Path, tables: dict[str, dict[str, Any]], told: str
+) -> None:
+    left(make_config(tmp_path), steps=6)
+    resumed = {**tables, "run": {"resume": True, **tables.get("run", {})}}
+    assert told.format(tmp_path / "outputs" / "run") in problem(make_config(tmp_path, **resumed))
+    check_start(make_config(tmp_path, **tables))  # a new run may be of any size
+
+
+@pytest.mark.parametrize("steps", [6, 20])
+def test_a_run_goes_on_to_its_end_or_beyond(tmp_path: Path, steps: int) -> None:
+    left(make_config(tmp_path), steps=6)
+    check_start(make_config(tmp_path, run={"resume": True, "steps": steps}))
+
+
+def test_the_command_refuses_it_with_a_dry_run_and_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(dump(make_config(tmp_path, cluster={"hub_host": "no such host"})))
+    for options in ([], ["--dry-run"]):
+        assert main(["train", str(file), *options]) == 2
+        assert "`cluster.hub_host`: cannot listen at no such host" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [file]

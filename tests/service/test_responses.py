@@ -1,0 +1,118 @@
+"""Responses: items as agents write them, and as they are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from flash.service.chat import Answer
+from flash.service.errors import ApiError
+from flash.service.responses import Events, Wanted, read, response
+from flash.types import Message, ToolCall
+from tests.service.told import told_in
+
+ADD = {"type": "function", "name": "add", "description": "Adds.", "parameters": {"type": "object"}, "strict": True}
+CALLS = (ToolCall("c1", "add", '{"a": 1}'), ToolCall("c2", "add", "{}"))
+SAID = Message("assistant", "two", "hm", CALLS)
+ANSWER = Answer(SAID, cut=False, prompt_tokens=7, tokens=3)
+
+
+def wanted(earlier: dict[str, list[Message]] | None = None, **fields: Any) -> Wanted:
+    return read(msgspec.json.encode({"model": "policy", "input": "hello", **fields}), earlier or {})
+
+
+def told(answer: Answer = ANSWER, **fields: Any) -> dict[str, Any]:
+    return msgspec.json.decode(response([answer], "1", wanted(**fields)))
+
+
+def test_a_text_is_what_a_user_says_after_the_instructions() -> None:
+    asked = wanted(instructions="be brief", max_output_tokens=5, tools=[ADD], parallel_tool_calls=False).asked
+    assert asked.messages == [Message("system", "be brief"), Message("user", "hello")]
+    function = {key: ADD[key] for key in ("name", "description", "parameters")}
+    assert asked.tools == ({"type": "function", "function": function},)
+    assert (asked.max_tokens, asked.calling, asked.parallel, asked.stream) == (5, True, False, False)
+
+
+def test_what_was_answered_comes_back_as_one_message_though_it_is_several_items() -> None:
+    given = [
+        {"role": "user", "content": [{"type": "input_text", "text": "o"}, {"type": "input_text", "text": "ne"}]},
+        *told()["output"],
+        {"type": "function_call_output", "call_id": "c1", "output": "3"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "4"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]},
+        {"role": "assistant", "content": "five"},
+        {"role": "assistant", "content": "six"},
+        {"role": "user", "content": "go on"},
+    ]
+    assert wanted(input=given).asked.messages == [
+        Message("user", "one"),
+        SAID,
+        Message("tool", "3", tool_call_id="c1", name="add"),
+        Message("tool", "4", tool_call_id="c2", name="add"),
+        Message("assistant", "five", "so"),
+        Message("assistant", "six"),
+        Message("user", "go on"),
+    ]
+
+
+def test_a_response_of_the_episode_may_be_named_instead_of_said_again() -> None:
+    before = [Message("user", "one"), SAID]
+    result = {"type": "function_call_output", "call_id": "c2", "output": "4"}
+    named = wanted({"resp_1": before}, previous_response_id="resp_1", instructions="be brief", input=[result])
+    assert named.said == [*before, Message("tool", "4", tool_call_id="c2", name="add")]
+    assert named.asked.messages == [Message("system", "be brief"), *named.said]
+    with pytest.raises(ApiError, match="no response 'resp_2'"):
+        wanted({"resp_1": before}, previous_response_id="resp_2")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tool_choice": {"type": "function", "name": "add"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": 5}]}, "input[0]"),
+        ({"input": [{"type": ["message"], "role": "user", "content": "x"}]}, "input[0]"),
+        ({"tool_choice": ["auto"]}, "tool_choice"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0]"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0]"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"model": "gpt-4o"}, "model"),
+    ],
+)
+def test_what_is_not_done_here_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        wanted(**fields)
+    assert msgspec.json.decode(refused.value.body)["error"]["param"] == param
+
+
+def test_an_answer_that_was_cut_is_incomplete() -> None:
+    cut = told(msgspec.structs.replace(ANSWER, cut=True))
+    assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert told()["usage"]["total_tokens"] == 10
+
+
+@pytest.mark.parametrize("answer", [ANSWER, Answer(Message("assistant", ""), cut=True, prompt_tokens=1, tokens=1)])
+def test_a_stream_says_the_same_in_events(answer: Answer) -> None:
+    events = [event.split(b"\ndata: ") for event in told_in(Events("1", wanted()), answer).split(b"\n\n")[:-1]]
+    said = [msgspec.json.decode(data) for _, data in events]
+    assert [kind.removeprefix(b"event: ").decode() for kind, _ in events] == [one["type"] for one in said]
+    assert [one["sequence_number"] for one in said] == list(range(len(said)))
+    whole = said[-1]["response"]
+    assert said[-1]["type"] == f"response.{whole['status']}"
+    assert [one["item"] for one in said if one["type"] == "response.output_item.done"] == whole["output"]
+    pieces = "".join(one["delta"] for one in said if one["type"].endswith(".delta"))
+    message = answer.message
+    assert pieces == message.reasoning + message.content + "".join(call.arguments for call in message.tool_calls)

@@ -1,0 +1,74 @@
+"""What an agent is told of an answer while it is sampled: certain, whole, and as the answer has it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from flash.rollout.reading import UNKNOWN, PlainReading
+from flash.service.bodies import before
+from flash.service.telling import Telling
+from flash.types import Message, Piece
+from tests.envs.agents import BYTES
+
+LETTERS = "aab \n🙂é"
+
+
+def cut_at_random(text: str, dice: random.Random) -> list[str]:
+    places = sorted(dice.randrange(len(text) + 1) for _ in range(dice.randrange(6)))
+    return [text[start:stop] for start, stop in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_pieces_are_the_answer_whatever_ends_it(seed: int) -> None:
+    dice = random.Random(seed)
+    text = "".join(dice.choices(LETTERS, k=dice.randrange(30)))
+    stops = ["".join(dice.choices(LETTERS, k=dice.randrange(1, 4))) for _ in range(dice.randrange(3))]
+    content, _ = before(text, stops)
+    telling, told = Telling(stops), ""
+    for piece in cut_at_random(text, dice):
+        telling.hears(Piece(piece))
+        told = "".join(one.content for one in telling.pieces)
+        assert content.startswith(told), "nothing is told that the answer does not have"
+    assert len(content) - len(told) < max(map(len, stops), default=1), "nothing is held back for long"
+    assert telling.ends(Message("assistant", content)).content == content
+    assert "".join(one.content for one in telling.pieces) == content
+
+
+@pytest.mark.parametrize(
+    ("pieces", "whole", "told"),
+    [
+        ([Piece("a")], Message("assistant", "ab", "hm"), ("ab", "hm")),
+        ([Piece("\n\na")], Message("assistant", "ab"), ("\n\nab", "")),
+        ([Piece("a\n")], Message("assistant", "a"), ("a\n", "")),
+        ([Piece("", "so")], Message("assistant", "so what"), ("so what", "so")),
+        ([Piece("xy")], Message("assistant", "ab"), ("xy", "")),
+    ],
+)
+def test_what_was_told_stands_where_the_whole_is_read_otherwise(
+    pieces: list[Piece], whole: Message, told: tuple[str, str]
+) -> None:
+    telling = Telling(())
+    for piece in pieces:
+        telling.hears(piece)
+    message = telling.ends(whole)
+    assert (message.content, message.reasoning) == told
+    assert "".join(one.content for one in telling.pieces) == told[0]
+    assert "".join(one.reasoning for one in telling.pieces) == told[1]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_piece_of_text_ends_where_a_character_does(seed: int) -> None:
+    dice = random.Random(seed)
+    tokens = [*"".join(dice.choices(LETTERS, k=20)).encode()]
+    if seed % 2:  # what is sampled need not be text
+        tokens = [token if dice.random() < 0.8 else dice.randrange(256) for token in tokens]
+    reading, told, at = PlainReading(BYTES.decode), "", 0
+    while at < len(tokens):
+        size = dice.randrange(1, 5)
+        told += reading.add(tokens[at : at + size]).content
+        at += size
+        assert BYTES.decode(tokens).startswith(told), "what was read stays"
+        if not (text := BYTES.decode(tokens[:at])).endswith(UNKNOWN):
+            assert told == text

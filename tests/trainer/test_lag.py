@@ -1,0 +1,187 @@
+"""Steps that know their lag, against loops over tokens in float64."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from flash.trainer import checkpoint
+from flash.trainer.step import Trainer
+from flash.types import Shard
+from tests.trainer.trainer_cases import (
+    aged_shard,
+    kept,
+    make_config,
+    reference_model,
+    relative_error,
+    trainer_at,
+    unpacked_logprobs,
+    weights_of,
+)
+
+TRAIN: dict[str, Any] = {
+    "learning_rate": 1e-3,
+    "max_grad_norm": 1e9,
+    "max_tokens_per_microbatch": 64,
+    "async_ratio": 2.0,
+}
+STEP = 3
+BUDGET = 8.0
+"""Random batches are far from their policy: with this the rate lies between its bounds where none was held before."""
+
+
+def lagging(model: Path, budget: float = BUDGET, **train: Any) -> Trainer:
+    return trainer_at(STEP, model, algorithm={"lag": {"budget": budget}}, train=TRAIN | train)
+
+
+def naive_square(model: Path, shard: Shard) -> tuple[float, list[int]]:
+    """Σ (log-ratio)² of the trained tokens, and their ages."""
+    reference, square, ages = reference_model(model), 0.0, list[int]()
+    for sample in shard.samples:
+        one = sample.trajectory
+        logp = unpacked_logprobs(reference, one).tolist()
+        for now, then, version in zip(logp, one.behaviour().tolist(), one.action_versions().tolist(), strict=True):
+            if version >= shard.min_version:
+                square += (now - then) ** 2
+                ages.append(shard.step - version)
+    return square, ages
+
+
+def moved(before: dict[str, torch.Tensor], trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: value - before[name] for name, value in weights_of(trainer).items()}
+
+
+@pytest.mark.parametrize("objective", ["grpo", "topr", "m2po"])
+def test_the_update_is_that_of_the_rate_that_a_float64_loop_gives(untied_model: Path, objective: str) -> None:
+    shard = aged_shard()
+    algorithm: dict[str, Any] = {"objective": objective}
+    trainer = trainer_at(STEP, untied_model, algorithm=algorithm | {"lag": {"budget": 2 * BUDGET}}, train=TRAIN)
+    trainer.lag.rates = {2: 5e-4, 1: 7e-4}  # pyright: ignore[reportOptionalMemberAccess]
+    before = weights_of(trainer)
+    metrics = trainer.train_step(shard)
+
+    square, ages = naive_square(untied_model, shard)
+    way = {0: 0.0, 1: 5e-4, 2: 1.2e-3}
+    lag_square = sum(age**2 for age in ages) / len(ages)
+    way_square = sum(way[age] ** 2 for age in ages) / len(ages)
+    distance = square / len(ages)
+    scale = math.sqrt(2 * BUDGET / distance * way_square / lag_square) / 1e-3
+    assert 1 / (1 + math.sqrt(lag_square)) < scale < 1, "the case is to be between the bounds"
+    assert metrics["lag_distance"] == pytest.approx(distance, rel=1e-5)
+    assert metrics["lag_scale"] == pytest.approx(scale, rel=1e-5)
+    assert metrics["learning_rate"] == 1e-3
+
+    held = trainer_at(STEP, untied_model, algorithm=algorithm, train=TRAIN | {"learning_rate": 1e-3 * scale})
+    held.train_step(shard)
+    assert relative_error(moved(before, trainer), moved(before, held)) < 1e-3
+
+
+def test_the_rate_is_the_same_for_any_packing_and_any_order(untied_model: Path) -> None:
+    shard = aged_shard()
+    found = []
+    for budget, seed in ((1000, None), (26, None), (64, 1), (100, 2)):
+        samples = list(shard.samples)
+        if seed is not None:
+            random.Random(seed).shuffle(samples)
+        trainer = lagging(untied_model, max_tokens_per_microbatch=budget)
+        found.append(trainer.train_step(msgspec.structs.replace(shard, samples=samples)))
+    for metrics in found[1:]:
+        assert metrics["lag_scale"] == pytest.approx(found[0]["lag_scale"], rel=1e-6)
+        assert metrics["lag_distance"] == pytest.approx(found[0]["lag_distance"], rel=1e-6)
+    assert found[0]["lag_scale"] < 1
+
+
+def test_each_update_of_a_step_is_held_by_its_own_minibatch_and_by_the_updates_before_it(tied_model: Path) -> None:
+    shard = aged_shard()
+    trainer = lagging(tied_model, budget=1e-9, minibatches=2)
+    metrics = trainer.train_step(shard)
+    assert trainer.lag is not None
+    assert trainer.lag.rates[STEP] == pytest.approx(1e-3 * metrics["lag_scale"], rel=1e-12)
+    floors = []
+    for update, groups in enumerate(((0, 1), (2, 3))):
+        _, ages = naive_square(
+            tied_model,
+            msgspec.structs.replace(
+                shard, samples=[one for one in shard.samples if shard.batch[one.index].group_id in groups]
+            ),
+        )
+        floors.append(1 / (1 + math.sqrt(sum((age + update / 2) ** 2 for age in ages) / len(ages))))
+    assert metrics["lag_scale"] == pytest.approx(sum(floors) / 2, rel=1e-9)
+
+
+def test_a_batch_of_the_current_version_has_its_whole_rate(tied_model: Path) -> None:
+    shard = aged_shard()
+    fresh = [
+        msgspec.structs.replace(
+            one,
+            trajectory=msgspec.structs.replace(
+                one.trajectory,
+                versions=[msgspec.structs.replace(run, version=STEP) for run in one.trajectory.versions],
+            ),
+        )
+        for one in shard.samples
+    ]
+    tokens = sum(one.trajectory.action_count for one in fresh)
+    shard = msgspec.structs.replace(shard, samples=fresh, total_tokens=tokens)
+    metrics = lagging(tied_model, budget=1e-9).train_step(shard)
+    assert metrics["lag_scale"] == 1.0
+    assert metrics["lag_distance"] > 0.1
+
+
+def test_a_wide_budget_changes_nothing(tied_model: Path) -> None:
+    held, free = lagging(tied_model, budget=100.0), trainer_at(STEP, tied_model, train=TRAIN)
+    shard = aged_shard()
+    metrics = held.train_step(shard)
+    free.train_step(shard)
+    theirs = weights_of(free)
+    assert metrics["lag_scale"] == 1.0
+    assert all(torch.equal(value, theirs[name]) for name, value in weights_of(held).items())
+
+
+def test_versions_whose_updates_were_left_out_have_moved_nothing(tied_model: Path) -> None:
+    trainer = trainer_at(STEP, tied_model, algorithm={"objective": "ppo", "lag": {}},
+                         critic={"warmup_steps": STEP + 1}, train=TRAIN)  # fmt: skip
+    metrics = trainer.train_step(aged_shard())
+    assert "lag_scale" not in metrics
+    assert trainer.lag is not None
+    assert trainer.lag.rates == {STEP: 0.0}
+    metrics = trainer.train_step(aged_shard(1, step=STEP + 1))
+    assert metrics["lag_scale"] <= 1
+    assert trainer.lag.rates == {STEP: 0.0, STEP + 1: pytest.approx(1e-3 * metrics["lag_scale"])}
+
+
+def test_a_run_goes_on_from_its_checkpoint_with_the_rates_it_had(tied_model: Path, tmp_path: Path) -> None:
+    original = lagging(tied_model, budget=0.3)
+    for step in (STEP, STEP + 1, STEP + 2):
+        original.train_step(aged_shard(step, step=step))
+    path = checkpoint.save(tmp_path, original, kept(b""), keep=1)
+    restored = lagging(tied_model, budget=0.3)
+    checkpoint.load(path, restored)
+    assert original.lag is not None
+    assert restored.lag is not None
+    assert restored.lag.rates == original.lag.rates
+    assert list(restored.lag.rates) == [STEP + 1, STEP + 2], "no more than the age contract asks for"
+    shard = aged_shard(9, step=STEP + 3)
+    mine, theirs = original.train_step(shard), restored.train_step(shard)
+    assert mine == theirs
+    assert all(torch.equal(value, weights_of(restored)[name]) for name, value in weights_of(original).items())
+
+
+def test_a_checkpoint_from_before_the_option_stands_for_scheduled_rates(tied_model: Path, tmp_path: Path) -> None:
+    plain = trainer_at(STEP, tied_model, train=TRAIN)
+    path = checkpoint.save(tmp_path, plain, kept(b""), keep=1)
+    loaded, fresh = lagging(tied_model), lagging(tied_model)
+    fresh.lag.rates = {STEP - 1: 1e-3, STEP - 2: 1e-3}  # pyright: ignore[reportOptionalMemberAccess]
+    checkpoint.load(path, loaded)
+    shard = aged_shard()
+    assert loaded.train_step(shard)["lag_scale"] == fresh.train_step(shard)["lag_scale"] < 1
+
+
+def test_the_option_is_off_unless_it_is_asked_for(tied_model: Path) -> None:
+    assert Trainer(make_config(tied_model)).lag is None

@@ -1,0 +1,102 @@
+"""A small run, as one would have left it: rows, bars, readable samples and the batches that they come from."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+
+from flash.observe.rundir import RunDirectory, readable, sample_times
+from flash.types import Activity, Batch, Outcome, Span, Task, Trajectory, Turn, VersionRun
+from tests.observe.sample_rows import STARTED, eval_row, metrics_row, spans
+
+CONFIG = """[run]
+name = "recorded"
+steps = 60
+[model]
+path = "models/tiny"
+[env]
+path = "envs.arithmetic:Arithmetic"
+[algorithm]
+objective = "decoupled_ppo"
+[train]
+async_ratio = 1.0
+"""
+GROUP = 4
+PROMPT = "What is 12 + 34? "
+
+HOSTILE = (
+    "<img src=x onerror='hacked=1'><script>hacked=1</script></pre></td></table><svg onload=hacked=1>"
+    "\u202egnirts\u2066 \x1b[2J\x1b]0;title\x07 \u200bhidden {{hacked=1}} ${hacked=1}"
+)
+"""What a page, a terminal or an eye may take for something else than text."""
+
+
+def record(path: Path, steps: int = 30, *, shift: float = 0.0, said: str = "the sum is 46") -> RunDirectory:
+    """A run of so many steps; `shift` moves its curves. Every response says the same."""
+    directory = RunDirectory.open(path, CONFIG)
+    directory.append_spans([*spans(steps), *_second_engine(steps)])
+    for step in range(steps):
+        append_step(directory, step, shift, said)
+        if step % 10 == 0:
+            directory.append_evaluation(eval_row(step, min(0.9, 0.3 + step / 60 + shift), k=1))
+    return directory
+
+
+def append_step(directory: RunDirectory, step: int, shift: float = 0.0, said: str = "the sum is 46") -> None:
+    """What a step adds to the files."""
+    wave = random.Random(step).gauss(0.0, 0.6)
+    row = metrics_row(
+        step,
+        reward_mean=0.3 + 0.5 * (1 - math.exp(-step / 25)) + 0.06 * wave + shift,
+        entropy=1.1 * math.exp(-step / 60) + 0.04 * wave,
+        grad_norm=0.45 + 0.1 * wave + shift,
+        ess=0.93 - 0.03 * abs(wave),
+        kl_reference=0.0004 * step,
+        failures=int(step % 7 == 0),
+        **{"env/correct": 0.4 + step / 100},
+    )
+    directory.append_metrics(row)
+    trajectories = [sample(step, member, said) for member in range(GROUP)]
+    directory.append_samples(sample_times(one, step) for one in trajectories)
+    directory.write_trajectories(step, [readable(one, step, token_texts(said)) for one in trajectories[:2]])
+    directory.write_batch(Batch(step, max(0, step - 1), trajectories, []), keep_all=True)
+
+
+def sample(step: int, member: int, said: str) -> Trajectory:
+    """A prompt of one token, and a word per token after it."""
+    count = len(_words(said))
+    old = min(1, step)
+    versions = [VersionRun(step - old, 1), VersionRun(step, count - 1)] if old else [VersionRun(0, count)]
+    reward = float(member % 2)
+    turn = Turn(PROMPT, said, reward, STARTED + 2 * step, 0.5, 0.1, {"correct": reward}, "a note")
+    return Trajectory(
+        task=Task(step * GROUP + member, step, member, seed=step),
+        outcome=Outcome.TRUNCATED if member else Outcome.OK,
+        reward=reward,
+        token_ids=np.arange(1 + count, dtype="<i4").tobytes(),
+        action_spans=[Span(1, 1 + count)],
+        logprobs=np.linspace(-0.01, -6.0, count).astype("<f4").tobytes(),
+        versions=versions,
+        turns=[turn],
+    )
+
+
+def _words(said: str) -> list[str]:
+    return [f"{word} " for word in said.split(" ")]
+
+
+def token_texts(said: str) -> list[str]:
+    """The text of each token of a sample."""
+    return [PROMPT, *_words(said)]
+
+
+def _second_engine(steps: int) -> list[Activity]:
+    """More bars than fit into a picture one by one."""
+    made: list[Activity] = []
+    for place in range(60 * steps):
+        at = STARTED + place / 30
+        made.append(Activity("engine 1", "generate", at, at + 0.02))
+    return made

@@ -1,0 +1,162 @@
+"""The page in a real browser, served by the command."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser import Page, browser
+from tests.observe.sample_rows import eval_row
+from tests.view.recorded import HOSTILE, append_step, record
+from tests.view.served import served, show
+
+pytestmark = [pytest.mark.anyio, pytest.mark.integration]
+
+DRAWN = "[...document.querySelectorAll('#charts .plot')].filter(one => one.data).length"
+BACKGROUND = "getComputedStyle(document.querySelector('.plot .main-svg')).backgroundColor"
+SCRIPTS = 2
+
+
+def curve(chart: str, place: int = -1) -> str:
+    """The numbers of a chart's curve."""
+    plot = f"document.querySelector('[data-chart={chart}] .plot')"
+    return f"(found => found && JSON.stringify(found.y))({plot}.data?.at({place}))"
+
+
+async def numbers(page: Page, script: str) -> list[float | None]:
+    return json.loads(await page.until(script))
+
+
+def fits(width: int) -> str:
+    """Nothing is wider than the window."""
+    return f"document.documentElement.scrollWidth <= {width}"
+
+
+async def test_the_overview_shows_runs_over_each_other_and_goes_on_with_them(tmp_path: Path, chromium: str) -> None:
+    first, second = record(tmp_path / "first"), record(tmp_path / "second", steps=12, shift=0.1)
+    first.summary.write_text("{}")
+    with served(first.path, second.path) as url:
+        async with browser(chromium, tmp_path / "profile") as page:
+            await show(page, url)
+            await page.until(f"{DRAWN} === 14")
+            assert len(await numbers(page, curve("entropy", 0))) == 30
+            assert len(await numbers(page, curve("entropy"))) == 12
+            runs = await page.until(
+                "(text => text.includes('ended') && text)(document.getElementById('runs').innerText)"
+            )
+            assert re.search(r"first\s+ended after step 29\s+second\s+step 11 of 60, \d+ days ago", runs)
+            text = await page.value("document.getElementById('charts').innerText")
+            assert text.count("Worry when: ") == 14
+            # What the run records meanwhile is shown without a reload.
+            append_step(second, 12)
+            second.append_evaluation(eval_row(20, 0.77))
+            await page.until(f"JSON.parse({curve('entropy')}).length === 13")
+            await page.until(f"JSON.parse({curve('held_out', -2)}).at(-1) === 0.77")
+            # Hours, one run less, and a telephone in the dark.
+            await page.value(
+                "document.getElementById('axis').value = 'hours', document.getElementById('axis').onchange()"
+            )
+            x = "document.querySelector('[data-chart=entropy] .plot').data.at(-1).x.at(-1)"
+            await page.until(f"Math.abs({x} - 36 / 3600) < 1e-9")
+            await page.value("document.querySelector('#runs input').click()")
+            await page.until("document.querySelector('[data-chart=reward] .plot').data.length === 1")
+            assert await page.value(fits(1280))
+            assert await page.value(BACKGROUND) == "rgb(255, 255, 255)"
+            await show(page, url, width=400, scheme="dark")
+            await page.until(f"{DRAWN} === 14")
+            assert await page.value(fits(400))
+            assert await page.value(BACKGROUND) == "rgb(29, 33, 37)"
+            assert page.complaints == []
+
+
+async def test_samples_are_found_and_what_models_write_is_text(tmp_path: Path, chromium: str) -> None:
+    run = record(tmp_path / f"run {'<b>x'}", steps=8, said=HOSTILE)
+    append_step(run, 8, said="a needle in it")
+    with served(run.path) as url:
+        async with browser(chromium, tmp_path / "profile") as page:
+            await show(page, f"{url}#samples")
+            await page.until("document.querySelectorAll('#list tbody tr').length === 18")
+            await ask_for(page, text="NEEDLE")
+            await page.until("document.querySelectorAll('#list tbody tr').length === 2")
+            await ask_for(page, text="", step="5", outcome="truncated")
+            await page.until("document.querySelectorAll('#list tbody tr').length === 1")
+            await page.value("document.querySelector('#list tbody tr').click()")
+            members = await page.until(
+                "(text => text.includes('hidden') && text)(document.getElementById('group').innerText)"
+            )
+            assert "Rewards of the group: 0, 1, 0, 1; mean 0.5. 2 of 4 are readable." in members
+            assert "<script>hacked=1</script>" in members
+            assert "\\u{202e}gnirts\\u{2066} \\u{1b}[2J\\u{1b}]0;title\\u{7} \\u{200b}hidden" in members
+            assert not set("\u202e\u2066\x1b\x07\u200b") & set(await page.value("document.body.innerText"))
+            assert len(re.findall("Member", members)) == 2
+            titles = "[...document.querySelectorAll('.chosen .token[title]')].map(one => one.title)"
+            assert (await page.value(titles))[0] == "log-prob -0.01, version 4, age 1"
+            assert await page.value("document.querySelectorAll('.chosen .said .l5').length") > 0
+            await page.value(
+                "(choice => (choice.value = 'age', choice.onchange()))(document.querySelector('#group select'))"
+            )
+            assert await page.value("document.querySelectorAll('.chosen .said .a1').length") == 1
+            # Nothing of it has become a part of the page, and nothing ran.
+            assert await page.value("typeof hacked") == "undefined"
+            assert await page.value("document.title") == "Flash runs"
+            assert await page.value("document.querySelectorAll('img, iframe, object, main b, pre svg').length") == 0
+            assert await page.value("document.scripts.length") == SCRIPTS
+            await show(page, f"{url}#samples", width=400, scheme="dark")
+            await page.until("document.querySelector('#list tbody tr')")
+            assert await page.value(fits(400))
+            assert page.complaints == []
+            await nothing_else_runs(page)
+
+
+async def nothing_else_runs(page: Page) -> None:
+    """What is put into the page all the same, does not run: its policy forbids it."""
+    html = "<img src=x onerror=hacked=1><b id=b onclick=hacked=1>"
+    await page.value(f"document.body.insertAdjacentHTML('beforeend', '{html}')")
+    made = "document.createElement('script')"
+    await page.value(f"(made => (made.textContent = 'hacked=1', document.body.append(made)))({made})")
+    await page.value("document.getElementById('b').click()")
+    assert await page.value("fetch('https://example.org').then(() => 'sent', () => 'blocked')") == "blocked"
+    assert await page.value("typeof hacked") == "undefined"
+
+
+async def test_the_timeline_shows_each_bar_when_one_looks_closer(tmp_path: Path, chromium: str) -> None:
+    run = record(tmp_path / "run")
+    with served(run.path) as url:
+        async with browser(chromium, tmp_path / "profile") as page:
+            await show(page, f"{url}#timeline")
+            await page.until(f"{NOTE}.includes('shares of time')")
+            bars = "document.getElementById('bars')"
+            assert await page.value(f"{bars}.layout.yaxis.ticktext") == [
+                "engine 0 · 100 %",
+                "engine 1 · 60 %",
+                "trainer 0 · 75 %",
+            ]
+            # The trainer waits for half a second in each step of two.
+            part = f"{{'xaxis.range[0]': {at(10.5)}, 'xaxis.range[1]': {at(12)}}}"
+            await page.value(f"Plotly.relayout({bars}, {part}).then(() => true)")
+            await page.until(f"{NOTE} === '' && {bars}.layout.yaxis.ticktext[2] === 'trainer 0 · 100 %'")
+            assert await page.value(f"{bars}.layout.annotations.map(one => one.text)") == ["5"]
+            await page.value("document.getElementById('whole').click()")
+            await page.until(f"{NOTE}.includes('shares of time')")
+            assert await page.value(fits(1280))
+            await show(page, f"{url}#timeline", width=400, scheme="dark")
+            await page.until(f"{bars}.data && {fits(400)}")
+            assert page.complaints == []
+
+
+NOTE = "document.getElementById('timeline-note').innerText"
+
+
+def at(seconds: float) -> str:
+    """A moment of the run on the axis of the timeline."""
+    return f"(document.getElementById('bars').layout.xaxis.range[0] + {1000 * seconds})"
+
+
+async def ask_for(page: Page, **questions: Any) -> None:
+    for name, value in questions.items():
+        await page.value(f"document.getElementById('query').elements.{name}.value = {json.dumps(value)}")
+    await page.value("document.getElementById('query').oninput()")

@@ -1,0 +1,75 @@
+"""What Prometheus scrapes, read with its own client, and the dashboard that draws it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from flash.observe.rundir import RunDirectory
+from flash.view.app import make_app
+from flash.view.charts import CHARTS
+from flash.view.prometheus import MEDIA_TYPE, Latest, dashboard, exposition
+from flash.view.runs import open_runs
+from tests.observe.sample_rows import eval_row, metrics_row
+from tests.view.recorded import record
+
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
+
+
+def scraped(text: str) -> dict[tuple[str, str, str], float]:
+    """By metric, run and kind."""
+    return {
+        (sample.name, sample.labels["run"], sample.labels.get("kind", "")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@pytest.mark.anyio
+async def test_the_page_tells_the_last_numbers_of_each_run(tmp_path: Path) -> None:
+    runs = [record(tmp_path / name, steps=steps).path for name, steps in (("one", 12), ("two", 3))]
+    app = make_app(open_runs(runs), 1)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8710") as client:
+        answer = await client.get("/metrics")
+    assert (answer.status_code, answer.headers["content-type"]) == (200, MEDIA_TYPE)
+    found = scraped(answer.text)
+    assert (found["flash_step", "one", ""], found["flash_step", "two", ""]) == (11, 2)
+    row = RunDirectory(runs[0]).read_metrics()[-1]
+    assert found["flash_entropy", "one", ""] == row["entropy"]
+    assert found["flash_env_by_kind", "one", "correct"] == row["env/correct"]
+    assert found["flash_eval_step", "one", ""] == 10
+    assert found["flash_ended", "two", ""] == 0
+
+
+def test_names_of_runs_and_columns_are_labels_whatever_they_hold_and_only_finite_numbers_are_told() -> None:
+    name = 'a "run"\\of\nmine{}'
+    row = metrics_row(3, **{"env/p{x}": 0.5, 'env/"q"\\\n': 1e-30, "grad_norm": math.nan, "failures_env_error": 2})
+    found = scraped(exposition([Latest(name, row, {}, ended=True)]))
+    assert {run for _, run, _ in found} == {name}
+    assert found["flash_env_by_kind", name, "p{x}"] == 0.5
+    assert found["flash_env_by_kind", name, '"q"\\\n'] == 1e-30
+    assert found["flash_failures_by_kind", name, "env_error"] == 2
+    assert found["flash_ended", name, ""] == 1
+    assert ("flash_grad_norm", name, "") not in found
+
+
+def test_a_run_without_a_row_is_told_too_and_none_is_no_error() -> None:
+    assert scraped(exposition([Latest("new", {}, {}, ended=False)])) == {("flash_ended", "new", ""): 0}
+    assert scraped(exposition([])) == {}
+
+
+def test_the_dashboard_in_the_docs_is_this_one_and_draws_what_is_told() -> None:
+    """`python -m flash.view.prometheus > docs/grafana.json` writes it."""
+    assert json.loads(DASHBOARD.read_text(encoding="utf-8")) == dashboard()
+    columns = {line.key.replace("*", "x"): 1.0 for chart in CHARTS for line in chart.lines}
+    latest = Latest("run", metrics_row(0) | columns, eval_row(0, 0.5) | columns, ended=False)
+    told = {name for name, _, _ in scraped(exposition([latest]))}
+    drawn = [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
+    assert {re.sub(r"\{.*", "", expression) for expression in drawn} <= told
+    assert len(dashboard()["panels"]) == len(CHARTS)
