@@ -22,6 +22,9 @@ MOST_MOVES = 1000
 COMMAND_LENGTH = 100
 """Characters of a command; no game knows a longer one."""
 
+PLAYER = "envs.textworld"
+"""What the episodes of a node share their process under."""
+
 _episodes = itertools.count()
 
 
@@ -63,6 +66,15 @@ class TextGame(Generic[_Options]):
         self._commands: list[str] = []
         self._score = 0.0
 
+    @classmethod
+    async def prepare(cls, options: _Options) -> None:
+        """Start the process that plays, which takes its time.
+
+        Raises:
+            EnvError: it does not load TextWorld.
+        """
+        await (await shared(PLAYER, open_player)).load()
+
     async def _begin(self, file: str) -> Observation:
         self._file, self._commands = file, []
         shown = await self._play()
@@ -87,7 +99,7 @@ class TextGame(Generic[_Options]):
         """Nothing to release: the player closes games that are not played any more."""
 
     async def _play(self) -> Shown:
-        player: Player = await shared("envs.textworld", open_player)
+        player: Player = await shared(PLAYER, open_player)
         return await player.play(self._episode, self._file, self._commands, self._options.timeout)
 
     def _show(self, shown: Shown, *, first: bool) -> Observation:

@@ -1,9 +1,10 @@
 """Generate games of TextWorld; play these, and ALFWorld's. Only in processes of its own: `python -m envs.textworld` is
 a player.
 
-A player reads requests from its standard input and writes what a game shows to its standard output, each a msgpack
-message after its length. What a game comes to is a function of its file and the commands so far: a player that has not
-seen the earlier ones plays them first, so that any player can go on where another one ended.
+A player loads TextWorld and writes an empty message. Then it reads requests from its standard input and writes what a
+game shows to its standard output, each a msgpack message after its length. What a game comes to is a function of its
+file and the commands so far: a player that has not seen the earlier ones plays them first, so that any player can go on
+where another one ended.
 """
 
 from __future__ import annotations
@@ -147,6 +148,7 @@ class Games:
     """The open games of a process."""
 
     def __init__(self) -> None:
+        _library()  # now, and not within the deadline of the first game
         self._open: OrderedDict[int, tuple[Any, str, list[str], Any]] = OrderedDict()
         """For each episode its game, its file, the commands so far, and its state."""
 
@@ -222,6 +224,8 @@ def serve(arguments: list[str]) -> None:
         answers.close()
         return
     games, decoder = Games(), msgspec.msgpack.Decoder(Play)
+    answers.write(LENGTH.pack(0))
+    answers.flush()
     while (message := _read(requests)) is not None:
         shown = msgspec.msgpack.encode(games.play(decoder.decode(message)))
         answers.write(LENGTH.pack(len(shown)) + shown)

@@ -1,6 +1,7 @@
 """A process that plays games, for all episodes of a node: one request at a time, under a deadline.
 
-A process that does not answer in time, or that dies, is replaced by the next request. Nothing is lost with it: each
+A process first loads TextWorld, which takes seconds, and on a busy machine many: that has a deadline of its own. One
+that does not answer in time, or that dies, is replaced by the next request. Nothing is lost with it: each
 request has all the commands of its game. A request that is cancelled is not waited for; its answer is thrown away when
 it comes.
 """
@@ -23,8 +24,15 @@ from flash.errors import EnvError
 
 COMMAND = (sys.executable, "-m", "envs.textworld")
 
+START_S = 180.0
+"""Seconds for a process to load TextWorld, which takes three of a core of its own."""
+
 MESSAGE_S = 10.0
 """Seconds for one message to pass, once it has begun."""
+
+
+_GONE = (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError)
+"""What a process that has died is noticed by."""
 
 
 class _StuckError(Exception):
@@ -40,62 +48,63 @@ class Player:
         self._numbers = itertools.count()
         self._process: Process | None = None
         self._answers: BufferedByteReceiveStream | None = None
+        self._loaded = False
         self.started = 0
         """Processes so far."""
 
-    async def play(self, episode: int, file: str, commands: Sequence[str], timeout: float) -> Shown:
-        """What a game shows after these commands. The deadline counts from the moment the process is free.
+    async def load(self) -> None:
+        """Start the process, unless one is there.
 
         Raises:
-            EnvError: it did not answer in time, or died over it.
+            EnvError: it does not load TextWorld.
+        """
+        async with self._lock:
+            await self._load()
+
+    async def play(self, episode: int, file: str, commands: Sequence[str], timeout: float) -> Shown:
+        """What a game shows after these commands. The deadline counts from the moment the process is loaded and free.
+
+        Raises:
+            EnvError: it did not answer in time, or died over it, or does not load TextWorld.
         """
         last = repr(commands[-1]) if commands else "its start"
         async with self._lock:
+            process, answers = await self._load()
             request = Play(next(self._numbers), episode, file, list(commands))
             try:
                 with anyio.fail_after(timeout):
-                    return await self._asked(request)
+                    return await _asked(process, answers, request)
             except TimeoutError:
                 await self.end()
                 raise EnvError(f"the game did not answer {last} within {timeout:g} s") from None
             except _StuckError:
                 await self.end()
                 raise EnvError(f"the game's process stopped in the middle of a message over {last}") from None
-            except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError):
+            except _GONE:
                 await self.end()
                 raise EnvError(f"the game's process died over {last}") from None
 
-    async def _asked(self, request: Play) -> Shown:
-        process, answers = await self._running()
-        assert process.stdin is not None
-        message = msgspec.msgpack.encode(request)
-        with anyio.move_on_after(
-            MESSAGE_S, shield=True
-        ) as passing:  # half a request would be the beginning of the next one
-            await process.stdin.send(LENGTH.pack(len(message)) + message)
-        if passing.cancelled_caught:
-            raise _StuckError
-        while (shown := await self._answer(answers)).number != request.number:
-            pass  # that of a request which was cancelled
-        return shown
-
-    async def _answer(self, answers: BufferedByteReceiveStream) -> Shown:
-        (length,) = LENGTH.unpack(await answers.receive_exactly(LENGTH.size))
-        message = b""
-        with anyio.move_on_after(
-            MESSAGE_S, shield=True
-        ) as passing:  # half an answer would be the beginning of the next one
-            message = await answers.receive_exactly(length)
-        if passing.cancelled_caught:
-            raise _StuckError
-        return msgspec.msgpack.decode(message, type=Shown)
-
-    async def _running(self) -> tuple[Process, BufferedByteReceiveStream]:
+    async def _load(self) -> tuple[Process, BufferedByteReceiveStream]:
         if self._process is None or self._answers is None:
             process = await anyio.open_process(self._command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
             assert process.stdout is not None
             self._process, self._answers = process, BufferedByteReceiveStream(process.stdout)
+            self._loaded = False
             self.started += 1
+        if not self._loaded:
+            program = " ".join(self._command)
+            try:
+                with anyio.fail_after(START_S):
+                    await self._answers.receive_exactly(LENGTH.size)
+            except TimeoutError:
+                await self.end()
+                message = f"the games' process did not load TextWorld within {START_S:g} s: is the machine overloaded?"
+                raise EnvError(f"{message} It is `{program}`") from None
+            except _GONE:
+                await self.end()
+                message = f"the games' process died while it loaded TextWorld: `{program}` says why"
+                raise EnvError(message) from None
+            self._loaded = True
         return self._process, self._answers
 
     async def end(self) -> None:
@@ -105,6 +114,30 @@ class Player:
             with anyio.CancelScope(shield=True):
                 process.kill()
                 await process.aclose()
+
+
+async def _asked(process: Process, answers: BufferedByteReceiveStream, request: Play) -> Shown:
+    assert process.stdin is not None
+    message = msgspec.msgpack.encode(request)
+    # Half a request would be the beginning of the next one.
+    with anyio.move_on_after(MESSAGE_S, shield=True) as passing:
+        await process.stdin.send(LENGTH.pack(len(message)) + message)
+    if passing.cancelled_caught:
+        raise _StuckError
+    while (shown := await _answer(answers)).number != request.number:
+        pass  # that of a request which was cancelled
+    return shown
+
+
+async def _answer(answers: BufferedByteReceiveStream) -> Shown:
+    (length,) = LENGTH.unpack(await answers.receive_exactly(LENGTH.size))
+    message = b""
+    # Half an answer would be the beginning of the next one.
+    with anyio.move_on_after(MESSAGE_S, shield=True) as passing:
+        message = await answers.receive_exactly(length)
+    if passing.cancelled_caught:
+        raise _StuckError
+    return msgspec.msgpack.decode(message, type=Shown)
 
 
 @asynccontextmanager

@@ -64,6 +64,35 @@ async def test_a_player_that_stops_in_the_middle_of_an_answer_is_replaced(monkey
         assert (await player.play(2, "", ["x"], 30)).text == "['x'] 1"
 
 
+@pytest.mark.integration
+@pytest.mark.anyio
+async def test_the_deadline_of_a_game_counts_from_when_its_process_is_loaded() -> None:
+    async with open_player((*FAKE, "slow")) as player:
+        with anyio.move_on_after(0.1) as scope:
+            await player.load()
+        assert scope.cancelled_caught
+        assert (await player.play(1, "", ["a"], 2.5)).text == "['a'] 1"
+        assert player.started == 1
+
+
+@pytest.mark.integration
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("loading", "message"),
+    [
+        ("hangs", "did not load TextWorld within 0.5 s"),
+        ("fails", "died while it loaded TextWorld: `.* fails` says why"),
+    ],
+)
+async def test_a_process_that_does_not_load_is_named_as_that(
+    monkeypatch: pytest.MonkeyPatch, loading: str, message: str
+) -> None:
+    monkeypatch.setattr("envs.textworld.player.START_S", 0.5 if loading == "hangs" else 30)
+    async with open_player((*FAKE, loading)) as player:
+        with anyio.fail_after(60), pytest.raises(EnvError, match=message):
+            await player.play(1, "", ["a"], 30)
+
+
 class Told(Player):
     """A player that shows what a test says."""
 

@@ -1,7 +1,8 @@
 """A player's process with games that repeat their commands: one hangs for as long as its file is missing, one is slow,
-one kills, and one stops in the middle of its answer."""
+one kills, and one stops in the middle of its answer. An argument says how loading goes: slow, hangs or fails."""
 
 import os
+import sys
 import time
 from typing import Any
 
@@ -16,6 +17,15 @@ class Repeating(games.Games):
     """Where messages go, before others take its place."""
 
     def __init__(self) -> None:
+        match sys.argv[1:]:
+            case ["slow"]:
+                time.sleep(3)
+            case ["hangs"]:
+                time.sleep(1000)
+            case ["fails"]:
+                raise ImportError
+            case _:
+                pass
         self.had: dict[int, list[str]] = {}
         self.played = 0
 
