@@ -15,6 +15,7 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from flash.environment.interface import Expected, Said, Spoken
@@ -36,6 +37,10 @@ from flash.types import (
     VersionRun,
     append_versions,
 )
+
+LETTERS_PER_TOKEN = 32
+"""More than any text has on average but for long runs of white space. What would need more to fit is too long without
+being tokenized: a node does nothing else while it tokenizes, for seconds where there are megabytes."""
 
 
 class Limits(NamedTuple):
@@ -150,7 +155,9 @@ class Transcript:
 
     def room(self, observation: Observation) -> int:
         """Tokens left for a response if this is shown next, 0 or below where none can follow. Raises EnvError."""
-        return self._room() - len(self.render(observation))
+        room, tools = self._room(), () if self._responses else self._form.tools
+        least = _least_tokens(observation, tools)
+        return room - (least if least > room else len(self.render(observation)))
 
     def _room(self) -> int:
         """Tokens that may follow, those to be shown included."""
@@ -177,6 +184,8 @@ class Transcript:
         under_way = waiting + 1
         together = sum(len(branch.tokens) for branch in self._branches) + (under_way + 1) * self._limits.length
         if together > self._limits.tokens or min(self.turns_left, self.branches_left) <= under_way:
+            return
+        if _least_tokens(expected.observation, expected.tools) > self._limits.length:
             return
         with suppress(EnvError):  # which the one who shows it will hear
             prompt, form = self._expected_prompt(expected)
@@ -350,6 +359,17 @@ class Transcript:
             lost_tokens=lost_tokens,
             branches=tuple(begins),
         )
+
+
+def _least_tokens(observation: Observation, tools: Sequence[Tool]) -> int:
+    """Tokens that this has at the least."""
+    letters = len(msgspec.json.encode(tools)) if tools else 0
+    if isinstance(observation, str):
+        letters += len(observation)
+    else:
+        letters += sum(len(message.content) + len(message.reasoning) for message in observation)
+        letters += sum(len(call.arguments) for message in observation for call in message.tool_calls)
+    return letters // LETTERS_PER_TOKEN
 
 
 def _unheard(tokens: Sequence[int]) -> None:
