@@ -63,7 +63,8 @@ class Telling:
 
 def _begun(text: str, stop: str) -> int:
     """Letters at the end of a text with which this one may begin."""
-    return next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)
+    longest = min(len(stop) - 1, len(text))  # a text to stop at may be far longer than any answer
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 def _rest(told: str, whole: str) -> str:

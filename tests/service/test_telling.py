@@ -36,6 +36,13 @@ def test_the_pieces_are_the_answer_whatever_ends_it(seed: int) -> None:
     assert "".join(one.content for one in telling.pieces) == content
 
 
+def test_a_text_to_stop_at_may_be_far_longer_than_the_answer() -> None:
+    telling = Telling(("7" * 1_000_000,))
+    for _ in range(100):
+        telling.hears(Piece("46"))
+    assert telling.ends(Message("assistant", "46" * 100)).content == "46" * 100
+
+
 @pytest.mark.parametrize(
     ("pieces", "whole", "told"),
     [
