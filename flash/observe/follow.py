@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -11,6 +12,9 @@ import msgspec
 from flash.errors import RunDirectoryError
 
 T = TypeVar("T")
+
+NO_ROW = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding a line raises that is no row: torn by a crash and gone on behind, or made by a broken disk."""
 
 
 class Followed(Generic[T]):
@@ -44,10 +48,8 @@ class Followed(Generic[T]):
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.splitlines():
-            try:
+            with suppress(*NO_ROW):
                 self.rows.append(self._decoder.decode(line))
-            except msgspec.DecodeError:  # torn by a crash, and gone on behind
-                continue
 
     def _begin(self, file: tuple[int, int] | None, size: int) -> None:
         """Forget what was read, if it was another file or more than there is."""

@@ -13,9 +13,8 @@
     earlier/001/                      rows of steps that a later life did again
     hub-lives                         how many hubs the run has had
 
-Invariants: a line is appended whole and reaches the operating system before the call returns; a line torn by
-a crash is never read as a row; whole files are replaced atomically; rows leave a file only after they lie in
-`earlier/`.
+Invariants: a line is appended whole and reaches the operating system before the call returns; a line torn by a crash is
+never read as a row; whole files are replaced atomically; rows leave a file only after they lie in `earlier/`.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ import numpy as np
 
 from flash.errors import RunDirectoryError
 from flash.observe import recording
+from flash.observe.follow import NO_ROW
 from flash.observe.summary import Summary
 from flash.types import Activity, Batch, Outcome, Span, Trajectory, VersionRun
 
@@ -374,7 +374,7 @@ def _whole_lines(path: Path, kind: type[T]) -> Iterator[tuple[bytes, T]]:
         if line.endswith(b"\n"):
             try:
                 yield line, decoder.decode(line)
-            except msgspec.DecodeError:
+            except NO_ROW:
                 continue
 
 

@@ -147,11 +147,8 @@ def reward_series(metrics: Sequence[Row], evaluations: Sequence[Row]) -> RewardS
     origin = min((at for row in (*steps, *evals) if (at := number(row, "time")) is not None), default=0.0)
 
     def times(rows: Sequence[Row]) -> Floats:
-        known = [number(row, "wall_s") for row in rows]
-        return np.array(
-            [row.get("time", np.nan) - origin if wall is None else wall for row, wall in zip(rows, known, strict=True)],
-            dtype=np.float64,
-        )
+        walls = _column(rows, "wall_s")
+        return np.where(np.isnan(walls), _column(rows, "time") - origin, walls)
 
     return RewardSeries(
         steps=_column(steps, "step"),

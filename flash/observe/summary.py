@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -117,9 +117,9 @@ def domains_of(*rows: Mapping[str, Any]) -> list[str]:
 
 
 def number(row: Row, key: str) -> float | None:
-    """The finite number under `key`, or None."""
+    """The finite number under `key`, or None; an integer that no float can hold is none."""
     value = row.get(key)
-    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
+    return value if isinstance(value, (int, float)) and abs(value) <= sys.float_info.max else None
 
 
 def by_step(rows: Sequence[Row]) -> list[Row]:

@@ -124,7 +124,8 @@ class Watched:
             yield Text(clean(f"alarm at {text}"), style="yellow")
 
     def _title(self, rows: Sequence[Row], now: float) -> Text:
-        steps = int(self._facts.get("steps", "0"))
+        told = self._facts.get("steps", "")
+        steps = int(told) if told.isdecimal() else 0
         done = 0 if not rows else int(number(rows[-1], "step") or 0) + 1
         title = Text(clean(self._directory.path.resolve().name), style="bold")
         title.append(f"  step {done}/{steps} {bar(done / steps if steps else 0.0)}", style="default")
@@ -212,7 +213,9 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
 def _value(row: Row, key: str) -> float | None:
     """JSON has null for what is not finite, and a person must see that."""
     value = row.get(key, "")
-    return math.nan if value is None else value if isinstance(value, (int, float)) else None
+    if value is None or isinstance(value, (int, float)):
+        return math.nan if (known := number(row, key)) is None else known
+    return None
 
 
 def _block(mean: float | None, low: float, high: float) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from flash.errors import RunDirectoryError
 from flash.observe.follow import Followed
-from flash.observe.rundir import write_atomically
+from flash.observe.rundir import RunDirectory, write_atomically
 
 
 def following(path: Path) -> Followed[dict[str, Any]]:
@@ -40,6 +40,13 @@ def test_a_line_that_was_torn_and_gone_on_behind_is_no_row(tmp_path: Path) -> No
     file = tmp_path / "rows.jsonl"
     append(file, b'{"a": 1}\n{"a": {"a": 2}\n{"a": 3}\n')
     assert following(file).rows == [{"a": 1}, {"a": 3}]
+
+
+@pytest.mark.parametrize("line", [b'{"\xff": 1}', b'{"a": ' + 100_000 * b"[", b"\x00\x00"])
+def test_a_line_that_a_broken_disk_made_is_no_row(line: bytes, tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    append(directory.metrics, b'{"a": 1}\n' + line + b'\n{"a": 3}\n')
+    assert following(directory.metrics).rows == directory.read_metrics() == [{"a": 1}, {"a": 3}]
 
 
 @pytest.mark.parametrize("how", ["replaced", "cut", "gone"])

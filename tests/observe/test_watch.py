@@ -99,7 +99,18 @@ def test_a_number_that_is_not_finite_is_shown(directory: RunDirectory) -> None:
     assert line_of(shown(Watched(directory)), "gradient norm") == ["nan", "nan", "▅!"]
 
 
-@pytest.mark.parametrize("width", [40, 60, 200])
+def test_numbers_that_no_float_can_hold_are_shown_as_not_finite(directory: RunDirectory) -> None:
+    written(directory, 1)
+    directory.append_metrics(metrics_row(1, grad_norm=10**400, time=10**400))
+    assert line_of(shown(Watched(directory)), "gradient norm") == ["nan", "nan", "▅!"]
+
+
+def test_a_configuration_with_a_number_of_steps_that_is_none_is_watched(directory: RunDirectory) -> None:
+    directory.config.write_text('[run]\nsteps = "many"\n')
+    assert "step 0/0" in shown(Watched(directory))
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 200])
 def test_no_line_is_wider_than_the_terminal(directory: RunDirectory, width: int) -> None:
     written(directory, 300)
     lines = shown(Watched(directory), width=width).splitlines()
