@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -38,3 +41,37 @@ def test_one_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None
     command = AlarmCommand("sleep 1000")
     command.call(Given("stale", "text"))
     assert command.warnings() + command.close() == ["alarms.command took longer than 0.05 s and was ended"]
+
+
+def test_one_that_does_not_end_takes_what_it_started_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(alarm_command, "COMMAND_S", 0.5)
+    command = AlarmCommand(f"sh -c 'sleep 1000 & echo $! > {tmp_path}/child; wait'")
+    command.call(Given("stale", "text"))
+    assert len(command.warnings() + command.close()) == 1
+    child = int((tmp_path / "child").read_text())
+    deadline = time.monotonic() + 20
+    while (state := state_of(child)) not in ("", "Z"):
+        assert time.monotonic() < deadline, f"{child} lives on: {state}"
+        time.sleep(0.01)
+
+
+def state_of(process: int) -> str:
+    """As the kernel has it; none: it is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+def test_one_that_leaves_something_running_has_ended(tmp_path: Path) -> None:
+    command = AlarmCommand(f"sh -c 'sleep 60 & echo $! > {tmp_path}/child; cat > /dev/null'")
+    command.call(Given("stale", "text"))
+    assert command.warnings() + command.close() == []
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+
+
+def test_of_megabytes_that_it_says_only_the_first_are_told() -> None:
+    command = AlarmCommand("sh -c 'head -c 20000000 /dev/zero | tr \\\\0 x >&2; exit 4'")
+    command.call(Given("stale", "text"))
+    (told,) = command.warnings() + command.close()
+    assert told == f"alarms.command ended with code 4: {alarm_command.SAID * 'x'}"
