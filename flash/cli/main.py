@@ -6,6 +6,7 @@ It parses and validates first: torch and vllm are imported only when something s
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -63,17 +64,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _open_what_is_closed() -> None:
-    """Who starts us without an output (`>&-`, as some supervisors do) wants none."""
+def _prepare_output() -> None:
+    """Who starts us without an output (`>&-`, as some supervisors do) wants none. What it cannot say is escaped."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as above
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `flash`; the exit code. 2: wrong input, 130: an interrupt, 141: nobody reads the output."""
-    _open_what_is_closed()
+    _prepare_output()
     arguments = parse(argv)
     try:
         code = arguments.run(arguments)

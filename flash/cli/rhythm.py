@@ -18,8 +18,9 @@ from flash.cli.files import check_writable
 from flash.config.load import load
 from flash.config.tree import Config, ModelConfig
 from flash.errors import ConfigError
-from flash.observe.rhythm import RhythmSeen, coupling_lines, escaped, head_lines, response_lines
+from flash.observe.rhythm import RhythmSeen, coupling_lines, head_lines, response_lines
 from flash.observe.rundir import RunDirectory, write_atomically
+from flash.observe.text import escaped
 
 if TYPE_CHECKING:
     from flash.run.rhythm import Responses

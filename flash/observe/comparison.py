@@ -15,6 +15,7 @@ from flash.observe.console import BLANK, summary_rows
 from flash.observe.rundir import RunDirectory
 from flash.observe.stats import Interval, difference
 from flash.observe.summary import Summary, by_step, number
+from flash.observe.text import escaped, width
 
 Row = tuple[str, list[str]]
 """A title, and a text for each run."""
@@ -82,10 +83,13 @@ def differences(runs: Sequence[Compared]) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Lines with columns of equal width; the last one ends where its text does."""
-    columns = [[title for title, _ in rows], *map(list, zip(*(texts for _, texts in rows), strict=True))]
-    widths = [max(map(len, column)) for column in columns]
-    lines = zip(*columns, strict=True)
-    return ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    lines = [[escaped(text) for text in (title, *texts)] for title, texts in rows]
+    widths = [max(map(width, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(map(_filled, line, widths)).rstrip() for line in lines]
+
+
+def _filled(text: str, columns: int) -> str:
+    return text + " " * (columns - width(text))
 
 
 def _interval(row: Mapping[str, Any]) -> Interval | None:

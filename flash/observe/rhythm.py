@@ -6,7 +6,6 @@ Texts of tokens come from models and files: what would command a terminal is sho
 from __future__ import annotations
 
 import math
-import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -14,6 +13,7 @@ import msgspec
 
 from algorithms.couplings import Coupling
 from algorithms.rhythm import Rhythm
+from flash.observe.text import escaped, width
 
 PLAN, ANCHOR = "^", "*"
 """Mark tokens that plan, beside their change, and that anchor, beside their FAI."""
@@ -72,11 +72,6 @@ class RhythmSeen(msgspec.Struct, frozen=True):
     couplings: list[Coupling]
 
 
-def escaped(text: str) -> str:
-    """One line, with an escape for what no terminal should be sent."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
-
-
 def visible(token: str) -> str:
     """A token's text, escaped, with a mark for each space."""
     return escaped(token).replace(" ", SPACE)
@@ -88,13 +83,6 @@ def shortened(text: str, columns: int) -> str:
         return text
     ends = accumulate(width(one) for one in text)
     return "".join(one for one, end in zip(text, ends, strict=True) if end < columns) + "…"
-
-
-def width(text: str) -> int:
-    """Columns of a terminal: wide characters take two, those that combine with another none."""
-    return sum(
-        0 if unicodedata.combining(one) else 2 if unicodedata.east_asian_width(one) in "WF" else 1 for one in text
-    )
 
 
 def head_lines(heads: Sequence[HeadSeen], columns: int) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,18 @@ BLANK = "-"
 def clean(text: str) -> str:
     """One printable line: an escape sequence in a foreign text must not reach the terminal."""
     return "".join(character if character.isprintable() else " " for character in text)
+
+
+def escaped(text: str) -> str:
+    """One line, with an escape for what no terminal should be sent."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def width(text: str) -> int:
+    """Columns of a terminal: wide characters take two, those that combine with another none."""
+    return sum(
+        0 if unicodedata.combining(one) else 2 if unicodedata.east_asian_width(one) in "WF" else 1 for one in text
+    )
 
 
 def plain(value: float | None, form: str) -> str:

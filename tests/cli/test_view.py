@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,3 +57,10 @@ def test_the_trace_lies_in_the_run_directory_or_where_one_says(
     run.spans.unlink()
     assert "there is nothing to trace yet" in error_of(capsys, "trace", str(run.path))
     assert "does not exist" in error_of(capsys, "trace", str(run.path), "--output", f"{tmp_path}/no/x.json")
+
+
+def test_what_the_output_cannot_say_is_escaped(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", steps=2)
+    command = [sys.executable, "-m", "flash", "watch", str(run.path)]
+    told = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=True)
+    assert rb"step 2/60 \u2588" in told.stdout

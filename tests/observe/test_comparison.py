@@ -105,3 +105,9 @@ def test_the_command_prints_both_parts(make: Any, capsys: pytest.CaptureFixture[
     assert lines[-1].split() == ["algorithm.objective", "decoupled_ppo", "grpo"]
     assert main(["compare", str(one), str(one)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split() == ["configuration", "the", "same", "the", "same"]
+
+
+def test_a_text_of_several_lines_stays_in_its_column_and_commands_no_terminal() -> None:
+    first, second = table([("run", ["runs/日本", "b"]), ("env.options.prompt", ["Say\n\x1b[2Jit", "c"])])
+    assert first == "run                 runs/日本       b"
+    assert second == "env.options.prompt  Say\\n\\x1b[2Jit  c"
