@@ -5,12 +5,14 @@ No path of a request reaches the file system: files are served by name, runs are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -21,8 +23,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flash.errors import FlashError
+from flash.observe.text import escaped
 from flash.view.charts import CHARTS, Chart
-from flash.view.prometheus import MEDIA_TYPE, exposition
+from flash.view.prometheus import MEDIA_TYPE, Latest, exposition
 from flash.view.runs import Rows, ViewedRun
 from flash.view.samples import Findings, Query, ShownGroup, find, show_group
 from flash.view.timeline import Window, show_window
@@ -55,16 +58,20 @@ HEADERS = {
     ),
 }
 """On every answer: what a model wrote must never run in the page."""
+DIGITS = 15
+"""Of a number in a question: JavaScript's are exact as far."""
 
 
 T = TypeVar("T")
+Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
+"""Unix seconds in which floats still tell moments apart."""
 
 
 class Part(msgspec.Struct, frozen=True):
     """Of a run's time, in Unix seconds; None: its beginning, its end."""
 
-    start: float | None = None
-    stop: float | None = None
+    start: Seconds | None = None
+    stop: Seconds | None = None
 
 
 class RunFacts(msgspec.Struct, frozen=True):
@@ -89,7 +96,8 @@ def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
 
     def contents(_: Request) -> Contents:
         told = [
-            RunFacts(run.name, str(run.directory.path), number < shown, run.facts()) for number, run in enumerate(runs)
+            RunFacts(run.name, escaped(str(run.directory.path)), number < shown, run.facts())
+            for number, run in enumerate(runs)
         ]
         return Contents(told, CHARTS)
 
@@ -111,7 +119,7 @@ def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
         return show_window(run_of(request).spans(), part.start, part.stop)
 
     def metrics(_: Request) -> Response:
-        return Response(exposition([run.latest() for run in runs]), media_type=MEDIA_TYPE)
+        return Response(exposition(list(_readable(runs))), media_type=MEDIA_TYPE)
 
     answers: dict[str, Callable[[Request], object]] = {
         "/api/contents": contents,
@@ -132,9 +140,16 @@ def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
     )
 
 
+def _readable(runs: Sequence[ViewedRun]) -> Iterator[Latest]:
+    """The runs without those that cannot be read, which take nothing from the others."""
+    for run in runs:
+        with suppress(FlashError):
+            yield run.latest()
+
+
 def _number(request: Request, name: str, below: int | None = None) -> int:
     text = request.query_params.get(name, "")
-    if not text.isdecimal() or (below is not None and int(text) >= below):
+    if not text.isdecimal() or len(text) > DIGITS or (below is not None and int(text) >= below):
         end = "" if below is None else f" below {below}"
         raise HTTPException(400, f"{name}={text[:40]!r}: expected a whole number{end}")
     return int(text)

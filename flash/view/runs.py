@@ -13,6 +13,7 @@ import msgspec
 from flash.observe.follow import Followed
 from flash.observe.progress import facts, has_ended
 from flash.observe.rundir import RunDirectory
+from flash.observe.text import escaped
 from flash.types import Activity
 from flash.view.charts import drawn
 from flash.view.prometheus import Latest
@@ -35,10 +36,10 @@ class Rows(msgspec.Struct, frozen=True):
 
 
 class ViewedRun:
-    """One run directory. Several threads may ask."""
+    """One run directory. Several threads may ask. A name of a folder may hold anything: it is told escaped."""
 
     def __init__(self, path: Path, name: str) -> None:
-        self.name = name
+        self.name = escaped(name)
         self.directory = RunDirectory(path)
         self._steps = Followed(self.directory.metrics, dict[str, Any])
         self._evals = Followed(self.directory.evals, dict[str, Any])

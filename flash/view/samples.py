@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from flash.observe.recording import find_trajectories, step_named
 from flash.observe.rundir import RunDirectory, Sample
-from flash.types import Trajectory
+from flash.types import Span, Trajectory
 
 MOST_FOUND = 100
 """Samples of one answer."""
@@ -161,7 +161,7 @@ def _meant(query: Query, sample: Sample, found: Found) -> bool:
 
 def show_group(directory: RunDirectory, step: int, group_id: int) -> ShownGroup:
     """The readable members of a group, with what the step's batch knows of them."""
-    samples = [sample for sample in directory.read_trajectories(step) if sample.group_id == group_id]
+    samples = [one for one in directory.read_trajectories(step) if one.group_id == group_id and _whole(one)]
     named = {sample.task_id for sample in samples}
     rewards: list[float] = []
     recorded: dict[int, Trajectory] = {}
@@ -177,10 +177,20 @@ def show_group(directory: RunDirectory, step: int, group_id: int) -> ShownGroup:
     )
 
 
+def _whole(sample: Sample) -> bool:
+    """Whether its parts fit each other: a file may be damaged and still have the right form."""
+    versions = sum(run.count for run in sample.versions)
+    return len(sample.turns) == len(sample.action_spans) and versions == sum(map(_length, sample.action_spans))
+
+
+def _length(span: Span) -> int:
+    return span.stop - span.start
+
+
 def _shown(sample: Sample, recorded: Mapping[int, Trajectory]) -> ShownSample:
     spans = sample.action_spans
     order = sorted(range(len(spans)), key=lambda turn: spans[turn].start)
-    lengths = [spans[turn].stop - spans[turn].start for turn in order]
+    lengths = [_length(spans[turn]) for turn in order]
     each = [run.version for run in sample.versions for _ in range(run.count)]
     versions = dict(zip(order, _parts(each, lengths), strict=True))
     trajectory = recorded.get(sample.task_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,10 @@ async def test_paths_lead_to_no_other_file(path: str, run: RunDirectory) -> None
         ("/api/group", {"run": 0, "step": "../x", "group": 0}, "step='../x': expected a whole number"),
         ("/api/samples", {"run": 0, "reward_min": "much"}, "reward_min"),
         ("/api/timeline", {"run": 0, "start": "now"}, "start"),
+        ("/api/timeline", {"run": 0, "start": "nan"}, "start"),
+        ("/api/timeline", {"run": 0, "stop": "inf"}, "stop"),
+        ("/api/group", {"run": 0, "step": 5000 * "9", "group": 0}, "expected a whole number"),
+        ("/api/samples", {"run": 0, "step": 5000 * "9"}, "step"),
     ],
 )
 async def test_wrong_questions_are_named(path: str, questions: dict[str, Any], error: str, run: RunDirectory) -> None:
@@ -78,6 +83,21 @@ async def test_contents_name_each_run_once_and_tell_them_apart(tmp_path: Path) -
     assert [run["shown"] for run in runs] == [True, False, False]
     assert runs[0]["facts"]["model"] == "models/tiny"
     assert runs[0]["facts"]["α"] == "1.0"
+
+
+async def test_a_folder_may_be_called_anything(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/a\n\x1b[31m\xff"))
+    (run,) = (await Asking(record(folder, steps=1).path).get("/api/contents"))["runs"]
+    assert run["name"] == r"a\n\x1b[31m\udcff"
+
+
+async def test_a_run_that_cannot_be_read_hides_no_other(run: RunDirectory, tmp_path: Path) -> None:
+    broken = RunDirectory.open(tmp_path / "broken", "")
+    broken.metrics.mkdir()
+    asking = Asking(broken.path, run.path)
+    assert 'flash_step{run="recorded"} 29' in (await asking.client.get("/metrics")).text
+    answer = await asking.client.get("/api/rows", params={"run": 0, "steps": 0, "evals": 0})
+    assert (answer.status_code, "metrics.jsonl: Is a directory" in answer.text) == (500, True)
 
 
 async def test_only_what_came_since_is_told(run: RunDirectory) -> None:

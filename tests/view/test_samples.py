@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from flash.observe.rundir import RunDirectory, readable
@@ -103,3 +104,11 @@ def test_turns_of_branches_have_their_own_tokens(tmp_path: Path) -> None:
     directory.write_trajectories(5, [readable(trajectory, 5, list("axazay"))])
     (sample,) = show_group(directory, 5, 0).samples
     assert [(turn.tokens, turn.versions) for turn in sample.turns] == [(["x"], [3]), (["y"], [5]), (["z"], [4])]
+
+
+def test_a_sample_whose_parts_do_not_fit_is_left_out_of_its_group(run: RunDirectory) -> None:
+    first, second = run.read_trajectories(3)
+    damaged = msgspec.structs.replace(first, action_spans=[])
+    too_many = msgspec.structs.replace(first, versions=[VersionRun(0, 1 << 60)])
+    run.write_trajectories(3, [damaged, too_many, second])
+    assert [one.sample_index for one in show_group(run, 3, 3).samples] == [second.sample_index]
