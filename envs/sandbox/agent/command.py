@@ -7,8 +7,8 @@ import os
 import struct
 import termios
 
+from envs.sandbox.agent.proc import MARK, tree
 from envs.sandbox.agent.process import (
-    MARK,
     Feed,
     Pipe,
     Ring,
@@ -19,7 +19,6 @@ from envs.sandbox.agent.process import (
     send_to_group,
     signal_name,
     spawn,
-    tree,
 )
 from envs.sandbox.agent.wire import PIECE, PIECE_COST
 

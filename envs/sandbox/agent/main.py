@@ -16,16 +16,8 @@ from envs.sandbox.agent.command import FAILURE, RESULT, Command, Refusal, kill_a
 from envs.sandbox.agent.files import Write
 from envs.sandbox.agent.launcher import Launcher
 from envs.sandbox.agent.loop import Channel, Loop
-from envs.sandbox.agent.process import (
-    OomCounter,
-    adopted,
-    find_program,
-    mark_of,
-    now,
-    processes,
-    send_signal,
-    unreadable_copy,
-)
+from envs.sandbox.agent.proc import adopted, mark_of, processes
+from envs.sandbox.agent.process import OomCounter, find_program, now, send_signal, unreadable_copy
 
 MAX_STRANGERS = 16
 """Connections that may be about to prove that they are a host: commands can make as many as they like."""

@@ -17,16 +17,8 @@ import fcntl
 import os
 
 from envs.sandbox.agent.command import CHECK, FAILURE, GRACE, NO_SPACE, Refusal, ending, kill_all, send_result
-from envs.sandbox.agent.process import (
-    MARK,
-    Pipe,
-    Ring,
-    Stat,
-    now,
-    send_signal,
-    spawn,
-    tree,
-)
+from envs.sandbox.agent.proc import MARK, Stat, tree
+from envs.sandbox.agent.process import Pipe, Ring, now, send_signal, spawn
 
 TELL = 199
 """The shell's descriptor for answers: above what scripts use, and below what bash moves its own to."""

@@ -5,7 +5,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Sequence
 
-from envs.sandbox.agent.process import EXEC_LOOKS, SETTLED_LOOKS, mark_of, shown
+from envs.sandbox.agent.proc import EXEC_LOOKS, SETTLED_LOOKS, mark_of, shown
 
 MARKED = b"PATH=/bin\0FLASH_COMMAND=agent-1-7\0"
 
