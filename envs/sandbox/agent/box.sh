@@ -6,7 +6,7 @@
 #
 # One more byte than the limit is sent of a stream that was longer. Needs what busybox has.
 d=/tmp/.flash-agent
-mkdir -m 700 "$d" && mkfifo "$d/o" "$d/e" || exit 1
+mkdir -m 700 "$d" || exit 1
 printf '%s shell %s\n' "$1" "$(id -u)"
 
 keep() {
@@ -18,9 +18,11 @@ keep() {
 
 while read -r verb word seconds limit size script; do
   [ "$verb" = RUN ] || exit 1
-  rm -f "$d/timed"
+  # Pipes of its own: those of a command that has killed its readers hold what nobody has read until these are gone.
+  rm -f "$d/timed" "$d/o" "$d/e"
+  mkfifo "$d/o" "$d/e" 2>/dev/null
   printf %s "$script" | base64 -d >"$d/script" 2>/dev/null
-  if [ "$(wc -c <"$d/script")" -ne "$size" ]; then
+  if [ ! -p "$d/o" ] || [ ! -p "$d/e" ] || [ "$(wc -c <"$d/script")" -ne "$size" ]; then
     printf 'FULL %s\n' "$word"
     continue
   fi

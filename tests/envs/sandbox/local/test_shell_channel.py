@@ -34,6 +34,14 @@ async def test_commands_are_told_as_they_were(bench):
         assert (await sandbox.run("echo on", timeout=LIMIT)).stdout == b"on\n"
 
 
+async def test_output_that_nobody_read_is_not_told_as_the_next_command_s(bench):
+    async with bench.sandbox(image=MINIMAL_IMAGE) as sandbox:
+        held = "exec 3<>/tmp/.flash-agent/o; setsid sleep 300 & sleep 1"
+        await sandbox.run(f"kill -9 -1; {held}; echo unread", timeout=LIMIT)
+        answer = await sandbox.run("echo on", timeout=LIMIT)
+        assert (answer.exit_code, answer.stdout) == (0, b"on\n")
+
+
 async def test_files_are_read_and_written(bench):
     data = bytes(range(256)) * 1000
     async with bench.sandbox(image=MINIMAL_IMAGE) as sandbox:
