@@ -27,6 +27,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from benchmarks.form import ROOT, Args, Row, main
 from envs.agent import Agent, AgentOptions
 from flash.environment import Environment, sharing
+from flash.hub.collecting import seldom_collected
 from flash.rollout.engine import GenerateRequest, SamplingSettings
 from flash.rollout.episode import Episode, EpisodeProgress, EpisodeSettings
 from flash.rollout.phases import FreePhases
@@ -216,9 +217,10 @@ async def node(make: Callable[[], Environment], engine: Timed, count: int) -> tu
         played.append(ended)
 
     start, cpu = time.perf_counter(), time.process_time()
-    async with sharing("model_service"), anyio.create_task_group() as episodes:
-        for number in range(count):
-            episodes.start_soon(one, number)
+    with seldom_collected():  # As in a node's loop.
+        async with sharing("model_service"), anyio.create_task_group() as episodes:
+            for number in range(count):
+                episodes.start_soon(one, number)
     return played, time.perf_counter() - start, time.process_time() - cpu
 
 
