@@ -63,7 +63,7 @@ def make_app(sessions: Sessions) -> Starlette:
             Route("/v1/models", known(_models), methods=["GET"]),
             Route("/v1/models/{name:path}", known(_model), methods=["GET"]),
         ],
-        exception_handlers={HTTPException: _unknown},
+        exception_handlers={HTTPException: _unknown, Exception: _broken},
     )
 
 
@@ -180,6 +180,11 @@ async def _unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     place = f"{request.method} {request.url.path[:200]}"
     return _refusal(ApiError(error.status_code, f"Unknown request URL: {place}.", "unknown_url"))
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    """A bug of ours, whose traceback the server logs."""
+    return _refusal(ApiError(500, f"The service failed: {type(error).__name__}.", "internal_error"))
 
 
 def _session(sessions: Sessions, request: Request) -> Session:

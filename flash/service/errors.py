@@ -18,7 +18,8 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.said = {"error": {"message": message, "type": "invalid_request_error", "param": param, "code": code}}
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.said = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         """The body of the answer."""
 
     @property
