@@ -175,7 +175,12 @@ class HfTokenizer(Tokenizer):
         return str(self.inner.decode(list(token_ids), skip_special_tokens=False))
 
     def _encode(self, text: str) -> list[int]:
-        return list(self.inner.encode(text, add_special_tokens=False))
+        try:
+            return list(self.inner.encode(text, add_special_tokens=False))
+        except (
+            Exception
+        ) as error:  # no text at all, or one with characters that this vocabulary lacks: each raises its own
+            raise EnvError(f"the tokenizer of {self._path} cannot take {text[:80]!r}: {error}") from error
 
     @cached_property
     def _parsers(self) -> Parsers | None:

@@ -182,6 +182,11 @@ def test_a_first_observation_that_the_template_refuses_is_an_error_of_the_enviro
         make(ALTERNATING).render([Message("assistant", "hello")])
 
 
+def test_text_that_the_tokenizer_cannot_take_is_an_error_of_the_environment(make: Make) -> None:
+    with pytest.raises(EnvError, match=r"cannot take 'caf\\udce9'"):
+        make(None).render("caf\udce9")
+
+
 def test_special_tokens_are_not_part_of_the_action_that_the_environment_sees(make: Make) -> None:
     tokenizer = make(REASONING)
     assert tokenizer.decode(sampled(tokenizer, "two\n", "<|im_end|>")) == "two\n"
