@@ -31,8 +31,8 @@
         ├── ProtocolError    a peer said what it may not, and was disconnected
         └── DeadlineError    a wait outlived its deadline (also a TimeoutError)
 
-A message says what was wrong, what was expected and what to do. `fatal` tells the launcher whether a restart can help:
-a wrong config stays wrong, a lost peer may come back.
+A message says what was wrong, what was expected and what to do; it can be sent and printed, whatever it quotes. `fatal`
+tells the launcher whether a restart can help: a wrong config stays wrong, a lost peer may come back.
 """
 
 from __future__ import annotations
@@ -41,11 +41,20 @@ import signal
 from typing import ClassVar
 
 
+def encodable(text: str) -> str:
+    """A text without lone surrogates, which can be neither sent nor printed: bytes of a file's name that are no UTF-8
+    become some in Python."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class FlashError(Exception):
     """Base of all errors raised on purpose."""
 
     fatal: ClassVar[bool] = True
     """True when restarting the processes cannot help."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(encodable(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(FlashError, ValueError):

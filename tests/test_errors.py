@@ -22,6 +22,12 @@ def test_an_error_with_arguments_of_its_own_keeps_its_message() -> None:
     assert str(error_of("DeadlineError", told)) == told
 
 
+@pytest.mark.parametrize("kind", [errors.EnvError, errors.ConfigError, errors.SandboxTimeoutError])
+def test_a_message_can_be_sent_whatever_it_quotes(kind: type[FlashError]) -> None:
+    told = str(kind("no such file: caf\udce9.txt"))
+    assert told.encode() == rb"no such file: caf\udce9.txt"
+
+
 @pytest.mark.parametrize("name", ["ValueError", "ClassVar", "error_of", ""])
 def test_a_name_that_is_no_class_of_the_tree_gives_no_error(name: str) -> None:
     assert error_of(name, "whatever") is None

@@ -64,7 +64,7 @@ def metrics_of(info: Info) -> dict[str, float]:
         number = float(cast("float", value)) if isinstance(value, (Real, np.bool_)) else math.nan
         if not (isinstance(name, str) and name and math.isfinite(number)):
             raise EnvError(f"info['metrics'] of step() must map names to finite numbers, but holds {name!r}: {value!r}")
-        numbers[name] = number
+        numbers[_text("a name in info['metrics'] of step()", name)] = number
     return numbers
 
 
@@ -77,7 +77,7 @@ def note_of(info: Info) -> str:
     note = info.get("note", "")
     if not isinstance(note, str):
         raise EnvError(f"info['note'] of step() must be text, but is {note!r} of type {type(note).__name__}")
-    return note[:NOTE_LENGTH]
+    return _text("info['note'] of step()", note[:NOTE_LENGTH])
 
 
 def check_reward(reward: object) -> float:
@@ -96,7 +96,7 @@ def check_reward(reward: object) -> float:
 
 def _observation(method: str, value: object) -> Observation:
     if isinstance(value, str):
-        return value
+        return _text(f"the observation of {method}()", value)
     if not isinstance(value, list):
         raise EnvError(
             f"the observation of {method}() must be text or a list of chat messages, but is {type(value).__name__}"
@@ -106,16 +106,29 @@ def _observation(method: str, value: object) -> Observation:
 
 def _message(method: str, value: object) -> Message:
     if isinstance(value, Message):
+        _text(f"a chat message of {method}()", value.role + value.content)
         return value
     if isinstance(value, Mapping):
         fields = cast("Mapping[object, object]", value)
         role, content = fields.get("role"), fields.get("content")
         if isinstance(role, str) and isinstance(content, str) and len(fields) == 2:
-            return Message(role, content)
+            return _message(method, Message(role, content))
     raise EnvError(
         f"a chat message of {method}() must be a flash.types.Message or a dict with the texts role and content, "
         f"but is {value!r}"
     )
+
+
+def _text(what: str, text: str) -> str:
+    """The text. Raises EnvError where it cannot be sent."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise EnvError(
+            f"{what} has a lone surrogate at {error.start}, which is no text: {text[error.start :][:40]!r}; bytes of a "
+            'file\'s name that are no UTF-8 become such: show text.encode("utf-8", "replace").decode()'
+        ) from None
+    return text
 
 
 def _flag(name: str, value: object) -> bool:

@@ -71,6 +71,22 @@ def test_a_note_is_text_of_bounded_length():
         note_of({"note": 3})
 
 
+LONE = "caf\udce9.txt"
+
+
+@pytest.mark.parametrize("observation", [LONE, [{"role": "user", "content": LONE}], [Message("user", LONE)]])
+def test_text_that_cannot_be_sent_is_refused_as_an_observation(observation):
+    with pytest.raises(EnvError, match=r"of reset\(\) has a lone surrogate at \d+, .*'\\udce9.txt'"):
+        check_reset_result((observation, {}))
+
+
+def test_text_that_cannot_be_sent_is_refused_as_a_note_and_as_a_name():
+    with pytest.raises(EnvError, match=r"info\['note'\] of step\(\) has a lone surrogate at 3"):
+        note_of({"note": LONE})
+    with pytest.raises(EnvError, match=r"a name in .* has a lone surrogate"):
+        metrics_of({"metrics": {LONE: 1.0}})
+
+
 def test_message_dicts_become_messages():
     shown = [{"role": "system", "content": "be brief"}, Message("user", "1+1=")]
     assert check_reset_result((shown, {})) == ([Message("system", "be brief"), Message("user", "1+1=")], {})
