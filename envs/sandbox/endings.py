@@ -1,8 +1,31 @@
-"""How a command ended, in words for whoever gave it."""
+"""How a command ended, or why it was not begun, in words for whoever gave it."""
 
 from __future__ import annotations
 
 from envs.sandbox.api import Result
+
+COMMAND_LENGTH = 100_000
+"""Characters of a command: a sandbox takes a few more, with what is put before them."""
+PATH_LENGTH = 4095
+"""Bytes of a path, as Linux has it."""
+
+
+def unusable_command(command: str) -> str:
+    """Why no sandbox runs this; empty where one does."""
+    if "\0" in command:
+        return "error: a command cannot have a zero byte"
+    if len(command) > COMMAND_LENGTH:
+        return f"error: a command cannot have more than {COMMAND_LENGTH} characters"
+    return ""
+
+
+def unusable_path(path: str) -> str:
+    """Why this is the path of nothing; empty where it may be of something."""
+    if "\0" in path:
+        return "error: a path cannot have a zero byte"
+    if len(path.encode("utf-8", "replace")) > PATH_LENGTH:
+        return f"error: a path cannot have more than {PATH_LENGTH} bytes"
+    return ""
 
 
 def told(result: Result) -> str:

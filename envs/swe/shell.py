@@ -17,7 +17,7 @@ from envs.judging.judge import Judge, SandboxOpener, shared_judge
 from envs.judging.options import JudgePool, judge_pool_of
 from envs.judging.tests import find_block
 from envs.sandbox.api import Result
-from envs.sandbox.endings import clipped, told
+from envs.sandbox.endings import clipped, told, unusable_command
 from envs.sandbox.open import open_sandboxes
 from flash.environment import EpisodeView, StepResult
 from flash.errors import ConfigError, EnvError
@@ -118,6 +118,8 @@ class ShellEnv(ABC, Generic[_Options, _Task]):
         text = NOTHING if self.fenced else NOTHING.partition(":")[0]
         if order is None:
             self._counts["no_command"] += 1
+        elif fault := unusable_command(order.command):
+            text = fault
         elif order.command:
             result = await self._run(self._task, order.command)
             self._counts["command_timeouts"] += result.timed_out

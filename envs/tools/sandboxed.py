@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from envs.sandbox.api import Result, Sandbox
-from envs.sandbox.endings import told
+from envs.sandbox.endings import told, unusable_command, unusable_path
 from envs.tools.place import Place
 from envs.tools.runner import SANDBOX, Cut, Runner, schema, within
-from flash.errors import ConfigError, SandboxFileError, SandboxLimitError
+from flash.errors import ConfigError, SandboxFileError, SandboxLimitError, encodable
 
 READ_BYTES = 1 << 18
 """Read of one file."""
@@ -64,6 +64,8 @@ class Bash:
         """One tool."""
 
         async def call(arguments: dict[str, Any]) -> str:
+            if fault := unusable_command(arguments["command"]):
+                return fault
             sandbox = await place.sandbox()
             command = f"exec 2>&1; {arguments['command']}"
             return _answer(await sandbox.run(command, timeout=self._options.timeout))
@@ -94,7 +96,7 @@ class Files:
 
         async def entries(sandbox: Sandbox, arguments: dict[str, Any]) -> str:
             found = await sandbox.list(arguments["path"])
-            return "\n".join(f"{entry.name}/" if entry.kind == "folder" else entry.name for entry in found)
+            return encodable("\n".join(f"{entry.name}/" if entry.kind == "folder" else entry.name for entry in found))
 
         path, text = "Relative to the working directory.", "All of the file."
         return [
@@ -114,6 +116,8 @@ class Files:
         changes: bool,
     ) -> Runner:
         async def call(arguments: dict[str, Any]) -> str:
+            if fault := unusable_path(arguments["path"]):
+                return fault
             sandbox = await place.sandbox()
             try:
                 return await within(self._options.timeout, work(sandbox, arguments))

@@ -150,6 +150,13 @@ async def test_a_command_has_a_deadline_and_bounded_output() -> None:
 
 
 @pytest.mark.anyio
+async def test_a_command_that_no_shell_can_have_is_told_so() -> None:
+    async with sharing("test"):
+        shown, _ = await played(plain(), "echo a\0b", "submit")
+    assert shown[0] == "\nerror: a command cannot have a zero byte\n$ "
+
+
+@pytest.mark.anyio
 async def test_messages_hold_commands_in_blocks_and_the_same_seed_is_the_same_task() -> None:
     env = SweEnv(SweOptions(turns=7))
     first, info = await env.reset(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,26 @@ async def test_tools_share_the_sandbox_of_their_episode() -> None:
         (long,) = await play.texts(("bash", '{"command": "seq 1000"}'))
         assert "characters left out" in long
         assert len(long) < 170
+        await play.env.close()
+
+
+async def test_names_and_commands_that_there_cannot_be_are_results_that_say_so() -> None:
+    async with sharing("test"):
+        play = Play(Local(options(BASH, FILES)))
+        await play.env.reset(1)
+        assert await play.texts(
+            ("bash", '{"command": "echo a\\u0000b"}'),
+            ("read_file", '{"path": "a\\u0000b"}'),
+            ("write_file", json.dumps({"path": "x/" * 3000, "text": ""})),
+            ("bash", json.dumps({"command": "x" * 200_000})),
+        ) == [
+            "error: a command cannot have a zero byte",
+            "error: a path cannot have a zero byte",
+            "error: a path cannot have more than 4095 bytes",
+            "error: a command cannot have more than 100000 characters",
+        ]
+        assert await play.texts(("bash", json.dumps({"command": "printf x > $(printf 'caf\\351')"}))) == ["exit code 0"]
+        assert await play.texts(("list_files", '{"path": "."}')) == ["caf\\udce9"]
         await play.env.close()
 
 
