@@ -28,6 +28,7 @@ from flash.cli import (
     simulate,
     tiny_model,
     trace,
+    track,
     train,
     view,
     watch,
@@ -36,7 +37,7 @@ from flash.errors import FlashError
 
 DESCRIPTION = "Asynchronous reinforcement-learning post-training for language models."
 COMMANDS = (
-    *(init, doctor, train, join, drain, evaluate, rollout, view, watch, plot, compare, trace, replay, rhythm),
+    *(init, doctor, train, join, drain, evaluate, rollout, view, watch, plot, compare, trace, track, replay, rhythm),
     *(simulate, calibrate, tiny_model, sandbox),
 )
 """In the order of the help."""

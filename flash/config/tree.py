@@ -33,6 +33,7 @@ from flash.config.section import (
     Temperature,
 )
 from flash.config.simulate import SimulateConfig
+from flash.config.track import TrackConfig
 
 
 class RunConfig(Section, frozen=True):
@@ -397,7 +398,7 @@ class DeadlinesConfig(Section, frozen=True):
     collective: Deadline = 600
     """All trainer ranks join a collective."""
     sink: Deadline = 60
-    """At the end of a run `observe.sink` takes the rows that still wait for it; of an interrupted one, `shutdown`."""
+    """At its end a run waits so long for `observe.sink`, then for `track.to`; an interrupted one `shutdown` at most."""
     shutdown: Deadline = 8
     """Everything ends after an interrupt, the last checkpoint included."""
 
@@ -418,6 +419,7 @@ class Config(Section, frozen=True):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
+    track: TrackConfig = TrackConfig()
     alarms: AlarmsConfig = AlarmsConfig()
     cluster: ClusterConfig = ClusterConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()

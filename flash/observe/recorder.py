@@ -1,7 +1,8 @@
 """Recorder: the observer of a real run. It writes the run directory and talks to the terminal.
 
 It takes what the hub observes in order, adds the run's wall time to each row, and at the end makes summary and plots.
-A tracker's sink (`observe.sink`) is given the same rows, and then the summary, or the error that ended the run.
+A tracker's sink (`observe.sink`) is given the same rows, and then the summary, or the error that ended the run; the
+processes of `track.to` read the run directory.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from flash.observe.observer import Wish
 from flash.observe.rundir import RunDirectory, readable, sample_times
 from flash.observe.sink import Sink, SinkFeed
 from flash.observe.summary import summarise
+from flash.observe.track_feed import TrackFeed
 from flash.types import Activity, Batch
 from flash.waiting import first_error
 
@@ -74,6 +76,7 @@ class Recorder:
             if config.observe.sink is None
             else SinkFeed(config.observe.sink, partial(make_sink, config.observe.sink, config, resume_at))
         )
+        self._trackers = TrackFeed(self.directory, config.track.to)
         if resume_at is not None:
             self._console.note(f"continuing {config.run_dir} from version {resume_at}")
 
@@ -86,9 +89,10 @@ class Recorder:
         try:
             if error is None:
                 self.written()
-            elif self._sink is not None:
+            else:
                 told = first_error(error) if isinstance(error, BaseExceptionGroup) else error
-                self._end_sink("error", {"error": type(told).__name__, "message": str(told)}, interrupted=True)
+                row = {"error": type(told).__name__, "message": str(told)}
+                self._end_sinks("error", row, interrupted=True)
         finally:
             self._writer.shutdown()
             if self._alarm_command is not None:
@@ -139,19 +143,19 @@ class Recorder:
         self._give("evaluation", full)
 
     def _give(self, kind: str, row: Mapping[str, Any]) -> None:
+        self._warn_all(self._trackers.warnings())
         if self._sink is not None:
             self._sink.put(kind, row)
-            for warning in self._sink.warnings():
-                self._console.warn(warning)
+            self._warn_all(self._sink.warnings())
 
-    def _end_sink(self, kind: str, row: Mapping[str, Any], *, interrupted: bool) -> None:
-        """Give it the last row, and wait until it has all."""
+    def _end_sinks(self, kind: str, row: Mapping[str, Any], *, interrupted: bool) -> None:
+        """Give it the last row, and wait until it and the trackers have all."""
+        deadlines = self._config.deadlines
+        seconds = min(deadlines.sink, deadlines.shutdown) if interrupted else deadlines.sink
         if self._sink is not None:
             self._sink.put(kind, row, last=True)
-            deadlines = self._config.deadlines
-            seconds = min(deadlines.sink, deadlines.shutdown) if interrupted else deadlines.sink
-            for warning in self._sink.close(seconds):
-                self._console.warn(warning)
+            self._warn_all(self._sink.close(seconds))
+        self._warn_all(self._trackers.close(seconds, failed=kind == "error"))
 
     def evaluated(self) -> set[int]:
         """The versions that earlier lives of the run have evaluated."""
@@ -233,7 +237,7 @@ class Recorder:
                 write_plots(self.directory.path)
             except RunDirectoryError as problem:  # all that they are drawn from is there
                 self._console.warn(f"{problem}; `flash plot {self.directory.path}` draws them at any time")
-        self._end_sink("summary", msgspec.to_builtins(summary), interrupted=interrupted)
+        self._end_sinks("summary", msgspec.to_builtins(summary), interrupted=interrupted)
         self._console.finish(summary)
 
 

@@ -9,7 +9,7 @@
     batches/step-000012.bin           what a step trained, exactly (flash.observe.recording)
     journal/                          what happened to samples since a checkpoint (flash.run.journal)
     ledger.json, summary.json         totals
-    checkpoints/, plots/              written by their own rooms
+    checkpoints/, plots/, track/      written by their own rooms
     earlier/001/                      rows of steps that a later life did again
     hub-lives                         how many hubs the run has had
 

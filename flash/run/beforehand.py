@@ -21,6 +21,7 @@ from flash.config.decode import Problem, refuse
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.observe.rundir import RunDirectory
+from flash.observe.trackers import not_installed
 from flash.run.locks import in_use
 from flash.run.models import tiny_models
 from flash.run.past import booked_version
@@ -40,7 +41,7 @@ def check_start(config: Config) -> None:
     Raises:
         ConfigError: names every problem found.
     """
-    problems = [*_temporary(), *_output(config), *_models(config), *_hub(config), *_past(config)]
+    problems = [*_temporary(), *_output(config), *_trackers(config), *_models(config), *_hub(config), *_past(config)]
     if problems:
         raise refuse(problems)
 
@@ -51,6 +52,13 @@ def _temporary() -> Iterator[Problem]:
         tempfile.gettempdir()
     except OSError as error:
         yield Problem("TMPDIR", f"no folder takes temporary files: {error.strerror}; name one that does")
+
+
+def _trackers(config: Config) -> Iterator[Problem]:
+    """The first node can import what it is to tell."""
+    if os.environ.get("FLASH_NODE_RANK", "0") == "0":
+        for fault in filter(None, map(not_installed, config.track.to)):
+            yield Problem("track.to", fault)
 
 
 def _output(config: Config) -> Iterator[Problem]:

@@ -26,6 +26,7 @@ import msgspec
 
 from flash.config.hardware import count_gpus
 from flash.config.tree import Config
+from flash.observe.trackers import not_installed
 from flash.run.rendezvous import RENDEZVOUS
 from flash.run.token import VARIABLE as TOKEN
 from flash.transport.port_holder import port_holder
@@ -204,6 +205,15 @@ def port(config: Config | None) -> Found:
         return missing(text, "set cluster.hub_port to a free one, or to 0 for any")
 
 
+def trackers(config: Config | None) -> Found:
+    """The packages of the trackers that the run is to tell."""
+    names = config.track.to if config is not None else []
+    if not names:
+        return not_needed("track.to names none")
+    faults = [fault for name in names if (fault := not_installed(name)) is not None]
+    return missing("; ".join(faults), "`flash train` starts no run without them") if faults else ok(", ".join(names))
+
+
 def output(config: Config | None) -> Found:
     """The output folder, or where it will be made: may it be written, and is there space?"""
     folder = _output_folder(config)
@@ -289,6 +299,7 @@ CHECKS: dict[str, Check] = {
     "memory": memory,
     "GPU": gpus,
     "packages": packages,
+    "trackers": trackers,
     "output": output,
     "port": port,
     "file system": shared,

@@ -19,6 +19,7 @@ from flash.config.load import dump
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.observe.rundir import RunDirectory
+from flash.observe.trackers import not_installed
 from flash.run.beforehand import check_start
 from flash.run.locks import run_lock
 
@@ -172,3 +173,15 @@ def test_the_command_refuses_it_with_a_dry_run_and_without(tmp_path: Path, capsy
         assert main(["train", str(file), *options]) == 2
         assert "`cluster.hub_host`: cannot listen at no such host" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_tracker_that_is_not_installed_is_named_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not_installed("trackio") is None:
+        pytest.skip("trackio is installed")
+    config = make_config(tmp_path, track={"to": ["trackio"]})
+    with pytest.raises(ConfigError, match=r"`track\.to`: `trackio` is not installed here: `pip install trackio`"):
+        check_start(config)
+    monkeypatch.setenv("FLASH_NODE_RANK", "1")
+    check_start(config)  # trackers are told by the first node

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from flash.config.tree import Config
+from flash.observe.trackers import not_installed
 from flash.run import doctor
 from flash.run.doctor import CHECKS, Found, examine, file_system, missing, not_needed, ok
 
@@ -189,3 +190,11 @@ def test_several_nodes_want_slurm_or_a_place_to_meet(monkeypatch: pytest.MonkeyP
 
 def test_a_found_thing_is_missing_with_what_to_do() -> None:
     assert missing("gone", "get it") == Found("missing", "gone", "get it")
+
+
+def test_trackers_that_are_named_are_installed() -> None:
+    (check,) = [check for name, check in CHECKS.items() if name == "trackers"]
+    assert (check(None).state, check(config()).state) == ("not needed", "not needed")
+    if not_installed("trackio") is not None:
+        found = check(config(track={"to": ["trackio"]}))
+        assert (found.state, "`pip install trackio`" in found.text) == ("missing", True)

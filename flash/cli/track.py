@@ -1,0 +1,59 @@
+"""`flash track`: what a run has measured, told to a tracker from where it was told last."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import get_args
+
+from flash.cli.commands import Commands
+from flash.cli.files import run_directory
+from flash.config.track import TrackerName
+from flash.errors import ConfigError, FlashError
+from flash.observe.rundir import RunDirectory
+from flash.observe.trackers import not_installed
+from flash.observe.tracking import Tracking, held, settings
+
+NAMES: tuple[TrackerName, ...] = get_args(TrackerName)
+
+
+def add_parser(commands: Commands) -> argparse.ArgumentParser:
+    parser = commands.add_parser("track", help="tell a tracker what a run has measured and it was not told yet")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--to", choices=NAMES, help="default: those of the run's track.to")
+    parser.add_argument("--project", help="default: the run's track.project")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Tell each tracker, and say what it was told."""
+    directory = run_directory(arguments.run_dir)
+    names = [arguments.to] if arguments.to else settings(directory).get("track", {}).get("to", [])
+    if not names:
+        raise ConfigError(f"{arguments.run_dir} has no track.to: name a tracker with --to ({', '.join(NAMES)})")
+    for name in names:
+        sys.stdout.write(f"{name}: told {_tell(directory, name, arguments.project)} rows\n")
+    return 0
+
+
+def _tell(directory: RunDirectory, name: TrackerName, project: str | None) -> int:
+    if name not in NAMES:
+        raise ConfigError(f"track.to: expected one of {', '.join(NAMES)}, got {name!r}")
+    if (fault := not_installed(name)) is not None:
+        raise ConfigError(fault)
+    with held(directory, name) as alone:
+        if not alone:
+            raise ConfigError(f"{name} is told by the run itself, or by another command: wait for its end")
+        tracking = Tracking(directory, name)
+        rows = tracking.left()
+        try:
+            if rows:
+                tracking.send(project)
+                tracking.close(failed=False)
+        except FlashError:
+            raise
+        except Exception as error:  # the tracker's code
+            where = "what it was told is written down, and the same command goes on from there"
+            raise ConfigError(f"{name} failed: {type(error).__name__}: {error}; {where}") from error
+    return rows

@@ -1,0 +1,25 @@
+"""What the fakes have in common: each call is a line of the file FAKE_TRACKER_LOG, and FAKE_TRACKER says what fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def said(call: str, **what: Any) -> None:
+    """Remember a call, or do what a tracker does that is not well."""
+    ill = os.environ.get("FAKE_TRACKER", "")
+    print("a tracker prints what it likes")  # noqa: T201 - as they do
+    if ill == f"raise {call}":
+        raise ConnectionError("no route to the tracker\n\x1b[31m")
+    if ill == f"hang {call}":
+        time.sleep(1000)
+    if ill == f"exit {call}":
+        sys.stderr.flush()
+        os._exit(7)
+    with Path(os.environ["FAKE_TRACKER_LOG"]).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"call": call, **what}) + "\n")

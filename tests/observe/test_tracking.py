@@ -1,0 +1,281 @@
+"""Trackers are told what a run measures: once, also of a resumed run, and the run does not wait for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from flash.cli.main import main
+from flash.config.load import dump
+from flash.config.track import TrackConfig, TrackerName
+from flash.config.tree import Config
+from flash.observe.recorder import Recorder
+from flash.observe.rundir import RunDirectory
+from flash.observe.track_feed import TrackFeed
+from flash.observe.track_names import tracked
+from flash.observe.track_process import AGAIN_S, Telling
+from flash.observe.trackers import TRACKERS, not_installed
+from flash.observe.tracking import held
+from tests.observe.sample_rows import eval_row, metrics_row
+
+FAKES = Path(__file__).parent / "fake_trackers"
+WAIT_S = 30.0
+"""Longest wait for a process."""
+ALL: Sequence[TrackerName] = list(TRACKERS)
+
+
+class NoText:
+    def token_texts(self, token_ids: Any) -> list[str]:
+        return []
+
+
+class Calls:
+    """What the fakes were told so far."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def of(self, call: str) -> list[dict[str, Any]]:
+        lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
+        return [told for line in lines if (told := json.loads(line))["call"] == call]
+
+    def steps(self, name: str = "train/reward") -> list[int]:
+        return [told["step"] for told in self.of("log") if name in told["values"]]
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """The fakes stand where the packages would be, here and in processes that are started."""
+    file = tmp_path / "calls"
+    monkeypatch.setenv("FAKE_TRACKER_LOG", str(file))
+    monkeypatch.setenv("PYTHONPATH", f"{FAKES}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(FAKES)
+    for name in [name for name in sys.modules if name.partition(".")[0] in (*ALL, "fake_said")]:
+        monkeypatch.delitem(sys.modules, name)
+    return Calls(file)
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """No other test meets a fake."""
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] in (*ALL, "fake_said")]:
+        if str(FAKES) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def tracked_run(config: Config) -> RunDirectory:
+    """A run of three steps and an evaluation."""
+    directory = RunDirectory.open(config.run_dir, dump(with_trackers(config, "wandb")))
+    written(directory, range(3))
+    directory.append_evaluation(eval_row(0, 0.25))
+    return directory
+
+
+def with_trackers(config: Config, *names: TrackerName) -> Config:
+    deadlines = msgspec.structs.replace(config.deadlines, sink=WAIT_S, shutdown=WAIT_S)
+    return msgspec.structs.replace(config, track=TrackConfig(to=list(names)), deadlines=deadlines)
+
+
+def written(directory: RunDirectory, steps: Sequence[int]) -> None:
+    for step in steps:
+        directory.append_metrics(metrics_row(step, **{"env/a b": 1.0}))
+
+
+def until(true: Callable[[], bool]) -> None:
+    limit = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_each_is_told_every_row_once_under_names_of_the_field(
+    name: TrackerName, calls: Calls, tracked_run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["track", str(tracked_run.path), "--to", name]) == 0
+    assert capsys.readouterr().out.endswith(f"{name}: told 4 rows\n")
+    assert (calls.steps(), calls.steps("eval/reward")) == ([0, 1, 2], [0])
+    values = calls.of("log")[1]["values"]
+    assert values["train/reward"] == pytest.approx(0.26)
+    assert values["train/env/a_b"] == 1.0
+    assert values["perf/tokens_per_second"] == 9812.0
+    written(tracked_run, range(3, 5))
+    assert main(["track", str(tracked_run.path), "--to", name]) == 0
+    assert calls.steps() == [0, 1, 2, 3, 4]
+    first, second = calls.of("init")
+    assert first["id"] == second["id"]
+    assert first["project"] == "flash"
+    assert main(["track", str(tracked_run.path), "--to", name]) == 0
+    assert len(calls.of("init")) == 2
+    assert len(calls.of("finish")) == 2
+
+
+def test_steps_that_a_resumed_run_does_again_are_not_told_again(
+    calls: Calls, tracked_run: RunDirectory, config: Config
+) -> None:
+    assert main(["track", str(tracked_run.path)]) == 0
+    resumed = RunDirectory.open(tracked_run.path, dump(with_trackers(config, "wandb")), resume_at=1)
+    written(resumed, range(1, 5))
+    assert main(["track", str(tracked_run.path)]) == 0
+    assert calls.steps() == [0, 1, 2, 3, 4]
+
+
+def test_what_was_told_before_a_failure_is_not_told_again(
+    calls: Calls, tracked_run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_TRACKER", "raise finish")
+    assert main(["track", str(tracked_run.path)]) == 2
+    assert "wandb failed: ConnectionError: no route to the tracker" in capsys.readouterr().err
+    monkeypatch.setenv("FAKE_TRACKER", "")
+    assert main(["track", str(tracked_run.path)]) == 0
+    assert calls.steps() == [0, 1, 2]
+
+
+def test_two_do_not_tell_the_same(calls: Calls, tracked_run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    with held(tracked_run, "wandb") as alone:
+        assert alone
+        assert main(["track", str(tracked_run.path)]) == 2
+    assert "wandb is told by the run itself, or by another command" in capsys.readouterr().err
+    assert calls.of("log") == []
+
+
+def test_what_the_command_lacks_is_named(
+    tracked_run: RunDirectory, config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracked_run.config.write_text(dump(config))
+    assert main(["track", str(tracked_run.path)]) == 2
+    assert "has no track.to: name a tracker with --to (trackio, wandb, " in capsys.readouterr().err
+    (tracked_run.path / "track").mkdir()
+    (tracked_run.path / "track/wandb.json").write_text("{")
+    if not_installed("wandb") is None:
+        assert main(["track", str(tracked_run.path), "--to", "wandb"]) == 2
+        assert "remove it to have all told again" in capsys.readouterr().err
+
+
+def test_a_folder_called_like_a_package_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trackio").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    assert not_installed("trackio") == "`trackio` is not installed here: `pip install trackio`, or take it out"
+
+
+def test_names_are_such_that_every_tracker_takes_them() -> None:
+    row = {"step": 1, "time": 2.0, "env/../x//y\n?": 1, "loss": None, "entropy": "x", "big": 10**400, "grad_norm": 2}
+    assert tracked("step", row) == {"train/env/_/x/_/y__": 1.0, "train/grad_norm": 2.0}
+    assert tracked("evaluation", {"step": 1, "mean_reward": 0.5, "k": 4}) == {"eval/reward": 0.5, "eval/k": 4.0}
+
+
+class Away:
+    """A tracking that fails so often, and then tells."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.calls = 0
+        self.closed: bool | None = None
+
+    def send(self) -> None:
+        self.calls += 1
+        if self.calls <= self.failures:
+            raise TimeoutError("away")
+
+    def left(self) -> int:
+        return 0
+
+    def close(self, *, failed: bool) -> None:
+        self.closed = failed
+
+
+def test_one_that_is_away_is_tried_ever_more_seldom_and_told_of_once() -> None:
+    away, warnings = Away(1000), list[str]()
+    telling = Telling(away, "wandb", warnings.append)
+    for second in range(1, 200):
+        telling.look(float(second))
+    tried = sum(AGAIN_S[:-1])
+    assert away.calls == len(AGAIN_S) + (199 - 1 - tried) // AGAIN_S[-1]
+    assert warnings == ["the tracker wandb failed: TimeoutError: away; the run goes on, and it is tried again"]
+
+
+@pytest.mark.parametrize(("failures", "calls", "seconds"), [(0, 1, 0.0), (3, 4, 3.0), (1000, 11, 10.0)])
+def test_at_the_end_it_is_tried_until_it_has_all_or_the_time_is_over(failures: int, calls: int, seconds: float) -> None:
+    away, clock = Away(failures), [0.0]
+    telling = Telling(away, "wandb", lambda _: None)
+    telling.end(failed=True, now=lambda: clock[0], sleep=lambda gone: clock.__setitem__(0, clock[0] + gone), limit=10.0)
+    assert (away.calls, clock[0], away.closed) == (calls, seconds, True)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_process_tells_while_the_run_goes_on_and_how_it_ended(
+    failed: bool, calls: Calls, tracked_run: RunDirectory
+) -> None:
+    feed = TrackFeed(tracked_run, ["wandb", "wandb"])
+    until(lambda: calls.steps() == [0, 1, 2])
+    written(tracked_run, [3])
+    until(lambda: calls.steps() == [0, 1, 2, 3])
+    written(tracked_run, [4])
+    assert feed.warnings() + feed.close(WAIT_S, failed=failed) == []
+    assert calls.steps() == [0, 1, 2, 3, 4]
+    assert [told["failed"] for told in calls.of("finish")] == [failed]
+    assert "prints what it likes" in (tracked_run.path / "track/wandb.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("ill", "told", "missed"),
+    [
+        ("raise log", "the tracker wandb failed: ConnectionError: no route to the tracker  [31m; the run goes on", 4),
+        ("hang init", "the tracker wandb did not end within 3 s: see deadlines.sink", 4),
+        ("hang finish", "the tracker wandb did not end within 3 s: see deadlines.sink", 0),
+        ("exit log", "the tracker wandb ended with code 7: see ", 4),
+    ],
+)
+def test_one_that_is_ill_is_told_of_and_what_it_missed(
+    ill: str, told: str, missed: int, calls: Calls, tracked_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_TRACKER", ill)
+    feed = TrackFeed(tracked_run, ["wandb"])
+    warnings: list[str] = []
+    if "hang" in ill:
+        log = tracked_run.path / "track/wandb.log"
+        until(lambda: log.exists() and "prints" in log.read_text() and bool(missed or calls.steps("eval/reward")))
+    else:
+        until(lambda: bool(warnings.extend(feed.warnings()) or warnings))
+    warnings += feed.close(3, failed=False)
+    assert any(warning.startswith(told) for warning in warnings), warnings
+    again = f"`flash track {tracked_run.path} --to wandb` tells them"
+    rest = [f"the tracker wandb was not told {missed} rows: {again}"] if missed else []
+    assert [warning for warning in warnings if "was not told" in warning] == rest
+    assert feed.close(3, failed=False) == []
+
+
+def test_a_process_whose_run_was_killed_tells_what_is_left_and_ends(
+    calls: Calls, tracked_run: RunDirectory, tmp_path: Path
+) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from flash.observe.rundir import RunDirectory; "
+        "from flash.observe.track_feed import TrackFeed; "
+        "TrackFeed(RunDirectory(Path(sys.argv[1])), ['wandb']); os._exit(1)"
+    )
+    os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code, str(tracked_run.path)])
+    until(lambda: len(calls.of("finish")) == 1)
+    assert (calls.steps(), calls.of("finish")[0]["failed"]) == ([0, 1, 2], True)
+
+
+def test_a_run_tells_its_trackers(calls: Calls, config: Config) -> None:
+    config = with_trackers(config, "wandb", "tensorboard")
+    with Recorder(config, NoText(), now=time.time, resume_at=None, restarts=0) as recorder:
+        for step in range(3):
+            recorder.step(metrics_row(step))
+        recorder.evaluation(eval_row(3, 0.5))
+        recorder.finish({"issued": 1}, interrupted=True)
+    assert sorted(calls.steps()) == [0, 0, 1, 1, 2, 2]
+    assert calls.steps("eval/reward") == [3, 3]
+    assert "sample" in {told["config"].get("run", {}).get("name") for told in calls.of("init")}
