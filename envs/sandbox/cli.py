@@ -7,21 +7,18 @@ import os
 import resource
 import signal
 import sys
-import termios
-import tty
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from flash.errors import ConfigError, SandboxError, SandboxRefusedError
+from envs.sandbox.person import join, raw, standard_input, window
+from flash.errors import ConfigError, SandboxError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
-    from envs.sandbox.api import Spec, Terminal
+    from envs.sandbox.api import Spec
     from envs.sandbox.pool.host import Host
     from envs.sandbox.remote.client import SandboxClient
     from envs.sandbox.service.server import Address
@@ -29,13 +26,6 @@ if TYPE_CHECKING:
 DEFAULT_URL = "http://127.0.0.1:8700"
 FAILED = 125
 """Exit code of `run` when there is no result of the command, as with other container tools."""
-END_OF_INPUT = b"\x04"
-"""What a terminal takes for the end of what is typed."""
-END_EVERY_S = 0.3
-MAX_INPUT = 16 << 20
-"""Bytes of standard input that `run` takes."""
-SILENCE_S = 2.0
-"""Seconds without any input after which `run` says what it waits for."""
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
@@ -289,7 +279,7 @@ async def _run(arguments: argparse.Namespace) -> int:
     from envs.sandbox.api import Chunk
 
     words: list[str] = arguments.command_line
-    stdin = await _standard_input()
+    stdin = await standard_input()
     async with _sandbox(arguments) as sandbox:
         command = words[0] if len(words) == 1 else words
         async for item in sandbox.stream(command, timeout=arguments.timeout, stdin=stdin):
@@ -307,94 +297,12 @@ async def _run(arguments: argparse.Namespace) -> int:
     return FAILED
 
 
-async def _standard_input() -> bytes:
-    """What is piped into this command, to its end; nothing from a terminal.
-
-    Raises:
-        SandboxRefusedError: it is too long.
-    """
-    if sys.stdin is None or sys.stdin.isatty():
-        return b""
-    data = bytearray()
-    while len(data) <= MAX_INPUT:
-        with anyio.move_on_after(SILENCE_S) as silence:
-            # A file cannot be waited for, and has no need of it.
-            with suppress(PermissionError):
-                await anyio.wait_readable(sys.stdin)
-        if silence.cancelled_caught:
-            sys.stderr.write("flash: reading the standard input to its end; give `< /dev/null` for none\n")
-            with suppress(PermissionError):
-                await anyio.wait_readable(sys.stdin)
-        piece = os.read(sys.stdin.fileno(), 1 << 16)
-        if not piece:
-            return bytes(data)
-        data += piece
-    raise SandboxRefusedError(
-        f"the standard input has more than {MAX_INPUT} bytes; write it to a file of the sandbox, and run it with --in"
-    )
-
-
 async def _shell(arguments: argparse.Namespace) -> int:
-    rows, columns = _window()
+    rows, columns = window()
     async with _sandbox(arguments) as sandbox, sandbox.terminal(rows=rows, columns=columns) as terminal:
-        with _raw():
-            await _join(terminal)
+        with raw():
+            await join(terminal)
     return 0
-
-
-async def _join(terminal: Terminal) -> None:
-    """This terminal and the sandbox's, until that ends."""
-    async with anyio.create_task_group() as tasks:
-
-        async def type_in() -> None:
-            last = b"\n"
-            while True:
-                # A file cannot be waited for, and has no need of it.
-                with suppress(PermissionError):
-                    await anyio.wait_readable(sys.stdin)
-                data = os.read(sys.stdin.fileno(), 4096)
-                if data:
-                    last = data[-1:]
-                    await terminal.write(data)
-                    continue
-                # Counts at the beginning of a line only. Again: what comes while a program begins or ends may be lost.
-                await terminal.write(END_OF_INPUT if last == b"\n" else b"\n" + END_OF_INPUT)
-                last = b"\n"
-                await anyio.sleep(END_EVERY_S)
-
-        async def resize() -> None:
-            with anyio.open_signal_receiver(signal.SIGWINCH) as changes:
-                async for _ in changes:
-                    await terminal.resize(*_window())
-
-        tasks.start_soon(type_in)
-        tasks.start_soon(resize)
-        while data := await terminal.read():
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
-        tasks.cancel_scope.cancel()
-
-
-def _window() -> tuple[int, int]:
-    try:
-        size = os.get_terminal_size(sys.stdout.fileno())
-    except OSError:
-        return 24, 80
-    return max(1, size.lines), max(1, size.columns)
-
-
-@contextmanager
-def _raw() -> Generator[None]:
-    """Every key goes to the sandbox, ctrl-C too."""
-    if not sys.stdin.isatty():
-        yield
-        return
-    before = termios.tcgetattr(sys.stdin)
-    tty.setraw(sys.stdin)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 async def _list(arguments: argparse.Namespace) -> int:

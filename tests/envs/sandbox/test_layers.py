@@ -18,7 +18,7 @@ LAYERS = (
     ("protocol",),
     ("service", "remote"),
     ("reuse",),
-    ("open",),
+    ("open", "person"),
     ("cli",),
 )
 """From the ground up. Files and folders of one layer know nothing of each other."""
