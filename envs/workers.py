@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import anyio
@@ -33,6 +35,9 @@ async def in_worker(timeout: float, function: Callable[_P, _T], *arguments: _P.a
 
 def _with_alarm(timeout: float, function: Callable[..., _T], arguments: tuple[object, ...]) -> _T:
     """Runs in the worker's main thread."""
+    # Where memory runs out, the kernel ends this process before the run's own.
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
     # Nobody kills a hanging worker when this run is killed itself: its own alarm does, by SIGALRM's default action.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, 2 * timeout)
