@@ -41,6 +41,13 @@ class OpenEnvOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"url must begin with http:// or https://, but is {self.url!r}")
 
 
+class _Told(msgspec.Struct):
+    """What the server says."""
+
+    type: str
+    data: dict[str, Any]
+
+
 class OpenEnv:
     """One episode, over a connection of its own."""
 
@@ -74,15 +81,21 @@ class OpenEnv:
             # A server without a free place says so and hangs up before it is asked.
             with suppress(ConnectionClosed):
                 await self._connection.send(msgspec.json.encode({"type": kind, "data": data}).decode())
-            answer = msgspec.json.decode(await self._connection.recv())
+            said = await self._connection.recv()
         except ConnectionClosed as error:
             raise EnvError(f"the server ended the connection in {kind}: {error}") from error
-        if answer.get("type") == "error":
-            raise EnvError(f"the server refused {kind}: {answer['data'].get('message')} ({answer['data'].get('code')})")
-        return answer["data"]
+        try:
+            answer = msgspec.json.decode(said, type=_Told)
+        except msgspec.DecodeError as error:
+            raise EnvError(f"the answer to {kind} is none of OpenEnv's: {error}; it is {said[:200]!r}") from error
+        if answer.type == "error":
+            raise EnvError(f"the server refused {kind}: {answer.data.get('message')} ({answer.data.get('code')})")
+        return answer.data
 
     def _shown(self, told: dict[str, Any]) -> str:
         field, observation = self._options.observation_field, told.get("observation") or {}
+        if not isinstance(observation, dict):
+            raise EnvError(f"the observation must have fields, but is {observation!r:.200}")
         if field not in observation:
             raise EnvError(f"the observation has no field {field!r}, only {', '.join(map(repr, observation))}")
         shown = observation[field]

@@ -71,6 +71,28 @@ async def test_what_is_no_text_is_shown_as_json() -> None:
         await env.close()
 
 
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("<html>", "the answer to reset is none of OpenEnv's: .*'<html>'"),
+        ("[]", "none of OpenEnv's"),
+        ('{"type": "observation"}', "none of OpenEnv's: .* `data`"),
+        ('{"type": "observation", "data": {"observation": "text"}}', "must have fields, but is 'text'"),
+    ],
+)
+async def test_what_is_no_answer_is_an_environment_error_that_shows_it(said: str, message: str) -> None:
+    async def session(connection: ServerConnection) -> None:
+        async for _ in connection:
+            await connection.send(said)
+
+    async with serve(session, "127.0.0.1", 0) as serving:
+        port = next(iter(serving.sockets)).getsockname()[1]
+        env = OpenEnv(options(f"http://127.0.0.1:{port}/"))
+        with pytest.raises(EnvError, match=message):
+            await env.reset(5)
+        await env.close()
+
+
 async def test_what_the_server_refuses_or_ends_is_an_environment_error() -> None:
     async with server() as url:
         env = OpenEnv(options(url, action_field="said"))
