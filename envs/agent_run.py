@@ -8,7 +8,7 @@ from typing import cast
 
 import anyio
 
-from flash.environment.calls import place_of
+from flash.environment.calls import is_theirs, told_of
 from flash.service.sessions import Session
 
 Function = Callable[[str, str, str], Awaitable[str] | str]
@@ -42,11 +42,12 @@ class AgentRun:
         try:
             returned = self._agent(*self._arguments)
             answer = cast("object", await returned if inspect.isawaitable(returned) else returned)
-        # The supervised boundary to code that is not ours, which may call sys.exit: that would end the whole node.
-        except (Exception, SystemExit) as error:
-            self.why = f": it raised {type(error).__name__}: {error}{place_of(error)}"
-        except anyio.get_cancelled_exc_class():
-            if anyio.current_effective_deadline() == float("-inf"):
+        except BaseException as error:  # the supervised boundary to code that is not ours
+            if is_theirs(error):
+                self.why = f": it raised {told_of(error)}"
+                return
+            cancelled = isinstance(error, anyio.get_cancelled_exc_class())
+            if not cancelled or anyio.current_effective_deadline() == float("-inf"):
                 raise
             # Something inside of it was cancelled, not the agent: passed on it would end every agent of the node.
             self.why = ": it was cancelled from within"

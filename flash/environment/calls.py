@@ -11,6 +11,7 @@ from typing import TypeVar
 import anyio
 
 from flash.errors import EnvError
+from flash.waiting import first_error
 
 _T = TypeVar("_T")
 
@@ -34,17 +35,36 @@ async def called(what: str, timeout: float, key: str, call: Callable[[], Awaitab
             return await result
         except EnvError:
             raise
-        # The supervised boundary to code that is not ours, which may call sys.exit: that would end the whole node.
-        except (Exception, SystemExit) as error:
-            raise EnvError(f"environment {what} raised {type(error).__name__}: {error}{place_of(error)}") from error
-        except anyio.get_cancelled_exc_class() as error:
-            if anyio.current_effective_deadline() == -math.inf:
+        except BaseException as error:  # the supervised boundary to code that is not ours
+            if is_theirs(error):
+                raise EnvError(f"environment {what} raised {told_of(error)}") from error
+            cancelled = isinstance(error, anyio.get_cancelled_exc_class())
+            if not cancelled or anyio.current_effective_deadline() == -math.inf:
                 raise
             # Something inside the environment was cancelled, not this episode. Passed on it would end the
             # episode without a result, and its lease would never come home.
             raise EnvError(f"environment {what} was cancelled from within{place_of(error)}") from error
     advice = f"look at the environment's class, or raise deadlines.{key}"
     raise EnvTimeoutError(f"environment {what} took longer than {timeout:g} s; {advice}")
+
+
+def is_theirs(error: BaseException) -> bool:
+    """Whether the code that was called has failed, `sys.exit` included, which would end the whole node; all else is a
+    cancellation or an interrupt."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split((Exception, SystemExit))[1] is None
+    return isinstance(error, (Exception, SystemExit))
+
+
+def told_of(error: BaseException) -> str:
+    """What was raised, and where; of a task group the first error."""
+    if isinstance(error, BaseExceptionGroup):
+        error = first_error(error)
+    try:
+        text = str(error)
+    except Exception:  # a class that is not ours may fail at that too
+        text = "it cannot be shown"
+    return f"{type(error).__name__}: {text}{place_of(error)}"
 
 
 def place_of(error: BaseException) -> str:

@@ -61,7 +61,7 @@ def metrics_of(info: Info) -> dict[str, float]:
         raise EnvError(f"info['metrics'] of step() must map names to numbers, but is {metrics!r}")
     numbers: dict[str, float] = {}
     for name, value in cast("Mapping[object, object]", metrics).items():
-        number = float(cast("float", value)) if isinstance(value, (Real, np.bool_)) else math.nan
+        number = _number(value) if isinstance(value, (Real, np.bool_)) else math.nan
         if not (isinstance(name, str) and name and math.isfinite(number)):
             raise EnvError(f"info['metrics'] of step() must map names to finite numbers, but holds {name!r}: {value!r}")
         numbers[_text("a name in info['metrics'] of step()", name)] = number
@@ -88,7 +88,7 @@ def check_reward(reward: object) -> float:
     """
     if not isinstance(reward, (Real, np.bool_)):
         raise RewardError(f"the reward must be a finite number, but is {reward!r} of type {type(reward).__name__}")
-    number = float(cast("float", reward))
+    number = _number(reward)
     if not math.isfinite(number):
         raise RewardError(f"the reward must be a finite number, but is {number}")
     return number
@@ -117,6 +117,14 @@ def _message(method: str, value: object) -> Message:
         f"a chat message of {method}() must be a flash.types.Message or a dict with the texts role and content, "
         f"but is {value!r}"
     )
+
+
+def _number(value: object) -> float:
+    """A real number as a float; infinite where there is none so large."""
+    try:
+        return float(cast("float", value))
+    except OverflowError:
+        return math.inf
 
 
 def _text(what: str, text: str) -> str:

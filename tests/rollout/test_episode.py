@@ -405,10 +405,40 @@ def test_a_first_observation_without_tokens_or_without_room_is_an_error_of_the_e
     assert text in failure.message
 
 
-def test_an_environment_that_exits_python_is_an_error_of_its_own_and_not_the_end_of_the_node() -> None:
-    failure = fail(Env(SystemExit(3)), Script(say("a")))
+class UnspeakableError(Exception):
+    """Cannot say what is wrong."""
+
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (SystemExit(3), "SystemExit: 3"),
+        (BaseExceptionGroup("tasks", [SystemExit(3)]), "SystemExit: 3"),
+        (ExceptionGroup("tasks", [ExceptionGroup("more", [KeyError("x")])]), "KeyError: 'x'"),
+        (UnspeakableError(), "UnspeakableError: it cannot be shown"),
+    ],
+)
+def test_whatever_an_environment_raises_is_an_error_of_its_own_and_not_the_end_of_the_node(
+    error: BaseException, text: str
+) -> None:
+    failure = fail(Env(error), Script(say("a")))
     assert failure.outcome == Outcome.ENV_ERROR
-    assert "environment step 1 (seed 5) raised SystemExit: 3" in failure.message
+    assert f"environment step 1 (seed 5) raised {text}" in failure.message
+
+
+def test_an_interrupt_in_a_task_group_of_an_environment_is_no_error_of_its_own() -> None:
+    with pytest.raises(BaseExceptionGroup):
+        fail(Env(BaseExceptionGroup("tasks", [KeyboardInterrupt(), KeyError("x")])), Script(say("a")))
+
+
+@pytest.mark.parametrize("reward", [10**400, -(10**400)])
+def test_a_reward_too_large_for_a_float_is_no_finite_number(reward: int) -> None:
+    failure = fail(Env(("", reward, True, False, {})), Script(say("a")))
+    assert failure.outcome == Outcome.REWARD_ERROR
+    assert "the reward must be a finite number, but is" in failure.message
 
 
 class Knowing(Env):
