@@ -226,7 +226,7 @@ class RunDirectory:
 
     def write_trajectories(self, step: int, samples: Iterable[Sample]) -> Path:
         """Write the readable samples of one step; a step done again replaces its file."""
-        file = self._trajectories_of(step)
+        file = self.trajectories_of(step)
         write_atomically(file, _lines(samples))
         return file
 
@@ -252,31 +252,32 @@ class RunDirectory:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All steps, in the order they were recorded."""
-        return _read(self.metrics, dict[str, Any])
+        return read_rows(self.metrics, dict[str, Any])
 
     def read_undone(self) -> list[dict[str, Any]]:
         """The steps that earlier lives had recorded and later ones did again."""
         files = (folder / self.metrics.name for folder in sorted(self.earlier.glob("[0-9]*")))
-        return [row for file in files for row in _read(file, dict[str, Any])]
+        return [row for file in files for row in read_rows(file, dict[str, Any])]
 
     def read_evaluations(self) -> list[dict[str, Any]]:
         """All evaluations, in the order they were recorded."""
-        return _read(self.evals, dict[str, Any])
+        return read_rows(self.evals, dict[str, Any])
 
     def read_spans(self) -> list[Activity]:
         """All bars of the timeline, in the order they were recorded."""
-        return _read(self.spans, Activity)
+        return read_rows(self.spans, Activity)
 
     def read_trajectories(self, step: int) -> list[Sample]:
         """The readable samples of a step; none where there are none."""
-        return _read(self._trajectories_of(step), Sample)
+        return read_rows(self.trajectories_of(step), Sample)
 
-    def _trajectories_of(self, step: int) -> Path:
+    def trajectories_of(self, step: int) -> Path:
+        """The file of a step's readable samples."""
         return self.trajectories / f"step-{step:06d}.jsonl"
 
     def read_samples(self) -> list[SampleTimes]:
         """All trained samples, in the order they were recorded."""
-        return _read(self.samples, SampleTimes)
+        return read_rows(self.samples, SampleTimes)
 
     def _roll_back(self, resume_at: int) -> None:
         """Move what the coming life will do again to `earlier/`, and drop torn lines.
@@ -294,7 +295,8 @@ class RunDirectory:
             for file in sorted(folder.glob("*.*")):
                 step = recording.step_named(file.name.partition(".")[0])
                 if step is not None and step >= resume_at:
-                    _move(file, aside / folder.name)
+                    (aside / folder.name).mkdir(parents=True, exist_ok=True)
+                    file.replace(aside / folder.name / file.name)
 
 
 def _set_aside(path: Path) -> None:
@@ -378,7 +380,8 @@ def _whole_lines(path: Path, kind: type[T]) -> Iterator[tuple[bytes, T]]:
                 continue
 
 
-def _read(path: Path, kind: type[T]) -> list[T]:
+def read_rows(path: Path, kind: type[T]) -> list[T]:
+    """The rows of a file; `kind` may have less than they have."""
     return [row for _, row in _whole_lines(path, kind)]
 
 
@@ -393,8 +396,3 @@ def _split(path: Path, aside: Path, kind: type[T], stays: Callable[[T], bool]) -
         write_atomically(aside / path.name, b"".join(cut))
     if path.exists() and path.stat().st_size != sum(map(len, kept)):
         write_atomically(path, b"".join(kept))
-
-
-def _move(file: Path, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    file.replace(folder / file.name)

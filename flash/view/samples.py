@@ -14,12 +14,12 @@ import numpy as np
 from msgspec import Meta
 
 from flash.observe.recording import find_trajectories, step_named
-from flash.observe.rundir import RunDirectory, Sample
-from flash.types import Span, Trajectory
+from flash.observe.rundir import RunDirectory, Sample, SampleTurn, read_rows
+from flash.types import Outcome, Span, Trajectory
 
 MOST_FOUND = 100
 """Samples of one answer."""
-MOST_BYTES = 64 << 20
+MOST_BYTES = 32 << 20
 """Of files that are read for one answer: a search of a long run is continued by the next one."""
 EXCERPT = 160
 """Characters of a response in the list."""
@@ -45,6 +45,18 @@ class Query(msgspec.Struct, frozen=True, kw_only=True):
     age_max: Bound = None
     text: str = ""
     """In what was shown, said or noted; upper and lower case are the same."""
+
+
+class Glance(msgspec.Struct, frozen=True):
+    """What the list shows of a sample, and is searched: to read the texts of all tokens takes ten times as long."""
+
+    step: int
+    group_id: int
+    sample_index: int
+    outcome: Outcome
+    reward: float
+    turns: list[SampleTurn]
+    ages: dict[int, int]
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -123,13 +135,13 @@ def find(directory: RunDirectory, query: Query) -> Findings:
     for step in reversed(steps):
         if left <= 0 or len(found) >= MOST_FOUND:
             return Findings(found, step + 1, newest)
-        samples = directory.read_trajectories(step)
+        samples = read_rows(directory.trajectories_of(step), Glance)
         left -= sum(len(turn.observation) + len(turn.action) for sample in samples for turn in sample.turns)
         found += [one for sample in samples if _meant(query, sample, one := _found(sample))]
     return Findings(found, None, newest)
 
 
-def _found(sample: Sample) -> Found:
+def _found(sample: Glance) -> Found:
     return Found(
         step=sample.step,
         group_id=sample.group_id,
@@ -143,7 +155,7 @@ def _found(sample: Sample) -> Found:
     )
 
 
-def _meant(query: Query, sample: Sample, found: Found) -> bool:
+def _meant(query: Query, sample: Glance, found: Found) -> bool:
     within = (
         (query.reward_min, found.reward, query.reward_max),
         (query.tokens_min, found.tokens, query.tokens_max),
