@@ -15,6 +15,9 @@ from flash.errors import EnvError
 OUTPUT_BYTES = 1 << 20
 """Kept of what a command writes, from its beginning."""
 
+REST_S = 5.0
+"""Seconds for the rest of what a program wrote to be read, once it has ended."""
+
 STDERR_SHOWN = 500
 """Characters shown of what a command that failed complained of, from the end."""
 
@@ -40,13 +43,16 @@ async def run_command(command: list[str], base_url: str, api_key: str, task: str
             with suppress(anyio.BrokenResourceError):  # it need not read its task
                 await process.stdin.send(task.encode())
             await process.stdin.aclose()
-        code = await process.wait()
+            await process.wait()
+            # What it has started and left behind may hold them open for ever.
+            streams.cancel_scope.deadline = anyio.current_time() + REST_S
     finally:
         # With all that it has started.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         with anyio.CancelScope(shield=True):
             await process.aclose()
+    code = process.returncode
     if code != 0:
         said = complaint.decode("utf-8", "replace").strip()[-STDERR_SHOWN:]
         raise EnvError(f"`{command[0]}` ended with exit code {code}: {said}")

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from envs.agent import HOST, open_host
+from envs.programs import run_command
 from flash.environment import shared, sharing
 from flash.service import app
 from flash.types import Failure, Outcome, Trajectory
@@ -137,6 +138,20 @@ async def test_a_program_that_hangs_is_killed_with_all_it_started(tmp_path: Path
     assert failed.outcome == Outcome.ENV_TIMEOUT
     assert await anyio.Path(mark).exists()
     assert processes_with(mark) == []
+
+
+@pytest.mark.parametrize("start", ["", "setsid"])
+async def test_what_a_program_leaves_running_keeps_nobody_from_its_answer(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envs.programs.REST_S", 1.0)
+    ended = f"{tmp_path}/ended"
+    left = f"{start} sh -c 'until [ -e {ended} ]; do sleep 0.1; done' & echo fine"
+    try:
+        with anyio.fail_after(60):
+            assert await run_command(["sh", "-c", left], "", "", "") == "fine\n"
+    finally:
+        await anyio.Path(ended).touch()
 
 
 def processes_with(word: str) -> list[Path]:
