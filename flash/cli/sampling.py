@@ -87,6 +87,10 @@ def configured(arguments: argparse.Namespace, *more: str) -> tuple[Config, str |
         paths, overrides = [], [*(f"{key}={json.dumps(text)}" for key, text in texts.items()), *overrides]
     elif (only / "config.json").is_file():
         raise ConfigError(f"{only} is a model: name its environment with --env, or give a config and --model {only}")
+    elif paths and only.is_dir():
+        raise ConfigError(
+            f"{only} is no run directory and no model: expected config.toml or config.json in it, or a config's file"
+        )
     return load(paths, [*overrides, *more]), named
 
 

@@ -131,6 +131,8 @@ class Watched:
         title.append(f"  step {done}/{steps} {bar(done / steps if steps else 0.0)}", style="default")
         if has_ended(self._directory):
             return title.append("  ended", style="cyan")
+        if not self._directory.config.exists():
+            return title.append("  gone: its directory was moved or removed", style="bold yellow")
         if not rows:
             return title.append("  no step yet", style="cyan")
         walls = [wall for row in rows[-RECENT_STEPS - 1 :] if (wall := number(row, "wall_s")) is not None]

@@ -46,6 +46,8 @@ def serve(app: ASGIApp, bound: socket.socket, told: Callable[[], None]) -> None:
 
     config = uvicorn.Config(
         app,
+        # The other implementation takes headers without end.
+        http="h11",
         lifespan="off",
         ws="none",
         log_config=None,

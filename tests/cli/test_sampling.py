@@ -83,3 +83,9 @@ def test_a_result_has_pass_at_k_over_problems() -> None:
     found = json.loads(result({"mean_reward": 0.25}, best_of_each(answers(played))))
     assert found["mean_reward"] == 0.25
     assert [(one["k"], one["mean"]) for one in found["best_of"]] == [(1, 0.25), (2, 0.5)]
+
+
+def test_a_folder_that_is_none_of_these_is_named(folder: Path) -> None:
+    (folder / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"empty is no run directory and no model: expected config\.toml or"):
+        configured(asked("empty"))

@@ -7,12 +7,15 @@ import os
 import socket
 import subprocess
 import sys
+import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from flash.cli.main import main
 from tests.view.recorded import record
+from tests.view.served import served
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -64,3 +67,19 @@ def test_what_the_output_cannot_say_is_escaped(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "flash", "watch", str(run.path)]
     told = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=True)
     assert rb"step 2/60 \u2588" in told.stdout
+
+
+@pytest.mark.parametrize(
+    "nonsense", [b"GET / HTTP/1.1\r\n" + 200_000 * b"A: b\r\n", b"\x16\x03\x01", b"GET " + 200_000 * b"/"]
+)
+def test_nonsense_is_refused_and_others_are_answered(nonsense: bytes, tmp_path: Path) -> None:
+    run = record(tmp_path / "run", steps=1)
+    with served(run.path) as url:
+        stranger = socket.create_connection(("127.0.0.1", int(url.rstrip("/").rpartition(":")[2])))
+        with stranger:
+            stranger.settimeout(20)
+            with suppress(ConnectionError):  # the refusal may overtake what is still to be sent
+                stranger.sendall(nonsense + b"\r\n" * (len(nonsense) < 10))
+                assert stranger.recv(100).startswith(b"HTTP/1.1 4")
+        with urllib.request.urlopen(f"{url}api/contents") as answer:
+            assert answer.status == 200

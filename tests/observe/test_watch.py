@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,14 @@ def test_a_run_that_is_silent_or_over_says_so(directory: RunDirectory) -> None:
     assert "no step for 1:34\n" in shown(watched, STARTED + 100.0)
     directory.summary.write_text("{}")
     assert shown(watched, STARTED + 100.0).splitlines()[0].endswith("  ended")
+
+
+def test_a_run_that_is_removed_while_it_is_watched_is_gone(directory: RunDirectory) -> None:
+    written(directory, 3)
+    watched = Watched(directory)
+    assert "gone" not in shown(watched)
+    shutil.rmtree(directory.path)
+    assert "gone: its directory was moved or removed" in shown(watched)
 
 
 def test_a_run_that_goes_on_with_more_steps_shows_them(directory: RunDirectory) -> None:
