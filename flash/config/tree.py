@@ -398,7 +398,7 @@ class DeadlinesConfig(Section, frozen=True):
     collective: Deadline = 600
     """All trainer ranks join a collective."""
     sink: Deadline = 60
-    """At its end a run waits so long for `observe.sink`, then for `track.to`; an interrupted one `shutdown` at most."""
+    """At its end a run waits so long for `observe.sink` and `track.to`; an interrupted one `shutdown` at most."""
     shutdown: Deadline = 8
     """Everything ends after an interrupt, the last checkpoint included."""
 

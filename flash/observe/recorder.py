@@ -8,6 +8,7 @@ processes of `track.to` read the run directory.
 from __future__ import annotations
 
 import math
+import time
 import tomllib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -152,10 +153,12 @@ class Recorder:
         """Give it the last row, and wait until it and the trackers have all."""
         deadlines = self._config.deadlines
         seconds = min(deadlines.sink, deadlines.shutdown) if interrupted else deadlines.sink
+        begun = time.monotonic()
+        self._trackers.end(failed=kind == "error")
         if self._sink is not None:
             self._sink.put(kind, row, last=True)
             self._warn_all(self._sink.close(seconds))
-        self._warn_all(self._trackers.close(seconds, failed=kind == "error"))
+        self._warn_all(self._trackers.close(seconds - (time.monotonic() - begun)))
 
     def evaluated(self) -> set[int]:
         """The versions that earlier lives of the run have evaluated."""

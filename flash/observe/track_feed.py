@@ -37,14 +37,17 @@ class TrackFeed:
         """What has gone wrong since the last time."""
         return [line for name, process in self._processes.items() for line in self._heard(name, process)]
 
-    def close(self, seconds: float, *, failed: bool) -> list[str]:
-        """Have what is left told, all at once, within so many seconds. What went wrong, and what was not told."""
-        processes, self._processes = self._processes, {}
-        for process in processes.values():
+    def end(self, *, failed: bool) -> None:
+        """Have all of them tell what is left, and how the run ended. Call `close` then."""
+        for process in self._processes.values():
             assert process.stdin is not None
             with suppress(BrokenPipeError):
                 process.stdin.write(FAILED if failed else ENDED)
             process.stdin.close()
+
+    def close(self, seconds: float) -> list[str]:
+        """Wait for them, so long at most. What went wrong, and what was not told."""
+        processes, self._processes = self._processes, {}
         limit = time.monotonic() + seconds
         found: list[str] = []
         for name, process in processes.items():
@@ -54,7 +57,7 @@ class TrackFeed:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 self._over.add(name)
-                found.append(f"the tracker {name} did not end within {seconds:g} s: see deadlines.sink")
+                found.append(f"the tracker {name} did not end in time: see deadlines.sink")
             found += [*self._heard(name, process), *self._missed(name)]
             assert process.stdout is not None
             process.stdout.close()
