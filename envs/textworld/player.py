@@ -1,6 +1,6 @@
 """A process that plays games, for all episodes of a node: one request at a time, under a deadline.
 
-A process first loads TextWorld, which takes seconds, and on a busy machine many: that has a deadline of its own. One
+A process first loads TextWorld, which takes a second, and on a busy machine many: that has a deadline of its own. One
 that does not answer in time, or that dies, is replaced by the next request. Nothing is lost with it: each
 request has all the commands of its game. A request that is cancelled is not waited for; its answer is thrown away when
 it comes.
@@ -25,7 +25,7 @@ from flash.errors import EnvError
 COMMAND = (sys.executable, "-m", "envs.textworld")
 
 START_S = 180.0
-"""Seconds for a process to load TextWorld, which takes three of a core of its own."""
+"""Seconds for a process to load TextWorld, which takes one of an idle core."""
 
 MESSAGE_S = 10.0
 """Seconds for one message to pass, once it has begun."""
