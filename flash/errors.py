@@ -27,6 +27,7 @@
     ├── AlarmError           an alarm has stopped the run, which left a checkpoint
     └── TransportError       a peer cannot be reached, trusted or understood
         ├── PeerLostError    an established connection broke
+        │   └── LifeOverError    the trainer ranks that one belongs to are given up
         ├── CollectiveError  a trainer rank lost another one in the middle of a collective
         ├── ProtocolError    a peer said what it may not, and was disconnected
         └── DeadlineError    a wait outlived its deadline (also a TimeoutError)
@@ -171,6 +172,10 @@ class PeerLostError(TransportError):
     """An established connection ended."""
 
     fatal = False
+
+
+class LifeOverError(PeerLostError):
+    """The hub listens no more to the trainer ranks that this one has started with: it has to end."""
 
 
 class CollectiveError(TransportError):

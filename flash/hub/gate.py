@@ -20,7 +20,7 @@ import msgspec
 
 from flash.config.section import MOST
 from flash.config.tree import Config
-from flash.errors import PeerLostError, ProtocolError
+from flash.errors import LifeOverError, ProtocolError
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
 from flash.hub.trainers import LIFE_OVER
@@ -44,6 +44,7 @@ SAID_BY: dict[type[Request[Any]], tuple[Kind, ...]] = {
     p.LoadFailed: ("node",),
     p.EngineReport: ("node",),
     p.LifeRequest: ("trainer",),
+    p.OutliveRequest: ("trainer",),
     p.LifeWatch: ("trainer",),
     p.RanksRequest: ("messenger",),
     p.BatchRequest: ("trainer",),
@@ -128,13 +129,13 @@ class Gate:
 
         Raises:
             ProtocolError: the peer may not say this.
-            PeerLostError: it is a trainer rank whose life is over.
+            LifeOverError: it is a trainer rank whose life is over.
             FlashError: the hub refuses.
         """
         given = self._given[peer.id]
         speaker = self._speakers[peer.id]
         if not self._heard(speaker):
-            raise PeerLostError(LIFE_OVER)
+            raise LifeOverError(LIFE_OVER)
         fault = self._fault(speaker, request, given)
         if fault is not None:
             raise ProtocolError(f"{speaker.name} sent a {type(request).__name__}: {fault}")

@@ -1,10 +1,11 @@
 """The messages between the hub and its peers.
 
 Rollout nodes send `LeaseRequest`, `DeliverRequest`, `CancelRequest`, `VersionRequest`, `LoadFailed` and `EngineReport`,
-and `ClaimRequest` where they have outlived a hub; trainer ranks send `LifeRequest`, `LifeWatch`, `BatchRequest` and
-`Goodbye`, and rank 0 also `PublishRequest`, `Commit` and `SnapshotRequest`; the agent that keeps a node's ranks sends
-`RanksRequest`. Any of them may send `Interrupt` or `Fatal`. A guest becomes a rollout node: it sends `RunRequest`, then
-`JoinRequest`, and at its end `Leave`. Each class names the struct that answers it.
+and `ClaimRequest` where they have outlived a hub; trainer ranks send `LifeRequest`, or `OutliveRequest` where they have
+outlived one, `LifeWatch`, `BatchRequest` and `Goodbye`, and rank 0 also `PublishRequest`, `Commit` and
+`SnapshotRequest`; the agent that keeps a node's ranks sends `RanksRequest`. Any of them may send `Interrupt` or
+`Fatal`. A guest becomes a rollout node: it sends `RunRequest`, then `JoinRequest`, and at its end `Leave`. Each class
+names the struct that answers it.
 Requests of nodes that wait (leases, cancels, versions) are answered, possibly empty, within
 `flash.config.waits.long_poll_s`.
 """
@@ -166,6 +167,29 @@ class LifeRequest(Request[LifeReply], frozen=True, tag=True):
     rank: int
     process: int
     """Its process id on its node, whose agent ends it when it hangs."""
+
+
+class OutliveReply(msgspec.Struct, frozen=True, tag=True):
+    """All ranks of the life go on here. Where they may not, the request fails with `LifeOverError`."""
+
+    version: int
+    """That the run is at: steps before it are booked."""
+
+
+class OutliveRequest(Request[OutliveReply], frozen=True, tag=True):
+    """A trainer rank has outlived the hub before this one, and presents what it holds. Answered when all have come."""
+
+    rank: int
+    process: int
+    """As in `LifeRequest`."""
+    life: int
+    """As the hub has numbered it with which the rank began."""
+    step: int
+    """The step after the last one that it has a shard of."""
+    checksum: int | None
+    """Of that shard (`flash.hub.outliving.checksum`); None: it has had none since its checkpoint."""
+    booked: int
+    """The version that a hub has told it is booked."""
 
 
 class LifeWatch(Request[Ack], frozen=True, tag=True):
@@ -335,6 +359,7 @@ HubRequest = (
     | LoadFailed
     | EngineReport
     | LifeRequest
+    | OutliveRequest
     | LifeWatch
     | RanksRequest
     | BatchRequest

@@ -23,6 +23,7 @@ from flash.hub.course import Course
 from flash.hub.evaluation import Evaluations
 from flash.hub.metrics import Branches, StepMetrics, means, measured
 from flash.hub.nodes import Nodes
+from flash.hub.outliving import checksum
 from flash.hub.slices import drained, forgotten, in_slices
 from flash.hub.state import HubState, KeepState
 from flash.hub.trainers import Trainers
@@ -104,6 +105,19 @@ class Steps:
         """Whether the ranks are kept until engines have loaded what was published."""
         return self._kept_waiting > 0
 
+    async def begins(self, request: p.LifeRequest | p.OutliveRequest) -> p.LifeReply | p.OutliveReply:
+        """A rank has started, or outlived the hub before this one."""
+        if isinstance(request, p.LifeRequest):
+            return await self._trainers.begins(request)
+        return await self._trainers.outlives(request, self._formed_checksums)
+
+    async def _formed_checksums(self) -> list[int]:
+        """Of the shards of the next step, each rank's; empty where its batch cannot be formed yet."""
+        if not self._shards and self._buffer.can_take(self._course.version) and self._course.stopping is None:
+            with anyio.CancelScope(shield=True):
+                await self._form_batch()
+        return [await in_slices(checksum(parts)) for parts in self._shards]
+
     # -- batches -----------------------------------------------------------------------------------------------------
 
     async def batch(self, request: p.BatchRequest) -> p.BatchReply:
@@ -183,6 +197,7 @@ class Steps:
             min_version = self._contract.min_token_version(self._course.version)
             batch = gather(groups, self._course.version, min_version)
             shards = await in_slices(deal(batch, self._config.trainer_world_size))
+            await self._buffer.journal.written()  # ranks that outlive this hub find the same batch at the next one
             self._shards = [await in_slices(cut(shard, self._part_bytes)) for shard in shards]
             self._trained = batch.trajectories
             self._wanted, self._saves = False, self._wanted

@@ -3,8 +3,8 @@
 A life of theirs (`flash.hub.lives`) that is lost does not end the run: its calls are ended, and so are its ranks, by
 that, or, where they hang, by their node's agent, which asks here. The engines go on with what they have. The next life
 is told which checkpoint to load, and trains again what the run has trained since (`flash.hub.past`); so does the first
-one of a hub that has started again. Where that cannot be, the run ends with an error after which all processes start
-again.
+one of a hub that has started again, unless ranks come that have outlived the hub before it, and may go on
+(`flash.hub.outliving`). Where that cannot be, the run ends with an error after which all processes start again.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ import anyio
 
 from flash.config import waits
 from flash.config.tree import Config
-from flash.errors import CollectiveError, FlashError, PeerLostError
+from flash.errors import CollectiveError, FlashError, LifeOverError, PeerLostError, RecordingError
 from flash.hub import protocol as p
+from flash.hub.batching import deal
 from flash.hub.course import Course
 from flash.hub.lives import Lives
 from flash.hub.metrics import StepMetrics
+from flash.hub.outliving import Outliving, checksum
 from flash.hub.past import Again, Past, Start
+from flash.hub.slices import in_slices
 from flash.observe.observer import Observer
 from flash.types import Published
 
@@ -68,6 +71,7 @@ class Trainers:
         self._ranks = config.trainer_world_size
         self._part_bytes = part_bytes
         self.lives = Lives(self._ranks, start.version, course.version, number)
+        self._outliving = Outliving(self._ranks, course.version, number)
         self._start: Start | None = start
         """What the newest life begins with, once that is known."""
         self._choosing = False
@@ -93,6 +97,9 @@ class Trainers:
 
     async def begins(self, request: p.LifeRequest) -> p.LifeReply:
         """What a rank is to begin with. The first one of its life that asks has it chosen."""
+        if self._outliving.decide(go_on=False):  # a process starts when all of the life before it have ended
+            self._refuse("others have started instead of them")
+            raise LifeOverError(LIFE_OVER)
         self.lives.begins(request.rank, request.process)
         self._changed()
         self._course.refuse_at_end()
@@ -129,7 +136,12 @@ class Trainers:
 
     def lost(self, rank: int) -> None:
         """A rank of the newest life is gone."""
+        if rank not in self.lives.present:
+            return
         self._course.bells.ring("run")
+        if self._outliving.decide(go_on=False):
+            self._refuse(f"rank {rank} is gone")
+            return
         silent = self._silent()
         if self.lives.lost(rank):
             words = f"trainer rank {rank} is gone without a word: its process was killed, or crashed"
@@ -197,25 +209,95 @@ class Trainers:
             return
         if self._lost_at is None:
             self._lost_at = self._now()
+        self._outliving.decide(go_on=False)
         self.lives.end()
+        self._end_calls()
+        self._observer.note(f"{error}. The trainer ranks start again, and the engines go on meanwhile")
+
+    def _end_calls(self) -> None:
+        """Nothing more is answered to the newest life; the next one begins with what is chosen then."""
         self._changed()
-        self._start = self._again = None
-        course.reachable = False
-        course.progress += 1
+        if self._past is not None:
+            self._start = None
+        self._again = None
+        self._course.reachable = False
+        self._course.progress += 1
         for call in self._calls:
             call.cancel()
-        self._observer.note(f"{error}. The trainer ranks start again, and the engines go on meanwhile")
-        course.bells.ring("run", "batches", "engines")
+        self._course.bells.ring("run", "batches", "engines")
 
     async def while_it_lasts(self, answer: Callable[[], Awaitable[T]]) -> T:
-        """The answer to a rank of the newest life. Raises PeerLostError: its life ended before there was one."""
+        """The answer to a rank of the newest life. Raises LifeOverError: its life ended before there was one."""
         with anyio.CancelScope() as call:
             self._calls.add(call)
             try:
                 return await answer()
             finally:
                 self._calls.discard(call)
-        raise PeerLostError(LIFE_OVER)
+        raise LifeOverError(LIFE_OVER)
+
+    # -- ranks that outlive a hub ------------------------------------------------------------------------------------
+
+    async def outlives(self, request: p.OutliveRequest, formed: Callable[[], Awaitable[list[int]]]) -> p.OutliveReply:
+        """A rank of the hub before this one presents itself: once all have come, they go on, or none of them.
+
+        Args:
+            request: what it holds.
+            formed: gives the checksums of the next step's shards.
+
+        Raises:
+            LifeOverError: its life is over.
+        """
+        self._course.refuse_at_end()
+        outliving = self._outliving
+        if outliving.go_on is not None:  # as of a rank that was cut off from this hub, whose life is over long since
+            self.lives.withdraws(request.rank)
+            raise LifeOverError(LIFE_OVER)
+        self.lives.begins(request.rank, request.process)
+        self._changed()
+        why = outliving.presents(request)
+        if not why and outliving.complete:
+            why = outliving.compared(await self._booked_checksums(), await formed() if outliving.in_step else [])
+            if not why and outliving.decide(go_on=True):
+                self._go_on()
+        if not why:
+            with anyio.move_on_after(waits.claim_s(self._config)):
+                await self._course.until("ranks", lambda: outliving.go_on is not None)
+            why = f"{outliving.here} came within {waits.claim_s(self._config):g} s"
+        if outliving.go_on:
+            return p.OutliveReply(self._course.version)
+        if outliving.decide(go_on=False):
+            self._refuse(why)
+        raise LifeOverError(LIFE_OVER)
+
+    async def _booked_checksums(self) -> list[int]:
+        """Of the shards of the last step that is booked; empty where its batch cannot be read."""
+        if self._past is None or self._course.version == 0:
+            return []
+        try:
+            batch = await self._past.batch(self._course.version - 1)
+        except RecordingError:
+            return []
+        shards = await in_slices(deal(batch, self._ranks))
+        return [await in_slices(checksum([shard])) for shard in shards]
+
+    def _go_on(self) -> None:
+        """All ranks have come that the hub before this one had, and hold what the run has."""
+        self._lost_at = None
+        self.lives.goes_on(self._outliving.in_step, self._course.version)
+        self._changed()
+        self._course.progress += 1
+        self._course.bells.ring("run")
+        self._observer.note(f"the trainer ranks have outlived the hub, and go on at version {self._course.version}")
+
+    def _refuse(self, why: str) -> None:
+        """None of them may go on."""
+        if self._lost_at is None:
+            self._lost_at = self._now()
+        self.lives.refused()
+        self._end_calls()
+        words = f"the trainer ranks have outlived the hub, and cannot go on: {why}"
+        self._observer.note(f"{words}. They start again, and the engines go on meanwhile")
 
     # -- what they train again ---------------------------------------------------------------------------------------
 

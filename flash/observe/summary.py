@@ -47,7 +47,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Age of the oldest token that was trained, in versions."""
     ledger: dict[str, Any]
     restarts: int
-    """Of the hub, and of all other processes with it."""
+    """Of the hub, with the engines of the first node."""
     trainer_restarts: int
     """Of the trainer ranks, while the run went on."""
     engine_restarts: int

@@ -13,6 +13,7 @@ from typing import Literal
 from flash.config.tree import Config
 from flash.errors import PeerLostError, how_it_ended
 from flash.foreign.torch import Ended, Interrupted, NotMet, Overseer, torchrun
+from flash.hub.trainers import why_not
 from flash.run.error_marker import ErrorMarker
 from flash.run.grace import grace
 from flash.run.rendezvous import hub_place
@@ -66,7 +67,7 @@ def tell(config: Config, role: Role, marker: ErrorMarker, ended: Sequence[Ended]
     for words in silent:
         sys.stderr.write(f"flash: {words}\n")
     if restarts_left > 0:
-        sys.stderr.write(f"flash: {follows(role, node)} (restart {most - restarts_left + 1} of {most})\n")
+        sys.stderr.write(f"flash: {follows(role, node, config)} (restart {most - restarts_left + 1} of {most})\n")
     else:
         spent = f"no restart is left of cluster.max_restarts = {most}"
         sys.stderr.write(f"flash: {spent}\n")
@@ -77,12 +78,14 @@ def tell(config: Config, role: Role, marker: ErrorMarker, ended: Sequence[Ended]
     sys.stderr.flush()
 
 
-def follows(role: Role, node: int) -> str:
+def follows(role: Role, node: int, config: Config) -> str:
     """What happens when a process of this role has failed on a node."""
     if role == "trainer":
         return "the trainer ranks start again"
     if node > 0:
         return "the node loop of this node starts again"
+    if why_not(config) is None:
+        return "the node loop starts again with its engines, and the trainer ranks wait for it"
     return "the node loop starts again, and all other processes with it"
 
 

@@ -73,13 +73,14 @@ def hub_place(config: Config, environment: Mapping[str, str]) -> HubPlace:
     return HubPlace(run_dir=str(config.run_dir.absolute()))
 
 
-def find_hub(config: Config, token: str | None, use: Callable[[HubAddress], T]) -> T:
+def find_hub(config: Config, token: str | None, use: Callable[[HubAddress], T], *, tells: bool = True) -> T:
     """Wait for the hub of a run, and begin to use it: what was done with the first that let us.
 
     Args:
         config: the run.
         token: the value of FLASH_TOKEN.
         use: connects to it; raises FlashError where it is not the one, or about to end.
+        tells: whether people are told when it takes long.
 
     Raises:
         DeadlineError: there was none.
@@ -96,7 +97,7 @@ def find_hub(config: Config, token: str | None, use: Callable[[HubAddress], T]) 
         waited = time.monotonic() - begun
         if waited >= seconds:
             raise DeadlineError("the hub of this run", seconds, f"the output of the first node ({problem})")
-        if waited >= QUIET_S and not told:
+        if tells and waited >= QUIET_S and not told:
             told = True
             sys.stderr.write(f"flash: waiting up to {seconds:g} s for the hub of {place}: {problem}\n")
             sys.stderr.flush()

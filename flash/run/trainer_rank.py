@@ -1,33 +1,34 @@
 """One trainer rank: follows the hub until it has no more batches. Only trainer ranks join the process group.
 
-It ends at once when the hub is gone, or another rank of its life: what it still does then is of use to nobody, and the
-next life waits for its end.
+It ends at once when another rank of its life is gone: what it still does then is of use to nobody, and the next life
+waits for its end. The loss of the hub it outlives, where the next one can go on with it (`flash.run.rank_hubs`).
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-import math
 import os
 import signal
 import threading
 import traceback
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from flash.config import waits
 from flash.config.tree import Config
-from flash.errors import CollectiveError, FlashError, PeerLostError, TransportError
+from flash.errors import CollectiveError, FlashError, LifeOverError, PeerLostError, TransportError
 from flash.foreign.torch import below, collective_failed
 from flash.run.hub_place import HubAddress
 from flash.run.rendezvous import Meeting, Rank, advertised_host, find_hub
 from flash.run.token import VARIABLE
 
 if TYPE_CHECKING:
-    from flash.hub.protocol import Ack, Fatal, LifeReply
+    from flash.hub.protocol import Ack, Fatal, LifeReply, OutliveReply, OutliveRequest
+    from flash.run.rank_hubs import RankHubs
     from flash.transport.blocking import BlockingClient
 
 log = logging.getLogger("flash")
@@ -50,50 +51,84 @@ def run_trainer_rank(rank: Rank, config: Config) -> int:
     meeting = Meeting(rank, config.deadlines.rendezvous)
     index, _ = meeting.declare(rank, config)
     with ExitStack() as stack:
-        hub, life = find_hub(config, token, partial(_enter, index, config, stack))
+        hub, life = find_hub(config, token, partial(_enter, index, config, stack), tells=index == 0)
         if life.checkpoint is None:
             return 0
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        over = threading.Event()
-        threading.Thread(target=_end_with_life, args=(hub, index, over), name="flash-life", daemon=True).start()
+        hubs = _hubs(index, config, token, stack, hub, life)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, hubs.told_to_end)
+        threading.Thread(target=hubs.watch, name="flash-life", daemon=True).start()
         try:
-            _train(rank, config, index, meeting, life, hub, stack)
+            _train(rank, config, index, meeting, life, hubs, stack)
         except Exception as error:  # supervised boundary: whatever ends a rank is told where people look
             # Told before the other ranks lose this one and have errors of their own.
-            tell_end(hub, index, error, config.deadlines.request, others(index, config))
+            tell_end(hubs, index, error, config.deadlines.request, others(index, config))
             return 1
         finally:
-            over.set()
+            hubs.close()
     return 0
+
+
+def _hubs(
+    index: int, config: Config, token: str | None, stack: ExitStack, hub: BlockingClient, life: LifeReply
+) -> RankHubs:
+    """The hubs of a rank that begins with this one."""
+    from flash.hub import protocol as p
+    from flash.hub.trainers import why_not
+    from flash.run.rank_hubs import RankHubs
+    from flash.trainer.stored import read_manifest
+
+    step = read_manifest(Path(life.checkpoint)).version if life.checkpoint else 0
+    held = p.OutliveRequest(index, os.getpid(), life.number, step, checksum=None, booked=0)
+    # Where ranks cannot come back to a version, the next hub's is not theirs either.
+    find = partial(_find_next, config, token, stack) if why_not(config) is None else None
+    return RankHubs(config, hub, held, find, lambda: os._exit(1))
+
+
+def _find_next(
+    config: Config, token: str | None, stack: ExitStack, held: OutliveRequest
+) -> tuple[BlockingClient, OutliveReply]:
+    """The next hub, connected until the stack is closed, and what it says to what this rank holds.
+
+    Raises:
+        LifeOverError: this rank has to end.
+        DeadlineError: none came.
+    """
+    seconds = waits.claim_s(config) + config.deadlines.rendezvous
+
+    def present(address: HubAddress) -> tuple[BlockingClient, OutliveReply] | None:
+        with ExitStack() as entered:
+            hub = _connect(held.rank, config, address, entered)
+            try:
+                reply = hub.call(held, timeout=seconds)
+            except LifeOverError:
+                return None
+            stack.push(entered.pop_all())
+            return hub, reply
+
+    found = find_hub(config, token, present, tells=held.rank == 0)
+    if found is None:
+        raise LifeOverError("the next hub does not go on with this rank")
+    return found
+
+
+def _connect(index: int, config: Config, address: HubAddress, stack: ExitStack) -> BlockingClient:
+    from flash.transport.blocking import BlockingClient
+
+    name, seconds = f"trainer-{index}", config.deadlines.connect
+    return stack.enter_context(BlockingClient(address.host, address.port, address.token, name, seconds))
 
 
 def _enter(index: int, config: Config, stack: ExitStack, address: HubAddress) -> tuple[BlockingClient, LifeReply]:
     """Connect to a hub, until the stack is closed, and ask what to begin with."""
     from flash.hub import protocol as p
-    from flash.transport.blocking import BlockingClient
 
     with ExitStack() as entered:
-        name, seconds = f"trainer-{index}", config.deadlines.connect
-        hub = entered.enter_context(BlockingClient(address.host, address.port, address.token, name, seconds))
+        hub = _connect(index, config, address, entered)
         # The hub reads a whole checkpoint before it names it.
         life = hub.call(p.LifeRequest(index, os.getpid()), timeout=config.deadlines.rendezvous)
         stack.push(entered.pop_all())
         return hub, life
-
-
-def _end_with_life(hub: BlockingClient, index: int, over: threading.Event) -> None:
-    """End this process when its life is over, unless it ends itself. Runs in a thread: torch may hold the main one.
-
-    Until then the hub hears that the process runs. One that does not even do this is killed by its node's agent.
-    """
-    from flash.hub import protocol as p
-
-    with suppress(Exception):  # whatever ends the call, and be it this process's own end
-        while True:
-            hub.call(p.LifeWatch(index), timeout=math.inf)
-    if not over.is_set():
-        os._exit(1)
 
 
 def others(index: int, config: Config) -> str:
@@ -140,7 +175,7 @@ def _train(
     index: int,
     meeting: Meeting,
     life: LifeReply,
-    hub: BlockingClient,
+    hubs: RankHubs,
     stack: ExitStack,
 ) -> None:
     """Train to the end; what is to be closed after that is left on the stack."""
@@ -174,6 +209,6 @@ def _train(
         checkpoint.load(Path(life.checkpoint), trainer)
     publisher = make_publisher(config, index, advertised_host(config))
     stack.callback(publisher.close)
-    loop = TrainerLoop(config, index, trainer, publisher, hub, HfTokenizer(config.model).inner)
+    loop = TrainerLoop(config, index, trainer, publisher, hubs, HfTokenizer(config.model).inner)
     gc.freeze()
     loop.run()

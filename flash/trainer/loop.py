@@ -12,23 +12,33 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from flash.config import waits
 from flash.config.tree import Config
 from flash.errors import CheckpointError
 from flash.hub import protocol as p
-from flash.hub.fetching import fetch_blocking
 from flash.trainer import checkpoint
 from flash.trainer.logprobs import canary_logprobs
 from flash.trainer.model import named_full_tensors
 from flash.trainer.step import Trainer
 from flash.trainer.stored import FileEntry
-from flash.transport.blocking import BlockingClient
 from flash.transport.request import ReplyT, Request
 from flash.types import Activity, Canary, Published, Shard
 from flash.weights.canary import canary_tokens
 from flash.weights.publisher import WeightPublisher
+
+
+class RankHub(Protocol):
+    """What a rank asks the hub, as `flash.run.rank_hubs.RankHubs`: the one of now, or the one that comes after it."""
+
+    def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        """Send one request and wait for its reply, for `timeout` seconds at most."""
+        ...
+
+    def fetch(self, step: int, did: list[Activity], timeout: float) -> p.BatchReply:
+        """The whole shard of a step; the hub is also told what the rank was busy with."""
+        ...
 
 
 class TrainerLoop:
@@ -40,7 +50,7 @@ class TrainerLoop:
         rank: int,
         trainer: Trainer,
         publisher: WeightPublisher,
-        hub: BlockingClient,
+        hub: RankHub,
         tokenizer: Any,
     ) -> None:
         self._config = config
@@ -81,7 +91,7 @@ class TrainerLoop:
         did, self._activities = self._activities, []
         with self._doing("wait") as seconds:
             timeout = waits.batch_s(self._config)
-            reply = fetch_blocking(self._hub, self._rank, self._trainer.version, did, timeout)
+            reply = self._hub.fetch(self._trainer.version, did, timeout)
         self._finished, self._keeps, self._saves = reply.finished, reply.keeps, reply.saves
         self._waited = seconds[0]
         return reply.shard

@@ -2,10 +2,11 @@
 
 `python -m tests.hub.schedules COUNT [FIRST]` runs so many of them, one per seed; a failure names its seed.
 After each event hold: conservation of tasks and tokens, the age contract, and that no node with room waits for a task
-that it could run, unless it may be kept for a node that loads. The trainer dies and comes back: each of its lives is
-given the same batch of a step, and each step is booked once. The hub dies too: the next one goes on from the version
+that it could run, unless it may be kept for a node that loads. The trainer ranks die and come back: each of their lives
+is given the same batch of a step, and each step is booked once. The hub dies too: the next one goes on from the version
 that it had, or, as where a recorded batch is damaged, from any since the checkpoint; nodes that outlive it keep what
-they hold, if the next one knows of it. Every schedule comes to its end.
+they hold, if the next one knows of it. So do trainer ranks: they all go on, where they hold what the run has, or none
+(`tests.hub.outliving`). Every schedule comes to its end.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import random
 import sys
 import time
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -33,9 +35,10 @@ from flash.hub.shares import KEPT_S
 from flash.hub.state import HubState
 from flash.observe.observer import MemoryObserver
 from flash.simulate.clock import run_virtual
-from flash.types import Batch, Canary, Failure, Lease, Outcome, Published, Shard, Trajectory, VersionRun
+from flash.types import Batch, Failure, Lease, Outcome, Published, Shard, Trajectory, VersionRun
 from tests.branching import joined
 from tests.hub.cases import KeptStates, trajectory
+from tests.hub.outliving import Ranks, tells_a_lie
 
 EVENTS = 30
 ROUNDS = 200
@@ -52,7 +55,7 @@ WEIGHTS = {
     "time": 2,
     "engine dies": 2,
     "engine back": 3,
-    "hub dies": 1,
+    "hub dies": 2,
     "trainer dies": 3,
 }
 """How often what happens."""
@@ -84,7 +87,7 @@ def draw_config(dice: random.Random, calm: bool) -> Config:
         "rollout": rollout,
         "train": {"batch_size": group * groups, "async_ratio": alpha},
         "eval": evaluation,
-        "cluster": {"gpus_per_node": 0},
+        "cluster": {"gpus_per_node": 0, "trainer_ranks": dice.choice([1, 1, 2, 3])},
     }
     return msgspec.convert(base, Config)
 
@@ -264,8 +267,17 @@ class Schedule:
         self.life = anyio.CancelScope()
         self.deaths_left = self.dice.choice([0, 0, 2, 5])
         """Of the trainer, while everybody else does what there is to do."""
+        self.hub_deaths_left = 0 if self.calm else self.dice.choice([0, 0, 1, 3])
+        """The same of the hub."""
         self.finished = False
         self.trainer = anyio.CancelScope()
+        self.world = self.config.trainer_world_size
+        self.ranks: Ranks | None = None
+        """The trainer ranks that live."""
+        self.number = 0
+        """Of their life, at this hub."""
+        self.outlived = [0, 0]
+        """How often ranks that had outlived a hub ended, and went on."""
         self.expiry = anyio.CancelScope()
 
     def start_hub(self, state: HubState | None, held: int = 0) -> Hub:
@@ -290,7 +302,7 @@ class Schedule:
 
     async def run(self) -> None:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._train)
+            tasks.start_soon(self._train, None)
             for _ in range(self.dice.choice([1, 2, 2, 3, 4, 6, 8])):
                 await self.join(tasks)
             await self.settle()
@@ -332,6 +344,7 @@ class Schedule:
         self.trainer.cancel()
         self.expiry.cancel()
         await self.settle()
+        ranks, self.ranks = self.ranks if self.dice.random() < 0.7 else None, None
         ledger, reached = self.hub.buffer.ledger, self.hub.version
         stored = self.kept.by_version
         kept = HubState.restore(stored[max(stored)], self.config) if stored else None
@@ -351,7 +364,7 @@ class Schedule:
         self.hub = self.start_hub(HubState.went_on(self.version, buffer, self.config), held)
         self.nodes, self.published = {}, -1
         self.observer.steps = [row for row in self.observer.steps if row["step"] < self.version]
-        tasks.start_soon(self._train)
+        tasks.start_soon(self._train, ranks)
         tasks.start_soon(self._expire_claims)
         await self.join(tasks)
         for node in outlive:
@@ -444,41 +457,67 @@ class Schedule:
         later_branches = dice.choice([0, 0, 1, 2])
         return p.EndedLease(lease.lease_id, joined([made, *[trajectory(lease.task, start)] * later_branches]))
 
-    async def _train(self) -> None:
-        """A trainer rank, one life after the other."""
+    async def _train(self, ranks: Ranks | None) -> None:
+        """The trainer ranks, one life after the other; the first one may have outlived a hub."""
         with anyio.CancelScope() as self.trainer:
+            if ranks is not None and not await self._outlive(ranks):
+                ranks = None
             while not self.finished:
                 with anyio.CancelScope() as self.life:
-                    await self._live()
+                    self.ranks, ranks = ranks or await self._begin(), None
+                    await self._live(self.ranks)
                 if not self.finished:
-                    self.hub.peer_lost("trainer-0")
+                    self.ranks = None
+                    for rank in self.dice.sample(range(self.world), self.dice.randint(1, self.world)):
+                        if self.hub.life_counts(self.number):
+                            self.hub.peer_lost(f"trainer-{rank}")
 
-    async def _live(self) -> None:
-        """It commits what is new when it is told to, and writes a checkpoint now and then."""
-        self.hub.rank_arrives(0)
-        begins = await self.hub.handle(p.LifeRequest(0, 1))
-        held = int(begins.checkpoint or 0)
-        while True:
-            made = Published(held, "tcp", b"", Canary([0, 0], [-1.0]))
-            await self.hub.handle(p.PublishRequest(made))
+    async def _outlive(self, ranks: Ranks) -> bool:
+        """They present themselves to the next hub, unless one does not come, dies, or holds something else."""
+        self.ranks = ranks
+        self._arrive()
+        lie = tells_a_lie(self.dice, ranks)
+        fits = lie is None and ranks.fits(self.version)
+        went_on = await ranks.present(self.hub, self.dice, lie)
+        assert went_on in ([True] * self.world, [False] * self.world), "some ranks of a life go on, and some do not"
+        assert went_on[0] == fits, f"of ranks of which one {lie or 'fits'}, and the others fit"
+        self.outlived[went_on[0]] += 1
+        if went_on[0]:
+            await ranks.catch_up(self.hub)
             self.published = self.hub.published_version
-            if self.published >= 0:
-                assert self.published >= self.floor, "the engines' version went back"
-                self.floor = self.published
-            reply = await self.hub.handle(p.BatchRequest(0, held, []))
-            if reply.shard is None:
+        assert self.hub.life_counts(self.number) == went_on[0]
+        return went_on[0]
+
+    def _arrive(self) -> None:
+        (self.number,) = {self.hub.rank_arrives(rank) for rank in range(self.world)}
+
+    async def _begin(self) -> Ranks:
+        """A life begins with a checkpoint."""
+        self._arrive()
+        begun = [await self.hub.handle(p.LifeRequest(rank, 1)) for rank in range(self.world)]
+        return Ranks(self.world, begun[0].number, int(begun[0].checkpoint or 0))
+
+    async def _live(self, ranks: Ranks) -> None:
+        """They commit what is new when they are told to, and write a checkpoint now and then."""
+        while True:
+            if ranks.published < ranks.version:
+                await ranks.publish(self.hub)
+                self.published = self.hub.published_version
+                if self.published >= 0:
+                    assert self.published >= self.floor, "the engines' version went back"
+                    self.floor = self.published
+            if not await ranks.fetch(self.hub, self.dice):
                 self.finished = True
                 return
-            self.law_3_ages(reply.shard)
-            dealt = [sample.trajectory.task.task_id for sample in reply.shard.samples]
-            assert self.shards.setdefault(held, dealt) == dealt, "another batch for the same step"
-            if held == self.version:
+            self.law_3_ages(ranks.shards)
+            dealt = [sample.trajectory.task.task_id for shard in ranks.shards for sample in shard.samples]
+            assert self.shards.setdefault(ranks.version, dealt) == dealt, "another batch for the same step"
+            if ranks.version == self.version:
                 self.commit_now = anyio.Event()
                 await self.commit_now.wait()
-            await self.hub.handle(p.Commit(held, {}))
-            held += 1
+            await ranks.commit(self.hub)
             self.version = self.hub.version
-            if reply.keeps and self.dice.random() < 0.3:
+            if ranks.keeps and self.dice.random() < 0.3:
                 await self.hub.handle(p.SnapshotRequest())
 
     async def end(self, tasks: TaskGroup) -> None:
@@ -497,6 +536,9 @@ class Schedule:
             if self.deaths_left and self.dice.random() < 0.3:
                 self.deaths_left -= 1
                 self.life.cancel()
+            if self.hub_deaths_left and self.dice.random() < 0.2:
+                self.hub_deaths_left -= 1
+                await self.hub_dies(tasks)
             await self.settle()
             self.check()
             ended = {node: [self.ended(node, lease) for lease in node.ready] for node in self.nodes.values()}
@@ -522,10 +564,11 @@ class Schedule:
         self.hub.buffer.check()
         self.no_node_waits_for_what_it_could_run()
 
-    def law_3_ages(self, shard: Shard) -> None:
-        for sample in shard.samples:
-            kept = [run.version for run in sample.trajectory.versions if run.version >= shard.min_version]
-            assert min(kept, default=shard.step) >= shard.step - math.ceil(self.config.train.async_ratio)
+    def law_3_ages(self, shards: Sequence[Shard]) -> None:
+        for shard in shards:
+            for sample in shard.samples:
+                kept = [run.version for run in sample.trajectory.versions if run.version >= shard.min_version]
+                assert min(kept, default=shard.step) >= shard.step - math.ceil(self.config.train.async_ratio)
 
     def no_node_waits_for_what_it_could_run(self) -> None:
         newest = self.hub.published_version
@@ -542,10 +585,16 @@ class Schedule:
                 assert lease is None, f"node {node.number} waits, and could run {lease}"
 
 
-def run_one(seed: int) -> None:
+def run_one(seed: int) -> Schedule:
     """One schedule. Raises what it has found, with the seed."""
+
+    async def run() -> Schedule:
+        schedule = Schedule(seed)
+        await schedule.run()
+        return schedule
+
     try:
-        run_virtual(lambda: Schedule(seed).run())
+        return run_virtual(run)
     except BaseException as error:
         raise AssertionError(f"python -m tests.hub.schedules 1 {seed}") from error
 
@@ -553,9 +602,10 @@ def run_one(seed: int) -> None:
 def main(number: int, first: int) -> None:
     """Run the schedules of so many seeds."""
     started = time.perf_counter()
-    for seed in range(first, first + number):
-        run_one(seed)
-    sys.stdout.write(f"{number} schedules from seed {first}: {time.perf_counter() - started:.0f} s\n")
+    outlived = [run_one(seed).outlived for seed in range(first, first + number)]
+    ended, went_on = (sum(times) for times in zip(*outlived, strict=True))
+    words = f"trainer ranks outlived a hub {went_on} times, and could not {ended} times"
+    sys.stdout.write(f"{number} schedules from seed {first}: {time.perf_counter() - started:.0f} s; {words}\n")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class FakePast:
         await anyio.sleep(0.1)
         if step in self.damaged:
             raise RecordingError(f"step-{step}.bin is damaged")
-        return Batch(step, max(0, step - 1), self._observer.samples[step], [])
+        return Batch(step, step, self._observer.samples[step], [])
 
     def same_weights(self, one: Published, other: Published) -> bool:
         return one.update_info == other.update_info
@@ -107,7 +107,7 @@ class World:
         self.past = FakePast(self.observer, self.kept)
         self.open(self.past if past else None, None, Start(0, ""))
 
-    def open(self, past: FakePast | None, state: HubState | None, start: Start) -> None:
+    def open(self, past: FakePast | None, state: HubState | None, start: Start, life: int = 0) -> None:
         """A hub begins."""
         self.hub = Hub(
             self.config,
@@ -119,6 +119,7 @@ class World:
             evaluated={0},
             state=state,
             start=start,
+            life=life,
         )
         self.gate = Gate(self.hub, self.config)
         self.reports = 0
@@ -127,14 +128,14 @@ class World:
         self.ended: list[RunEnd | FlashError] = []
         self.over = anyio.Event()
 
-    def reopen(self) -> None:
+    def reopen(self, life: int = 0) -> None:
         """The hub has died, and the next one begins where it was, with ranks that begin with version 0."""
         replay = Replay(None, 0)
         for event in self.journal.events:
             replay.apply(event)
         buffer = replay.state(replay.reached)
         assert buffer is not None
-        self.open(self.past, HubState.went_on(replay.reached, buffer, self.config), Start(0, "step-0"))
+        self.open(self.past, HubState.went_on(replay.reached, buffer, self.config), Start(0, "step-0"), life)
 
     def rank(self, index: int = 0) -> Rank:
         self.ranks += 1

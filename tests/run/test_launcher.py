@@ -127,7 +127,7 @@ def test_a_node_beyond_the_job_is_refused() -> None:
             "node",
             Ended(0, 7, -9),
             "the node loop (process 7) was killed by signal 9 (SIGKILL), perhaps because memory ran out",
-            "the node loop starts again, and all other processes with it (restart 2 of 3)",
+            "the node loop starts again with its engines, and the trainer ranks wait for it (restart 2 of 3)",
         ),
         (
             "trainer",
@@ -139,7 +139,7 @@ def test_a_node_beyond_the_job_is_refused() -> None:
             "node",
             Ended(0, 9, 3),
             "the node loop (process 9) ended with exit code 3",
-            "the node loop starts again, and all other processes with it (restart 2 of 3)",
+            "the node loop starts again with its engines, and the trainer ranks wait for it (restart 2 of 3)",
         ),
     ],
 )
