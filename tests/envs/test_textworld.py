@@ -153,7 +153,13 @@ async def test_the_end_may_be_all_that_counts_and_moves_run_out(monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("action", "command"),
-    [("go east", "go east"), (" so:\n> take coin \n", "take coin"), ("", ""), ("x" * 500, "x" * 100)],
+    [
+        ("go east", "go east"),
+        (" so:\n> take coin \n", "take coin"),
+        ("", ""),
+        ("x" * 500, "x" * 100),
+        ("\\no \\st", "no st"),
+    ],
 )
 def test_a_command_is_the_last_line(action: str, command: str) -> None:
     assert command_of(action) == command
