@@ -114,6 +114,6 @@ class TextGame(Generic[_Options]):
 
 
 def command_of(action: str) -> str:
-    """The command that an answer ends with, without backslashes: the games' interpreter takes those for orders of its own,
-    and never returns from ones that it does not know."""
+    """The command that an answer ends with, without backslashes: the games' interpreter takes those for orders of its
+    own, and never returns from ones that it does not know."""
     return action.replace("\\", "").strip().rpartition("\n")[2].strip().lstrip(">").strip()[:COMMAND_LENGTH]
