@@ -285,8 +285,9 @@ class LLMProxy:
         record.usage.begin(self._now(), busy=bool(record.running))
         record.usage.swapped(start, self._now())
         self._router.end_swap(engine, record.engine.version)
-        self._lengthen(-self._outage_left())
-        self._outage_since = None
+        if self._outage_since is not None:
+            self._lengthen(-self._outage_left())
+            self._outage_since = None
         self._fill(record)
         self._balance(record)
 
