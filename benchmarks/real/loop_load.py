@@ -67,6 +67,7 @@ def crowd() -> Config:
         simulate={
             "gpus": ENGINES + 1,
             "rollout_gpus": ENGINES,
+            "nodes": 1,
             "step_s": 0.02,
             "sequence_s": 0.0,
             "context_s": 0.0,
