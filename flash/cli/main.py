@@ -19,6 +19,7 @@ from flash.cli import (
     doctor,
     drain,
     evaluate,
+    export,
     init,
     join,
     plot,
@@ -37,8 +38,8 @@ from flash.errors import FlashError
 
 DESCRIPTION = "Asynchronous reinforcement-learning post-training for language models."
 COMMANDS = (
-    *(init, doctor, train, join, drain, evaluate, rollout, view, watch, plot, compare, trace, track, replay, rhythm),
-    *(simulate, calibrate, tiny_model, sandbox),
+    *(init, doctor, train, join, drain, evaluate, rollout, view, watch, plot, compare, trace, track, export, replay),
+    *(rhythm, simulate, calibrate, tiny_model, sandbox),
 )
 """In the order of the help."""
 UNREAD = 128 + signal.SIGPIPE

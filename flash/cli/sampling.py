@@ -78,7 +78,7 @@ def configured(arguments: argparse.Namespace, *more: str) -> tuple[Config, str |
     only = paths[0] if len(paths) == 1 else Path()
     if RunDirectory(only).config.is_file() and arguments.env is None:
         named = named or str(only)
-        paths, overrides = [RunDirectory(only).config], [*_of_run(named), *overrides]
+        paths, overrides = [RunDirectory(only).config], [*of_run(named), *overrides]
     elif arguments.env is not None:
         if len(paths) != 1 or only.is_file() or named is not None:
             raise ConfigError("--env goes with one model folder or hub id; in a config env.path names the environment")
@@ -94,7 +94,7 @@ def configured(arguments: argparse.Namespace, *more: str) -> tuple[Config, str |
     return load(paths, [*overrides, *more]), named
 
 
-def _of_run(model: str) -> list[str]:
+def of_run(model: str) -> list[str]:
     """What the configuration of a run that is over needs, to be read wherever the run directory is now."""
     chosen = chosen_model(model)
     whole = [] if (Path(chosen) / MANIFEST).is_file() else [f"model.path={json.dumps(chosen)}"]

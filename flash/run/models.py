@@ -1,9 +1,10 @@
-"""The models that a command begins with: the tiny ones made where they are missing, or what `flash eval` and `flash
-rollout` may be pointed at, which is a model folder, a hub id, a run directory, or a checkpoint.
+"""The models that a command begins with: the tiny ones made where they are missing, or what `flash eval`, `flash
+rollout` and `flash export` may be pointed at, which is a model folder, a hub id, a run directory, or a checkpoint.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 import warnings
@@ -18,7 +19,7 @@ from flash.config.tree import Config, TinyModelConfig
 from flash.errors import CheckpointError, ConfigError, DeadlineError
 from flash.observe.rundir import RunDirectory
 from flash.run.locks import Busy, in_turn
-from flash.trainer.stored import MANIFEST, newest_complete
+from flash.trainer.stored import MANIFEST, aside_of, newest_complete, prepare, replace, sync
 from flash.trainer.tiny_model import (
     interrupted_after,
     make_tiny_model,
@@ -131,6 +132,30 @@ def model_folder(named: str, config: Config) -> Generator[str]:
         yield folder
 
 
+def export_model(named: str, config: Config, folder: Path) -> str:
+    """Write the weights that are meant as a model folder of Hugging Face's form, whole or not at all; what they were.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or the folder not be written.
+        ConfigError: as `model_folder`.
+    """
+    chosen, aside = Path(chosen_model(named)), aside_of(folder)
+    try:
+        prepare(aside)
+        if (chosen / MANIFEST).is_file():
+            _write_out(chosen, config, aside)
+        else:
+            shutil.copytree(chosen, aside, dirs_exist_ok=True)
+        for file in aside.iterdir():
+            sync(file)
+        replace(aside, folder)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {folder}: {error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return str(chosen)
+
+
 def _no_model(path: Path) -> str:
     """Why what is there is of no use."""
     if not path.is_dir():
@@ -144,7 +169,7 @@ def _write_out(checkpoint: Path, config: Config, folder: Path) -> None:
     import torch.distributed.checkpoint.state_dict_loader as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from flash.foreign.transformers import without_bars
+    from flash.foreign.transformers import open_weights, without_bars
     from flash.rollout.tokenizer import HfTokenizer
     from flash.trainer.checkpoint import STATE
     from flash.trainer.model import load_model
@@ -160,4 +185,5 @@ def _write_out(checkpoint: Path, config: Config, folder: Path) -> None:
                 f"{checkpoint} holds other weights than {config.model.path}, which model.path names: {error}"
             ) from error
         model.save_pretrained(folder)
+        open_weights(folder)
     HfTokenizer(config.model).inner.save_pretrained(str(folder))

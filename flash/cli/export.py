@@ -1,0 +1,34 @@
+"""`flash export`: the weights of a run or of a checkpoint as a model folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from flash.cli.commands import Commands
+from flash.cli.files import check_folder_writable, run_directory
+from flash.cli.sampling import of_run
+from flash.config.load import load
+from flash.run.models import export_model
+from flash.trainer.stored import MANIFEST
+
+
+def add_parser(commands: Commands) -> argparse.ArgumentParser:
+    parser = commands.add_parser("export", help="write a run's weights as a Hugging Face model folder")
+    parser.add_argument("weights", type=Path, metavar="RUN_DIR|CHECKPOINT", help="of a run, its newest weights")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new one")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the folder, and say what is in it."""
+    named: Path = arguments.weights.absolute()
+    folder: Path = arguments.folder
+    check_folder_writable(folder)
+    # A checkpoint lies in RUN_DIR/checkpoints.
+    directory = run_directory(named.parent.parent if (named / MANIFEST).is_file() else named)
+    config = load([directory.config], of_run(str(named)))
+    chosen = export_model(str(named), config, folder)
+    sys.stdout.write(f"{folder}: the weights of {chosen}, with their tokenizer; model.path may name it, as may vLLM\n")
+    return 0

@@ -1,0 +1,51 @@
+"""`flash export`: what it writes, and what it refuses before it writes anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flash.cli.main import main, parse
+from flash.errors import ConfigError
+
+CONFIG = """
+run = { name = "a-run", resume = true }
+model = { path = "outputs/models/gone" }
+env = { path = "envs.arithmetic:Arithmetic" }
+cluster = { gpus_per_node = 0 }
+"""
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> Path:
+    """A run that has left a model; the one that it began with is gone."""
+    (tmp_path / "ended" / "model").mkdir(parents=True)
+    (tmp_path / "ended" / "config.toml").write_text(CONFIG)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "ended" / "model" / name).write_text("{}")
+    return tmp_path / "ended"
+
+
+def test_of_a_run_that_has_ended_its_model_is_written(
+    ended: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "mine"
+    assert main(["export", str(ended), str(folder)]) == 0
+    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert capsys.readouterr().out.startswith(f"{folder}: the weights of {ended / 'model'}, ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ended", "mine"]
+
+
+def test_what_is_no_run_and_a_folder_with_files_are_refused(ended: Path, tmp_path: Path) -> None:
+    refused = (
+        ((ended, ended), f"cannot write {ended}: there are files in it"),
+        ((ended / "model", tmp_path / "new"), f"{ended / 'model'} is no run directory"),
+        ((tmp_path / "gone", tmp_path / "new"), f"{tmp_path / 'gone'} is no run directory"),
+    )
+    for words, why in refused:
+        arguments = parse(["export", *map(str, words)])
+        with pytest.raises(ConfigError) as error:
+            arguments.run(arguments)
+        assert str(error.value).startswith(why)
+    assert not (tmp_path / "new").exists()
