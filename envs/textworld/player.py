@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from subprocess import DEVNULL, PIPE
 
 import anyio
@@ -112,7 +112,8 @@ class Player:
         process, self._process, self._answers = self._process, None, None
         if process is not None:
             with anyio.CancelScope(shield=True):
-                process.kill()
+                with suppress(ProcessLookupError):  # it has died by itself, and the event loop has seen it
+                    process.kill()
                 await process.aclose()
 
 

@@ -44,6 +44,17 @@ async def test_a_player_that_hangs_or_dies_is_replaced_and_its_games_go_on(tmp_p
 
 @pytest.mark.integration
 @pytest.mark.anyio
+async def test_a_player_that_has_died_is_ended_as_well() -> None:
+    async with open_player(FAKE) as player:
+        await player.play(1, "", ["a"], 30)
+        process = player._process
+        assert process is not None
+        process.kill()
+        await process.wait()
+
+
+@pytest.mark.integration
+@pytest.mark.anyio
 async def test_an_answer_to_a_request_that_was_cancelled_is_nobody_elses(tmp_path: Path) -> None:
     async with open_player(FAKE) as player:
         await player.play(1, "", ["a"], 30)
