@@ -344,6 +344,7 @@ class Schedule:
         self.trainer.cancel()
         self.expiry.cancel()
         await self.settle()
+        self.finished = False  # what the ranks were told meanwhile counts no more
         ranks, self.ranks = self.ranks if self.dice.random() < 0.7 else None, None
         ledger, reached = self.hub.buffer.ledger, self.hub.version
         stored = self.kept.by_version
