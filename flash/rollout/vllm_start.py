@@ -124,20 +124,21 @@ def engine_variables(
         # vLLM's sampler compiles a comparison of two tensors all the same, with a C++ compiler, in the first swap.
         variables["TORCHDYNAMO_DISABLE"] = "1"
     if config.gpus_per_node == 0:
-        variables |= _cpu_binding(config.engine.count, config.engine.tensor_parallel, sorted(cpus))
+        variables |= _cpu_binding(config, sorted(cpus))
     return variables
 
 
-def _cpu_binding(engines: int, tensor_parallel: int, cpus: Sequence[int]) -> dict[str, str]:
+def _cpu_binding(config: Config, cpus: Sequence[int]) -> dict[str, str]:
     """Where the model's threads run on a CPU engine.
 
     A single engine's workers are pinned, each to its share of the cores, and one core is left to the scheduler and the
-    node loop. Several engines only get a number of threads, because they share these variables.
+    node loop. Several engines only get a number of threads, because they share these variables. Seeded responses have
+    one thread: several cut a batch up by its size, and the last bits of a log-prob would depend on the company.
     """
-    workers = engines * tensor_parallel
+    workers = config.engine.count * config.engine.tensor_parallel
     free = cpus[:-1] if len(cpus) > workers else cpus
-    threads = max(1, len(free) // workers)
-    if engines > 1:
+    threads = 1 if config.seeded else max(1, len(free) // workers)
+    if config.engine.count > 1:
         return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     shares = [free[rank * threads : (rank + 1) * threads] or free[:1] for rank in range(workers)]
     return {

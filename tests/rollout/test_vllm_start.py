@@ -90,6 +90,13 @@ def test_several_engines_are_not_pinned_to_the_same_core() -> None:
     assert (found["VLLM_CPU_OMP_THREADS_BIND"], found["OMP_NUM_THREADS"]) == ("nobind", "2")
 
 
+def test_seeded_responses_are_computed_by_one_thread() -> None:
+    config = make_config()
+    config = msgspec.structs.replace(config, rollout=msgspec.structs.replace(config.rollout, seeded=True))
+    found = variables(config, cpus=[0, 1, 2, 3])
+    assert (found["VLLM_CPU_OMP_THREADS_BIND"], found["OMP_NUM_THREADS"]) == ("0", "1")
+
+
 def test_this_process_gets_its_environment_back_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
