@@ -244,7 +244,10 @@ def test_a_run_trains_an_agent_of_the_official_client(start: Callable[..., Run])
     run = start(text=AGENT)
     assert run.wait() == 0, run.text()
     summary = run.summary()
-    assert summary["samples"] == summary["ledger"]["trained"] == 6 * 32
+    # An agent that is late for its group may be trained past, which is rare.
+    stale = summary["ledger"].get("given_up_stale", 0)
+    assert summary["samples"] == summary["ledger"]["trained"] == 6 * 32 - stale
+    assert stale < 4, "less than a group"
     assert balanced(summary["ledger"])
     assert [row["failures"] for row in run.rows()] == [0] * 6
     assert [row["branches"] for row in run.rows()] == [3] * 6
