@@ -16,7 +16,7 @@ from envs.sandbox.agent.command import FAILURE, RESULT, Command, Refusal, kill_a
 from envs.sandbox.agent.files import Write
 from envs.sandbox.agent.launcher import Launcher
 from envs.sandbox.agent.loop import Channel, Loop
-from envs.sandbox.agent.proc import adopted, mark_of, processes
+from envs.sandbox.agent.proc import adopted, marks_of, processes
 from envs.sandbox.agent.process import OomCounter, find_program, now, send_signal, unreadable_copy
 
 MAX_STRANGERS = 16
@@ -84,7 +84,7 @@ class Agent:
     def die(self) -> None:
         """End, and everything with us."""
         if not self.is_init:
-            kill_all(lambda: [stat.pid for stat in descendants(os.getpid())])
+            kill_all(lambda: [stat.pid for stat in descendants({os.getpid()})])
         os._exit(0)
 
     def connect(self, source: int, sink: int) -> None:
@@ -189,26 +189,26 @@ class Agent:
         Left behind is what has lost its parent and belongs to no running command or job, nor to what another session
         than `shell` is doing. Raises Refusal when it cannot be ended.
         """
+        ended = set()
         for _ in range(LOOKS):
-            left = self.leftovers(shell)
+            left = self.leftovers(shell) - ended
             if not left:
                 return
-            send_signal(left, _signal.SIGKILL)
+            living = {stat.pid for stat in processes()}
+            # What these had started is ours by now, but may not have been when we looked. Ours keep their numbers until
+            # they are reaped.
+            ended.update((left - living).intersection(adopted()))
+            send_signal(left & living, _signal.SIGKILL)
             time.sleep(LOOK_PAUSE)
         raise Refusal("limit", "what an earlier command left behind multiplies faster than it can be ended")
 
-    def leftovers(self, shell: object) -> "list[int]":
-        strangers = [pid for pid in adopted() if pid not in self.children]
-        if not strangers:
-            return []
+    def leftovers(self, shell: object) -> "set[int]":
+        """Of these, also those that have ended and were not reaped."""
         going_on = {command.mark for command in self.active}
         going_on.update(other.mark for other in self.shells.values() if other is not shell and other.current)
-        found = set()
-        for pid in strangers:
-            if mark_of(pid) not in going_on:
-                found.add(pid)
-                found.update(stat.pid for stat in descendants(pid))
-        return [stat.pid for stat in processes() if stat.pid in found]
+        marks = marks_of([pid for pid in adopted() if pid not in self.children])
+        found = {pid for pid, mark in marks.items() if mark not in going_on}
+        return found.union(stat.pid for stat in descendants(found))
 
     def mark(self, call: int) -> str:
         """What the processes of a call carry in their environment."""
@@ -289,16 +289,16 @@ def texts(argument: dict) -> dict:
     return argument
 
 
-def descendants(root: int) -> list:
-    """Everything that comes from a process."""
-    inside, every, grown = {root}, processes(), True
+def descendants(roots: "set[int]") -> list:
+    """Everything that comes from these processes."""
+    inside, every, grown = set(roots), processes(), True
     while grown:
         grown = False
         for stat in every:
             if stat.parent in inside and stat.pid not in inside:
                 inside.add(stat.pid)
                 grown = True
-    return [stat for stat in every if stat.pid in inside and stat.pid != root]
+    return [stat for stat in every if stat.pid in inside and stat.pid not in roots]
 
 
 def protect() -> bool:

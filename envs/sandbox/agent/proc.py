@@ -6,7 +6,7 @@ import time
 MARK = "FLASH_COMMAND"
 """Environment variable by which a process is known to belong to a command, also after it left its process group."""
 EXEC_LOOKS, SETTLED_LOOKS, EXEC_PAUSE = 200, 3, 0.001
-"""How often a process that shows no environment is looked at, how often with arguments, and the seconds between."""
+"""How often processes that show no environment are looked at, how often with arguments, and the seconds between."""
 ENDED = (b"Z", b"X")
 """States of processes that have ended."""
 PF_KTHREAD = 0x200000
@@ -66,9 +66,8 @@ def tree(leader: int, mark: str, since: int = 0) -> "list[int]":
             ):
                 inside.add(stat.pid)
                 grown = True
-    for stat in every:
-        if stat.pid not in inside and mark_of(stat.pid) == mark:
-            inside.add(stat.pid)
+    marks = marks_of([stat.pid for stat in every if stat.pid not in inside])
+    inside.update(pid for pid, shows in marks.items() if shows == mark)
     return [stat.pid for stat in every if stat.pid in inside and stat.start >= since]
 
 
@@ -81,24 +80,38 @@ def shown(pid: int, name: str) -> "bytes | None":
         return None
 
 
-def mark_of(pid: int, show: object = shown) -> str:
-    """Of the command that a process belongs to, as far as its environment says.
+def marks_of(pids: "list[int]", show: object = shown) -> "dict[int, str]":
+    """Of the commands that processes belong to, as far as their environments say.
 
-    In the middle of an exec a process has neither arguments nor an environment: it is looked at until it has. An
-    environment that shows nothing beside arguments counts after some looks, since the exec may have ended between both.
+    In the middle of an exec a process has neither arguments nor an environment: it is looked at until it has, all
+    such together. An environment that shows nothing beside arguments counts after some looks, since the exec may have
+    ended between both.
     """
-    begin, settled = MARK.encode() + b"=", 0
+    marks = dict.fromkeys(pids, "")
+    open_ones = dict.fromkeys(pids, 0)
+    """To how often each has shown arguments."""
     for _ in range(EXEC_LOOKS):
-        environment = show(pid, "environ")
-        if environment is None or not may_exec(pid):
-            return ""
-        for entry in environment.split(b"\0"):
-            if entry.startswith(begin):
-                return entry[len(begin) :].decode("utf-8", "replace")
-        settled += bool(show(pid, "cmdline"))
-        if environment or settled == SETTLED_LOOKS:
-            return ""
+        for pid in list(open_ones):
+            environment = show(pid, "environ")
+            if environment is None or not may_exec(pid):
+                del open_ones[pid]
+                continue
+            marks[pid] = mark_in(environment)
+            open_ones[pid] += bool(show(pid, "cmdline"))
+            if environment or open_ones[pid] == SETTLED_LOOKS:
+                del open_ones[pid]
+        if not open_ones:
+            break
         time.sleep(EXEC_PAUSE)
+    return marks
+
+
+def mark_in(environment: bytes) -> str:
+    """The mark that an environment holds."""
+    begin = MARK.encode() + b"="
+    for entry in environment.split(b"\0"):
+        if entry.startswith(begin):
+            return entry[len(begin) :].decode("utf-8", "replace")
     return ""
 
 

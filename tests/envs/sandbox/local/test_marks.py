@@ -5,9 +5,13 @@ import subprocess
 from collections import Counter
 from collections.abc import Sequence
 
-from envs.sandbox.agent.proc import EXEC_LOOKS, SETTLED_LOOKS, mark_of, shown
+from envs.sandbox.agent.proc import EXEC_LOOKS, SETTLED_LOOKS, marks_of, shown
 
 MARKED = b"PATH=/bin\0FLASH_COMMAND=agent-1-7\0"
+
+
+def mark_of(pid: int, show: object = shown) -> str:
+    return marks_of([pid], show)[pid]
 
 
 class Proc:
