@@ -11,7 +11,7 @@ WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
 ALONE := $(BIN)/python -m pytest -v --exitfirst --last-failed --last-failed-no-failures none
 
-.PHONY: env check unit test lint bench gpu-check docs clean
+.PHONY: env check unit test lint bench gpu-check docs site clean
 
 # Returns at once when .venv is current.
 env:
@@ -47,6 +47,11 @@ gpu-check: env
 # docs/configuration.md, from the docstrings of flash/config/tree.py.
 docs: env
 	$(BIN)/python scripts/config_docs.py
+
+# The documents as a site, in build/site: any server shows it, such as `python3 -m http.server -d build/site`. What leads
+# nowhere is an error.
+site: env
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # Everything that can be made again, but no runs: those are in outputs/.
 clean:

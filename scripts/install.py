@@ -43,7 +43,7 @@ COMPILED_LOCK = ROOT / "requirements" / "compiled.txt"
 TORCH_CPU = "torch==2.13.0"
 """What vLLM's CPU build was compiled against. Its files differ from index to index, so it has no hash."""
 
-EXTRAS = "train,math,sandbox,view,environments,dev"
+EXTRAS = "train,math,sandbox,view,environments,docs,dev"
 
 FIRST_IMPORTS = (
     "torch.distributed.fsdp, transformers.models.qwen3.modeling_qwen3, vllm.v1.engine.async_llm, matplotlib.pyplot"

@@ -58,10 +58,8 @@ def test_every_package_is_pinned_with_hashes() -> None:
 def test_what_the_project_asks_for_is_in_the_lock_at_a_version_it_allows() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for line in [
-        *project["dependencies"],
-        *(line for name in ("train", "math", "sandbox", "view", "environments", "dev") for line in extras[name]),
-    ]:
+    names = ("train", "math", "sandbox", "view", "environments", "docs", "dev")
+    for line in [*project["dependencies"], *(line for name in names for line in extras[name])]:
         wanted = Requirement(line)
         if wanted.name == "torch":  # pinned by scripts/install.py
             continue

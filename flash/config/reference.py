@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
@@ -78,8 +79,13 @@ def _rows(section: type[msgspec.Struct]) -> Iterator[str]:
             default = "empty"
         else:
             default = f"`{show(field.default)}`"
-        cells = (f"`{field.name}`", describe(field.type), default, meanings[field.name])
+        cells = (f"`{field.name}`", _value(field.type), default, meanings[field.name])
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _value(annotation: Any) -> str:
+    """A type in words, with a pattern set apart: its brackets would be read as a link."""
+    return re.sub(r"(?<=text matching )\S+", r"`\g<0>`", describe(annotation))
 
 
 def field_docs(section: type[msgspec.Struct]) -> dict[str, str]:

@@ -29,9 +29,11 @@ HELD_OUT = 1 << 31
 """First seed of the held-out problems."""
 
 Info = dict[str, Any]
+"""What `reset` and `step` return beside the rest: `metrics`, names with numbers, and `note`, a text, are logged."""
 StepResult = tuple[Observation, float, bool, bool, Info]
 """observation, reward, terminated, truncated, info"""
 ResetResult = tuple[Observation, Info]
+"""observation, info"""
 
 
 class SolvedExample(msgspec.Struct, frozen=True):

@@ -1,0 +1,58 @@
+"""What the site has beside docs/: a page for each file outside of it that the documents link to.
+
+mkdocs calls the two hooks by their names. The pages exist in the site only: nothing is copied into the tree.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from algorithms import OBJECTIVES  # noqa: E402 - the path has to be there first
+
+EXAMPLES = ("toml", "py", "yaml")
+"""Endings of what stands in examples/, which are also the names of their languages."""
+CONTRIBUTING = "CONTRIBUTING.md"
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the pages."""
+    from mkdocs.structure.files import File, InclusionLevel
+
+    for path in sorted((ROOT / "examples").rglob("*")):
+        name = path.relative_to(ROOT).as_posix()
+        if path.suffix[1:] in EXAMPLES:
+            text = f"# {name}\n\n```{path.suffix[1:]}\n{path.read_text(encoding='utf-8')}```\n"
+            files.append(File.generated(config, f"{name}.md", content=text, inclusion=InclusionLevel.NOT_IN_NAV))
+    text = (ROOT / CONTRIBUTING).read_text(encoding="utf-8").replace("](docs/", "](")
+    files.append(File.generated(config, CONTRIBUTING, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Lead links out of docs/ to these pages, and list names from their docstrings."""
+    markdown = re.sub(rf"\]\(\.\./(examples/[\w/-]+\.(?:{'|'.join(EXAMPLES)}))\)", r"](\1.md)", markdown)
+    markdown = markdown.replace(f"](../{CONTRIBUTING})", f"]({CONTRIBUTING})")
+    return re.sub(r"<!-- api: ([\w.]+)(:[ \w]+)? -->", lambda found: _listed(found[1], found[2]), markdown)
+
+
+def _listed(module: str, names: str | None) -> str:
+    """Directives of mkdocstrings, for all public names of a module or for those that are given."""
+    if module == "algorithms.OBJECTIVES":
+        paths = [path.replace(":", ".") for path in OBJECTIVES.values()]
+    elif names:
+        paths = [f"{module}.{name}" for name in names[1:].split()]
+    else:
+        return f"\n::: {module}\n"
+    return "".join(
+        f"\n::: {path}\n    options: {{show_root_heading: true, show_root_toc_entry: true}}\n" for path in paths
+    )
