@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -91,7 +90,7 @@ class Pool:
             begun = time.monotonic()
             if begun - self._started + self._longest > self._plan.limit_s:
                 return
-            problem = await anyio.to_thread.run_sync(run_cell, cell, self._plan.folder, core, abandon_on_cancel=True)
+            problem = await run_cell(cell, self._plan.folder, core)
             took = time.monotonic() - begun
             self._longest = max(self._longest, took)
             self._report(cell, took, problem)
@@ -106,21 +105,18 @@ class Pool:
         print(f"[{done}/{len(self._plan.cells)}] {case}: {said} in {took:.0f} s", flush=True)
 
 
-def run_cell(cell: Cell, folder: Path, core: int | None) -> str:
-    """Run one cell to its end; returns the end of what it wrote to standard error."""
+async def run_cell(cell: Cell, folder: Path, core: int | None) -> str:
+    """Run one cell to its end, or to ours; returns the end of what it wrote to standard error."""
     command = [sys.executable, "-m", "benchmarks.offpolicy.harness", str(folder)]
-    try:
-        done = subprocess.run(
+    with anyio.move_on_after(CELL_TIMEOUT_S):
+        done = await anyio.run_process(
             command + ([] if core is None else ["--core", str(core)]),
             input=msgspec.json.encode(cell),
-            capture_output=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
-            timeout=CELL_TIMEOUT_S,
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        return f"not finished after {CELL_TIMEOUT_S} s"
-    return done.stderr.decode(errors="replace").strip()[-2000:]
+        return done.stderr.decode(errors="replace").strip()[-2000:]
+    return f"not finished after {CELL_TIMEOUT_S} s"
 
 
 def grid(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from pathlib import Path
 
 import anyio
@@ -214,7 +215,7 @@ class FakeCells:
         self.ran: list[str] = []
         self.fails = fails
 
-    def __call__(self, cell: Cell, folder: Path, core: int | None) -> str:
+    async def __call__(self, cell: Cell, folder: Path, core: int | None) -> str:
         self.ran.append(cell.name)
         if cell.alpha == self.fails:
             return "out of luck"
@@ -245,6 +246,27 @@ def test_a_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mon
     anyio.run(second.run)
     assert sorted(fake.ran) == sorted(cell.name for cell in missing)
     assert second.missing() == []
+
+
+def test_a_cell_ends_with_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeper = tmp_path / "python"
+    sleeper.write_text(f"#!/bin/sh\necho $$ >>{tmp_path}/pids; exec sleep 300\n")
+    sleeper.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(sleeper))
+    pids = tmp_path / "pids"
+    pids.touch()
+
+    async def interrupted() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(Pool(a_plan(tmp_path)).run)
+            while len(pids.read_text().split()) < 2:  # noqa: ASYNC110 (nothing tells when a process has begun)
+                await anyio.sleep(0.01)
+            group.cancel_scope.cancel()
+
+    anyio.run(interrupted)
+    for pid in map(int, pids.read_text().split()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def test_no_cell_is_started_past_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def test_a_grid_is_run_piece_by_piece_and_kept(
 ) -> None:
     ran: list[str] = []
 
-    def run_cell(cell: Cell, folder: Path, core: int | None) -> str:
+    async def run_cell(cell: Cell, folder: Path, core: int | None) -> str:
         ran.append(f"{cell.method.key} {cell.alpha}")
         if cell.alpha:
             return "out of luck"
