@@ -14,8 +14,10 @@ without), --mixed (every batch has tokens of all ages up to alpha), --keep FILE 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -108,14 +110,21 @@ class Pool:
 async def run_cell(cell: Cell, folder: Path, core: int | None) -> str:
     """Run one cell to its end, or to ours; returns the end of what it wrote to standard error."""
     command = [sys.executable, "-m", "benchmarks.offpolicy.harness", str(folder)]
-    with anyio.move_on_after(CELL_TIMEOUT_S):
-        done = await anyio.run_process(
-            command + ([] if core is None else ["--core", str(core)]),
-            input=msgspec.json.encode(cell),
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            check=False,
-        )
-        return done.stderr.decode(errors="replace").strip()[-2000:]
+    command += [] if core is None else ["--core", str(core)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    # One that is interrupted while it starts would be forgotten.
+    with anyio.CancelScope(shield=True):
+        process = await anyio.open_process(command, stdout=subprocess.DEVNULL, env=env)
+    async with process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        with anyio.move_on_after(CELL_TIMEOUT_S):
+            with contextlib.suppress(anyio.BrokenResourceError):
+                await process.stdin.send(msgspec.json.encode(cell))
+            await process.stdin.aclose()
+            said = b"".join([chunk async for chunk in process.stderr])
+            await process.wait()
+            return said.decode(errors="replace").strip()[-2000:]
     return f"not finished after {CELL_TIMEOUT_S} s"
 
 
