@@ -92,7 +92,7 @@ def containers(config: Config | None) -> Found:
         found, advice = str(error), "start Docker or Podman, or set DOCKER_HOST (docs/sandboxes.md)"
     if wanted:
         return missing(found, advice)
-    return not_needed(f"no engine answers, and {'nothing' if config is None else 'the environment'} asks for one")
+    return not_needed("no engine answers, and nothing asks for one")
 
 
 def uses_sandboxes(item: tuple[str, str]) -> bool:
