@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +15,9 @@ from flash.config.objects import load_object
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 OURS = r"(?:flash|algorithms|envs|benchmarks|tests|examples|scripts|docs)"
+
+ELSEWHERE = {"No space left on device"}
+"""What the documents explain and no text of ours has."""
 
 
 @pytest.fixture(params=PAGES, ids=lambda page: page.name)
@@ -52,3 +57,23 @@ def test_names_that_are_imported_exist(page: Path) -> None:
 def test_import_paths_lead_to_something(page: Path) -> None:
     for path in re.findall(rf"(?<![\w./-])({OURS}(?:\.\w+)+:\w+)\b", page.read_text(encoding="utf-8")):
         load_object(path)
+
+
+def said(file: Path) -> Iterator[str]:
+    """The texts of a file, with … for what is filled in."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+
+
+@pytest.mark.parametrize("page", ["when-it-fails.md", "objective.md"])
+def test_messages_that_are_explained_are_given(page: str) -> None:
+    rows = re.findall(r"^\| (.+?) \|", (ROOT / "docs" / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    messages = [b or a for row in rows for b, a in re.findall(r"``(.+?)``|`(.+?)`", row)]
+    parts = {part.strip() for message in messages for part in message.split("…") if " " in part.strip()}
+    assert len(parts) > 5
+    files = [file for folder in ("flash", "envs", "algorithms") for file in (ROOT / folder).rglob("*.py")]
+    given = "\n".join(text for file in files for text in said(file))
+    assert sorted(part for part in parts - ELSEWHERE if part not in given) == []
