@@ -10,18 +10,18 @@ each kind is under way; they begin first, since they take longest.
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from flash.foreign.asyncio import around_callbacks
 from flash.simulate.clock import VirtualLoop
 
 BLOCKED_SECONDS = 0.5
@@ -101,17 +101,16 @@ class _Collecting(threading.local):
 def blocking_callbacks() -> Generator[list[str]]:
     """Gather the callbacks, of any event loop, that take too long."""
     found: list[str] = []
-    run = asyncio.Handle._run
     collecting = _Collecting()
 
     def time_collection(phase: str, _: dict[str, int]) -> None:
         collecting.seconds += time.thread_time() if phase == "stop" else -time.thread_time()
 
-    def timed_run(handle: asyncio.Handle) -> None:
-        owner = getattr(handle._callback, "__self__", handle)
+    def timed(callback: Any, run: Callable[[], None]) -> None:
+        owner = getattr(callback, "__self__", callback)
         start = time.thread_time() - collecting.seconds
         try:
-            run(handle)
+            run()
         finally:
             seconds = time.thread_time() - collecting.seconds - start
             if seconds > BLOCKED_SECONDS:
@@ -119,8 +118,7 @@ def blocking_callbacks() -> Generator[list[str]]:
 
     gc.callbacks.append(time_collection)
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(asyncio.Handle, "_run", timed_run)
+        with around_callbacks(timed):
             yield found
     finally:
         gc.callbacks.remove(time_collection)

@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from flash.foreign import torch, transformers, vllm, vllm_parsers
+from flash.foreign import asyncio, torch, transformers, vllm, vllm_parsers
 
 ROOT = Path(__file__).parents[2]
 TOUCHED = [
@@ -21,6 +21,7 @@ TOUCHED = [
     *vllm.TOUCHED_BY_WORKERS,
     *vllm_parsers.TOUCHED,
     *torch.TOUCHED,
+    *asyncio.TOUCHED,
     *transformers.TOUCHED,
 ]
 LIBRARIES = ("vllm", "torch", "transformers", "uvicorn", "aiodocker")
@@ -47,7 +48,7 @@ def test_what_we_touch_is_there(path: str) -> None:
     owner: Any = import_module(module)
     for name in attributes.split("."):
         assert has(owner, name), (
-            f"{path} has moved in {library} {import_module(library).__version__}: mend flash/foreign"
+            f"{path} has moved in {library} {getattr(import_module(library), '__version__', '')}: mend flash/foreign"
         )
         owner = getattr(owner, name, None)
 
