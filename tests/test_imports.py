@@ -17,7 +17,7 @@ APART = {"agent", "project"}
 FLOORS = [
     {"errors", "types", "foreign"},
     {"waiting", "config"},
-    {"transport", "environment", "observe", "service"},
+    {"transport", "environment", "observe", "profile", "service"},
     {"weights", "hub", "view"},
     {"rollout", "trainer"},
     {"simulate", "run"},

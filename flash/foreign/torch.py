@@ -1,4 +1,4 @@
-"""torch beyond what it documents: torchrun as a function, the stores of a rendezvous, CUDA handles."""
+"""torch beyond what it documents: torchrun as a function, the stores of a rendezvous, CUDA handles and memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ TOUCHED = (
     "torch.distributed:HashStore",
     "torch.distributed:DistError",
     "torch.multiprocessing.reductions:reduce_tensor",
+    "torch.cuda.memory:_record_memory_history",
+    "torch.cuda.memory:_dump_snapshot",
     "torch.distributed.checkpoint.state_dict_loader:load",
     "torch.distributed.checkpoint.state_dict_saver:save",
     "torch.distributed.checkpoint.api:CheckpointException",
@@ -66,6 +69,9 @@ SAME_MOMENT_S = 5
 ROOM = "FLASH_ROOM"
 """The variable that names, to all processes that torchrun has started together, on whatever node, where they meet: no
 others of any time have the same. How often each node's agent has restarted its own says nothing of the others."""
+
+MOST_MEMORY_EVENTS = 100_000
+"""Allocations of CUDA memory whose history is kept; older ones are forgotten."""
 
 LINGER_S = 10
 """Seconds in which processes end that are to be started again: they know it already, and who hangs does not end."""
@@ -256,3 +262,22 @@ def ipc_handle(tensor: Tensor) -> tuple[Any, ...]:
     from torch.multiprocessing.reductions import reduce_tensor
 
     return reduce_tensor(tensor)[1]
+
+
+def keep_memory_history(*, on: bool) -> None:
+    """Whether CUDA memory remembers who has allocated it."""
+    from torch.cuda import memory
+
+    history: Any = memory
+    if on:
+        history._record_memory_history(max_entries=MOST_MEMORY_EVENTS)
+    else:
+        history._record_memory_history(enabled=None)
+
+
+def dump_memory(file: Path) -> None:
+    """Write what CUDA memory holds and remembers, for pytorch.org/memory_viz."""
+    from torch.cuda import memory
+
+    history: Any = memory
+    history._dump_snapshot(str(file))

@@ -21,9 +21,9 @@ LANES, STEPS = 1, 2
 
 def trace(spans: Sequence[Activity], metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The whole trace, from the first thing recorded on."""
+    begin = trace_begin(spans, metrics)
     spans = [span for span in spans if span.stop > span.start]
     ended = [row for row in metrics if number(row, "time") is not None]
-    begin = min((*(span.start for span in spans), *(_begun(row) for row in ended)), default=0.0)
     return {
         "displayTimeUnit": "ms",
         "traceEvents": [
@@ -33,6 +33,12 @@ def trace(spans: Sequence[Activity], metrics: Sequence[Mapping[str, Any]]) -> di
             *_steps(ended, begin),
         ],
     }
+
+
+def trace_begin(spans: Sequence[Activity], metrics: Sequence[Mapping[str, Any]]) -> float:
+    """The Unix seconds from which a trace counts: those of the first thing recorded."""
+    begun = (span.start for span in spans if span.stop > span.start)
+    return min((*begun, *(_begun(row) for row in metrics if number(row, "time") is not None)), default=0.0)
 
 
 def _lanes(spans: Sequence[Activity], begin: float) -> Iterator[dict[str, Any]]:
