@@ -23,6 +23,7 @@ from flash.cli import (
     init,
     join,
     plot,
+    profile,
     replay,
     rhythm,
     rollout,
@@ -38,7 +39,24 @@ from flash.errors import FlashError
 
 DESCRIPTION = "Asynchronous reinforcement-learning post-training for language models."
 COMMANDS = (
-    *(init, doctor, train, join, drain, evaluate, rollout, view, watch, plot, compare, trace, track, export, replay),
+    *(
+        init,
+        doctor,
+        train,
+        join,
+        drain,
+        evaluate,
+        rollout,
+        view,
+        watch,
+        plot,
+        compare,
+        trace,
+        profile,
+        track,
+        export,
+        replay,
+    ),
     *(rhythm, simulate, calibrate, tiny_model, sandbox),
 )
 """In the order of the help."""

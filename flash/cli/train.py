@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 from flash.cli.commands import Commands
 from flash.config.advice import advise
 from flash.config.load import dump, load, split_arguments
+from flash.config.tree import Config
 from flash.run.beforehand import check_start
 from flash.run.models import make_missing_model
 
@@ -37,6 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
             sys.stderr.write(f"checked {line}\n")
         sys.stdout.write(dump(config))
         return 0
+    return start(config, paths, overrides)
+
+
+def start(config: Config, paths: Sequence[Path], overrides: Sequence[str]) -> int:
+    """Make the tiny model that a checked configuration may want, and train; the exit code of `launch`."""
     from flash.run.agents import INTERRUPTED
     from flash.run.launcher import launch, resume_command
 

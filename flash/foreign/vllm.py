@@ -87,6 +87,8 @@ TOUCHED_BY_WORKERS = (
     "vllm.distributed.weight_transfer.base:WeightTransferEngine.device",
     "vllm.distributed.weight_transfer.base:WeightTransferInitInfo",
     "vllm.distributed.weight_transfer.base:WeightTransferUpdateInfo",
+    "vllm.v1.worker.gpu_worker:Worker.execute_model",
+    "vllm.v1.worker.gpu_worker:Worker.rank",
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.moe_kernel",
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.process_weights_after_loading",
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
@@ -313,7 +315,7 @@ async def update_weights(llm: Any, update_info: dict[str, Any], label: str) -> s
     await llm.start_weight_update()
     await llm.update_weights(WeightTransferUpdateRequest(update_info))
     await llm.finish_weight_update()
-    failures = await llm.collective_rpc("flash_load_failure")
+    failures = await ask_workers(llm, "flash_load_failure")
     failure = next((one for one in failures if one is not None), None)
     if failure is None:
         await llm.update_weight_version(label)
@@ -322,7 +324,12 @@ async def update_weights(llm: Any, update_info: dict[str, Any], label: str) -> s
 
 async def held_fingerprints(llm: Any) -> list[list[int]]:
     """Of the weights that each worker holds."""
-    return [list(sums) for sums in await llm.collective_rpc("flash_fingerprint")]
+    return [list(sums) for sums in await ask_workers(llm, "flash_fingerprint")]
+
+
+async def ask_workers(llm: Any, method: str, *arguments: object) -> list[Any]:
+    """Call a method of each worker, between two steps; what each returns."""
+    return await llm.collective_rpc(method, args=arguments)
 
 
 def register_backend(name: str, module: str, class_name: str) -> None:

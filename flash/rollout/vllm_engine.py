@@ -239,6 +239,28 @@ class VLLMEngine:
         await self._llm.update_weight_version(str(version))
         self._version = self._salt = version
 
+    async def ask_workers(self, method: str, *arguments: object) -> list[Any]:
+        """Call a method of each worker between two steps, for deadlines.swap at most; it makes none meanwhile.
+
+        Raises:
+            EngineError, DeadlineError: a worker failed, or took too long.
+        """
+        self._check_alive()
+        asked = f"the workers of engine {self._index} to do `{method}`"
+        self._steps.pauses()
+        try:
+            with deadline(self._config.deadlines.swap, asked, "vLLM's log") as self._answer_scope:
+                return await vllm.ask_workers(self._llm, method, *arguments)
+        except DeadlineError:
+            self._check_death()  # its death cancels the wait too
+            raise
+        except Exception as error:  # as in `load`
+            raise self._typed(error) from error
+        finally:
+            self._answer_scope = None
+            self._steps.goes_on(anyio.current_time())
+        raise AssertionError("a deadline that passes raises")
+
     def reassign(self, number: int) -> None:
         """See `Engine`. Not with nccl, where the number is its place in a group."""
         self._index = number

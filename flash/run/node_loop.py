@@ -31,7 +31,10 @@ from flash.hub.hub import Hub, RunEnd
 from flash.hub.journal import NO_JOURNAL
 from flash.hub.members import Home
 from flash.observe.recorder import Recorder
+from flash.profile.order import ordered
+from flash.rollout.engine import Engine
 from flash.rollout.node import RolloutNode
+from flash.rollout.profiled_engine import ProfiledEngine
 from flash.rollout.rehearsal import rehearse
 from flash.rollout.settings import episode_settings
 from flash.rollout.tokenizer import HfTokenizer
@@ -42,6 +45,7 @@ from flash.run.hub_place import HubAddress, announce, withdraw
 from flash.run.hub_state import NOTHING, keep_hub_state, restored
 from flash.run.journal import FileJournal
 from flash.run.past import RecordedPast
+from flash.run.profiled import profile_node
 from flash.run.rendezvous import Rank, advertised_host, find_hub
 from flash.run.scratch import remember_shared_memory
 from flash.run.starter_watch import LAUNCHER
@@ -137,6 +141,8 @@ async def _first_node(rank: Rank, config: Config, token: str | None, now: Callab
             if journal is not None:
                 signals.start_soon(journal.run)
             signals.start_soon(tell_beginning, hub, recorder.stage)
+            if (order := ordered()) is not None:
+                signals.start_soon(profile_node, order, hub, config)
             async with _serving(hub, config, token) as address:
                 end = await _run_hub(hub, config, env, address, now)
             finish = partial(recorder.finish, end.ledger, interrupted=end.reason == "interrupted")
@@ -278,8 +284,11 @@ async def make_node(
 ) -> RolloutNode:
     """A node with real engines; nothing of it is started. `on_loss` as of `RolloutNode`."""
 
-    def make_engine(gpus: Sequence[int], number: int) -> VLLMEngine:
-        return VLLMEngine(config, number, gpus, remember_shared_memory)
+    order = ordered()
+
+    def make_engine(gpus: Sequence[int], number: int) -> Engine:
+        engine = VLLMEngine(config, number, gpus, remember_shared_memory)
+        return engine if order is None else ProfiledEngine(engine, number, order)
 
     engines = [partial(make_engine, config.engine_gpus(node, i)) for i in range(config.engines_on(node))]
     tokenizer = await anyio.to_thread.run_sync(ready_tokenizer, config)

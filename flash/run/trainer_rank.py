@@ -183,6 +183,8 @@ def _train(
     import torch.distributed as dist
     import transformers
 
+    from flash.profile.order import ordered
+    from flash.profile.recording import NO_PROFILE, RankProfile
     from flash.rollout.tokenizer import HfTokenizer
     from flash.trainer import checkpoint
     from flash.trainer.loop import TrainerLoop
@@ -209,6 +211,10 @@ def _train(
         checkpoint.load(Path(life.checkpoint), trainer)
     publisher = make_publisher(config, index, advertised_host(config))
     stack.callback(publisher.close)
-    loop = TrainerLoop(config, index, trainer, publisher, hubs, HfTokenizer(config.model).inner)
+    order = ordered()
+    profile = NO_PROFILE if order is None else RankProfile(order, index, cuda=cuda)
+    # Also after an error, of which people are told first.
+    stack.callback(profile.ends)
+    loop = TrainerLoop(config, index, trainer, publisher, hubs, HfTokenizer(config.model).inner, profile)
     gc.freeze()
     loop.run()

@@ -18,6 +18,7 @@ from flash.config import waits
 from flash.config.tree import Config
 from flash.errors import CheckpointError
 from flash.hub import protocol as p
+from flash.profile.recording import NO_PROFILE, StepProfile
 from flash.trainer import checkpoint
 from flash.trainer.logprobs import canary_logprobs
 from flash.trainer.model import named_full_tensors
@@ -52,6 +53,7 @@ class TrainerLoop:
         publisher: WeightPublisher,
         hub: RankHub,
         tokenizer: Any,
+        profile: StepProfile = NO_PROFILE,
     ) -> None:
         self._config = config
         self._rank = rank
@@ -59,6 +61,7 @@ class TrainerLoop:
         self._publisher = publisher
         self._hub = hub
         self._tokenizer = tokenizer
+        self._profile = profile
         self._activities: list[Activity] = []
         self._saved_version = -1
         self._keeps = True
@@ -88,6 +91,7 @@ class TrainerLoop:
         self._leave()
 
     def _next_shard(self) -> Shard | None:
+        self._profile.begins(self._trainer.version)
         did, self._activities = self._activities, []
         with self._doing("wait") as seconds:
             timeout = waits.batch_s(self._config)
@@ -131,6 +135,7 @@ class TrainerLoop:
             self._checkpoint()
         if self._finished and self._config.checkpoint.export:
             checkpoint.export_hf(self._trainer.model, self._tokenizer, self._config.run_dir / "model")
+        self._profile.ends()
         # Rank 0 holds the weights of the last version until the engines have them.
         self._call(p.Goodbye(self._rank, self._activities), waits.taken_s(self._config))
 

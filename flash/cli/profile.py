@@ -1,0 +1,173 @@
+"""`flash profile`: a few steps of a run under torch's profiler, and what they come down to."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flash.cli.commands import Commands
+from flash.cli.train import start
+from flash.config.advice import advise
+from flash.config.load import load, split_arguments
+from flash.config.tree import Config
+from flash.errors import ConfigError
+from flash.observe.rundir import RunDirectory, write_atomically
+from flash.observe.trace import trace, trace_begin
+from flash.profile.order import Order
+from flash.profile.parts import WHOLE, Measured, parts_in, read_part, whole_trace
+from flash.profile.report import report
+from flash.run.beforehand import check_start
+from flash.run.past import booked_version
+
+SHUTDOWN_S = 60.0
+"""Of an interrupt while it records: what was recorded is written too."""
+REPORT = "report.txt"
+
+
+def add_parser(commands: Commands) -> argparse.ArgumentParser:
+    parser = commands.add_parser("profile", help="run a few steps of a config under torch's profiler, for Perfetto")
+    parser.add_argument("config", nargs="+", metavar="CONFIG|KEY=VALUE", help="as of `flash train`")
+    parser.add_argument("--steps", type=_positive, default=3, metavar="N", help="steps to record (3)")
+    parser.add_argument("--warm-up", type=_count, default=2, metavar="M", help="steps before those (2)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="a new one; default: NAME-profile beside the run")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the run in its own directory, and record that"
+    )
+    return parser
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError("expected 0 or more")
+    return number
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("expected 1 or more")
+    return number
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start the run with an order for its processes, then put together what they have written."""
+    paths, overrides = split_arguments(arguments.config)
+    asked = load(paths, overrides)
+    out = (arguments.out or asked.run_dir.with_name(f"{asked.run.name}-profile")).absolute()
+    first_node = os.environ.get("FLASH_NODE_RANK", "0") == "0"
+    if first_node:
+        _refuse(out, asked.run.name)
+    overrides.append(f"deadlines.shutdown={max(SHUTDOWN_S, asked.deadlines.shutdown)}")
+    overrides.append("run.resume=true" if arguments.resume else f"run.output_dir={json.dumps(str(out))}")
+    config = load(paths, overrides)
+    order = _order(config, arguments.warm_up, arguments.steps, out)
+    advise(config)
+    check_start(config)
+    if first_node:
+        _make(out)
+    order.give()
+    try:
+        code = start(config, paths, overrides)
+    finally:
+        if first_node and not any(out.iterdir()):
+            out.rmdir()
+    return _show(config, order) or code if first_node else code
+
+
+def _order(config: Config, warm_up: int, steps: int, out: Path) -> Order:
+    """Which steps are meant. Raises ConfigError: the run has fewer."""
+    made = booked_version(config) if config.run.resume else 0
+    order = Order(str(out), made + warm_up, made + warm_up + steps)
+    if order.stop > config.run.steps:
+        left = f"{config.run.steps - made} of its {config.run.steps} steps are left" if made else "the run has fewer"
+        raise ConfigError(
+            f"--warm-up {warm_up} and --steps {steps}: expected at most run.steps = {config.run.steps} together, and "
+            f"{left}; give fewer, or a larger run.steps"
+        )
+    return order
+
+
+def _refuse(out: Path, run: str) -> None:
+    """A folder that holds anything but runs of this name that came to nothing. Raises ConfigError."""
+    above = next(folder for folder in out.parents if folder.exists())
+    if not above.is_dir():
+        raise ConfigError(f"cannot make {out}: {above} is a file; name a folder with --out FOLDER")
+    if out.exists() and not (out.is_dir() and all(it.name.lstrip(".").startswith(run) for it in out.iterdir())):
+        raise ConfigError(f"{out} exists: a profile makes its folder; name a new one with --out FOLDER")
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {out}: {error.strerror}; name a folder with --out FOLDER") from error
+
+
+def _show(config: Config, order: Order) -> int:
+    """Put the parts together and print the report; the exit code.
+
+    Raises:
+        ConfigError: there is nothing, or a file cannot be written.
+    """
+    out = Path(order.folder)
+    if not (files := parts_in(out)):
+        raise ConfigError(f"nothing was recorded: the run ended before step {order.first}; its output says why")
+    directory = RunDirectory(config.run_dir)
+    spans, metrics = directory.read_spans(), directory.read_metrics()
+    measured, problems = list[Measured](), list[str]()
+    begin = trace_begin(spans, metrics)
+    try:
+        with whole_trace(out / WHOLE, begin) as whole:
+            for file in files:
+                try:
+                    measured.append(whole.add(*read_part(file)))
+                except ConfigError as error:
+                    problems.append(str(error))
+            for event in _meanwhile(trace(spans, metrics)["traceEvents"], measured, begin):
+                whole.put(event)
+    except OSError as error:
+        raise ConfigError(f"cannot write {out / WHOLE}: {error.strerror}; single processes have files there") from error
+    lines = [*_told(config, order, measured), "", *report(measured, spans)]
+    write_atomically(out / REPORT, "".join(f"{line}\n" for line in lines).encode())
+    for problem in problems:
+        sys.stderr.write(f"flash: warning: {problem}\n")
+    lines += ["", f"{out / WHOLE}: open it at ui.perfetto.dev, which keeps it in the browser"]
+    sys.stdout.write("".join(f"{line}\n" for line in ["", *lines]))
+    return 0 if measured else 1
+
+
+def _meanwhile(
+    events: Iterable[Mapping[str, Any]], measured: Sequence[Measured], begin: float
+) -> Iterator[Mapping[str, Any]]:
+    """The run's timeline while something was recorded."""
+    start = min((part.facts.begin for part in measured), default=begin) - begin
+    stop = max((part.facts.end for part in measured), default=begin) - begin
+    for event in events:
+        ts, duration = event.get("ts", start * 1e6), event.get("dur", 0)
+        if ts <= stop * 1e6 and ts + duration >= start * 1e6:
+            yield event
+
+
+def _told(config: Config, order: Order, measured: Sequence[Measured]) -> Iterator[str]:
+    """Which steps were recorded, of whom, and where the rest is."""
+    made = max((part.facts.steps for part in measured if part.facts.who.startswith("trainer")), default=0)
+    last = order.first + made - 1
+    if made:
+        steps = f"step {last}" if made == 1 else f"steps {order.first} to {last}"
+        yield f"{steps} of {config.run.steps} of the run in {config.run_dir}"
+    if (missing := order.stop - order.first - made) > 0:
+        yield f"the run ended before {missing} of the {made + missing} steps that were asked for"
+    for who in _processes(config) - {part.facts.who for part in measured}:
+        yield f"nothing is there of {who}: what was said above of it tells why"
+
+
+def _processes(config: Config) -> set[str]:
+    ranks = {f"trainer {rank}" for rank in range(config.trainer_world_size)}
+    engines = sum(map(config.engines_on, range(config.cluster.nodes)))
+    return ranks | {f"engine {number}" for number in range(engines)}

@@ -1,0 +1,47 @@
+"""The first node's part of `flash profile`: its event loop is watched, and the run ends when all is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio
+
+from flash.config.tree import Config
+from flash.hub.hub import Hub
+from flash.profile.callbacks import CallbackWatch
+from flash.profile.order import Order
+
+POLL_S = 0.1
+"""Between two looks at the version of the run."""
+WRITE_S = 120.0
+"""How long the run goes on for the files of engines and trainer ranks, after the last step that is profiled."""
+
+
+async def profile_node(order: Order, hub: Hub, config: Config) -> None:
+    """Watch this process's event loop through the steps that are ordered, and end the run after them.
+
+    Waits for the first of these steps, then for the last, then for what others write. Cancelled, it leaves what it has.
+    """
+    await _until(lambda: hub.version >= order.first)
+    watch = CallbackWatch("event loop of node 0")
+    try:
+        with watch.watching():
+            await _until(lambda: hub.version >= order.stop)
+    finally:
+        watch.write(order.file("node-0"))
+    with anyio.move_on_after(WRITE_S):
+        await _until(lambda: all(order.file(name).exists() for name in _expected(config)))
+    # A run that has trained everything still evaluates.
+    if hub.version < config.run.steps:
+        hub.interrupt()
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for knows nothing of a profile
+        await anyio.sleep(POLL_S)
+
+
+def _expected(config: Config) -> list[str]:
+    """What the processes of this node are called."""
+    ranks = [f"trainer-{rank}" for rank in range(config.trainer_ranks_on(0))]
+    return ranks + [f"engine-{number}" for number in range(config.engines_on(0))]

@@ -1,0 +1,92 @@
+"""`flash profile` before its run starts: what it refuses, and where it would go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flash.cli import profile
+from flash.cli.main import main, parse
+from flash.config.load import load
+from flash.errors import ConfigError
+from flash.profile.order import Order
+from tests.profile.test_parts import event, write_part
+
+CONFIG = """
+run = { name = "mine", output_dir = "FOLDER", steps = 4 }
+model = { path = "FOLDER/models/tiny", max_length = 32 }
+rollout = { max_new_tokens = 8 }
+tiny_model = { layers = 1, width = 32 }
+env = { path = "envs.arithmetic:Arithmetic" }
+cluster = { gpus_per_node = 0 }
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "run.toml"
+    file.write_text(CONFIG.replace("FOLDER", str(tmp_path)))
+    return file
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["profile", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_more_steps_than_the_run_has_are_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, str(file), "--steps=3", "--warm-up=2")
+    assert "--warm-up 2 and --steps 3: expected at most run.steps = 4 together, and the run has fewer" in said
+    (file.parent / "mine").mkdir()
+    for name, text in (("config.toml", ""), ("metrics.jsonl", '{"step":0}\n{"step":1}\n')):
+        (file.parent / "mine" / name).write_text(text)
+    said = refusal(capsys, str(file), "--steps=2", "--warm-up=1", "--resume")
+    assert "2 of its 4 steps are left" in said
+    assert not (file.parent / "mine-profile").exists()
+
+
+@pytest.mark.parametrize("wrong", ["--steps=0", "--warm-up=-1", "--steps=x"])
+def test_numbers_that_mean_nothing_are_refused(file: Path, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["profile", str(file), wrong])
+    assert "--steps" in (said := capsys.readouterr().err) or "--warm-up" in said
+
+
+def test_a_folder_that_holds_anything_else_is_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = file.parent / "mine-profile"
+    out.mkdir()
+    (out / "report.txt").touch()
+    said = refusal(capsys, str(file), "--steps=1", "--warm-up=0")
+    assert f"{out} exists: a profile makes its folder; name a new one with --out FOLDER" in said
+    assert f"{file} exists" in refusal(capsys, str(file), "--steps=1", "--warm-up=0", f"--out={file}")
+    said = refusal(capsys, str(file), "--steps=1", "--warm-up=0", f"--out={file}/deep")
+    assert f"cannot make {file}/deep: {file} is a file; name a folder with --out FOLDER" in said
+
+
+def test_a_run_that_came_to_nothing_is_no_hindrance(tmp_path: Path) -> None:
+    for name in ("mine", "mine.1", ".mine.lock"):
+        (tmp_path / name).mkdir()
+    profile._refuse(tmp_path, "mine")  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(ConfigError):
+        profile._refuse(tmp_path, "other")  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_run_that_ended_before_the_steps_is_told(file: Path) -> None:
+    order = Order(str(file.parent), 2, 3)
+    with pytest.raises(ConfigError, match="nothing was recorded: the run ended before step 2; its output says why"):
+        profile._show(load(file), order)  # pyright: ignore[reportPrivateUsage]
+
+
+def test_what_is_there_is_shown_though_a_file_was_cut_off(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = file.parent / "out"
+    out.mkdir()
+    write_part(out / "trainer-0.json.gz", [event("aten::mm", 1e6, 500.0)])
+    (out / "engine-0.json.gz").write_bytes(b"")
+    assert profile._show(load(file), Order(str(out), 1, 4)) == 0  # pyright: ignore[reportPrivateUsage]
+    said = capsys.readouterr()
+    assert "engine-0.json.gz cannot be read" in said.err
+    assert "steps 1 to 2 of 4 of the run in" in said.out
+    assert "the run ended before 1 of the 3 steps that were asked for" in said.out
+    assert "nothing is there of engine 0: what was said above of it tells why" in said.out
+    assert (out / "trace.json.gz").exists()
