@@ -429,3 +429,19 @@ class Activity(msgspec.Struct, frozen=True, array_like=True):
 
 RETRIED = frozenset({Outcome.ENV_ERROR, Outcome.ENV_TIMEOUT, Outcome.REWARD_ERROR, Outcome.ENGINE_ERROR})
 """Failures of the infrastructure: tried again within the budget. A cancelled task is always tried again."""
+
+
+class Stock(msgspec.Struct, frozen=True):
+    """What environments of a node borrow, as sandboxes."""
+
+    name: str
+    in_use: int
+    """Lent, being started, or being cleaned."""
+    ready: int
+    """Warm: clean, and lent at once."""
+    waiting: int
+    """Who wants one, and gets none yet."""
+    most: int
+    """In use and ready together."""
+    made: int
+    """Started since the node began."""

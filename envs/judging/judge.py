@@ -22,6 +22,7 @@ from envs.sandbox.open import Location, SandboxProvider, open_sandboxes
 from envs.sandbox.reuse.pool import ReusePool, open_reuse_pool
 from flash.environment import run_name, shared
 from flash.errors import SandboxBusyError, SandboxError, SandboxRefusedError
+from flash.types import Stock
 
 WITNESS_S = 5.0
 """Longest time for which a harmless program has to keep its sandbox, where another one has lost all of its own."""
@@ -64,6 +65,10 @@ class Judge:
             return await run_tests(sandbox, program, language, suite, limits, every=every)
 
         return await self.try_in(spec_of(language, limits), judged, len(suite.tests), limits.total)
+
+    def stock(self) -> Stock:
+        """How many sandboxes it has."""
+        return self.sandboxes.stock()
 
     async def try_in(
         self, spec: Spec, judged: Callable[[Sandbox], Awaitable[Verdict]], tests: int, total: float

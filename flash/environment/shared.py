@@ -14,18 +14,28 @@ import math
 from collections.abc import AsyncGenerator, Callable, Hashable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import anyio
 from anyio.abc import TaskGroup
 
 from flash.errors import EnvError
+from flash.types import Stock
 from flash.waiting import unwrapped_group
 
 _T = TypeVar("_T")
 
 OPEN_S = 120.0
 """Seconds for one thing to open."""
+
+
+@runtime_checkable
+class Stocked(Protocol):
+    """A shared thing of which people may see how much is in use, as a pool of sandboxes."""
+
+    def stock(self) -> Stock:
+        """How it is now."""
+        ...
 
 
 class _Thing:
@@ -93,6 +103,11 @@ class Sharing:
             del self._things[key]
             thing.settled.set()
 
+    def stocks(self) -> list[Stock]:
+        """What of the open things is lent to environments."""
+        values = (thing.value for thing in self._things.values() if thing.settled.is_set())
+        return [value.stock() for value in values if isinstance(value, Stocked)]
+
     def end(self) -> None:
         """Close everything, also what is only being opened."""
         self._closing.set()
@@ -134,6 +149,12 @@ def run_name() -> str:
         EnvError: this runs on no node.
     """
     return _sharing().run
+
+
+def stocks() -> list[Stock]:
+    """What environments of this node borrow, as far as it is open; nothing where nothing is shared."""
+    sharing = _here.get(None)
+    return [] if sharing is None else sharing.stocks()
 
 
 def _sharing() -> Sharing:

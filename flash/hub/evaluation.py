@@ -162,6 +162,11 @@ class Evaluations:
         return f"{self._round.home} of {self._config.problems * self._config.samples} answers"
 
     @property
+    def open(self) -> int:
+        """Answers of the running round that are still to come."""
+        return len(self._leases.queue) + self._leases.out
+
+    @property
     def done(self) -> bool:
         """No round runs or is due."""
         return self._round is None and not self._due

@@ -8,7 +8,7 @@ its last answer is silent, though its connection stands: its event loop is block
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from flash.hub.protocol import EngineReport, EngineStatus
 
@@ -63,6 +63,11 @@ class Fleet:
     def engines(self) -> Iterator[EngineStatus]:
         """Every engine that has been reported."""
         return (engine for node in self._nodes.values() for engine in node.engines)
+
+    def engines_of(self, node: int) -> Sequence[EngineStatus]:
+        """Those of a node, as it has reported them."""
+        known = self._nodes.get(node)
+        return known.engines if known is not None else ()
 
     @property
     def waits_for_engines(self) -> bool:

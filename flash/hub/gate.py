@@ -24,6 +24,7 @@ from flash.errors import LifeOverError, ProtocolError
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
 from flash.hub.trainers import LIFE_OVER
+from flash.observe.cluster import FAILURE_TEXT, NodeStatus
 from flash.transport.request import Request
 from flash.transport.server import Peer
 from flash.types import Activity, Failure, Outcome, Task, Trajectory
@@ -43,6 +44,7 @@ SAID_BY: dict[type[Request[Any]], tuple[Kind, ...]] = {
     p.VersionRequest: ("node",),
     p.LoadFailed: ("node",),
     p.EngineReport: ("node",),
+    p.StatusReport: ("node",),
     p.LifeRequest: ("trainer",),
     p.OutliveRequest: ("trainer",),
     p.LifeWatch: ("trainer",),
@@ -62,6 +64,8 @@ SAID_BY: dict[type[Request[Any]], tuple[Kind, ...]] = {
 """Who may say what."""
 MOST_ENGINES = 1024
 """Of one node: far above what a machine holds."""
+MOST_STOCKS = 64
+"""Kinds of things that environments of one node borrow."""
 OF_FIRST_RANK = (p.Commit, p.PublishRequest, p.SnapshotRequest)
 """What trainer rank 0 alone says."""
 NUMBERED: dict[Kind, str] = {"node": "node", "messenger": "node", "trainer": "rank", "guest": ""}
@@ -166,6 +170,8 @@ class Gate:
                 return next(self._delivery_faults(request, given), None)
             case p.EngineReport():
                 return self._report_fault(request)
+            case p.StatusReport():
+                return _status_fault(request.status)
             case p.BatchRequest() | p.Goodbye():
                 return _activity_fault(request.activities)
             case p.JoinRequest() if not 0 < request.engines <= MOST_ENGINES:
@@ -197,6 +203,18 @@ class Gate:
         if not 0 <= request.restarts <= MOST:
             return f"{request.restarts} restarts"
         return _activity_fault(request.activities)
+
+
+def _status_fault(status: NodeStatus) -> str | None:
+    """What could not be shown, or kept: whatever else it says is for people alone."""
+    if len(status.engines) > MOST_ENGINES or len(status.stocks) > MOST_STOCKS:
+        return f"{len(status.engines)} engines and {len(status.stocks)} stocks"
+    texts = [status.host, *(engine.why for engine in status.engines), *(stock.name for stock in status.stocks)]
+    if (longest := max(map(len, texts))) > 2 * FAILURE_TEXT:
+        return f"a text of {longest} characters"
+    times = (time for engine in status.engines for time in (engine.loaded_at, engine.died_at) if time is not None)
+    rates = (rate for engine in status.engines for rate in (engine.kv_used, engine.tokens_per_second, engine.load_s))
+    return None if _finite((status.since, *times, *rates)) else "a number that is not finite"
 
 
 def _activity_fault(activities: Iterable[Activity]) -> str | None:

@@ -18,7 +18,7 @@ import msgspec
 from flash.config import waits
 from flash.config.tree import Config
 from flash.environment.interface import NO_DOMAINS, Domain
-from flash.errors import CollectiveError, ContractError, DeadlineError, FlashError, error_of
+from flash.errors import ContractError, DeadlineError, FlashError
 from flash.hub import protocol as p
 from flash.hub.batching import PART_BYTES
 from flash.hub.buffer import SampleBuffer
@@ -30,12 +30,14 @@ from flash.hub.members import Home, Members
 from flash.hub.metrics import StepMetrics
 from flash.hub.nodes import Nodes
 from flash.hub.past import Past, Start
+from flash.hub.picture import picture
 from flash.hub.rules import buffer_rules
 from flash.hub.stages import LOOK_AT, OF_TRAINERS, Beginning, Stage, stage_s, waited_for
 from flash.hub.state import HubState, KeepState, weigh
 from flash.hub.steps import Steps
 from flash.hub.tasks import TaskSource
 from flash.hub.trainers import Trainers
+from flash.observe.cluster import HubNow
 from flash.observe.observer import Observer
 from flash.transport.request import ReplyT, Request, answered
 from flash.waiting import deadline, unwrapped_group
@@ -98,6 +100,7 @@ class Hub:
     ) -> None:
         self._config = config
         self._observer = observer
+        self._now = now
         self._course = Course(state.version if state else 0)
         rollout, version = config.rollout, self._course.version
         self._first_version = version
@@ -272,6 +275,12 @@ class Hub:
             return Beginning("first step")
         return Beginning("first batch", f"{self.buffer.ready_groups} of {self._contract.groups_per_batch} groups")
 
+    def picture(self) -> HubNow:
+        """What the whole cluster does now, for people."""
+        doing, course = self._waited_for(self._stage()), self._course
+        parts = (self._members, self._nodes, self._trainers, self.buffer, self._evaluations, course)
+        return picture(self._config, *parts, doing=doing, now=self._now())
+
     async def past(self, doing: str) -> None:
         """Wait, under the caller's deadline, until the beginning does something else."""
         while (now := self.beginning()) is not None and now.doing == doing:
@@ -303,6 +312,8 @@ class Hub:
                 return await self._nodes.versions.load_failed(request)
             case p.EngineReport():
                 return self._nodes.versions.engines_changed(request)
+            case p.StatusReport():
+                self._nodes.told(request)
             case p.RunRequest():
                 self._course.refuse_at_end()
                 return self._members.about(request, self._course.version, ending=self._ending)
@@ -319,7 +330,7 @@ class Hub:
                 self._observer.note(request.reason)
                 self._course.interrupt()
             case p.Fatal():
-                await self._fatal(request)
+                await self._trainers.failed(request, lambda: self._waited_for(self._stage()))
                 await anyio.sleep_forever()  # a peer that left now would have torchrun end us before we say why
             case _:
                 return await self._trainers.while_it_lasts(partial(self._answer_rank, request))
@@ -344,19 +355,6 @@ class Hub:
             case _:
                 raise ContractError(f"the hub does not serve a {type(request).__name__}")
         return p.Ack()
-
-    async def _fatal(self, request: p.Fatal) -> None:
-        """End the run with a peer's error, unless it is the echo of the end of another one that has no voice."""
-        error = error_of(request.error, request.message)
-        if error is None or isinstance(error, CollectiveError):
-            life = self._lives.number
-            await anyio.sleep(waits.echo_s(self._config))
-            if not self._lives.counts(life):
-                return
-        if isinstance(error, CollectiveError):
-            self._trainers.collective_failed(error, self._waited_for(self._stage()))
-        else:
-            self._course.fail(error or FlashError(request.message))
 
     @property
     def _ending(self) -> bool:

@@ -8,7 +8,7 @@ knows which node has which lease, of both.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import msgspec
 
@@ -148,6 +148,15 @@ class Holders:
         """Leases that have been out since before a time, with their nodes."""
         held = self._held.values()
         return [(node, lease) for node, lease, _ in takewhile(lambda each: each[2] < then, held)]
+
+    def oldest(self, most: int) -> list[tuple[int, Lease, float]]:
+        """The leases that have been out longest, each with its node and since when."""
+        return list(islice(self._held.values(), most))
+
+    def oldest_of(self, node: int) -> float | None:
+        """Since when a node has had the oldest of its leases."""
+        first = next(iter(self._of_node.get(node, ())), None)
+        return None if first is None else self._held[first][2]
 
     def ended(self, lease_id: int) -> None:
         """A node has handed a lease over, known here or not."""

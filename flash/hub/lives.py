@@ -55,6 +55,11 @@ class Lives:
         """Whether a life was lost under this hub."""
         return self.number > self._first
 
+    @property
+    def followed(self) -> int:
+        """Lives that were lost under this hub, and followed by another one."""
+        return max(0, self.number - self._first)
+
     # -- who is there ------------------------------------------------------------------------------------------------
 
     @property

@@ -72,6 +72,11 @@ class Members:
         return sum(map(len, self._engines.values()))
 
     @property
+    def numbers(self) -> list[int]:
+        """All members, whether they have come yet or not."""
+        return sorted(self._engines)
+
+    @property
     def joined(self) -> list[int]:
         """The nodes that have come by themselves."""
         return [node for node in self._engines if self.has_joined(node)]

@@ -24,7 +24,8 @@ from flash.hub.desk import LeaseDesk
 from flash.hub.evaluation import Evaluations
 from flash.hub.fleet import Fleet
 from flash.hub.members import Members
-from flash.hub.metrics import StepMetrics
+from flash.hub.metrics import FAILURES, StepMetrics
+from flash.hub.statuses import Statuses
 from flash.hub.versions import Versions
 from flash.observe.observer import Observer
 from flash.types import Activity, Failure, Lease, Outcome, Trajectory
@@ -77,11 +78,11 @@ class Nodes:
         self._evaluations = evaluations
         self._metrics = metrics
         self._members = members
-        self._leaving: dict[int, str] = {}
-        """Nodes that have said that they go, and with which error; empty: in order."""
+        self.leaving: dict[int, str] = {}
+        """Nodes that have said that they go, and why; empty: in order."""
         self._sent_off: set[int] = set()
         """Nodes that are still to be told to go."""
-        self._silent: set[int] = set()
+        self.silent: set[int] = set()
         """Nodes that have lost their work for their silence, and have not spoken since."""
         self._batch_at_hand = batch_at_hand
         self.fleet = Fleet(config.deadlines.request, known)
@@ -92,6 +93,8 @@ class Nodes:
         if self.claims.void:
             buffer.revoke(self.claims.void)
         self.versions = Versions(config, observer, now, course, metrics, self.fleet, self._desk.shares, self.offer)
+        self.holders = self._desk.holders
+        self.statuses = Statuses()
         self._poll_s = waits.long_poll_s(config)
         self._openings = 0
         self._evaluating_since: float | None = None
@@ -100,7 +103,7 @@ class Nodes:
 
     async def lease(self, request: p.LeaseRequest) -> p.LeaseReply:
         """Hand out tasks. Waits for a share of those that the age contract has room for, at most one long poll."""
-        if request.node in self._leaving:  # it asked before it could stop itself
+        if request.node in self.leaving:  # it asked before it could stop itself
             await anyio.sleep(self._poll_s)
             return p.LeaseReply([], done=self._course.done)
         reply = self._desk.asks(request.node, request.capacity)
@@ -141,7 +144,7 @@ class Nodes:
     @property
     def _takers(self) -> Collection[int]:
         """The nodes that could run a task now: what has failed on all of them goes to any."""
-        return self.fleet.able - self._leaving.keys() if self._leaving else self.fleet.able
+        return self.fleet.able - self.leaving.keys() if self.leaving else self.fleet.able
 
     def _next_leases(self, node: int) -> list[Lease]:
         """The next task for a node, or the next whole group."""
@@ -199,6 +202,8 @@ class Nodes:
         return p.Ack()
 
     def _take(self, node: int, lease_id: int, result: Trajectory | Failure) -> None:
+        if isinstance(result, Failure) and result.outcome in FAILURES:
+            self._observer.failure(result.outcome, f"node {node}: {result.message}")
         if result.task.split == "eval":
             if (row := self._evaluations.finish(lease_id, result, node)) is not None:
                 now = self._now()
@@ -254,7 +259,7 @@ class Nodes:
         """Tell a node what has become pointless. Waits for some of it, at most one long poll."""
         node = request.node
         self.fleet.asked(node)
-        self._silent.discard(node)
+        self.silent.discard(node)
         with anyio.move_on_after(self._poll_s):
             await self._course.until(
                 ("cancels", node),
@@ -270,6 +275,11 @@ class Nodes:
     def joins(self, node: int, engines: int) -> None:
         """A node has become a member of the run; its engines are still to start, or to load a version."""
         self._observer.note(f"node {node} joins with {engines} engine{'s' if engines > 1 else ''}")
+
+    def told(self, request: p.StatusReport) -> None:
+        """A node tells how it is."""
+        for death in self.statuses.told(request.node, request.status, self._now()):
+            self._observer.failure("engine_died", death)
 
     def send_off(self, node: int) -> None:
         """Somebody wants a node to leave in order: it is told with its next cancels."""
@@ -292,7 +302,7 @@ class Nodes:
             self._course.interrupt()
         elif not self._course.done:
             self._observer.note(f"node {node} leaves: it takes no more work, and ends what it has or hands it back")
-        self._leaving[node] = request.error
+        self.leaving[node] = request.error and f"{request.error}: {request.message}"
         self.offer()
 
     async def watch(self) -> None:
@@ -317,7 +327,8 @@ class Nodes:
         limit = self._config.deadlines.request
         look_at = f"the output of node {node}: its event loop is blocked, or its machine is stopped or cut off"
         self._give_up(node)
-        self._silent.add(node)
+        self.silent.add(node)
+        self._observer.failure("node_silent", f"node {node} has not asked for anything for {limit:g} s; see {look_at}")
         if self.fleet or self._members.has_joined(node):
             then = "the others do its work" if self.fleet else "no other node has engines"
             self._observer.note(f"node {node} has been silent for {limit:g} s, and {then}; see {look_at}")
@@ -334,11 +345,16 @@ class Nodes:
 
     def left(self, node: int) -> None:
         """A node's connection ended: its leases go back."""
-        if node not in (HUBS_OWN, *self._silent) and not self._course.done and self._course.stopping is None:
+        stopping, leaving = self._course.stopping is not None, self.leaving.get(node)
+        if not self._course.done and self._course.error is None:
+            said = "" if stopping else leaving
+            if why := self.statuses.left(node, self._now(), silent=node in self.silent, leaving=said):
+                self._observer.failure("node_lost", why)
+        if node not in (HUBS_OWN, *self.silent) and not self._course.done and not stopping:
             # With its own node's loop the hub ends itself, and the error says why. Of a silent one all is said.
             self._note_loss(node)
-        self._silent.discard(node)
-        self._leaving.pop(node, None)
+        self.silent.discard(node)
+        self.leaving.pop(node, None)
         self._sent_off.discard(node)
         if self._course.error is None:  # else it takes what it has to the next hub
             self._give_up(node)
@@ -347,13 +363,13 @@ class Nodes:
         """Say what is left, and who brings the rest back."""
         lost, joined = len(self.fleet.versions(node)), self._members.has_joined(node)
         if not lost:
-            if joined and node not in self._leaving:
+            if joined and node not in self.leaving:
                 self._observer.note(f"node {node} is gone while no engine of it was ready: its output says why")
-            elif self._leaving.get(node) == "":
+            elif self.leaving.get(node) == "":
                 self._observer.note(f"node {node} has left, when no engine of it was ready any more")
             return
         left = sum(1 for _ in self.fleet.engines()) - lost
-        how = "has left" if node in self._leaving else "is gone"
+        how = "has left" if node in self.leaving else "is gone"
         then = f"the other {left} do its work" if left else "no engine is left to make samples"
         said = f"node {node} {how}, and {lost} of {left + lost} engines with it: {then}"
         if self._members.fixed:
@@ -364,7 +380,7 @@ class Nodes:
                 f". It comes back by itself where `flash train` still runs on node {node}, else when the same command "
                 "is started there"
             )
-        elif node not in self._leaving:
+        elif node not in self.leaving:
             said += ". It joins again by itself where its command still runs; `flash join` brings another"
         self._observer.note(said)
 

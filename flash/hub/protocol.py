@@ -1,12 +1,11 @@
 """The messages between the hub and its peers.
 
-Rollout nodes send `LeaseRequest`, `DeliverRequest`, `CancelRequest`, `VersionRequest`, `LoadFailed` and `EngineReport`,
-and `ClaimRequest` where they have outlived a hub; trainer ranks send `LifeRequest`, or `OutliveRequest` where they have
-outlived one, `LifeWatch`, `BatchRequest` and `Goodbye`, and rank 0 also `PublishRequest`, `Commit` and
+Rollout nodes send `LeaseRequest`, `DeliverRequest`, `CancelRequest`, `VersionRequest`, `LoadFailed`, `EngineReport` and
+`StatusReport`, and `ClaimRequest` where they have outlived a hub; trainer ranks send `LifeRequest`, or `OutliveRequest`
+where they have outlived one, `LifeWatch`, `BatchRequest` and `Goodbye`, and rank 0 also `PublishRequest`, `Commit` and
 `SnapshotRequest`; the agent that keeps a node's ranks sends `RanksRequest`. Any of them may send `Interrupt` or
-`Fatal`. A guest becomes a rollout node: it sends `RunRequest`, then `JoinRequest`, and at its end `Leave`. Each class
-names the struct that answers it.
-Requests of nodes that wait (leases, cancels, versions) are answered, possibly empty, within
+`Fatal`. A guest becomes a rollout node: it sends `RunRequest`, `JoinRequest`, and at its end `Leave`. Each class names
+the struct that answers it. Requests of nodes that wait (leases, cancels, versions) are answered, possibly empty, within
 `flash.config.waits.long_poll_s`.
 """
 
@@ -20,6 +19,7 @@ from typing import Protocol
 import msgspec
 
 from flash import types
+from flash.observe.cluster import NodeStatus
 from flash.transport.request import ReplyT, Request
 from flash.types import Activity, Failure, Lease, Published, Shard, Trajectory
 
@@ -150,6 +150,13 @@ class EngineReport(Request[Ack], frozen=True, tag=True):
     """What people should know."""
     restarts: int = 0
     """Engines that have come back."""
+
+
+class StatusReport(Request[Ack], frozen=True, tag=True):
+    """A node tells every few seconds how it is, for people: nothing is decided by it."""
+
+    node: int
+    status: NodeStatus
 
 
 class LifeReply(msgspec.Struct, frozen=True, tag=True):
@@ -358,6 +365,7 @@ HubRequest = (
     | VersionRequest
     | LoadFailed
     | EngineReport
+    | StatusReport
     | LifeRequest
     | OutliveRequest
     | LifeWatch

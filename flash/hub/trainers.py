@@ -16,7 +16,7 @@ import anyio
 
 from flash.config import waits
 from flash.config.tree import Config
-from flash.errors import CollectiveError, FlashError, LifeOverError, PeerLostError, RecordingError
+from flash.errors import CollectiveError, FlashError, LifeOverError, PeerLostError, RecordingError, error_of
 from flash.hub import protocol as p
 from flash.hub.batching import deal
 from flash.hub.course import Course
@@ -77,6 +77,8 @@ class Trainers:
         self._choosing = False
         self._again: Again | None = None
         self._calls: set[anyio.CancelScope] = set()
+        self.begun: dict[int, float] = {}
+        """When each rank of now has come."""
         self._changes = 0
         """Of which processes the lives have."""
         self._lost_at = now() if self.lives.away else None
@@ -100,8 +102,7 @@ class Trainers:
         if self._outliving.decide(go_on=False):  # a process starts when all of the life before it have ended
             self._refuse("others have started instead of them")
             raise LifeOverError(LIFE_OVER)
-        self.lives.begins(request.rank, request.process)
-        self._changed()
+        self._comes(request)
         self._course.refuse_at_end()
         while self._start is None and not self.lives.finished:
             if self._choosing:
@@ -115,6 +116,12 @@ class Trainers:
                 self._course.bells.ring("batches")
         checkpoint = self._start.checkpoint if self._start is not None and not self.lives.finished else None
         return p.LifeReply(self.lives.number, checkpoint)
+
+    def _comes(self, request: p.LifeRequest | p.OutliveRequest) -> None:
+        """A rank has said which process it is."""
+        self.lives.begins(request.rank, request.process)
+        self.begun[request.rank] = self._now()
+        self._changed()
 
     async def _choose(self) -> Start:
         assert self._past is not None, "without a past no life follows the first"
@@ -159,6 +166,19 @@ class Trainers:
         words = [*self._silent(), f"{error}; the run waited for {awaited}, in which {seconds}"]
         self.end_life(CollectiveError(": ".join(words)))
 
+    async def failed(self, request: p.Fatal, waited_for: Callable[[], str]) -> None:
+        """End the run with a peer's error, unless it is the echo of the end of another one that has no voice."""
+        error = error_of(request.error, request.message)
+        if error is None or isinstance(error, CollectiveError):
+            life = self.lives.number
+            await anyio.sleep(waits.echo_s(self._config))
+            if not self.lives.counts(life):
+                return
+        if isinstance(error, CollectiveError):
+            self.collective_failed(error, waited_for())
+        else:
+            self._course.fail(error or FlashError(request.message))
+
     def leaves(self, rank: int) -> None:
         """A rank has said goodbye."""
         self.lives.leaves(rank)
@@ -171,12 +191,13 @@ class Trainers:
         return [f"{self._named(rank)} hangs: it has been silent for {seconds:.0f} s" for rank, seconds in quiet.items()]
 
     def _named(self, rank: int) -> str:
-        where = f"on node {self._node_of(rank)}"
+        where = f"on node {self.node_of(rank)}"
         if (process := self.lives.processes.get(rank)) is not None:
             where = f"process {process} {where}"
         return f"trainer rank {rank} ({where})"
 
-    def _node_of(self, rank: int) -> int:
+    def node_of(self, rank: int) -> int:
+        """The node of a rank."""
         return rank // self._config.cluster.trainer_ranks
 
     async def watched(self, request: p.LifeWatch) -> None:
@@ -188,7 +209,7 @@ class Trainers:
         """The processes of a node's ranks, once there is news of any."""
         await self._course.until("ranks", lambda: request.after != self._changes)
         here = [
-            [process for rank, process in ranks.items() if self._node_of(rank) == request.node]
+            [process for rank, process in ranks.items() if self.node_of(rank) == request.node]
             for ranks in (self.lives.processes, self.lives.ended)
         ]
         return p.RanksReply(self._changes, living=here[0], ended=here[1])
@@ -212,6 +233,7 @@ class Trainers:
         self._outliving.decide(go_on=False)
         self.lives.end()
         self._end_calls()
+        self._observer.failure("trainers_lost", str(error))
         self._observer.note(f"{error}. The trainer ranks start again, and the engines go on meanwhile")
 
     def _end_calls(self) -> None:
@@ -253,8 +275,7 @@ class Trainers:
         if outliving.go_on is not None:  # as of a rank that was cut off from this hub, whose life is over long since
             self.lives.withdraws(request.rank)
             raise LifeOverError(LIFE_OVER)
-        self.lives.begins(request.rank, request.process)
-        self._changed()
+        self._comes(request)
         why = outliving.presents(request)
         if not why and outliving.complete:
             why = outliving.compared(await self._booked_checksums(), await formed() if outliving.in_step else [])

@@ -38,6 +38,10 @@ class Observer(Protocol):
         """One line for people."""
         ...
 
+    def failure(self, kind: str, message: str) -> None:
+        """Something has failed, and the run goes on: an attempt at a sample, or a part of the cluster."""
+        ...
+
 
 class MemoryObserver:
     """Remembers each kind of event in a list, for tests and where nothing is written."""
@@ -51,6 +55,7 @@ class MemoryObserver:
         self.samples: dict[int, list[Trajectory]] = {}
         self.ledgers: list[dict[str, int]] = []
         self.notes: list[str] = []
+        self.failures: list[tuple[str, str]] = []
 
     def step(self, row: Mapping[str, float]) -> Wish | None:
         self.steps.append(dict(row))
@@ -70,3 +75,6 @@ class MemoryObserver:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+    def failure(self, kind: str, message: str) -> None:
+        self.failures.append((kind, message))

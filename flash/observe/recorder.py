@@ -26,6 +26,8 @@ from flash.errors import AlarmError, RunDirectoryError
 from flash.observe import recording
 from flash.observe.alarm_command import AlarmCommand
 from flash.observe.alarms import Alarms, Given
+from flash.observe.cluster import HubNow
+from flash.observe.cluster_file import ClusterFile
 from flash.observe.console import Console
 from flash.observe.observer import Wish
 from flash.observe.rundir import RunDirectory, readable, sample_times
@@ -71,6 +73,7 @@ class Recorder:
         """Why the run is to end early."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._writing: deque[Future[None]] = deque()
+        self._cluster = ClusterFile(self.directory, self._writer)
         self._canary = 0.0
         self._sink = (
             None
@@ -93,6 +96,7 @@ class Recorder:
             else:
                 told = first_error(error) if isinstance(error, BaseExceptionGroup) else error
                 row = {"error": type(told).__name__, "message": str(told)}
+                self._cluster.end("failed", f"{row['error']}: {row['message']}")
                 self._end_sinks("error", row, interrupted=True)
         finally:
             self._writer.shutdown()
@@ -125,6 +129,7 @@ class Recorder:
                 self.stopped = AlarmError(f"{alarm.text}; alarms.stop names `{alarm.name}`, --resume goes on")
             elif alarm.name in wanted.checkpoint and not last:
                 wish, follows = wish or "checkpoint", "; alarms.checkpoint has one written after the next step"
+            self._cluster.told(f"alarm: {alarm.text}{follows}")
             self._console.warn(alarm.text + follows)
             if self._alarm_command is not None:
                 self._alarm_command.call(alarm)
@@ -216,7 +221,17 @@ class Recorder:
 
     def note(self, text: str) -> None:
         """Print one line for people."""
+        self._cluster.told(text)
         self._console.note(text)
+
+    def failure(self, kind: str, message: str) -> None:
+        """Count what has failed, by kind, with its last message."""
+        self._cluster.failed(kind, message)
+
+    def cluster(self, hub: HubNow) -> None:
+        """Show what the cluster does now."""
+        if warning := self._cluster.show(hub):
+            self._console.warn(warning)
 
     def finish(self, ledger: Mapping[str, int], *, interrupted: bool) -> None:
         """Write summary and ledger and print the closing table; an interrupted run has no time for plots."""
@@ -240,6 +255,7 @@ class Recorder:
                 write_plots(self.directory.path)
             except RunDirectoryError as problem:  # all that they are drawn from is there
                 self._console.warn(f"{problem}; `flash plot {self.directory.path}` draws them at any time")
+        self._cluster.end("interrupted" if interrupted else "finished")
         self._end_sinks("summary", msgspec.to_builtins(summary), interrupted=interrupted)
         self._console.finish(summary)
 

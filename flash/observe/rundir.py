@@ -9,6 +9,7 @@
     batches/step-000012.bin           what a step trained, exactly (flash.observe.recording)
     journal/                          what happened to samples since a checkpoint (flash.run.journal)
     ledger.json, summary.json         totals
+    cluster.json                      nodes, engines and failures (flash.observe.cluster)
     checkpoints/, plots/, track/      written by their own rooms
     earlier/001/                      rows of steps that a later life did again
     hub-lives                         how many hubs the run has had
@@ -169,6 +170,7 @@ class RunDirectory:
         self.samples = path / "samples.jsonl"
         self.ledger = path / "ledger.json"
         self.summary = path / "summary.json"
+        self.cluster = path / "cluster.json"
         self.trajectories = path / "trajectories"
         self.batches = path / "batches"
         self.checkpoints = path / "checkpoints"

@@ -26,6 +26,8 @@ class EngineRecord:
         """One scope per request, the youngest last: cancelling it makes the request move."""
         self.emptied = anyio.Event()
         self.usage = EngineUsage(f"engine {number}")
+        self.tokens = 0
+        """That have come from this place."""
         self.begin(engine, view.limit)
 
     def renumber(self, number: int) -> None:
@@ -38,6 +40,8 @@ class EngineRecord:
         self.engine = engine
         self.limit = ConcurrencyLimit(limit)
         self.canary_error = 0.0
+        self.loaded: tuple[float, float] | None = None
+        """When it began to load its version, and when it had it."""
         self.failed_in_a_row = 0
         self.death: EngineDeadError | None = None
         self.died = anyio.Event()

@@ -29,6 +29,7 @@ from flash.hub.collecting import seldom_collected
 from flash.rollout.engine import Engine
 from flash.rollout.episode import Episode, EpisodeProgress
 from flash.rollout.homes import Home, Homes
+from flash.rollout.node_watch import NodeWatch
 from flash.rollout.phases import phases
 from flash.rollout.proxy import LLMProxy
 from flash.rollout.scheduler import MOST_EPISODES, Scheduler
@@ -59,6 +60,7 @@ class RolloutNode:
         now: Unix seconds on the loop's clock.
         prepare: opens what the environments of this node share, before anything starts.
         rehearse: tries the environment after that.
+        status_s: between two words on how it is; None: nobody looks.
     """
 
     def __init__(
@@ -76,10 +78,12 @@ class RolloutNode:
         on_loss: Callable[[TransportError], None] | None = None,
         prepare: Callable[[], Awaitable[None]] | None = None,
         rehearse: Callable[[], Awaitable[object]] | None = None,
+        status_s: float | None = None,
     ) -> None:
         self._report_numbers = count(1)
         self._prepare = prepare
         self._rehearse = rehearse
+        self._status_s = status_s
         self._config = config
         self._make_engines = make_engines
         self._first_engine = first_engine
@@ -119,6 +123,7 @@ class RolloutNode:
             room=self._proxy.capacity if most == "auto" else None,
             max_concurrent=MOST_EPISODES if most == "auto" else most,
         )
+        self._watch = NodeWatch(self._proxy, self._scheduler, now)
 
     async def _run_episode(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
         try:
@@ -141,6 +146,7 @@ class RolloutNode:
         """As `run`, within the caller's `sharing`; the engines stay."""
         async with unwrapped_group() as group:
             group.start_soon(self._heed_while_starting)
+            group.start_soon(self._tell_status)
             with self._starting:
                 await self._start()
             group.cancel_scope.cancel()
@@ -219,6 +225,7 @@ class RolloutNode:
                 for place in range(len(self._supervisors)):
                     group.start_soon(self._keep, place)
                 group.start_soon(self._heed)
+                group.start_soon(self._tell_status)
                 await self._scheduler.run()
                 group.cancel_scope.cancel()
             await self._report()
@@ -258,7 +265,9 @@ class RolloutNode:
             return
         if restart is None:
             self._open.discard(place)
-        self._notes.append(f"{death}. {self._what_follows(restart)}")
+        said = f"{death}. {self._what_follows(restart)}"
+        self._watch.died(place, said, returns=restart is not None)
+        self._notes.append(said)
         if self._open:
             await self._report()
         else:
@@ -339,6 +348,13 @@ class RolloutNode:
         with suppress(TransportError):
             await self._heed()
             self._starting.cancel()
+
+    async def _tell_status(self) -> None:
+        """Tell the hub now and then how we are. It is for people: that it cannot be told ends nothing."""
+        while self._status_s is not None:
+            with suppress(TransportError):
+                await self._call(lambda node: p.StatusReport(node, self._watch.status()))
+            await anyio.sleep(self._status_s)
 
     async def _report(self) -> None:
         await self._call(self._make_report())

@@ -84,10 +84,11 @@ class LLMProxy:
         versions = [engine.version for engine in engines]
         sessions = Sessions(settings.session_s)
         self._router = Router(settings.max_sequences, versions, bind_groups=settings.bind_groups, sessions=sessions)
-        self._records = [
+        self.records = [
             EngineRecord(engine, first_index + view.index, view)
             for engine, view in zip(engines, self._router.views, strict=True)
         ]
+        """Of each engine, what is known of it."""
         self._waits: dict[RoutedRequest, _Wait] = {}
         self._calls: set[anyio.CancelScope] = set()
         """The deadlines of all `generate` calls, and of their episodes."""
@@ -151,7 +152,7 @@ class LLMProxy:
         """An episode is over: others may have its place in an engine's KV cache."""
         engine = self._router.sessions.ends(session)
         if engine is not None:
-            self._fill(self._records[engine])
+            self._fill(self.records[engine])
 
     async def _admit(self, routed: RoutedRequest) -> EngineRecord:
         """Wait for an engine; returns the one that holds the request from then on."""
@@ -162,7 +163,7 @@ class LLMProxy:
             self._router.sessions.at(self._now())
             engine = self._router.ask(routed)
             if engine is not None:
-                record = self._records[engine]
+                record = self.records[engine]
                 self._observe(record, ended=False)
                 return record
             record = await self._queued(routed)
@@ -201,7 +202,10 @@ class LLMProxy:
                     async for piece in pieces:
                         record.failed_in_a_row = 0
                         if isinstance(piece, Completion):
-                            return response.completed(piece)
+                            before, whole = response.length, response.completed(piece)
+                            record.tokens += response.length - before
+                            return whole
+                        record.tokens += len(piece.token_ids)
                         if not routed.proven:
                             self._proven(record, routed)
                         response.add(piece)
@@ -257,11 +261,16 @@ class LLMProxy:
         states = [
             f"engine {record.number} has version {record.engine.version} and {record.view.held} of "
             f"{record.view.limit} requests"
-            for record in self._records
+            for record in self.records
             if record.view.alive
         ]
         waiting = f"{self._router.waiting} requests wait; this one needs version {min_version}"
         return f"deadlines.generate and rollout.max_new_tokens ({'; '.join([*states, waiting])})"
+
+    @property
+    def waiting(self) -> int:
+        """Requests that no engine has taken."""
+        return len(self._waits)
 
     def capacity(self) -> int:
         """How many more requests could start now on engines that have a version."""
@@ -271,7 +280,7 @@ class LLMProxy:
 
     async def load(self, engine: int, published: Published) -> None:
         """Swap one engine of this proxy to a version. Raises WeightsError, EngineError, DeadlineError."""
-        record, mode = self._records[engine], self._settings.swap
+        record, mode = self.records[engine], self._settings.swap
         self._router.begin_swap(engine, closed=mode in ("abort", "drain"))
         if mode == "abort":
             self._move_all(record)
@@ -282,6 +291,7 @@ class LLMProxy:
         # After an error the engine stays closed where it was: its weights are undefined.
         keep_cache = mode == "keep" and record.engine.version >= 0
         record.canary_error = await record.engine.load(published, keep_cache=keep_cache)
+        record.loaded = start, self._now()
         record.usage.begin(self._now(), busy=bool(record.running))
         record.usage.swapped(start, self._now())
         self._router.end_swap(engine, record.engine.version)
@@ -297,7 +307,7 @@ class LLMProxy:
         The youngest requests move, since the least has to be computed again for them.
         """
         for giver, count in self._router.surplus(record.view.index):
-            for scope, routed in list(self._records[giver].running.items())[-count:]:
+            for scope, routed in list(self.records[giver].running.items())[-count:]:
                 routed.settled = False
                 scope.cancel()
 
@@ -341,7 +351,7 @@ class LLMProxy:
 
     def fail(self, engine: int, error: EngineDeadError) -> None:
         """An engine is gone: its requests, and those that wait for it, move to the others, or wait for the next."""
-        record = self._records[engine]
+        record = self.records[engine]
         if not record.view.alive:
             return
         record.death = error
@@ -355,7 +365,7 @@ class LLMProxy:
 
     async def replace(self, engine: int, new: Engine) -> None:
         """Another engine, started and without a version, takes the place of a dead one that was closed."""
-        record = self._records[engine]
+        record = self.records[engine]
         # Cancelled when it died; a late one would count for the new engine.
         await self._emptied(record, "to leave", self._settings.swap_s)
         record.begin(new, self._settings.max_sequences)
@@ -380,7 +390,7 @@ class LLMProxy:
 
     async def dead(self, engine: int) -> EngineDeadError:
         """Return, with the reason, when an engine is gone, whoever noticed. Never returns while one is in its place."""
-        record = self._records[engine]
+        record = self.records[engine]
 
         async def watch() -> None:
             self._died(record, await record.engine.wait_dead())
@@ -394,12 +404,12 @@ class LLMProxy:
 
     def renumber(self, first: int) -> None:
         """From now on the first engine has this number in the run."""
-        for record in self._records:
+        for record in self.records:
             record.renumber(first + record.view.index)
 
     def versions(self) -> list[int]:
         """Version of each engine, −1 for those that are dead or have none."""
-        return [record.engine.version if record.view.alive else -1 for record in self._records]
+        return [record.engine.version if record.view.alive else -1 for record in self.records]
 
     # -- usage -------------------------------------------------------------------------------------------------------
 
@@ -419,7 +429,7 @@ class LLMProxy:
         now = self._now()
         statuses: list[EngineStatus] = []
         activities: list[Activity] = []
-        for record in self._records:
+        for record in self.records:
             if record.view.alive:
                 idle_s, lifetime_s = record.usage.seconds(now)
                 version, canary_error = record.engine.version, record.canary_error

@@ -140,6 +140,11 @@ class Scheduler:
             if lease_id in self._alive:
                 self._alive[lease_id].scope.cancel()
 
+    @property
+    def alive(self) -> int:
+        """Episodes that go on."""
+        return len(self._alive)
+
     def free(self) -> int:
         """Episodes that could start usefully now."""
         free = self._max_concurrent - len(self._alive)

@@ -1,4 +1,4 @@
-"""What people are told between the start of a run and its first step."""
+"""What people are told of a run by the clock: until its first step what it does, and all the time its cluster."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 import anyio
 
 from flash.hub.hub import Hub
+from flash.observe.cluster import EVERY_S as PICTURE_S
+from flash.observe.cluster import HubNow
 
 EVERY_S = 10.0
 """Between two lines while the same goes on."""
@@ -23,3 +25,10 @@ async def tell_beginning(hub: Hub, tell: Callable[[str], None]) -> None:
         tell(f"{what} … {anyio.current_time() - begun:.0f} s")
         with anyio.move_on_after(EVERY_S):
             await hub.past(now.doing)
+
+
+async def tell_cluster(hub: Hub, tell: Callable[[HubNow], None]) -> None:
+    """Show the cluster now and then. Waits for nothing but the clock. Produces pictures, until it is cancelled."""
+    while True:
+        tell(hub.picture())
+        await anyio.sleep(PICTURE_S)

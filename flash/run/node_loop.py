@@ -30,6 +30,7 @@ from flash.hub.gate import Gate
 from flash.hub.hub import Hub, RunEnd
 from flash.hub.journal import NO_JOURNAL
 from flash.hub.members import Home
+from flash.observe.cluster import EVERY_S
 from flash.observe.recorder import Recorder
 from flash.profile.order import ordered
 from flash.rollout.engine import Engine
@@ -40,7 +41,7 @@ from flash.rollout.settings import episode_settings
 from flash.rollout.tokenizer import HfTokenizer
 from flash.rollout.vllm_engine import VLLMEngine
 from flash.rollout.vllm_start import ready_tokenizer
-from flash.run.beginning import tell_beginning
+from flash.run.beginning import tell_beginning, tell_cluster
 from flash.run.hub_place import HubAddress, announce, withdraw
 from flash.run.hub_state import NOTHING, keep_hub_state, restored
 from flash.run.journal import FileJournal
@@ -141,10 +142,12 @@ async def _first_node(rank: Rank, config: Config, token: str | None, now: Callab
             if journal is not None:
                 signals.start_soon(journal.run)
             signals.start_soon(tell_beginning, hub, recorder.stage)
+            signals.start_soon(tell_cluster, hub, recorder.cluster)
             if (order := ordered()) is not None:
                 signals.start_soon(profile_node, order, hub, config)
             async with _serving(hub, config, token) as address:
                 end = await _run_hub(hub, config, env, address, now)
+                recorder.cluster(hub.picture())
             finish = partial(recorder.finish, end.ledger, interrupted=end.reason == "interrupted")
             await anyio.to_thread.run_sync(finish)
             signals.cancel_scope.cancel()
@@ -295,4 +298,12 @@ async def make_node(
     settings, seed = episode_settings(config), config.run.seed
     tried = partial(rehearse, tokenizer, env.make, env.kind_of, settings, run_seed=seed, now=now)
     parts = (node, config, engines, first_engine, tokenizer, env.make, hub)
-    return RolloutNode(*parts, now=now, domains=env.domains(), on_loss=on_loss, prepare=env.prepare, rehearse=tried)
+    return RolloutNode(
+        *parts,
+        now=now,
+        domains=env.domains(),
+        on_loss=on_loss,
+        prepare=env.prepare,
+        rehearse=tried,
+        status_s=EVERY_S,
+    )

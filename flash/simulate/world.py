@@ -331,6 +331,10 @@ class _Rows:
         if self._observer is not None:
             self._observer.ledger(totals)
 
+    def failure(self, kind: str, message: str) -> None:
+        if self._observer is not None:
+            self._observer.failure(kind, message)
+
     def note(self, text: str) -> None:
         if self._observer is not None:
             self._observer.note(text)

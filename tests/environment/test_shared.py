@@ -3,8 +3,9 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from flash.environment.shared import OPEN_S, run_name, shared, sharing
+from flash.environment.shared import OPEN_S, run_name, shared, sharing, stocks
 from flash.errors import EnvError, SandboxStartError
+from flash.types import Stock
 
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
@@ -126,3 +127,23 @@ async def test_an_error_of_the_node_passes_as_it_is():
 async def test_outside_of_a_node_nothing_is_shared():
     with pytest.raises(EnvError, match="nothing is shared here"):
         await shared("pool", Opener())
+
+
+class Pool:
+    """Tells what it has."""
+
+    def stock(self) -> Stock:
+        return Stock("sandboxes", 1, 2, 3, 4, 5)
+
+
+async def test_what_of_the_shared_things_is_lent_can_be_seen():
+    @asynccontextmanager
+    async def open_pool():
+        yield Pool()
+
+    assert stocks() == []
+    async with sharing("run"):
+        assert stocks() == []
+        await shared("pool", open_pool)
+        await shared("number", Opener())
+        assert stocks() == [Stock("sandboxes", 1, 2, 3, 4, 5)]

@@ -16,6 +16,7 @@ from flash.types import Activity, Canary, Failure, Lease, Outcome, Published, Sp
 from tests.hub.cases import trajectory
 from tests.hub.test_hub import Driver, make_config
 from tests.metrics_page import unlisted
+from tests.observe.clusters import status_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
@@ -119,6 +120,11 @@ async def test_a_second_connection_of_a_living_peers_name_is_refused_and_takes_n
         ("node", p.EngineReport(0, 1, [p.EngineStatus(0, 0, float("inf"), 0.0, 0.0)], []), "numbers that cannot be"),
         ("node", p.EngineReport(0, 1, [p.EngineStatus(0, 0, 0.0, 0.0, 0.0)] * 2, []), "an engine twice"),
         ("node", p.EngineReport(0, 1, [], [], restarts=-1), "-1 restarts"),
+        ("trainer", p.StatusReport(0, status_of(0, 0.0)), "a trainer may not"),
+        ("node", p.StatusReport(1, status_of(1, 0.0)), "it speaks for node 1"),
+        ("node", p.StatusReport(0, status_of(0, 0.0, load_s=float("nan"))), "a number that is not finite"),
+        ("node", p.StatusReport(0, status_of(0, 0.0, why=100_000 * "x")), "a text of 100000 characters"),
+        ("node", p.StatusReport(0, status_of(0, 0.0, engines=2000)), "2000 engines"),
     ],
 )
 async def test_a_peer_speaks_for_itself_and_says_what_its_kind_may_say(sender: str, request_: Any, why: str) -> None:

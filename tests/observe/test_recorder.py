@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 from flash.config.tree import Config
 from flash.errors import RunDirectoryError
 from flash.hub.batching import gather
+from flash.observe.cluster_file import read_cluster
 from flash.observe.recorder import Recorder
 from flash.types import Batch, Outcome, Task
 from tests.hub.cases import finish_all, lease_all, make_buffer, trajectory
+from tests.observe.clusters import hub_now
 from tests.observe.sample_rows import metrics_row
 
 WAIT_S = 10.0
@@ -36,7 +39,7 @@ class Slow:
         return [str(token) for token in token_ids]
 
 
-def make_recorder(folder: Path, tokenizer: Slow, **more: Any) -> Recorder:
+def make_recorder(folder: Path, tokenizer: Slow, now: Callable[[], float] = lambda: 0.0, **more: Any) -> Recorder:
     config = msgspec.convert(
         {
             "run": {"name": "run", "output_dir": str(folder), "log_samples": 1},
@@ -47,7 +50,7 @@ def make_recorder(folder: Path, tokenizer: Slow, **more: Any) -> Recorder:
         },
         Config,
     )
-    return Recorder(config, tokenizer, now=lambda: 0.0, resume_at=None, restarts=0)
+    return Recorder(config, tokenizer, now=now, resume_at=None, restarts=0)
 
 
 def test_the_loop_goes_on_while_samples_are_written_and_all_are_there_at_the_end(tmp_path: Path) -> None:
@@ -151,3 +154,32 @@ def test_an_alarm_has_the_command_called_and_its_failure_told(
         recorder.step(metrics_row(0, ess=0.2))
     assert (tmp_path / "told").read_text().startswith("20% is the effective share")
     assert "warning: alarms.command ended with code 3" in capsys.readouterr().out
+
+
+def test_the_last_picture_of_the_cluster_is_written_from_the_thread_that_ends_the_run(tmp_path: Path) -> None:
+    """The run's own clock is that of the loop, and asked there alone."""
+    loop, tokenizer = threading.get_ident(), Slow()
+    tokenizer.may.set()
+
+    def now() -> float:
+        assert threading.get_ident() == loop
+        return 0.0
+
+    with ThreadPoolExecutor(1) as other, make_recorder(tmp_path, tokenizer, now) as recorder:
+        recorder.cluster(hub_now(0.0))
+        recorder.failure("env_error", "boom")
+        recorder.note("node 1 joins")
+        recorder.step(metrics_row(0))
+        other.submit(recorder.finish, {"generated_tokens": 1}, interrupted=True).result()
+    kept = read_cluster(recorder.directory)
+    assert kept is not None
+    assert (kept.ended, [each.message for each in kept.failures]) == ("interrupted", ["boom"])
+    assert [event.text for event in kept.events] == ["node 1 joins"]
+
+
+def test_the_error_that_ends_a_run_is_kept_with_the_cluster(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError), make_recorder(tmp_path, Slow()) as recorder:
+        raise RunDirectoryError("the disk is gone")
+    kept = read_cluster(recorder.directory)
+    assert kept is not None
+    assert (kept.ended, kept.error, kept.hub) == ("failed", "RunDirectoryError: the disk is gone", None)

@@ -121,6 +121,9 @@ class FakeTrainer:
 class World:
     """One run on the virtual clock."""
 
+    status_s: float | None = None
+    """How often the node tells how it is."""
+
     def __init__(
         self,
         config: Config,
@@ -180,6 +183,7 @@ class World:
             InProcessCaller(self.hub),
             now=now,
             prepare=self._prepare,
+            status_s=self.status_s,
         )
         return self.hub
 

@@ -19,6 +19,7 @@ from anyio.abc import TaskGroup
 from envs.sandbox.api import Sandbox, SandboxProvider, Spec
 from envs.sandbox.reuse.wipe import Look, look, wipe
 from flash.errors import SandboxBusyError, SandboxClosedError, SandboxError
+from flash.types import Stock
 from flash.waiting import unwrapped_group
 
 IDLE_S = 60.0
@@ -82,6 +83,12 @@ class ReusePool:
                 raise
         finally:
             self._places.release()
+
+    def stock(self) -> Stock:
+        """How many there are."""
+        waiting = self._places.statistics().tasks_waiting
+        in_use = len(self._held) - len(self._ready)
+        return Stock("sandboxes", in_use, len(self._ready), waiting, self._most, self.made)
 
     def _take(self, spec: Spec) -> _Held | None:
         """A ready one, the one used last first."""

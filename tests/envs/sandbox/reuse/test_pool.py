@@ -8,6 +8,7 @@ from envs.sandbox.api import Spec
 from envs.sandbox.reuse.pool import IDLE_S, open_reuse_pool
 from envs.sandbox.reuse.wipe import KILL_AFTER_S
 from flash.errors import SandboxBusyError, SandboxLostError, SandboxStartError
+from flash.types import Stock
 from tests.envs.sandboxes import FINE, ScriptedProvider, result
 
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
@@ -104,6 +105,23 @@ async def test_in_use_and_in_stock_together_are_never_more_than_allowed():
                 tasks.start_soon(use, number)
         assert provider.most <= 3
         assert pool.made + pool.used_again == 40
+
+
+async def test_who_looks_sees_what_is_in_use_ready_and_waited_for():
+    async with open_reuse_pool(ScriptedProvider(like()), owner="run", most=1) as pool:
+        may = anyio.Event()
+
+        async def use() -> None:
+            async with pool.borrow(SPEC, 100):
+                await may.wait()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(use)
+            tasks.start_soon(use)
+            await anyio.sleep(5)
+            assert pool.stock() == Stock("sandboxes", in_use=1, ready=0, waiting=1, most=1, made=1)
+            may.set()
+        assert pool.stock() == Stock("sandboxes", in_use=0, ready=1, waiting=0, most=1, made=1)
 
 
 async def test_what_nobody_wants_is_given_back_after_a_while():
