@@ -26,7 +26,7 @@ from flash.errors import FlashError
 from flash.observe.text import escaped
 from flash.view.charts import CHARTS, Chart
 from flash.view.prometheus import MEDIA_TYPE, Latest, exposition
-from flash.view.runs import Rows, ViewedRun
+from flash.view.runs import Rows, ShownCluster, ViewedRun
 from flash.view.samples import Findings, Query, ShownGroup, find, show_group
 from flash.view.timeline import Window, show_window
 
@@ -40,6 +40,7 @@ ASSETS = {
     "/samples.js": ("samples.js", "text/javascript"),
     "/sample.js": ("sample.js", "text/javascript"),
     "/timeline.js": ("timeline.js", "text/javascript"),
+    "/cluster.js": ("cluster.js", "text/javascript"),
 }
 """Every file that is served."""
 HOSTS = ("127.0.0.1", "localhost")
@@ -118,6 +119,9 @@ def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
         part = _decoded(request, Part)
         return show_window(run_of(request).spans(), part.start, part.stop)
 
+    def cluster(request: Request) -> ShownCluster:
+        return run_of(request).cluster()
+
     def metrics(_: Request) -> Response:
         return Response(exposition(list(_readable(runs))), media_type=MEDIA_TYPE)
 
@@ -127,6 +131,7 @@ def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
         "/api/samples": samples,
         "/api/group": group,
         "/api/timeline": timeline,
+        "/api/cluster": cluster,
     }
     return Starlette(
         routes=[

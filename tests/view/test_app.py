@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from flash.observe.rundir import RunDirectory
 from flash.view.app import ASSETS, HEADERS, make_app
 from flash.view.runs import MOST_ROWS, open_runs
+from tests.observe.clusters import cluster, hub_now
 from tests.observe.sample_rows import STARTED, eval_row, metrics_row
 from tests.view.recorded import GROUP, append_step, record
 
@@ -143,6 +145,23 @@ async def test_a_run_that_has_made_no_step_is_empty(tmp_path: Path) -> None:
     assert found == {"samples": [], "searched_to": None, "newest": None}
     assert await asking.get("/api/timeline", run=0) is None
     assert (await asking.get("/api/group", run=0, step=0, group=0))["samples"] == []
+
+
+async def test_the_newest_picture_of_the_cluster_is_answered_and_nonsense_is_none(run: RunDirectory) -> None:
+    asking = Asking(run.path)
+    assert await asking.get("/api/cluster", run=0) == {
+        "picture": None,
+        "now": pytest.approx(time.time(), abs=60),
+        "there": False,
+    }
+    picture = cluster(STARTED, hub_now(STARTED, nodes=2))
+    run.cluster.write_bytes(msgspec.json.encode(picture))
+    answer = await asking.get("/api/cluster", run=0)
+    assert answer["picture"] == msgspec.to_builtins(picture)
+    for nonsense in (b"{", b'{"at": 1}', b"\xff", b"[" * 100_000):
+        run.cluster.write_bytes(nonsense)
+        answer = await asking.get("/api/cluster", run=0)
+        assert (answer["picture"], answer["there"]) == (None, True)
 
 
 async def test_samples_and_their_group_are_answered(run: RunDirectory) -> None:

@@ -4,9 +4,10 @@ import { $, ask, colourOf, element, lasting } from "./tools.js";
 import * as overview from "./overview.js";
 import * as samples from "./samples.js";
 import * as timeline from "./timeline.js";
+import * as cluster from "./cluster.js";
 
 const EVERY_MS = 2000;
-const VIEWS = { overview, samples, timeline };
+const VIEWS = { overview, samples, timeline, cluster };
 
 let runs = [], wake = () => {};
 
@@ -77,6 +78,7 @@ async function begin() {
   overview.prepare(contents.charts, draw);
   samples.prepare(draw);
   timeline.prepare(draw);
+  cluster.prepare();
   addEventListener("hashchange", draw);
   await follow();
 }

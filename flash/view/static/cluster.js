@@ -1,0 +1,244 @@
+// Nodes, engines, samples on their way and failures: as a run goes on, and as it left them.
+
+import { $, ask, chooseRun, element, figure, lasting, visible } from "./tools.js";
+
+const OLD_S = 15;           // A run that goes on writes a picture every two seconds.
+const MOST_SHOWN = 3000;    // Characters of a message before a button shows the rest.
+const STATES = { serving: "good", here: "good", starting: "", loading: "", leaving: "", returning: "bad", silent: "bad", gone: "bad" };
+
+let asking = false, drawn = "";
+const boxes = new Map();
+
+export function prepare() {
+  for (const [id, title, means, worry] of TABLES) {
+    const table = element("table", "", element("thead"), element("tbody"));
+    const wide = element("div", "wide", table);
+    wide.tabIndex = 0;
+    wide.setAttribute("role", "region");
+    wide.setAttribute("aria-label", title);
+    const box = element("article", "card", element("header", "", element("h2", "", title)), wide,
+      element("p", "", means), element("p", "hint", `Worry when: ${worry}`));
+    box.id = `cluster-${id}`;
+    boxes.set(id, { box, table });
+    $("cluster-tables").append(box);
+  }
+}
+
+export async function draw(runs) {
+  const run = chooseRun($("cluster-run"), runs);
+  if (!run) return empty("Choose a run above.");
+  if (asking) return undefined;
+  asking = true;
+  try {
+    const came = await ask("/api/cluster", { run: run.number });
+    if ($("cluster-run").value !== `${run.number}`) return undefined;
+    if (!came.picture) {
+      return empty(came.there ? "cluster.json cannot be read: another version of Flash wrote it, or it is damaged."
+        : "This run has left no picture of its cluster: it has only begun, or an older version of Flash made it.");
+    }
+    return show(run, came);
+  } catch (error) {
+    return empty(error.message);
+  } finally {
+    asking = false;
+  }
+}
+
+function empty(text) {
+  $("cluster-state").textContent = text;
+  $("cluster-state").className = "hint";
+  $("cluster-body").hidden = true;
+  drawn = "";
+}
+
+function show(run, { picture, now }) {
+  const age = Math.max(0, now - picture.at);
+  const [text, mood] = stateOf(picture, age);
+  $("cluster-state").textContent = visible(text);
+  $("cluster-state").className = mood;
+  $("cluster-body").hidden = false;
+  const version = JSON.stringify([run.number, picture]);
+  if (version === drawn) return;
+  drawn = version;
+  tiles(picture);
+  for (const [id, , , , rowsOf] of TABLES) fill(boxes.get(id), rowsOf(picture));
+  failures(run, picture);
+  events(picture);
+}
+
+function stateOf(picture, age) {
+  const told = picture.error ? ` ${picture.error}` : "";
+  if (picture.ended === "failed") return [`The run failed ${lasting(age)} ago.${told}`, "bad"];
+  if (picture.ended) return [`The run has ${picture.ended === "finished" ? "finished" : "stopped in order"}, ${lasting(age)} ago; this is how it was at its end.`, "hint"];
+  if (age > OLD_S) return [`Nothing was heard of this run for ${lasting(age)}: it was killed, its machine is stopped, or its loop is blocked. This is how it was then.`, "bad"];
+  return [picture.hub ? `As of ${lasting(age)} ago. The run waits for ${picture.hub.doing}.` : "The run has only begun.", "hint"];
+}
+
+// -- numbers ----------------------------------------------------------------------------------------------------------
+
+const TILES = [
+  ["Nodes", "Processes that roll out samples or train, and are heard of, of all that belong to the run.",
+    "one is silent or gone: the table says since when, and why.",
+    (now) => `${now.here.length} of ${now.members.length}`],
+  ["Engines", "Engines that serve, of all that nodes have told of.",
+    "one starts again or is gone: its last words are in the table. None serve: nothing is sampled.",
+    (now) => `${now.engines.filter(({ engine }) => engine.state === "serving" || engine.state === "loading").length} of ${now.engines.length}`],
+  ["Requests", "Responses that engines sample now, and those that wait for an engine.",
+    "many wait, and the trainers do as well: add engines. None run: see above what the run waits for.",
+    (now) => `${figure(sum(now.statuses, (status) => status.asking))} run, ${figure(sum(now.statuses, (status) => status.waiting))} wait`],
+  ["Tokens per second", "Response tokens of all engines, over the last seconds.",
+    "it is far below the overview's throughput: an engine is gone, or loads weights.",
+    (now) => figure(Math.round(sum(now.engines, ({ engine }) => engine.tokens_per_second)))],
+  ["Samples on their way", "Issued, and not trained or given up yet; at most 1 + train.async_ratio batches of them, redundant ones on top.",
+    "it stands at its bound while engines have no requests: trainers are too slow, or train.async_ratio is too low.",
+    (now) => `${figure(now.flow.in_flight)} of ${figure(now.flow.most)}`],
+  ["Where they are", "With nodes; waiting for one; and answers of an evaluation that are still to come.",
+    "many wait for a node: nodes are full, or their engines are too old for them.",
+    (now) => `${figure(now.flow.leased)} worked on, ${figure(now.flow.queued)} queued${now.flow.evaluating ? `, ${figure(now.flow.evaluating)} evaluating` : ""}`],
+  ["Groups ready", "Complete groups that wait for their step, of those that a step takes.",
+    "it stays at a few: the trainers wait. It is many times a step: the engines are ahead, and samples grow old.",
+    (now) => `${figure(now.flow.ready_groups)} of ${figure(now.flow.groups_per_batch)}`],
+  ["Environment sessions", "Episodes alive; of these, those that do not ask for a response: their environments work, or they wait for a sandbox.",
+    "most are in their environments, and engines idle: environments are slow, or rollout.max_concurrent is too low.",
+    (now) => { const all = sum(now.statuses, (status) => status.episodes), asked = sum(now.statuses, (status) => status.asking + status.waiting);
+      return `${figure(all)}, ${figure(Math.max(0, all - asked))} in the environment`; }],
+  ["Failures", "Attempts at samples, engines, nodes and trainer ranks that failed, over the whole run.",
+    "it grows with each step: below is each kind, with its last message.",
+    (now, picture) => figure(sum(picture.failures, (kind) => kind.count))],
+  ["Restarts", "Of the whole run, of its trainer ranks since then, and of engines.",
+    "any of them goes on growing: what dies again and again is too large for its memory, or broken.",
+    (now, picture) => `${picture.lives - 1} run, ${now.hub ? now.hub.trainer_restarts : 0} trainers, ${sum(now.engines, ({ engine }) => engine.deaths)} engines`],
+];
+
+const sum = (all, of) => all.reduce((total, one) => total + of(one), 0);
+
+// What most parts of the page look at.
+function facts(picture) {
+  const hub = picture.hub, nodes = hub ? hub.nodes : [], members = nodes.filter((node) => node.state !== "gone");
+  const here = members.filter((node) => node.state === "here"), statuses = members.flatMap((node) => (node.status ? [node.status] : []));
+  const engines = members.flatMap((node) => (node.status ? node.status.engines.map((engine) => ({ node, engine })) : []));
+  const flow = hub ? hub.flow : { in_flight: 0, most: 0, queued: 0, leased: 0, evaluating: 0, ready_groups: 0, groups_per_batch: 0 };
+  return { hub, nodes, members, here, statuses, engines, flow };
+}
+
+function tiles(picture) {
+  const now = facts(picture);
+  $("cluster-tiles").replaceChildren(...TILES.map(([title, means, worry, value]) => element("article", "card",
+    element("header", "", element("h2", "", title), element("span", "now", value(now, picture))),
+    element("p", "", means), element("p", "hint", `Worry when: ${worry}`))));
+}
+
+// -- tables -----------------------------------------------------------------------------------------------------------
+
+const ago = (picture, time) => (time === null || time === undefined ? "–" : `${lasting(Math.max(0, picture.at - time))} ago`);
+const since = (picture, time) => (time === null || time === undefined ? "–" : lasting(Math.max(0, picture.at - time)));
+const state = (name) => ({ text: name, mood: STATES[name] ?? "" });
+const long = (text) => ({ text, mood: "long" });
+
+const TABLES = [
+  ["nodes", "Nodes", "One row for each process of the run that holds engines or trainer ranks; those that are gone come last.",
+    "a node is silent, gone, or was heard of long ago; or its oldest sample is far older than an episode should take.", nodeRows],
+  ["engines", "Engines", "What each engine runs, which version it has, and how long the last swap of weights took.",
+    "its version stays behind the others'; its KV cache is full while requests wait; it has died; a swap takes a large part of a step.", engineRows],
+  ["stocks", "Sandboxes", "What environments of a node borrow: in use (also while it is started or cleaned), warm, and who waits for one.",
+    "some wait all the time: raise the pool's parallel, or judge less at once. Many are started, few used: they cannot be used again.", stockRows],
+  ["ranks", "Trainer ranks", "The processes that train, with the hub of this machine beside them.",
+    "one is missing: the ranks start again, and all of them train what the run has done since the last checkpoint.", rankRows],
+  ["leases", "Oldest samples on their way", "Samples that have been with a node longest. A long answer or a slow environment is old, too.",
+    "one is as old as deadlines.episode, and the same group stays on top: something hangs there.", leaseRows],
+];
+
+function nodeRows(picture) {
+  const now = facts(picture);
+  const rows = now.nodes.map((node) => {
+    const ranks = now.hub.ranks.filter((rank) => rank.node === node.node && rank.process !== null).length, status = node.status;
+    const alive = node.state !== "gone";
+    return [`${node.node}`, state(node.state), status ? status.host : node.node === 0 ? picture.host : "–", status ? `${status.process}` : "–",
+      since(picture, status ? status.since : null), alive ? figure(ranks) : "–", status ? figure(status.engines.length) : "–",
+      figure(status && alive ? status.episodes : 0), figure(node.leases), since(picture, node.oldest_lease), ago(picture, node.heard_at),
+      long(alive ? "" : `${ago(picture, node.gone_at)}: ${node.why}`)];
+  });
+  return [["Node", "State", "Host", "Process", "For", "Trainer ranks", "Engines", "Environments", "Samples", "Oldest", "Heard of", "What happened"], rows];
+}
+
+function engineRows(picture) {
+  const now = facts(picture), newest = now.hub ? now.hub.published : -1;
+  const rows = now.engines.map(({ node, engine }) => [`${engine.number}`, `${node.node}`, state(engine.state),
+    engine.version < 0 ? "none" : engine.version < newest ? `${engine.version} (${newest - engine.version} behind)` : `${engine.version}`,
+    figure(engine.running), figure(engine.limit), `${Math.round(100 * engine.kv_used)} %`, figure(Math.round(engine.tokens_per_second)),
+    engine.loaded_at === null ? "–" : `${ago(picture, engine.loaded_at)}, took ${lasting(engine.load_s)}`,
+    figure(engine.deaths), long(engine.deaths ? `${ago(picture, engine.died_at)}: ${engine.why}` : "")]);
+  return [["Engine", "Node", "State", "Version", "Running", "At most", "KV cache", "Tokens/s", "Last weights", "Deaths", "The last one"], rows];
+}
+
+function stockRows(picture) {
+  const rows = facts(picture).members.flatMap((node) => (node.status ? node.status.stocks : []).map((stock) => [`${node.node}`, stock.name,
+    figure(stock.in_use), figure(stock.ready), figure(stock.waiting), figure(stock.most), figure(stock.made)]));
+  return [["Node", "What", "In use", "Warm", "Waiting", "At most", "Started"], rows];
+}
+
+function rankRows(picture) {
+  const hub = picture.hub, rows = (hub ? hub.ranks : []).map((rank) => [`${rank.rank}`, `${rank.node}`,
+    rank.process === null ? { text: picture.ended ? "left" : "not there", mood: picture.ended ? "" : "bad" } : { text: "here", mood: "good" },
+    rank.process === null ? "–" : `${rank.process}`, rank.process === null ? "–" : since(picture, rank.since)]);
+  return [["Rank", "Node", "State", "Process", "For"], [...rows, ["hub", "0", { text: picture.ended || "here", mood: "" }, `${picture.process}`, since(picture, picture.since)]]];
+}
+
+function leaseRows(picture) {
+  const rows = (picture.hub ? picture.hub.leases : []).map((lease) => [since(picture, lease.since), `${lease.node}`, lease.split,
+    `${lease.group_id}`, `${lease.sample_index}`, `${lease.attempt + 1}`]);
+  return [["With it for", "Node", "For", "Group", "Member", "Attempt"], rows];
+}
+
+function fill({ box, table }, [titles, rows]) {
+  box.hidden = !rows.length;
+  table.tHead.replaceChildren(element("tr", "", ...titles.map((title) => element("th", "", title))));
+  table.tBodies[0].replaceChildren(...rows.map((row) => element("tr", "", ...row.map((cell) => (typeof cell === "string"
+    ? element("td", "", visible(cell)) : element("td", cell.mood, visible(cell.text)))))));
+}
+
+// -- what went wrong --------------------------------------------------------------------------------------------------
+
+const KINDS = {
+  env_error: "the environment raised, or broke its interface", env_timeout: "the environment took too long",
+  reward_error: "the reward is missing, or its verifier failed", engine_error: "an engine failed the request, or took too long",
+  engine_killed: "engines died under this sample", engine_died: "an engine died", node_lost: "a node is gone",
+  node_silent: "a node did not answer", trainers_lost: "a trainer rank is gone or hangs", run_failed: "all processes ended with this error",
+  hub_lost: "the hub ended without a word",
+};
+const opened = new Set();
+const clock = (time) => new Date(1000 * time).toLocaleString("en-GB");
+
+const happened = (picture, kind) => `${figure(kind.count)} ×, last ${ago(picture, kind.last)} (${clock(kind.last)})${kind.count > 1 ? `, first ${ago(picture, kind.first)}` : ""}`;
+
+// What stays as it was keeps its place: somebody may be reading or copying it.
+function failures(run, picture) {
+  const list = picture.failures, target = $("cluster-failures"), version = JSON.stringify([run.number, list]);
+  if (target.dataset.version === version) {
+    [...target.querySelectorAll(".failure > p")].forEach((line, place) => { line.textContent = happened(picture, list[place]); });
+    return;
+  }
+  target.dataset.version = version;
+  target.replaceChildren(...(list.length ? list.map((kind) => element("section", "failure",
+    element("h3", "", visible(kind.kind), KINDS[kind.kind] ? `: ${KINDS[kind.kind]}` : ""),
+    element("p", "hint", happened(picture, kind)), message(`${run.number} ${kind.kind}`, kind.message)))
+    : [element("p", "hint", "Nothing has failed.")]));
+}
+
+function message(name, text) {
+  const whole = opened.has(name) || text.length <= MOST_SHOWN, box = element("pre", "note", visible(whole ? text : text.slice(0, MOST_SHOWN)));
+  if (whole) return box;
+  const button = element("button", "", `Show all ${figure(text.length)} characters`);
+  button.onclick = () => { opened.add(name); box.replaceChildren(visible(text)); };
+  box.append(button);
+  return box;
+}
+
+function events(picture) {
+  const version = JSON.stringify(picture.events);
+  if ($("cluster-events").dataset.version === version) return;
+  $("cluster-events").dataset.version = version;
+  $("cluster-events").replaceChildren(...picture.events.toReversed().map((event) => element("tr", "",
+    element("td", "", clock(event.at)), element("td", "long", visible(event.text)))));
+  $("cluster-told").hidden = !picture.events.length;
+}
