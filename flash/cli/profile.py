@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ from flash.cli.train import start
 from flash.config.advice import advise
 from flash.config.load import load, split_arguments
 from flash.config.tree import Config
-from flash.errors import ConfigError
+from flash.errors import ConfigError, RunDirectoryError
 from flash.observe.rundir import RunDirectory, write_atomically
 from flash.observe.trace import trace, trace_begin
 from flash.profile.order import Order
-from flash.profile.parts import WHOLE, Measured, parts_in, read_part, whole_trace
+from flash.profile.parts import WHOLE, Measured, WholeTrace, parts_in, read_part, whole_trace
 from flash.profile.report import report
 from flash.run.beforehand import check_start
 from flash.run.past import booked_version
@@ -32,8 +32,8 @@ REPORT = "report.txt"
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("profile", help="run a few steps of a config under torch's profiler, for Perfetto")
     parser.add_argument("config", nargs="+", metavar="CONFIG|KEY=VALUE", help="as of `flash train`")
-    parser.add_argument("--steps", type=_positive, default=3, metavar="N", help="steps to record (3)")
-    parser.add_argument("--warm-up", type=_count, default=2, metavar="M", help="steps before those (2)")
+    parser.add_argument("--steps", type=_at_least(1), default=3, metavar="N", help="steps to record (3)")
+    parser.add_argument("--warm-up", type=_at_least(0), default=2, metavar="M", help="steps before those (2)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="a new one; default: NAME-profile beside the run")
     parser.add_argument(
         "--resume", action="store_true", help="go on with the run in its own directory, and record that"
@@ -41,18 +41,13 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError("expected 0 or more")
-    return number
+def _at_least(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number, {least} or more; got {text!r}")
+        return int(text)
 
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("expected 1 or more")
-    return number
+    return read
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         if first_node and not any(out.iterdir()):
             out.rmdir()
-    return _show(config, order) or code if first_node else code
+    return _show(config, order, code) if first_node else code
 
 
 def _order(config: Config, warm_up: int, steps: int, out: Path) -> Order:
@@ -109,37 +104,47 @@ def _make(out: Path) -> None:
         raise ConfigError(f"cannot make {out}: {error.strerror}; name a folder with --out FOLDER") from error
 
 
-def _show(config: Config, order: Order) -> int:
-    """Put the parts together and print the report; the exit code.
-
-    Raises:
-        ConfigError: there is nothing, or a file cannot be written.
-    """
+def _show(config: Config, order: Order, code: int) -> int:
+    """Put the parts together and print the report of a run that has ended with this code; the exit code."""
     out = Path(order.folder)
     if not (files := parts_in(out)):
-        raise ConfigError(f"nothing was recorded: the run ended before step {order.first}; its output says why")
-    directory = RunDirectory(config.run_dir)
+        last = order.stop - 1
+        sys.stderr.write(f"flash: nothing was recorded of steps {order.first} to {last}: the run's output says why\n")
+        return code or 1
+    directory, whole = RunDirectory(config.run_dir), out / WHOLE
     spans, metrics = directory.read_spans(), directory.read_metrics()
-    measured, problems = list[Measured](), list[str]()
     begin = trace_begin(spans, metrics)
+    said = f"{whole}: open it at ui.perfetto.dev, which keeps it in the browser"
     try:
-        with whole_trace(out / WHOLE, begin) as whole:
-            for file in files:
-                try:
-                    measured.append(whole.add(*read_part(file)))
-                except ConfigError as error:
-                    problems.append(str(error))
+        with whole_trace(whole, begin) as made:
+            measured, problems = _gather(made, files)
             for event in _meanwhile(trace(spans, metrics)["traceEvents"], measured, begin):
-                whole.put(event)
-    except OSError as error:
-        raise ConfigError(f"cannot write {out / WHOLE}: {error.strerror}; single processes have files there") from error
+                made.put(event)
+    except OSError as error:  # the figures are there all the same
+        measured, problems = _gather(WholeTrace(len, begin), files)
+        said, code = f"{whole} cannot be written: {error.strerror}; single processes have files there", code or 1
     lines = [*_told(config, order, measured), "", *report(measured, spans)]
-    write_atomically(out / REPORT, "".join(f"{line}\n" for line in lines).encode())
+    try:
+        write_atomically(out / REPORT, "".join(f"{line}\n" for line in lines).encode())
+    except RunDirectoryError as error:
+        problems.append(str(error))
     for problem in problems:
         sys.stderr.write(f"flash: warning: {problem}\n")
-    lines += ["", f"{out / WHOLE}: open it at ui.perfetto.dev, which keeps it in the browser"]
-    sys.stdout.write("".join(f"{line}\n" for line in ["", *lines]))
-    return 0 if measured else 1
+    sys.stdout.write("".join(f"{line}\n" for line in ["", *lines, "", said]))
+    return code or int(bool(_missing(config, measured)))
+
+
+def _gather(whole: WholeTrace, files: Iterable[Path]) -> tuple[list[Measured], list[str]]:
+    """What the files come down to, each also put into the trace, and what is wrong with others."""
+    measured, problems = list[Measured](), list[str]()
+    for file in files:
+        try:
+            part, facts = read_part(file)
+        except ConfigError as error:
+            problems.append(str(error))
+        else:
+            measured.append(whole.add(part, facts))
+    return measured, problems
 
 
 def _meanwhile(
@@ -156,18 +161,20 @@ def _meanwhile(
 
 def _told(config: Config, order: Order, measured: Sequence[Measured]) -> Iterator[str]:
     """Which steps were recorded, of whom, and where the rest is."""
-    made = max((part.facts.steps for part in measured if part.facts.who.startswith("trainer")), default=0)
+    ranks = [part.facts.steps for part in measured if part.facts.who.startswith("trainer")]
+    made = max(ranks, default=0)
     last = order.first + made - 1
     if made:
         steps = f"step {last}" if made == 1 else f"steps {order.first} to {last}"
         yield f"{steps} of {config.run.steps} of the run in {config.run_dir}"
-    if (missing := order.stop - order.first - made) > 0:
+    if ranks and (missing := order.stop - order.first - made) > 0:
         yield f"the run ended before {missing} of the {made + missing} steps that were asked for"
-    for who in _processes(config) - {part.facts.who for part in measured}:
+    for who in _missing(config, measured):
         yield f"nothing is there of {who}: what was said above of it tells why"
 
 
-def _processes(config: Config) -> set[str]:
+def _missing(config: Config, measured: Iterable[Measured]) -> list[str]:
+    """Who has left no file that can be read."""
     ranks = {f"trainer {rank}" for rank in range(config.trainer_world_size)}
-    engines = sum(map(config.engines_on, range(config.cluster.nodes)))
-    return ranks | {f"engine {number}" for number in range(engines)}
+    engines = {f"engine {number}" for number in range(sum(map(config.engines_on, range(config.cluster.nodes))))}
+    return sorted((ranks | engines) - {part.facts.who for part in measured})
