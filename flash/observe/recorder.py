@@ -82,7 +82,7 @@ class Recorder:
         )
         self._trackers = TrackFeed(self.directory, config.track.to)
         if resume_at is not None:
-            self._console.note(f"continuing {config.run_dir} from version {resume_at}")
+            self.note(f"continuing {config.run_dir} from version {resume_at}")
 
     def __enter__(self) -> Recorder:
         return self
@@ -150,6 +150,8 @@ class Recorder:
 
     def _give(self, kind: str, row: Mapping[str, Any]) -> None:
         self._warn_all(self._trackers.warnings())
+        if kind == "step":
+            self._warn_all(self._trackers.awaited(int(row["step"])))
         if self._sink is not None:
             self._sink.put(kind, row)
             self._warn_all(self._sink.warnings())

@@ -10,24 +10,33 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from flash.config.track import TrackerName
 from flash.errors import FlashError
 from flash.observe.rundir import RunDirectory, writing
 from flash.observe.track_process import ENDED, FAILED
-from flash.observe.tracking import Tracking, folder_of
+from flash.observe.tracking import Tracking, folder_of, place_of
 
 MOST = 1 << 16
 """Bytes of a process's warnings that are read at once."""
+SILENT_S = 60.0
+"""Until a tracker that has not taken a step's row is told of: its import and its first connection take some of it."""
 
 
 class TrackFeed:
-    """Start it with a run, read what went wrong, close it with the run."""
+    """Start it with a run, read what went wrong, close it with the run. `now` gives seconds."""
 
-    def __init__(self, directory: RunDirectory, names: Sequence[TrackerName]) -> None:
+    def __init__(
+        self, directory: RunDirectory, names: Sequence[TrackerName], now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._directory = directory
+        self._now = now
+        self._awaited: dict[TrackerName, tuple[int, float]] = {}
+        """A step whose row each is to take, and since when."""
+        self._silent: set[TrackerName] = set()
+        """Those that were told of for their silence, or for another failure."""
         self._processes: dict[TrackerName, subprocess.Popen[bytes]] = {}
         for name in dict.fromkeys(names):
             self._processes[name] = self._start(name)
@@ -36,6 +45,25 @@ class TrackFeed:
     def warnings(self) -> list[str]:
         """What has gone wrong since the last time."""
         return [line for name, process in self._processes.items() for line in self._heard(name, process)]
+
+    def awaited(self, step: int) -> list[str]:
+        """The row of a step is there to be told; who has not taken that of an earlier one for long, once each."""
+        return [line for name in self._processes for line in self._late(name, step)]
+
+    def _late(self, name: TrackerName, step: int) -> Iterator[str]:
+        first, since = self._awaited.setdefault(name, (step, self._now()))
+        with suppress(FlashError):  # what is wrong with its files is told at the end
+            if place_of(self._directory, name).step >= first:
+                self._awaited[name] = step, self._now()
+                return
+        seconds = self._now() - since
+        if seconds > SILENT_S and name not in self._silent | self._over:
+            self._silent.add(name)
+            again = f"`flash track {self._directory.path} --to {name}`"
+            yield (
+                f"the tracker {name} has not answered for {seconds:.0f} s: it hangs, or cannot be reached; the run "
+                f"goes on without it, and {again} tells later what it misses"
+            )
 
     def end(self, *, failed: bool) -> None:
         """Have all of them tell what is left, and how the run ended. Call `close` then."""
@@ -80,7 +108,9 @@ class TrackFeed:
     def _heard(self, name: TrackerName, process: subprocess.Popen[bytes]) -> Iterator[str]:
         assert process.stdout is not None
         code = process.poll()
-        yield from (process.stdout.read(MOST) or b"").decode("utf-8", "replace").splitlines()
+        for line in (process.stdout.read(MOST) or b"").decode("utf-8", "replace").splitlines():
+            self._silent.add(name)
+            yield line
         if code and name not in self._over:
             self._over.add(name)
             log = folder_of(self._directory) / f"{name}.log"

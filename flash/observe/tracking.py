@@ -116,6 +116,11 @@ def settings(directory: RunDirectory) -> dict[str, Any]:
         raise ConfigError(f"{directory.config} cannot be read: {error}") from error
 
 
+def place_of(directory: RunDirectory, name: TrackerName) -> Place:
+    """How far a tracker has been told. Raises RunDirectoryError."""
+    return _read_place(folder_of(directory) / f"{name}.json")
+
+
 @contextmanager
 def held(directory: RunDirectory, name: TrackerName) -> Generator[bool]:
     """Whether this process alone tells the tracker inside the block; False: another one does."""

@@ -23,7 +23,7 @@ from flash.observe.track_feed import TrackFeed
 from flash.observe.track_names import tracked
 from flash.observe.track_process import AGAIN_S, Telling
 from flash.observe.trackers import TRACKERS, not_installed
-from flash.observe.tracking import held
+from flash.observe.tracking import held, place_of
 from tests.observe.sample_rows import eval_row, metrics_row
 
 FAKES = Path(__file__).parent / "fake_trackers"
@@ -257,6 +257,62 @@ def test_one_that_is_ill_is_told_of_and_what_it_missed(
     assert [warning for warning in warnings if "was not told" in warning] == rest
     feed.end(failed=False)
     assert feed.close(3) == []
+
+
+class Clock:
+    """Goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("ill", ["hang init", "hang log"])
+def test_one_that_hangs_is_told_of_once_while_the_run_goes_on(
+    ill: str, calls: Calls, tracked_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_TRACKER", ill)
+    clock = Clock()
+    feed = TrackFeed(tracked_run, ["wandb"], clock)
+    told: list[str] = []
+    for step in range(3, 40):
+        written(tracked_run, [step])
+        told += [*feed.warnings(), *feed.awaited(step)]
+        clock.now += 10
+    (line,) = told
+    assert line.startswith("the tracker wandb has not answered for 70 s: it hangs, or cannot be reached")
+    assert f"`flash track {tracked_run.path} --to wandb` tells later" in line
+    feed.end(failed=False)
+    feed.close(0)
+
+
+def test_one_that_takes_each_row_before_the_next_is_never_silent_however_long_steps_take(
+    calls: Calls, tracked_run: RunDirectory
+) -> None:
+    clock = Clock()
+    feed = TrackFeed(tracked_run, ["wandb"], clock)
+    for step in range(3, 7):
+        written(tracked_run, [step])
+        assert feed.awaited(step) == []
+        until(lambda step=step: step in calls.steps())
+        until(lambda step=step: place_of(tracked_run, "wandb").step >= step)
+        clock.now += 5000
+    feed.end(failed=False)
+    assert feed.close(20) == []
+
+
+def test_steps_that_were_told_before_are_not_waited_for(calls: Calls, tracked_run: RunDirectory) -> None:
+    clock = Clock()
+    feed = TrackFeed(tracked_run, ["wandb"], clock)
+    until(lambda: 2 in calls.steps())
+    until(lambda: place_of(tracked_run, "wandb").step >= 2)
+    for _ in range(20):
+        assert feed.awaited(1) == []
+        clock.now += 30
+    feed.end(failed=False)
+    feed.close(20)
 
 
 def test_a_process_whose_run_was_killed_tells_what_is_left_and_ends(
