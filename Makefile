@@ -44,9 +44,9 @@ bench: env
 gpu-check: env
 	$(BIN)/python -m benchmarks.gpu $(GPU_CHECK)
 
-# docs/configuration.md, from the docstrings of flash/config/tree.py.
+# docs/configuration.md, from the docstrings of flash/config/tree.py, and docs/commands.md, from the parsers in flash/cli.
 docs: env
-	$(BIN)/python scripts/config_docs.py
+	$(BIN)/python scripts/reference_docs.py
 
 # The documents as a site, in build/site: any server shows it, such as `python3 -m http.server -d build/site`. What leads
 # nowhere is an error.

@@ -13,7 +13,7 @@ from flash.observe.comparison import differences, read_run, results, table
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("compare", help="runs side by side: results with intervals, and configurations")
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("other", type=Path, nargs="+", metavar="run_dir", help="compared with the first")
+    parser.add_argument("other", type=Path, nargs="+", metavar="RUN_DIR", help="compared with the first")
     return parser
 
 

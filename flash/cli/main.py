@@ -24,6 +24,7 @@ from flash.cli import (
     join,
     plot,
     profile,
+    reference,
     replay,
     rhythm,
     rollout,
@@ -70,6 +71,11 @@ def _parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         command.add_parser(commands).set_defaults(run=command.run)
     return parser
+
+
+def command_reference() -> str:
+    """The page docs/commands.md."""
+    return reference.markdown(_parser())
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

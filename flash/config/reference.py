@@ -17,7 +17,7 @@ from flash.config.tree import Config
 INTRODUCTION = """\
 # Configuration
 
-<!-- Made by scripts/config_docs.py from flash/config/tree.py: change it there and run `make docs`. -->
+<!-- Made by scripts/reference_docs.py from flash/config/tree.py: change it there and run `make docs`. -->
 
 A run is described by TOML files and overrides: `flash train base.toml mine.toml train.async_ratio=0`. Files merge left
 to right, tables deep; overrides come last, and their value is TOML or else text. `flash train … --dry-run` resolves

@@ -1,0 +1,38 @@
+"""The commands' reference page."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from flash.cli.main import COMMANDS, command_reference
+from flash.cli.reference import markdown
+
+PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text(encoding="utf-8") == command_reference(), "run `make docs`"
+
+
+def test_every_command_has_a_section() -> None:
+    named = re.findall(r"^## `flash ([\w-]+)`$", command_reference(), flags=re.MULTILINE)
+    assert len(named) == len(COMMANDS)
+
+
+def test_arguments_are_shown_as_they_are_written() -> None:
+    parser = argparse.ArgumentParser(prog="flash")
+    command = parser.add_subparsers().add_parser("play", help="play a game")
+    command.add_argument("games", nargs="+", metavar="FOLDER|NAME", help="default: 100 %%")
+    command.add_argument("--quiet", "-q", action="store_true")
+    command.add_argument("--port", type=int, default=8, help="default: %(default)s")
+    assert markdown(parser).partition("## ")[2].splitlines()[2:] == [
+        "Play a game.",
+        "",
+        "| argument | meaning |",
+        "| --- | --- |",
+        r"| `FOLDER\|NAME…` | default: 100 % |",
+        "| `--quiet`, `-q` |  |",
+        "| `--port PORT` | default: 8 |",
+    ]
