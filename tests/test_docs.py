@@ -77,3 +77,8 @@ def test_messages_that_are_explained_are_given(page: str) -> None:
     files = [file for folder in ("flash", "envs", "algorithms") for file in (ROOT / folder).rglob("*.py")]
     given = "\n".join(text for file in files for text in said(file))
     assert sorted(part for part in parts - ELSEWHERE if part not in given) == []
+
+
+def test_every_example_is_a_recipe() -> None:
+    recipes = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert [file.name for file in (ROOT / "examples").glob("*.toml") if f"/{file.name})" not in recipes] == []

@@ -55,3 +55,10 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
         assert FETCHED.findall(page.read_text(encoding="utf-8")) == [], page
     for sheet in site.rglob("*.css"):
         assert not re.search(r"url\(['\"]?(?:https?:)?//|@import", sheet.read_text(encoding="utf-8")), sheet
+
+
+def test_no_list_or_table_is_shown_as_its_source(site: Path) -> None:
+    # Without an empty line before it a list is none, and a table ends at one in its middle.
+    for page in site.glob("*.html"):
+        for paragraph in re.findall(r"<p>(.*?)</p>", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+            assert not re.search(r"^(?:\||- |\d+\. )", paragraph, flags=re.MULTILINE), (page.name, paragraph[:200])
