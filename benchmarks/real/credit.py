@@ -39,14 +39,14 @@ SEEDS = 5
 SETTING = Setting(
     countdown={"numbers": 3, "largest": 9, "lowest": 10, "highest": 99, "operators": "+-*"},
     layers=4,
-    warm_start_steps=300,
+    warm_start_steps=220,
     tokens=200_000,
     batch_size=128,
-    learning_rate=2e-4,
+    learning_rate=1e-4,
     max_new_tokens=24,
-    problems=256,
 )
-"""One figure each, and two for what is to be reached, so that all prompts have equally many tokens."""
+"""One figure each, and two for what is to be reached, so that all prompts have equally many tokens. The rate was chosen
+for `grpo` on one seed: 1e-4 and 2e-4 end alike, 5e-4 learns nothing, and 1e-3 forgets all."""
 QUICK = msgspec.structs.replace(SETTING, steps=4, eval_every=2, problems=64)
 QUICK_METHODS = ("grpo", "random")
 NEAR = {"nearest": 4, "farthest": 16}
