@@ -127,15 +127,14 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     def tables(self) -> dict[str, dict[str, Any]]:
         """The sections of a run's configuration that say what is learned, from what, and how."""
         setting, method = self.setting, self.method
-        algorithm: dict[str, Any] = {"objective": method.objective, "options": method.options}
+        lag = None if method.budget is None else {"budget": method.budget}
+        algorithm: dict[str, Any] = {"objective": method.objective, "options": method.options, "lag": lag}
         if method.advantage is not None:
             algorithm["advantage"] = method.advantage
         if method.aggregation is not None:
             algorithm["aggregation"] = method.aggregation
         if method.rhythm is not None:
             algorithm["rhythm"] = method.rhythm
-        if method.budget is not None:
-            algorithm["lag"] = {"budget": method.budget}
         tables: dict[str, dict[str, Any]] = {} if method.critic is None else {"critic": method.critic}
         return tables | {
             "run": {"steps": setting.steps, "seed": self.seed},

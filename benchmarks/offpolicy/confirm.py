@@ -50,7 +50,8 @@ def _assignments(table: dict[str, Any], prefix: str) -> Iterator[str]:
         if isinstance(value, dict) and value:
             yield from _assignments(value, f"{prefix}{key}.")
         elif not isinstance(value, dict):
-            yield tomli_w.dumps({"value": value}).strip().replace("value", prefix + key, 1).replace(" = ", "=", 1)
+            said = "none" if value is None else value
+            yield tomli_w.dumps({"value": said}).strip().replace("value", prefix + key, 1).replace(" = ", "=", 1)
 
 
 def run(args: Args) -> list[Row]:

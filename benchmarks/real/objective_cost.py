@@ -316,7 +316,7 @@ def step_config(objective: str, folder: str, steps: int) -> Config:
         "rollout": {"group_size": GROUP_SIZE, "max_new_tokens": ANSWERS[1]},
         "train": {"batch_size": GROUPS * GROUP_SIZE, "minibatches": 2},
         "cluster": {"gpus_per_node": 0},
-        "algorithm": {"objective": objective},
+        "algorithm": {"objective": objective, "lag": None},
     }
     if kind.advantage == "gae":
         tables["critic"] = {}

@@ -102,9 +102,6 @@ def _staleness(config: Config, objective: Objective) -> Iterator[Problem]:
     if not isinstance(algorithm.staleness, NoStaleness):
         message = "has no effect: with train.async_ratio = 0 every age is 0"
         yield Problem("algorithm.staleness", message)
-    if algorithm.lag is not None and config.train.minibatches * config.train.updates_per_batch == 1:
-        message = "has no effect: with train.async_ratio = 0 and one update per batch no token lags behind"
-        yield Problem("algorithm.lag", message)
 
 
 def _reuse(config: Config, objective: Objective) -> Iterator[Problem]:

@@ -234,7 +234,7 @@ class TrainConfig(Section, frozen=True):
 class AlgorithmConfig(Section, frozen=True):
     """What is optimised. docs/algorithms.md says how to choose."""
 
-    objective: str = "decoupled_ppo"
+    objective: str = "grpo"
     """A name from docs/algorithms.md, or `module:Class`."""
     options: dict[str, Any] = field(default_factory=dict)
     """The objective's own options, checked against its fields."""
@@ -253,8 +253,9 @@ class AlgorithmConfig(Section, frozen=True):
     """Weights of exp(proximal − behaviour) that multiply the objective's loss, one after the other."""
     staleness: Staleness = NoStaleness()
     """How much less an old sample counts in the objective's loss."""
-    lag: Lag | None = None
-    """Holds the learning rate down by how far the policy has left those that sampled the batch. None: never."""
+    lag: Lag | None = Lag()
+    """Holds the learning rate down by how far the policy has left those that sampled the batch. None: never. It changes
+    nothing where no token lags behind: with train.async_ratio = 0 and one update per batch."""
     kl: Kl | None = None
     """A pull towards a reference policy. None: no pull."""
     entropy_bonus: Annotated[float, Meta(ge=0, le=100)] = 0.0

@@ -22,6 +22,11 @@ LARGEST = 20.0
 """|log π − log π_behaviour| of a token that counts as it is: one of a sampling policy's flukes is not to stop a run."""
 
 
+def lags_behind(train: TrainConfig) -> bool:
+    """Whether any update meets tokens of a policy that is not the one it changes."""
+    return max_age(train.async_ratio) > 0 or train.minibatches * train.updates_per_batch > 1
+
+
 class LagPass:
     """Holds the updates of step after step. Every rank makes the same calls and is given the same numbers."""
 

@@ -32,7 +32,7 @@ from flash.trainer.collectives import gather_ragged, gather_rows
 from flash.trainer.critic import Critic, check_tokenizer, critic_metrics, lesson_of
 from flash.trainer.ewma import start_average, update_average
 from flash.trainer.firstpass import Facts, Models, asks_policy, attend, facts_in_rhythm, first_pass, policy_logprobs
-from flash.trainer.lag import LagPass
+from flash.trainer.lag import LagPass, lags_behind
 from flash.trainer.logprobs import TokenLogprobs
 from flash.trainer.loss import Limits, first_logprobs, pack_tokens, token_loss
 from flash.trainer.model import load_model, reshard, shard_model, trainer_mesh
@@ -77,7 +77,7 @@ class Trainer:
             self.rhythm = _look_once(config.algorithm.rhythm, self.model)
         self.lag: LagPass | None = None
         """Where learning rates are held to a budget of divergence."""
-        if config.algorithm.lag is not None:
+        if config.algorithm.lag is not None and lags_behind(config.train):
             self.lag = LagPass(config.algorithm.lag, config.train, config.run.steps, self.model.device)
         self._reference = _load_reference(config, mesh)
         self.version = 0

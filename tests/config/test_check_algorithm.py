@@ -44,6 +44,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run = { name = "a-run" }
         model = { path = "./model" }
         env = { path = "envs.arithmetic:Arithmetic" }
+        algorithm = { objective = "decoupled_ppo" }
         cluster = { gpus_per_node = 0 }
         """
     )
@@ -98,10 +99,6 @@ def resolve(*overrides: str) -> Config:
         (
             ["algorithm.staleness={kind='linear'}", "train.async_ratio=0"],
             "`algorithm.staleness` (override): has no effect: with train.async_ratio = 0 every age is 0",
-        ),
-        (
-            ["algorithm.lag={}", "train.async_ratio=0", "train.minibatches=1"],
-            "`algorithm.lag` (override): has no effect: with train.async_ratio = 0 and one update per batch no token",
         ),
         (
             ["algorithm.lag.budget=0"],

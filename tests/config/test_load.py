@@ -245,7 +245,7 @@ def test_a_file_that_is_not_text_is_refused(project):
             ["algorithm.objective=envs.arithmetic:Arithmetic"],
             "`algorithm.objective` (override): `envs.arithmetic:Arithmetic` is not a subclass of",
         ),
-        (["algorithm.options.cliplow=0.1"], "`algorithm.options.cliplow` (override): DecoupledPpo has no such option;"),
+        (["algorithm.options.cliplow=0.1"], "`algorithm.options.cliplow` (override): Grpo has no such option;"),
         (
             ["algorithm.objective=grpo", "algorithm.options.clip_low=-1"],
             "`algorithm.options.clip_low` (override): expected a number from 0 to 1, got -1",

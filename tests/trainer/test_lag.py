@@ -11,6 +11,8 @@ import msgspec
 import pytest
 import torch
 
+from algorithms.lag import Lag
+from flash.config.tree import AlgorithmConfig
 from flash.trainer import checkpoint
 from flash.trainer.step import Trainer
 from flash.types import Shard
@@ -185,3 +187,10 @@ def test_a_checkpoint_from_before_the_option_stands_for_scheduled_rates(tied_mod
 
 def test_the_option_is_off_unless_it_is_asked_for(tied_model: Path) -> None:
     assert Trainer(make_config(tied_model)).lag is None
+
+
+def test_synchronous_training_with_one_update_per_batch_is_as_without(tied_model: Path) -> None:
+    table = {"lag": {"budget": 1e-9}}
+    assert trainer_at(STEP, tied_model, algorithm=table, train=TRAIN | {"async_ratio": 0.0}).lag is None
+    assert trainer_at(STEP, tied_model, algorithm=table, train=TRAIN | {"async_ratio": 0.0, "minibatches": 2}).lag
+    assert msgspec.convert({}, AlgorithmConfig).lag == Lag(budget=0.04)

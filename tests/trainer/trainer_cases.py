@@ -65,12 +65,13 @@ def reference_model(folder: Path) -> PreTrainedModel:
 
 
 def make_config(model: Path, **tables: dict[str, Any]) -> Config:
-    """A configuration in float32 on the CPU, with a gradient that is never clipped."""
+    """A configuration in float32 on the CPU, with a gradient and a rate that are never held down."""
     defaults: dict[str, dict[str, Any]] = {
         "run": {"name": "test", "output_dir": str(model.parent), "steps": 10},
         "model": {"path": str(model), "dtype": "float32", "max_length": 64},
         "env": {"path": "envs.arithmetic:Arithmetic"},
         "train": {"learning_rate": 1e-3, "max_grad_norm": 1e9, "max_tokens_per_microbatch": 64},
+        "algorithm": {"objective": "decoupled_ppo", "lag": None},
         "cluster": {"gpus_per_node": 0},
     }
     merged = {name: defaults.get(name, {}) | tables.get(name, {}) for name in defaults | tables}
