@@ -89,6 +89,8 @@ class Pool:
 
     async def _work(self, waiting: Iterable[Cell], core: int | None) -> None:
         for cell in waiting:
+            if self._folder.find(cell) is not None:
+                continue  # Another grid that keeps its cells there was faster.
             begun = time.monotonic()
             if begun - self._started + self._longest > self._plan.limit_s:
                 return
