@@ -40,6 +40,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Lead links out of docs/ to these pages, and list names from their docstrings."""
+    # GitHub wants a bar in the code of a table escaped, mkdocs shows what escapes it.
+    markdown = re.sub(r"`[^`\n]+`", lambda code: code[0].replace("\\|", "|"), markdown)
     markdown = re.sub(rf"\]\(\.\./(examples/[\w/-]+\.(?:{'|'.join(EXAMPLES)}))\)", r"](\1.md)", markdown)
     markdown = markdown.replace(f"](../{CONTRIBUTING})", f"]({CONTRIBUTING})")
     return re.sub(r"<!-- api: ([\w.]+)(:[ \w]+)? -->", lambda found: _listed(found[1], found[2]), markdown)

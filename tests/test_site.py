@@ -62,3 +62,10 @@ def test_no_list_or_table_is_shown_as_its_source(site: Path) -> None:
     for page in site.glob("*.html"):
         for paragraph in re.findall(r"<p>(.*?)</p>", page.read_text(encoding="utf-8"), flags=re.DOTALL):
             assert not re.search(r"^(?:\||- |\d+\. )", paragraph, flags=re.MULTILINE), (page.name, paragraph[:200])
+
+
+def test_no_bar_in_a_table_is_shown_with_what_escapes_it(site: Path) -> None:
+    for page in site.glob("*.html"):
+        assert "\\|" not in "".join(re.findall(r"<td>(.*?)</td>", page.read_text(encoding="utf-8"), flags=re.DOTALL)), (
+            page
+        )
