@@ -37,7 +37,7 @@ MODULES = {
         for name in (
             *("async_vs_sync", "calibration", "chaos", "engine_efficiency"),
             *("grids", "join", "loop_load", "model_service", "objective_cost", "plain_loop", "rhythm_cost"),
-            "view_load",
+            *("recording", "view_load"),
         )
     },
     "credit": "benchmarks.real.credit",

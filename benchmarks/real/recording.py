@@ -1,0 +1,84 @@
+"""What it costs a real run to record itself: rows, timeline, samples, batches, and the picture of its cluster.
+
+The quickstart's configuration, 200 steps of it (60 with `--quick`), with an environment that times what its node
+records (`benchmarks.real.recording_probe`): on the loop each call that records, in the writing thread what it writes.
+What is compared is of one run and one process: processor time of what records, over the run's time from its first step
+to the last that was counted. Rounds with and without recording are no help, as they differ more for other reasons.
+
+The loop's longest stop is given twice: as the clock has it, in which whatever else wants the same core has a part, such
+as the quickstart's engine, and in the thread's own processor time, which is what the code itself needs. The journal is
+not counted: a restart goes on from it, and `benchmarks.simulated.journal` has its figures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.form import ROOT, Args, Row, main
+from benchmarks.real.recording_probe import FILE
+from benchmarks.training import train
+
+STEPS, QUICK_STEPS = 200, 60
+SHARE = 0.01
+"""The goal: of the run's time."""
+LONGEST_MS = 5.0
+"""The goal: of the loop, at once."""
+WRITER = ("_write_batch", "_write")
+"""What the writing thread does; all else is done on the loop."""
+PARTS = {
+    "rows and the terminal's lines": ("step", "evaluation", "note", "failure", "ledger"),
+    "timeline": ("activities",),
+    "samples and batches, handed over": ("batch",),
+    "samples and batches, written": ("_write_batch",),
+    "the cluster, looked at": ("picture", "status", "told", "cluster"),
+    "the cluster, written": ("_write",),
+}
+
+
+def rows(args: Args) -> list[Row]:
+    """Shares of the run's time, and the longest stop of the loop."""
+    steps = QUICK_STEPS if args.quick else STEPS
+    with tempfile.TemporaryDirectory(prefix="recording-") as folder:
+        file = Path(folder) / "sums.json"
+        os.environ[FILE] = str(file)
+        try:
+            run = train(
+                ROOT / "examples" / "quickstart.toml",
+                "benchmark-recording",
+                ["env.path=benchmarks.real.recording_probe:Arithmetic", f"run.steps={steps}"],
+            )
+        finally:
+            del os.environ[FILE]
+        told = json.loads(file.read_text())
+    return compared(told, told["at"] - run.evals[0]["time"])
+
+
+def compared(told: dict[str, Any], seconds: float) -> list[Row]:
+    """The rows of what the probe told, of a run that took so long."""
+    calls: dict[str, dict[str, float]] = told["calls"]
+    loop = [sums for name, sums in calls.items() if name not in WRITER]
+    writer = [calls[name] for name in WRITER]
+    on_loop, in_thread = (sum(sums["processor_s"] for sums in part) for part in (loop, writer))
+    case = "quickstart: processor time over the run's time"
+    longest = max(loop, key=lambda sums: sums["longest_s"])
+    slowest = max(sums["longest_processor_s"] for sums in loop)
+    return [
+        Row(f"{case}, all", "recording_cost_s", "s/s", (on_loop + in_thread) / seconds, goal=SHARE),
+        Row(f"{case}, on the loop", "recording_cost_s", "s/s", on_loop / seconds),
+        Row(f"{case}, in the writing thread", "recording_cost_s", "s/s", in_thread / seconds),
+        *(
+            Row(f"  {title}", "recording_cost_s", "s/s", sum(calls[name]["processor_s"] for name in names) / seconds)
+            for title, names in PARTS.items()
+        ),
+        Row("the same of the node's process", "recording_cost_s", "s/s", (on_loop + in_thread) / told["process_s"]),
+        Row("longest on the loop, by the clock", "longest_ms", "ms", 1e3 * longest["longest_s"], goal=LONGEST_MS),
+        Row("longest on the loop, its processor time", "longest_ms", "ms", 1e3 * slowest, goal=LONGEST_MS),
+    ]
+
+
+if __name__ == "__main__":
+    main("recording", __doc__ or "", rows)
