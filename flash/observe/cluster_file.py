@@ -25,6 +25,10 @@ from flash.observe.rundir import RunDirectory, writing
 WITHOUT_A_WORD = "the hub before this one ended without a word: its process was killed, or its machine is gone"
 
 
+MOST_BYTES = 64 << 20
+"""Of a picture that is read: ours are a thousandth of it."""
+
+
 class ClusterFile:
     """See the module's docstring.
 
@@ -95,7 +99,8 @@ class ClusterFile:
 def read_cluster(directory: RunDirectory) -> Cluster | None:
     """The newest picture; None where there is none, or none that can be read."""
     try:
-        return msgspec.json.decode(directory.cluster.read_bytes(), type=Cluster)
+        with directory.cluster.open("rb") as file:
+            return msgspec.json.decode(file.read(MOST_BYTES), type=Cluster)
     except (OSError, *NO_ROW):
         return None
 

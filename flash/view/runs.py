@@ -36,6 +36,8 @@ class Rows(msgspec.Struct, frozen=True):
     """There are others already."""
     ended: bool
     """The run has summed itself up."""
+    gone: bool
+    """Its directory was moved or removed."""
 
 
 class ShownCluster(msgspec.Struct, frozen=True):
@@ -79,6 +81,7 @@ class ViewedRun:
             evals=drawn(new_evals[:MOST_ROWS], "evals"),
             more=max(len(new_steps), len(new_evals)) > MOST_ROWS,
             ended=has_ended(self.directory),
+            gone=not self.directory.path.exists(),
         )
 
     def latest(self) -> Latest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,38 @@ async def test_the_timeline_shows_each_bar_when_one_looks_closer(tmp_path: Path,
             await show(page, f"{url}#timeline", width=400, scheme="dark")
             await page.until(f"{bars}.data && {fits(400)}")
             assert page.complaints == []
+
+
+async def test_runs_that_are_broken_hostile_or_removed_hide_no_other(tmp_path: Path, chromium: str) -> None:
+    broken, hostile, good = (record(tmp_path / name, steps=4, said=HOSTILE) for name in ("broken", "<b>x", "good"))
+    broken.metrics.unlink()
+    broken.metrics.mkdir()
+    hostile.spans.write_bytes(b'["<b>a","{{b}}",1,2]\n' + 100 * b"\xff\n[" + b"\n")
+    hostile.cluster.write_bytes(b'{"hub": {"nodes": [{"<script>"')
+    hostile.config.write_text(f"[model]\npath = {json.dumps(HOSTILE)}\n")
+    with served(broken.path, hostile.path, good.path) as url:
+        async with browser(chromium, tmp_path / "profile") as page:
+            await show(page, url)
+            runs = "document.getElementById('runs').innerText"
+            await page.until(f"{runs}.includes('metrics.jsonl: Is a directory') && {runs}.includes('step 3 of 60')")
+            await page.until(f"JSON.parse({curve('entropy')}).length === 4")
+            append_step(good, 4)
+            await page.until(f"JSON.parse({curve('entropy')}).length === 5")
+            for view in ("samples", "timeline", "cluster", "overview"):
+                await page.value(f"void (location.hash = '{view}')")
+                await page.until(f"!document.getElementById('{view}').hidden")
+                choice = f"document.querySelector('#{view} .which select')"
+                for place in range(3 if view != "overview" else 0):
+                    await page.value(f"({choice}.value = '{place}', {choice}.dispatchEvent(new Event('change')))")
+                    await page.value("new Promise(done => setTimeout(() => done(true), 300))")
+            # One is removed while it is looked at.
+            shutil.rmtree(good.path)
+            await page.until(f"{runs}.includes('gone: its directory was moved or removed')")
+            assert await page.value("document.querySelector('#link.good') !== null")
+            assert await page.value("typeof hacked") == "undefined"
+            assert await page.value("document.querySelectorAll('img, iframe, object, main b').length") == 0
+            # What cannot be read is refused, and nothing else has gone wrong.
+            assert all("500 (Internal Server Error)" in complaint for complaint in page.complaints), page.complaints
 
 
 NOTE = "document.getElementById('timeline-note').innerText"

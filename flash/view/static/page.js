@@ -1,6 +1,6 @@
 // The page: which runs and which view are shown, and what came since it was last asked.
 
-import { $, ask, colourOf, element, lasting } from "./tools.js";
+import { $, ask, colourOf, element, lasting, Refused, visible } from "./tools.js";
 import * as overview from "./overview.js";
 import * as samples from "./samples.js";
 import * as timeline from "./timeline.js";
@@ -36,18 +36,26 @@ function listRuns() {
 
 function tellState(run) {
   const last = run.steps[run.steps.length - 1];
+  if (run.gone) { run.state.textContent = "gone: its directory was moved or removed"; return; }
   if (!last) run.state.textContent = run.life ? "no step yet" : "";
   else if (run.ended) run.state.textContent = `ended after step ${last.step}`;
   else run.state.textContent = `step ${last.step}${run.facts.steps ? ` of ${run.facts.steps}` : ""}, ${lasting(Math.max(0, Math.round(Date.now() / 1000 - last.time)))} ago`;
 }
 
-// What the run has recorded since; whether there is more at once.
+// What the run has recorded since; whether there is more at once. A run that cannot be read says so, and hides no other.
 async function update(run) {
-  const came = await ask("/api/rows", { run: run.number, life: run.life, steps: run.steps.length, evals: run.evals.length });
+  let came;
+  try {
+    came = await ask("/api/rows", { run: run.number, life: run.life, steps: run.steps.length, evals: run.evals.length });
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    run.state.textContent = visible(error.message);
+    return false;
+  }
   if (came.life !== run.life) Object.assign(run, { life: came.life, steps: [], evals: [] });
   run.steps.push(...came.steps);
   run.evals.push(...came.evals);
-  run.ended = came.ended;
+  Object.assign(run, { ended: came.ended, gone: came.gone });
   tellState(run);
   return came.more;
 }

@@ -9,9 +9,12 @@ export function element(tag, className, ...children) {
   return made;
 }
 
+// An answer that is none, of a server that is there.
+export class Refused extends Error {}
+
 export async function ask(path, questions = {}) {
   const answer = await fetch(`${path}?${new URLSearchParams(questions)}`);
-  if (!answer.ok) throw new Error(await answer.text());
+  if (!answer.ok) throw new Refused(await answer.text());
   return answer.json();
 }
 
