@@ -32,7 +32,7 @@ def test_a_summary_is_computed_from_the_rows(config: Config) -> None:
     assert result.engine_idle_share == 0.125
     assert result.max_age == 2
     assert (result.async_ratio, result.seed, result.model) == (1.0, 7, "models/tiny")
-    assert (result.objective, result.restarts, result.canary_max) == ("decoupled_ppo", 1, 3e-7)
+    assert (result.objective, result.restarts, result.canary_max) == ("grpo", 1, 3e-7)
     assert result.ledger == LEDGER
 
 
