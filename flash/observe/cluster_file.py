@@ -109,5 +109,9 @@ def _write(path: Path, picture: Cluster) -> None:
     """Replace the file as a whole. Not forced to the disk: after a crash of the machine it is old in any case."""
     aside = path.with_name(path.name + ".tmp")
     with writing(path):
-        aside.write_bytes(msgspec.json.encode(picture))
-        aside.replace(path)
+        try:
+            aside.write_bytes(msgspec.json.encode(picture))
+            aside.replace(path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
