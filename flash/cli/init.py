@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -18,6 +19,7 @@ FILES = {
     "my_env.py": "the environment",
     "my_reward.py": "the reward",
     "test_my_env.py": "tests of both",
+    "pytest.ini": "how they are found",
     "run.toml": "the configuration",
     "README.md": "what to do next",
 }
@@ -47,7 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
     width = max(map(len, FILES))
     for file, what in FILES.items():
         sys.stdout.write(f"{file.ljust(width)}  {what}\n")
-    steps = (f"cd {shlex.quote(str(folder))}", "python -m pytest", "flash train run.toml", f"flash view outputs/{name}")
+    steps = [f"cd {shlex.quote(str(folder))}", "python -m pytest", "flash train run.toml", f"flash view outputs/{name}"]
+    if sys.prefix != sys.base_prefix and os.environ.get("VIRTUAL_ENV") != sys.prefix:
+        steps.insert(0, f". {shlex.quote(sys.prefix)}/bin/activate")
     sys.stdout.write("\nGo on with:\n" + "".join(f"    {step}\n" for step in steps))
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Generator
@@ -23,6 +24,7 @@ def project(
 ) -> Generator[tuple[Path, str]]:
     """A project in a path with spaces, which is the working directory, and what was said of it."""
     folder = tmp_path / "my first project"
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
     assert main(["init", str(folder)]) == 0
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -39,6 +41,7 @@ def test_it_writes_a_config_that_a_run_takes_and_says_how_to_go_on(
     assert {path.name for path in folder.iterdir()} == {*FILES}
     assert f"cd '{folder}'" in told
     assert "flash train run.toml" in told
+    assert f". {shlex.quote(sys.prefix)}/bin/activate" in told, "nothing else says where flash is"
     config = load("run.toml")
     assert config.run.name == "my-first-project"
     assert unwise(config) == []
@@ -48,7 +51,8 @@ def test_it_writes_a_config_that_a_run_takes_and_says_how_to_go_on(
     assert "outputs/models/my-first-project will be made" in said
 
 
-def test_the_tests_of_the_project_pass(project: tuple[Path, str]) -> None:
+def test_the_tests_of_the_project_pass_in_a_folder_of_another_project(project: tuple[Path, str]) -> None:
+    (project[0].parent / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "--of-a-plugin"\n')
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
