@@ -110,7 +110,7 @@ async def test_a_blocking_function_runs_in_a_thread() -> None:
 
 
 async def test_the_agent_of_the_documents_works() -> None:
-    page = (ROOT / "docs" / "environments.md").read_text()
+    page = (ROOT / "docs" / "agents.md").read_text()
     found = re.search(r"```python\n# my_agent.py\n(.*?)```", page, re.DOTALL)
     assert found is not None
     code = found.group(1)

@@ -89,10 +89,11 @@ def test_an_interrupted_profile_leaves_what_it_has_and_its_run_goes_on_under_ano
     assert {"trainer 0", "engine 0"} <= by_process(events_of(out / "trace.json.gz")).keys()
 
     other = run.folder / "other"
-    arguments = ("--resume", "--steps=1", "--warm-up=0", f"--out={other}", f"run.output_dir={out}")
+    # The first step may be made of what the journal brings back, before there is an engine.
+    arguments = ("--resume", "--steps=1", "--warm-up=1", f"--out={other}", f"run.output_dir={out}")
     again = start(*arguments, command=COMMAND)
     assert again.wait() == 0, again.text()
-    assert (other / "report.txt").read_text().startswith(f"step {made} of 6 of the run in {out / 'run'}\n")
+    assert (other / "report.txt").read_text().startswith(f"step {made + 1} of 6 of the run in {out / 'run'}\n")
     assert not (other / "run").exists()
     assert metrics.read_text().count("\n") > made
     again.nothing_left()

@@ -31,7 +31,7 @@ def table(name: str) -> str:
 
 def tile(title: str) -> str:
     titles = "[...document.querySelectorAll('#cluster-tiles article')]"
-    return f"{titles}.find(one => one.querySelector('h2').innerText === '{title}').querySelector('.now').innerText"
+    return f"{titles}.find(one => one.querySelector('h2').innerText === '{title}')?.querySelector('.now')?.innerText"
 
 
 STATE = "document.getElementById('cluster-state').innerText"
