@@ -7,13 +7,13 @@ alike, and a training step has thousands. What goes wrong with that is told, and
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 from flash.errors import EngineDeadError, FlashError
 from flash.profile.order import Order
-from flash.rollout.engine import Engine, GenerateRequest, Pressure, Progress
-from flash.types import Completion, Published
+from flash.rollout.engine import Engine
+from flash.rollout.wrapped_engine import WrappedEngine
+from flash.types import Published
 
 log = logging.getLogger("flash")
 
@@ -29,7 +29,7 @@ class AskableEngine(Engine, Protocol):
         ...
 
 
-class ProfiledEngine:
+class ProfiledEngine(WrappedEngine[AskableEngine]):
     """`Engine`, as the one within it, profiled as ordered.
 
     Args:
@@ -39,29 +39,11 @@ class ProfiledEngine:
     """
 
     def __init__(self, engine: AskableEngine, number: int, order: Order) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._number = number
         self._order = order
         self._recording = False
         self._done = False
-
-    @property
-    def version(self) -> int:
-        """See `Engine`."""
-        return self._engine.version
-
-    @property
-    def pressure(self) -> Pressure:
-        """See `Engine`."""
-        return self._engine.pressure
-
-    async def start(self) -> None:
-        """See `Engine`."""
-        await self._engine.start()
-
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Progress | Completion, None]:
-        """See `Engine`."""
-        return self._engine.generate(request)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
         """See `Engine`. Begins or ends the recording before it."""
@@ -70,20 +52,12 @@ class ProfiledEngine:
             await self._begin()
         if not covered:
             await self._end()
-        return await self._engine.load(published, keep_cache=keep_cache)
-
-    def reassign(self, number: int) -> None:
-        """See `Engine`."""
-        self._engine.reassign(number)
-
-    async def wait_dead(self) -> EngineDeadError:
-        """See `Engine`."""
-        return await self._engine.wait_dead()
+        return await super().load(published, keep_cache=keep_cache)
 
     async def close(self) -> None:
         """See `Engine`. What was recorded is written before."""
         await self._end()
-        await self._engine.close()
+        await super().close()
 
     async def _begin(self) -> None:
         self._recording = True
