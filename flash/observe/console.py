@@ -210,16 +210,25 @@ def closing_table(config: Config, summary: Summary) -> list[tuple[str, str]]:
     directory = RunDirectory(config.run_dir)
     plots = sorted(directory.plots.glob("*.png"))
     ledger = ", ".join(f"{key} {value}" for key, value in summary.ledger.items() if value)
-    change = f"{plain(summary.initial_reward, '.3f')} -> {plain(summary.final_reward, '.3f')} on held-out problems"
     first, *rest = summary_rows(summary)
     return [
         first,
-        ("accuracy" if summary.binary else "reward", change),
+        ("accuracy" if summary.binary else "reward", _held_out(summary)),
         *rest,
         ("ledger", ledger or BLANK),
         ("directory", str(directory.path)),
         *(("plot", str(plot)) for plot in plots),
     ]
+
+
+def _held_out(summary: Summary) -> str:
+    """What evaluations have found, from the first to the last; a single one with its step."""
+    if summary.final_reward is None:
+        return "no held-out evaluation"
+    last = f"{summary.final_reward:.3f}"
+    if summary.initial_step == summary.final_step:
+        return f"{last} on held-out problems, at step {summary.final_step}"
+    return f"{plain(summary.initial_reward, '.3f')} -> {last} on held-out problems"
 
 
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:

@@ -24,6 +24,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Mean reward of the first held-out evaluation."""
     final_reward: float | None
     """Mean reward of the last held-out evaluation."""
+    initial_step: int | None
+    """Step before which the first held-out evaluation was made."""
+    final_step: int | None
+    """The same of the last one; equal where there is only one."""
     binary: bool
     """Whether every held-out reward was 0 or 1: then these two are means."""
     steps: int
@@ -73,10 +77,13 @@ def summarise(
 
     `undone` are rows of steps that were done again: their restarts have happened all the same.
     """
-    means = [row["mean_reward"] for row in by_step(evaluations) if number(row, "mean_reward") is not None]
+    held_out = [row for row in by_step(evaluations) if number(row, "mean_reward") is not None] or [{}]
+    first, last = held_out[0], held_out[-1]
     return Summary(
-        initial_reward=means[0] if means else None,
-        final_reward=means[-1] if means else None,
+        initial_reward=number(first, "mean_reward"),
+        final_reward=number(last, "mean_reward"),
+        initial_step=_whole(first, "step"),
+        final_step=_whole(last, "step"),
         binary=bool(evaluations) and all(number(row, "binary") == 1 for row in evaluations),
         steps=1 + int(max((number(row, "step") or 0 for row in metrics), default=-1)),
         samples=int(number(ledger, "trained") or 0),
@@ -98,6 +105,10 @@ def summarise(
         objective=config.algorithm.objective,
         canary_max=canary_max,
     )
+
+
+def _whole(row: Row, key: str) -> int | None:
+    return None if (value := number(row, key)) is None else int(value)
 
 
 def _counted(name: str, *rows: Sequence[Row]) -> int:

@@ -4,6 +4,8 @@ import io
 import math
 from pathlib import Path
 
+import pytest
+
 from flash.config.tree import Config
 from flash.observe.console import HEADER_EVERY, Console, domain_line, evaluation_line
 from flash.observe.summary import summarise
@@ -103,6 +105,21 @@ def test_a_mean_of_rewards_is_called_an_accuracy_only_where_each_is_0_or_1(confi
     console.finish(summarise(config, [], [eval_row(0, 0.5), row], ledger={}, restarts=0, canary_max=None))
     assert "reward       0.500 -> 0.630 on held-out problems" in stream.getvalue()
     assert "accuracy" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "line"),
+    [
+        ([eval_row(0, 0.387)], "accuracy     0.387 on held-out problems, at step 0"),
+        ([eval_row(4, 0.5), eval_row(4, 0.6)], "accuracy     0.600 on held-out problems, at step 4"),
+        ([eval_row(0, 0.387), eval_row(9, 0.387)], "accuracy     0.387 -> 0.387 on held-out problems"),
+        ([], "reward       no held-out evaluation"),
+    ],
+)
+def test_a_single_evaluation_is_no_change(config: Config, evaluations: list[dict[str, float]], line: str) -> None:
+    stream = io.StringIO()
+    Console(config, stream).finish(summarise(config, [], evaluations, ledger={}, restarts=0, canary_max=None))
+    assert line in stream.getvalue().splitlines()
 
 
 def test_a_stage_is_printed_once_where_nothing_can_be_redrawn(config: Config) -> None:
