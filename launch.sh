@@ -10,12 +10,14 @@
 # Trains a configuration:
 #
 #     ./launch.sh [CONFIG] [OVERRIDE…]              here; without CONFIG, examples/quickstart.toml
+#     ./launch.sh profile CONFIG [OVERRIDE…]        a few steps of it under a profiler
 #     sbatch --nodes=4 --gpus-per-node=8 launch.sh CONFIG [OVERRIDE…]
 #     sbatch --nodes=2 --gpus-per-node=8 launch.sh join RUN_DIR [OVERRIDE…]
 #
 # Makes the environment first where it is missing or out of date. Under sbatch every node of the job runs `flash train`
 # once, and a job that is preempted or reaches its time limit is stopped in order, requeued, and continues. With `join`
-# every node runs `flash join`: the job makes samples for the run of another job, and may end before it.
+# every node runs `flash join`: the job makes samples for the run of another job, and may end before it. With `profile`
+# every node runs `flash profile`, which is not requeued.
 set -euo pipefail
 
 # The folder of this script. Slurm runs a copy of it from a spool folder, but knows where it was submitted from.
@@ -34,7 +36,7 @@ find_root() {
     echo "$here"
 }
 
-# One `flash train` or `flash join` per node of the job; those that train meet at the first one.
+# One `flash train`, `flash profile` or `flash join` per node of the job; those that train meet at the first one.
 #
 # Slurm asks for the end in two ways: it signals this script (the time limit, by --signal above), or the ranks (preemption
 # with a grace time). Either way the ranks write a checkpoint, and what they exit with says that they were interrupted.
@@ -62,7 +64,7 @@ run_on_slurm() {
             FLASH_NODE_RANK=$SLURM_NODEID "$@"
             status=$?
             # A node without trainers that has failed for good: the run goes on, and with it the job that it is of.
-            if ((status == 75)) && [[ $2 == train ]]; then exit 0; fi
+            if ((status == 75)) && [[ $2 != join ]]; then exit 0; fi
             if ((status != 130 && status != 143)); then exit "$status"; fi
             if ((SLURM_NODEID == 0)); then touch "$FLASH_INTERRUPTED"; fi' bash "$@" &
     srun_pid=$!
@@ -76,6 +78,7 @@ run_on_slurm() {
     if [[ -e $FLASH_INTERRUPTED && $status == 0 ]]; then preempted=1; fi
     rm -f "$FLASH_INTERRUPTED"
     if [[ -z $preempted ]]; then return "$status"; fi
+    if [[ $2 == profile ]]; then return 130; fi
 
     # A job that was cancelled, or that Slurm requeues by itself, is not running any more.
     if scontrol show job "$SLURM_JOB_ID" | grep -q 'JobState=RUNNING'; then
@@ -84,10 +87,14 @@ run_on_slurm() {
     fi
 }
 
+# What to type to go on, for the hint after an interrupt.
+typed=("$0" "$@")
+if [[ $0 != */* ]]; then typed[0]=./$0; fi
+
 root=$(find_root)
 flash=("$root/.venv/bin/flash")
 case "${1-}" in
-    join) flash+=(join) && shift ;;
+    join | profile) flash+=("$1") && shift ;;
     "" | -* | *=*) flash+=(train "$root/examples/quickstart.toml") ;;
     *) flash+=(train "$1") && shift ;;
 esac
@@ -96,8 +103,9 @@ make --silent --no-print-directory -C "$root" env
 
 # 4294967290 is the step that salloc gives to an interactive shell; any other step is one task of an srun.
 if [[ -n ${SLURM_JOB_ID-} && ${SLURM_STEP_ID:-4294967290} == 4294967290 ]]; then
-    if [[ ${flash[1]} == train ]]; then flash+=("cluster.nodes=$SLURM_JOB_NUM_NODES"); fi
+    if [[ ${flash[1]} != join ]]; then flash+=("cluster.nodes=$SLURM_JOB_NUM_NODES"); fi
     run_on_slurm "${flash[@]}" "$@"
 else
+    export FLASH_TYPED="${typed[*]@Q}"
     exec "${flash[@]}" "$@"
 fi

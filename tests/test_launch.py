@@ -1,6 +1,7 @@
 """launch.sh, with stand-ins for the environment and for SLURM; tests/slurm holds those to the real one."""
 
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -79,13 +80,27 @@ def launch(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (["--dry-run"], "train {root}/examples/quickstart.toml --dry-run"),
         (["mine.toml", "run.output_dir=a b"], "train mine.toml run.output_dir=a b"),
         (["join", "outputs/mine", "engine.count=4"], "join outputs/mine engine.count=4"),
+        (["profile", "mine.toml", "--steps", "2"], "profile mine.toml --steps 2"),
     ],
 )
-def test_a_plain_start_makes_the_environment_and_trains_the_configuration_or_joins_a_run(project, arguments, passed):
+def test_a_plain_start_makes_the_environment_and_trains_or_profiles_the_configuration_or_joins_a_run(
+    project, arguments, passed
+):
     done = launch(project / "launch.sh", *arguments)
     assert done.stdout == f"flash {passed.format(root=project)} rdzv= nnodes= rank= cwd={project.parent}\n"
     assert (done.returncode, done.stderr) == (0, "")
     assert (project / "made.log").read_text() == "made\n"
+
+
+def test_the_command_is_told_what_was_typed(project):
+    executable(project / ".venv" / "bin" / "flash", "#!/bin/sh\necho $FLASH_TYPED\n")
+    script = project / "launch.sh"
+    assert shlex.split(launch(script, "mine.toml", "run.name=a b", "x='1'").stdout) == [
+        *(str(script), "mine.toml", "run.name=a b", "x='1'")
+    ]
+    beside = ["bash", "launch.sh", "--resume"]
+    done = subprocess.run(beside, capture_output=True, text=True, check=True, timeout=60, cwd=project)
+    assert shlex.split(done.stdout) == ["./launch.sh", "--resume"]
 
 
 def test_the_exit_code_of_the_run_is_that_of_the_script(project, monkeypatch):
@@ -110,6 +125,11 @@ def test_a_batch_script_runs_once_per_node_with_the_rendezvous(job, project, mon
         f"{start} rank=1 cwd={project.parent}",
         f"{start} rank=0 cwd={project.parent}",
     ]
+
+
+def test_a_profile_in_a_batch_script_is_of_all_its_nodes(job, project):
+    start = "flash profile cluster.nodes=2 mine.toml --steps 2 rdzv=node7:10042 nnodes=2"
+    assert f"{start} rank=1 cwd={project.parent}" in launch(job, "profile", "mine.toml", "--steps", "2").stdout
 
 
 def test_the_submission_folder_serves_where_slurm_does_not_tell_the_script(job, project, monkeypatch):

@@ -36,6 +36,7 @@ from flash.cli import (
     view,
     watch,
 )
+from flash.cli.typed import typed
 from flash.errors import FlashError
 
 DESCRIPTION = "Asynchronous reinforcement-learning post-training for language models."
@@ -104,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `flash`; the exit code. 2: wrong input, 130: an interrupt, 141: nobody reads the output."""
     _prepare_output()
     arguments = parse(argv)
+    arguments.typed = typed(sys.argv, os.environ) if argv is None else ["flash", *argv]
     try:
         code = arguments.run(arguments)
         sys.stdout.flush()

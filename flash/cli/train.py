@@ -40,22 +40,23 @@ def run(arguments: argparse.Namespace) -> int:
             sys.stderr.write(f"checked {line}\n")
         sys.stdout.write(dump(config))
         return 0
-    return start(config, paths, overrides)
+    from flash.run.agents import INTERRUPTED
+    from flash.run.launcher import resume_command
+
+    code = start(config, paths, overrides)
+    if code == INTERRUPTED:
+        sys.stderr.write(f"flash: interrupted; go on with: {resume_command(arguments.typed)}\n")
+    return code
 
 
 def start(config: Config, paths: Sequence[Path], overrides: Sequence[str]) -> int:
     """Make the tiny model that a checked configuration may want, and train; the exit code of `launch`."""
-    from flash.run.agents import INTERRUPTED
-    from flash.run.launcher import launch, resume_command
+    from flash.run.launcher import launch
 
     # Until torchrun takes signals over: what was begun by then is put in order, as after Ctrl-C.
     signal.signal(signal.SIGTERM, _interrupt)
     make_missing_model(config)
-    files = [str(path) for path in paths]
-    code = launch(config, files, overrides)
-    if code == INTERRUPTED:
-        sys.stderr.write(f"flash: interrupted; go on with: {resume_command(files, overrides)}\n")
-    return code
+    return launch(config, [str(path) for path in paths], overrides)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

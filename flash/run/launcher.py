@@ -70,10 +70,10 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     return int(text)
 
 
-def resume_command(paths: Sequence[str], overrides: Sequence[str]) -> str:
-    """What to type to continue the same run, whose name may be an override."""
-    kept = [override for override in overrides if not override.startswith("run.resume=")]
-    return shlex.join(["flash", "train", *paths, *kept, "--resume"])
+def resume_command(command: Sequence[str]) -> str:
+    """What to type to continue the run of a command, which may have been one that continued it."""
+    kept = [part for part in command if part != "--resume" and not part.startswith("run.resume=")]
+    return shlex.join([*kept, "--resume"])
 
 
 def launch(config: Config, paths: Sequence[str], overrides: Sequence[str]) -> int:

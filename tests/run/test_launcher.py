@@ -204,7 +204,7 @@ def test_what_follows_an_error_that_ends_the_run_is_not_told(tmp_path: Path, cap
 
 def test_the_command_that_continues_a_run_has_its_overrides() -> None:
     overrides = ["run.name=mine", "algorithm.options={cap = 2}", "run.resume=true"]
-    assert resume_command(["a.toml"], overrides) == (
+    assert resume_command(["flash", "train", "--resume", "a.toml", *overrides]) == (
         "flash train a.toml run.name=mine 'algorithm.options={cap = 2}' --resume"
     )
 
