@@ -17,7 +17,7 @@ import msgspec
 
 from flash.config.check_algorithm import algorithm_rule
 from flash.config.check_machine import MACHINE_RULES, unreachable
-from flash.config.decode import Problem, show
+from flash.config.decode import Problem, nearest, show
 from flash.config.objects import examine_options, load_environment, load_sink, refusal
 from flash.config.section import LOWEST_TEMPERATURE
 from flash.config.simulate import SimulateConfig
@@ -28,6 +28,9 @@ from flash.foreign.vllm_parsers import Package, names
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 """`name` or `owner/name`: anything else is a path."""
+
+SHOWN = 6
+"""Folders that are named in place of one that is not there."""
 
 MOST_ANSWERS = 1_000_000
 """Of one evaluation: the hub keeps them all until it is over."""
@@ -127,7 +130,7 @@ def _domains(config: Config, env: type[object], kwargs: dict[str, Any]) -> Itera
 
 
 def model_rule(config: Config) -> Iterator[Problem]:
-    """A local model folder is one, or is to be made. A hub id is taken on trust."""
+    """A local model folder is one, or is to be made. The hub is asked for its ids later: see `flash.run.beforehand`."""
     path = Path(config.model.path)
     if not config.model.path.strip():
         yield Problem("model.path", "is empty: expected a Hugging Face model folder or a hub id")
@@ -142,11 +145,8 @@ def model_rule(config: Config) -> Iterator[Problem]:
     elif (path / "config.json").is_file():
         yield from _model_folder(config, path / "config.json")
     elif config.tiny_model is None:
-        what = "has no config.json" if path.is_dir() else "does not exist"
-        message = (
-            f"the folder {path} {what}: expected a Hugging Face model, a hub id, or a [tiny_model] table to make one"
-        )
-        yield Problem("model.path", message)
+        wanted = "expected a Hugging Face model, a hub id, or a [tiny_model] table to make one"
+        yield Problem("model.path", f"{_no_model(path)}: {wanted}{beside(path)}")
 
 
 def is_hub_id(text: str) -> bool:
@@ -154,6 +154,23 @@ def is_hub_id(text: str) -> bool:
     path = Path(text)
     named = HUB_ID.fullmatch(text) is not None and (path.parent == Path() or not path.parent.exists())
     return named and not path.exists()
+
+
+def _no_model(path: Path) -> str:
+    """What is wrong with a path that is no model folder."""
+    if path.is_dir():
+        return f"the folder {path} has no config.json"
+    if path.parts[0].startswith("~"):
+        return f"the folder {path} does not exist (only shells read ~ as {Path.home()})"
+    return f"the folder {path} does not exist"
+
+
+def beside(path: Path) -> str:
+    """`; FOLDER has A, B`: what stands where something that is not there was looked for; nothing where nothing is."""
+    found = [] if path.exists() else sorted(other.name for other in path.parent.glob("[!.]*/"))
+    if path.parent == Path():
+        found = [name for name in (nearest(path.name, found),) if name]
+    return f"; {path.parent.absolute()} has {', '.join(found[-SHOWN:])}" if found else ""
 
 
 def other_models_rule(config: Config) -> Iterator[Problem]:
@@ -173,7 +190,8 @@ def other_models_rule(config: Config) -> Iterator[Problem]:
         if is_hub_id(path) or (key == "critic.path" and made):
             continue
         if not (Path(path) / "config.json").is_file():
-            yield Problem(key, f"{path} is no Hugging Face model: expected a folder with a config.json, or a hub id")
+            wanted = "expected a Hugging Face model, or a hub id"
+            yield Problem(key, f"{_no_model(Path(path))}: {wanted}{beside(Path(path))}")
 
 
 def _made_critic(config: Config) -> Iterator[Problem]:

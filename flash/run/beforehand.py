@@ -17,11 +17,13 @@ from typing import Any
 
 import anyio
 
+from flash.config.check import is_hub_id
 from flash.config.decode import Problem, refuse
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.observe.rundir import RunDirectory
 from flash.observe.trackers import not_installed
+from flash.run.hugging_face import hub_fault
 from flash.run.locks import in_use
 from flash.run.models import tiny_models
 from flash.run.past import booked_version
@@ -70,7 +72,7 @@ def _output(config: Config) -> Iterator[Problem]:
 
 
 def _models(config: Config) -> Iterator[Problem]:
-    """Model folders hold weights; tiny models that are to be made find a place of their own."""
+    """Model folders hold weights, hub ids lead to models; tiny models that are to be made find a place of their own."""
     made = {path: key for key, path, _ in tiny_models(config)}
     for path, key in made.items():
         try:
@@ -84,10 +86,14 @@ def _models(config: Config) -> Iterator[Problem]:
         "algorithm.kl.reference": config.algorithm.kl and config.algorithm.kl.reference,
         "critic.path": config.critic and config.critic.path,
     }
-    for key, folder in {key: Path(path) for key, path in named.items() if path}.items():
-        if folder.is_dir() and folder not in made and not any(map(any, map(folder.glob, WEIGHTS))):
+    for key, path in named.items():
+        if not path or Path(path) in made:
+            continue
+        if Path(path).is_dir() and not any(map(any, map(Path(path).glob, WEIGHTS))):
             files = " or ".join(WEIGHTS)
-            yield Problem(key, f"the folder {folder} holds no weights: expected a Hugging Face model, with {files}")
+            yield Problem(key, f"the folder {path} holds no weights: expected a Hugging Face model, with {files}")
+        elif is_hub_id(path) and (fault := hub_fault(path)):
+            yield Problem(key, fault)
 
 
 def _hub(config: Config) -> Iterator[Problem]:

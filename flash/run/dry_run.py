@@ -7,7 +7,7 @@ chat template are loaded; the objective computes a loss.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,34 +18,17 @@ from flash.config.tree import Config, ModelConfig
 from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
 from flash.errors import ConfigError
-from flash.rollout.episode import text_of
 from flash.rollout.rehearsal import rehearse
 from flash.rollout.settings import episode_settings
 from flash.rollout.tokenizer import Tokenizer
 from flash.rollout.vllm_start import ready_tokenizer
 from flash.trainer.objective import try_objective
 from flash.trainer.tiny_model import is_current, save_tokenizer
-from flash.types import Observation, Tool, Trajectory
+from flash.types import Trajectory
 from flash.waiting import deadline
 
 SHOWN = 200
 """Characters of a prompt that are shown."""
-
-
-class Characters(Tokenizer):
-    """Stands in for the tokenizer of a model that is not here: one token per character."""
-
-    def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
-        return [ord(character) for character in text_of(observation)]
-
-    def follow(self, observation: Observation, stopped: bool, tools: Sequence[Tool] = ()) -> list[int]:
-        return self.render(observation)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(map(chr, token_ids))
-
-    def check_calls(self) -> None:
-        """Whether the model's own can read calls is not known here."""
 
 
 def dry_run(config: Config) -> list[str]:
@@ -87,10 +70,8 @@ def _tokenizer(config: Config) -> Generator[tuple[Tokenizer, str]]:
             save_tokenizer(Path(folder), config.env.path, config.env.options)
             made = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=folder))
             yield ready_tokenizer(made), f"{path} will be made, with one token per character"
-    elif path.is_dir():
-        yield ready_tokenizer(config), f"{path}, {_described(config.model)}"
     else:
-        yield Characters(), f"{config.model.path} is on the hub, and was not looked at"
+        yield ready_tokenizer(config), f"{config.model.path}, {_described(config.model)}"
 
 
 def _described(model: ModelConfig) -> str:
@@ -104,7 +85,8 @@ def _described(model: ModelConfig) -> str:
 
     trusted = model.trust_remote_code
     try:
-        described = AutoConfig.from_pretrained(model.path, local_files_only=True, trust_remote_code=trusted)
+        local = Path(model.path).is_dir()
+        described = AutoConfig.from_pretrained(model.path, local_files_only=local, trust_remote_code=trusted)
         with torch.device("meta"):
             made = AutoModelForCausalLM.from_config(described, trust_remote_code=trusted)
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import msgspec
 
-from flash.config.check import is_hub_id
+from flash.config.check import beside, is_hub_id
 from flash.config.tree import Config, TinyModelConfig
 from flash.errors import CheckpointError, ConfigError, DeadlineError
 from flash.observe.rundir import RunDirectory
+from flash.run.hugging_face import hub_fault
 from flash.run.locks import Busy, in_turn
 from flash.trainer.stored import MANIFEST, aside_of, newest_complete, prepare, replace, sync
 from flash.trainer.tiny_model import (
@@ -27,9 +28,6 @@ from flash.trainer.tiny_model import (
     show_progress,
     what_changed,
 )
-
-SHOWN = 6
-"""Folders that are named in place of one that is not there."""
 
 
 def make_missing_model(config: Config) -> None:
@@ -101,9 +99,7 @@ def chosen_model(named: str) -> str:
     """
     path = Path(named)
     if not path.exists() and not is_hub_id(named):
-        beside = sorted(other.name for other in path.parent.glob("[!.]*/"))[-SHOWN:]
-        found = f"; {path.parent} has {', '.join(beside)}" if beside else ""
-        raise ConfigError(f"there is no model, checkpoint or run {named}{found}")
+        raise ConfigError(f"there is no model, checkpoint or run {named}{beside(path)}")
     if (path / "model" / "config.json").is_file():
         path = path / "model"
     checkpoint = path if (path / MANIFEST).is_file() else newest_complete(path)
@@ -120,10 +116,12 @@ def model_folder(named: str, config: Config) -> Generator[str]:
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
-        ConfigError: as `chosen_model`, or config.model.path, whose architecture and tokenizer a checkpoint has, cannot
-            be loaded.
+        ConfigError: as `chosen_model`, or a hub id leads to no model, or config.model.path, whose architecture and
+            tokenizer a checkpoint has, cannot be loaded.
     """
     chosen = chosen_model(named)
+    if not Path(chosen).exists() and (fault := hub_fault(chosen)):
+        raise ConfigError(fault)
     if not (Path(chosen) / MANIFEST).is_file():
         yield chosen
         return

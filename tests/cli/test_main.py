@@ -7,31 +7,41 @@ from pathlib import Path
 import pytest
 
 from flash.cli.main import main
+from flash.trainer.tiny_model import save_tokenizer
+from tests.trainer.trainer_cases import write_model
 
 CONFIG = """
 run = { name = "a-run" }
-model = { path = "owner/model" }
+model = { path = "{model}", max_length = 128 }
+rollout = { max_new_tokens = 8 }
 env = { path = "envs.arithmetic:Arithmetic" }
 cluster = { gpus_per_node = 0 }
 """
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_model(tmp_path_factory.mktemp("main") / "model", tied=True)
+    save_tokenizer(folder, "envs.arithmetic:Arithmetic", {})
+    return folder
+
+
 @pytest.fixture
-def config(tmp_path: Path) -> str:
-    (tmp_path / "run.toml").write_text(CONFIG)
+def config(tmp_path: Path, model: Path) -> str:
+    (tmp_path / "run.toml").write_text(CONFIG.replace("{model}", str(model)))
     return str(tmp_path / "run.toml")
 
 
 @pytest.mark.parametrize("order", [["--dry-run", "{}", "{}"], ["{}", "--dry-run", "{}"], ["{}", "{}", "--dry-run"]])
 def test_files_and_overrides_stand_before_or_behind_options(
-    config: str, order: list[str], capsys: pytest.CaptureFixture[str]
+    config: str, order: list[str], model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = iter([config, "run.steps=7"])
     arguments = [next(words) if word == "{}" else word for word in order]
     assert main(["train", *arguments]) == 0
     said = capsys.readouterr()
     assert "steps = 7" in said.out
-    assert "owner/model is on the hub, and was not looked at" in said.err
+    assert f"model: {model}, a Qwen3ForCausalLM of" in said.err
 
 
 MODULE = """
@@ -39,7 +49,7 @@ class Wrong:
     def __init__(self, path, template):
         pass
     def reset(self, seed):
-        return "ask", {}
+        return "1+1=", {}
     def step(self, action):
         return "", "no number", True, False, {}
     def close(self):
@@ -76,7 +86,7 @@ DATA = '{{ path = "envs.dataset:DatasetEnv", options = {{ path = "{folder}/whole
     ],
 )
 def test_a_dry_run_names_what_would_only_show_later(
-    override: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    override: str, error: str, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "wrong_for_dry_run.py").write_text(MODULE)
     (tmp_path / "wrong_objective_for_dry_run.py").write_text(OBJECTIVE)
@@ -86,7 +96,8 @@ def test_a_dry_run_names_what_would_only_show_later(
     (tmp_path / "strange").mkdir()
     (tmp_path / "strange" / "config.json").write_text('{"model_type": "no_such_model"}')
     file = tmp_path / "run.toml"
-    file.write_text(CONFIG.replace('{ path = "envs.arithmetic:Arithmetic" }', DATA.format(folder=tmp_path)))
+    text = CONFIG.replace("{model}", str(model))
+    file.write_text(text.replace('{ path = "envs.arithmetic:Arithmetic" }', DATA.format(folder=tmp_path)))
     assert main(["train", str(file), "--dry-run"]) == 0
     assert "gets reward 0" in capsys.readouterr().err
     assert main(["train", str(file), "--dry-run", override.format(folder=tmp_path)]) == 2

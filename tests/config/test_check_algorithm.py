@@ -118,11 +118,11 @@ def resolve(*overrides: str) -> Config:
         ),
         (
             ["algorithm.kl={coefficient=0.1, reference='./nothing'}"],
-            "`algorithm.kl.reference` (override): ./nothing is no Hugging Face model: expected a folder with a config",
+            "`algorithm.kl.reference` (override): the folder nothing does not exist: expected a Hugging Face model, or",
         ),
         (
             ["algorithm.advantage=gae", "critic.path=model/nothing"],
-            "`critic.path` (override): model/nothing is no Hugging Face model",
+            "`critic.path` (override): the folder model/nothing does not exist",
         ),
         (
             ["algorithm.options.ewma_decay=0.5"],

@@ -110,7 +110,8 @@ def test_what_is_only_unwise_is_told_and_taken(file: Path, override: str, key: s
 def test_the_command_tells_what_is_unwise_before_anything_starts(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", str(file), "train.learning_rate=0.5", "--dry-run"]) == 0
+    made = [f"model.path={file.parent / 'tiny'}", "tiny_model={}"]
+    assert main(["train", str(file), *made, "train.learning_rate=0.5", "--dry-run"]) == 0
     assert "flash: warning: `train.learning_rate`: 0.5 is far above" in capsys.readouterr().err
 
 

@@ -109,6 +109,12 @@ def test_an_override_is_toml_or_else_text(override, key, value):
     assert type(found) is type(value)
 
 
+def test_a_model_folder_that_is_not_there_is_told_with_those_beside_it(project):
+    assert complaint("model.path=./modle").endswith(f"to make one; {project} has model")
+    (project / "models" / "mine").mkdir(parents=True)
+    assert complaint("model.path=models/mien").endswith(f"to make one; {project / 'models'} has mine")
+
+
 def test_an_override_may_hold_an_equals_sign():
     assert resolve("run.output_dir=a=b").run.output_dir == "a=b"
 
@@ -278,6 +284,7 @@ def test_a_file_that_is_not_text_is_refused(project):
             "`model.path` (override): the folder nothing does not exist: expected a Hugging Face",
         ),
         (["model.path=model/nothing"], "`model.path` (override): the folder model/nothing does not exist: expected"),
+        (["model.path=~/nothing"], "~/nothing does not exist (only shells read ~ as "),
         (
             ["model.tool_parser=hermez"],
             "`model.tool_parser` (override): vLLM has no 'hermez'; it has apertus, ",

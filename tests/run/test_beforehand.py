@@ -27,9 +27,14 @@ TINY = {"layers": 1, "width": 32, "warm_start_steps": 1}
 
 
 def make_config(folder: Path, **tables: dict[str, Any]) -> Config:
+    """A run of a model that is there."""
+    model = folder / "policy"
+    model.mkdir(exist_ok=True)
+    for file in ("config.json", "model.safetensors"):
+        (model / file).write_text("{}")
     tree: dict[str, dict[str, Any]] = {
         "run": {"name": "run", "output_dir": str(folder / "outputs"), "steps": 10},
-        "model": {"path": "owner/model"},
+        "model": {"path": str(model)},
         "env": {"path": "envs.arithmetic:Arithmetic"},
         "train": {"batch_size": 8},
         "rollout": {"group_size": 4},
@@ -48,7 +53,7 @@ def problem(config: Config) -> str:
 
 def test_a_run_that_can_be_started_leaves_no_trace(tmp_path: Path) -> None:
     check_start(make_config(tmp_path, cluster={"hub_host": "127.0.0.1"}))
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [tmp_path / "policy"]
 
 
 @pytest.mark.skipif(not os.access("/proc", os.W_OK), reason="permissions alone refuse this user")
@@ -123,6 +128,18 @@ def test_a_model_folder_without_weights_is_refused(tmp_path: Path) -> None:
     check_start(make_config(tmp_path, model={"path": str(folder)}))
 
 
+@pytest.mark.parametrize(
+    ("key", "tables"),
+    [
+        ("model.path", {"model": {"path": "a--b"}}),
+        ("critic.path", {"critic": {"path": "a--b"}}),
+        ("algorithm.kl.reference", {"algorithm": {"kl": {"coefficient": 0.1, "reference": "a--b"}}}),
+    ],
+)
+def test_a_hub_id_that_leads_to_no_model_is_refused(tmp_path: Path, key: str, tables: dict[str, Any]) -> None:
+    assert problem(make_config(tmp_path, **tables)).startswith(f"`{key}`: there is no folder a--b here, and it can be")
+
+
 def test_a_folder_of_somebody_else_in_the_place_of_a_tiny_model_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "thesis"
     folder.mkdir()
@@ -172,7 +189,7 @@ def test_the_command_refuses_it_with_a_dry_run_and_without(tmp_path: Path, capsy
     for options in ([], ["--dry-run"]):
         assert main(["train", str(file), *options]) == 2
         assert "`cluster.hub_host`: cannot listen at no such host" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == [file]
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "policy", file]
 
 
 def test_a_tracker_that_is_not_installed_is_named_before_any_work(

@@ -26,14 +26,18 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path)
     assert str(error.value) == f"there is no model, checkpoint or run {named}; {there}"
 
 
-def test_a_folder_counts_before_its_checkpoints_and_a_hub_id_is_taken_on_trust(tmp_path: Path) -> None:
+def test_a_folder_counts_before_its_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "run" / "model").mkdir(parents=True)
     (tmp_path / "run" / "model" / "config.json").touch()
     (tmp_path / "run" / "checkpoints" / "step-000003").mkdir(parents=True)
     with model_folder(str(tmp_path / "run"), CONFIG) as found:
         assert found == str(tmp_path / "run" / "model")
-    with model_folder("owner/model", CONFIG) as found:
-        assert found == "owner/model"
+
+
+def test_a_hub_id_that_leads_to_no_model_is_refused_before_it_is_loaded() -> None:
+    assert chosen_model("owner/model") == "owner/model"
+    with pytest.raises(ConfigError, match="there is no folder a--b here"), model_folder("a--b", CONFIG):
+        pass
 
 
 def test_of_a_run_without_a_model_of_its_own_the_newest_whole_checkpoint_is_meant(tmp_path: Path) -> None:
