@@ -14,6 +14,7 @@ from flash.config.check import is_hub_id
 from flash.config.load import given, load, split_arguments
 from flash.errors import ConfigError
 from flash.observe.rundir import write_atomically
+from flash.run.hugging_face import hub_fault
 from flash.run.replay import Comparison, plan, refuse_idle, replay
 
 SHOWN = ("loss", "grad_norm", "entropy", "clip_fraction")
@@ -42,11 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     config = load(files, overrides)
     refuse_idle(directory.config, config, given(files[1:], overrides))
     model = config.model.path
-    if not Path(model).is_dir() and not is_hub_id(model):
-        raise ConfigError(
-            f"there is no model {model} here, with which the replay begins: go to the folder in which the run was "
-            "started, or give model.path=FOLDER"
-        )
+    fault = "" if Path(model).is_dir() else hub_fault(model) if is_hub_id(model) else f"there is no folder {model}"
+    if fault:
+        raise ConfigError(f"{fault}; the replay begins with that model: name it with model.path=FOLDER")
     had = {int(row["step"]): row for row in directory.read_metrics() if "step" in row}
     rows: list[dict[str, float]] = []
     comparisons: list[Comparison] = []

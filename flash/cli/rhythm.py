@@ -84,7 +84,7 @@ def _config(arguments: argparse.Namespace) -> Config | None:
     """The run's; None where a model was named."""
     directory = RunDirectory(Path(arguments.what))
     if directory.config.is_file():
-        return load(str(directory.config))
+        return load(directory.config, ["run.resume=false"])
     if arguments.text is None:
         raise ConfigError(
             f"{arguments.what} is no run directory, since it holds no config.toml: expected one, or a model and a text "

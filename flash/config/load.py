@@ -6,6 +6,7 @@ starts and named in one `ConfigError`: each key's path, its file, what was expec
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -58,7 +59,7 @@ def load(paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()
     if decoder.problems or config is None:
         raise refuse(decoder.problems, origins)
     config = _resolve(config)
-    import_from(str(file.resolve().parent) for file in files)
+    import_from([*(str(file.resolve().parent) for file in files), *map(os.path.abspath, config.env.folders)])
     problems = check(config, simulated=simulated)
     if problems:
         raise refuse(problems, origins)

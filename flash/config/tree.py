@@ -100,6 +100,8 @@ class EnvConfig(Section, frozen=True):
     takes `options` as keyword arguments."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's class, checked against its signature."""
+    folders: list[str] = field(default_factory=list[str])
+    """Folders in which modules may lie too. A run records those that it was started with."""
 
 
 class RolloutConfig(Section, frozen=True):

@@ -20,7 +20,7 @@ from flash.observe.text import escaped, width
 Row = tuple[str, list[str]]
 """A title, and a text for each run."""
 
-UNLIKE = ("run.name", "run.output_dir", "run.resume")
+UNLIKE = ("run.name", "run.output_dir", "run.resume", "env.folders")
 """Keys that say nothing of what a run does."""
 
 

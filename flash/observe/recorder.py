@@ -21,6 +21,7 @@ import msgspec
 
 from flash.config.load import dump
 from flash.config.objects import is_sink, load_sink
+from flash.config.recorded import recorded
 from flash.config.tree import Config
 from flash.errors import AlarmError, RunDirectoryError
 from flash.observe import recording
@@ -62,7 +63,7 @@ class Recorder:
         self._tokenizer = tokenizer
         self._now = now
         self._restarts = restarts
-        self.directory = RunDirectory.open(config.run_dir, dump(config), resume_at)
+        self.directory = RunDirectory.open(config.run_dir, dump(recorded(config)), resume_at)
         earlier = self.directory.read_metrics()
         # A resumed run's clock continues where its last recorded step stood.
         self._begun = now() - (float(earlier[-1].get("wall_s", 0.0)) if earlier else 0.0)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from anyio.to_thread import run_sync
 
 from flash.config.load import dump, flat
+from flash.config.recorded import recorded
 from flash.config.tree import Config
 from flash.errors import RecordingError
 from flash.hub.past import Start
@@ -20,7 +21,7 @@ from flash.trainer.stored import choose, read_manifest
 from flash.types import Batch, Published
 from flash.weights.update import decode_update
 
-NO_STEP = ("run.resume", "run.log_samples", "checkpoint.", "deadlines.", "observe.")
+NO_STEP = ("run.resume", "run.log_samples", "run.output_dir", "env.folders", "checkpoint.", "deadlines.", "observe.")
 """What may change while a run is down: with it the recorded batches make the same steps. So may `run.steps`, where the
 learning rate does not depend on it."""
 
@@ -108,7 +109,7 @@ def _changed(directory: RunDirectory, config: Config) -> str:
         had = tomllib.loads(directory.config.read_text())
     except (OSError, ValueError) as error:
         return f"{directory.config} cannot be read: {error}"
-    before, now = (dict(flat(settings)) for settings in (had, tomllib.loads(dump(config))))
+    before, now = (dict(flat(settings)) for settings in (had, tomllib.loads(dump(recorded(config)))))
     keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     constant = before.get("train.decay") == now.get("train.decay") == "constant"
     return ", ".join(key for key in keys if not key.startswith(NO_STEP) and not (constant and key == "run.steps"))

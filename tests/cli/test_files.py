@@ -111,7 +111,9 @@ def test_replay_in_another_folder_than_the_runs_says_which_model_is_not_there(
     (run.batches / "step-000000.bin").touch()
     assert main(["replay", "run"]) == 2
     said = capsys.readouterr()
-    assert said.err.startswith("flash: error: there is no model outputs/models/tiny here")
+    assert said.err.startswith(
+        "flash: error: there is no folder outputs/models/tiny; the replay begins with that model: name it"
+    )
     assert not said.out
 
 

@@ -1,0 +1,50 @@
+"""What a run records of its configuration leads to the same things from another folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from flash.config.load import dump, load
+from flash.config.recorded import recorded
+
+CONFIG = """
+run = { name = "a-run" }
+model = { path = "models/mine" }
+env = { path = "my_recorded_env:Mine" }
+critic = { path = "critics/mine" }
+algorithm = { advantage = "gae", kl = { coefficient = 0.1, reference = "owner/name" } }
+cluster = { gpus_per_node = 0 }
+"""
+MODULE = "class Mine:" + "".join(f"\n    def {name}(self): ..." for name in ("reset", "step", "close"))
+
+
+def test_a_recorded_configuration_is_read_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for model in ("models/mine", "critics/mine"):
+        (project / model).mkdir(parents=True)
+        (project / model / "config.json").write_text("{}")
+    (project / "my_recorded_env.py").write_text(MODULE)
+    (project / "run.toml").write_text(CONFIG)
+    imported = list(sys.path)
+    monkeypatch.setattr(sys, "path", [*imported])
+    monkeypatch.chdir(project)
+    config = recorded(load("run.toml"))
+    assert config.run_dir == project / "outputs" / "a-run"
+    assert config.model.path == str(project / "models" / "mine")
+    assert config.critic is not None
+    assert config.critic.path == str(project / "critics" / "mine")
+    assert config.algorithm.kl is not None
+    assert config.algorithm.kl.reference == "owner/name"
+    assert str(project) in config.env.folders
+    assert recorded(config) == config
+
+    (elsewhere / "config.toml").write_text(dump(config))
+    del sys.modules["my_recorded_env"]
+    monkeypatch.setattr(sys, "path", imported)
+    monkeypatch.chdir(elsewhere)
+    assert load("config.toml") == config
+    del sys.modules["my_recorded_env"]
