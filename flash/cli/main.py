@@ -36,6 +36,7 @@ from flash.cli import (
     view,
     watch,
 )
+from flash.cli.hints import unknown_arguments, unknown_command
 from flash.cli.typed import typed
 from flash.errors import FlashError
 
@@ -66,26 +67,34 @@ UNREAD = 128 + signal.SIGPIPE
 """Exit code of who writes to a pipe that nobody reads, as shells have it."""
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The whole, and each command's by its name."""
     parser = argparse.ArgumentParser(prog="flash", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parsers: dict[str, argparse.ArgumentParser] = {}
     for command in COMMANDS:
-        command.add_parser(commands).set_defaults(run=command.run)
-    return parser
+        made = command.add_parser(commands)
+        made.set_defaults(run=command.run)
+        parsers[made.prog.removeprefix("flash ")] = made
+    return parser, parsers
 
 
 def command_reference() -> str:
     """The page docs/commands.md."""
-    return reference.markdown(_parser())
+    return reference.markdown(_parser()[0])
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments; files and overrides may also stand behind options, where argparse alone does not look for them."""
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser, commands = _parser()
+    if given and not given[0].startswith("-") and given[0] not in commands:
+        parser.error(unknown_command(given[0], [*commands]))
+    arguments, rest = parser.parse_known_args(given)
     unknown = [argument for argument in rest if argument.startswith("-") or "config" not in arguments]
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        of_command = commands[arguments.command]
+        of_command.error(unknown_arguments(of_command, unknown, given))
     if rest:
         arguments.config += rest
     return arguments

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from flash.config.check import SHOWN, beside
 from flash.config.load import load, split_arguments
 from flash.config.tree import Config
 from flash.errors import ConfigError
@@ -30,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """What both commands take."""
     parser.add_argument(
         "config",
-        nargs="+",
+        nargs="*",
         metavar="CONFIG|RUN_DIR|MODEL|KEY=VALUE",
         help="as for train; or a run directory; or, with --env, a model folder or hub id",
     )
@@ -73,9 +74,13 @@ def configured(arguments: argparse.Namespace, *more: str) -> tuple[Config, str |
     Raises:
         ConfigError: they name none, or a wrong one.
     """
-    paths, overrides = split_arguments(arguments.config)
     named: str | None = arguments.model
-    only = paths[0] if len(paths) == 1 else Path()
+    if not arguments.config:
+        raise ConfigError(_nothing_named(named))
+    paths, overrides = split_arguments(arguments.config)
+    if len(paths) > 1 and (run := next((path for path in paths if RunDirectory(path).config.is_file()), None)):
+        raise ConfigError(f"{run} is a run, which has its own configuration: name it alone, or with --model {run}")
+    only = paths[0]
     if RunDirectory(only).config.is_file() and arguments.env is None:
         named = named or str(only)
         paths, overrides = [RunDirectory(only).config], [*of_run(named), *overrides]
@@ -87,11 +92,26 @@ def configured(arguments: argparse.Namespace, *more: str) -> tuple[Config, str |
         paths, overrides = [], [*(f"{key}={json.dumps(text)}" for key, text in texts.items()), *overrides]
     elif (only / "config.json").is_file():
         raise ConfigError(f"{only} is a model: name its environment with --env, or give a config and --model {only}")
-    elif paths and only.is_dir():
+    elif only.is_dir():
+        runs = sorted(path.parent.name for path in only.glob("*/config.toml"))[-SHOWN:]
+        found = f"; it has the runs {', '.join(runs)}" if runs else ""
         raise ConfigError(
             f"{only} is no run directory and no model: expected config.toml or config.json in it, or a config's file"
+            + found
+        )
+    elif not only.exists() and only.suffix != ".toml":
+        raise ConfigError(
+            f"there is no configuration, run directory or model {only}{beside(only)}; a hub id needs --env"
         )
     return load(paths, [*overrides, *more]), named
+
+
+def _nothing_named(model: str | None) -> str:
+    if model is None:
+        return "expected a config, a run directory, or a model with --env, such as run.toml or outputs/my-run"
+    if RunDirectory(Path(model)).config.is_file():
+        return f"--model goes with a config; a run is named alone: {model}"
+    return f"--model goes with a config: CONFIG --model {model}; without one, name the model alone, with --env"
 
 
 def of_run(model: str) -> list[str]:

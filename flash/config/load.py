@@ -121,13 +121,25 @@ def _read(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         beside = [str(other) for other in path.parent.glob("*.toml")]
-        raise ConfigError(f"there is no configuration file {path}{suggest(str(path), beside)}") from None
+        near = f"; did you mean `{path}.toml`?" if f"{path}.toml" in beside else suggest(str(path), beside)
+        raise ConfigError(f"there is no configuration file {path}{near}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder; expected a TOML file{_files_in(path)}") from None
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path that cannot be one
         raise ConfigError(f"{path} cannot be read: {error}") from error
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of very many digits
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+        what = "is not valid TOML" if path.suffix == ".toml" else "is no TOML file, as configurations are"
+        raise ConfigError(f"{path} {what}: {error}") from error
+
+
+def _files_in(folder: Path) -> str:
+    """What the folder has to give in its own place."""
+    if (folder / "config.toml").is_file():
+        return f". It looks like a run: what it was configured with is {folder / 'config.toml'}"
+    found = sorted(str(file) for file in folder.glob("*.toml"))
+    return f", such as {' or '.join(found[:3])}" if found else ""
 
 
 def _parse_override(text: str) -> dict[str, Any]:
@@ -229,7 +241,7 @@ def section_in(annotation: Any) -> type[Section] | None:
 
 def _suggest_key(prefix: str, key: str, siblings: Iterable[str]) -> str:
     """The key of that very name in other tables, the nearest one of the same table, or else the nearest in another."""
-    same = [f"`{path}`" for path in key_paths() if path.rpartition(".")[2] == key]
+    same = [f"`{path}`" for path in _keys_named(key)]
     if same:
         return f"; did you mean {' or '.join(same)}?"
     here = suggest(key, siblings, prefix)
@@ -238,6 +250,24 @@ def _suggest_key(prefix: str, key: str, siblings: Iterable[str]) -> str:
     elsewhere = {path.rpartition(".")[2]: path for path in key_paths()}
     near = nearest(key, elsewhere)
     return f"; did you mean `{elsewhere[near]}`?" if near else ""
+
+
+def _keys_named(name: str) -> list[str]:
+    """The keys of that very name, in whatever table, or that very path."""
+    return [path for path in key_paths() if name in (path, path.rpartition(".")[2])]
+
+
+def as_setting(word: str, after: Sequence[str]) -> str:
+    """How a setting is given that was written as `--train.async-ratio 2` or `train.async_ratio 2`; empty: it is none.
+
+    Args:
+        word: without dashes before it.
+        after: the words that follow.
+    """
+    name, equals, value = word.partition("=")
+    if not equals:
+        value = after[0] if after and "=" not in after[0] and not after[0].startswith("-") else "VALUE"
+    return " or ".join(f"`{path}={value}`" for path in _keys_named(name.replace("-", "_")))
 
 
 def key_paths() -> Iterator[str]:
@@ -266,6 +296,9 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
     """Config files and `key.path=value` overrides, told apart by the equals sign. Raises ConfigError."""
     overrides = [argument for argument in arguments if "=" in argument]
     paths = [Path(argument) for argument in arguments if "=" not in argument]
+    for place, word in enumerate(arguments):
+        if "=" not in word and not Path(word).exists() and (setting := as_setting(word, arguments[place + 1 :])):
+            raise ConfigError(f"there is no configuration file {word}; a setting is given as {setting}")
     if not paths:
         raise ConfigError("no config file was given; the smallest one is examples/quickstart.toml")
     return paths, overrides

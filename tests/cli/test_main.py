@@ -113,3 +113,29 @@ def test_an_unknown_argument_is_refused_by_name(
     with pytest.raises(SystemExit, match="2"):
         main([word.format(config) for word in wrong])
     assert f"unrecognized arguments: {wrong[-1]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--async-ratio", "2"], "--async-ratio; a setting is given as `train.async_ratio=2`"),
+        (["--train.async_ratio=2"], "a setting is given as `train.async_ratio=2`"),
+        (["--seed"], "a setting is given as `run.seed=VALUE` or `tiny_model.seed=VALUE`"),
+        (["--dry-rn"], "unrecognized arguments: --dry-rn; did you mean `--dry-run`?"),
+    ],
+)
+def test_an_option_that_is_a_setting_or_misspelt_is_told_how_it_is_written(
+    config: str, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", config, *words])
+    said = capsys.readouterr().err
+    assert told in said
+    assert said.startswith("usage: flash train")
+
+
+def test_a_command_that_there_is_not_is_told_by_its_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, told in (("trian", "did you mean `flash train`?"), ("zzz", "`flash --help` lists them")):
+        with pytest.raises(SystemExit, match="2"):
+            main([name, "run.toml"])
+        assert f"there is no command {name}; {told}" in capsys.readouterr().err

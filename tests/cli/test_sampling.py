@@ -67,6 +67,11 @@ def test_a_model_is_played_on_the_environment_that_is_named(model: str) -> None:
         (("a run", "--env", "x:Y", "--model", "a model"), "--env goes with one model folder or hub id"),
         (("a run/config.toml", "--env", "x:Y"), "--env goes with one model folder or hub id"),
         (("gone.toml",), "there is no configuration file gone.toml"),
+        (("a gone",), "there is no configuration, run directory or model a gone; "),
+        ((), "expected a config, a run directory, or a model with --env"),
+        (("--model", "a run"), "--model goes with a config; a run is named alone: a run"),
+        (("--model", "a model"), "--model goes with a config: CONFIG --model a model; without one"),
+        (("mine.toml", "a run"), "a run is a run, which has its own configuration: name it alone, or with --model a"),
     ],
 )
 def test_what_is_not_clear_is_refused(words: tuple[str, ...], error: str) -> None:
@@ -87,5 +92,7 @@ def test_a_result_has_pass_at_k_over_problems() -> None:
 
 def test_a_folder_that_is_none_of_these_is_named(folder: Path) -> None:
     (folder / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"^\. is no run directory and no model: .*; it has the runs a run$"):
+        configured(asked("."))
     with pytest.raises(ConfigError, match=r"empty is no run directory and no model: expected config\.toml or"):
         configured(asked("empty"))

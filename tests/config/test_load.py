@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flash.config.load import dump, key_paths, load
+from flash.config.load import dump, key_paths, load, split_arguments
 from flash.config.tree import Config
 from flash.errors import ConfigError
 
@@ -115,6 +115,53 @@ def test_a_model_folder_that_is_not_there_is_told_with_those_beside_it(project):
     assert complaint("model.path=models/mien").endswith(f"to make one; {project / 'models'} has mine")
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["run.toml", "train.async_ratio", "2"],
+            "configuration file train.async_ratio; a setting is given as `train.",
+        ),
+        (
+            ["run.toml", "async_ratio", "2"],
+            "no configuration file async_ratio; a setting is given as `train.async_ratio=2`",
+        ),
+        (["run.toml", "train.async_ratio"], "a setting is given as `train.async_ratio=VALUE`"),
+        (["run.toml", "run.steps", "train.batch_size=8"], "a setting is given as `run.steps=VALUE`"),
+    ],
+)
+def test_a_setting_without_an_equals_sign_is_told_how_it_is_written(words, told):
+    with pytest.raises(ConfigError) as error:
+        split_arguments(words)
+    assert told in str(error.value)
+
+
+def test_a_file_by_the_name_of_a_setting_is_a_file(project):
+    (project / "train").touch()
+    assert split_arguments(["train"]) == ([Path("train")], [])
+
+
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [
+        ("run", "there is no configuration file run; did you mean `run.toml`?"),
+        (".", ". is a folder; expected a TOML file, such as run.toml"),
+        ("model", "model is a folder; expected a TOML file"),
+        (
+            "a-run",
+            "a-run is a folder; expected a TOML file. It looks like a run: what it was configured with is ",
+        ),
+        ("my_module_for_config.py", "my_module_for_config.py is no TOML file, as configurations are: "),
+    ],
+)
+def test_what_is_no_configuration_file_is_told_by_what_it_is(project, named, told):
+    (project / "a-run").mkdir()
+    (project / "a-run" / "config.toml").touch()
+    with pytest.raises(ConfigError) as error:
+        load(named)
+    assert str(error.value).startswith(told)
+
+
 def test_an_override_may_hold_an_equals_sign():
     assert resolve("run.output_dir=a=b").run.output_dir == "a=b"
 
@@ -210,7 +257,7 @@ def test_a_missing_file_names_the_nearest_one():
 
 
 def test_a_folder_in_place_of_a_file_is_refused():
-    with pytest.raises(ConfigError, match=r"^model cannot be read: "):
+    with pytest.raises(ConfigError, match=r"^model is a folder; expected a TOML file$"):
         load([Path("model")])
 
 
