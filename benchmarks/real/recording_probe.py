@@ -20,6 +20,7 @@ from flash.hub.hub import Hub
 from flash.hub.nodes import Nodes
 from flash.observe import cluster_file
 from flash.observe.recorder import Recorder
+from flash.observe.sample_writer import SampleWriter
 from flash.rollout.node_watch import NodeWatch
 
 FILE = "FLASH_RECORDING_PROBE"
@@ -30,11 +31,13 @@ TIMED: tuple[tuple[Any, str], ...] = (
     (Recorder, "evaluation"),
     (Recorder, "activities"),
     (Recorder, "batch"),
+    (Recorder, "trained"),
     (Recorder, "ledger"),
     (Recorder, "note"),
     (Recorder, "failure"),
     (Recorder, "cluster"),
     (Recorder, "_write_batch"),
+    (SampleWriter, "commit"),
     (Hub, "picture"),
     (Nodes, "told"),
     (NodeWatch, "status"),

@@ -1,7 +1,7 @@
 """What `flash view` takes of a long run: 100,000 readable samples of 8,000 tokens each, as a run stores them.
 
 400 steps of 250 samples (10 steps with `--quick`), with their rows and bars. Their files are made first in TMPDIR, some
-8 GB of them, and stay in the system's cache as far as that goes. Then `flash view` is started as a user starts it, and
+13 GB of them, and stay in the system's cache as far as that goes. Then `flash view` is started as a user starts it, and
 asked over HTTP what the page asks: until its list of newest samples is there, counted from the start of the command;
 then filters, of which one finds many, one few, and one none in the part that one answer looks through; then one group.
 Memory is the greatest resident set of the process. The browser's own time is left out.
@@ -25,10 +25,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
 
 from benchmarks.form import Args, Row, main
-from flash.observe.rundir import RunDirectory, Sample, SampleTurn
+from flash.observe.rundir import RunDirectory
+from flash.observe.sample_files import COMPRESSED, SCHEMA, samples_of, write_samples
+from flash.observe.samples import Sample, SampleTurn, TokenValues
+from flash.trained import TokenUse
 from flash.types import Activity, Outcome, Span, VersionRun
 
 STEPS, QUICK_STEPS = 400, 10
@@ -80,38 +85,52 @@ def make_run(path: Path, steps: int) -> RunDirectory:
     """A run directory with so many steps of readable samples."""
     directory = RunDirectory.open(path, CONFIG)
     words = [WORDS[place * place % len(WORDS)] for place in range(TOKENS)]
-    said, prompt = "".join(words), "What is 12 + 34? " * (PROMPT // 4)
-    # Encoded once: what differs between samples are their numbers.
-    turns = msgspec.Raw(msgspec.json.encode([SampleTurn(prompt, said, 1.0, 30.0, 0.1, {"correct": 1.0}, "")]))
-    tokens = msgspec.Raw(msgspec.json.encode([prompt, *words]))
+    first = write_samples(directory, 0, [made(member, words) for member in range(SAMPLES)])
+    with pa.OSFile(str(first)) as source:
+        table = pa.ipc.open_file(source).read_all()
     for step in range(steps):
         directory.append_metrics({"step": step, "version": step + 1, "time": STARTED + 60.0 * step, "reward_mean": 0.5})
         bars = (
             Activity(f"engine {lane}", "generate", STARTED + 60 * step, STARTED + 60 * step + 50) for lane in range(8)
         )
         directory.append_spans(bars)
-        directory.write_trajectories(step, (made(step, member, turns, tokens) for member in range(SAMPLES)))
+        write_again(samples_of(directory, step), table, step)
     return directory
 
 
-def made(step: int, member: int, turns: Any, tokens: Any) -> Sample:
-    """One sample, with what it shares with the others in its encoded form: nine of ten are solved, one in a hundred is
-    cut off."""
+def made(member: int, words: list[str]) -> Sample:
+    """One sample of step 0: nine of ten are solved, one in a hundred is cut off."""
+    rng = np.random.default_rng(member)
+    numbers = [rng.normal(size=TOKENS).astype(np.float32).tolist() for _ in range(4)]
+    prompt = "What is 12 + 34? " * (PROMPT // 4)
+    reward = float(member % 10 > 0)
     return Sample(
-        step=step,
-        task_id=step * SAMPLES + member,
-        group_id=step * (SAMPLES // GROUP) + member // GROUP,
+        step=0,
+        task_id=member,
+        group_id=member // GROUP,
         sample_index=member % GROUP,
         seed=member,
+        environment="",
         outcome=Outcome.TRUNCATED if member % 100 == 0 else Outcome.OK,
-        reward=float(member % 10 > 0),
-        turns=turns,
-        tokens=tokens,
+        reward=reward,
+        turns=[SampleTurn(prompt, "".join(words), reward, 30.0, 0.1, {"correct": reward}, "")],
+        tokens=[prompt, *words],
         branches=[0],
         action_spans=[Span(1, 1 + TOKENS)],
-        versions=[VersionRun(step, TOKENS)],
+        versions=[VersionRun(0, TOKENS)],
         ages={0: TOKENS},
+        values=TokenValues(*numbers, [TokenUse.TRAINED] * TOKENS),
+        group_rewards=[1.0] * GROUP,
     )
+
+
+def write_again(file: Path, table: pa.Table, step: int) -> None:
+    """The samples of the first step as those of another one, without making them again."""
+    numbers = {"step": np.full(SAMPLES, step), "group_id": step * (SAMPLES // GROUP) + np.arange(SAMPLES) // GROUP}
+    for name, values in numbers.items():
+        table = table.set_column(table.schema.get_field_index(name), SCHEMA.field(name), pa.array(values))
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, SCHEMA, options=COMPRESSED) as writer:
+        writer.write_table(table)
 
 
 def first_page(directory: RunDirectory) -> float:

@@ -20,7 +20,8 @@ from flash.config.check import SHOWN, beside
 from flash.config.load import load, split_arguments
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.observe.rundir import RunDirectory, Sample, readable, write_atomically
+from flash.observe.rundir import RunDirectory, write_atomically
+from flash.observe.samples import Sample, readable
 from flash.run.models import chosen_model, make_missing_model, model_folder
 from flash.trainer.stored import MANIFEST
 

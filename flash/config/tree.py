@@ -51,7 +51,10 @@ class RunConfig(Section, frozen=True):
     """Go on with the run in the run directory, from its newest complete checkpoint and what it has recorded since.
     Restarted processes always do."""
     log_samples: NonNegative = 4
-    """Trajectories written readably to the run directory at each step."""
+    """Trajectories of each step that are kept readably in the run directory, with what the trainer found at their
+    tokens."""
+    log_samples_mb: Positive = 1000
+    """Most megabytes of them: beyond it every second step's go, so that what is left is spread over the whole run."""
 
 
 class ModelConfig(Section, frozen=True):

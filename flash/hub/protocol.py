@@ -20,6 +20,7 @@ import msgspec
 
 from flash import types
 from flash.observe.cluster import NodeStatus
+from flash.trained import TrainedSample
 from flash.transport.request import ReplyT, Request
 from flash.types import Activity, Failure, Lease, Published, Shard, Trajectory
 
@@ -256,6 +257,8 @@ class Commit(Request[Ack], frozen=True, tag=True):
 
     step: int
     metrics: dict[str, float]
+    seen: list[TrainedSample] = msgspec.field(default_factory=list)
+    """Of the samples that the run shows."""
 
 
 class PublishRequest(Request[Ack], frozen=True, tag=True):

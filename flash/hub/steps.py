@@ -232,6 +232,7 @@ class Steps:
         for items in dealt:
             await in_slices(forgotten(items))
         engines, seen = list(self._nodes.fleet.engines()), branches.metrics() | samples
+        self._observer.trained(request.step, request.seen)
         wish = self._observer.step(
             self._metrics.row(self._course.version, seen, request.metrics, self._buffer, engines, self._now())
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
+from flash.trained import TrainedSample
 from flash.types import Activity, Batch, Trajectory
 
 Wish = Literal["checkpoint", "stop"]
@@ -30,6 +31,10 @@ class Observer(Protocol):
         """What a step trains on."""
         ...
 
+    def trained(self, step: int, seen: Sequence[TrainedSample]) -> None:
+        """What a step that is committed now found at single tokens of its batch."""
+        ...
+
     def ledger(self, totals: Mapping[str, int]) -> None:
         """The ledger's totals, as of a checkpoint."""
         ...
@@ -53,6 +58,7 @@ class MemoryObserver:
         self.evaluations: list[dict[str, float]] = []
         self.bars: list[Activity] = []
         self.samples: dict[int, list[Trajectory]] = {}
+        self.seen: dict[int, list[TrainedSample]] = {}
         self.ledgers: list[dict[str, int]] = []
         self.notes: list[str] = []
         self.failures: list[tuple[str, str]] = []
@@ -69,6 +75,9 @@ class MemoryObserver:
 
     def batch(self, batch: Batch) -> None:
         self.samples[batch.step] = list(batch.trajectories)
+
+    def trained(self, step: int, seen: Sequence[TrainedSample]) -> None:
+        self.seen[step] = list(seen)
 
     def ledger(self, totals: Mapping[str, int]) -> None:
         self.ledgers.append(dict(totals))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, ParamSpec
 
 import msgspec
 
@@ -31,20 +31,16 @@ from flash.observe.cluster import HubNow
 from flash.observe.cluster_file import ClusterFile
 from flash.observe.console import Console
 from flash.observe.observer import Wish
-from flash.observe.rundir import RunDirectory, readable, sample_times
+from flash.observe.rundir import RunDirectory, sample_times
+from flash.observe.sample_writer import SampleWriter, TokenText
 from flash.observe.sink import Sink, SinkFeed
 from flash.observe.summary import summarise
 from flash.observe.track_feed import TrackFeed
+from flash.trained import TrainedSample
 from flash.types import Activity, Batch
 from flash.waiting import first_error
 
-
-class TokenText(Protocol):
-    """Text of single tokens, for readable samples."""
-
-    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """One text per token."""
-        ...
+P = ParamSpec("P")
 
 
 class Recorder:
@@ -60,7 +56,6 @@ class Recorder:
         restarts: int,
     ) -> None:
         self._config = config
-        self._tokenizer = tokenizer
         self._now = now
         self._restarts = restarts
         self.directory = RunDirectory.open(config.run_dir, dump(recorded(config)), resume_at)
@@ -74,6 +69,7 @@ class Recorder:
         """Why the run is to end early."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._writing: deque[Future[None]] = deque()
+        self._samples = SampleWriter(self.directory, config.run, tokenizer)
         self._cluster = ClusterFile(self.directory, self._writer)
         self._canary = 0.0
         self._sink = (
@@ -100,6 +96,7 @@ class Recorder:
                 self._cluster.end("failed", f"{row['error']}: {row['message']}")
                 self._end_sinks("error", row, interrupted=True)
         finally:
+            self._writer.submit(self._samples.end)
             self._writer.shutdown()
             if self._alarm_command is not None:
                 self._warn_all(self._alarm_command.close())
@@ -177,13 +174,20 @@ class Recorder:
         self.directory.append_spans(rows)
 
     def batch(self, batch: Batch) -> None:
-        """Record what a step trains on: as it is, its samples in numbers, and a few of them readably.
+        """Record what a step trains on: as it is, and its samples in numbers.
 
-        A thread writes them, in order, since there may be many and long ones. Raises what an earlier call met.
+        A thread writes it, in order, since there may be much. Raises what an earlier call met.
         """
+        self._write(self._write_batch, batch)
+
+    def trained(self, step: int, seen: Sequence[TrainedSample]) -> None:
+        """Record a few samples of a step readably, with what the trainer found at their tokens; as `batch`."""
+        self._write(self._samples.commit, step, seen)
+
+    def _write(self, what: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         while self._writing and self._writing[0].done():
             self._writing.popleft().result()
-        self._writing.append(self._writer.submit(self._write_batch, batch))
+        self._writing.append(self._writer.submit(what, *args, **kwargs))
 
     def recorded_steps(self) -> list[int]:
         """The steps whose batches are recorded, those handed over so far included. Blocks until they are written."""
@@ -207,10 +211,7 @@ class Recorder:
         step = batch.step
         trained = [t for t in batch.trajectories if t.trained_tokens(batch.min_version) > 0]
         self.directory.append_samples(sample_times(t, step) for t in trained)
-        chosen = trained[: self._config.run.log_samples]
-        if chosen:
-            samples = [readable(t, step, self._tokenizer.token_texts(t.tokens().tolist())) for t in chosen]
-            self.directory.write_trajectories(step, samples)
+        self._samples.hold(batch)
         if self._config.checkpoint.batches != "none":
             self.directory.write_batch(batch, keep_all=self._config.checkpoint.batches == "all")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -80,21 +79,6 @@ def read_batch(folder: Path, step: int) -> Batch:
     if head.trajectories != len(trajectories):
         raise RecordingError(f"{file} is damaged: it holds {len(trajectories)} of {head.trajectories} trajectories")
     return Batch(head.step, head.min_version, trajectories, head.earlier)
-
-
-def find_trajectories(folder: Path, step: int, wanted: Callable[[Trajectory], bool]) -> Iterator[Trajectory]:
-    """Those that are wanted, one by one: a batch may be larger than memory is worth for a few of them.
-
-    What is missing or damaged is passed over, with all that lies behind it.
-    """
-    decoder = msgspec.msgpack.Decoder(Trajectory)
-    try:
-        with _file(folder, step).open("rb") as source:
-            records = read_frames(source)
-            next(records)
-            yield from (found for record in records if wanted(found := decoder.decode(record)))
-    except (OSError, ValueError, StopIteration):
-        return
 
 
 def step_named(name: str) -> int | None:

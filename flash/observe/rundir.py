@@ -5,7 +5,7 @@
     evals.jsonl                       one object per held-out evaluation
     spans.jsonl                       one `Activity` per line: who was busy with what
     samples.jsonl                     one `SampleTimes` per trained sample: lengths, times, versions
-    trajectories/step-000012.jsonl    a few readable samples of each step
+    trajectories/step-000012.arrow    a few readable samples of each step (flash.observe.sample_files)
     batches/step-000012.bin           what a step trained, exactly (flash.observe.recording)
     journal/                          what happened to samples since a checkpoint (flash.run.journal)
     ledger.json, summary.json         totals
@@ -23,7 +23,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,50 +35,13 @@ from flash.errors import RunDirectoryError
 from flash.observe import recording
 from flash.observe.follow import NO_ROW
 from flash.observe.summary import Summary
-from flash.types import Activity, Batch, Outcome, Span, Trajectory, VersionRun
+from flash.types import Activity, Batch, Trajectory
 
 Row = Mapping[str, Any]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 T = TypeVar("T")
-
-
-class SampleTurn(msgspec.Struct, frozen=True):
-    """One turn of a sample as a person reads it."""
-
-    observation: str
-    action: str
-    reward: float
-    generate_s: float
-    env_s: float
-    metrics: dict[str, float] = {}
-    note: str = ""
-    branch: int = 0
-    """Which branch of the episode it is in."""
-
-
-class Sample(msgspec.Struct, frozen=True):
-    """One trained sample as a person reads it."""
-
-    step: int
-    task_id: int
-    group_id: int
-    sample_index: int
-    seed: int
-    outcome: Outcome
-    reward: float
-    turns: list[SampleTurn]
-    tokens: list[str]
-    """Text of each token, observations and responses, branch by branch."""
-    branches: list[int]
-    """Where in the tokens each branch begins."""
-    action_spans: list[Span]
-    """Which of the tokens the policy sampled: one [start, stop) per turn."""
-    versions: list[VersionRun]
-    """Policy version of the action tokens in the order of the tokens, run-length."""
-    ages: dict[int, int]
-    """Action tokens by age: how many versions the trainer was ahead when it trained them."""
 
 
 class TurnTimes(msgspec.Struct, frozen=True, array_like=True):
@@ -124,34 +87,6 @@ def sample_times(trajectory: Trajectory, step: int) -> SampleTimes:
         turns.append(TurnTimes(shown, said, turn.start, turn.generate_s, turn.env_s, version, turn.branch))
         ends[turn.branch] = span.stop
     return SampleTimes(step, trajectory.task.group_id, trajectory.reward, turns)
-
-
-def readable(trajectory: Trajectory, step: int, tokens: Sequence[str]) -> Sample:
-    """Describe a trajectory that was trained at `step`; `tokens` is the text of each of its T tokens."""
-    assert len(tokens) == trajectory.length, "one text per token"
-    ages: dict[int, int] = {}
-    for run in trajectory.versions:
-        age = step - run.version
-        ages[age] = ages.get(age, 0) + run.count
-    task = trajectory.task
-    return Sample(
-        step=step,
-        task_id=task.task_id,
-        group_id=task.group_id,
-        sample_index=task.sample_index,
-        seed=task.seed,
-        outcome=Outcome(trajectory.outcome),
-        reward=trajectory.reward,
-        turns=[
-            SampleTurn(t.observation, t.action, t.reward, t.generate_s, t.env_s, t.metrics, t.note, t.branch)
-            for t in trajectory.turns
-        ],
-        tokens=list(tokens),
-        branches=list(trajectory.branches),
-        action_spans=trajectory.spans_by_turn(),
-        versions=trajectory.versions,
-        ages=dict(sorted(ages.items())),
-    )
 
 
 class RunDirectory:
@@ -226,12 +161,6 @@ class RunDirectory:
         """Append the samples of one step."""
         _append(self.samples, samples)
 
-    def write_trajectories(self, step: int, samples: Iterable[Sample]) -> Path:
-        """Write the readable samples of one step; a step done again replaces its file."""
-        file = self.trajectories_of(step)
-        write_atomically(file, _lines(samples))
-        return file
-
     def write_batch(self, batch: Batch, *, keep_all: bool) -> None:
         """Write what a step trains; without `keep_all` what lies before the oldest checkpoint goes."""
         with writing(self.batches):
@@ -268,14 +197,6 @@ class RunDirectory:
     def read_spans(self) -> list[Activity]:
         """All bars of the timeline, in the order they were recorded."""
         return read_rows(self.spans, Activity)
-
-    def read_trajectories(self, step: int) -> list[Sample]:
-        """The readable samples of a step; none where there are none."""
-        return read_rows(self.trajectories_of(step), Sample)
-
-    def trajectories_of(self, step: int) -> Path:
-        """The file of a step's readable samples."""
-        return self.trajectories / f"step-{step:06d}.jsonl"
 
     def read_samples(self) -> list[SampleTimes]:
         """All trained samples, in the order they were recorded."""

@@ -37,6 +37,7 @@ from flash.simulate.meter import BUSY, Meter
 from flash.simulate.report import SimReport
 from flash.simulate.trainer import SimTrainer
 from flash.simulate.workload import Workload
+from flash.trained import TrainedSample
 from flash.types import Activity, Batch, Task
 from flash.waiting import first_error
 
@@ -326,6 +327,10 @@ class _Rows:
     def batch(self, batch: Batch) -> None:
         if self._observer is not None:
             self._observer.batch(batch)
+
+    def trained(self, step: int, seen: Sequence[TrainedSample]) -> None:
+        if self._observer is not None:
+            self._observer.trained(step, seen)
 
     def ledger(self, totals: Mapping[str, int]) -> None:
         if self._observer is not None:

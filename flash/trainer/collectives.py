@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flash.errors import ContractError
+
+T = TypeVar("T")
 
 
 def gather_rows(row: Tensor) -> Tensor:
@@ -36,6 +39,13 @@ def gather_sums(rows: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
         name: [sum(column) for column in zip(*(one[name] for one in gathered if name in one), strict=True)]
         for name in names
     }
+
+
+def gather_objects(values: Sequence[T]) -> list[Sequence[T]]:
+    """Any objects that can be pickled, of each rank in rank order, on rank 0; none on the others."""
+    gathered: list[Sequence[T]] = [()] * dist.get_world_size()
+    dist.gather_object(values, gathered if dist.get_rank() == 0 else None)
+    return gathered
 
 
 def raise_together(fault: str, told: Tensor, what: str) -> None:

@@ -103,7 +103,7 @@ class TrainerLoop:
     def _commit(self, shard: Shard, metrics: dict[str, float], trained: float) -> None:
         if self._rank == 0:
             times = {"trainer_wait_s": self._waited, "trainer_step_s": trained}
-            self._call(p.Commit(shard.step, metrics | times))
+            self._call(p.Commit(shard.step, metrics | times, self._trainer.seen))
 
     def _publish(self) -> None:
         """Gather the weights, announce them as a version, with the canary the engines will be held to."""

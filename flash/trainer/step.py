@@ -28,6 +28,7 @@ from algorithms.corrections import correct
 from algorithms.rhythm import Rhythm
 from flash.config.tree import Config
 from flash.errors import ConfigError
+from flash.trained import TrainedSample
 from flash.trainer.collectives import gather_ragged, gather_rows
 from flash.trainer.critic import Critic, check_tokenizer, critic_metrics, lesson_of
 from flash.trainer.ewma import start_average, update_average
@@ -43,6 +44,7 @@ from flash.trainer.packing_check import check_packing
 from flash.trainer.plan import MinibatchPlan, StepPlan, plan_step
 from flash.trainer.rhythm import RhythmPass
 from flash.trainer.statistics import StepStatistics, batch_metrics
+from flash.trainer.token_look import TokenLook
 from flash.types import Shard
 
 
@@ -84,6 +86,8 @@ class Trainer:
         """Policy version of the weights: the number of steps taken."""
         self.skipped_steps = 0
         """Optimizer updates left out so far: their gradient was not finite, or they had no token to train."""
+        self.seen: list[TrainedSample] = []
+        """On rank 0: what the last step found at the tokens of the samples that the run shows."""
 
     def train_step(self, shard: Shard) -> dict[str, float]:
         """Train on one batch and make the next version. Returns metrics over all ranks, the same on each.
@@ -101,12 +105,14 @@ class Trainer:
         bounds = self._bounds(plan, facts)
         rate = learning_rate(self._config.train, self._config.run.steps, self.version)
         statistics, norms = StepStatistics(self.model.device), list[float]()
+        look = TokenLook(shard, self._config.run.log_samples)
         passes = self._config.train.updates_per_batch
         updates = [*zip(plan.minibatches, facts, strict=True)] * passes
         for index, (minibatch, known) in enumerate(updates):
             limits = Limits(self._limit(minibatch, known, shard.step, updated=index > 0), bounds)
+            looking = look if index < len(plan.minibatches) else None
             kept = [
-                self._backward(micro, facts_of, minibatch, shard.step, limits, statistics, along)
+                self._backward(micro, facts_of, minibatch, shard.step, limits, statistics, looking, along)
                 for micro, facts_of in zip(minibatch.micro_batches, known, strict=True)
             ]
             share = self._kept_share(minibatch, kept)
@@ -119,6 +125,7 @@ class Trainer:
         if self.lag is not None:
             metrics |= self.lag.finish(self.version)
         self._finish()
+        self.seen = look.gather()
         finite = [norm for norm in norms if math.isfinite(norm)]
         if self.rhythm is not None:
             metrics |= self.rhythm.report(self.model.device)
@@ -188,6 +195,7 @@ class Trainer:
         step: int,
         limits: Limits,
         statistics: StepStatistics,
+        look: TokenLook | None,
         along: RhythmPass | None,
     ) -> Tensor:
         """Add one micro-batch's share of the gradient, and book its statistics. Returns its kept tokens, sequences."""
@@ -209,6 +217,8 @@ class Trainer:
         age_T = self._tensor(step - micro.version_T)
         first_T = first_logprobs(now, facts)
         statistics.add(tokens, first_T, now.entropy_T, age_T, micro.kinds_S, loss, share_T)
+        if look is not None:
+            look.add(micro, tokens, first_T, now.entropy_T, loss)
         kept = (int(loss.mask_T.sum()), tokens.sequence_T[loss.mask_T].unique().numel())
         return torch.tensor(kept, device=loss.mask_T.device)
 

@@ -1,32 +1,34 @@
-"""The readable samples of a run: found by what they are, and shown token by token.
-
-What is not in `trajectories/`, the log-probs and the rewards of the others in the group, comes from the step's recorded
-batch, where that is still there.
-"""
+"""The readable samples of a run: found by what they are, and shown token by token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from msgspec import Meta
 
-from flash.observe.recording import find_trajectories, step_named
-from flash.observe.rundir import RunDirectory, Sample, SampleTurn, read_rows
-from flash.types import Outcome, Span, Trajectory
+from flash.observe.rundir import RunDirectory
+from flash.observe.sample_files import Glance, read_glances, read_samples, sampled_steps
+from flash.observe.samples import Sample, TokenValues
+from flash.trained import TokenUse
+from flash.types import Span
 
 MOST_FOUND = 100
 """Samples of one answer."""
 MOST_BYTES = 32 << 20
-"""Of files that are read for one answer: a search of a long run is continued by the next one."""
+"""Of text that is read for one answer: a search of a long run is continued by the next one."""
+MOST_STEPS = 300
+"""Whose files are read for one answer."""
 EXCERPT = 160
 """Characters of a response in the list."""
 DIGITS = 4
-"""Of a log-prob."""
+"""Of a number of a token."""
 
 Bound = float | None
+FloatArray = npt.NDArray[np.float64]
 T = TypeVar("T")
 
 
@@ -36,6 +38,8 @@ class Query(msgspec.Struct, frozen=True, kw_only=True):
     before: Annotated[int, Meta(ge=0)] | None = None
     """Steps below this one only: where an earlier answer ended."""
     step: Annotated[int, Meta(ge=0)] | None = None
+    environment: str = ""
+    """Its name in a mixture of several, or a part of it."""
     outcome: str = ""
     reward_min: Bound = None
     reward_max: Bound = None
@@ -47,24 +51,13 @@ class Query(msgspec.Struct, frozen=True, kw_only=True):
     """In what was shown, said or noted; upper and lower case are the same."""
 
 
-class Glance(msgspec.Struct, frozen=True):
-    """What the list shows of a sample, and is searched: to read the texts of all tokens takes ten times as long."""
-
-    step: int
-    group_id: int
-    sample_index: int
-    outcome: Outcome
-    reward: float
-    turns: list[SampleTurn]
-    ages: dict[int, int]
-
-
 class Found(msgspec.Struct, frozen=True):
     """A sample in the list."""
 
     step: int
     group_id: int
     sample_index: int
+    environment: str
     outcome: str
     reward: float
     turns: int
@@ -86,12 +79,19 @@ class Findings(msgspec.Struct, frozen=True):
 
 
 class ShownTurn(msgspec.Struct, frozen=True):
-    """A turn with its response's tokens; lists are one item per token."""
+    """A turn with its response's tokens; lists are one item per token, or empty where that is not known."""
 
     observation: str
     tokens: list[str]
     versions: list[int]
-    logprobs: list[float] | None
+    logprobs: list[float | None]
+    """With which they were sampled."""
+    log_ratios: list[float | None]
+    """Of the policy before the step to the one that sampled: their log-probs' difference."""
+    advantages: list[float | None]
+    entropies: list[float | None]
+    uses: list[str]
+    """Names of `TokenUse`."""
     reward: float
     generate_s: float
     env_s: float
@@ -116,15 +116,14 @@ class ShownGroup(msgspec.Struct, frozen=True):
 
     step: int
     group_id: int
-    rewards: list[float] | None
-    """Of all its members that the step trained, as far as that is recorded."""
+    rewards: list[float]
+    """Of all its members in the step's batch."""
     samples: list[ShownSample]
 
 
 def find(directory: RunDirectory, query: Query) -> Findings:
     """The newest samples that a query means."""
-    named = (step_named(file.stem) for file in directory.trajectories.glob("*.jsonl"))
-    steps = sorted(step for step in named if step is not None)
+    steps = sampled_steps(directory)
     newest = steps[-1] if steps else None
     if query.step is not None:
         steps = [step for step in steps if step == query.step]
@@ -132,10 +131,10 @@ def find(directory: RunDirectory, query: Query) -> Findings:
         steps = [step for step in steps if step < query.before]
     found: list[Found] = []
     left = MOST_BYTES
-    for step in reversed(steps):
-        if left <= 0 or len(found) >= MOST_FOUND:
+    for place, step in enumerate(reversed(steps)):
+        if left <= 0 or place == MOST_STEPS or len(found) >= MOST_FOUND:
             return Findings(found, step + 1, newest)
-        samples = read_rows(directory.trajectories_of(step), Glance)
+        samples = read_glances(directory, step)
         left -= sum(len(turn.observation) + len(turn.action) for sample in samples for turn in sample.turns)
         found += [one for sample in samples if _meant(query, sample, one := _found(sample))]
     return Findings(found, None, newest)
@@ -146,6 +145,7 @@ def _found(sample: Glance) -> Found:
         step=sample.step,
         group_id=sample.group_id,
         sample_index=sample.sample_index,
+        environment=sample.environment,
         outcome=sample.outcome,
         reward=sample.reward,
         turns=len(sample.turns),
@@ -161,7 +161,7 @@ def _meant(query: Query, sample: Glance, found: Found) -> bool:
         (query.tokens_min, found.tokens, query.tokens_max),
         (query.age_min, found.age, query.age_max),
     )
-    if query.outcome not in ("", found.outcome):
+    if query.outcome not in ("", found.outcome) or query.environment.casefold() not in found.environment.casefold():
         return False
     if any((low is not None and value < low) or (high is not None and value > high) for low, value, high in within):
         return False
@@ -172,50 +172,58 @@ def _meant(query: Query, sample: Glance, found: Found) -> bool:
 
 
 def show_group(directory: RunDirectory, step: int, group_id: int) -> ShownGroup:
-    """The readable members of a group, with what the step's batch knows of them."""
-    samples = [one for one in directory.read_trajectories(step) if one.group_id == group_id and _whole(one)]
-    named = {sample.task_id for sample in samples}
-    rewards: list[float] = []
-    recorded: dict[int, Trajectory] = {}
-    for trajectory in find_trajectories(directory.batches, step, lambda one: one.task.group_id == group_id):
-        rewards.append(trajectory.reward)
-        if trajectory.task.task_id in named:
-            recorded[trajectory.task.task_id] = trajectory
-    return ShownGroup(
-        step=step,
-        group_id=group_id,
-        rewards=rewards or None,
-        samples=[_shown(sample, recorded) for sample in samples],
-    )
+    """The readable members of a group."""
+    samples = [one for one in read_samples(directory, step) if one.group_id == group_id and _whole(one)]
+    rewards = samples[0].group_rewards if samples else []
+    return ShownGroup(step, group_id, rewards, [_shown(sample) for sample in samples])
 
 
 def _whole(sample: Sample) -> bool:
     """Whether its parts fit each other: a file may be damaged and still have the right form."""
-    versions = sum(run.count for run in sample.versions)
-    return len(sample.turns) == len(sample.action_spans) and versions == sum(map(_length, sample.action_spans))
+    count = sum(map(_length, sample.action_spans))
+    values = [getattr(sample.values, name) for name in TokenValues.__struct_fields__]
+    return (
+        len(sample.turns) == len(sample.action_spans)
+        and sum(run.count for run in sample.versions) == count == len(sample.values.sampled_logprobs)
+        and all(len(one) in (0, count) for one in values)
+    )
 
 
 def _length(span: Span) -> int:
     return span.stop - span.start
 
 
-def _shown(sample: Sample, recorded: Mapping[int, Trajectory]) -> ShownSample:
-    spans = sample.action_spans
+def _shown(sample: Sample) -> ShownSample:
+    spans, values = sample.action_spans, sample.values
     order = sorted(range(len(spans)), key=lambda turn: spans[turn].start)
     lengths = [_length(spans[turn]) for turn in order]
-    each = [run.version for run in sample.versions for _ in range(run.count)]
-    versions = dict(zip(order, _parts(each, lengths), strict=True))
-    trajectory = recorded.get(sample.task_id)
-    logprobs: dict[int, list[float]] = {}
-    if trajectory is not None and trajectory.action_count == sum(lengths):
-        values = np.round(trajectory.behaviour().astype(np.float64), DIGITS).tolist()
-        logprobs = dict(zip(order, _parts(values, lengths), strict=True))
+
+    def by_turn(each: Sequence[T]) -> list[list[T]]:
+        """What is one per action token, in the order of the tokens: of each turn. Empty where there is none."""
+        if not each:
+            return [[] for _ in spans]
+        of_turn = dict(zip(order, _parts(each, lengths), strict=True))
+        return [of_turn[turn] for turn in range(len(spans))]
+
+    columns = zip(
+        by_turn([run.version for run in sample.versions for _ in range(run.count)]),
+        by_turn(_numbers(values.sampled_logprobs)),
+        by_turn(_numbers(np.subtract(values.logprobs, values.sampled_logprobs) if values.logprobs else [])),
+        by_turn(_numbers(values.advantages)),
+        by_turn(_numbers(values.entropies)),
+        by_turn([TokenUse(use).name for use in values.uses]),
+        strict=True,
+    )
     turns = [
         ShownTurn(
             observation=turn.observation,
             tokens=sample.tokens[span.start : span.stop],
-            versions=versions[place],
-            logprobs=logprobs.get(place),
+            versions=versions,
+            logprobs=logprobs,
+            log_ratios=log_ratios,
+            advantages=advantages,
+            entropies=entropies,
+            uses=uses,
             reward=turn.reward,
             generate_s=turn.generate_s,
             env_s=turn.env_s,
@@ -223,7 +231,9 @@ def _shown(sample: Sample, recorded: Mapping[int, Trajectory]) -> ShownSample:
             metrics=turn.metrics,
             branch=turn.branch,
         )
-        for place, (turn, span) in enumerate(zip(sample.turns, spans, strict=True))
+        for turn, span, (versions, logprobs, log_ratios, advantages, entropies, uses) in zip(
+            sample.turns, spans, columns, strict=True
+        )
     ]
     return ShownSample(
         sample_index=sample.sample_index,
@@ -233,6 +243,12 @@ def _shown(sample: Sample, recorded: Mapping[int, Trajectory]) -> ShownSample:
         ages=sample.ages,
         turns=turns,
     )
+
+
+def _numbers(values: Sequence[float] | FloatArray) -> list[float | None]:
+    """Rounded; NaN has no place in JSON."""
+    rounded = np.round(np.asarray(values, dtype=np.float64), DIGITS)
+    return [value if known else None for value, known in zip(rounded.tolist(), np.isfinite(rounded), strict=True)]
 
 
 def _parts(values: Sequence[T], lengths: Sequence[int]) -> Iterator[list[T]]:

@@ -12,7 +12,7 @@ from flash.cli.evaluate import answers, result
 from flash.cli.main import parse
 from flash.cli.sampling import configured
 from flash.errors import ConfigError
-from flash.observe.rundir import Sample
+from flash.observe.samples import Sample, TokenValues
 from flash.observe.stats import best_of_each
 from flash.types import Outcome
 
@@ -81,7 +81,7 @@ def test_what_is_not_clear_is_refused(words: tuple[str, ...], error: str) -> Non
 
 def test_a_result_has_pass_at_k_over_problems() -> None:
     def sample(problem: int, reward: float) -> Sample:
-        return Sample(0, 0, problem, 0, 0, Outcome.OK, reward, [], [], [], [], [], {})
+        return Sample(0, 0, problem, 0, 0, "", Outcome.OK, reward, [], [], [], [], [], {}, TokenValues([]), [])
 
     played = [sample(0, 1.0), sample(0, 0.0), sample(1, 0.0), sample(1, 0.0)]
     assert answers(played) == [[1.0, 0.0], [0.0, 0.0]]

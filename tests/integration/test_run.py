@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from flash.config.load import load
+from flash.observe.rundir import RunDirectory
+from flash.observe.sample_files import read_samples, sampled_steps
 from flash.run.models import model_folder
 from tests.metrics_page import unlisted
 from tests.rows import written_rows
@@ -278,8 +280,13 @@ def test_a_run_leaves_metrics_summary_plots_model_and_no_process(start: Callable
         "config.toml",
     ):
         assert (run.directory / name).stat().st_size > 0
-    sample = json.loads((run.directory / "trajectories" / "step-000000.jsonl").read_text().splitlines()[0])
-    assert re.fullmatch(r"\d\+\d=", sample["turns"][0]["observation"])
+    directory = RunDirectory(run.directory)
+    assert len(sampled_steps(directory)) == summary["steps"]
+    sample, *_ = read_samples(directory, 0)
+    assert re.fullmatch(r"\d\+\d=", sample.turns[0].observation)
+    values = sample.values
+    assert values.logprobs == pytest.approx(values.sampled_logprobs, abs=1e-3)
+    assert len(values.uses) == len(values.advantages) == len(values.entropies) == len(values.logprobs) > 0
     told = re.findall(r"^\[([a-z ]+)", run.text(), re.MULTILINE)
     beginning = ["starting processes for ", "starting engines and trainers ", "first evaluation", "training"]
     assert [text for text in dict.fromkeys(told) if text in beginning] == beginning

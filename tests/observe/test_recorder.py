@@ -15,8 +15,11 @@ import pytest
 from flash.config.tree import Config
 from flash.errors import RunDirectoryError
 from flash.hub.batching import gather
+from flash.observe import sample_writer
 from flash.observe.cluster_file import read_cluster
 from flash.observe.recorder import Recorder
+from flash.observe.sample_files import read_samples, sampled_steps, samples_of
+from flash.trained import TokenUse, TrainedSample
 from flash.types import Batch, Outcome, Task
 from tests.hub.cases import finish_all, lease_all, make_buffer, trajectory
 from tests.observe.clusters import hub_now
@@ -58,6 +61,7 @@ def test_the_loop_goes_on_while_samples_are_written_and_all_are_there_at_the_end
     with make_recorder(tmp_path, tokenizer) as recorder:
         for step in range(3):
             recorder.batch(Batch(step, 0, [trajectory(Task(step, step, 0, 0), 0)], []))
+            recorder.trained(step, [])
         assert tokenizer.asked.wait(WAIT_S)
         assert not list(recorder.directory.trajectories.iterdir())
         tokenizer.may.set()
@@ -117,6 +121,61 @@ def test_pictures_that_find_no_room_are_told_and_the_run_has_ended_well(
     told = "".join(capsys.readouterr())
     assert "cannot write" in told
     assert f"`flash plot {recorder.directory.path}` draws them at any time" in " ".join(told.split())
+
+
+def test_a_sample_is_written_with_what_its_step_found_once_that_is_committed(tmp_path: Path) -> None:
+    tokenizer = Slow()
+    tokenizer.may.set()
+    with make_recorder(tmp_path, tokenizer) as recorder:
+        batch = [trajectory(Task(0, 0, member, 0), 0) for member in range(2)]
+        recorder.batch(Batch(0, 0, batch, []))
+        recorder.written()
+        assert sampled_steps(recorder.directory) == []
+        count = batch[0].action_count
+        numbers = bytes(4 * count)
+        recorder.trained(0, [TrainedSample(0, numbers, numbers, numbers, bytes([TokenUse.CLIPPED] * count))])
+        recorder.written()
+        (sample,) = read_samples(recorder.directory, 0)
+    assert sample.values.uses == [TokenUse.CLIPPED] * count
+    assert sample.group_rewards == [one.reward for one in batch]
+
+
+def test_samples_of_a_step_that_a_hub_before_has_formed_come_from_its_recorded_batch(tmp_path: Path) -> None:
+    tokenizer = Slow()
+    tokenizer.may.set()
+    with make_recorder(tmp_path, tokenizer) as recorder:
+        batch = Batch(0, 0, [trajectory(Task(0, 0, 0, 0), 0)], [])
+        recorder.directory.write_batch(batch, keep_all=True)
+        recorder.trained(0, [])
+        recorder.trained(1, [])
+    assert sampled_steps(recorder.directory) == [0]
+
+
+def test_samples_of_the_step_that_failed_are_left_to_be_read(tmp_path: Path) -> None:
+    tokenizer = Slow()
+    tokenizer.may.set()
+    recorder = make_recorder(tmp_path, tokenizer)
+    recorder.batch(Batch(4, 0, [trajectory(Task(0, 0, 0, 0), 0)], []))
+    error = ZeroDivisionError()
+    recorder.__exit__(type(error), error, None)
+    assert sampled_steps(recorder.directory) == [4]
+
+
+def test_a_budget_of_samples_is_kept_by_steps_all_over_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_writer, "MEGABYTE", 100_000)
+    tokenizer = Slow()
+    tokenizer.may.set()
+    with make_recorder(
+        tmp_path, tokenizer, run={"name": "run", "output_dir": str(tmp_path), "log_samples_mb": 1}
+    ) as one:
+        for step in range(50):
+            one.batch(Batch(step, 0, [trajectory(Task(step, step, 0, 0), 0)], []))
+            one.trained(step, [])
+    steps = sampled_steps(one.directory)
+    assert sum(samples_of(one.directory, step).stat().st_size for step in steps) <= 100_000
+    assert steps[0] == 0
+    assert steps[-1] == 49
+    assert any(10 < step < 40 for step in steps)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ import pytest
 
 from flash.config.tree import Config
 from flash.errors import RunDirectoryError
-from flash.observe.rundir import RunDirectory, SampleTimes, TurnTimes, readable, sample_times, write_atomically
+from flash.observe.rundir import RunDirectory, SampleTimes, TurnTimes, sample_times, write_atomically
+from flash.observe.sample_files import write_samples
+from flash.observe.samples import readable
 from flash.observe.summary import summarise
 from flash.types import Outcome, Span, Task, Trajectory, Turn, VersionRun
 from tests.branching import joined
@@ -68,7 +70,8 @@ def test_the_resolved_configuration_is_written(directory: RunDirectory) -> None:
 def test_resuming_rolls_the_rows_back_to_the_checkpoint_and_keeps_them_aside(directory: RunDirectory) -> None:
     for step in range(6):
         directory.append_metrics(metrics_row(step))
-        directory.write_trajectories(step, [readable(trajectory([VersionRun(step, 1)]), step, ["1", "+", "2"])])
+        sample = readable(trajectory([VersionRun(step, 1)]), step, ["1", "+", "2"])
+        write_samples(directory, step, [sample])
     for step in (0, 4, 6):
         directory.append_evaluation(eval_row(step, 0.5))
     directory.append_spans(spans(6))
@@ -78,7 +81,7 @@ def test_resuming_rolls_the_rows_back_to_the_checkpoint_and_keeps_them_aside(dir
     assert [row["step"] for row in resumed.read_metrics()] == [0, 1, 2, 3]
     assert [row["step"] for row in resumed.read_evaluations()] == [0, 4]
     assert resumed.read_spans() == spans(6)
-    assert [file.name for file in sorted(resumed.trajectories.iterdir())] == [f"step-00000{n}.jsonl" for n in range(4)]
+    assert [file.name for file in sorted(resumed.trajectories.iterdir())] == [f"step-00000{n}.arrow" for n in range(4)]
     aside = resumed.earlier / "001"
     assert [row["step"] for row in lines(aside / "metrics.jsonl")] == [4, 5]
     assert [row["step"] for row in lines(aside / "evals.jsonl")] == [6]
@@ -192,39 +195,6 @@ def test_an_atomic_write_replaces_the_file_and_leaves_nothing_beside_it(tmp_path
     write_atomically(target, b"new")
     assert target.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [target]
-
-
-def test_a_readable_sample_shows_texts_versions_and_ages(directory: RunDirectory) -> None:
-    sample = readable(trajectory([VersionRun(10, 3), VersionRun(12, 1)]), 12, ["1", "+", "a", "b", "c", "d"])
-    file = directory.write_trajectories(12, [sample])
-    assert file.name == "step-000012.jsonl"
-    [row] = lines(file)
-    assert row == {
-        "step": 12,
-        "task_id": 17,
-        "group_id": 2,
-        "sample_index": 1,
-        "seed": 99,
-        "outcome": "ok",
-        "reward": 0.5,
-        "turns": [
-            {
-                "observation": "1+1=",
-                "action": "2",
-                "reward": 0.5,
-                "generate_s": 0.1,
-                "env_s": 0.2,
-                "metrics": {},
-                "note": "",
-                "branch": 0,
-            }
-        ],
-        "tokens": ["1", "+", "a", "b", "c", "d"],
-        "branches": [0],
-        "action_spans": [[2, 6]],
-        "versions": [[10, 3], [12, 1]],
-        "ages": {"0": 1, "2": 3},
-    }
 
 
 def test_a_trained_sample_is_told_turn_by_turn_in_numbers() -> None:

@@ -14,7 +14,7 @@ from flash.config.tree import Config
 from flash.environment.interface import HELD_OUT
 from flash.environment.load import LoadedEnvironment
 from flash.errors import ConfigError
-from flash.observe.rundir import readable
+from flash.observe.samples import readable
 from flash.rollout.engine import Engine
 from flash.rollout.fake_engine import FakeEngine
 from flash.run.sampling import Sampled, evaluate, roll_out

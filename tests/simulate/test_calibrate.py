@@ -33,6 +33,7 @@ from flash.simulate.fitting import nonnegative_fit, spread_of
 from flash.simulate.report import SimReport
 from flash.simulate.workload import tokens
 from flash.simulate.world import World
+from flash.trained import TrainedSample
 from flash.types import Activity, Batch, Canary, Completion, Published
 
 TRUTH = SimulateConfig(step_s=0.02, sequence_s=0.003, context_s=0.0, prefill_s=0.0005, swap_s=0.7)
@@ -159,6 +160,8 @@ class Book:
 
     def batch(self, batch: Batch) -> None:
         self.directory.append_samples(sample_times(one, batch.step) for one in batch.trajectories)
+
+    def trained(self, step: int, seen: Sequence[TrainedSample]) -> None: ...
 
     def note(self, text: str) -> None: ...
 

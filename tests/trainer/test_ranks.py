@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,6 +41,19 @@ def test_two_ranks_give_the_gradient_of_one(ranks: dict[str, Any], name: str) ->
     assert first["metrics"] == second["metrics"]
     assert first["metrics"] == pytest.approx(metrics, rel=1e-4, abs=1e-5)
     assert all(torch.equal(first["weights"][key], second["weights"][key]) for key in first["weights"])
+
+
+@pytest.mark.parametrize("name", ["minibatches", "staleness and correction", "rhythm, all on one"])
+def test_the_first_rank_is_told_of_the_tokens_that_all_have_seen(ranks: dict[str, Any], name: str) -> None:
+    trainer = Trainer(case_config(ranks["model"], CASES[name]))
+    trainer.train_step(case_batch(trainer, CASES[name]))
+    first, second = (results[name]["seen"] for results in ranks["results"])
+    assert second == []
+    assert [(one.index, one.uses) for one in first] == [(one.index, one.uses) for one in trainer.seen]
+    for mine, alone in zip(first, trainer.seen, strict=True):
+        for column in ("logprobs", "entropies", "advantages"):
+            found, expected = (np.frombuffer(getattr(one, column), "<f4") for one in (mine, alone))
+            assert found == pytest.approx(expected, abs=1e-4, nan_ok=True)
 
 
 def test_both_ranks_compute_the_canary_of_one(ranks: dict[str, Any]) -> None:

@@ -108,6 +108,7 @@ def gradients(model: Path, rank: int) -> dict[str, Any]:
             "gradient": gradient_of(trainer),
             "weights": weights_of(trainer),
             "critics": [critic_gradient(critic) for critic in trainer.critics],
+            "seen": trainer.seen,
         }
         results["canary"] = canary_logprobs(trainer.model, CANARY)  # of the last case
     return results

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from flash.observe.rundir import RunDirectory, readable, sample_times
+from flash.observe.rundir import RunDirectory, sample_times
+from flash.observe.sample_files import write_samples
+from flash.observe.samples import readable
+from flash.trained import TokenUse, TrainedSample
 from flash.types import Activity, Batch, Outcome, Span, Task, Trajectory, Turn, VersionRun
 from tests.observe.sample_rows import STARTED, eval_row, metrics_row, spans
 
@@ -61,8 +64,29 @@ def append_step(directory: RunDirectory, step: int, shift: float = 0.0, said: st
     directory.append_metrics(row)
     trajectories = [sample(step, member, said) for member in range(GROUP)]
     directory.append_samples(sample_times(one, step) for one in trajectories)
-    directory.write_trajectories(step, [readable(one, step, token_texts(said)) for one in trajectories[:2]])
+    rewards = [one.reward for one in trajectories]
+    texts = token_texts(said)
+    write_samples(
+        directory,
+        step,
+        [
+            readable(one, step, texts, group_rewards=rewards, seen=seen(one, place))
+            for place, one in enumerate(trajectories[:2])
+        ],
+    )
     directory.write_batch(Batch(step, max(0, step - 1), trajectories, []), keep_all=True)
+
+
+def seen(trajectory: Trajectory, place: int) -> TrainedSample:
+    """What a trainer would tell: the first token's ratio is 1.5, the last one is clipped, and one is too old."""
+    count = trajectory.action_count
+    logprobs = trajectory.behaviour() + np.array([math.log(1.5)] + [0.0] * (count - 1), dtype="<f4")
+    advantages = np.full(count, 1.0 if trajectory.reward else -1.0, dtype="<f4")
+    uses = bytearray([TokenUse.TRAINED] * count)
+    if count > 2:
+        uses[1], uses[-1], advantages[1] = TokenUse.TOO_OLD, TokenUse.CLIPPED, np.nan
+    entropies = np.linspace(0.05, 4.0, count).astype("<f4").tobytes()
+    return TrainedSample(place, logprobs.tobytes(), entropies, advantages.tobytes(), bytes(uses))
 
 
 def sample(step: int, member: int, said: str) -> Trajectory:

@@ -95,12 +95,18 @@ async def test_samples_are_found_and_what_models_write_is_text(tmp_path: Path, c
             assert not set("\u202e\u2066\x1b\x07\u200b") & set(await page.value("document.body.innerText"))
             assert len(re.findall("Member", members)) == 2
             titles = "[...document.querySelectorAll('.chosen .token[title]')].map(one => one.title)"
-            assert (await page.value(titles))[0] == "log-prob -0.01, version 4, age 1"
-            assert await page.value("document.querySelectorAll('.chosen .said .l5').length") > 0
-            await page.value(
-                "(choice => (choice.value = 'age', choice.onchange()))(document.querySelector('#group select'))"
-            )
-            assert await page.value("document.querySelectorAll('.chosen .said .a1').length") == 1
+            first, second = (await page.value(titles))[:2]
+            assert first == "log-prob -0.01, ratio 1.5, advantage 1, entropy 0.05, version 4, age 1, trained"
+            assert "advantage" not in second
+            assert second.endswith("version 5, age 0, too old to be trained")
+            for colouring, shade in [("log-prob", "l5"), ("ratio", "p3"), ("advantage", "p4"), ("entropy", "l5"),
+                                     ("version", "a1"), ("mask", "too_old"), ("mask", "clipped")]:  # fmt: skip
+                await colour(page, colouring)
+                assert await page.value(f"document.querySelectorAll('.chosen .said .{shade}').length") > 0, colouring
+                assert await page.value(f"document.querySelectorAll('#group .hint .{shade}').length") == 1, colouring
+            await colour(page, "nothing")
+            assert await page.value("document.querySelectorAll('#group .said .token:not([class=token])').length") == 0
+            await with_keys_alone(page)
             # Nothing of it has become a part of the page, and nothing ran.
             assert await page.value("typeof hacked") == "undefined"
             assert await page.value("document.title") == "Flash runs"
@@ -111,6 +117,35 @@ async def test_samples_are_found_and_what_models_write_is_text(tmp_path: Path, c
             assert await page.value(fits(400))
             assert page.complaints == []
             await nothing_else_runs(page)
+
+
+async def colour(page: Page, by: str) -> None:
+    """Press `c` until the tokens are coloured by this."""
+    for _ in range(8):
+        if await page.value("document.querySelector('#group select').selectedOptions[0].text") == by:
+            return
+        await press(page, "c", "document.querySelector('#group .members')")
+    raise AssertionError(f"no key leads to {by}")
+
+
+async def with_keys_alone(page: Page) -> None:
+    """From the open group back to the list, down by one, and into that sample."""
+    await page.value("document.querySelector('#list tbody tr').focus()")
+    await ask_for(page, step="", outcome="")
+    await page.until("document.querySelectorAll('#list tbody tr').length === 18")
+    await page.value("document.querySelector('#list tbody tr').focus()")
+    await press(page, "ArrowDown")
+    await press(page, "Enter")
+    await page.until("document.activeElement === document.querySelector('#group select')")
+    assert "Step 8, group 8" in await page.value("document.getElementById('group').innerText")
+    await press(page, "Escape")
+    assert await page.value("document.getElementById('group').hidden")
+    second = "document.querySelectorAll('#list tbody tr')[1]"
+    assert await page.value(f"document.activeElement === {second}")
+
+
+async def press(page: Page, key: str, on: str = "document.activeElement") -> None:
+    await page.value(f"void {on}.dispatchEvent(new KeyboardEvent('keydown', {{key: '{key}', bubbles: true}}))")
 
 
 async def nothing_else_runs(page: Page) -> None:

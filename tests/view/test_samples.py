@@ -1,13 +1,16 @@
-"""Readable samples are found by what they are, and shown with what the recorded batch knows of them."""
+"""Readable samples are found by what they are, and shown with what the trainer found at their tokens."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from flash.observe.rundir import RunDirectory, readable
+from flash.observe.rundir import RunDirectory
+from flash.observe.sample_files import read_samples, samples_of, write_samples
+from flash.observe.samples import TokenValues, readable
 from flash.types import Outcome, Span, Task, Trajectory, Turn, VersionRun
 from flash.view import samples
 from flash.view.samples import Query, find, show_group
@@ -40,6 +43,12 @@ def test_a_search_stops_where_much_was_read_and_goes_on_from_there(
     assert (found.samples, found.searched_to) == ([], 29)
 
 
+def test_a_search_stops_after_many_small_steps_too(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "MOST_STEPS", 4)
+    found = find(run, Query(text="nowhere"))
+    assert (found.samples, found.searched_to) == ([], 26)
+
+
 @pytest.mark.parametrize(
     ("asked", "count"),
     [
@@ -69,20 +78,33 @@ def test_tokens_have_the_version_and_the_log_prob_that_sampled_them(run: RunDire
     assert turn.observation == PROMPT
     assert turn.tokens == ["the ", "sum ", "is ", "46 "]
     assert turn.versions == [6, 7, 7, 7]
-    assert turn.logprobs is not None
-    assert turn.logprobs[0] == -0.01
-    assert turn.logprobs[-1] == -6.0
+    assert (turn.logprobs[0], turn.logprobs[-1]) == (-0.01, -6.0)
+    assert turn.log_ratios == [pytest.approx(math.log(1.5), abs=1e-4), 0.0, 0.0, 0.0]
+    assert turn.advantages == [1.0, None, 1.0, 1.0]
+    assert (turn.entropies[0], turn.entropies[-1]) == (0.05, 4.0)
+    assert turn.uses == ["TRAINED", "TOO_OLD", "TRAINED", "CLIPPED"]
 
 
-def test_without_the_batch_or_behind_its_damage_the_rest_is_shown(run: RunDirectory) -> None:
-    file = run.batches / "step-000007.bin"
+def test_a_group_is_shown_without_what_no_trainer_has_told(run: RunDirectory) -> None:
+    sample = read_samples(run, 7)[0]
+    write_samples(run, 7, [msgspec.structs.replace(sample, values=TokenValues(sample.values.sampled_logprobs))])
+    (turn,) = show_group(run, 7, 7).samples[0].turns
+    assert len(turn.logprobs) == len(turn.versions) == 4
+    assert turn.log_ratios == turn.advantages == turn.entropies == turn.uses == []
+
+
+def test_a_damaged_file_hides_no_other(run: RunDirectory) -> None:
+    file = samples_of(run, 7)
     file.write_bytes(file.read_bytes()[:-20])
-    assert len(show_group(run, 7, 7).rewards or []) == GROUP - 1
-    file.unlink()
-    group = show_group(run, 7, 7)
-    assert group.rewards is None
-    assert [sample.turns[0].logprobs for sample in group.samples] == [None, None]
-    assert group.samples[0].turns[0].versions == [6, 7, 7, 7]
+    assert show_group(run, 7, 7).samples == []
+    assert len({one.step for one in find(run, Query()).samples}) == 29
+
+
+def test_samples_of_one_environment_of_a_mixture_are_found(run: RunDirectory) -> None:
+    sample = read_samples(run, 7)[0]
+    write_samples(run, 7, [msgspec.structs.replace(sample, environment=name) for name in ("Math", "code", "")])
+    found = find(run, Query(environment="mat"))
+    assert [(one.step, one.environment) for one in found.samples] == [(7, "Math")]
 
 
 def test_turns_of_branches_have_their_own_tokens(tmp_path: Path) -> None:
@@ -101,14 +123,14 @@ def test_turns_of_branches_have_their_own_tokens(tmp_path: Path) -> None:
     )
     directory = RunDirectory.open(tmp_path / "branched", "")
     append_step(directory, 5)
-    directory.write_trajectories(5, [readable(trajectory, 5, list("axazay"))])
+    write_samples(directory, 5, [readable(trajectory, 5, list("axazay"))])
     (sample,) = show_group(directory, 5, 0).samples
     assert [(turn.tokens, turn.versions) for turn in sample.turns] == [(["x"], [3]), (["y"], [5]), (["z"], [4])]
 
 
 def test_a_sample_whose_parts_do_not_fit_is_left_out_of_its_group(run: RunDirectory) -> None:
-    first, second = run.read_trajectories(3)
+    first, second = read_samples(run, 3)
     damaged = msgspec.structs.replace(first, action_spans=[])
     too_many = msgspec.structs.replace(first, versions=[VersionRun(0, 1 << 60)])
-    run.write_trajectories(3, [damaged, too_many, second])
+    write_samples(run, 3, [damaged, too_many, second])
     assert [one.sample_index for one in show_group(run, 3, 3).samples] == [second.sample_index]

@@ -4,19 +4,55 @@ import { element, figure, lasting, visible } from "./tools.js";
 
 const MOST_TOKENS = 3000;      // Of a response, until somebody wants all.
 const MOST_CHARACTERS = 6000;  // Of what was shown before it.
-const UNLIKELY = [-0.1, -0.7, -1.6, -3, -5];  // Log-probs at which the colour changes: 90, 50, 20, 5 and 0.7 %.
 const OLDEST = 5;              // Ages from which on the colour is the same.
+const USES = { TRAINED: "trained", CLIPPED: "clipped", REJECTED: "rejected by a correction", TOO_OLD: "too old to be trained" };
+
+// How a token is coloured: its shade, from how many limits its number passes, and what the legend says of each shade.
+const upwards = (limits) => ({
+  shade: (value) => `l${limits.filter((end) => value > end).length}`,
+  legend: () => limits.map((end, place) => [`l${place + 1}`, `> ${end}`]),
+});
+const bothWays = (limits, say, scale = () => 1) => ({
+  shade: (value, group) => {
+    const passed = limits.filter((end) => Math.abs(value) > end * scale(group)).length;
+    return passed ? `${value < 0 ? "n" : "p"}${passed}` : "";
+  },
+  legend: (group) => [
+    ...limits.map((end, place) => [`n${place + 1}`, `< ${short(say(-end * scale(group)))}`]).reverse(),
+    ...limits.map((end, place) => [`p${place + 1}`, `> ${short(say(end * scale(group)))}`]),
+  ],
+});
+const short = (value) => figure(Number(value.toPrecision(2)));
+const largestAdvantage = (group) => Math.max(1e-9, ...group.samples.flatMap((one) => one.turns).flatMap((turn) => turn.advantages).map(Math.abs));
+
+const COLOURINGS = {
+  logprob: { name: "log-prob", of: (turn, place) => turn.logprobs[place] === undefined ? null : -turn.logprobs[place],
+    ...upwards([0.1, 0.7, 1.6, 3, 5]), legend: () => [-0.1, -0.7, -1.6, -3, -5].map((end, place) => [`l${place + 1}`, `< ${end}`]) },
+  ratio: { name: "ratio", of: (turn, place) => turn.log_ratios[place], ...bothWays([1.02, 1.1, 1.35, 2].map(Math.log), Math.exp) },
+  advantage: { name: "advantage", of: (turn, place) => turn.advantages[place], ...bothWays([0.02, 0.3, 0.6, 0.9], (value) => value, largestAdvantage) },
+  entropy: { name: "entropy", of: (turn, place) => turn.entropies[place], ...upwards([0.1, 0.5, 1, 2, 3]) },
+  age: { name: "version", of: (turn, place, group) => Math.max(0, Math.min(OLDEST, group.step - turn.versions[place])),
+    shade: (age) => `a${age}`, legend: () => [...Array(OLDEST + 1).keys()].map((age) => [`a${age}`, `age ${age}${age === OLDEST ? "+" : ""}`]) },
+  use: { name: "mask", of: (turn, place) => turn.uses[place], shade: (use) => use === "TRAINED" ? "" : use.toLowerCase(),
+    legend: () => Object.entries(USES).map(([use, says]) => [use === "TRAINED" ? "" : use.toLowerCase(), says]) },
+};
 
 let colouring = "logprob";
 
 export function drawGroup(target, group, chosen) {
   const choice = element("select");
-  for (const [value, name] of [["logprob", "log-prob"], ["age", "age"], ["", "nothing"]]) {
+  choice.title = "The key c takes the next one";
+  for (const [value, name] of [...Object.entries(COLOURINGS).map(([key, one]) => [key, one.name]), ["", "nothing"]]) {
     choice.append(Object.assign(element("option", "", name), { value, selected: value === colouring }));
   }
-  choice.onchange = () => { colouring = choice.value; drawGroup(target, group, chosen); };
+  choice.onchange = () => { colouring = choice.value; drawGroup(target, group, chosen); target.querySelector("select").focus(); };
   const close = element("button", "", "Close");
-  close.onclick = () => { target.hidden = true; };
+  close.onclick = () => { target.hidden = true; target.dispatchEvent(new Event("closed")); };
+  target.onkeydown = (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.key === "Escape") close.onclick();
+    if (event.key === "c" && event.target !== choice) { choice.selectedIndex = (choice.selectedIndex + 1) % choice.length; choice.onchange(); }
+  };
   const legend = element("span", "hint", ...legendOf(group));
   const samples = group.samples.map((sample) => member(group, sample, sample.sample_index === chosen));
   target.replaceChildren(
@@ -30,19 +66,19 @@ export function drawGroup(target, group, chosen) {
 const meanOf = (values) => values.reduce((sum, one) => sum + one, 0) / values.length;
 
 function rewardsOf(group) {
-  if (!group.rewards) return "Rewards of the others in the group, and log-probs, are in the step's recorded batch, which is not there any more (checkpoint.batches).";
   return `Rewards of the group: ${group.rewards.map(figure).join(", ")}; mean ${figure(meanOf(group.rewards))}. ${group.samples.length} of ${group.rewards.length} are readable.`;
 }
 
 function legendOf(group) {
-  if (colouring === "age") return [...Array(OLDEST + 1).keys()].map((age) => element("span", `token a${age}`, ` ${age}${age === OLDEST ? "+" : ""} `));
-  if (colouring !== "logprob") return [];
-  if (!group.rewards) return ["no log-probs recorded"];
-  return ["likely ", ...[...UNLIKELY.keys()].map((place) => element("span", `token l${place + 1}`, ` ${UNLIKELY[place]} `)), " unlikely"];
+  const way = COLOURINGS[colouring];
+  if (!way) return [];
+  const known = group.samples.some((sample) => sample.turns.some((turn) => turn.tokens.some((_, place) => (way.of(turn, place, group) ?? null) !== null)));
+  if (!known) return ["No trainer has told this of the step."];
+  return way.legend(group).map(([shade, says]) => element("span", `token ${shade}`, ` ${says} `));
 }
 
 function member(group, sample, chosen) {
-  const ahead = group.rewards ? sample.reward - meanOf(group.rewards) : 0;
+  const ahead = sample.reward - meanOf(group.rewards);
   const apart = ahead ? `, ${figure(Math.abs(ahead))} ${ahead < 0 ? "below" : "above"} the group's mean` : "";
   const ages = Object.entries(sample.ages).map(([age, count]) => `${figure(count)} of age ${age}`).join(", ");
   return element("article", `card${chosen ? " chosen" : ""}`,
@@ -84,10 +120,11 @@ function more(text, act) {
 }
 
 function token(group, turn, place, text) {
-  const age = group.step - turn.versions[place], logprob = turn.logprobs ? turn.logprobs[place] : null;
-  const shade = colouring === "age" ? ` a${Math.max(0, Math.min(OLDEST, age))}`
-    : colouring === "logprob" && logprob !== null ? ` l${UNLIKELY.filter((end) => logprob < end).length}` : "";
-  const made = element("span", `token${shade}`, visible(text));
-  made.title = `${logprob === null ? "" : `log-prob ${logprob}, `}version ${turn.versions[place]}, age ${age}`;
+  const way = COLOURINGS[colouring], value = way ? way.of(turn, place, group) ?? null : null;
+  const made = element("span", `token ${value === null ? "" : way.shade(value, group)}`.trim(), visible(text));
+  const ratio = turn.log_ratios[place] ?? null, version = turn.versions[place];
+  const told = [["log-prob", turn.logprobs[place]], ["ratio", ratio === null ? null : Math.exp(ratio)], ["advantage", turn.advantages[place]],
+    ["entropy", turn.entropies[place]]].filter(([, one]) => (one ?? null) !== null).map(([name, one]) => `${name} ${figure(one)}`);
+  made.title = [...told, `version ${version}`, `age ${group.step - version}`, USES[turn.uses[place]]].filter(Boolean).join(", ");
   return made;
 }

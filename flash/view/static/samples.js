@@ -4,7 +4,7 @@ import { $, ask, chooseRun, element, figure, visible } from "./tools.js";
 import { drawGroup } from "./sample.js";
 
 const COLUMNS = [
-  ["step", "Step"], ["group_id", "Group"], ["sample_index", "Member"], ["reward", "Reward"], ["outcome", "Outcome"],
+  ["step", "Step"], ["group_id", "Group"], ["sample_index", "Member"], ["environment", "Environment"], ["reward", "Reward"], ["outcome", "Outcome"],
   ["turns", "Turns"], ["tokens", "Tokens"], ["age", "Age"], ["excerpt", "Says last"],
 ];
 const NAMES = new Set(["step", "group_id", "sample_index"]);  // Numbers that count nothing.
@@ -19,7 +19,7 @@ export function prepare(changed) {
     const button = element("button", "", name);
     button.title = `Sort what is listed by ${name.toLowerCase()}`;
     button.onclick = () => { order = { key, up: order?.key === key ? !order.up : key === "excerpt" }; list(); };
-    head.append(element("th", "", button));
+    head.append(element("th", key, button));
   }
   $("query").onsubmit = (event) => event.preventDefault();
   $("query").oninput = () => { clearTimeout(waiting); waiting = setTimeout(redraw, PATIENCE_MS); };
@@ -74,14 +74,21 @@ function list() {
       return element("td", key, NAMES.has(key) ? String(value) : typeof value === "number" ? figure(value) : visible(value));
     }));
     row.tabIndex = 0;
-    row.onclick = () => open(sample);
-    row.onkeydown = (event) => { if (event.key === "Enter") open(sample); };
+    row.onclick = () => open(sample, row);
+    row.onkeydown = (event) => {
+      const other = { ArrowDown: row.nextElementSibling, ArrowUp: row.previousElementSibling }[event.key];
+      if (event.key === "Enter") open(sample, row);
+      if (!other) return;
+      other.focus();
+      event.preventDefault();
+    };
     return row;
   }));
+  $("list").classList.toggle("one-environment", rows.every((sample) => !sample.environment));
   $("older").hidden = searchedTo === null || !found.length && !asked;
 }
 
-async function open(sample) {
+async function open(sample, row) {
   const run = $("query").elements.run.value, target = $("group");
   try {
     const group = await ask("/api/group", { run, step: sample.step, group: sample.group_id });
@@ -90,5 +97,7 @@ async function open(sample) {
     target.replaceChildren(element("p", "bad", error.message));
   }
   target.hidden = false;
+  target.addEventListener("closed", () => row.focus(), { once: true });
+  if (document.activeElement === row) target.querySelector("select")?.focus({ preventScroll: true });
   target.scrollIntoView({ block: "nearest" });
 }

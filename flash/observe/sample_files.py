@@ -1,0 +1,204 @@
+"""The readable samples of a run on disk: an Arrow file per step, of which any reader of Arrow makes a table.
+
+A column is read without the others: to find samples takes none of their tokens. Files are written aside and renamed.
+Where they come to more than a run may keep, every second one goes, so that what is left is spread over the whole run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pyarrow as pa
+from pyarrow import ipc
+
+from flash.errors import RunDirectoryError
+from flash.observe.recording import step_named
+from flash.observe.rundir import RunDirectory, write_atomically, writing
+from flash.observe.samples import Sample, SampleTurn, TokenValues
+from flash.types import Outcome
+
+SUFFIX = ".arrow"
+WORTH_COMPRESSING = 64 << 10
+"""Bytes of a step's samples from which on they are compressed: to make ready for it takes longer than to write less."""
+COMPRESSED = ipc.IpcWriteOptions(compression="lz4")
+"""How they are then."""
+KEPT_AT_LEAST = 2
+"""Files: the first and the last."""
+
+T = TypeVar("T")
+
+_TURN = pa.struct(
+    [
+        ("observation", pa.string()),
+        ("action", pa.string()),
+        ("reward", pa.float64()),
+        ("generate_s", pa.float64()),
+        ("env_s", pa.float64()),
+        ("metrics", pa.map_(pa.string(), pa.float64())),
+        ("note", pa.string()),
+        ("branch", pa.int32()),
+    ]
+)
+_GLANCE: list[tuple[str, Any]] = [
+    ("step", pa.int64()),
+    ("task_id", pa.int64()),
+    ("group_id", pa.int64()),
+    ("sample_index", pa.int64()),
+    ("seed", pa.uint64()),
+    ("environment", pa.string()),
+    ("outcome", pa.string()),
+    ("reward", pa.float64()),
+    ("ages", pa.map_(pa.int64(), pa.int64())),
+    ("turns", pa.list_(_TURN)),
+]
+_TOKENS: list[tuple[str, Any]] = [
+    ("tokens", pa.list_(pa.string())),
+    ("branches", pa.list_(pa.int64())),
+    ("action_spans", pa.list_(pa.struct([("start", pa.int64()), ("stop", pa.int64())]))),
+    ("versions", pa.list_(pa.struct([("version", pa.int64()), ("count", pa.int64())]))),
+    ("sampled_logprobs", pa.list_(pa.float32())),
+    ("logprobs", pa.list_(pa.float32())),
+    ("entropies", pa.list_(pa.float32())),
+    ("advantages", pa.list_(pa.float32())),
+    ("uses", pa.list_(pa.uint8())),
+    ("group_rewards", pa.list_(pa.float64())),
+]
+SCHEMA = pa.schema([*_GLANCE, *_TOKENS])
+"""The columns: those of `Glance` first, then those of the tokens."""
+
+
+class Glance(msgspec.Struct, frozen=True):
+    """A sample without its tokens."""
+
+    step: int
+    group_id: int
+    sample_index: int
+    environment: str
+    outcome: Outcome
+    reward: float
+    turns: list[SampleTurn]
+    ages: dict[int, int]
+
+
+def write_samples(directory: RunDirectory, step: int, samples: Sequence[Sample]) -> Path:
+    """Write the readable samples of a step; a step done again replaces its file.
+
+    Raises:
+        RunDirectoryError: the disk is full, or the folder cannot be written.
+    """
+    table = pa.Table.from_pylist([_row(sample) for sample in samples], schema=SCHEMA)
+    options = COMPRESSED if table.nbytes > WORTH_COMPRESSING else ipc.IpcWriteOptions()
+    sink = pa.BufferOutputStream()
+    with ipc.new_file(sink, SCHEMA, options=options) as writer:
+        writer.write_table(table)
+    file = samples_of(directory, step)
+    write_atomically(file, sink.getvalue().to_pybytes())
+    return file
+
+
+def read_samples(directory: RunDirectory, step: int) -> list[Sample]:
+    """The readable samples of a step; none where there are none, or the file is damaged.
+
+    Raises:
+        RunDirectoryError: it may not be read.
+    """
+    return [found for row in _read(samples_of(directory, step), SCHEMA.names) if (found := _sample(row)) is not None]
+
+
+def read_glances(directory: RunDirectory, step: int) -> list[Glance]:
+    """The readable samples of a step without their tokens; as `read_samples`."""
+    rows = _read(samples_of(directory, step), list(Glance.__struct_fields__))
+    return [found for row in rows if (found := _converted(row, Glance)) is not None]
+
+
+def samples_of(directory: RunDirectory, step: int) -> Path:
+    """The file of a step's readable samples."""
+    return directory.trajectories / f"step-{step:06d}{SUFFIX}"
+
+
+def sampled_steps(directory: RunDirectory) -> list[int]:
+    """The steps that have readable samples, in order."""
+    named = (step_named(file.stem) for file in directory.trajectories.glob(f"*{SUFFIX}"))
+    return sorted(step for step in named if step is not None)
+
+
+def thin_samples(directory: RunDirectory, most_bytes: int) -> int:
+    """Delete every second file, but neither the first nor the last, until the rest is within the budget. Its bytes.
+
+    Raises:
+        RunDirectoryError: a file cannot be deleted.
+    """
+    files = [samples_of(directory, step) for step in sampled_steps(directory)]
+    sizes = {file: file.stat().st_size for file in files}
+    while sum(sizes[file] for file in files) > most_bytes and len(files) > KEPT_AT_LEAST:
+        gone = files[1:-1:2]
+        with writing(directory.trajectories):
+            for file in gone:
+                file.unlink(missing_ok=True)
+        files = [file for file in files if file not in set(gone)]
+    return sum(sizes[file] for file in files)
+
+
+def _row(sample: Sample) -> dict[str, Any]:
+    values = sample.values
+    return {
+        "step": sample.step,
+        "task_id": sample.task_id,
+        "group_id": sample.group_id,
+        "sample_index": sample.sample_index,
+        "seed": sample.seed,
+        "environment": sample.environment,
+        "outcome": str(sample.outcome),
+        "reward": sample.reward,
+        "ages": list(sample.ages.items()),
+        "turns": [_turn(turn) for turn in sample.turns],
+        "tokens": sample.tokens,
+        "branches": sample.branches,
+        "action_spans": [{"start": span.start, "stop": span.stop} for span in sample.action_spans],
+        "versions": [{"version": run.version, "count": run.count} for run in sample.versions],
+        "sampled_logprobs": values.sampled_logprobs,
+        "logprobs": values.logprobs,
+        "entropies": values.entropies,
+        "advantages": values.advantages,
+        "uses": values.uses,
+        "group_rewards": sample.group_rewards,
+    }
+
+
+def _turn(turn: SampleTurn) -> dict[str, Any]:
+    return {name: getattr(turn, name) for name in SampleTurn.__struct_fields__} | {
+        "metrics": list(turn.metrics.items())
+    }
+
+
+def _read(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of these columns; none of what is missing, damaged, or of another version of Flash."""
+    if not file.is_file():
+        return []
+    options = ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in columns])
+    try:
+        with pa.OSFile(str(file)) as source:
+            table = ipc.open_file(source, options=options).read_all()
+            table.validate(full=True)
+            return table.to_pylist(maps_as_pydicts="lossy")
+    except PermissionError as error:
+        raise RunDirectoryError(f"cannot read {file}: {error.strerror or error}") from error
+    except (pa.ArrowException, OSError, UnicodeDecodeError):
+        return []
+
+
+def _sample(row: dict[str, Any]) -> Sample | None:
+    row["values"] = {name: row.get(name) for name in TokenValues.__struct_fields__}
+    for name in ("action_spans", "versions"):
+        row[name] = [tuple(one.values()) for one in row.get(name) or ()]
+    return _converted(row, Sample)
+
+
+def _converted(row: dict[str, Any], kind: type[T]) -> T | None:
+    try:
+        return msgspec.convert(row, kind)
+    except msgspec.ValidationError:
+        return None
