@@ -15,7 +15,7 @@ APART = {"agent", "project"}
 """Folders of what runs elsewhere: inside of sandboxes, and as a user's own project."""
 
 FLOORS = [
-    {"errors", "types", "foreign"},
+    {"errors", "types", "trained", "foreign"},
     {"waiting", "config"},
     {"transport", "environment", "observe", "profile", "service"},
     {"weights", "hub", "view"},

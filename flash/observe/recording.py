@@ -17,6 +17,8 @@ from flash.observe.frames import append_frame, read_frames
 from flash.types import Batch, BatchSample, Trajectory
 
 _SUFFIX = ".bin"
+_AT_ONCE = 64 << 10
+"""Bytes."""
 _STEP = re.compile(r"step-([0-9]+)")
 
 
@@ -31,7 +33,7 @@ class Head(msgspec.Struct, frozen=True):
 
 
 def write_batch(folder: Path, batch: Batch) -> None:
-    """Write a batch, record by record: one call for all would keep the other threads of the process waiting.
+    """Write a batch, some records at a time: one call for all would keep the other threads of the process waiting.
 
     Raises:
         OSError: the folder cannot be written; no file of this step is left then.
@@ -44,8 +46,10 @@ def write_batch(folder: Path, batch: Batch) -> None:
             frame = bytearray()
             for record in (head, *batch.trajectories):
                 append_frame(frame, record)
-                out.write(frame)
-                frame.clear()
+                if len(frame) > _AT_ONCE:
+                    out.write(frame)
+                    frame.clear()
+            out.write(frame)
             out.flush()
             os.fsync(out.fileno())
         aside.replace(file)

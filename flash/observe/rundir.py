@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
 from flash.errors import RunDirectoryError
 from flash.observe import recording
@@ -75,18 +74,35 @@ class SampleTimes(msgspec.Struct, frozen=True):
 
 def sample_times(trajectory: Trajectory, step: int) -> SampleTimes:
     """Describe a trajectory that was trained at `step`."""
-    counts = [span.stop - span.start for span in trajectory.action_spans]
-    begins = [begin for begin, count in zip(itertools.accumulate(counts, initial=0), counts, strict=False) if count]
-    oldest = iter(np.minimum.reduceat(trajectory.action_versions(), begins).tolist() if begins else ())
-    version_at = {span: next(oldest) for span in trajectory.action_spans if span.stop > span.start}
+    spans = trajectory.spans_by_turn()
+    oldest = _oldest_versions(trajectory)
+    if spans is not trajectory.action_spans:
+        of_span = dict(zip(trajectory.action_spans, oldest, strict=True))
+        oldest = [of_span[span] for span in spans]
     turns: list[TurnTimes] = []
     ends = list(trajectory.branches)
-    for span, turn in zip(trajectory.spans_by_turn(), trajectory.turns, strict=True):
+    for span, turn, version in zip(spans, trajectory.turns, oldest, strict=True):
         shown, said = span.start - ends[turn.branch], span.stop - span.start
-        version = version_at.get(span, -1)
         turns.append(TurnTimes(shown, said, turn.start, turn.generate_s, turn.env_s, version, turn.branch))
         ends[turn.branch] = span.stop
     return SampleTimes(step, trajectory.task.group_id, trajectory.reward, turns)
+
+
+def _oldest_versions(trajectory: Trajectory) -> list[int]:
+    """Of each span; −1 of an empty one."""
+    runs, left, version = iter(trajectory.versions), 0, 0
+    found: list[int] = []
+    for span in trajectory.action_spans:
+        wanted, seen = span.stop - span.start, list[int]()
+        while wanted > 0:
+            if left == 0:
+                run = next(runs)
+                left, version = run.count, run.version
+            seen.append(version)
+            taken = min(wanted, left)
+            wanted, left = wanted - taken, left - taken
+        found.append(min(seen, default=-1))
+    return found
 
 
 class RunDirectory:
@@ -228,15 +244,19 @@ def _set_aside(path: Path) -> None:
         path.rename(path.with_name(f"{path.name}.{number}"))
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file as a whole: readers see the old content or the new one, also after a crash."""
+def write_atomically(path: Path, data: bytes, *, durably: bool = True) -> None:
+    """Replace a file as a whole: readers see the old content or the new one, also after a crash.
+
+    Not `durably`, a machine that loses its power may leave it empty: for what somebody only looks at.
+    """
     aside = path.with_name(path.name + ".tmp")
     with writing(path):
         try:
             with aside.open("wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                if durably:
+                    os.fsync(file.fileno())
             aside.replace(path)
         except OSError:
             aside.unlink(missing_ok=True)

@@ -95,7 +95,7 @@ def write_samples(directory: RunDirectory, step: int, samples: Sequence[Sample])
     with ipc.new_file(sink, SCHEMA, options=options) as writer:
         writer.write_table(table)
     file = samples_of(directory, step)
-    write_atomically(file, sink.getvalue().to_pybytes())
+    write_atomically(file, sink.getvalue().to_pybytes(), durably=False)
     return file
 
 

@@ -43,6 +43,8 @@ def gather_sums(rows: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
 
 def gather_objects(values: Sequence[T]) -> list[Sequence[T]]:
     """Any objects that can be pickled, of each rank in rank order, on rank 0; none on the others."""
+    if dist.get_world_size() == 1:
+        return [values]
     gathered: list[Sequence[T]] = [()] * dist.get_world_size()
     dist.gather_object(values, gathered if dist.get_rank() == 0 else None)
     return gathered

@@ -45,8 +45,8 @@ class TokenLook:
 
     def add(self, micro: MicroBatch, tokens: PackedTokens, first_T: Tensor, entropy_T: Tensor, loss: TokenLoss) -> None:
         """One micro-batch, at the first pass over it."""
-        found_S = np.flatnonzero(np.isin(micro.index_S, self._places))
-        if not len(found_S):
+        found_S = np.flatnonzero(np.isin(micro.index_S, self._places)).tolist()
+        if not found_S:
             return
         mask_T = tokens.mask_T
         clipped_T = loss.stats.get("clipped", torch.zeros_like(first_T)) > 0
@@ -57,7 +57,7 @@ class TokenLook:
         )
         advantage_T = tokens.advantage_T.masked_fill(~mask_T, torch.nan)
         rows_RT = torch.stack([row.detach().float() for row in (first_T, entropy_T, advantage_T, use_T)])
-        for number in found_S.tolist():
+        for number in found_S:
             begin, end = np.searchsorted(micro.sequence_T, [number, number + 1]).tolist()
             index = int(micro.index_S[number])
             place = _begins(self._shown[index])[int(micro.turn_T[begin])]
