@@ -36,6 +36,7 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the checks; 1 where something is missing."""
+    from flash.run.beforehand import start_problems
     from flash.run.doctor import CHECKS, examine, missing, ok
 
     config: list[Config] = []
@@ -45,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         def read(_: Config | None) -> Found:
             try:
-                config.append(load(paths, overrides))
+                config.append(load(paths, overrides, also=start_problems))
             except ConfigError as error:
                 return missing(str(error), "mend that; what follows is what any small run needs")
             return ok("every key is right, and what it names is there")

@@ -13,7 +13,7 @@ from flash.cli.commands import Commands
 from flash.config.advice import advise
 from flash.config.load import dump, load, split_arguments
 from flash.config.tree import Config
-from flash.run.beforehand import check_start
+from flash.run.beforehand import start_problems
 from flash.run.models import make_missing_model
 
 
@@ -30,9 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     paths, overrides = split_arguments(arguments.config)
     if arguments.resume:
         overrides.append("run.resume=true")
-    config = load(paths, overrides)
+    config = load(paths, overrides, also=start_problems)
     advise(config)
-    check_start(config)
     if arguments.dry_run:
         from flash.run.dry_run import dry_run
 

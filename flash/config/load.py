@@ -1,14 +1,15 @@
 """From TOML files and dotted overrides to a checked `Config`, and back.
 
 Files merge left to right, tables deep; overrides come last. Everything wrong with the input is found before anything
-starts and named in one `ConfigError`: each key's path, its file, what was expected. Needs no torch or vllm.
+starts: first unknown keys and wrong types, all in one `ConfigError`, with each key's path, its file and what was
+expected; then, in another, all that goes wrong with what the keys say. Needs no torch or vllm.
 """
 
 from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import NoneType
@@ -39,7 +40,13 @@ from flash.errors import ConfigError
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-def load(paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = (), *, simulated: bool = False) -> Config:
+def load(
+    paths: str | Path | Sequence[str | Path],
+    overrides: Sequence[str] = (),
+    *,
+    simulated: bool = False,
+    also: Callable[[Config], Iterable[Problem]] = lambda config: (),
+) -> Config:
     """Read, merge, decode, resolve and cross-check a configuration.
 
     Its import paths may name modules beside the files: from here on Python imports from their folders too.
@@ -48,9 +55,10 @@ def load(paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()
         paths: a TOML file, or several, of which a later one wins.
         overrides: `dotted.key=value`; the value is TOML, or else taken as text.
         simulated: check what a simulation needs, and neither model, environment nor devices.
+        also: finds more problems, of keys that have none yet.
 
     Raises:
-        ConfigError: names every problem found.
+        ConfigError: names every unknown key and wrong type; where there is none, every other problem.
     """
     files = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
     merged, origins = _merged(files, overrides)
@@ -61,6 +69,8 @@ def load(paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()
     config = _resolve(config)
     import_from([*(str(file.resolve().parent) for file in files), *map(os.path.abspath, config.env.folders)])
     problems = check(config, simulated=simulated)
+    named = {problem.key for problem in problems}
+    problems += [problem for problem in also(config) if problem.key not in named]
     if problems:
         raise refuse(problems, origins)
     return config

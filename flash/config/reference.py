@@ -25,8 +25,11 @@ and tries everything but engines and training; the resolved configuration is wri
 
 Numbers may be written as integers; nothing else is converted. `none` gives a key that may be without a value none, and
 takes an optional table away; in a list of tables, and in a table of several kinds, `kind` says which options there are:
-`algorithm.corrections=[{kind="token_tis", cap=3}]`. Unknown keys, wrong types and combinations that cannot
-work are refused, all of them at once.
+`algorithm.corrections=[{kind="token_tis", cap=3}]`. Unknown keys and wrong types are refused, all of
+them at once. Where there are none, so is all else that would stop a run before its first step, as far as it can be seen
+without starting anything: combinations that cannot work, options that the environment or the algorithm does not take,
+import paths, folders and hub ids that lead nowhere, what this machine lacks. `--dry-run` then tries the rest, one thing
+after the other.
 """
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import anyio
 
 from flash.config.check import is_hub_id
-from flash.config.decode import Problem, refuse
+from flash.config.check_machine import unreachable
+from flash.config.decode import Problem
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.observe.rundir import RunDirectory
@@ -37,15 +38,12 @@ WEIGHTS = ("*.safetensors", "*.bin")
 """Files of a model folder that hold its weights."""
 
 
-def check_start(config: Config) -> None:
-    """Find what would stop the run that this command is about to start.
-
-    Raises:
-        ConfigError: names every problem found.
-    """
-    problems = [*_temporary(), *_output(config), *_trackers(config), *_models(config), *_hub(config), *_past(config)]
-    if problems:
-        raise refuse(problems)
+def start_problems(config: Config) -> list[Problem]:
+    """What would stop the run that this command is about to start. The configuration may have problems of its own."""
+    problems = [*_temporary(), *_trackers(config), *_models(config)]
+    if unreachable(str(config.run_dir.absolute())) is None:
+        problems += [*_output(config), *_hub(config), *_past(config)]
+    return problems
 
 
 def _temporary() -> Iterator[Problem]:
@@ -75,6 +73,8 @@ def _models(config: Config) -> Iterator[Problem]:
     """Model folders hold weights, hub ids lead to models; tiny models that are to be made find a place of their own."""
     made = {path: key for key, path, _ in tiny_models(config)}
     for path, key in made.items():
+        if unreachable(str(path)) is not None:
+            continue
         try:
             refuse_foreign(path)
         except ConfigError as error:
@@ -87,7 +87,7 @@ def _models(config: Config) -> Iterator[Problem]:
         "critic.path": config.critic and config.critic.path,
     }
     for key, path in named.items():
-        if not path or Path(path) in made:
+        if not path or Path(path) in made or unreachable(path) is not None:
             continue
         if Path(path).is_dir() and not any(map(any, map(Path(path).glob, WEIGHTS))):
             files = " or ".join(WEIGHTS)

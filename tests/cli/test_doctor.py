@@ -14,7 +14,7 @@ from flash.run.doctor import CHECKS, Finding
 
 CONFIG = """
 run = { name = "a-run" }
-model = { path = "owner/model" }
+model = { path = "model" }
 env = { path = "envs.arithmetic:Arithmetic" }
 cluster = { gpus_per_node = 0 }
 """
@@ -25,7 +25,9 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/no-engine.sock")
     monkeypatch.setenv("FLASH_SANDBOX_TOKEN", "secret")
-    (tmp_path / "run.toml").write_text(CONFIG)
+    (tmp_path / "model").mkdir()
+    for name, text in {"model/config.json": "{}", "model/model.safetensors": "", "run.toml": CONFIG}.items():
+        (tmp_path / name).write_text(text)
     return str(tmp_path / "run.toml")
 
 
@@ -47,6 +49,8 @@ def test_a_wrong_configuration_is_missing_something_and_the_machine_is_looked_at
     assert said.startswith("missing     config ")
     assert "run.stepz" in said
     assert "\nok          machine " in said
+    assert main(["doctor", config, "model.path=a--b"]) == 1
+    assert "`model.path` (override): there is no folder a--b here" in capsys.readouterr().out
 
 
 def test_containers_are_missing_only_where_the_environment_runs_programs_in_them(config: str) -> None:

@@ -15,12 +15,12 @@ import msgspec
 import pytest
 
 from flash.cli.main import main
+from flash.config.decode import refuse
 from flash.config.load import dump
 from flash.config.tree import Config
-from flash.errors import ConfigError
 from flash.observe.rundir import RunDirectory
 from flash.observe.trackers import not_installed
-from flash.run.beforehand import check_start
+from flash.run.beforehand import start_problems
 from flash.run.locks import run_lock
 
 TINY = {"layers": 1, "width": 32, "warm_start_steps": 1}
@@ -46,13 +46,13 @@ def make_config(folder: Path, **tables: dict[str, Any]) -> Config:
 
 
 def problem(config: Config) -> str:
-    with pytest.raises(ConfigError) as error:
-        check_start(config)
-    return str(error.value)
+    found = start_problems(config)
+    assert found
+    return str(refuse(found))
 
 
 def test_a_run_that_can_be_started_leaves_no_trace(tmp_path: Path) -> None:
-    check_start(make_config(tmp_path, cluster={"hub_host": "127.0.0.1"}))
+    assert start_problems(make_config(tmp_path, cluster={"hub_host": "127.0.0.1"})) == []
     assert list(tmp_path.iterdir()) == [tmp_path / "policy"]
 
 
@@ -65,7 +65,7 @@ def test_an_output_folder_that_takes_no_files_whatever_its_permissions_say_is_re
 
 def test_only_the_first_node_writes_the_output_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_NODE_RANK", "1")
-    check_start(make_config(tmp_path, run={"output_dir": "/proc/runs"}))
+    assert start_problems(make_config(tmp_path, run={"output_dir": "/proc/runs"})) == []
 
 
 def test_a_machine_without_a_place_for_temporary_files_is_refused(
@@ -88,7 +88,7 @@ def test_a_hub_host_that_leads_nowhere_is_refused(tmp_path: Path, nodes: int) ->
 def test_in_a_job_of_one_node_the_hub_host_is_this_machine(tmp_path: Path) -> None:
     # An address for documentation (RFC 5737), which no machine has.
     assert "cannot listen at 192.0.2.1:0" in problem(make_config(tmp_path, cluster={"hub_host": "192.0.2.1"}))
-    check_start(make_config(tmp_path, cluster={"hub_host": "192.0.2.1", "nodes": 2}))
+    assert start_problems(make_config(tmp_path, cluster={"hub_host": "192.0.2.1", "nodes": 2})) == []
 
 
 def test_a_hub_port_that_is_taken_is_refused_with_who_has_it(tmp_path: Path) -> None:
@@ -97,8 +97,10 @@ def test_a_hub_port_that_is_taken_is_refused_with_who_has_it(tmp_path: Path) -> 
         told = problem(make_config(tmp_path, cluster={"hub_port": port}))
         assert told.startswith(f"`cluster.hub_port`: port {port} of 127.0.0.1 is in use by process {os.getpid()} (")
         assert told.endswith("); wait for its end or end it, or choose another port (0 takes any free one)")
-        check_start(make_config(tmp_path, cluster={"hub_port": port, "nodes": 2}))  # the first node's hub says it
-    check_start(make_config(tmp_path, cluster={"hub_port": port}))
+        assert (
+            start_problems(make_config(tmp_path, cluster={"hub_port": port, "nodes": 2})) == []
+        )  # the first node's hub says it
+    assert start_problems(make_config(tmp_path, cluster={"hub_port": port})) == []
 
 
 def test_a_port_that_this_very_run_has_is_no_reason_against_its_resumption(tmp_path: Path) -> None:
@@ -111,7 +113,7 @@ def test_a_port_that_this_very_run_has_is_no_reason_against_its_resumption(tmp_p
         with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"\n"
-            check_start(config)
+            assert start_problems(config) == []
             process.communicate()
         assert "`cluster.hub_port`" in problem(config)
 
@@ -125,7 +127,7 @@ def test_a_model_folder_without_weights_is_refused(tmp_path: Path) -> None:
         "*.bin"
     )
     (folder / "model.safetensors").touch()
-    check_start(make_config(tmp_path, model={"path": str(folder)}))
+    assert start_problems(make_config(tmp_path, model={"path": str(folder)})) == []
 
 
 @pytest.mark.parametrize(
@@ -143,7 +145,7 @@ def test_a_hub_id_that_leads_to_no_model_is_refused(tmp_path: Path, key: str, ta
 def test_a_folder_of_somebody_else_in_the_place_of_a_tiny_model_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "thesis"
     folder.mkdir()
-    check_start(make_config(tmp_path, model={"path": str(folder)}, tiny_model=TINY))
+    assert start_problems(make_config(tmp_path, model={"path": str(folder)}, tiny_model=TINY)) == []
     (folder / "chapter.tex").touch()
     told = problem(make_config(tmp_path, model={"path": str(folder)}, tiny_model=TINY))
     assert told.startswith(f"`model.path`: {folder} exists and was not made by flash tiny-model")
@@ -174,13 +176,13 @@ def test_a_run_that_goes_on_otherwise_than_it_can_is_refused(
     left(make_config(tmp_path), steps=6)
     resumed = {**tables, "run": {"resume": True, **tables.get("run", {})}}
     assert told.format(tmp_path / "outputs" / "run") in problem(make_config(tmp_path, **resumed))
-    check_start(make_config(tmp_path, **tables))  # a new run may be of any size
+    assert start_problems(make_config(tmp_path, **tables)) == []  # a new run may be of any size
 
 
 @pytest.mark.parametrize("steps", [6, 20])
 def test_a_run_goes_on_to_its_end_or_beyond(tmp_path: Path, steps: int) -> None:
     left(make_config(tmp_path), steps=6)
-    check_start(make_config(tmp_path, run={"resume": True, "steps": steps}))
+    assert start_problems(make_config(tmp_path, run={"resume": True, "steps": steps})) == []
 
 
 def test_the_command_refuses_it_with_a_dry_run_and_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,7 +190,7 @@ def test_the_command_refuses_it_with_a_dry_run_and_without(tmp_path: Path, capsy
     file.write_text(dump(make_config(tmp_path, cluster={"hub_host": "no such host"})))
     for options in ([], ["--dry-run"]):
         assert main(["train", str(file), *options]) == 2
-        assert "`cluster.hub_host`: cannot listen at no such host" in capsys.readouterr().err
+        assert f"`cluster.hub_host` ({file}): cannot listen at no such host" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == [tmp_path / "policy", file]
 
 
@@ -198,7 +200,20 @@ def test_a_tracker_that_is_not_installed_is_named_before_any_work(
     if not_installed("trackio") is None:
         pytest.skip("trackio is installed")
     config = make_config(tmp_path, track={"to": ["trackio"]})
-    with pytest.raises(ConfigError, match=r"`track\.to`: `trackio` is not installed here: `pip install trackio`"):
-        check_start(config)
+    assert "`track.to`: `trackio` is not installed here: `pip install trackio`" in problem(config)
     monkeypatch.setenv("FLASH_NODE_RANK", "1")
-    check_start(config)  # trackers are told by the first node
+    assert start_problems(config) == []  # trackers are told by the first node
+
+
+def test_what_the_keys_say_and_what_would_stop_the_run_are_told_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(dump(make_config(tmp_path, cluster={"hub_host": "no such host"})))
+    wrong = ["train.batch_size=7", "model.path=a--b", f"run.output_dir={'x' * 300}", f"critic.path={'y' * 300}"]
+    assert main(["train", str(file), *wrong, "--dry-run"]) == 2
+    told = capsys.readouterr().err
+    for key in ("train.batch_size", "model.path", "run.output_dir", "critic.path"):
+        assert told.count(f"  - `{key}` (override): ") == 1
+    assert main(["train", str(file), "train.batch_size=7", "--dry-run"]) == 2
+    assert "2 problems:" in capsys.readouterr().err
