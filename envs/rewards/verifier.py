@@ -76,7 +76,10 @@ async def verify(path: str, completion: str, answer: str, timeout: float) -> flo
         score, problem = await _in_process(path, completion, answer, timeout)
     if problem is not None:
         raise RewardError(f"verifier {path}: {problem}")
-    return check_reward(score)
+    try:
+        return check_reward(score)
+    except RewardError as error:
+        raise RewardError(f"verifier {path}: {error}") from None
 
 
 async def _awaited(

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import anyio
 
+from flash.environment.threaded import Threaded
 from flash.errors import EnvError
 from flash.waiting import first_error
 
@@ -65,6 +66,27 @@ def told_of(error: BaseException) -> str:
     except Exception:  # a class that is not ours may fail at that too
         text = "it cannot be shown"
     return f"{type(error).__name__}: {text}{place_of(error)}"
+
+
+def checked(env: object, method: str, seed: int, check: Callable[[], _T]) -> _T:
+    """What an environment's method returned, checked.
+
+    Raises:
+        EnvError: the check's, with the method and where it stands.
+    """
+    try:
+        return check()
+    except EnvError as error:
+        place = _place_of_method(env, method)
+        raise type(error)(f"environment {method} (seed {seed}): {error}; returned by {place}") from None
+
+
+def _place_of_method(env: object, method: str) -> str:
+    """`Class.step (file.py:12)`: where the method of an environment, or of the blocking one in it, begins."""
+    kind = type(env.blocking if isinstance(env, Threaded) else env)
+    code = getattr(inspect.unwrap(getattr(kind, method)), "__code__", None)
+    place = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    return f"{kind.__qualname__}.{method}{place}"
 
 
 def place_of(error: BaseException) -> str:

@@ -13,6 +13,8 @@ from flash.environment.interface import Info, ResetResult, StepResult
 from flash.errors import EnvError, RewardError
 from flash.types import Message, Observation
 
+VALUE_LENGTH = 80
+"""Characters of a wrong value that an error repeats."""
 NOTE_LENGTH = 2000
 """Characters kept of a note."""
 
@@ -87,11 +89,30 @@ def check_reward(reward: object) -> float:
         RewardError: it is not a finite number.
     """
     if not isinstance(reward, (Real, np.bool_)):
-        raise RewardError(f"the reward must be a finite number, but is {reward!r} of type {type(reward).__name__}")
+        raise RewardError(f"the reward must be a finite number, but is {_shown(reward)}; {_as_number(reward)}")
     number = _number(reward)
     if not math.isfinite(number):
-        raise RewardError(f"the reward must be a finite number, but is {number}")
+        raise RewardError(
+            f"the reward must be a finite number, but is {number}; look for a division by 0 or the log of it, and give "
+            "0.0 where nothing can be said"
+        )
     return number
+
+
+def _as_number(reward: object) -> str:
+    """How what is no number is made one."""
+    if reward is None:
+        return "does a path through the reward end without `return`? Give 0.0 where nothing can be said"
+    if isinstance(reward, (str, bytes)):
+        return "give float(…) of it"
+    if callable(getattr(reward, "item", None)):
+        return "give `.item()` of a tensor or an array, which is the Python number, where it holds just one"
+    return "give a float or an int, such as a sum or a mean of several"
+
+
+def _shown(value: object) -> str:
+    """A value and its type, in one short line."""
+    return f"{' '.join(repr(value).split())[:VALUE_LENGTH]} of type {type(value).__name__}"
 
 
 def _observation(method: str, value: object) -> Observation:

@@ -25,7 +25,7 @@ class Threaded:
     """An `Environment` made of a `SyncEnvironment`."""
 
     def __init__(self, env: SyncEnvironment) -> None:
-        self._env = env
+        self.blocking = env
         # The default limiter holds 40 threads for the whole process: blocked environments would starve the others.
         self._limiter = anyio.CapacityLimiter(1)
         self._state = threading.Lock()
@@ -34,11 +34,11 @@ class Threaded:
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Start the problem of this seed and show it."""
-        return await self._in_thread(lambda: self._run(lambda: self._env.reset(seed)))
+        return await self._in_thread(lambda: self._run(lambda: self.blocking.reset(seed)))
 
     async def step(self, action: str) -> StepResult:
         """Take the policy's answer."""
-        return await self._in_thread(lambda: self._run(lambda: self._env.step(action)))
+        return await self._in_thread(lambda: self._run(lambda: self.blocking.step(action)))
 
     async def close(self) -> None:
         """Release the environment, at once or as soon as an abandoned call has come back."""
@@ -46,7 +46,7 @@ class Threaded:
             self._closed = True
             if self._busy:
                 return
-        await self._in_thread(self._env.close)
+        await self._in_thread(self.blocking.close)
 
     async def _in_thread(self, call: Callable[[], _T]) -> _T:
         return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
@@ -63,7 +63,7 @@ class Threaded:
                 self._busy = False
                 close_now = self._closed
             if close_now:
-                self._env.close()
+                self.blocking.close()
 
 
 def wrap(env: Environment | SyncEnvironment) -> Environment:

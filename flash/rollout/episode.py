@@ -16,8 +16,8 @@ from typing import Protocol
 import anyio
 import msgspec
 
-from flash.environment.calls import EnvTimeoutError, called
-from flash.environment.interface import Environment, Informed, ResetResult, StepResult
+from flash.environment.calls import EnvTimeoutError, called, checked
+from flash.environment.interface import Environment, Info, Informed, ResetResult, StepResult
 from flash.environment.results import check_reset_result, check_step_result, metrics_of, note_of
 from flash.errors import DeadlineError, EngineError, EnvError, PoisonError, RewardError
 from flash.rollout.asking import Asking, Wanted
@@ -204,7 +204,7 @@ class Episode:
             generate_s, branch = self._now() - start, transcript.branch
             action = self._tokenizer.decode(completion.token_ids)
             (following, reward, terminated, truncated, info), env_s = await self._step(env, state, action)
-            measured, note = metrics_of(info), note_of(info)
+            measured, note = checked(env, "step", state.task.seed, partial(_logged, info))
             transcript.turns.append(
                 Turn(text_of(observation), action, reward, start, generate_s, env_s, measured, note, branch)
             )
@@ -237,7 +237,7 @@ class Episode:
 
         state.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
         shown = await called(what, self._settings.reset_s, "env_reset", reset)
-        return check_reset_result(shown)[0]
+        return checked(env, "reset", seed, lambda: check_reset_result(shown))[0]
 
     async def _step(self, env: Environment, state: _EpisodeState, action: str) -> tuple[StepResult, float]:
         """The environment's checked result, and the seconds it took."""
@@ -249,7 +249,8 @@ class Episode:
         state.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
         start = self._now()
         result = await called(what, self._settings.step_s, "env_step", lambda: env.step(action))
-        return check_step_result(result), self._now() - start
+        took = self._now() - start
+        return checked(env, "step", state.task.seed, lambda: check_step_result(result)), took
 
     async def _close(self, env: Environment, state: _EpisodeState) -> EnvError | None:
         """Close also while being cancelled, within the deadline. Returns what went wrong."""
@@ -354,6 +355,10 @@ class _EpisodeState:
     def failed(self, outcome: Outcome, message: str) -> Failure:
         """The episode without a trajectory."""
         return Failure(self.task, outcome, message, self.progress.tokens + self.progress.lost)
+
+
+def _logged(info: Info) -> tuple[dict[str, float], str]:
+    return metrics_of(info), note_of(info)
 
 
 def text_of(observation: Observation) -> str:

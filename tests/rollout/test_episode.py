@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
 import msgspec
+import numpy as np
 import pytest
 
-from flash.environment import EpisodeView, Said
+from flash.environment import EpisodeView, Said, wrap
 from flash.errors import EngineError, EnvError, RewardError
 from flash.rollout.engine import GenerateRequest, SamplingSettings
 from flash.rollout.episode import Episode, EpisodeProgress, EpisodeSettings, Responder, response_key, response_seed
@@ -439,6 +441,40 @@ def test_a_reward_too_large_for_a_float_is_no_finite_number(reward: int) -> None
     failure = fail(Env(("", reward, True, False, {})), Script(say("a")))
     assert failure.outcome == Outcome.REWARD_ERROR
     assert "the reward must be a finite number, but is" in failure.message
+
+
+@pytest.mark.parametrize(
+    ("reward", "told"),
+    [
+        (None, "is None of type NoneType; does a path through the reward end without `return`?"),
+        ("1.0", "is '1.0' of type str; give float(…) of it"),
+        (np.ones(2), "is array([1., 1.]) of type ndarray; give `.item()` of a tensor or an array"),
+        ([1.0], "is [1.0] of type list; give a float or an int"),
+        (math.nan, "is nan; look for a division by 0 or the log of it"),
+    ],
+)
+def test_a_reward_of_another_kind_is_told_with_the_step_that_returned_it_and_what_to_do(
+    reward: object, told: str
+) -> None:
+    failure = fail(Env(("", reward, True, False, {})), Script(say("a")))
+    assert failure.message.startswith("environment step (seed 5): the reward must be a finite number, but ")
+    assert told in failure.message
+    line = Env.step.__code__.co_firstlineno
+    assert failure.message.endswith(f"; returned by Env.step ({__file__}:{line})")
+
+
+def test_a_blocking_environment_is_told_by_its_own_class() -> None:
+    class Blocking:
+        def reset(self, seed: int) -> str:
+            return "no info"
+
+        def step(self, action: str) -> None: ...
+
+        def close(self) -> None: ...
+
+    failure = anyio.run(episode(wrap(Blocking()), Script(say("a"))).run, LEASE, EpisodeProgress())
+    assert isinstance(failure, Failure)
+    assert "Blocking.reset (" in failure.message
 
 
 class Knowing(Env):
