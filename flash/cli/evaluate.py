@@ -13,7 +13,7 @@ from flash.cli import sampling
 from flash.cli.commands import Commands
 from flash.cli.files import check_writable
 from flash.config.tree import Config
-from flash.observe.console import best_of_lines, evaluation_line
+from flash.observe.console import best_of_lines, environment_lines, evaluation_line
 from flash.observe.rundir import write_atomically
 from flash.observe.samples import Sample
 from flash.observe.stats import BestOf, best_of_each
@@ -28,7 +28,8 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate as a run does, with `[eval]`; print the line that a run prints, and pass@k."""
+    """Evaluate as a run does, with `[eval]`; print the line that a run prints, pass@k, and what the environment
+    measured. 1: some answers are missing."""
     from flash.run.sampling import evaluate
 
     check_writable(arguments.json, arguments.transcripts)
@@ -43,8 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     told = [evaluation_line(sampled.evaluation)]
     if len(found) > 1:
         told += best_of_lines(found, binary=sampled.evaluation["binary"] == 1)
-    sys.stdout.writelines(f"{line}\n" for line in told)
-    return 0
+    sys.stdout.writelines(f"{line}\n" for line in told + environment_lines(sampled.evaluation))
+    return sampling.told_failures(sampled)
 
 
 def _several(samples: int, config: Config) -> list[str]:

@@ -20,17 +20,17 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Play the first training problems, sampled as for training; print what was shown and said."""
+    """Play the first training problems, sampled as for training; print what was shown and said. 1: some failed."""
     from flash.run.sampling import roll_out
 
     if arguments.episodes < 1:
         raise ConfigError(f"--episodes: expected at least 1, got {arguments.episodes}")
     check_writable(arguments.transcripts)
     config, model = sampling.configured(arguments)
-    _, samples = sampling.sample(config, model, partial(roll_out, episodes=arguments.episodes))
+    sampled, samples = sampling.sample(config, model, partial(roll_out, episodes=arguments.episodes))
     sampling.write_transcripts(arguments.transcripts, samples)
     for sample in samples:
         sys.stdout.write(sampling.transcript(sample) + "\n")
     mean = sum(sample.reward for sample in samples) / len(samples)
     sys.stdout.write(f"{len(samples)} episodes, mean reward {mean:.3f}\n")
-    return 0
+    return sampling.told_failures(sampled)

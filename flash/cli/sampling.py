@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -24,6 +24,9 @@ from flash.observe.rundir import RunDirectory, write_atomically
 from flash.observe.samples import Sample, readable
 from flash.run.models import chosen_model, make_missing_model, model_folder
 from flash.trainer.stored import MANIFEST
+
+if TYPE_CHECKING:
+    from flash.run.sampling import Sampled
 
 INDENT = "    "
 
@@ -61,6 +64,15 @@ def transcript(sample: Sample) -> str:
 def _indented(text: str) -> str:
     """Without what would command the terminal: models write anything."""
     return "\n".join(INDENT + "".join(c if c.isprintable() else " " for c in line) for line in text.split("\n"))
+
+
+def told_failures(sampled: Sampled) -> int:
+    """Say how many episodes failed for good, and why the last one did; the exit code: 1 where any did."""
+    failed, played = sampled.failures, len(sampled.trajectories)
+    if failed:
+        last = f"the last one ({failed[-1].outcome}): {failed[-1].message}"
+        sys.stdout.write(f"{len(failed)} of {played + len(failed)} episodes failed, and are in no figure; {last}\n")
+    return int(bool(failed))
 
 
 def write_transcripts(file: Path | None, samples: Sequence[Sample]) -> None:
@@ -122,7 +134,7 @@ def of_run(model: str) -> list[str]:
     return ["run.resume=false", *whole]
 
 
-def sample(config: Config, named: str | None, play: Any) -> tuple[Any, list[Sample]]:
+def sample(config: Config, named: str | None, play: Any) -> tuple[Sampled, list[Sample]]:
     """Start engines, play with the model that is named, by default `model.path`, and describe what was played."""
     import anyio
 

@@ -139,11 +139,20 @@ def evaluation_line(row: Row) -> str:
         parts.append(f"{'pass@' if binary else 'best of '}{_whole(row, 'k')} {fixed(row, 'best_of_k', 3)}")
     if number(row, "problems") is not None:
         parts.append(f"{_whole(row, 'problems')} problems")
+    if number(row, "missing"):
+        parts.append(f"{_whole(row, 'missing')} answers missing")
     if number(row, "version_min") is not None and number(row, "version_max") is not None:
         first, last = _whole(row, "version_min"), _whole(row, "version_max")
         parts.append(f"version {first}" if first == last else f"versions {first} to {last}")
     line = domain_line(row).strip()
     return ", ".join([*parts, line] if line else parts)
+
+
+def environment_lines(row: Row) -> list[str]:
+    """What the environment measured itself: the mean of each."""
+    names = [name for name in row if name.startswith("env/")]
+    width = max(map(len, names), default=0)
+    return [f"{name.ljust(width)}  {fixed(row, name, 3)}" for name in names]
 
 
 def best_of_lines(found: Sequence[BestOf], *, binary: bool) -> list[str]:

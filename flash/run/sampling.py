@@ -25,7 +25,7 @@ from flash.rollout.rehearsal import rehearse
 from flash.rollout.settings import episode_settings
 from flash.rollout.tokenizer import Tokenizer
 from flash.run.beginning import tell_beginning
-from flash.types import Canary, Published, Trajectory
+from flash.types import Canary, Failure, Outcome, Published, Trajectory
 from flash.waiting import first_error
 
 OF_RUNS = ("step", "version_min", "version_max")
@@ -44,6 +44,8 @@ class Sampled(msgspec.Struct, frozen=True):
     """In the order of the problems."""
     notes: list[str]
     """What people should know: failures, above all."""
+    failures: list[Failure]
+    """Of each task that was given up the last attempt, in the order of the tasks: they are in no figure."""
 
 
 async def evaluate(
@@ -58,7 +60,10 @@ async def evaluate(
     await guest.run(tell)
     (row,) = guest.observer.evaluations
     return Sampled(
-        {name: value for name, value in row.items() if name not in OF_RUNS}, guest.evaluated, guest.observer.notes
+        {name: value for name, value in row.items() if name not in OF_RUNS},
+        guest.evaluated,
+        guest.observer.notes,
+        guest.given_up(guest.evaluated, "eval"),
     )
 
 
@@ -76,7 +81,8 @@ async def roll_out(
     config = alone(msgspec.structs.replace(config, rollout=one), steps=1, batch=episodes)
     guest = _Guest(config, env, tokenizer, engines)
     await guest.run(tell)
-    return Sampled({}, guest.observer.samples[0], guest.observer.notes)
+    played = guest.observer.samples[0]
+    return Sampled({}, played, guest.observer.notes, guest.given_up(played, "train"))
 
 
 def alone(config: Config, *, steps: int, batch: int) -> Config:
@@ -99,6 +105,7 @@ class _Guest:
         self._config = config
         self.observer = MemoryObserver()
         self.evaluated: list[Trajectory] = []
+        self._failed: dict[tuple[str, int], Failure] = {}
         now = anyio.current_time
         # Rollouts want no evaluation before them.
         evaluated = (0,) if config.run.steps else ()
@@ -137,6 +144,12 @@ class _Guest:
         except BaseExceptionGroup as errors:  # of the tasks above: people see the error that tells most
             raise first_error(errors) from None
 
+    def given_up(self, played: Sequence[Trajectory], split: str) -> list[Failure]:
+        """Of each task that only failed its last attempt."""
+        done = {trajectory.task.task_id for trajectory in played}
+        failed = (one for (of, task), one in sorted(self._failed.items()) if of == split and task not in done)
+        return list(failed)
+
     async def _serve(self) -> None:
         await self._node.run()
 
@@ -153,4 +166,7 @@ class _Guest:
     def _saw(self, request: msgspec.Struct, reply: msgspec.Struct) -> None:
         if isinstance(request, p.DeliverRequest):
             results = [ended.result for ended in request.ended]
+            for one in results:
+                if isinstance(one, Failure) and one.outcome is not Outcome.CANCELLED:
+                    self._failed[one.task.split, one.task.task_id] = one
             self.evaluated += [one for one in results if isinstance(one, Trajectory) and one.task.split == "eval"]

@@ -9,11 +9,12 @@ import anyio
 import msgspec
 import pytest
 
-from flash.cli.sampling import transcript
+from flash.cli.sampling import told_failures, transcript
 from flash.config.tree import Config
 from flash.environment.interface import HELD_OUT
 from flash.environment.load import LoadedEnvironment
 from flash.errors import ConfigError
+from flash.observe.console import environment_lines, evaluation_line
 from flash.observe.samples import readable
 from flash.rollout.engine import Engine
 from flash.rollout.fake_engine import FakeEngine
@@ -37,7 +38,8 @@ class Parity:
     async def step(self, action: str) -> Any:
         self.turn += 1
         reward = float(action == "eo"[self.seed % 2]) / self.turns
-        return "again:", reward, self.turn == self.turns, False, {}
+        measured = {"seeds": 1.0, "x": float(self.seed % 2)}
+        return "again:", reward, self.turn == self.turns, False, {"metrics": measured}
 
     async def close(self) -> None: ...
 
@@ -116,6 +118,29 @@ def test_what_fails_is_told_and_other_problems_take_its_place() -> None:
     sampled, _ = play(roll_out, config, episodes=5)
     assert len(sampled.trajectories) == 5
     assert any("no such game" in note for note in sampled.notes)
+
+
+@pytest.mark.parametrize(("how", "more", "of"), [(evaluate, {}, "2 of 12"), (roll_out, {"episodes": 5}, "1 of 6")])
+def test_episodes_that_failed_for_good_are_counted_with_the_last_reason(
+    how: Any, more: dict[str, Any], of: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(env={"path": f"{__name__}:Parity", "options": {"flaky": True}})
+    sampled, _ = play(how, config, **more)
+    assert told_failures(sampled) == 1
+    said = capsys.readouterr().out
+    assert said.startswith(f"{of} episodes failed, and are in no figure; the last one (env_error): environment reset")
+    assert "no such game" in said
+    if how is evaluate:
+        assert "5 problems, 2 answers missing" in evaluation_line(sampled.evaluation)
+    whole, _ = play(how, make_config(), **more)
+    assert told_failures(whole) == 0
+    assert capsys.readouterr().out == ""
+    assert "missing" not in evaluation_line(whole.evaluation)
+
+
+def test_what_the_environment_measures_is_shown_after_an_evaluation() -> None:
+    sampled, _ = play(evaluate, make_config())
+    assert environment_lines(sampled.evaluation) == ["env/seeds  1.000", "env/x      0.500"]
 
 
 @pytest.mark.parametrize(("how", "more"), [(evaluate, {}), (roll_out, {"episodes": 3})])
