@@ -40,6 +40,7 @@ _TURN = pa.struct(
         ("metrics", pa.map_(pa.string(), pa.float64())),
         ("note", pa.string()),
         ("branch", pa.int32()),
+        ("start", pa.float64()),
     ]
 )
 _GLANCE: list[tuple[str, Any]] = [

@@ -26,6 +26,8 @@ class SampleTurn(msgspec.Struct, frozen=True):
     note: str = ""
     branch: int = 0
     """Which branch of the episode it is in."""
+    start: float = 0.0
+    """Unix seconds at which the response was asked for."""
 
 
 class TokenValues(msgspec.Struct, frozen=True):
@@ -101,7 +103,7 @@ def readable(
         outcome=Outcome(trajectory.outcome),
         reward=trajectory.reward,
         turns=[
-            SampleTurn(t.observation, t.action, t.reward, t.generate_s, t.env_s, t.metrics, t.note, t.branch)
+            SampleTurn(t.observation, t.action, t.reward, t.generate_s, t.env_s, t.metrics, t.note, t.branch, t.start)
             for t in trajectory.turns
         ],
         tokens=list(tokens),

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from flash.observe.rundir import RunDirectory
 from flash.observe.sample_files import Glance, read_glances, read_samples, sampled_steps
-from flash.observe.samples import Sample, TokenValues
+from flash.observe.samples import Sample, SampleTurn, TokenValues
 from flash.trained import TokenUse
 from flash.types import Span
 
@@ -47,6 +47,9 @@ class Query(msgspec.Struct, frozen=True, kw_only=True):
     tokens_max: Bound = None
     age_min: Bound = None
     age_max: Bound = None
+    time_min: Bound = None
+    time_max: Bound = None
+    """Unix seconds: between them a response was generated, or the environment made its step after it."""
     text: str = ""
     """In what was shown, said or noted; upper and lower case are the same."""
 
@@ -165,10 +168,17 @@ def _meant(query: Query, sample: Glance, found: Found) -> bool:
         return False
     if any((low is not None and value < low) or (high is not None and value > high) for low, value, high in within):
         return False
+    if not any(_under_way(query, turn) for turn in sample.turns):
+        return False
     text = query.text.casefold()
     return not text or any(
         text in part.casefold() for turn in sample.turns for part in (turn.observation, turn.action, turn.note)
     )
+
+
+def _under_way(query: Query, turn: SampleTurn) -> bool:
+    begun = query.time_max is None or turn.start <= query.time_max
+    return begun and (query.time_min is None or query.time_min <= turn.start + turn.generate_s + turn.env_s)
 
 
 def show_group(directory: RunDirectory, step: int, group_id: int) -> ShownGroup:
@@ -205,10 +215,12 @@ def _shown(sample: Sample) -> ShownSample:
         of_turn = dict(zip(order, _parts(each, lengths), strict=True))
         return [of_turn[turn] for turn in range(len(spans))]
 
+    with np.errstate(invalid="ignore"):
+        log_ratios = np.subtract(values.logprobs or values.sampled_logprobs, values.sampled_logprobs)
     columns = zip(
         by_turn([run.version for run in sample.versions for _ in range(run.count)]),
         by_turn(_numbers(values.sampled_logprobs)),
-        by_turn(_numbers(np.subtract(values.logprobs, values.sampled_logprobs) if values.logprobs else [])),
+        by_turn(_numbers(log_ratios if values.logprobs else [])),
         by_turn(_numbers(values.advantages)),
         by_turn(_numbers(values.entropies)),
         by_turn([TokenUse(use).name for use in values.uses]),

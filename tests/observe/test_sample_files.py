@@ -59,7 +59,7 @@ def test_a_readable_sample_has_versions_ages_and_what_the_trainer_found() -> Non
     sample = readable(trained, 12, ["1", "+", "a", "b", "c", "d"], group_rewards=[0.5, 1.0], seen=seen)
     assert (sample.ages, sample.versions) == ({0: 1, 2: 3}, [VersionRun(10, 3), VersionRun(12, 1)])
     assert (sample.step, sample.task_id, sample.group_id, sample.sample_index, sample.seed) == (12, 17, 2, 1, 99)
-    assert sample.turns == [SampleTurn("1+1=", "2", 0.5, 0.1, 0.2)]
+    assert sample.turns == [SampleTurn("1+1=", "2", 0.5, 0.1, 0.2, start=trained.turns[0].start)]
     assert sample.values.uses == [TokenUse.TRAINED, TokenUse.CLIPPED, TokenUse.REJECTED, TokenUse.TOO_OLD]
     assert sample.values.logprobs[3] == -0.123457
     assert math.isnan(sample.values.logprobs[2])

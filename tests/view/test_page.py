@@ -176,6 +176,7 @@ async def test_the_timeline_shows_each_bar_when_one_looks_closer(tmp_path: Path,
             await page.value(f"Plotly.relayout({bars}, {part}).then(() => true)")
             await page.until(f"{NOTE} === '' && {bars}.layout.yaxis.ticktext[2] === 'trainer 0 · 100 %'")
             assert await page.value(f"{bars}.layout.annotations.map(one => one.text)") == ["5"]
+            await to_the_samples_of_a_bar(page)
             await page.value("document.getElementById('whole').click()")
             await page.until(f"{NOTE}.includes('shares of time')")
             assert await page.value(fits(1280))
@@ -214,6 +215,34 @@ async def test_runs_that_are_broken_hostile_or_removed_hide_no_other(tmp_path: P
             assert await page.value("document.querySelectorAll('img, iframe, object, main b').length") == 0
             # What cannot be read is refused, and nothing else has gone wrong.
             assert all("500 (Internal Server Error)" in complaint for complaint in page.complaints), page.complaints
+
+
+async def to_the_samples_of_a_bar(page: Page) -> None:
+    """A trainer's bar leads to its step, an engine's to what was under way; then back."""
+    rows = "[...document.querySelectorAll('#list tbody td.step')].map(cell => cell.textContent)"
+    await click(page, "train")
+    await page.until(f"location.hash === '#samples' && JSON.stringify({rows}) === '[\"5\",\"5\"]'")
+    assert await page.value("document.getElementById('query-time').hidden")
+    await page.value("void (location.hash = 'timeline')")
+    await click(page, "generate")
+    await page.until("location.hash === '#samples' && !document.getElementById('query-time').hidden")
+    seen = await page.until(f"({rows}).length < 20 && ({rows}).length > 0 && {rows}")
+    assert set(seen) <= {"5", "6"}
+    await page.value("document.getElementById('query-time').click()")
+    await page.until(f"({rows}).length === 60")
+    await page.value("void (location.hash = 'timeline')")
+
+
+async def click(page: Page, activity: str) -> None:
+    """Press the mouse on the first bar of an activity."""
+    trace = f"document.getElementById('bars').data.findIndex(one => one.name === '{activity}')"
+    bar = f"document.querySelectorAll('#bars .barlayer .trace')[{trace}]?.querySelector('.point')"
+    box = await page.until(f"(box => box?.width > 1 && JSON.stringify(box))({bar}?.getBoundingClientRect())")
+    place = json.loads(box)
+    at = {"x": place["x"] + place["width"] / 2, "y": place["y"] + place["height"] / 2, "button": "left"}
+    await page.ask("Input.dispatchMouseEvent", type="mouseMoved", **at)
+    for kind in ("mousePressed", "mouseReleased"):
+        await page.ask("Input.dispatchMouseEvent", type=kind, clickCount=1, **at)
 
 
 NOTE = "document.getElementById('timeline-note').innerText"

@@ -14,6 +14,7 @@ from flash.observe.samples import TokenValues, readable
 from flash.types import Outcome, Span, Task, Trajectory, Turn, VersionRun
 from flash.view import samples
 from flash.view.samples import Query, find, show_group
+from tests.observe.sample_rows import STARTED
 from tests.view.recorded import GROUP, PROMPT, append_step
 
 
@@ -65,6 +66,9 @@ def test_a_search_stops_after_many_small_steps_too(run: RunDirectory, monkeypatc
         ({"text": "what is 12"}, 60),
         ({"text": "a note"}, 60),
         ({"text": "product"}, 0),
+        ({"time_min": STARTED + 20.1, "time_max": STARTED + 20.2}, 2),
+        ({"time_min": STARTED + 20.7, "time_max": STARTED + 21.9}, 0),
+        ({"time_max": STARTED + 20.0}, 22),
     ],
 )
 def test_bounds_are_meant_with_their_ends(asked: dict[str, object], count: int, run: RunDirectory) -> None:
@@ -91,6 +95,14 @@ def test_a_group_is_shown_without_what_no_trainer_has_told(run: RunDirectory) ->
     (turn,) = show_group(run, 7, 7).samples[0].turns
     assert len(turn.logprobs) == len(turn.versions) == 4
     assert turn.log_ratios == turn.advantages == turn.entropies == turn.uses == []
+
+
+def test_numbers_that_are_none_are_left_out(run: RunDirectory) -> None:
+    sample = read_samples(run, 7)[0]
+    odd = msgspec.structs.replace(sample.values, sampled_logprobs=[-math.inf] * 4, logprobs=[-math.inf, math.nan, 1, 2])
+    write_samples(run, 7, [msgspec.structs.replace(sample, values=odd)])
+    (turn,) = show_group(run, 7, 7).samples[0].turns
+    assert turn.log_ratios == turn.logprobs == [None] * 4
 
 
 def test_a_damaged_file_hides_no_other(run: RunDirectory) -> None:

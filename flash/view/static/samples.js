@@ -9,11 +9,29 @@ const COLUMNS = [
 ];
 const NAMES = new Set(["step", "group_id", "sample_index"]);  // Numbers that count nothing.
 const PATIENCE_MS = 250;  // Between keys.
+const LATER = 20;         // Steps in which what was under way at some time may still be trained.
 
 let found = [], continued = false, searchedTo = null, asked = "", order = null, waiting = 0, redraw = () => {};
 
+// Shows the samples of a step, or of a time: `asked` fills fields of the form.
+export function lookAt(run, asked) {
+  const form = $("query");
+  form.reset();
+  for (const [name, value] of Object.entries({ run: run.number, time_min: "", time_max: "", ...asked })) form.elements[name].value = value;
+  tellTime();
+  $("group").hidden = true;
+  location.hash = "samples";
+}
+
+function tellTime() {
+  const { time_min: begin, time_max: end } = $("query").elements, at = (seconds) => new Date(1000 * seconds).toLocaleTimeString("en-GB");
+  $("query-time").hidden = !begin.value;
+  $("query-time").textContent = `Under way ${at(begin.value)} to ${at(end.value)} ✕`;
+}
+
 export function prepare(changed) {
   redraw = changed;
+  $("query-time").onclick = () => { for (const name of ["time_min", "time_max"]) $("query").elements[name].value = ""; tellTime(); redraw(); };
   const head = $("list").tHead.rows[0];
   for (const [key, name] of COLUMNS) {
     const button = element("button", "", name);
@@ -23,7 +41,7 @@ export function prepare(changed) {
   }
   $("query").onsubmit = (event) => event.preventDefault();
   $("query").oninput = () => { clearTimeout(waiting); waiting = setTimeout(redraw, PATIENCE_MS); };
-  $("older").onclick = () => search(questions(), searchedTo);
+  $("older").onclick = () => search(questions(), searchedTo, true);
 }
 
 function questions() {
@@ -44,17 +62,23 @@ export function draw(runs) {
   if (asked === now + stands) return undefined;
   const same = asked.startsWith(now) && continued;
   asked = now + stands;
-  return same ? undefined : search(questions(), null);
+  return same ? undefined : search(questions(), newestOf(run));
 }
 
-async function search(wanted, before) {
+// Nothing newer needs to be looked at for what was under way at some time.
+function newestOf(run) {
+  const end = $("query").elements.time_max.value, after = end ? run.steps.find((row) => row.time >= end) : undefined;
+  return after ? after.step + 1 + LATER : null;
+}
+
+async function search(wanted, before, older = false) {
   const mine = asked;
   $("older").disabled = true;
   try {
     const answer = await ask("/api/samples", before === null ? wanted : { ...wanted, before });
     if (mine !== asked) return;
-    found = before === null ? answer.samples : [...found, ...answer.samples];
-    continued = before !== null;
+    found = older ? [...found, ...answer.samples] : answer.samples;
+    continued = older;
     searchedTo = answer.searched_to;
     $("found").textContent = answer.newest === null ? "No readable samples are there (run.log_samples is how many each step leaves)."
       : `${found.length} found${searchedTo === null ? "" : ` down to step ${searchedTo}`}; the newest readable step is ${answer.newest}.`;

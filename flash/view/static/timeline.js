@@ -1,5 +1,6 @@
 // Who was busy when, in a window of time that can be moved and made smaller.
 
+import { lookAt } from "./samples.js";
 import { $, ask, byFinger, chooseRun, element, lookOf, plain } from "./tools.js";
 
 const LANE_PX = 26;
@@ -8,6 +9,9 @@ const MOST_NUMBERS = 20;   // Of these with their numbers.
 const SMALLEST_S = 0.01;
 const REFRESH_MS = 5000;
 
+const DOUBLE_MS = 350;     // A click that no other follows in this time is one.
+
+let clicked = 0;
 let chosen = null, part = null, drawn = "", answer = null, redraw = () => {};
 
 export function prepare(changed) {
@@ -108,5 +112,14 @@ function drawBars(run, window) {
     if (stop - start >= SMALLEST_S) part = { start, stop };
     redraw();
   });
-  target.on("plotly_doubleclick", () => { part = null; redraw(); });
+  target.on("plotly_doubleclick", () => { clearTimeout(clicked); part = null; redraw(); });
+  target.on("plotly_click", ({ points: [bar] }) => { clearTimeout(clicked); clicked = setTimeout(() => open(bar), DOUBLE_MS); });
+}
+
+// A trainer's samples are those of the step that is committed next; others' those that were under way.
+function open(bar) {
+  const { base, x, y } = bar.data, place = bar.pointNumber;
+  const start = seconds(base[place]), stop = start + x[place] / 1000, lane = answer.lanes[Math.round(y[place])].name;
+  const step = lane.startsWith("trainer") ? chosen.steps.find((row) => row.time >= stop - SMALLEST_S)?.step : undefined;
+  lookAt(chosen, step === undefined ? { time_min: start, time_max: stop } : { step });
 }
