@@ -36,8 +36,8 @@ process may be stopped for 90 s meanwhile."""
 CALM_S, QUICK_CALM_S = 300.0, 60.0
 """Seconds of the run without faults."""
 QUICK_LONGEST_S = 20.0
-SETTLE_S = 60.0
-"""What has not ended so long after the commands is an orphan: deadlines.shutdown and its margin are 38 s."""
+SETTLE_S = 100.0
+"""What has not ended so long after the commands is an orphan: deadlines.shutdown and its margin are 90 s."""
 
 
 class Lived(msgspec.Struct, frozen=True):

@@ -24,8 +24,8 @@ from flash.profile.report import report
 from flash.run.beforehand import start_problems
 from flash.run.past import booked_version
 
-SHUTDOWN_S = 60.0
-"""Of an interrupt while it records: what was recorded is written too."""
+CLOSE_S = 60.0
+"""Of an engine that ends while it records: what was recorded is written too."""
 REPORT = "report.txt"
 
 
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     first_node = os.environ.get("FLASH_NODE_RANK", "0") == "0"
     if first_node:
         _refuse(out, asked.run.name)
-    overrides.append(f"deadlines.shutdown={max(SHUTDOWN_S, asked.deadlines.shutdown)}")
+    overrides.append(f"deadlines.close={max(CLOSE_S, asked.deadlines.close)}")
     overrides.append("run.resume=true" if arguments.resume else f"run.output_dir={json.dumps(str(out))}")
     config = load(paths, overrides, also=start_problems)
     order = _order(config, arguments.warm_up, arguments.steps, out)

@@ -404,9 +404,11 @@ class DeadlinesConfig(Section, frozen=True):
     collective: Deadline = 600
     """All trainer ranks join a collective."""
     sink: Deadline = 60
-    """At its end a run waits so long for `observe.sink` and `track.to`; an interrupted one `shutdown` at most."""
-    shutdown: Deadline = 8
-    """Everything ends after an interrupt, the last checkpoint included."""
+    """At its end a run waits so long for `observe.sink` and `track.to`; an interrupted one `close` at most."""
+    close: Deadline = 8
+    """An environment closes; the engines of a node end."""
+    shutdown: Deadline = 60
+    """After an interrupt the running step ends and a checkpoint is written; a node that leaves ends its samples."""
 
 
 class Config(Section, frozen=True):

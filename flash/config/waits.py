@@ -78,7 +78,7 @@ def hang_s(config: Config) -> float:
 
 def engine_return_s(config: Config) -> float:
     """How long a node may be without engines: each restart of the last one can end in another death, up to its load."""
-    once = config.deadlines.shutdown + LONGEST_PAUSE_S + config.deadlines.engine_start + new_version_s(config)
+    once = config.deadlines.close + LONGEST_PAUSE_S + config.deadlines.engine_start + new_version_s(config)
     return config.engine_restarts * once
 
 
@@ -86,4 +86,4 @@ def lease_s(config: Config) -> float:
     """How long a node may take from a lease to its result: an episode, in which the node may lose all of its engines,
     its end, and the messages around it."""
     deadlines = config.deadlines
-    return deadlines.episode + engine_return_s(config) + deadlines.shutdown + 2 * deadlines.request
+    return deadlines.episode + engine_return_s(config) + deadlines.close + 2 * deadlines.request

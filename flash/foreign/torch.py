@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 from collections.abc import Collection, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -24,6 +24,7 @@ TOUCHED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._remaining_restarts",
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._exit_barrier_timeout",
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._stop_workers",
+    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._shutdown",
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._rendezvous",
     "torch.distributed.elastic.agent.server.api:WorkerGroup.store",
     "torch.distributed.elastic.agent.server.api:WorkerGroup.group_rank",
@@ -73,12 +74,22 @@ others of any time have the same. How often each node's agent has restarted its 
 MOST_MEMORY_EVENTS = 100_000
 """Allocations of CUDA memory whose history is kept; older ones are forgotten."""
 
+HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
+"""Signals by which torchrun ends its workers. Not SIGHUP, which it would hand on to processes that die of it, even
+under `nohup`: a launcher whose terminal is closed ends by it, and what it has started leaves in order, as after any end
+of a launcher."""
+
 LINGER_S = 10
 """Seconds in which processes end that are to be started again: they know it already, and who hangs does not end."""
 
 
 class Interrupted(Exception):
     """A signal ended torchrun."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        super().__init__()
+        self.at_once = at_once
+        """Whether a Ctrl-C after it has killed the workers."""
 
 
 class NotMet(Exception):
@@ -140,7 +151,8 @@ class Overseer(Protocol):
 def torchrun(arguments: Sequence[str], overseer: Overseer, end_s: float) -> bool:
     """Run torchrun in this process, to the end of its workers; whether all of them ended well.
 
-    At its own end it waits up to `end_s` for the other nodes.
+    At its own end it waits up to `end_s` for the other nodes. A signal is passed on to the workers, which are waited
+    for; a Ctrl-C after it kills them.
 
     Raises:
         Interrupted: a signal ended it.
@@ -154,20 +166,55 @@ def torchrun(arguments: Sequence[str], overseer: Overseer, end_s: float) -> bool
 
     for module in REPEATING:
         logging.getLogger(module).setLevel(logging.CRITICAL)
+    ending = _Ending()
     try:
-        with _overseen(overseer, end_s):
+        with _handlers_kept(), _overseen(overseer, end_s, ending):
             run(parse_args(list(arguments)))
     except ChildFailedError:
         return False
     except SignalException:
-        raise Interrupted from None
+        raise Interrupted(at_once=ending.at_once) from None
     except (DistError, RendezvousError) as error:
         raise NotMet(f"{type(error).__name__}: {error}") from error
     return True
 
 
 @contextmanager
-def _overseen(overseer: Overseer, end_s: float) -> Generator[None]:
+def _handlers_kept() -> Generator[None]:
+    """What torchrun sets for signals raises an error of its own, and would outlast it."""
+    before = {number: signal.getsignal(number) for number in HEEDED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Ending:
+    """The end of workers that were told to end."""
+
+    def __init__(self) -> None:
+        self.at_once = False
+        """Whether they were killed, by a second Ctrl-C."""
+
+    @contextmanager
+    def of(self, workers: Collection[int]) -> Generator[None]:
+        """In the block they are waited for. Of other signals, which may be sent again and again, one is enough."""
+
+        def kill(*_: object) -> None:
+            self.at_once = True
+            for worker in workers:
+                with suppress(ProcessLookupError):
+                    os.killpg(worker, signal.SIGKILL)
+
+        with _handlers_kept():
+            for number in HEEDED:
+                signal.signal(number, kill if number == signal.SIGINT else signal.SIG_IGN)
+            yield
+
+
+@contextmanager
+def _overseen(overseer: Overseer, end_s: float, ending: _Ending) -> Generator[None]:
     """Have torchrun's agent tell of its workers' ends, which it only logs, and not wait for lost nodes for minutes.
 
     It kills workers that hang, which to it look healthy, and gives all that it starts together a room.
@@ -202,6 +249,10 @@ def _overseen(overseer: Overseer, end_s: float) -> Generator[None]:
                 others = [each for each in ended if each.pid not in self._killed]
                 overseer.failed(others, self._remaining_restarts)
             return result
+
+        def _shutdown(self, *args: Any, **options: Any) -> None:
+            with ending.of(list(self._pcontext.pids().values()) if self._pcontext else []):
+                super()._shutdown(*args, **options)
 
         def _stop_workers(self, worker_group: Any) -> None:
             self._pcontext.close(signal.SIGTERM, LINGER_S)

@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+import msgspec
+
 from flash.errors import FlashError, PeerLostError
 from flash.hub.bells import Bell, Bells
 from flash.types import Published
+
+
+class RunEnd(msgspec.Struct, frozen=True):
+    """How the run ended."""
+
+    reason: Literal["finished", "interrupted"]
+    version: int
+    ledger: dict[str, int]
+    unfinished: str = ""
+    """What did not end within `deadlines.shutdown` of an interrupt, in words."""
 
 
 class Course:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from itertools import count
-from typing import Literal
 
 import anyio
 import msgspec
@@ -23,7 +22,7 @@ from flash.hub import protocol as p
 from flash.hub.batching import PART_BYTES
 from flash.hub.buffer import SampleBuffer
 from flash.hub.contract import AgeContract
-from flash.hub.course import Course
+from flash.hub.course import Course, RunEnd
 from flash.hub.evaluation import Evaluations
 from flash.hub.journal import NO_JOURNAL, Journal
 from flash.hub.members import Home, Members
@@ -32,7 +31,7 @@ from flash.hub.nodes import Nodes
 from flash.hub.past import Past, Start
 from flash.hub.picture import picture
 from flash.hub.rules import buffer_rules
-from flash.hub.stages import LOOK_AT, OF_TRAINERS, Beginning, Stage, stage_s, waited_for
+from flash.hub.stages import LOOK_AT, OF_TRAINERS, Beginning, Stage, last_work, stage_s, waited_for
 from flash.hub.state import HubState, KeepState, weigh
 from flash.hub.steps import Steps
 from flash.hub.tasks import TaskSource
@@ -49,14 +48,6 @@ LIVES = 20
 
 NOWHERE = Home()
 """Of a hub that nobody joins from another process."""
-
-
-class RunEnd(msgspec.Struct, frozen=True):
-    """How the run ended."""
-
-    reason: Literal["finished", "interrupted"]
-    version: int
-    ledger: dict[str, int]
 
 
 class Hub:
@@ -168,9 +159,14 @@ class Hub:
         """Whether somebody has asked for an early end."""
         return self._course.stopping == "interrupted"
 
-    def interrupt(self) -> None:
-        """Stop after the running step, leaving a checkpoint; a run that has trained everything ends at once."""
+    def interrupt(self) -> str:
+        """Stop after the running step, leaving a checkpoint; a run that has trained everything ends at once.
+
+        What it still does, in words; empty: nothing.
+        """
+        over = self._course.done or self._course.error is not None
         self._course.interrupt()
+        return "" if over else last_work(self._at_work(), self._course.version)
 
     # -- stages ------------------------------------------------------------------------------------------------------
 
@@ -180,7 +176,7 @@ class Hub:
             tasks.start_soon(self._nodes.watch)
             tasks.start_soon(self._nodes.catch_up)
             tasks.start_soon(self.expire_claims)
-            await self._watch_trainers()
+            unfinished = await self._watch_trainers()
             if self._course.stopping != "interrupted":
                 with deadline(self._config.deadlines.step, "the last evaluation", "the engines and eval.problems"):
                     await self._course.until(
@@ -190,7 +186,7 @@ class Hub:
         self._course.end()
         self.buffer.check()
         totals = self.buffer.ledger.totals(self.buffer.in_flight)
-        return RunEnd(self._course.stopping or "finished", self._course.version, totals)
+        return RunEnd(self._course.stopping or "finished", self._course.version, totals, unfinished)
 
     async def expire_claims(self) -> None:
         """Wait for nodes that have outlived the hub before this one, and take back what they had."""
@@ -198,19 +194,24 @@ class Hub:
             await anyio.sleep(waits.claim_s(self._config))
             self._nodes.expire_claims()
 
-    async def _watch_trainers(self) -> None:
-        """Wait for each stage of the run to end, under its deadline, until all trainer ranks are gone."""
+    async def _watch_trainers(self) -> str:
+        """Wait for each stage of the run to end, under its deadline; what an interrupt has cut short, in words."""
         while not self._trainers.done:
             seen, stage = self._course.progress, self._stage()
             with anyio.move_on_after(stage_s(stage, self._config)) as scope:
                 await self._course.until(
                     "run",
                     lambda seen=seen, stage=stage: (
-                        self._course.progress != seen or self._stage() is not stage or self._trainers.done
+                        (self._course.progress != seen and stage is not Stage.ENDING)
+                        or self._stage() is not stage
+                        or self._trainers.done
                     ),
                 )
+            if scope.cancelled_caught and stage is Stage.ENDING:
+                return last_work(self._at_work(), self._course.version)
             if scope.cancelled_caught:
                 self._late(stage)
+        return ""
 
     def _late(self, stage: Stage) -> None:
         """A stage has outlived its deadline. Where the trainer ranks hang, their life ends by that, not the run.
@@ -226,8 +227,10 @@ class Hub:
 
     def _stage(self) -> Stage:
         """What the run waits for at the moment."""
-        if self._course.stopping == "interrupted":
-            return Stage.ENDING
+        return Stage.ENDING if self._course.stopping == "interrupted" else self._at_work()
+
+    def _at_work(self) -> Stage:
+        """The same, interrupted or not."""
         if self._lives.away:
             return Stage.AWAY
         if self._lives.behind(self._course.version):
@@ -327,8 +330,7 @@ class Hub:
             case p.RanksRequest():
                 return await self._trainers.ranks_of(request)
             case p.Interrupt():
-                self._observer.note(request.reason)
-                self._course.interrupt()
+                self._observer.note(f"{request.reason}: {self.interrupt() or 'the run is over'}")
             case p.Fatal():
                 await self._trainers.failed(request, lambda: self._waited_for(self._stage()))
                 await anyio.sleep_forever()  # a peer that left now would have torchrun end us before we say why

@@ -65,7 +65,6 @@ LOOK_AT = {
     Stage.LOADING: "the output of that node, and deadlines.swap",
     Stage.BETWEEN: "the trainer ranks and the disk of the run directory, and deadlines.step",
     Stage.SAVING: "the trainer ranks, and deadlines.step",
-    Stage.ENDING: "deadlines.shutdown: a step and a checkpoint have to fit into it",
 }
 
 
@@ -86,6 +85,17 @@ def stage_s(stage: Stage, config: Config) -> float:
             return waits.new_version_s(config)
         case _:
             return deadlines.shutdown
+
+
+def last_work(stage: Stage, step: int) -> str:
+    """What a run does that is interrupted in this stage, in words."""
+    match stage:
+        case Stage.STEP:
+            return f"finishing step {step} and writing a checkpoint"
+        case Stage.FIRST_VERSION | Stage.AWAY | Stage.AGAIN:
+            return "ending its processes"
+        case _:
+            return f"writing a checkpoint of version {step}"
 
 
 def waited_for(stage: Stage, *, step: int, groups: str, behind: str) -> str:

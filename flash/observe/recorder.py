@@ -157,7 +157,7 @@ class Recorder:
     def _end_sinks(self, kind: str, row: Mapping[str, Any], *, interrupted: bool) -> None:
         """Give it the last row, and wait until it and the trackers have all."""
         deadlines = self._config.deadlines
-        seconds = min(deadlines.sink, deadlines.shutdown) if interrupted else deadlines.sink
+        seconds = min(deadlines.sink, deadlines.close) if interrupted else deadlines.sink
         begun = time.monotonic()
         self._trackers.end(failed=kind == "error")
         if self._sink is not None:

@@ -257,7 +257,7 @@ class Episode:
         what = f"close (seed {state.task.seed})"
         with anyio.CancelScope(shield=True):
             try:
-                await called(what, self._settings.close_s, "shutdown", env.close)
+                await called(what, self._settings.close_s, "close", env.close)
             except EnvError as problem:
                 return problem
         return None

@@ -136,7 +136,7 @@ class RolloutNode:
 
     async def run(self) -> None:
         """Work until the hub has no more, or until `drain`, and end."""
-        async with sharing(self._config.run.name, close_s=self._config.deadlines.shutdown):
+        async with sharing(self._config.run.name, close_s=self._config.deadlines.close):
             try:
                 await self.work()
             finally:
@@ -182,7 +182,7 @@ class RolloutNode:
 
     async def close(self) -> None:
         """End the engines."""
-        with anyio.CancelScope(shield=True), anyio.move_on_after(self._config.deadlines.shutdown):
+        with anyio.CancelScope(shield=True), anyio.move_on_after(self._config.deadlines.close):
             for supervisor in self._supervisors:
                 await supervisor.engine.close()
 

@@ -39,7 +39,7 @@ def _episode_settings(config: Config) -> EpisodeSettings:
         max_tokens=config.rollout.max_episode_tokens or config.rollout.max_branches * config.model.max_length,
         reset_s=config.deadlines.env_reset,
         step_s=config.deadlines.env_step,
-        close_s=config.deadlines.shutdown,
+        close_s=config.deadlines.close,
         generate_s=config.deadlines.generate,
         episode_s=config.deadlines.episode,
     )

@@ -297,8 +297,8 @@ class VLLMEngine:
 
     def _shut_down(self, llm: Any) -> None:
         """End all processes; blocks. Half of the time for an orderly end, which frees shared memory; then by force."""
-        llm.shutdown(timeout=self._config.deadlines.shutdown / 2)
-        self._processes.end(self._config.deadlines.shutdown / 2)
+        llm.shutdown(timeout=self._config.deadlines.close / 2)
+        self._processes.end(self._config.deadlines.close / 2)
 
     def _construct(self) -> None:
         """Build the AsyncLLM; blocks until the model is loaded. Runs in a thread."""
@@ -335,7 +335,7 @@ class VLLMEngine:
         """Leave no process of a start that did not succeed."""
         self._closing = True
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self._processes.end_starting, self._config.deadlines.shutdown)
+            await anyio.to_thread.run_sync(self._processes.end_starting, self._config.deadlines.close)
         await self.close()
 
     def _swap_seconds(self, info: UpdateInfo) -> float:

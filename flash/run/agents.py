@@ -12,7 +12,7 @@ from typing import Literal
 
 from flash.config.tree import Config
 from flash.errors import PeerLostError, how_it_ended
-from flash.foreign.torch import Ended, Interrupted, NotMet, Overseer, torchrun
+from flash.foreign.torch import HEEDED, Ended, Interrupted, NotMet, Overseer, torchrun
 from flash.hub.trainers import why_not
 from flash.run.error_marker import ErrorMarker
 from flash.run.grace import grace
@@ -24,9 +24,6 @@ Role = Literal["node", "trainer"]
 
 INTERRUPTED = 130
 """Exit code of a run that a signal ended: 128 + SIGINT, as shells have it."""
-SIGNALS = "SIGINT,SIGTERM,SIGQUIT"
-"""What torchrun heeds. Not SIGHUP, which it would hand on to processes that die of it, even under `nohup`: a launcher
-whose terminal is closed ends by it, and what it has started leaves in order, as after any end of a launcher."""
 SPOKEN = (1, INTERRUPTED)
 """Exit codes of a process that has said itself why it ends."""
 
@@ -43,14 +40,18 @@ def run_agent(config: Config, role: Role, options: Sequence[str], arguments: Seq
 
     Raises:
         PeerLostError: the nodes of the job did not meet, or lost each other.
+        KeyboardInterrupt: a second Ctrl-C has killed the processes.
     """
     # As a variable, since not every torch that we work with has the option.
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(grace(config))
     shared = [f"--max-restarts={config.cluster.max_restarts}", f"--log-dir={os.environ[SCRATCH]}"]
-    command = [*options, *shared, f"--signals-to-handle={SIGNALS}", "-m", "flash.run.worker", role, *arguments]
+    heeded = f"--signals-to-handle={','.join(number.name for number in HEEDED)}"
+    command = [*options, *shared, heeded, "-m", "flash.run.worker", role, *arguments]
     try:
         return 0 if torchrun(command, overseer, grace(config)) else 1
-    except Interrupted:
+    except Interrupted as interrupt:
+        if interrupt.at_once:
+            raise KeyboardInterrupt from None
         return INTERRUPTED
     except NotMet as error:
         raise PeerLostError(f"the nodes with trainers did not meet: {error}; start the command on each again") from None

@@ -53,7 +53,7 @@ def dry_run(config: Config) -> list[str]:
 
 async def _play(config: Config, tokenizer: Tokenizer) -> Trajectory:
     env = LoadedEnvironment(config.env.path, config.env.options)
-    async with sharing(config.run.name, close_s=config.deadlines.shutdown):
+    async with sharing(config.run.name, close_s=config.deadlines.close):
         with deadline(config.deadlines.env_reset, "the environment to be ready", "its `prepare`"):
             await env.prepare()
         settings, seed = episode_settings(config), config.run.seed

@@ -21,7 +21,7 @@ from typing import Any
 
 import anyio
 import msgspec
-from anyio.abc import Process
+from anyio.abc import Process, TaskGroup
 
 from flash.config.load import dump, load
 from flash.config.objects import import_from, share_import_path
@@ -97,7 +97,7 @@ class Launch:
         self._folder = folder
         self._process: Process | None = None
         self._begun = time.time()
-        self._grace_s = 0
+        self._shutdown_s, self._grace_s = 0.0, 0
         self._search = HubSearch(place, os.environ.get(VARIABLE))
         self._told = False
         """Whether a signal has told us to leave."""
@@ -107,26 +107,38 @@ class Launch:
     async def run(self) -> int:
         """Until the run is over; see `join`."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._heed_signals, tasks.cancel_scope)
+            tasks.start_soon(self._heed_signals, tasks)
             code = await self._lives()
             tasks.cancel_scope.cancel()
             return code
         return 0  # told to leave before anything ran
 
-    async def _heed_signals(self, all_of_it: anyio.CancelScope) -> None:
-        """Pass the first signal on to the node loop, which leaves in order; what does not end in time is killed."""
+    async def _heed_signals(self, tasks: TaskGroup) -> None:
+        """Pass the first signal on to the node loop, which leaves in order; what does not end in time is killed.
+
+        A Ctrl-C after it kills at once. Others may come again and again without a meaning.
+        """
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async for received in signals:
-                self._told, process = True, self._process
+                process = self._process
                 if process is None:
-                    all_of_it.cancel()
+                    self._told = True
+                    tasks.cancel_scope.cancel()
                     return
-                _say(f"{signal.Signals(received).name}: this node takes no more work, and leaves the run")
-                with suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGTERM)
-                await anyio.sleep(self._grace_s)
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                if not self._told:
+                    self._told = True
+                    tasks.start_soon(self._leave, process, signal.Signals(received))
+                elif received == signal.SIGINT:
+                    _kill(process)
+
+    async def _leave(self, process: Process, received: signal.Signals) -> None:
+        again = "; Ctrl-C again ends it now" if received == signal.SIGINT else ""
+        within = f"within {self._shutdown_s:g} s{again}"
+        _say(f"{received.name}: this node takes no more work, and leaves the run {within}")
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        await anyio.sleep(self._grace_s)
+        _kill(process)
 
     async def _lives(self) -> int:
         """Consumes ends of the node loop, and hubs. Waits for the one or the other. Produces the next node loop."""
@@ -134,7 +146,7 @@ class Launch:
         restarts = 0
         while run is not None and not run.ending:
             config, file = self._configure(run)
-            self._grace_s = grace(config)
+            self._shutdown_s, self._grace_s = config.deadlines.shutdown, grace(config)
             await anyio.to_thread.run_sync(make_missing_model, config, abandon_on_cancel=True)
             end = await self.life(file, run)
             if end == LifeEnd.OVER or self._told:
@@ -225,6 +237,12 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]
     for key, value in table.items():
         found += _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
     return found
+
+
+def _kill(process: Process) -> None:
+    """The node loop, and its engines with it."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _say(words: str) -> None:

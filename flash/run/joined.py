@@ -95,7 +95,7 @@ class Hub:
 async def _roll_out(config: Config, order: Order, token: str | None) -> LifeEnd:
     end = LifeEnd.OVER  # also of a signal that comes while it has no hub
     try:
-        async with sharing(config.run.name, close_s=config.deadlines.shutdown), anyio.create_task_group() as group:
+        async with sharing(config.run.name, close_s=config.deadlines.close), anyio.create_task_group() as group:
             life = Life(config, order, token)
             group.start_soon(life.heed_signals, group.cancel_scope)
             end = await life.run()

@@ -22,7 +22,7 @@ from functools import partial
 from flash.config.objects import share_import_path
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.run.agents import run_agent, tell
+from flash.run.agents import INTERRUPTED, run_agent, tell
 from flash.run.error_marker import ErrorMarker
 from flash.run.grace import grace
 from flash.run.join import join
@@ -109,9 +109,17 @@ def launch(config: Config, paths: Sequence[str], overrides: Sequence[str]) -> in
         stack.enter_context(scratch_folder())
         if node > 0 and not config.engines_on(node):
             return run_trainers(config, arguments, marker)
-        trainers = stack.enter_context(TrainersBeside(config, arguments, marker))
-        code = run_agent(config, "node", ALONE, arguments, Overseer(partial(tell, config, "node", marker)))
+        return _run_beside(config, arguments, marker)
+
+
+def _run_beside(config: Config, arguments: Sequence[str], marker: ErrorMarker) -> int:
+    """Run the node loop and the trainer ranks of this node to their end, or until a second Ctrl-C; the exit code."""
+    try:
+        with TrainersBeside(config, arguments, marker) as trainers:
+            code = run_agent(config, "node", ALONE, arguments, Overseer(partial(tell, config, "node", marker)))
         return 1 if trainers.failed else code
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def describe_start(config: Config) -> str:

@@ -26,8 +26,9 @@ from flash.environment.load import LoadedEnvironment
 from flash.errors import ConfigError, EngineError, FlashError, TransportError
 from flash.hub import protocol as p
 from flash.hub.collecting import seldom_collected
+from flash.hub.course import RunEnd
 from flash.hub.gate import Gate
-from flash.hub.hub import Hub, RunEnd
+from flash.hub.hub import Hub
 from flash.hub.journal import NO_JOURNAL
 from flash.hub.members import Home
 from flash.observe.cluster import EVERY_S
@@ -44,6 +45,7 @@ from flash.rollout.vllm_start import ready_tokenizer
 from flash.run.beginning import tell_beginning, tell_cluster
 from flash.run.hub_place import HubAddress, announce, withdraw
 from flash.run.hub_state import NOTHING, keep_hub_state, restored
+from flash.run.interrupt import cut_short, interrupt_on_signal
 from flash.run.journal import FileJournal
 from flash.run.past import RecordedPast
 from flash.run.profiled import profile_node
@@ -138,7 +140,7 @@ async def _first_node(rank: Rank, config: Config, token: str | None, now: Callab
         )
         async with anyio.create_task_group() as signals:
             # Outermost: torchrun's SIGTERM must not cut the orderly end of a run that has failed, nor hide its error.
-            signals.start_soon(_interrupt_on_signal, hub)
+            signals.start_soon(interrupt_on_signal, hub, config, recorder.note)
             if journal is not None:
                 signals.start_soon(journal.run)
             signals.start_soon(tell_beginning, hub, recorder.stage)
@@ -146,9 +148,11 @@ async def _first_node(rank: Rank, config: Config, token: str | None, now: Callab
             if (order := ordered()) is not None:
                 signals.start_soon(profile_node, order, hub, config)
             async with _serving(hub, config, token) as address:
-                end = await _run_hub(hub, config, env, address, now)
+                end = await _run_hub(hub, config, env, address, now, recorder.note)
                 recorder.cluster(hub.picture())
-            finish = partial(recorder.finish, end.ledger, interrupted=end.reason == "interrupted")
+            # Anew: what an interrupt has cut short may have ended while the engines did.
+            ledger = hub.buffer.ledger.totals(hub.buffer.in_flight)
+            finish = partial(recorder.finish, ledger, interrupted=end.reason == "interrupted")
             await anyio.to_thread.run_sync(finish)
             signals.cancel_scope.cancel()
     if recorder.stopped is not None:
@@ -189,13 +193,20 @@ def naming_the_key(port: int) -> Generator[None]:
 
 
 async def _run_hub(
-    hub: Hub, config: Config, env: LoadedEnvironment, address: HubAddress, now: Callable[[], float]
+    hub: Hub,
+    config: Config,
+    env: LoadedEnvironment,
+    address: HubAddress,
+    now: Callable[[], float],
+    tell: Callable[[str], None],
 ) -> RunEnd:
     async with anyio.create_task_group() as group:
         if config.engines_on(0):
             group.start_soon(_roll_out_here, hub, config, env, address, now)
         with seldom_collected():
             end = await hub.run()
+        if end.unfinished:
+            tell(cut_short(end.unfinished, config))
         if end.reason == "finished":
             with anyio.move_on_after(config.deadlines.request):
                 await hub.all_nodes_left()
@@ -248,12 +259,6 @@ async def _tell(config: Config, address: HubAddress, node: int, message: p.Fatal
     name, deadline = f"messenger-{node}", config.deadlines.connect
     async with connect(address.host, address.port, address.token, name, deadline) as hub:
         await hub.call(message, timeout=config.deadlines.request)
-
-
-async def _interrupt_on_signal(hub: Hub) -> None:
-    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async for _ in signals:
-            hub.interrupt()
 
 
 async def forward_signals(config: Config, address: HubAddress, node: int, all_of_it: anyio.CancelScope) -> None:

@@ -108,13 +108,14 @@ class TrainersBeside:
         process = self._process
         if process is None:
             return
+        if kind is KeyboardInterrupt:  # a second one: nothing is waited for any more
+            _kill(process)
         with suppress(ProcessLookupError):
             process.terminate()
         try:
             process.wait(grace(self._config))
         except BaseException as problem:  # also an impatient second Ctrl-C: nothing may be left behind
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _kill(process)
             if not isinstance(problem, subprocess.TimeoutExpired):
                 raise
 
@@ -175,6 +176,12 @@ class TrainersBeside:
         except FlashError:  # when it was heard, the hub answers with its end
             if not heard and not self._closing.is_set():
                 os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _kill(agent: subprocess.Popen[bytes]) -> None:
+    """End the trainer ranks at once, which end with their agent."""
+    with suppress(ProcessLookupError):
+        os.killpg(agent.pid, signal.SIGKILL)
 
 
 def _say(words: str) -> None:

@@ -22,7 +22,8 @@ from flash.config.simulate import SimulateConfig
 from flash.config.tree import ClusterConfig, Config
 from flash.environment.interface import Environment
 from flash.hub import protocol as p
-from flash.hub.hub import Hub, RunEnd
+from flash.hub.course import RunEnd
+from flash.hub.hub import Hub
 from flash.hub.in_process import InProcessCaller
 from flash.hub.state import HubState, KeepState, weigh
 from flash.observe.observer import Observer, Wish

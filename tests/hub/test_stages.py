@@ -13,6 +13,7 @@ from flash.config import waits
 from flash.config.tree import Config, DeadlinesConfig
 from flash.errors import DeadlineError
 from flash.hub import protocol as p
+from flash.hub.course import RunEnd
 from flash.types import Canary, Lease, Published
 from tests.hub.test_hub import Driver, make_config
 
@@ -289,7 +290,7 @@ async def test_when_the_last_node_with_engines_falls_silent_and_may_go_the_run_w
 
 
 async def test_a_lease_that_no_node_ends_is_given_out_again() -> None:
-    config = with_deadlines(make_config(retries=1), episode=100, request=10, shutdown=5, batch=100_000)
+    config = with_deadlines(make_config(retries=1), episode=100, request=10, close=5, batch=100_000)
     run = Run(config)
 
     async def scenario() -> None:
@@ -348,3 +349,66 @@ async def test_a_goodbye_that_waits_for_an_engine_for_too_long_ends_with_its_nam
 
     error = await run.watched(scenario, lambda: run.talk(0))
     assert "waited 80 s for engine 0 of node 0 (it has version 0) to load version 1" in str(error)
+
+
+async def ended(run: Run, *acts: Callable[[], Awaitable[Any]]) -> RunEnd:
+    """How the run ends while these go on."""
+    async with anyio.create_task_group() as group:
+        for act in acts:
+            group.start_soon(act)
+        end = await run.hub.run()
+        group.cancel_scope.cancel()
+        return end
+    raise AssertionError("cancelled from outside")
+
+
+async def test_an_interrupted_step_that_outlasts_its_deadline_ends_the_run_and_is_named() -> None:
+    run = Run(with_deadlines(make_config(), shutdown=40))
+    said: list[str] = []
+
+    async def interrupted() -> None:
+        await run.begin(0)
+        await run.bring(0, *await run.lease(0, 4))
+        await run.ask()
+        await anyio.sleep(100)
+        said.extend([run.hub.interrupt(), run.hub.interrupt()])
+
+    begun = anyio.current_time()
+    end = await ended(run, interrupted)
+    assert said == ["finishing step 0 and writing a checkpoint"] * 2
+    assert (end.reason, end.version, end.unfinished) == ("interrupted", 0, said[0])
+    assert anyio.current_time() - begun == pytest.approx(140)
+
+
+async def test_a_step_that_ends_after_an_interrupt_gives_the_checkpoint_no_more_time() -> None:
+    run = Run(with_deadlines(make_config(), shutdown=40))
+
+    async def interrupted() -> None:
+        await run.begin(0)
+        await run.bring(0, *await run.lease(0, 4))
+        await run.ask()
+        run.hub.interrupt()
+        await anyio.sleep(30)
+        await run.hub.handle(p.Commit(0, {}))
+
+    begun = anyio.current_time()
+    end = await ended(run, interrupted)
+    assert (end.version, end.unfinished) == (1, "writing a checkpoint of version 1")
+    assert anyio.current_time() - begun == pytest.approx(40)
+
+
+async def test_a_run_that_ends_in_time_after_an_interrupt_leaves_nothing_undone() -> None:
+    run = Run(make_config())
+
+    async def interrupted() -> None:
+        await run.begin(0)
+        assert run.hub.interrupt() == "writing a checkpoint of version 0"
+        await run.hub.handle(p.Goodbye(0, []))
+
+    end = await ended(run, interrupted)
+    assert (end.reason, end.unfinished) == ("interrupted", "")
+    assert run.hub.interrupt() == ""
+
+
+async def test_an_interrupt_while_the_ranks_start_promises_no_checkpoint() -> None:
+    assert Run(make_config()).hub.interrupt() == "ending its processes"

@@ -13,9 +13,10 @@ from flash.config import waits
 from flash.config.tree import Config
 from flash.errors import FlashError, PeerLostError, RecordingError
 from flash.hub import protocol as p
+from flash.hub.course import RunEnd
 from flash.hub.fetching import fetch
 from flash.hub.gate import Gate
-from flash.hub.hub import Hub, RunEnd
+from flash.hub.hub import Hub
 from flash.hub.journal import MemoryJournal
 from flash.hub.past import Start
 from flash.hub.replayed import Replay

@@ -82,7 +82,7 @@ def tracked_run(config: Config) -> RunDirectory:
 
 
 def with_trackers(config: Config, *names: TrackerName) -> Config:
-    deadlines = msgspec.structs.replace(config.deadlines, sink=WAIT_S, shutdown=WAIT_S)
+    deadlines = msgspec.structs.replace(config.deadlines, sink=WAIT_S, close=WAIT_S)
     return msgspec.structs.replace(config, track=TrackConfig(to=list(names)), deadlines=deadlines)
 
 

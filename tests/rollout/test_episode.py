@@ -628,7 +628,7 @@ class Hanging(Env):
     [
         ("reset", 10, "deadlines.env_reset", 0),
         ("step 2", 20, "deadlines.env_step", 4),
-        ("close", 30, "deadlines.shutdown", 4),
+        ("close", 30, "deadlines.close", 4),
     ],
 )
 def test_law_1_an_environment_that_hangs_is_given_up_with_what_how_long_and_what_to_look_at(

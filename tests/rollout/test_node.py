@@ -19,7 +19,8 @@ from flash.environment.shared import shared
 from flash.environment.threaded import wrap
 from flash.errors import BreakerError, DeadlineError, EngineDeadError, PeerLostError, SandboxStartError
 from flash.hub import protocol as p
-from flash.hub.hub import Hub, RunEnd
+from flash.hub.course import RunEnd
+from flash.hub.hub import Hub
 from flash.hub.in_process import InProcessCaller
 from flash.hub.journal import NO_JOURNAL, Journal
 from flash.hub.state import HubState

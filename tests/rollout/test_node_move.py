@@ -15,7 +15,8 @@ from flash.environment.interface import HELD_OUT
 from flash.environment.shared import sharing
 from flash.environment.threaded import wrap
 from flash.errors import PeerLostError, TransportError
-from flash.hub.hub import Hub, RunEnd
+from flash.hub.course import RunEnd
+from flash.hub.hub import Hub
 from flash.hub.in_process import InProcessCaller
 from flash.hub.journal import MemoryJournal
 from flash.hub.replayed import Replay

@@ -158,7 +158,7 @@ def make_config(folder: Path, **deadlines: float) -> Config:
         "env": {"path": "module:Class"},
         "rollout": {"seeded": True},
         "engine": {"enforce_eager": True, "max_sequences": 32, "kv_cache_gib": 0.25, "stream_interval": 8},
-        "deadlines": {"engine_start": 110, "swap": 60, "shutdown": 20} | deadlines,
+        "deadlines": {"engine_start": 110, "swap": 60, "close": 20} | deadlines,
         "cluster": {"gpus_per_node": 0},
     }
     return msgspec.convert(tree, Config)

@@ -1,0 +1,65 @@
+"""What is said of an interrupt: at once, and at the end where not all was done."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+
+from flash.config.tree import CheckpointConfig, Config
+from flash.run.interrupt import cut_short, interrupt_on_signal
+from flash.trainer.stored import Manifest
+from tests.hub.test_hub import Driver, make_config
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("number", "again"), [(signal.SIGINT, "; Ctrl-C again ends it now"), (signal.SIGTERM, "")])
+async def test_the_first_signal_is_answered_at_once_with_what_is_still_done(number: int, again: str) -> None:
+    driver, said, heard = Driver(make_config()), list[str](), anyio.Event()
+
+    def tell(text: str) -> None:
+        said.append(text)
+        heard.set()
+
+    await driver.begin(0)
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as group:
+            group.start_soon(interrupt_on_signal, driver.hub, make_config(), tell)
+            await anyio.wait_all_tasks_blocked()
+            for _ in range(3):
+                os.kill(os.getpid(), number)
+                await heard.wait()
+                await anyio.wait_all_tasks_blocked()
+            group.cancel_scope.cancel()
+    assert driver.hub.interrupted
+    assert said == [f"interrupted: writing a checkpoint of version 0, for at most 60 s{again}"]
+
+
+def config_of(folder: Path, **checkpoint: str) -> Config:
+    config = make_config()
+    run = msgspec.structs.replace(config.run, output_dir=str(folder))
+    return msgspec.structs.replace(config, run=run, checkpoint=msgspec.convert(checkpoint, CheckpointConfig))
+
+
+def test_what_was_cut_short_is_said_with_what_is_kept(tmp_path: Path) -> None:
+    said = cut_short("finishing step 12 and writing a checkpoint", config_of(tmp_path))
+    assert said == (
+        "interrupted: finishing step 12 and writing a checkpoint takes more than 60 s (deadlines.shutdown); "
+        "the steps before it are kept with all samples that came in, and --resume goes on there"
+    )
+
+
+@pytest.mark.parametrize("checkpoint", [{"journal": "off"}, {"batches": "none"}])
+def test_without_journal_or_batches_the_newest_checkpoint_is_what_is_kept(
+    tmp_path: Path, checkpoint: dict[str, str]
+) -> None:
+    config = config_of(tmp_path, **checkpoint)
+    assert cut_short("x", config).endswith("; no checkpoint is there yet, and --resume begins anew")
+    (config.run_dir / "checkpoints" / "step-000010").mkdir(parents=True)
+    manifest = msgspec.json.encode(Manifest(version=10, skipped_steps=0, files=[]))
+    (config.run_dir / "checkpoints" / "step-000010" / "manifest.json").write_bytes(manifest)
+    assert cut_short("x", config).endswith("; step-000010 is kept, and --resume goes on there")
