@@ -31,7 +31,7 @@ from flash.hub.nodes import Nodes
 from flash.hub.past import Past, Start
 from flash.hub.picture import picture
 from flash.hub.rules import buffer_rules
-from flash.hub.stages import LOOK_AT, OF_TRAINERS, Beginning, Stage, last_work, stage_s, waited_for
+from flash.hub.stages import LOOK_AT, OF_TRAINERS, STARTING_ENGINES, Beginning, Stage, last_work, stage_s, waited_for
 from flash.hub.state import HubState, KeepState, weigh
 from flash.hub.steps import Steps
 from flash.hub.tasks import TaskSource
@@ -271,7 +271,7 @@ class Hub:
                 return Beginning("training again", f"{course.version - self._lives.held} steps left")
             return Beginning("starting engines and trainers")
         if not self._nodes.fleet.started:
-            return Beginning("starting engines")
+            return Beginning(STARTING_ENGINES)
         if answers := self._evaluations.progress:
             return Beginning("first evaluation", answers)
         if self._steps.training:

@@ -44,6 +44,9 @@ class Beginning(NamedTuple):
     """How much of it, where that can be told."""
 
 
+STARTING_ENGINES = "starting engines"
+"""What a run does before its first step that lasts longest: a first start of vLLM compiles."""
+
 OF_TRAINERS = {
     Stage.FIRST_VERSION: "rendezvous",
     Stage.AWAY: "rendezvous",

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import anyio
 
+from flash.config.tree import Config
 from flash.hub.hub import Hub
+from flash.hub.stages import STARTING_ENGINES
 from flash.observe.cluster import EVERY_S as PICTURE_S
 from flash.observe.cluster import HubNow
 
@@ -14,17 +16,37 @@ EVERY_S = 10.0
 """Between two lines while the same goes on."""
 
 
-async def tell_beginning(hub: Hub, tell: Callable[[str], None]) -> None:
+LONG_S = 30.0
+"""Seconds after which a start of engines is explained: they seem to hang."""
+NEAR = 0.5
+"""Share of `deadlines.engine_start` from which that is named."""
+
+
+async def tell_beginning(hub: Hub, config: Config, tell: Callable[[str], None]) -> None:
     """Say what the run does, and how many seconds have passed, until its first step.
 
     Waits for it to do something else, at most EVERY_S. Unblocked by the hub's progress. Produces lines.
     """
     begun = anyio.current_time()
     while (now := hub.beginning()) is not None:
+        seconds = anyio.current_time() - begun
         what = f"{now.doing}, {now.done}" if now.done else now.doing
-        tell(f"{what} … {anyio.current_time() - begun:.0f} s")
+        why = start_of_engines(seconds, config) if now.doing == STARTING_ENGINES else ""
+        tell(f"{what} … {seconds:.0f} s{why}")
         with anyio.move_on_after(EVERY_S):
             await hub.past(now.doing)
+
+
+def start_of_engines(seconds: float, config: Config) -> str:
+    """What is said of engines that have been starting for so long, behind the seconds."""
+    most = config.deadlines.engine_start
+    if seconds >= NEAR * most:
+        return f"; at most {most:g} s (deadlines.engine_start)"
+    if seconds < LONG_S:
+        return ""
+    if config.engine.enforce_eager:
+        return "; vLLM loads the model"
+    return "; vLLM compiles, for minutes at its first start here"
 
 
 async def tell_cluster(hub: Hub, tell: Callable[[HubNow], None]) -> None:

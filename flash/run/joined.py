@@ -26,8 +26,10 @@ from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
 from flash.errors import FlashError, TransportError
 from flash.hub import protocol as p
+from flash.hub.stages import STARTING_ENGINES
 from flash.rollout.node import RolloutNode
 from flash.rollout.vllm_start import import_vllm
+from flash.run.beginning import EVERY_S, start_of_engines
 from flash.run.hub_search import RETRY_S, HubSearch
 from flash.run.join import LifeEnd, Order
 from flash.run.node_loop import make_node, unix_clock
@@ -128,6 +130,8 @@ class Life:
         self._rejoins = False
         """Whether it has come to this hub with engines that run."""
         self._serving = False
+        self._samples = False
+        """Whether its engines have started, and a hub knows of one."""
         self._news = anyio.Event()
         """Either of the next two."""
         self._lost: TransportError | None = None
@@ -177,10 +181,19 @@ class Life:
 
     def _tell_beginning(self, number: int) -> None:
         assert self._node is not None, "without a node there is no report"
+        self._samples = True
         if self._rejoins:
             return  # it says itself what it goes on with
         start_s, words = self._import_s + self._node.start_s, f"after {time.time() - self._begun:.1f} s"
         say(f"node {number} makes samples {words}, of which its engines took {start_s:.1f} s to start")
+
+    async def _tell_start(self) -> None:
+        """Say how long the engines have been starting. Waits for the clock. Produces lines, until they make samples."""
+        begun = anyio.current_time()
+        while not self._samples and not self._ended:
+            if (seconds := anyio.current_time() - begun) > 0:
+                say(f"{STARTING_ENGINES} … {seconds:.0f} s{start_of_engines(seconds, self._config)}")
+            await anyio.sleep(EVERY_S)
 
     async def make_node(self, node: int, first_engine: int, hub: Hub) -> RolloutNode:
         """The node, with engines that are still to start."""
@@ -250,6 +263,7 @@ class Life:
             say(f"{who}: starting {what}")
             self._node = await self.make_node(joined.node, joined.first_engine, hub)
             tasks.start_soon(self._work)
+            tasks.start_soon(self._tell_start)
         else:
             had = self._node.in_hand
             await self._node.move(joined.node, joined.first_engine, hub)

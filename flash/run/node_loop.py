@@ -143,7 +143,7 @@ async def _first_node(rank: Rank, config: Config, token: str | None, now: Callab
             signals.start_soon(interrupt_on_signal, hub, config, recorder.note)
             if journal is not None:
                 signals.start_soon(journal.run)
-            signals.start_soon(tell_beginning, hub, recorder.stage)
+            signals.start_soon(tell_beginning, hub, config, recorder.stage)
             signals.start_soon(tell_cluster, hub, recorder.cluster)
             if (order := ordered()) is not None:
                 signals.start_soon(profile_node, order, hub, config)

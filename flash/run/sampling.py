@@ -138,7 +138,7 @@ class _Guest:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._serve)
                 group.start_soon(self._take)
-                group.start_soon(tell_beginning, self._hub, tell)
+                group.start_soon(tell_beginning, self._hub, self._config, tell)
                 await self._hub.run()
                 self.evaluated.sort(key=lambda trajectory: trajectory.task.task_id)
         except BaseExceptionGroup as errors:  # of the tasks above: people see the error that tells most

@@ -1,0 +1,50 @@
+"""What is told of a run before its first step."""
+
+from __future__ import annotations
+
+import anyio
+import msgspec
+import pytest
+
+from flash.config.tree import Config
+from flash.run.beginning import start_of_engines, tell_beginning
+from tests.hub.test_hub import Driver, make_config
+from tests.hub.test_stages import version
+
+
+def config_of(*, eager: bool = False) -> Config:
+    config = make_config()
+    return msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, enforce_eager=eager))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "eager", "said"),
+    [
+        (10.0, False, ""),
+        (40.0, False, "; vLLM compiles, for minutes at its first start here"),
+        (40.0, True, "; vLLM loads the model"),
+        (460.0, False, "; at most 900 s (deadlines.engine_start)"),
+    ],
+)
+def test_engines_that_start_for_long_are_explained(seconds: float, eager: bool, said: str) -> None:
+    assert start_of_engines(seconds, config_of(eager=eager)) == said
+
+
+@pytest.mark.anyio
+@pytest.mark.virtual
+async def test_what_is_waited_for_is_told_with_its_seconds_and_its_reason() -> None:
+    driver, said = Driver(make_config()), list[str]()
+    with anyio.move_on_after(50):
+        async with anyio.create_task_group() as group:
+            group.start_soon(tell_beginning, driver.hub, make_config(), said.append)
+            await anyio.sleep(25)
+            await driver.hub.handle(version(0))
+            await anyio.sleep_forever()
+    assert said == [
+        "starting engines and trainers … 0 s",
+        "starting engines and trainers … 10 s",
+        "starting engines and trainers … 20 s",
+        "starting engines … 25 s",
+        "starting engines … 35 s; vLLM compiles, for minutes at its first start here",
+        "starting engines … 45 s; vLLM compiles, for minutes at its first start here",
+    ]
