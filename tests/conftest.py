@@ -4,8 +4,8 @@ An async test is marked `anyio`; it runs on the real clock, or, marked `virtual`
 takes no time. A synchronous test reaches the virtual clock through `flash.simulate.clock.run_virtual`.
 
 With several workers (`pytest -n 3`) the tests of a file stay together. Whole runs share one worker, tests of several
-hosts or jobs another, those of engines alone a third, those that use containers a fourth, so that no more than one of
-each kind is under way; they begin first, since they take longest.
+hosts or jobs another, those of engines alone a third, those that use containers a fourth, whole runs of which something
+dies a fifth, so that no more than one of each kind is under way; they begin first, since they take longest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BLOCKED_SECONDS = 0.5
 """CPU time of one callback from which the loop counts as blocked. CPU, not wall time: a busy machine blocks nothing.
 Without garbage collection: its cost is that of every module the test session has imported, not of the callback."""
 
-FIRST = ("runs", "hosts", "containers", "engines")
+FIRST = ("runs", "hosts", "containers", "engines", "deaths")
 """Groups that workers take before all others."""
 
 # Examples are not timed: how long one takes says more about the machine than about the code. In CI they are the same at
@@ -52,7 +52,7 @@ def group_of(nodeid: str) -> str:
     if path.startswith(("tests/cluster/", "tests/integration/test_slurm")):
         return "hosts"
     if path.startswith("tests/integration/"):
-        return "runs"
+        return "deaths" if "deaths" in path else "runs"
     if "vllm_engine" in path:
         return "engines"
     return "containers" if "/sandbox/" in path else path

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.hosts import Hosts
-from tests.integration.test_run import CONFIG, REPOSITORY, balanced
+from tests.integration.whole_run import CONFIG, REPOSITORY, balanced
 from tests.rows import written_rows
 
 HUB_PORT = 29500

@@ -13,7 +13,7 @@ from tests.cluster.hosts import Hosts
 from tests.cluster.job import HUB_PORT, Job
 from tests.cluster.wire import Way
 from tests.integration.held_env import held
-from tests.integration.test_run import CONFIG, given_up
+from tests.integration.whole_run import CONFIG, given_up
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

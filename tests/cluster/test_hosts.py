@@ -14,7 +14,7 @@ import pytest
 
 from tests.cluster.hosts import Hosts
 from tests.cluster.job import HUB_PORT, Job
-from tests.integration.test_run import REPOSITORY
+from tests.integration.whole_run import REPOSITORY
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

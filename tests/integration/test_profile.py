@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 
 from flash.cli.main import main
-from tests.integration.test_run import Run, model, start
-
-__all__ = ["model", "start"]
+from tests.integration.whole_run import Run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_run import CONFIG, REPOSITORY
+from tests.integration.whole_run import CONFIG, REPOSITORY
 from tests.rows import written_rows
 from tests.slurm.cluster import Cluster, missing
 from tests.slurm.jobs import REAL_FLASH, make_project

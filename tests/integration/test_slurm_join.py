@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.integration.held_env import VARIABLE, held
-from tests.integration.test_run import CONFIG, REPOSITORY, balanced, given_up
+from tests.integration.whole_run import CONFIG, REPOSITORY, balanced, given_up
 from tests.rows import written_rows
 from tests.slurm.cluster import Cluster, missing
 from tests.slurm.jobs import REAL_FLASH, Job, Real, StandIn, make_project
