@@ -19,7 +19,7 @@ import msgspec
 
 from flash.errors import RunDirectoryError
 from flash.observe.cluster import Cluster, HubNow, Tally
-from flash.observe.follow import NO_ROW
+from flash.observe.follow import NO_ROW, opened
 from flash.observe.rundir import RunDirectory, writing
 
 WITHOUT_A_WORD = "the hub before this one ended without a word: its process was killed, or its machine is gone"
@@ -46,7 +46,9 @@ class ClusterFile:
         self._hub: HubNow | None = None
         self._writing: Future[None] | None = None
         self._warned = False
-        earlier = read_cluster(directory)
+        earlier: Cluster | None = None
+        with suppress(RunDirectoryError):  # that no picture can be kept is told when one is written
+            earlier = read_cluster(directory)
         self._lives = 1 if earlier is None else earlier.lives + 1
         self._tally = Tally() if earlier is None else Tally(earlier.failures, earlier.events)
         if earlier is not None and not earlier.ended:
@@ -97,9 +99,13 @@ class ClusterFile:
 
 
 def read_cluster(directory: RunDirectory) -> Cluster | None:
-    """The newest picture; None where there is none, or none that can be read."""
+    """The newest picture; None where there is none, or none that can be read.
+
+    Raises:
+        RunDirectoryError: what is in its place is no file.
+    """
     try:
-        with directory.cluster.open("rb") as file:
+        with opened(directory.cluster) as file:
             return msgspec.json.decode(file.read(MOST_BYTES), type=Cluster)
     except (OSError, *NO_ROW):
         return None

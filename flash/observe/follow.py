@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import stat
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -15,6 +17,26 @@ T = TypeVar("T")
 
 NO_ROW = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding a line raises that is no row: torn by a crash and gone on behind, or made by a broken disk."""
+
+
+def opened(path: Path) -> BufferedReader:
+    """A file to read. Nobody is waited for, as a pipe would let its reader.
+
+    Raises:
+        FileNotFoundError: there is none.
+        RunDirectoryError: it is no regular file, or cannot be opened.
+    """
+    try:
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 - returned
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        # A socket cannot even be opened.
+        raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}") from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise RunDirectoryError(f"cannot read {path}: it is a pipe or a device, expected a regular file; take it away")
+    return file
 
 
 class Followed(Generic[T]):
@@ -35,7 +57,7 @@ class Followed(Generic[T]):
     def read(self) -> None:
         """Take in what was appended. Raises RunDirectoryError when the file cannot be read."""
         try:
-            with self._path.open("rb") as file:
+            with opened(self._path) as file:
                 status = os.fstat(file.fileno())
                 self._begin((status.st_dev, status.st_ino), status.st_size)
                 file.seek(self._offset)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import tomllib
 from typing import Any
 
+from flash.errors import RunDirectoryError
+from flash.observe.follow import opened
 from flash.observe.rundir import RunDirectory
 
 FACTS = (
@@ -22,9 +24,12 @@ FACTS = (
 def facts(directory: RunDirectory) -> dict[str, str]:
     """What it is a run of, from its configuration; empty where there is none to read."""
     try:
-        tree = tomllib.loads(directory.config.read_text(encoding="utf-8"))
+        with opened(directory.config) as file:
+            tree = tomllib.load(file)
     except (OSError, ValueError):
         return {}
+    except RunDirectoryError as error:
+        return {"no configuration": str(error)}
     return {name: str(value) for name, place in FACTS if (value := _at(tree, place)) is not None}
 
 

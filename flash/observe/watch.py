@@ -15,12 +15,14 @@ from rich.text import Text
 from flash.config.load import load
 from flash.errors import ConfigError
 from flash.observe.alarms import Alarms
+from flash.observe.cluster_file import read_cluster
 from flash.observe.console import RECENT_STEPS, domain_line, evaluation_line
-from flash.observe.follow import Followed
+from flash.observe.follow import Followed, opened
 from flash.observe.progress import facts, has_ended
 from flash.observe.rundir import RunDirectory
 from flash.observe.summary import number
 from flash.observe.text import BLANK, clean, clock, short
+from flash.observe.watch_cluster import cluster_lines
 
 Row = Mapping[str, Any]
 
@@ -81,8 +83,10 @@ class Watched:
     def _begin(self) -> None:
         """A run that goes back writes its file anew: what was said of the old rows is forgotten."""
         try:
+            with opened(self._directory.config):
+                pass
             config = load([self._directory.config], []).alarms
-        except ConfigError:  # of another version of Flash
+        except (ConfigError, FileNotFoundError):  # of another version of Flash
             config = None
         self._alarms = None if config is None else Alarms(config)
         self._said: deque[str] = deque(maxlen=SHOWN_ALARMS)
@@ -103,7 +107,8 @@ class Watched:
                 values = {key: _value(row, key) for key in row}
                 self._said.extend(f"{step}: {alarm.text}" for alarm in self._alarms.step(values))
         self._looked_at = len(rows)
-        return Group(*self._parts(rows, evals, now, width))
+        cluster = read_cluster(self._directory)
+        return Group(*self._parts(rows, evals, now, width), *(() if cluster is None else cluster_lines(cluster, now)))
 
     def _parts(self, rows: Sequence[Row], evals: Sequence[Row], now: float, width: int) -> Iterator[Table | Text]:
         yield self._title(rows, now)

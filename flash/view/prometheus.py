@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from flash.observe.cluster import Cluster
+from flash.observe.cluster_counts import COUNTS, Count
 from flash.observe.summary import number
 from flash.view.charts import CHARTS, Chart, Line
 
@@ -39,6 +41,7 @@ class Latest(msgspec.Struct, frozen=True):
     """The last step's row."""
     evals: Mapping[str, float]
     ended: bool
+    cluster: Cluster | None = None
 
 
 def exposition(runs: Sequence[Latest]) -> str:
@@ -47,6 +50,15 @@ def exposition(runs: Sequence[Latest]) -> str:
     lines += [f'flash_ended{{run="{_escaped(run.name)}"}} {int(run.ended)}' for run in runs]
     for metric, help_, column, of in _metrics():
         samples = [sample for run in runs for sample in _samples(metric, column, run, of)]
+        if samples:
+            lines += [f"# HELP {metric} {help_}", f"# TYPE {metric} gauge", *samples]
+    for metric, help_, values in _of_clusters():
+        samples = [
+            f'{metric}{{run="{_escaped(run.name)}"{_of_kind(kind)}}} {value!r}'
+            for run in runs
+            if run.cluster is not None
+            for kind, value in values(run.cluster).items()
+        ]
         if samples:
             lines += [f"# HELP {metric} {help_}", f"# TYPE {metric} gauge", *samples]
     return "\n".join([*lines, ""])
@@ -74,7 +86,10 @@ def dashboard() -> dict[str, Any]:
                 },
             ]
         },
-        "panels": [_panel(place, chart) for place, chart in enumerate(CHARTS)],
+        "panels": [
+            *(_panel(place, chart) for place, chart in enumerate(CHARTS)),
+            *(_cluster_panel(len(CHARTS) + place, count) for place, count in enumerate(COUNTS)),
+        ],
     }
 
 
@@ -91,6 +106,20 @@ def _metrics() -> Iterator[tuple[str, str, str, str]]:
             if metric not in told:
                 told.add(metric)
                 yield metric, chart.means.replace("\n", " "), line.key, chart.of
+
+
+def _of_clusters() -> Iterator[tuple[str, str, Callable[[Cluster], Mapping[str, float]]]]:
+    """Of each metric of clusters: its name, its help, and its values by kind."""
+    for count in COUNTS:
+        yield f"flash_cluster_{count.name}", count.means, count.of
+    help_ = "Unix seconds of the last failure of each kind; its message is on the page and in `flash watch`."
+    yield "flash_cluster_failed_at", help_, lambda it: {each.kind: each.last for each in it.failures}
+    help_ = "Unix seconds of the cluster's picture; time() minus this is how long nothing was heard of it."
+    yield "flash_cluster_time", help_, lambda it: {} if it.ended else {"": it.at}
+
+
+def _of_kind(kind: str) -> str:
+    return f',{KIND}="{_escaped(kind)}"' if kind else ""
 
 
 def _metric(chart: Chart, line: Line) -> str:
@@ -117,16 +146,31 @@ def _escaped(label: str) -> str:
     return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-def _panel(place: int, chart: Chart) -> dict[str, Any]:
+def _frame(place: int, title: str, means: str, worry: str) -> dict[str, Any]:
+    """What all panels have."""
     row, column = divmod(place, PANELS_PER_ROW)
-    unit = "percentunit" if chart.percent else "none"
     return {
         "id": place + 1,
         "type": "timeseries",
-        "title": chart.title,
-        "description": f"{chart.means} When to worry: {chart.worry}",
+        "title": title,
+        "description": f"{means} When to worry: {worry}",
         "datasource": {"type": "prometheus", "uid": "$source"},
         "gridPos": {"x": column * WIDTH, "y": row * HEIGHT, "w": WIDTH, "h": HEIGHT},
+    }
+
+
+def _cluster_panel(place: int, count: Count) -> dict[str, Any]:
+    expression = f'flash_cluster_{count.name}{{run=~"$run"}}'
+    legend = f"{{{{run}}}} {{{{{KIND}}}}}"
+    return _frame(place, count.title, count.means, count.worry) | {
+        "fieldConfig": {"defaults": {"unit": "none"}, "overrides": []},
+        "targets": [{"refId": "A", "expr": expression, "legendFormat": legend}],
+    }
+
+
+def _panel(place: int, chart: Chart) -> dict[str, Any]:
+    unit = "percentunit" if chart.percent else "none"
+    return _frame(place, chart.title, chart.means, chart.worry) | {
         "fieldConfig": {
             "defaults": {
                 "unit": unit,

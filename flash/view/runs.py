@@ -90,7 +90,7 @@ class ViewedRun:
             self._steps.read()
             self._evals.read()
             steps, evals = ((one.rows or [{}])[-1] for one in (self._steps, self._evals))
-        return Latest(self.name, steps, evals, has_ended(self.directory))
+        return Latest(self.name, steps, evals, has_ended(self.directory), read_cluster(self.directory))
 
     def cluster(self) -> ShownCluster:
         """The newest picture of the cluster."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from rich.console import Console as Terminal
 from flash.cli.main import main
 from flash.config.load import dump
 from flash.config.tree import Config, EvalConfig
+from flash.errors import RunDirectoryError
 from flash.observe.rundir import RunDirectory
 from flash.observe.watch import Watched, sparkline
+from tests.observe.clusters import cluster, failure, hub_now
 from tests.observe.sample_rows import STARTED, eval_row, metrics_row
 
 
@@ -151,3 +154,47 @@ def test_the_command_prints_one_picture_where_there_is_no_terminal(
     assert "sample  step 3/30" in capsys.readouterr().out
     assert main(["watch", str(tmp_path)]) == 2
     assert "is no run directory" in capsys.readouterr().err
+
+
+def test_the_cluster_is_shown_with_what_is_missing_and_the_last_words_of_what_failed(directory: RunDirectory) -> None:
+    written(directory, 2)
+    now = STARTED + 21.0
+    whole = hub_now(now, nodes=2)
+    gone = msgspec.structs.replace(whole.nodes[1], state="gone", gone_at=now - 70, why="its connection ended")
+    hub = msgspec.structs.replace(whole, nodes=[whole.nodes[0], gone])
+    failures = [failure("env_error", now - 5, "environment x raised\nValueError: \x1b[31m" + 300 * "y", count=3)]
+    directory.cluster.write_bytes(msgspec.json.encode(cluster(now - 1, hub, failures=failures)))
+    lines = shown(Watched(directory), now, width=300).splitlines()
+    assert "waits for a batch for step 8 (3 of 16 groups are complete)" in lines
+    assert "nodes: 1 here, 1 gone" in lines
+    assert "engines: 1 serving" in lines
+    assert "samples with nodes: 150 worked on, 10 queued" in lines
+    assert "sandboxes: 3 in use, 2 warm, 1 waited for" in lines
+    assert "node 1 (host-1) is gone for 1:10: its connection ended" in lines
+    (failed,) = [line for line in lines if line.startswith("env_error failed 3 times, the last one 0:05 ago: ")]
+    assert "environment x raised ValueError: " in failed
+    assert "\x1b" not in failed
+    assert len(failed) < 230
+    stale = shown(Watched(directory), now + 90, width=300)
+    assert "nothing was heard of the cluster for 1:31; this is how it was then" in stale
+
+
+def test_of_a_run_that_has_ended_only_failures_are_told(directory: RunDirectory) -> None:
+    written(directory, 2)
+    now = STARTED + 21.0
+    picture = cluster(now, hub_now(now), ended="finished", failures=[failure("env_error", now - 5, "boom")])
+    directory.cluster.write_bytes(msgspec.json.encode(picture))
+    text = shown(Watched(directory), now)
+    assert "env_error failed 1 times, the last one 0:05 ago: boom" in text
+    assert "engines:" not in text
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evals.jsonl", "cluster.json", "config.toml"])
+def test_a_pipe_in_the_place_of_a_file_is_an_error_that_names_it_and_keeps_nobody_waiting(
+    directory: RunDirectory, name: str
+) -> None:
+    file = directory.path / name
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    with pytest.raises(RunDirectoryError, match=rf"cannot read .*/{name}: it is a pipe or a device, expected"):
+        Watched(directory).picture(STARTED, 100)

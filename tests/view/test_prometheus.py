@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from flash.observe.cluster_counts import COUNTS
 from flash.observe.rundir import RunDirectory
 from flash.view.app import make_app
 from flash.view.charts import CHARTS
 from flash.view.prometheus import MEDIA_TYPE, Latest, dashboard, exposition
 from flash.view.runs import open_runs
+from tests.observe.clusters import cluster, failure, hub_now
 from tests.observe.sample_rows import eval_row, metrics_row
 from tests.view.recorded import record
 
+NOW = 1_700_000_000.0
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 
 
@@ -68,8 +73,51 @@ def test_the_dashboard_in_the_docs_is_this_one_and_draws_what_is_told() -> None:
     """`python -m flash.view.prometheus > docs/grafana.json` writes it."""
     assert json.loads(DASHBOARD.read_text(encoding="utf-8")) == dashboard()
     columns = {line.key.replace("*", "x"): 1.0 for chart in CHARTS for line in chart.lines}
-    latest = Latest("run", metrics_row(0) | columns, eval_row(0, 0.5) | columns, ended=False)
+    picture = cluster(1e9, hub_now(1e9), failures=[failure("env_error", 1e9, "boom")])
+    latest = Latest("run", metrics_row(0) | columns, eval_row(0, 0.5) | columns, ended=False, cluster=picture)
     told = {name for name, _, _ in scraped(exposition([latest]))}
     drawn = [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
     assert {re.sub(r"\{.*", "", expression) for expression in drawn} <= told
-    assert len(dashboard()["panels"]) == len(CHARTS)
+    assert len(dashboard()["panels"]) == len(CHARTS) + len(COUNTS)
+
+
+@pytest.mark.anyio
+async def test_the_page_tells_of_nodes_engines_samples_sandboxes_and_failures(tmp_path: Path) -> None:
+    run = record(tmp_path / "mine", steps=2)
+    failures = [failure("env_error", NOW - 5, "boom", count=3)]
+    run.cluster.write_bytes(msgspec.json.encode(cluster(NOW, hub_now(NOW, nodes=2), failures=failures)))
+    found = scraped(await metrics_of(run.path))
+    told = {(name.removeprefix("flash_cluster_"), kind): value for (name, _, kind), value in found.items()}
+    for key, value in {
+        ("nodes", "here"): 2,
+        ("engines", "serving"): 2,
+        ("trainer_ranks", "here"): 1,
+        ("trainer_ranks", "not there"): 0,
+        ("requests", "running"): 24,
+        ("requests", "waiting"): 8,
+        ("samples", "worked on"): 150,
+        ("samples", "queued"): 10,
+        ("sandboxes", "in use"): 6,
+        ("tokens_per_second", ""): 600,
+        ("failures", "env_error"): 3,
+        ("failed_at", "env_error"): NOW - 5,
+        ("time", ""): NOW,
+    }.items():
+        assert told[key] == value, key
+    run.cluster.write_bytes(msgspec.json.encode(cluster(NOW, hub_now(NOW), failures=failures, ended="finished")))
+    of_cluster = {name for name, _, _ in scraped(await metrics_of(run.path)) if name.startswith("flash_cluster_")}
+    assert of_cluster == {"flash_cluster_failures", "flash_cluster_failed_at"}
+
+
+@pytest.mark.anyio
+async def test_a_pipe_in_the_place_of_a_file_takes_its_run_away_and_no_other(tmp_path: Path) -> None:
+    runs = [record(tmp_path / name, steps=2) for name in ("one", "two")]
+    runs[0].metrics.unlink()
+    os.mkfifo(runs[0].metrics)
+    assert {run for _, run, _ in scraped(await metrics_of(*(run.path for run in runs)))} == {"two"}
+
+
+async def metrics_of(*runs: Path) -> str:
+    app = make_app(open_runs(runs), 1)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8710") as client:
+        return (await client.get("/metrics")).text

@@ -1,0 +1,46 @@
+"""The cluster's part of `flash watch`: what is there, what is missing, and what has failed with its last words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.text import Text
+
+from flash.observe.cluster import Cluster, NodeNow
+from flash.observe.cluster_counts import COUNTS
+from flash.observe.text import clean, clock, short
+
+OLD_S = 15.0
+"""A run that goes on writes a picture every two seconds."""
+MOST_KINDS, MOST_NODES = 5, 3
+"""Kinds of failures, and nodes that are missing, that are shown, the last ones."""
+MESSAGE = 160
+"""Characters of a message that are shown: the page has all of it."""
+
+
+def cluster_lines(cluster: Cluster, now: float) -> Iterator[Text]:
+    """The lines at this time, in Unix seconds."""
+    if cluster.hub is not None and not cluster.ended:
+        age = now - cluster.at
+        if age > OLD_S:
+            yield Text(f"nothing was heard of the cluster for {clock(age)}; this is how it was then", "bold yellow")
+        yield Text(clean(f"waits for {cluster.hub.doing}"), style="dim")
+    for count in COUNTS:
+        if count.name != "failures" and (values := {kind: value for kind, value in count.of(cluster).items() if value}):
+            parts = ", ".join(f"{short(value)} {kind}".rstrip() for kind, value in values.items())
+            yield Text(f"{count.title.lower()}: {parts}")
+    if cluster.hub is not None and not cluster.ended:
+        missing = [node for node in cluster.hub.nodes if node.state in ("gone", "silent")]
+        yield from (_missing(node, now) for node in missing[:MOST_NODES])
+    for each in cluster.failures[:MOST_KINDS]:
+        message = " ".join(each.message.split())
+        cut = message if len(message) <= MESSAGE else f"{message[:MESSAGE]} …"
+        told = f"{each.kind} failed {each.count} times, the last one {clock(now - each.last)} ago: {cut}"
+        yield Text(clean(told), style="yellow")
+
+
+def _missing(node: NodeNow, now: float) -> Text:
+    since = node.gone_at if node.gone_at is not None else node.heard_at
+    when = "" if since is None else f" for {clock(now - since)}"
+    host = f" ({node.status.host})" if node.status is not None else ""
+    return Text(clean(f"node {node.node}{host} is {node.state}{when}{node.why and ': '}{node.why}"), style="yellow")
