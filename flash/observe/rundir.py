@@ -26,7 +26,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -37,6 +37,9 @@ from flash.observe.summary import Summary
 from flash.types import Activity, Batch, Trajectory
 
 Row = Mapping[str, Any]
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -244,7 +247,7 @@ def _set_aside(path: Path) -> None:
         path.rename(path.with_name(f"{path.name}.{number}"))
 
 
-def write_atomically(path: Path, data: bytes, *, durably: bool = True) -> None:
+def write_atomically(path: Path, data: Buffer, *, durably: bool = True) -> None:
     """Replace a file as a whole: readers see the old content or the new one, also after a crash.
 
     Not `durably`, a machine that loses its power may leave it empty: for what somebody only looks at.

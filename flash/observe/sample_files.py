@@ -6,7 +6,7 @@ Where they come to more than a run may keep, every second one goes, so that what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,8 @@ WORTH_COMPRESSING = 64 << 10
 """Bytes of a step's samples from which on they are compressed: to make ready for it takes longer than to write less."""
 COMPRESSED = ipc.IpcWriteOptions(compression="lz4")
 """How they are then."""
+TOKENS_AT_ONCE = 8192
+"""Of samples that are written together, unless one has more."""
 KEPT_AT_LEAST = 2
 """Files: the first and the last."""
 
@@ -84,19 +86,22 @@ class Glance(msgspec.Struct, frozen=True):
     ages: dict[int, int]
 
 
-def write_samples(directory: RunDirectory, step: int, samples: Sequence[Sample]) -> Path:
+def write_samples(directory: RunDirectory, step: int, samples: Iterable[Sample]) -> Path:
     """Write the readable samples of a step; a step done again replaces its file.
+
+    Best made as they are asked for: to free many at once would keep other threads waiting.
 
     Raises:
         RunDirectoryError: the disk is full, or the folder cannot be written.
     """
-    table = pa.Table.from_pylist([_row(sample) for sample in samples], schema=SCHEMA)
-    options = COMPRESSED if table.nbytes > WORTH_COMPRESSING else ipc.IpcWriteOptions()
+    parts = [pa.record_batch([_column(part, name) for name in SCHEMA.names], SCHEMA) for part in _parts(samples)]
+    options = COMPRESSED if sum(part.nbytes for part in parts) > WORTH_COMPRESSING else ipc.IpcWriteOptions()
     sink = pa.BufferOutputStream()
     with ipc.new_file(sink, SCHEMA, options=options) as writer:
-        writer.write_table(table)
+        for part in parts:
+            writer.write_batch(part)
     file = samples_of(directory, step)
-    write_atomically(file, sink.getvalue().to_pybytes(), durably=False)
+    write_atomically(file, sink.getvalue(), durably=False)
     return file
 
 
@@ -143,36 +148,36 @@ def thin_samples(directory: RunDirectory, most_bytes: int) -> int:
     return sum(sizes[file] for file in files)
 
 
-def _row(sample: Sample) -> dict[str, Any]:
-    values = sample.values
-    return {
-        "step": sample.step,
-        "task_id": sample.task_id,
-        "group_id": sample.group_id,
-        "sample_index": sample.sample_index,
-        "seed": sample.seed,
-        "environment": sample.environment,
-        "outcome": str(sample.outcome),
-        "reward": sample.reward,
-        "ages": list(sample.ages.items()),
-        "turns": [_turn(turn) for turn in sample.turns],
-        "tokens": sample.tokens,
-        "branches": sample.branches,
-        "action_spans": [{"start": span.start, "stop": span.stop} for span in sample.action_spans],
-        "versions": [{"version": run.version, "count": run.count} for run in sample.versions],
-        "sampled_logprobs": values.sampled_logprobs,
-        "logprobs": values.logprobs,
-        "entropies": values.entropies,
-        "advantages": values.advantages,
-        "uses": values.uses,
-        "group_rewards": sample.group_rewards,
-    }
+def _parts(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
+    """Samples that are written together. A column of them is made in one piece, while other threads wait."""
+    part, tokens = list[Sample](), 0
+    for sample in samples:
+        if part and tokens + len(sample.tokens) > TOKENS_AT_ONCE:
+            yield part
+            part, tokens = [], 0
+        part.append(sample)
+        tokens += len(sample.tokens)
+    yield part
 
 
-def _turn(turn: SampleTurn) -> dict[str, Any]:
-    return {name: getattr(turn, name) for name in SampleTurn.__struct_fields__} | {
-        "metrics": list(turn.metrics.items())
-    }
+def _column(samples: Sequence[Sample], name: str) -> pa.Array:
+    return pa.array([_cell(sample, name) for sample in samples], SCHEMA.field(name).type)
+
+
+def _cell(sample: Sample, name: str) -> Any:
+    match name:
+        case "outcome":
+            return str(sample.outcome)
+        case "ages":
+            return list(sample.ages.items())
+        case "turns":
+            return [msgspec.structs.asdict(turn) | {"metrics": list(turn.metrics.items())} for turn in sample.turns]
+        case "action_spans" | "versions":
+            return [msgspec.structs.asdict(one) for one in getattr(sample, name)]
+        case _ if name in TokenValues.__struct_fields__:
+            return getattr(sample.values, name)
+        case _:
+            return getattr(sample, name)
 
 
 def _read(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]:

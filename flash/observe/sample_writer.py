@@ -86,7 +86,7 @@ class SampleWriter:
         if not shown:
             return
         told = {sample.index: sample for sample in seen}
-        samples = [
+        samples = (
             readable(
                 one.trajectory,
                 step,
@@ -95,7 +95,7 @@ class SampleWriter:
                 seen=told.get(one.place),
             )
             for one in shown
-        ]
+        )
         if self._bytes is None:
             self._bytes = sum(
                 samples_of(self._directory, there).stat().st_size for there in sampled_steps(self._directory)

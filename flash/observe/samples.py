@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from flash.trained import TokenUse, TrainedSample
+from flash.trained import TrainedSample
 from flash.types import Outcome, Span, Trajectory, VersionRun
 
 DIGITS = 6
@@ -41,7 +41,8 @@ class TokenValues(msgspec.Struct, frozen=True):
     entropies: list[float] = []
     """Nats."""
     advantages: list[float] = []
-    uses: list[TokenUse] = []
+    uses: list[int] = []
+    """A `TokenUse` each."""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -120,8 +121,8 @@ def _values(trajectory: Trajectory, seen: TrainedSample | None) -> TokenValues:
     sampled = _rounded(trajectory.logprobs)
     if seen is None or len(seen.uses) != len(sampled):
         return TokenValues(sampled)
-    uses = [TokenUse(use) for use in seen.uses]
-    return TokenValues(sampled, _rounded(seen.logprobs), _rounded(seen.entropies), _rounded(seen.advantages), uses)
+    told = [_rounded(values) for values in (seen.logprobs, seen.entropies, seen.advantages)]
+    return TokenValues(sampled, *told, list(seen.uses))
 
 
 def _rounded(values: bytes) -> list[float]:

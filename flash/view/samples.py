@@ -22,6 +22,7 @@ MOST_BYTES = 32 << 20
 """Of text that is read for one answer: a search of a long run is continued by the next one."""
 MOST_STEPS = 300
 """Whose files are read for one answer."""
+NAMES = {use.value: use.name for use in TokenUse}
 EXCERPT = 160
 """Characters of a response in the list."""
 DIGITS = 4
@@ -223,7 +224,7 @@ def _shown(sample: Sample) -> ShownSample:
         by_turn(_numbers(log_ratios if values.logprobs else [])),
         by_turn(_numbers(values.advantages)),
         by_turn(_numbers(values.entropies)),
-        by_turn([TokenUse(use).name for use in values.uses]),
+        by_turn([NAMES.get(use, "") for use in values.uses]),
         strict=True,
     )
     turns = [
