@@ -121,8 +121,8 @@ def _values(trajectory: Trajectory, seen: TrainedSample | None) -> TokenValues:
     sampled = _rounded(trajectory.logprobs)
     if seen is None or len(seen.uses) != len(sampled):
         return TokenValues(sampled)
-    told = [_rounded(values) for values in (seen.logprobs, seen.entropies, seen.advantages)]
-    return TokenValues(sampled, *told, list(seen.uses))
+    logprobs, entropies, advantages = map(_rounded, (seen.logprobs, seen.entropies, seen.advantages))
+    return TokenValues(sampled, logprobs, entropies, advantages, list(seen.uses))
 
 
 def _rounded(values: bytes) -> list[float]:
