@@ -169,7 +169,7 @@ def _told(config: Config, order: Order, measured: Sequence[Measured]) -> Iterato
     if ranks and (missing := order.stop - order.first - made) > 0:
         yield f"the run ended before {missing} of the {made + missing} steps that were asked for"
     for who in _missing(config, measured):
-        yield f"nothing is there of {who}: what was said above of it tells why"
+        yield f"nothing is there of {who}: it had not started, or what was said above of it tells why"
 
 
 def _missing(config: Config, measured: Iterable[Measured]) -> list[str]:

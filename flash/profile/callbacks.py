@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import gzip
-import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
 import anyio
-import msgspec
 
 from flash.foreign.asyncio import around_callbacks
-from flash.profile.order import Facts, resident_peak
-
-log = logging.getLogger("flash")
+from flash.profile.order import Facts, resident_peak, write_part
 
 SLOW_S = 0.005
 """Callbacks that take longer are kept: a few of them in a row are felt by every timer of the loop."""
@@ -109,19 +104,7 @@ class CallbackWatch:
     def write(self, file: Path) -> None:
         """Write them as trace events; without a place for the file they are lost, and the run is not."""
         facts = Facts(self._who, self._begun, time.time(), self.count, resident_peak(), busy_s=self.busy_s)
-        made = {
-            "baseTimeNanoseconds": round(self._begun * 1e9),
-            "flash": facts,
-            "traceEvents": list(self._events()),
-        }
-        part = file.with_name(f".{file.name}")
-        try:
-            part.write_bytes(gzip.compress(msgspec.json.encode(made)))
-            os.replace(part, file)
-        except OSError as error:
-            log.warning("the profile of %s was not written to %s: %s", self._who, file, error)
-            with suppress(OSError):
-                part.unlink()
+        write_part(file, facts, self._events())
 
     def _events(self) -> Iterator[dict[str, Any]]:
         process = os.getpid()

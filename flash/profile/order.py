@@ -5,11 +5,18 @@ Each process writes one file of Chrome trace events, whose times count from its 
 
 from __future__ import annotations
 
+import gzip
+import logging
 import os
 import resource
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
+
+log = logging.getLogger("flash")
 
 VARIABLE = "FLASH_PROFILE"
 """The environment variable that holds the order; without it nothing is profiled."""
@@ -50,7 +57,7 @@ class Facts(msgspec.Struct, frozen=True):
     who: str
     """Its name, for people."""
     begin: float
-    """Unix seconds."""
+    """Unix seconds. Of an engine that had no version of the steps that were ordered, as its end."""
     end: float
     steps: int
     """Training steps that it made meanwhile, of an engine its own steps, of an event loop its callbacks."""
@@ -73,3 +80,16 @@ def ordered() -> Order | None:
 def resident_peak() -> int:
     """The most memory that this process has had so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def write_part(file: Path, facts: Facts, events: Iterable[Mapping[str, Any]]) -> None:
+    """Write what was recorded, as a whole; without a place for the file it is lost, and the run is not."""
+    made = {"baseTimeNanoseconds": round(facts.begin * 1e9), "flash": facts, "traceEvents": list(events)}
+    part = file.with_name(f".{file.name}")
+    try:
+        part.write_bytes(gzip.compress(msgspec.json.encode(made)))
+        os.replace(part, file)
+    except OSError as error:
+        log.warning("the profile of %s was not written to %s: %s", facts.who, file, error)
+        with suppress(OSError):
+            part.unlink()

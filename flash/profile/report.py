@@ -21,8 +21,10 @@ def report(measured: Sequence[Measured], spans: Sequence[Activity]) -> list[str]
     for part in measured:
         if part.facts.who.startswith("event loop"):
             lines += [*_loop(part), ""]
-        else:
+        elif part.facts.end > part.facts.begin:
             lines += [*_process(part, spans), ""]
+        else:
+            lines += [f"{part.facts.who}: it had started after these steps, whose samples were there before", ""]
     return [*lines, *_memory(measured)]
 
 
@@ -78,6 +80,8 @@ def _memory(measured: Iterable[Measured]) -> Iterator[str]:
     yield "memory"
     for part in measured:
         facts = part.facts
+        if not facts.resident:
+            continue  # it has made none of the steps
         words = [f"process at most {_size(facts.resident)} so far"]
         if facts.device is not None:
             words.append(f"torch on the GPU at most {_size(facts.device)}")

@@ -1,16 +1,18 @@
 """An engine whose own steps are recorded while the trainer makes those that are to be profiled.
 
 It records from the load of the first version on until that of the last, at most `MOST_STEPS` of its steps: they are
-alike, and a training step has thousands. What goes wrong with that is told, and costs the profile, not the engine.
+alike, and a training step has thousands. One that starts after them, as where a resumed run makes its first steps of
+samples that it had, says so in its file. What goes wrong with that is told, and costs the profile, not the engine.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any, Protocol
 
 from flash.errors import EngineDeadError, FlashError
-from flash.profile.order import Order
+from flash.profile.order import Facts, Order, write_part
 from flash.rollout.engine import Engine
 from flash.rollout.wrapped_engine import WrappedEngine
 from flash.types import Published
@@ -52,12 +54,21 @@ class ProfiledEngine(WrappedEngine[AskableEngine]):
             await self._begin()
         if not covered:
             await self._end()
+        if published.version >= self._order.stop and not self._done:
+            self._done = True
+            self._started_late()
         return await super().load(published, keep_cache=keep_cache)
 
     async def close(self) -> None:
         """See `Engine`. What was recorded is written before."""
         await self._end()
         await super().close()
+
+    def _started_late(self) -> None:
+        """Say so; what an engine before this one has recorded in its place stays."""
+        file, now = self._order.file(f"engine-{self._number}"), time.time()
+        if not file.exists():
+            write_part(file, Facts(f"engine {self._number}", now, now, 0, 0), [])
 
     async def _begin(self) -> None:
         self._recording = True

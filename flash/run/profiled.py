@@ -20,7 +20,8 @@ WRITE_S = 120.0
 async def profile_node(order: Order, hub: Hub, config: Config) -> None:
     """Watch this process's event loop through the steps that are ordered, and end the run after them.
 
-    Waits for the first of these steps, then for the last, then for what others write. Cancelled, it leaves what it has.
+    Waits for the first of these steps, then for the last, then for what others write, at most WRITE_S. The run's stages
+    bound the first two: it is cancelled when the run ends, however it does, and leaves what it has.
     """
     await _until(lambda: hub.version >= order.first)
     watch = CallbackWatch("event loop of node 0")

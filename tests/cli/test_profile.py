@@ -10,7 +10,8 @@ from flash.cli import profile
 from flash.cli.main import main, parse
 from flash.config.load import load
 from flash.errors import ConfigError
-from flash.profile.order import Order
+from flash.profile.order import Facts, Order
+from flash.profile.order import write_part as order_part
 from tests.profile.test_parts import event, write_part
 
 CONFIG = """
@@ -91,7 +92,7 @@ def test_what_is_there_is_shown_though_a_file_was_cut_off(file: Path, capsys: py
     assert "engine-0.json.gz cannot be read" in said.err
     assert "steps 1 to 2 of 4 of the run in" in said.out
     assert "the run ended before 1 of the 3 steps that were asked for" in said.out
-    assert "nothing is there of engine 0: what was said above of it tells why" in said.out
+    assert "nothing is there of engine 0: it had not started, or what was said above of it tells why" in said.out
     assert (out / "trace.json.gz").exists()
 
 
@@ -119,3 +120,14 @@ def test_who_has_left_nothing_is_named_and_the_steps_are_not_called_missing(
     assert "the run ended before" not in said
     write_part(out / "trainer-0.json.gz", [event("aten::mm", 1e6, 500.0)])
     assert profile._show(load(file), Order(str(out), 1, 3), 0) == 0  # pyright: ignore[reportPrivateUsage]
+
+
+def test_an_engine_that_started_after_the_steps_is_no_failure(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    order = Order(str(file.parent / "out"), 1, 3)
+    Path(order.folder).mkdir()
+    write_part(order.file("trainer-0"), [event("aten::mm", 1e6, 500.0)])
+    order_part(order.file("engine-0"), Facts("engine 0", 1.0, 1.0, 0, 0), [])
+    assert profile._show(load(file), order, 0) == 0  # pyright: ignore[reportPrivateUsage]
+    said = capsys.readouterr().out
+    assert "engine 0: it had started after these steps, whose samples were there before" in said
+    assert "nothing is there of" not in said

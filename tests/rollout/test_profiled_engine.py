@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flash.errors import EngineDeadError, EngineError
 from flash.profile.order import Order
+from flash.profile.parts import read_part
 from flash.rollout.fake_engine import FakeEngine
 from flash.rollout.profiled_engine import MOST_STEPS, ProfiledEngine
 from flash.types import Canary, Published
@@ -82,3 +84,22 @@ async def test_a_dead_engine_is_closed_as_ever_and_told_by_its_owner(caplog: pyt
     await engine.close()
     assert inner.closed
     assert caplog.messages == []
+
+
+async def test_an_engine_that_starts_after_the_steps_says_so_in_its_file_and_takes_no_other_away(
+    tmp_path: Path,
+) -> None:
+    order = Order(str(tmp_path), 2, 4)
+    late, early = Asked(), Asked()
+    engine = ProfiledEngine(late, 3, order)
+    await engine.start()
+    await loads(engine, 4, 5)
+    await engine.close()
+    assert late.done == [4, 5]
+    _, facts = read_part(order.file("engine-3"))
+    assert (facts.who, facts.steps) == ("engine 3", 0)
+    order.file("engine-5").write_bytes(b"what the engine before it has recorded")
+    engine = ProfiledEngine(early, 5, order)
+    await engine.start()
+    await loads(engine, 4)
+    assert order.file("engine-5").read_bytes() == b"what the engine before it has recorded"
