@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from flash.environment.shared import run_name, shared, sharing
     from flash.errors import ConfigError, EnvError, FlashError, RewardError
     from flash.observe.summary import Summary
+    from flash.run.play import Played, play
     from flash.run.training import train
     from flash.types import Message, Observation
 
@@ -41,6 +42,7 @@ _HOMES = {
     "flash.config.load": ("load", "dump"),
     "flash.config.tree": ("Config",),
     "flash.run.training": ("train",),
+    "flash.run.play": ("play", "Played"),
     "flash.observe.summary": ("Summary",),
     "flash.environment.interface": (
         *("Environment", "SyncEnvironment", "Info", "ResetResult", "StepResult", "HELD_OUT", "is_held_out"),
@@ -75,6 +77,8 @@ __all__ = [
     "WarmStart",
     "SolvedExample",
     "Kinds",
+    "play",
+    "Played",
     "shared",
     "sharing",
     "run_name",

@@ -18,7 +18,8 @@ from flash.observe.rundir import write_atomically, writing
 FILES = {
     "my_env.py": "the environment",
     "my_reward.py": "the reward",
-    "test_my_env.py": "tests of both",
+    "test_environment.py": "tests for any environment",
+    "test_my_env.py": "tests of this one and its reward",
     "pytest.ini": "how they are found",
     "run.toml": "the configuration",
     "README.md": "what to do next",

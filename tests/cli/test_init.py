@@ -56,7 +56,22 @@ def test_the_tests_of_the_project_pass_in_a_folder_of_another_project(project: t
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 passed" in done.stdout
+    assert "6 passed" in done.stdout
+
+
+def test_the_test_for_any_environment_holds_for_another_one_and_finds_a_broken_one(project: tuple[Path, str]) -> None:
+    other = 'path = "envs.chain:ChainedSums"\n#'
+    text = Path("run.toml").read_text().replace('path = "my_env:Backwards"\noptions', other)
+    Path("run.toml").write_text(text)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_environment.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    Path("run.toml").write_text(text.replace("envs.chain:ChainedSums", "my_env:Broken"))
+    broken = "\n\nclass Broken(Backwards):\n    async def step(self, action: str) -> None: ..."
+    Path("my_env.py").write_text(Path("my_env.py").read_text() + broken)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert "step() must return (observation, reward, terminated, truncated, info)" in done.stdout
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,136 @@
+"""`flash.play`: an episode of a configuration's environment with answers that are given, for tests of environments.
+
+The real episode runs, with its deadlines and its checks; in place of a model and its tokenizer stand the answers, one
+token per character.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import anyio
+import msgspec
+
+from flash.config.tree import Config
+from flash.environment.interface import is_held_out
+from flash.environment.load import LoadedEnvironment
+from flash.environment.shared import sharing
+from flash.errors import EnvError
+from flash.rollout.engine import GenerateRequest
+from flash.rollout.episode import Episode, EpisodeProgress, text_of
+from flash.rollout.phases import FreePhases
+from flash.rollout.settings import episode_settings
+from flash.rollout.tokenizer import Tokenizer
+from flash.types import Completion, Failure, Lease, Observation, Outcome, Task, Tool, Trajectory, VersionRun
+from flash.waiting import deadline
+
+END = 0
+"""The token that ends an answer; all others are characters."""
+ROOM = 1 << 30
+"""Longest sequence, in characters: a model's limit is in tokens of its own."""
+
+
+class Played(msgspec.Struct, frozen=True):
+    """What came of an episode."""
+
+    shown: list[str]
+    """What the environment showed before each answer."""
+    rewards: list[float]
+    """What each answer earned."""
+    metrics: dict[str, float]
+    """`info["metrics"]`; of several steps the last word counts."""
+    notes: list[str]
+    """`info["note"]` of each step."""
+    truncated: bool
+    """The environment cut the episode off, or `rollout.max_turns` did."""
+
+    @property
+    def reward(self) -> float:
+        """Of the whole episode: the sum."""
+        return sum(self.rewards)
+
+
+def play(config: Config, answers: Sequence[str], seed: int = 0) -> Played:
+    """Play one episode of the environment, without a model: what it shows is answered with these texts.
+
+    It is checked as in a run: what `reset` and `step` return, deadlines, that the same methods are asynchronous.
+
+    Args:
+        config: from `flash.load`; `env.path`, `env.options`, `rollout.max_turns` and `deadlines` are used.
+        answers: one for each turn; those that are left when the episode ends are not given.
+        seed: the problem. From `flash.HELD_OUT` on it is a held-out one.
+
+    Raises:
+        EnvError: the environment raised, returned what it may not, or goes on after the last answer.
+        ConfigError: there is no such environment, or it does not take its options.
+    """
+    return anyio.run(_played, config, answers, seed)
+
+
+async def _played(config: Config, answers: Sequence[str], seed: int) -> Played:
+    env = LoadedEnvironment(config.env.path, config.env.options)
+    settings = msgspec.structs.replace(
+        episode_settings(config, env.domains()), max_length=ROOM, max_tokens=ROOM * config.rollout.max_branches
+    )
+    kind = env.kind_of(seed)
+    task = Task(0, 0, 0, seed, kind=kind, split="eval" if is_held_out(seed) else "train")
+    async with sharing(config.run.name, close_s=config.deadlines.shutdown):
+        with deadline(config.deadlines.env_reset, "the environment to be ready", "its `prepare`"):
+            await env.prepare()
+        episode = Episode(env.make, _Characters(), _Answers(answers), settings, FreePhases(), now=anyio.current_time)
+        result = await episode.run(Lease(0, task, 0), EpisodeProgress())
+    if isinstance(result, Failure):
+        raise EnvError(result.message)
+    return _described(result)
+
+
+def _described(played: Trajectory) -> Played:
+    turns = played.turns
+    return Played(
+        [turn.observation for turn in turns],
+        [turn.reward for turn in turns],
+        played.env_metrics(),
+        [turn.note for turn in turns],
+        played.outcome is Outcome.TRUNCATED,
+    )
+
+
+class _Answers:
+    """A `Responder` that says what it was told to."""
+
+    def __init__(self, answers: Sequence[str]) -> None:
+        self._left = list(answers)
+        self._count = len(answers)
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        *,
+        min_version: int,
+        affinity: tuple[int, int],
+        session: int | None,
+        progress: Callable[[Sequence[int]], None],
+        timeout: float,
+        episode: anyio.CancelScope,
+    ) -> Completion:
+        if not self._left:
+            raise EnvError(f"the episode goes on after {self._count} answer(s): give more, or end it with `terminated`")
+        tokens = [*map(ord, self._left.pop(0)), END]
+        progress(tokens)
+        return Completion(tokens, [0.0] * len(tokens), [VersionRun(0, len(tokens))], "stop")
+
+
+class _Characters(Tokenizer):
+    """One token per character."""
+
+    def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
+        return [ord(character) for character in text_of(observation)]
+
+    def follow(self, observation: Observation, stopped: bool, tools: Sequence[Tool] = ()) -> list[int]:
+        return self.render(observation)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(token) for token in token_ids if token != END)
+
+    def check_calls(self) -> None:
+        """Answers call nothing, whatever is offered."""

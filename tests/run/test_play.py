@@ -1,0 +1,90 @@
+"""`flash.play`: an episode with answers that are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+import flash
+from flash.config.tree import Config
+
+
+class Guess:
+    """Counts up to the number that is asked for."""
+
+    def __init__(self, number: int = 2) -> None:
+        self._number = number
+
+    async def reset(self, seed: int) -> Any:
+        self._turn = 0
+        return f"seed {seed}: ", {}
+
+    async def step(self, action: str) -> Any:
+        self._turn += 1
+        ended = action == str(self._number)
+        info = {"metrics": {"turns": self._turn}, "note": f"said {action!r}"}
+        return "again: ", float(ended), ended, False, info
+
+    async def close(self) -> None: ...
+
+
+class Blocking:
+    """Gives no number."""
+
+    def reset(self, seed: int) -> Any:
+        return [{"role": "user", "content": "hello"}], {}
+
+    def step(self, action: str) -> Any:
+        if action:
+            raise KeyError(action)
+        return "", None, True, False, {}
+
+    def close(self) -> None: ...
+
+
+def make_config(env: type[object], **rollout: Any) -> Config:
+    tree = {
+        "run": {"name": "test"},
+        "model": {"path": "none"},
+        "env": {"path": f"{__name__}:{env.__name__}"},
+        "cluster": {"gpus_per_node": 0},
+        "rollout": rollout,
+    }
+    return msgspec.convert(tree, Config)
+
+
+def test_each_turn_takes_the_next_answer() -> None:
+    played = flash.play(make_config(Guess), ["", "ä", "2", "3"], seed=7)
+    assert played.shown == ["seed 7: ", "again: ", "again: "]
+    assert (played.rewards, played.reward, played.truncated) == ([0.0, 0.0, 1.0], 1.0, False)
+    assert played.metrics == {"turns": 3.0}
+    assert played.notes == ["said ''", "said 'ä'", "said '2'"]
+
+
+def test_an_episode_is_cut_off_at_the_turns_of_the_run() -> None:
+    played = flash.play(make_config(Guess, max_turns=2), ["0", "1", "2"])
+    assert (played.rewards, played.truncated) == ([0.0, 0.0], True)
+
+
+def test_an_answer_may_be_longer_than_a_model_s() -> None:
+    played = flash.play(make_config(Guess, max_turns=1, max_new_tokens=1), ["x" * 10_000])
+    assert len(played.notes[0]) > 1_000
+
+
+def test_an_episode_that_goes_on_after_the_last_answer_is_an_error() -> None:
+    with pytest.raises(flash.EnvError, match=r"the episode goes on after 1 answer\(s\): give more, or end it"):
+        flash.play(make_config(Guess), ["0"])
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ("", r"must be a finite number, but is None.*Blocking\.step \(.*test_play\.py:\d+\)"),
+        ("x", "raised KeyError: 'x'"),
+    ],
+)
+def test_what_an_environment_may_not_do_is_told(answer: str, told: str) -> None:
+    with pytest.raises(flash.EnvError, match=told):
+        flash.play(make_config(Blocking), [answer])
