@@ -62,6 +62,8 @@ SAID_BY: dict[type[Request[Any]], tuple[Kind, ...]] = {
     p.Leave: ("node",),
 }
 """Who may say what."""
+MOST_HOST = 255
+"""Characters of a host's name."""
 MOST_ENGINES = 1024
 """Of one node: far above what a machine holds."""
 MOST_STOCKS = 64
@@ -172,6 +174,8 @@ class Gate:
                 return self._report_fault(request)
             case p.StatusReport():
                 return _status_fault(request.status)
+            case p.LifeRequest() | p.OutliveRequest() if len(request.host) > MOST_HOST:
+                return f"a host's name of {len(request.host)} characters"
             case p.BatchRequest() | p.Goodbye():
                 return _activity_fault(request.activities)
             case p.JoinRequest() if not 0 < request.engines <= MOST_ENGINES:

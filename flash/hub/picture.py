@@ -38,7 +38,13 @@ def picture(
         published=course.published.version if course.published is not None else -1,
         nodes=[*(_node(node, config, nodes, trainers) for node in members.numbers), *reversed(gone)],
         ranks=[
-            RankNow(rank, trainers.node_of(rank), trainers.lives.processes.get(rank), trainers.begun.get(rank))
+            RankNow(
+                rank,
+                trainers.node_of(rank),
+                trainers.lives.processes.get(rank),
+                trainers.begun.get(rank),
+                trainers.hosts.get(rank, ""),
+            )
             for rank in range(config.trainer_world_size)
         ],
         trainer_restarts=trainers.lives.followed,

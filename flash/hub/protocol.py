@@ -175,6 +175,8 @@ class LifeRequest(Request[LifeReply], frozen=True, tag=True):
     rank: int
     process: int
     """Its process id on its node, whose agent ends it when it hangs."""
+    host: str
+    """That node's name, for people."""
 
 
 class OutliveReply(msgspec.Struct, frozen=True, tag=True):
@@ -189,7 +191,8 @@ class OutliveRequest(Request[OutliveReply], frozen=True, tag=True):
 
     rank: int
     process: int
-    """As in `LifeRequest`."""
+    host: str
+    """Both as in `LifeRequest`."""
     life: int
     """As the hub has numbered it with which the rank began."""
     step: int

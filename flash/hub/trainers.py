@@ -77,6 +77,8 @@ class Trainers:
         self._choosing = False
         self._again: Again | None = None
         self._calls: set[anyio.CancelScope] = set()
+        self.hosts: dict[int, str] = {}
+        """Of the nodes of ranks, by rank."""
         self.begun: dict[int, float] = {}
         """When each rank of now has come."""
         self._changes = 0
@@ -120,7 +122,7 @@ class Trainers:
     def _comes(self, request: p.LifeRequest | p.OutliveRequest) -> None:
         """A rank has said which process it is."""
         self.lives.begins(request.rank, request.process)
-        self.begun[request.rank] = self._now()
+        self.begun[request.rank], self.hosts[request.rank] = self._now(), request.host
         self._changed()
 
     async def _choose(self) -> Start:

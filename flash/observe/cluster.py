@@ -95,6 +95,8 @@ class RankNow(msgspec.Struct, frozen=True):
     node: int
     process: int | None
     since: float | None
+    host: str = ""
+    """Empty: it has not been there yet."""
 
 
 class LeaseNow(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import threading
 import traceback
 from contextlib import ExitStack
@@ -79,7 +80,7 @@ def _hubs(
     from flash.trainer.stored import read_manifest
 
     step = read_manifest(Path(life.checkpoint)).version if life.checkpoint else 0
-    held = p.OutliveRequest(index, os.getpid(), life.number, step, checksum=None, booked=0)
+    held = p.OutliveRequest(index, os.getpid(), socket.gethostname(), life.number, step, checksum=None, booked=0)
     # Where ranks cannot come back to a version, the next hub's is not theirs either.
     find = partial(_find_next, config, token, stack) if why_not(config) is None else None
     return RankHubs(config, hub, held, find, lambda: os._exit(1))
@@ -126,7 +127,7 @@ def _enter(index: int, config: Config, stack: ExitStack, address: HubAddress) ->
     with ExitStack() as entered:
         hub = _connect(index, config, address, entered)
         # The hub reads a whole checkpoint before it names it.
-        life = hub.call(p.LifeRequest(index, os.getpid()), timeout=config.deadlines.rendezvous)
+        life = hub.call(p.LifeRequest(index, os.getpid(), socket.gethostname()), timeout=config.deadlines.rendezvous)
         stack.push(entered.pop_all())
         return hub, life
 

@@ -94,7 +94,7 @@ class Ranks:
             if rank == liar and lie == "is of another life":
                 of_life -= 1
             try:
-                answers[rank] = (await hub.handle(p.OutliveRequest(rank, 1, of_life, step, seen, booked))).version
+                answers[rank] = (await hub.handle(p.OutliveRequest(rank, 1, "", of_life, step, seen, booked))).version
             except LifeOverError:
                 answers[rank] = None
 

@@ -495,7 +495,7 @@ class Schedule:
     async def _begin(self) -> Ranks:
         """A life begins with a checkpoint."""
         self._arrive()
-        begun = [await self.hub.handle(p.LifeRequest(rank, 1)) for rank in range(self.world)]
+        begun = [await self.hub.handle(p.LifeRequest(rank, 1, "")) for rank in range(self.world)]
         return Ranks(self.world, begun[0].number, int(begun[0].checkpoint or 0))
 
     async def _live(self, ranks: Ranks) -> None:

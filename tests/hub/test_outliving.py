@@ -31,7 +31,7 @@ BOOKED, FORMED = [40, 41], [50, 51]
 def presents(rank: int = 0, step: int = 5, **other: Any) -> p.OutliveRequest:
     """What a rank presents that fits."""
     seen = (BOOKED if step == 5 else FORMED)[rank]
-    return msgspec.structs.replace(p.OutliveRequest(rank, 1, 7, step, seen, booked=5), **other)
+    return msgspec.structs.replace(p.OutliveRequest(rank, 1, "", 7, step, seen, booked=5), **other)
 
 
 def verdict(*presented: p.OutliveRequest) -> str:
@@ -144,7 +144,7 @@ class Outlived:
         rank = self.ranks[index]
         last = max(rank.shards)
         seen = at_once(checksum([rank.shards[last]]))
-        return p.OutliveRequest(index, rank.process, 1, last + 1, seen, booked=2 if index == 0 else 0)
+        return p.OutliveRequest(index, rank.process, "", 1, last + 1, seen, booked=2 if index == 0 else 0)
 
     async def present(self, *presented: p.OutliveRequest, then: Then | None = None) -> list[Any]:
         """What each is told: the version, or None."""

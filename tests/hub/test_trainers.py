@@ -70,7 +70,7 @@ class Rank:
         return reply
 
     async def begin(self) -> p.LifeReply:
-        reply = await self.call(p.LifeRequest(self.index, self.process))
+        reply = await self.call(p.LifeRequest(self.index, self.process, f"host-{self.index}"))
         self.version = int((reply.checkpoint or "0").removeprefix("step-"))
         return reply
 
@@ -213,6 +213,19 @@ class World:
 
 def tasks_of(shard: Shard) -> list[int]:
     return [sample.trajectory.task.task_id for sample in shard.samples]
+
+
+async def test_the_picture_of_the_cluster_has_the_host_of_each_rank() -> None:
+    world = World()
+    assert [rank.host for rank in world.hub.picture().ranks] == [""]
+
+    async def trainers() -> None:
+        rank = await world.trained(0)
+        assert [rank.host for rank in world.hub.picture().ranks] == ["host-0"]
+        rank.die()
+        world.hub.interrupt()
+
+    await world.play(trainers)
 
 
 async def test_the_next_life_trains_the_same_batches_and_nothing_is_booked_twice() -> None:

@@ -18,7 +18,7 @@ from flash.transport.request import ReplyT, Request
 from flash.types import Activity, Canary, Published, Shard
 from tests.run.test_launcher import make_config
 
-HELD = p.OutliveRequest(0, 1, 7, 3, None, 0)
+HELD = p.OutliveRequest(0, 1, "", 7, 3, None, 0)
 DID = [Activity("trainer 0", "wait", 0.0, 1.0)]
 
 

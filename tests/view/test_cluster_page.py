@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flash.observe.cluster import Cluster, Event
+from flash.observe.cluster import Cluster, Event, RankNow
 from flash.observe.rundir import RunDirectory
 from tests.browser import Page, browser
 from tests.observe.clusters import cluster, engine_now, failure, hub_now
@@ -169,4 +169,22 @@ async def test_clusters_of_any_size_fit_into_windows_of_any_width(
                 await page.ask("Input.dispatchKeyEvent", type="keyDown", **key)
                 await page.ask("Input.dispatchKeyEvent", type="keyUp", **key)
             await page.until(f"{wide}.scrollLeft > 0")
+            assert page.complaints == []
+
+
+async def test_a_node_that_only_trains_is_shown_with_the_host_that_its_ranks_name(
+    tmp_path: Path, chromium: str
+) -> None:
+    run = record(tmp_path / "run", steps=1)
+    now = time.time()
+    whole = hub_now(now, nodes=2)
+    first, second = whole.nodes
+    ranks = [RankNow(0, 0, 4321, now - 9, "host-0"), RankNow(1, 1, 4322, now - 9, "trains-here")]
+    nodes = [first, msgspec.structs.replace(second, status=None)]
+    keep(run, cluster(now, msgspec.structs.replace(whole, nodes=nodes, ranks=ranks)))
+    with served(run.path) as url:
+        async with browser(chromium, tmp_path / "profile") as page:
+            await show(page, f"{url}#cluster")
+            await page.until(f"{tile('Nodes')} === '2 of 2'")
+            assert [row[2] for row in await page.value(table("nodes"))] == ["host-0", "trains-here"]
             assert page.complaints == []

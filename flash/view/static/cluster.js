@@ -153,7 +153,9 @@ function nodeRows(picture) {
   const rows = now.nodes.map((node) => {
     const ranks = now.hub.ranks.filter((rank) => rank.node === node.node && rank.process !== null).length, status = node.status;
     const alive = node.state !== "gone";
-    return [`${node.node}`, state(node.state), status ? status.host : node.node === 0 ? picture.host : "–", status ? `${status.process}` : "–",
+    // A node without engines tells nothing of itself: its trainer ranks do.
+    const host = status ? status.host : node.node === 0 ? picture.host : now.hub.ranks.find((rank) => rank.node === node.node)?.host;
+    return [`${node.node}`, state(node.state), host || "–", status ? `${status.process}` : "–",
       since(picture, status ? status.since : null), alive ? figure(ranks) : "–", status ? figure(status.engines.length) : "–",
       figure(status && alive ? status.episodes : 0), figure(node.leases), since(picture, node.oldest_lease), ago(picture, node.heard_at),
       long(alive ? "" : `${ago(picture, node.gone_at)}: ${node.why}`)];
