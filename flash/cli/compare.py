@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from flash.cli.commands import Commands
+from flash.cli.files import run_directory
 from flash.observe.comparison import differences, read_run, results, table
 
 
@@ -19,7 +20,7 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what the runs came to, and where they were configured apart."""
-    runs = [read_run(path) for path in (arguments.run_dir, *arguments.other)]
+    runs = [read_run(run_directory(path).path) for path in (arguments.run_dir, *arguments.other)]
     apart = differences(runs)
     rows = [("run", [str(run.path) for run in runs]), *results(runs)]
     rows += [("", [""] * len(runs)), ("configuration", ["" if apart else "the same"] * len(runs)), *apart]

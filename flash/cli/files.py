@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from flash.config.check import beside
 from flash.errors import ConfigError
 from flash.observe.rundir import RunDirectory
 
@@ -15,6 +16,8 @@ OUTPUTS = Path("outputs")
 def run_directory(path: Path) -> RunDirectory:
     """What a run has left, or leaves, there. Raises ConfigError where there is no run."""
     directory = RunDirectory(path)
+    if not path.exists():
+        raise ConfigError(f"there is no run {path}{beside(path)}")
     if not directory.config.is_file():
         raise ConfigError(f"{path} is no run directory: it holds no {directory.config.name}")
     return directory

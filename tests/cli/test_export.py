@@ -41,7 +41,7 @@ def test_what_is_no_run_and_a_folder_with_files_are_refused(ended: Path, tmp_pat
     refused = (
         ((ended, ended), f"cannot write {ended}: there are files in it"),
         ((ended / "model", tmp_path / "new"), f"{ended / 'model'} is no run directory"),
-        ((tmp_path / "gone", tmp_path / "new"), f"{tmp_path / 'gone'} is no run directory"),
+        ((tmp_path / "gone", tmp_path / "new"), f"there is no run {tmp_path / 'gone'}; {tmp_path} has ended"),
     )
     for words, why in refused:
         arguments = parse(["export", *map(str, words)])

@@ -127,3 +127,14 @@ def test_a_command_works_without_an_output(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", [["compare", "outputs/one"], ["export"], ["view"], ["trace"]])
+def test_a_run_that_is_not_there_is_told_with_those_beside_it(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    RunDirectory.open(tmp_path / "outputs" / "one", "")
+    more = ["new"] if command == ["export"] else []
+    assert main([*command, "outputs/two", *more]) == 2
+    assert f"outputs/two; {tmp_path / 'outputs'} has one" in capsys.readouterr().err
