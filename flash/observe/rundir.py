@@ -32,7 +32,7 @@ import msgspec
 
 from flash.errors import RunDirectoryError
 from flash.observe import recording
-from flash.observe.follow import NO_ROW
+from flash.observe.follow import NO_ROW, opened
 from flash.observe.summary import Summary
 from flash.types import Activity, Batch, Trajectory
 
@@ -311,11 +311,12 @@ def _append(path: Path, rows: Iterable[Any]) -> None:
 
 def _whole_lines(path: Path, kind: type[T]) -> Iterator[tuple[bytes, T]]:
     """The lines that hold a row of this kind, each with its row; a crash may have torn others."""
-    if not path.exists():
-        return
     decoder = msgspec.json.Decoder(kind)
     try:
-        data = path.read_bytes()
+        with opened(path) as file:
+            data = file.read()
+    except FileNotFoundError:
+        return
     except OSError as error:
         raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}") from error
     for line in data.splitlines(keepends=True):

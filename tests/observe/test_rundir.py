@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -187,6 +189,14 @@ def test_a_file_of_no_run_that_cannot_be_written_names_its_folder(tmp_path: Path
     (tmp_path / "value.json").mkdir()
     with pytest.raises(RunDirectoryError, match=f"value.json: Is a directory; check that you may write to {tmp_path}$"):
         write_atomically(tmp_path / "value.json", b"")
+
+
+@pytest.mark.parametrize("read", [RunDirectory.read_metrics, RunDirectory.read_samples, RunDirectory.read_spans])
+def test_nobody_waits_for_a_pipe_in_place_of_a_file(directory: RunDirectory, read: Callable[..., object]) -> None:
+    for file in (directory.metrics, directory.samples, directory.spans):
+        os.mkfifo(file)
+    with pytest.raises(RunDirectoryError, match="it is a pipe or a device, expected a regular file"):
+        read(directory)
 
 
 def test_an_atomic_write_replaces_the_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
