@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flash.config.alarms import AlarmName, AlarmsConfig
@@ -155,6 +155,11 @@ ALARMS: tuple[Alarm, ...] = (
 )
 
 
+def _measured(alarm: Alarm, row: Row) -> tuple[float, float]:
+    weight = alarm.weight(row)
+    return weight, alarm.number(row) * weight
+
+
 def mismatch_alarm(key: str) -> Alarm:
     """Over the tokens of age 0, so that the policy's own drift is not in it."""
     where = f" in {key.removeprefix(BY_ENVIRONMENT)!r}" if key.startswith(BY_ENVIRONMENT) else ""
@@ -173,31 +178,36 @@ class Alarms:
 
     def __init__(self, config: AlarmsConfig) -> None:
         self._config = config
-        self._rows: deque[Row] = deque(maxlen=config.window)
+        self._measured: deque[dict[str, tuple[float, float]]] = deque(maxlen=config.window)
+        """Of the last rows, by an alarm's text: what the row weighs in it, and its number times that."""
         self._raised: set[str] = set()
         self._skipped: float | None = None
 
     def step(self, row: Row) -> list[Given]:
         """The alarms that this row gives rise to."""
-        self._rows.append({**row, "skipped_now": self._skipped_now(row)})
-        return list(self._given(row))
-
-    def _given(self, row: Row) -> Iterator[Given]:
+        row = {**row, "skipped_now": self._skipped_now(row)}
         environments = [key for key in row if key.startswith(BY_ENVIRONMENT)]
-        for alarm in (*ALARMS, *map(mismatch_alarm, environments or ["mismatch_k3_age_0"])):
+        alarms = [*ALARMS, *map(mismatch_alarm, environments or ["mismatch_k3_age_0"])]
+        self._measured.append({alarm.text: _measured(alarm, row) for alarm in alarms})
+        return list(self._given(alarms))
+
+    def _given(self, alarms: Sequence[Alarm]) -> Iterator[Given]:
+        rows = self._measured
+        for alarm in alarms:
             limit: float | None = getattr(self._config, alarm.name)
-            weight = sum(alarm.weight(one) for one in self._rows)
+            known = [measured[alarm.text] for measured in rows if alarm.text in measured]
+            weight = sum(weight for weight, _ in known)
             if limit is None or weight == 0:
                 continue
-            found = sum(alarm.number(one) * alarm.weight(one) for one in self._rows) / weight
+            found = sum(weighed for _, weighed in known) / weight
             beyond = limit - found if alarm.below else found - limit
             if beyond <= -WELL * limit:
                 self._raised.discard(alarm.text)
             # The first rows of a small window are all that there will ever be.
-            enough = len(self._rows) >= min(alarm.fewest, self._config.window)
+            enough = len(rows) >= min(alarm.fewest, self._config.window)
             if beyond > 0 and enough and alarm.text not in self._raised:
                 self._raised.add(alarm.text)
-                count = len(self._rows)
+                count = len(rows)
                 last = f"the last {count} steps" if count > 1 else "the last step"
                 yield Given(alarm.name, f"{alarm.shown.format(found)} {alarm.text} ({last})")
 

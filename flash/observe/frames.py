@@ -18,12 +18,9 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 def append_frame(buffer: bytearray, value: Any) -> None:
     """Encode a record to the end of a buffer."""
-    start = len(buffer)
-    buffer += bytes(HEADER.size)
-    _ENCODER.encode_into(value, buffer, -1)
-    with memoryview(buffer) as view, view[start + HEADER.size :] as data:
-        length, crc = len(data), zlib.crc32(data)
-    HEADER.pack_into(buffer, start, length, crc)
+    data = _ENCODER.encode(value)
+    buffer += HEADER.pack(len(data), zlib.crc32(data))
+    buffer += data
 
 
 def read_frames(source: BinaryIO) -> Iterator[bytes]:

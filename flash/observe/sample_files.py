@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import ipc
 
 from flash.errors import RunDirectoryError
@@ -69,7 +70,8 @@ _TOKENS: list[tuple[str, Any]] = [
     ("uses", pa.list_(pa.uint8())),
     ("group_rewards", pa.list_(pa.float64())),
 ]
-SCHEMA = pa.schema([*_GLANCE, *_TOKENS])
+_COLUMNS = [*_GLANCE, *_TOKENS]
+SCHEMA = pa.schema(_COLUMNS)
 """The columns: those of `Glance` first, then those of the tokens."""
 
 
@@ -94,24 +96,25 @@ def write_samples(directory: RunDirectory, step: int, samples: Iterable[Sample])
     Raises:
         RunDirectoryError: the disk is full, or the folder cannot be written.
     """
-    parts = [pa.record_batch([_column(part, name) for name in SCHEMA.names], SCHEMA) for part in _parts(samples)]
-    options = COMPRESSED if sum(part.nbytes for part in parts) > WORTH_COMPRESSING else ipc.IpcWriteOptions()
+    parts = [pa.record_batch([_column(part, *column) for column in _COLUMNS], SCHEMA) for part in _parts(samples)]
+    table = pa.Table.from_batches(parts, SCHEMA).combine_chunks()
+    options = COMPRESSED if table.nbytes > WORTH_COMPRESSING else ipc.IpcWriteOptions()
     sink = pa.BufferOutputStream()
     with ipc.new_file(sink, SCHEMA, options=options) as writer:
-        for part in parts:
-            writer.write_batch(part)
+        writer.write_table(table)
     file = samples_of(directory, step)
     write_atomically(file, sink.getvalue(), durably=False)
     return file
 
 
-def read_samples(directory: RunDirectory, step: int) -> list[Sample]:
-    """The readable samples of a step; none where there are none, or the file is damaged.
+def read_samples(directory: RunDirectory, step: int, group_id: int | None = None) -> list[Sample]:
+    """The readable samples of a step, or those of one group; none where there are none, or the file is damaged.
 
     Raises:
         RunDirectoryError: it may not be read.
     """
-    return [found for row in _read(samples_of(directory, step), SCHEMA.names) if (found := _sample(row)) is not None]
+    rows = _read(samples_of(directory, step), SCHEMA.names, group_id)
+    return [found for row in rows if (found := _sample(row)) is not None]
 
 
 def read_glances(directory: RunDirectory, step: int) -> list[Glance]:
@@ -160,8 +163,8 @@ def _parts(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
     yield part
 
 
-def _column(samples: Sequence[Sample], name: str) -> pa.Array:
-    return pa.array([_cell(sample, name) for sample in samples], SCHEMA.field(name).type)
+def _column(samples: Sequence[Sample], name: str, kind: pa.DataType) -> pa.Array:
+    return pa.array([_cell(sample, name) for sample in samples], kind)
 
 
 def _cell(sample: Sample, name: str) -> Any:
@@ -180,7 +183,7 @@ def _cell(sample: Sample, name: str) -> Any:
             return getattr(sample, name)
 
 
-def _read(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+def _read(file: Path, columns: Sequence[str], group_id: int | None = None) -> list[dict[str, Any]]:
     """Rows of these columns; none of what is missing, damaged, or of another version of Flash."""
     if not file.is_file():
         return []
@@ -189,6 +192,8 @@ def _read(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
         with pa.OSFile(str(file)) as source:
             table = ipc.open_file(source, options=options).read_all()
             table.validate(full=True)
+            if group_id is not None:
+                table = table.filter(pc.field("group_id") == group_id)
             return table.to_pylist(maps_as_pydicts="lossy")
     except PermissionError as error:
         raise RunDirectoryError(f"cannot read {file}: {error.strerror or error}") from error

@@ -10,9 +10,6 @@ import numpy as np
 from flash.trained import TrainedSample
 from flash.types import Outcome, Span, Trajectory, VersionRun
 
-DIGITS = 6
-"""Of a number of a token, behind the point."""
-
 
 class SampleTurn(msgspec.Struct, frozen=True):
     """One turn of a sample as a person reads it."""
@@ -118,12 +115,12 @@ def readable(
 
 
 def _values(trajectory: Trajectory, seen: TrainedSample | None) -> TokenValues:
-    sampled = _rounded(trajectory.logprobs)
+    sampled = _numbers(trajectory.logprobs)
     if seen is None or len(seen.uses) != len(sampled):
         return TokenValues(sampled)
-    logprobs, entropies, advantages = map(_rounded, (seen.logprobs, seen.entropies, seen.advantages))
+    logprobs, entropies, advantages = map(_numbers, (seen.logprobs, seen.entropies, seen.advantages))
     return TokenValues(sampled, logprobs, entropies, advantages, list(seen.uses))
 
 
-def _rounded(values: bytes) -> list[float]:
-    return np.frombuffer(values, dtype="<f4").astype(np.float64).round(DIGITS).tolist()
+def _numbers(values: bytes) -> list[float]:
+    return np.frombuffer(values, dtype="<f4").tolist()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -63,9 +64,14 @@ from flash.waiting import first_error
 FAREWELL_S = 0.2
 """Seconds in which the other nodes are told that an interrupted run is over."""
 
+SWITCH_S = 0.0005
+"""Seconds for which a thread of this process, as the one that writes samples, may keep the loop from going on; Python's
+own 5 ms were the longest that it stood."""
+
 
 def run_node_loop(rank: Rank, config: Config) -> int:
     """Run this node until the end of the run; the exit code."""
+    sys.setswitchinterval(SWITCH_S)
     return anyio.run(_node_loop, rank, config)
 
 

@@ -16,7 +16,7 @@ from algorithms.base import PackedTokens
 from flash.trained import TokenUse, TrainedSample, shown_places
 from flash.trainer.collectives import gather_objects
 from flash.trainer.loss import TokenLoss
-from flash.trainer.packing import Int64Array, MicroBatch
+from flash.trainer.packing import MicroBatch
 from flash.types import Shard, Trajectory
 
 ROWS = 4
@@ -45,8 +45,8 @@ class TokenLook:
 
     def add(self, micro: MicroBatch, tokens: PackedTokens, first_T: Tensor, entropy_T: Tensor, loss: TokenLoss) -> None:
         """One micro-batch, at the first pass over it."""
-        found_S = np.flatnonzero(np.isin(micro.index_S, self._places)).tolist()
-        if not found_S:
+        found_S = np.flatnonzero(np.isin(micro.index_S, self._places))
+        if not len(found_S):
             return
         mask_T = tokens.mask_T
         clipped_T = loss.stats.get("clipped", torch.zeros_like(first_T)) > 0
@@ -57,10 +57,9 @@ class TokenLook:
         )
         advantage_T = tokens.advantage_T.masked_fill(~mask_T, torch.nan)
         rows_RT = torch.stack([row.detach().float() for row in (first_T, entropy_T, advantage_T, use_T)])
-        for number in found_S:
-            begin, end = np.searchsorted(micro.sequence_T, [number, number + 1]).tolist()
-            index = int(micro.index_S[number])
-            place = _begins(self._shown[index])[int(micro.turn_T[begin])]
+        begins, ends = (np.searchsorted(micro.sequence_T, found_S + more).tolist() for more in (0, 1))
+        for index, begin, end in zip(micro.index_S[found_S].tolist(), begins, ends, strict=True):
+            place = _begin(self._shown[index], int(micro.turn_T[begin]))
             self._parts.append(_Part(index, place, rows_RT[:, begin:end]))
 
     def gather(self) -> list[TrainedSample]:
@@ -82,8 +81,7 @@ class TokenLook:
         )
 
 
-def _begins(trajectory: Trajectory) -> Int64Array:
-    """int64: where the action tokens of each turn begin among those of the sample."""
-    counts = [span.stop - span.start for span in trajectory.action_spans]
-    at = dict(zip(trajectory.action_spans, itertools.accumulate(counts, initial=0), strict=False))
-    return np.array([at[span] for span in trajectory.spans_by_turn()], dtype=np.int64)
+def _begin(trajectory: Trajectory, turn: int) -> int:
+    """Where the action tokens of a turn begin among those of the sample."""
+    at = trajectory.spans_by_turn()[turn].start
+    return sum(span.stop - span.start for span in trajectory.action_spans if span.stop <= at)

@@ -184,7 +184,7 @@ def _under_way(query: Query, turn: SampleTurn) -> bool:
 
 def show_group(directory: RunDirectory, step: int, group_id: int) -> ShownGroup:
     """The readable members of a group."""
-    samples = [one for one in read_samples(directory, step) if one.group_id == group_id and _whole(one)]
+    samples = [one for one in read_samples(directory, step, group_id) if _whole(one)]
     rewards = samples[0].group_rewards if samples else []
     return ShownGroup(step, group_id, rewards, [_shown(sample) for sample in samples])
 

@@ -61,7 +61,7 @@ def test_a_readable_sample_has_versions_ages_and_what_the_trainer_found() -> Non
     assert (sample.step, sample.task_id, sample.group_id, sample.sample_index, sample.seed) == (12, 17, 2, 1, 99)
     assert sample.turns == [SampleTurn("1+1=", "2", 0.5, 0.1, 0.2, start=trained.turns[0].start)]
     assert sample.values.uses == [TokenUse.TRAINED, TokenUse.CLIPPED, TokenUse.REJECTED, TokenUse.TOO_OLD]
-    assert sample.values.logprobs[3] == -0.123457
+    assert sample.values.logprobs[3] == pytest.approx(-0.123456789)
     assert math.isnan(sample.values.logprobs[2])
     assert len(sample.values.sampled_logprobs) == 4
     assert readable(trained, 12, sample.tokens).values == TokenValues(sample.values.sampled_logprobs)
@@ -81,6 +81,9 @@ def test_samples_come_back_as_they_were(directory: RunDirectory) -> None:
     assert (first.turns[0].action, second.turns[0].action) == ("a sum", "another")
     assert (first.outcome, first.environment, first.ages) == (Outcome.TRUNCATED, "sums", {0: 1, 1: 1})
     assert read_samples(directory, 13) == []
+    other = msgspec.structs.replace(made(12), group_id=3)
+    write_samples(directory, 12, [made(12), other])
+    assert read_samples(directory, 12, 3) == [other]
 
 
 @settings(max_examples=50, deadline=None)
