@@ -112,13 +112,14 @@ def timed_into(spent: list[float], call: Callable[..., Any]) -> Callable[..., An
 def compared(told: dict[str, Any], seconds: float, trainer_ms: float) -> list[Row]:
     """The rows of what the probe told, of a run that took so long."""
     calls: dict[str, dict[str, float]] = told["calls"]
-    loop = [sums for name, sums in calls.items() if name not in WRITER]
+    of_loop = {name: sums for name, sums in calls.items() if name not in WRITER}
+    loop = [*of_loop.values()]
     writer = [calls[name] for name in WRITER]
     on_loop, in_thread = (sum(sums["processor_s"] for sums in part) for part in (loop, writer))
     steps = calls["step"]["calls"]
     in_trainer = trainer_ms * steps / 1e3
     case = "quickstart: processor time over the run's time"
-    longest = max(loop, key=lambda sums: sums["longest_s"])
+    longest = max(of_loop, key=lambda name: of_loop[name]["longest_s"])
     slowest = max(sums["longest_processor_s"] for sums in loop)
     return [
         Row(f"{case}, all", "recording_cost_s", "s/s", (on_loop + in_thread + in_trainer) / seconds, goal=SHARE),
@@ -136,7 +137,13 @@ def compared(told: dict[str, Any], seconds: float, trainer_ms: float) -> list[Ro
             "s/s",
             (on_loop + in_thread) / told["process_s"],
         ),
-        Row("longest on the loop, by the clock", "longest_ms", "ms", 1e3 * longest["longest_s"], goal=LONGEST_MS),
+        Row(
+            f"longest on the loop, by the clock: `{longest}`",
+            "longest_ms",
+            "ms",
+            1e3 * of_loop[longest]["longest_s"],
+            goal=LONGEST_MS,
+        ),
         Row("longest on the loop, its processor time", "longest_ms", "ms", 1e3 * slowest, goal=LONGEST_MS),
     ]
 
