@@ -26,10 +26,11 @@ def test_parts_add_up_to_the_whole() -> None:
         name: {"calls": 1, "seconds": 1.0, "processor_s": 0.5, "longest_s": 0.002 * place, "longest_processor_s": 0.001}
         for place, (_, name) in enumerate(TIMED)
     }
-    found = compared({"calls": calls, "process_s": 50.0}, 100.0)
-    whole, loop, thread = (row.ours for row in found[:3])
-    assert whole == pytest.approx(0.005 * len(TIMED))
-    assert whole == pytest.approx(loop + thread)
-    assert whole == pytest.approx(sum(row.ours for row in found if row.case.startswith("  ")))
+    found = compared({"calls": calls, "process_s": 50.0}, 100.0, 300.0)
+    whole, loop, thread, trainer = (row.ours for row in found[:4])
+    assert trainer == pytest.approx(0.3 / 100.0)
+    assert whole == pytest.approx(0.005 * len(TIMED) + trainer)
+    assert whole == pytest.approx(loop + thread + trainer)
+    assert whole == pytest.approx(trainer + sum(row.ours for row in found if row.case.startswith("  ")))
     assert [row.met for row in found if row.goal is not None] == [False, False, True]
     assert not any(row.higher_is_better for row in found)
