@@ -20,6 +20,7 @@ SECONDS = 12
 """Of the timeline."""
 BARS = "document.getElementById('bars')"
 FIRST = "document.querySelector('#list tbody tr')"
+WRONG = "[...document.querySelectorAll('#list tbody tr')].find(row => row.querySelector('.reward').innerText === '0')"
 DRAWN = "document.querySelector('#charts .plot').data"
 
 
@@ -35,10 +36,10 @@ async def draw(folder: Path, run: Path) -> None:
             await keep(page, folder / "view-telephone.png", NARROW, 800)
             await show(page, f"{url}#samples")
             await page.until(FIRST)
-            await page.value(f"{FIRST}.click()")
+            await page.value(f"({WRONG} ?? {FIRST}).click()")
             await page.until("document.querySelector('#group .token')")
-            await page.value("document.querySelector('.wide').style.maxHeight = '200px'")
-            await keep(page, folder / "view-samples.png", WIDE, 620)
+            await page.value("document.querySelector('.wide').style.maxHeight = '150px'")
+            await keep(page, folder / "view-samples.png", WIDE, 650)
             await show(page, f"{url}#timeline", scheme="dark")
             await page.until(f"{BARS}.data")
             begin = f"({BARS}.layout.xaxis.range[0] + {BARS}.layout.xaxis.range[1]) / 2"
