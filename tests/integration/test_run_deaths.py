@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +14,29 @@ from typing import Any
 
 import pytest
 
-from tests.integration.whole_run import FROM_PYTHON, NO_TINY_MODEL, Run, balanced, given_up
+from tests.integration.whole_run import CONFIG, FROM_PYTHON, NO_TINY_MODEL, REPOSITORY, Run, balanced, given_up
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+MAKE = """
+import sys
+from pathlib import Path
+from flash.config.load import load
+from flash.run.models import make_missing_model
+
+make_missing_model(load([Path(sys.argv[1])]))
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, made: not every run here could make it."""
+    folder = tmp_path_factory.mktemp("models")
+    config = folder / "config.toml"
+    config.write_text(CONFIG.format(folder=folder, model=folder / "tiny"))
+    subprocess.run([sys.executable, "-c", MAKE, str(config)], cwd=REPOSITORY, check=True, timeout=200)
+    return folder / "tiny"
+
 
 TIMES = r"^time$|_s$|_share$|_per_second$|^trainer_restarts$|^failures(_cancelled)?$"
 """Names of what differs between two runs that are equal in all they train. A few of the shares do."""

@@ -68,6 +68,8 @@ _NO_ANSWER_S = 60.0
 _RETRY_S = 1.0
 _LOOK_S = 5.0
 """Seconds for the service to say how a sandbox stands of which a call said that it is lost."""
+_NOTICE_S = 1.0
+"""Seconds in which the service itself comes to know of that loss: a call may hear of it first."""
 _IN_MEMORY = 1 << 20
 
 
@@ -249,7 +251,7 @@ class RemoteSandbox(Sandbox):
     async def _look(self) -> None:
         """After a loss: know at once what `keep` would learn later. Nothing where the service does not answer."""
         with suppress(SandboxError):
-            info = await self.http.ask("GET", self.path, Info, seconds=_LOOK_S)
+            info = await self.http.ask("GET", f"{self.path}/end", Info, query={"wait": _NOTICE_S}, seconds=_LOOK_S)
             if info.sandbox_state in ("lost", "closed"):
                 self._end(info.sandbox_state)
 
