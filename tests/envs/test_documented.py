@@ -50,6 +50,9 @@ async def test_your_environment_in_twenty_lines(beside: Path) -> None:
         assert check_step_result(await env.step(word[::-1]))[1:4] == (1.0, True, False)
         assert check_step_result(await env.step("?"))[1] == 0.0
         await env.close()
+    env = loaded.make()
+    trained = {(await env.reset(seed))[0] for seed in range(100)}
+    assert not trained & {(await env.reset(HELD_OUT + seed))[0] for seed in range(100)}
     with pytest.raises(ConfigError, match="width"):
         LoadedEnvironment("my_env:Reverse", {"width": 5})
 
