@@ -218,9 +218,10 @@ class _Gate:
             del self._waiting[lease]
 
     def open(self, released: Iterable[int]) -> None:
-        """Let them go on."""
+        """Let them go on. One that was cancelled waits no more, and is released until it has left."""
         for lease in released:
-            self._waiting[lease].set()
+            if (event := self._waiting.get(lease)) is not None:
+                event.set()
 
 
 def _group(lease: Lease) -> GroupKey:

@@ -131,29 +131,32 @@ def test_a_group_barrier_never_deadlocks_and_never_steps_ahead_of_a_member(data:
 
 
 async def live(room: Phases, me: Lease, delays: list[tuple[float, float]], log: list[tuple[str, float, float]]) -> None:
-    """An episode of sleeps: seconds to generate and to step, per turn."""
+    """An episode of sleeps: seconds to generate and to step, per turn. It ends by way of a task group, as real ones."""
     room.enter(me)
     try:
-        for generate_s, step_s in delays:
-            await room.stepped(me)
-            start = anyio.current_time()
-            await anyio.sleep(generate_s)
-            log.append(("generate", start, anyio.current_time()))
-            await room.generated(me)
-            start = anyio.current_time()
-            await anyio.sleep(step_s)
-            log.append(("step", start, anyio.current_time()))
+        async with anyio.create_task_group():
+            for generate_s, step_s in delays:
+                await room.stepped(me)
+                start = anyio.current_time()
+                await anyio.sleep(generate_s)
+                log.append(("generate", start, anyio.current_time()))
+                await room.generated(me)
+                start = anyio.current_time()
+                await anyio.sleep(step_s)
+                log.append(("step", start, anyio.current_time()))
     finally:
         room.leave(me)
 
 
 seconds = st.integers(0, 5).map(float)
 episodes = st.lists(
-    st.tuples(seconds, st.lists(st.tuples(seconds, seconds), min_size=1, max_size=4), st.none() | seconds),
+    st.tuples(
+        seconds, st.lists(st.tuples(seconds, seconds), min_size=1, max_size=4), st.none() | st.just(4.0) | seconds
+    ),
     min_size=1,
     max_size=6,
 )
-"""Per episode: when it enters, what its turns take, and when it is cancelled."""
+"""Per episode: when it enters, what its turns take, and after how long it is cancelled: many of them together."""
 
 
 def play(
@@ -230,6 +233,36 @@ def test_an_environment_that_resets_while_others_step_does_not_keep_them_from_ge
 def test_an_episode_cancelled_while_others_wait_for_it_releases_them() -> None:
     log = play(LockStep(), [(0.0, [(1.0, 1.0)], None), (0.0, [(100.0, 1.0)], 3.0)])
     assert log == [("generate", 0.0, 1.0), ("step", 3.0, 4.0)]
+
+
+@pytest.mark.parametrize("make_room", [LockStep, GroupBarrier])
+def test_an_episode_that_was_cancelled_while_it_waited_is_released_before_it_has_left(
+    make_room: Callable[[], Phases],
+) -> None:
+    async def main() -> None:
+        room, cancelled, other = make_room(), lease(1), lease(2)
+        other_left = anyio.Event()
+
+        async def wait() -> None:
+            try:
+                await room.generated(cancelled)
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await other_left.wait()
+                room.leave(cancelled)
+
+        room.enter(cancelled)
+        room.enter(other)
+        async with anyio.create_task_group() as group:
+            group.start_soon(wait)
+            await anyio.wait_all_tasks_blocked()
+            group.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await anyio.wait_all_tasks_blocked()
+            room.leave(other)
+            other_left.set()
+
+    run_virtual(main)
 
 
 def test_the_responses_of_a_group_come_home_together_and_other_groups_do_not_wait() -> None:
