@@ -63,8 +63,8 @@ class Eligible:
                 found[oldest] = chosen
                 size -= len(chosen)
                 for group_id in chosen if left else ():
-                    kind = self._places[group_id][1]
-                    left[kind] = left.get(kind, size + 1) - 1
+                    if (kind := self._places[group_id][1]) in left:
+                        left[kind] -= 1
             if size == 0:
                 return found
         return None

@@ -22,7 +22,7 @@ from flash.hub.journal import MemoryJournal
 from flash.hub.replayed import Replay
 from flash.hub.rules import BufferRules, DomainRules
 from flash.hub.tasks import TaskSource
-from flash.types import Lease, VersionRun
+from flash.types import Failure, Lease, Outcome, VersionRun
 from tests.hub.cases import lease_all, trajectory
 
 ANY = GroupFilter()
@@ -266,6 +266,21 @@ def test_a_replayed_journal_comes_to_the_same_shares() -> None:
     assert state is not None
     assert state.shared == timed.buffer.snapshot().shared
     assert state.cursor == timed.buffer.snapshot().cursor
+
+
+def test_a_step_takes_what_is_left_of_a_domain_in_quarantine_whatever_versions_it_is_of() -> None:
+    buffer = buffer_of(rules(a=1, b=100), groups=3, alpha=1)
+    leases = lease_all(buffer, 0)
+    assert {lease.task.kind for lease in leases} == {"b"}
+    for number, lease in enumerate(leases[::2]):
+        buffer.finish(lease.lease_id, trajectory(lease.task, version=number // 2))
+    for _ in range(2):  # each once more
+        for lease in [each for each in [*leases, *lease_all(buffer, 1)] if buffer.leases.is_out(each.lease_id)]:
+            buffer.finish(lease.lease_id, Failure(lease.task, Outcome.REWARD_ERROR, "boom", 0))
+    assert "in quarantine" in buffer.notes[-1]
+    groups = buffer.take(1)
+    assert groups is not None
+    assert [group.group_id for group in groups] == [0, 1, 2]
 
 
 def test_the_first_sample_of_a_smaller_group_goes_out_when_there_is_room_for_a_group() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from types import FrameType
 
 import msgspec
@@ -39,13 +40,15 @@ def test_places_are_those_that_renumbering_would_give(returned: list[int], forgo
 
 
 STATES = st.sampled_from(["queued", "leased", "done", "lost", "beaten"])
-MEMBERS = st.lists(st.tuples(STATES, st.integers(0, 5)), min_size=2, max_size=4)
+VERSIONS = st.integers(0, 5)
+MEMBERS = st.lists(st.tuples(STATES, VERSIONS), min_size=2, max_size=4)
+COMPLETE = st.lists(st.tuples(st.just("done"), VERSIONS), min_size=2, max_size=2)
 
 
 def make_group(group_id: int, members: list[tuple[str, int]]) -> Group:
     made: list[Member] = []
     for index, (state, version) in enumerate(members):
-        task = Task(group_id * 4 + index, group_id, index, 0)
+        task = Task(group_id * 4 + index, group_id, index, 0, kind="ab"[group_id % 2])
         done = trajectory(task, version) if state == "done" else None
         made.append(Member(task, state, floor=version, trajectory=done))  # pyright: ignore[reportArgumentType]
     return Group(group_id, 2, made)
@@ -55,11 +58,18 @@ def oldest_of(group: Group) -> int | None:
     return min((member.floor for member in group.members if member.state in ("leased", "done")), default=None)
 
 
-def patient(contract: AgeContract, step: int, groups: list[Group], before: int | None, wait: bool) -> list[int] | None:
+def patient(
+    contract: AgeContract, step: int, groups: list[Group], before: int | None, wait: bool, most: dict[str, int]
+) -> list[int] | None:
     """The same choice by looking at every group."""
     ready = [group for group in groups if group.complete and (before is None or group.group_id < before)]
     ready.sort(key=lambda group: (oldest_of(group), group.group_id))
-    chosen = [group.group_id for group in ready[: contract.groups_per_batch]]
+    left = Counter(most)
+    chosen: list[int] = []
+    for group in ready:
+        if len(chosen) < contract.groups_per_batch and (group.kind not in most or left[group.kind] > 0):
+            left[group.kind] -= 1
+            chosen.append(group.group_id)
     if len(chosen) < contract.groups_per_batch:
         return None
     due: dict[int, list[Group]] = {}
@@ -76,15 +86,22 @@ def patient(contract: AgeContract, step: int, groups: list[Group], before: int |
 
 
 @given(
-    st.lists(MEMBERS, max_size=12),
+    st.lists(MEMBERS, max_size=12) | st.lists(COMPLETE, min_size=6, max_size=16),
     st.integers(0, 5),
-    st.integers(1, 3),
+    st.integers(1, 5),
     st.sampled_from([0.0, 0.5, 1.0, 2.0]),
     st.one_of(st.none(), st.integers(0, 12)),
     st.booleans(),
+    st.dictionaries(st.sampled_from("ac"), st.integers(0, 3)),
 )
 def test_the_choice_by_counts_is_that_of_looking_at_every_group(
-    members: list[list[tuple[str, int]]], step: int, size: int, alpha: float, before: int | None, wait: bool
+    members: list[list[tuple[str, int]]],
+    step: int,
+    size: int,
+    alpha: float,
+    before: int | None,
+    wait: bool,
+    most: dict[str, int],
 ) -> None:
     groups = [make_group(group_id, of_group) for group_id, of_group in enumerate(members)]
     census, eligible = Census(), Eligible()
@@ -92,11 +109,11 @@ def test_the_choice_by_counts_is_that_of_looking_at_every_group(
         oldest = census.count(make_group(group.group_id, [("queued", 0)] * 2)).oldest
         oldest = census.count(group).oldest
         if group.complete and oldest is not None:
-            eligible.put(group.group_id, 99)
-            eligible.put(group.group_id, oldest)
+            eligible.put(group.group_id, 99, group.kind)
+            eligible.put(group.group_id, oldest, group.kind)
     contract = AgeContract(alpha, size * 2, 2, 10)
-    expected = patient(contract, step, groups, before, wait)
-    assert choose(contract, step, eligible, census.begun, before=before, wait=wait) == expected
+    expected = patient(contract, step, groups, before, wait, most)
+    assert choose(contract, step, eligible, census.begun, before=before, wait=wait, most=most) == expected
     assert census.in_flight == sum(group.alive for group in groups)
     assert census.tokens == sum(t.action_count for group in groups for t in group.trajectories())
     for group in groups:
