@@ -20,6 +20,7 @@ from flash.cli import (
     drain,
     evaluate,
     export,
+    fetch,
     init,
     join,
     plot,
@@ -60,7 +61,7 @@ COMMANDS = (
         export,
         replay,
     ),
-    *(rhythm, simulate, calibrate, tiny_model, sandbox),
+    *(rhythm, simulate, calibrate, fetch, tiny_model, sandbox),
 )
 """In the order of the help."""
 UNREAD = 128 + signal.SIGPIPE

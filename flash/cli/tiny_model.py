@@ -33,7 +33,7 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the model that the arguments describe."""
-    from flash.run.models import making
+    from flash.run.making import making
     from flash.trainer.tiny_model import make_tiny_model, show_progress
 
     wanted = {
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     except msgspec.ValidationError as error:
         raise ConfigError(f"tiny-model: {error}") from None
     options = dict(map(_option, arguments.option))
-    with making(arguments.path, DeadlinesConfig().rendezvous):
+    with making(arguments.path, f"the tiny model {arguments.path}", DeadlinesConfig().rendezvous):
         make_tiny_model(arguments.path, config, arguments.env, options, show_progress)
     sys.stdout.write(f"{arguments.path}\n")
     return 0

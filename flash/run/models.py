@@ -16,15 +16,14 @@ import msgspec
 
 from flash.config.check import beside, is_hub_id
 from flash.config.tree import Config, TinyModelConfig
-from flash.errors import CheckpointError, ConfigError, DeadlineError
+from flash.errors import CheckpointError, ConfigError
 from flash.observe.rundir import RunDirectory
 from flash.run.hugging_face import hub_fault
-from flash.run.locks import Busy, in_turn
+from flash.run.making import making
 from flash.trainer.stored import MANIFEST, aside_of, newest_complete, prepare, replace, sync
 from flash.trainer.tiny_model import (
     interrupted_after,
     make_tiny_model,
-    remove_leftovers,
     show_progress,
     what_changed,
 )
@@ -63,32 +62,13 @@ def _make_missing(path: Path, tiny: TinyModelConfig, config: Config) -> None:
                 "the folder to have it made whole\n"
             )
         return
-    with making(path, config.deadlines.rendezvous):
+    with making(path, f"the tiny model {path}", config.deadlines.rendezvous):
         changed = what_changed(path, *wanted)
         if not changed:
             return
         if path.exists():
             sys.stdout.write(f"tiny model: {path} is made anew, since it was made from other {' and '.join(changed)}\n")
         make_tiny_model(path, *wanted, show_progress)
-
-
-@contextmanager
-def making(path: Path, wait_s: float) -> Generator[None]:
-    """Be the only process that puts a tiny model at a path; what killed ones have left beside it goes.
-
-    Raises:
-        ConfigError: it cannot be made there.
-        DeadlineError: somebody else has been making it for `wait_s` seconds.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with in_turn(path.with_name(f".{path.name}.lock"), f"making the tiny model {path}", wait_s):
-            remove_leftovers(path)
-            yield
-    except Busy as holder:
-        raise DeadlineError(f"{holder} to make the tiny model {path}", wait_s, "the output of that process") from None
-    except OSError as error:
-        raise ConfigError(f"cannot make the tiny model {path}: {error}; check that you may write there") from error
 
 
 def chosen_model(named: str) -> str:

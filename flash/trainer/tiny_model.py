@@ -15,11 +15,8 @@ Shape legend: B = examples of a step; T = tokens of the longest example, padded 
 from __future__ import annotations
 
 import contextlib
-import glob
 import json
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -30,6 +27,7 @@ from flash.config.objects import check_options, load_object
 from flash.config.tree import TinyModelConfig
 from flash.environment.interface import SolvedExample, WarmStart
 from flash.errors import ConfigError
+from flash.trainer.aside import replacing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,9 +41,6 @@ INTERRUPTED = "interrupted_after"
 
 RECIPE = 3
 """Part of the fingerprint: raised when this file makes another model from the same options."""
-
-ASIDE = ".making-"
-"""In the name of the folder in which a model is put together, beside the place that it will have."""
 
 STOP_AT = 0.22
 """The warm start ends when the model's mean probability of a right answer (its accuracy when sampled at temperature 1)
@@ -140,7 +135,7 @@ def make_tiny_model(
     made_from = _fingerprint(config, env, env_options)
 
     def save() -> None:
-        with _replacing(path) as folder:
+        with replacing(path) as folder:
             with without_bars():
                 model.save_pretrained(folder)
             open_weights(folder)
@@ -174,15 +169,6 @@ def refuse_foreign(path: Path) -> None:
             f"{path} exists and was not made by flash tiny-model (it has no {FINGERPRINT}); name another folder, or "
             "use this one as it is: without the [tiny_model] table or, for the critics' model, critic.tiny_layers"
         )
-
-
-def remove_leftovers(path: Path) -> None:
-    """Remove what processes have left beside `path` that were killed while they put a model there.
-
-    To be called while no other process is about to.
-    """
-    for left in path.parent.glob(f".{glob.escape(path.name)}{ASIDE}*"):
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def save_tokenizer(folder: Path, env_path: str, env_options: dict[str, Any]) -> None:
@@ -378,16 +364,3 @@ def _one_thread() -> Generator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Generator[Path]:
-    """A new folder beside `path` that takes its place when the block ends well, and vanishes when it does not."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}{ASIDE}", dir=path.parent) as scratch:
-        new = Path(scratch) / "new"
-        new.mkdir()
-        yield new
-        if path.exists():
-            path.rename(Path(scratch) / "old")
-        new.rename(path)
