@@ -27,8 +27,9 @@ from transformers import PreTrainedModel
 
 from flash.config.tree import Config
 from flash.errors import ConfigError, ContractError
-from flash.trainer.model import PackedLayout, load_model, packed_layout, reshard, shard_model
+from flash.trainer.model import load_model, reshard, shard_model
 from flash.trainer.optimizer import apply_gradient, make_optimizer
+from flash.trainer.packed import PackedRow, packed_row
 from flash.trainer.packing import MicroBatch, only
 
 NO_VARIANCE = 1e-12
@@ -46,15 +47,15 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, input_P: Tensor, position_P: Tensor, keep_T: Tensor, layout: PackedLayout) -> Tensor:
-        """float32 [T, 1]: the value of the state that ends at each position of `keep_T`."""
+    def forward(self, row: PackedRow, kept_T: Tensor) -> Tensor:
+        """float32 [T, 1]: the value of the state that ends at each of these tokens of the row."""
         output = self.backbone(
-            input_ids=input_P.unsqueeze(0),
-            position_ids=position_P.unsqueeze(0),
+            input_ids=row.input_U.unsqueeze(0),
+            position_ids=row.position_U.unsqueeze(0),
             use_cache=False,
-            packed_layout=layout,
+            packed_layout=row.layout,
         )
-        return self.head(output.last_hidden_state[0, keep_T].float())
+        return self.head(output.last_hidden_state[0, kept_T].float())
 
 
 class Lesson(NamedTuple):
@@ -144,9 +145,8 @@ class Critic:
                 f"critic.path: the policy's token {micro.input_P.max()} lies outside of the critic's vocabulary of "
                 f"{vocabulary}; choose a critic with the policy's tokenizer"
             )
-        position_P, offset_S = self._tensor(micro.position_P), self._tensor(micro.offset_S)
-        layout = packed_layout(position_P, offset_S, int(np.diff(micro.offset_S).max()))
-        return self.model(self._tensor(micro.input_P), position_P, self._tensor(micro.keep_T), layout)[:, 0]
+        row = packed_row(micro, self.model.backbone.device)
+        return self.model(row, row.layout.row_P[self._tensor(micro.keep_T)])[:, 0]
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.model.backbone.device)

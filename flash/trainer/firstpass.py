@@ -25,8 +25,9 @@ from flash.trainer.credit import Credit
 from flash.trainer.critic import Critic
 from flash.trainer.ewma import swapped_in
 from flash.trainer.logprobs import TokenLogprobs, token_logprobs
-from flash.trainer.model import AttentionWatch, reshard
+from flash.trainer.model import reshard
 from flash.trainer.objective import Method
+from flash.trainer.packed import AttentionWatch
 from flash.trainer.packing import MicroBatch
 from flash.trainer.plan import MinibatchPlan, StepPlan
 from flash.trainer.rhythm import MicroSignals, RhythmPass, RhythmWatch
@@ -98,15 +99,11 @@ def policy_logprobs(
     watch: AttentionWatch | None = None,
 ) -> TokenLogprobs:
     """What a policy says of a micro-batch's action tokens, while somebody may look on. A collective."""
-    device = model.device
     return token_logprobs(
         model,
-        input_P=torch.from_numpy(micro.input_P).to(device),
-        position_P=torch.from_numpy(micro.position_P).to(device),
-        offset_S=torch.from_numpy(micro.offset_S).to(device),
-        keep_T=torch.from_numpy(micro.keep_T).to(device),
-        target_T=torch.from_numpy(micro.target_T).to(device),
-        longest=int(np.diff(micro.offset_S).max()),
+        micro,
+        micro.keep_T,
+        micro.target_T,
         temperature=temperature,
         entropy_gradient=entropy_gradient,
         watch=watch,

@@ -1,7 +1,7 @@
 """A GGUF file becomes an ordinary Hugging Face folder: weights in bfloat16, in no quantised form, and its tokenizer.
 
-`transformers` reads such files with the packages gguf and accelerate. What it cannot read is refused by `described`,
-which looks at all but the weights, before any work.
+`transformers` reads such files with the packages gguf and accelerate. What it cannot read is refused before any work:
+by `examine`, which looks at the file's header, and by `described`, which asks transformers about all but the weights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flash.errors import ConfigError
 
@@ -27,16 +27,57 @@ PACKAGES = ("gguf", "accelerate")
 REMEDY = "expected a whole GGUF file of a causal language model that transformers can dequantise"
 
 
+class Header(NamedTuple):
+    """What a file says of its model."""
+
+    positions: int | None
+    """Longest sequence, in tokens."""
+    weights_bytes: int
+    """Of the folder's weights, in bfloat16."""
+
+
+def examine(file: Path) -> Header:
+    """Read the file's header, and see that its tensors are all there, in forms that can be dequantised.
+
+    Raises:
+        ConfigError: it cannot be read, is damaged, or holds what cannot be dequantised.
+    """
+    if lacking := [name for name in PACKAGES if find_spec(name) is None]:
+        raise ConfigError(
+            f"{file} cannot be read without the packages {' and '.join(lacking)}: make the environment anew with "
+            f"`make env`, or install them with `pip install {' '.join(lacking)}`"
+        )
+    import gguf
+    import numpy as np
+
+    try:
+        reader = gguf.GGUFReader(file)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # a damaged file raises whatever numpy and Python find in it
+        raise ConfigError(f"{file} is no whole GGUF file ({type(error).__name__}: {error}): {REMEDY}") from error
+    if not reader.tensors:
+        raise ConfigError(f"{file} holds no tensors: {REMEDY}")
+    for kind in {tensor.tensor_type for tensor in reader.tensors}:
+        try:
+            gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError:
+            raise ConfigError(f"{file} holds tensors of the type {kind.name}, which cannot be dequantised") from None
+    architecture = reader.get_field("general.architecture")
+    length = architecture and reader.get_field(f"{architecture.contents()}.context_length")
+    return Header(length and int(length.contents()), 2 * sum(int(tensor.n_elements) for tensor in reader.tensors))
+
+
 def described(file: Path) -> str:
     """The model's class and size.
 
     Raises:
-        ConfigError: the file cannot be read, is damaged, or holds what cannot be converted.
+        ConfigError: as `examine`; or transformers does not know such a model.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    _examine(file)
+    examine(file)
     with _alone(file) as folder, _refusals(file):
         config = AutoConfig.from_pretrained(folder, gguf_file=NAME)
         with torch.device("meta"):
@@ -66,14 +107,13 @@ def convert(file: Path, folder: Path) -> None:
     """Write the model of a GGUF file into an empty folder, and see that it can be loaded.
 
     Raises:
-        ConfigError: as `described`; or tensors are missing or hold no numbers.
+        ConfigError: it cannot be converted; tensors are missing or hold no numbers.
     """
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
     from flash.foreign.transformers import open_weights, without_bars
 
-    _examine(file)
     with _alone(file) as alone, _refusals(file), without_bars(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries, on how they read and dequantise
         save_tokenizer(file, folder)
@@ -91,31 +131,6 @@ def convert(file: Path, folder: Path) -> None:
             folder, dtype=torch.bfloat16, local_files_only=True, output_loading_info=True
         )
         _whole(file, *again)
-
-
-def _examine(file: Path) -> None:
-    """Read the file's header, and see that its tensors are all there, in forms that can be dequantised."""
-    if lacking := [name for name in PACKAGES if find_spec(name) is None]:
-        raise ConfigError(
-            f"{file} cannot be read without the packages {' and '.join(lacking)}: make the environment anew with "
-            f"`make env`, or install them with `pip install {' '.join(lacking)}`"
-        )
-    import gguf
-    import numpy as np
-
-    try:
-        reader = gguf.GGUFReader(file)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # a damaged file raises whatever numpy and Python find in it
-        raise ConfigError(f"{file} is no whole GGUF file ({type(error).__name__}: {error}): {REMEDY}") from error
-    if not reader.tensors:
-        raise ConfigError(f"{file} holds no tensors: {REMEDY}")
-    for kind in {tensor.tensor_type for tensor in reader.tensors}:
-        try:
-            gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
-        except NotImplementedError:
-            raise ConfigError(f"{file} holds tensors of the type {kind.name}, which cannot be dequantised") from None
 
 
 @contextmanager

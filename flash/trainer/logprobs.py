@@ -1,6 +1,6 @@
 """What the policy says of given tokens: their log-probs and the entropies of the distributions they were drawn from.
 
-Shape legend: P = packed tokens, T = predicted tokens, S = sequences.
+Shape legend: P = tokens of the packed sequences, T = predicted tokens.
 """
 
 from __future__ import annotations
@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from flash.errors import ConfigError
-from flash.trainer.model import AttentionWatch, class_name, packed_layout, reshard
+from flash.trainer.model import reshard
 from flash.trainer.output_layer import OutputLayer, Selection
+from flash.trainer.packed import AttentionWatch, class_name, packed_row
+from flash.trainer.prefixes import Int64Array, PackedSequences, in_one_row
 
 
 class TokenLogprobs(NamedTuple):
@@ -28,36 +31,35 @@ class TokenLogprobs(NamedTuple):
 
 def token_logprobs(
     model: PreTrainedModel,
+    sequences: PackedSequences,
+    keep_T: Int64Array,
+    target_T: Int64Array,
     *,
-    input_P: Tensor,
-    position_P: Tensor,
-    offset_S: Tensor,
-    keep_T: Tensor,
-    target_T: Tensor,
-    longest: int,
     temperature: float,
     entropy_gradient: bool = False,
     watch: AttentionWatch | None = None,
 ) -> TokenLogprobs:
     """Log-prob and entropy of each target under softmax(logits / temperature), in float32.
 
-    The fields are those of `flash.trainer.packing.MicroBatch`, on the model's device; the model comes from
-    `shard_model`. Only the positions in `keep_T` go through the output layer, and never all of them at once. A
+    `keep_T` and `target_T` are as in `flash.trainer.packing.MicroBatch`, which is one of `sequences`; the model comes
+    from `shard_model`. Only the positions in `keep_T` go through the output layer, and never all of them at once. A
     collective where the model is sharded. `watch` is told of every layer's attention.
 
     Raises:
         ConfigError: the model changes what comes out of its output layer, for example by a cap or a scale.
     """
+    row = packed_row(sequences, model.device).watched(watch)
     layer = model.get_output_embeddings()
     assert isinstance(layer, OutputLayer), "prepare the model with shard_model"
-    selection = Selection(target_T, temperature, entropy_gradient)
+    selection = Selection(torch.from_numpy(target_T).to(model.device), temperature, entropy_gradient)
+    kept = row.layout.row_P[torch.from_numpy(keep_T).to(model.device)]
     with layer.selecting(selection):
         output = model(
-            input_ids=input_P.unsqueeze(0),
-            position_ids=position_P.unsqueeze(0),
+            input_ids=row.input_U.unsqueeze(0),
+            position_ids=row.position_U.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=keep_T,
-            packed_layout=packed_layout(position_P, offset_S, longest)._replace(watch=watch),
+            logits_to_keep=kept,
+            packed_layout=row.layout,
         )
     # The very tensor: whatever a model does to logits, it would have done to log-probs here.
     if selection.answer is None or output.logits is not selection.answer:
@@ -72,18 +74,7 @@ def token_logprobs(
 @torch.no_grad()
 def canary_logprobs(model: PreTrainedModel, token_ids: Sequence[int]) -> list[float]:
     """Log-prob of token i + 1 given tokens 0…i, at temperature 1. Every rank calls it and gets the same answer."""
-    count = len(token_ids)
-    input_P = torch.tensor(token_ids, dtype=torch.int64, device=model.device)
-    position_P = torch.arange(count, device=model.device)
-    result = token_logprobs(
-        model,
-        input_P=input_P,
-        position_P=position_P,
-        offset_S=torch.tensor([0, count], device=model.device),
-        keep_T=position_P[:-1],
-        target_T=input_P[1:],
-        longest=count,
-        temperature=1.0,
-    )
+    ids_P = np.array(token_ids, dtype=np.int64)
+    result = token_logprobs(model, in_one_row([ids_P]), np.arange(len(ids_P) - 1), ids_P[1:], temperature=1.0)
     reshard(model)
     return result.logp_T.tolist()

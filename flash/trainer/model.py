@@ -1,18 +1,14 @@
 """The policy as the trainer holds it: a Hugging Face causal LM, sharded by FSDP2, run on packed sequences.
 
-Master weights are float32; the forward pass runs in the configured dtype. Sequences of a micro-batch lie one after the
-other in one row; attention spreads them over the rows of a padded batch, so that none sees another. Padding comes after
-the tokens and attention is causal, so no mask is needed, and fast kernels apply.
-
+Master weights are float32; the forward pass runs in the configured dtype, on the packed rows of `flash.trainer.packed`.
 Everything that touches parameters is a collective: all ranks call it together.
-Shape legend: P = packed tokens, S = sequences, L = longest sequence, H = heads, D = width of a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -20,54 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
 from flash.foreign.transformers import layer_types, takes_attention
 from flash.trainer.output_layer import replace_output_layer
-
-PACKED_ATTENTION = "packed"
-"""Our name in transformers' attention interface. Not in its mask interface, so no dense mask is built. It must contain
-none of transformers' own names, such as sdpa: the rules for that one would apply."""
-
-
-class AttentionWatch(Protocol):
-    """Looks on while the layers attend."""
-
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, scaling: float | None, sliding_window: int | None
-    ) -> None:
-        """What one layer compares, as the model made it: query [1, H, P, D], key [1, heads of keys, P, D]."""
-        ...
-
-
-class PackedLayout(NamedTuple):
-    """Where the tokens of a packed row go in a padded batch, and who looks on."""
-
-    slot_P: Tensor
-    """int64: sequence · L + position."""
-    sequences: int
-    """S."""
-    longest: int
-    """L."""
-    watch: AttentionWatch | None = None
-    """Is told of every layer's attention."""
-
-    @property
-    def even(self) -> bool:
-        """Whether all sequences are of one length: the packed row then is the padded batch."""
-        return len(self.slot_P) == self.sequences * self.longest
-
-
-def packed_layout(position_P: Tensor, offset_S: Tensor, longest: int) -> PackedLayout:
-    """From the fields of `flash.trainer.packing.MicroBatch` and the length of its longest sequence."""
-    sequences = len(offset_S) - 1
-    sequence_P = torch.repeat_interleave(
-        torch.arange(sequences, device=position_P.device), offset_S.diff(), output_size=len(position_P)
-    )
-    return PackedLayout(slot_P=sequence_P * longest + position_P, sequences=sequences, longest=longest)
+from flash.trainer.packed import PACKED_ATTENTION, packed_attention
 
 
 def load_model(config: ModelConfig) -> PreTrainedModel:
@@ -121,67 +76,6 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, dtype: Literal["float3
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     # Dropout stays off: the trained log-probs are those of the policy that acts.
     return model.eval()
-
-
-def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    packed_layout: PackedLayout | None = None,
-    **other: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention within each sequence of a packed row: query [1, H, P, D] to output [1, P, H, D]."""
-    if packed_layout is None:
-        raise ConfigError(
-            f"model.path: {class_name(module)} does not pass on what its attention is told of packed sequences; choose "
-            "another model"
-        )
-    if attention_mask is not None:
-        raise ConfigError(
-            f"model.path: {class_name(module)} makes a mask of its own for its attention, which packed training would "
-            "have to ignore; choose another model"
-        )
-    if other.get("softcap") is not None or other.get("s_aux") is not None:
-        raise ConfigError(f"model.path: {class_name(module)} uses capped or sink attention, which is not supported")
-    if packed_layout.watch is not None:
-        packed_layout.watch(module, query, key, scaling, sliding_window)
-    longest = packed_layout.longest
-    band = None
-    if sliding_window is not None and longest > sliding_window:
-        distance = torch.arange(longest, device=query.device)
-        distance = distance[:, None] - distance[None, :]
-        band = (distance >= 0) & (distance < sliding_window)
-    output = scaled_dot_product_attention(
-        _spread(query, packed_layout),
-        _spread(key, packed_layout),
-        _spread(value, packed_layout),
-        attn_mask=band,
-        is_causal=band is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    output_SLHD = output.transpose(1, 2).reshape(-1, *output.shape[1:2], output.shape[3])
-    packed = output_SLHD if packed_layout.even else output_SLHD[packed_layout.slot_P]
-    return packed.unsqueeze(0), None
-
-
-def class_name(module: nn.Module) -> str:
-    """The name of a module's class as transformers has it; FSDP puts its own before it."""
-    return type(module).__name__.removeprefix("FSDP")
-
-
-def _spread(packed: Tensor, layout: PackedLayout) -> Tensor:
-    """[1, H, P, D] to a zero-padded [S, H, L, D]."""
-    if layout.even:
-        return packed[0].unflatten(1, (layout.sequences, layout.longest)).transpose(0, 1)
-    _, heads, _, width = packed.shape
-    rows = packed.new_zeros(layout.sequences * layout.longest, heads, width)
-    rows = rows.index_copy(0, layout.slot_P, packed[0].transpose(0, 1))
-    return rows.view(layout.sequences, layout.longest, heads, width).transpose(1, 2)
 
 
 def reshard(model: nn.Module) -> None:

@@ -1,8 +1,9 @@
 """Trajectories to packed micro-batches, in numpy.
 
-A micro-batch holds whole sequences one after the other, without padding. Only positions that predict an action token
-get a logit. A sample is one sequence, or one for each of its branches; all of them have its place in the batch, and so
-its advantage. Conservation: every trained token of the samples given to `pack` is in exactly one micro-batch.
+A micro-batch holds whole sequences one after the other, without padding; what they begin with alike is computed once
+(`flash.trainer.prefixes`). Only positions that predict an action token get a logit. A sample is one sequence, or one
+for each of its branches; all of them have its place in the batch, and so its advantage. Conservation: every trained
+token of the samples given to `pack` is in exactly one micro-batch.
 
 Shape legend: P = packed tokens, T = action tokens, S = sequences.
 """
@@ -11,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from flash.errors import ContractError
+from flash.trainer.prefixes import LEAST_SHARED, Computed, Int64Array, in_common, shared_prefixes
 from flash.types import Shard, ShardSample, Trajectory
 
-Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
@@ -66,6 +68,15 @@ class MicroBatch:
     def sequences(self) -> int:
         """S."""
         return len(self.offset_S) - 1
+
+    @property
+    def computed(self) -> Computed:
+        """What the sequences begin with alike is computed once."""
+        return self._computed
+
+    @cached_property
+    def _computed(self) -> Computed:
+        return shared_prefixes(np.split(self.input_P, self.offset_S[1:-1]))
 
 
 DUMMY = MicroBatch(
@@ -121,33 +132,50 @@ def _sequences(sample: ShardSample, min_version: int) -> list[_Sequence]:
 
 
 def pack(samples: Sequence[ShardSample], *, min_version: int, max_tokens: int) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` packed tokens, longest sequences first.
+    """Micro-batches of at most `max_tokens` tokens that are computed, longest sequences first.
 
-    Neighbours in length share a micro-batch, so that attention pads little. A branch without a token to train is left
-    out: it would cost a forward pass and change nothing.
+    Where sequences of a group begin with much in common, its prompt above all, they share a micro-batch, in which that
+    is computed once. Otherwise neighbours in length do, so that attention pads little. A branch without a token to
+    train is left out: it would cost a forward pass and change nothing.
 
     Raises:
         ContractError: a sequence is longer than the budget, is not well-formed, or has a trained token whose behaviour
             log-prob is not a finite number.
     """
     trained = [sequence for sample in samples for sequence in _sequences(sample, min_version)]
-    trained.sort(key=lambda sequence: (-sequence.trajectory.length, sequence.index))
     batches: list[list[_Sequence]] = []
     tokens, longest = 0, 0
-    for sequence in trained:
+    for sequence, known in _in_order(trained):
         length = sequence.trajectory.length
         if length > max_tokens:
             raise ContractError(
                 f"sample {sequence.index} has {length} tokens, more than train.max_tokens_per_microbatch = "
                 f"{max_tokens}; raise it to at least model.max_length"
             )
-        padded = longest * (len(batches[-1]) + 1) if batches else 0
-        if not batches or tokens + length > max_tokens or padded > MAX_PADDED_SHARE * max_tokens:
+        padded = max(longest, length) * (len(batches[-1]) + 1) if batches else 0
+        if not batches or tokens + length - known > max_tokens or padded > MAX_PADDED_SHARE * max_tokens:
             batches.append([])
-            tokens, longest = 0, length
+            tokens, longest, known = 0, 0, 0
         batches[-1].append(sequence)
-        tokens += length
+        tokens, longest = tokens + length - known, max(longest, length)
     return [_concatenate(batch, min_version) for batch in batches]
+
+
+def _in_order(trained: Sequence[_Sequence]) -> list[tuple[_Sequence, int]]:
+    """The sequences as they are packed, each with how many of its tokens the one before it has computed."""
+    by_length = sorted(trained, key=lambda sequence: (-sequence.trajectory.length, sequence.index))
+    groups: dict[int, list[_Sequence]] = {}
+    for sequence in by_length:
+        groups.setdefault(sequence.trajectory.task.group_id, []).append(sequence)
+    found: list[tuple[_Sequence, int]] = []
+    for members in groups.values():
+        order, known = in_common([sequence.trajectory.tokens() for sequence in members])
+        found += zip((members[place] for place in order), known, strict=True)
+    shared = sum(known for _, known in found)
+    # Kept together, a group with one long answer among short ones makes attention pad more.
+    if shared < LEAST_SHARED * sum(sequence.trajectory.length for sequence in trained):
+        return [(sequence, 0) for sequence in by_length]
+    return found
 
 
 def only(micro: MicroBatch, keep_S: BoolArray) -> MicroBatch:
@@ -161,7 +189,7 @@ def only(micro: MicroBatch, keep_S: BoolArray) -> MicroBatch:
     return MicroBatch(
         input_P=micro.input_P[keep_P],
         position_P=micro.position_P[keep_P],
-        offset_S=np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(length_S[keep_S])]),
+        offset_S=_offsets(length_S[keep_S]),
         keep_T=(np.cumsum(keep_P) - 1)[micro.keep_T[keep_T]],
         target_T=micro.target_T[keep_T],
         behaviour_T=micro.behaviour_T[keep_T],
@@ -175,12 +203,16 @@ def only(micro: MicroBatch, keep_S: BoolArray) -> MicroBatch:
     )
 
 
+def _offsets(lengths: Int64Array) -> Int64Array:
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+
+
 def _concatenate(sequences: Sequence[_Sequence], min_version: int) -> MicroBatch:
     """One micro-batch of these sequences, in this order."""
     actions = [_action_positions(sequence) for sequence in sequences]
     lengths = np.array([sequence.trajectory.length for sequence in sequences], dtype=np.int64)
     counts = np.array([len(positions) for positions in actions], dtype=np.int64)
-    offset_S = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+    offset_S = _offsets(lengths)
     input_P = np.concatenate([sequence.trajectory.tokens() for sequence in sequences]).astype(np.int64)
     action_T = np.concatenate(actions) + np.repeat(offset_S[:-1], counts)
     version_T = np.concatenate([sequence.trajectory.action_versions() for sequence in sequences]).astype(np.int64)

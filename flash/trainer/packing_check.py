@@ -1,6 +1,6 @@
 """Before the first step: does the model say of packed sequences what it says of each alone?
 
-Attention is kept within sequences by `flash.trainer.model.packed_attention`. What else carries something from token to
+Attention is kept within sequences by `flash.trainer.packed.packed_attention`. What else carries something from token to
 token, such as a recurrent state, a convolution, or a window or chunk that stands only in the model's own mask, is not,
 and would train on log-probs that no policy has. So some sequences of random tokens go through the model once in one
 row, and once alone with the model's own attention. One is longer than every window that `model.max_length` lets matter.
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -24,7 +25,9 @@ from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.foreign.transformers import default_attention, windows
 from flash.trainer.logprobs import token_logprobs
-from flash.trainer.model import PACKED_ATTENTION, class_name, reshard
+from flash.trainer.model import reshard
+from flash.trainer.packed import PACKED_ATTENTION, class_name
+from flash.trainer.prefixes import in_one_row
 
 LENGTHS = (9, 24, 5, 16)
 """Of the short sequences; each but the first has others before it in the row."""
@@ -75,20 +78,10 @@ def _sequences(model: PreTrainedModel, config: Config) -> list[Tensor]:
 
 def _forward(model: PreTrainedModel, sequences: Sequence[Tensor]) -> Tensor:
     """[T]: log-prob of every token but the first of each sequence, all in one row."""
-    lengths = [len(ids) for ids in sequences]
-    position_P = torch.cat([torch.arange(length, device=model.device) for length in lengths])
-    offset_S = torch.tensor([0, *lengths], device=model.device).cumsum(0)
-    keep_T = torch.cat([torch.arange(start, stop - 1) for start, stop in pairwise(offset_S.tolist())])
-    result = token_logprobs(
-        model,
-        input_P=torch.cat(list(sequences)),
-        position_P=position_P,
-        offset_S=offset_S,
-        keep_T=keep_T.to(model.device),
-        target_T=torch.cat([ids[1:] for ids in sequences]),
-        longest=max(lengths),
-        temperature=1.0,
-    )
+    ids = [one.cpu().numpy() for one in sequences]
+    packed = in_one_row(ids)
+    keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
+    result = token_logprobs(model, packed, keep_T, np.concatenate([one[1:] for one in ids]), temperature=1.0)
     reshard(model)
     return result.logp_T
 

@@ -38,7 +38,7 @@ from flash.errors import ConfigError
 from flash.foreign.transformers import layer_count, layer_number
 from flash.trainer.attention import Block, attention_rows, blocks, make_scratch
 from flash.trainer.collectives import gather_rows
-from flash.trainer.model import AttentionWatch, class_name
+from flash.trainer.packed import AttentionWatch, class_name
 from flash.trainer.packing import DUMMY, Float32Array, MicroBatch
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PhiConfig, PhiForCausalLM, PreTrainedModel
@@ -13,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PhiConfig, PhiFor
 from flash.config.tree import ModelConfig
 from flash.trainer.logprobs import token_logprobs
 from flash.trainer.model import load_model, shard_model, trainer_mesh
+from flash.trainer.prefixes import in_one_row
 from tests.trainer.trainer_cases import VOCABULARY
 
 LENGTHS = (9, 3, 17, 2, 6)
@@ -90,19 +93,9 @@ def random_sequences(vocabulary: int = VOCABULARY, lengths: Sequence[int] = LENG
 
 def packed_batch(sequences: Sequence[Tensor]) -> dict[str, Any]:
     """Every token but the first of each sequence is predicted."""
-    lengths = [len(ids) for ids in sequences]
-    start, keep = 0, []
-    for length in lengths:
-        keep.append(torch.arange(start, start + length - 1))
-        start += length
-    return {
-        "input_P": torch.cat(list(sequences)),
-        "position_P": torch.cat([torch.arange(length) for length in lengths]),
-        "offset_S": torch.tensor([0, *lengths]).cumsum(0),
-        "keep_T": torch.cat(keep),
-        "target_T": torch.cat([ids[1:] for ids in sequences]),
-        "longest": max(lengths),
-    }
+    packed = in_one_row([ids.numpy() for ids in sequences])
+    keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
+    return {"sequences": packed, "keep_T": keep_T, "target_T": np.concatenate([ids[1:].numpy() for ids in sequences])}
 
 
 def one_by_one(model: PreTrainedModel, sequences: Sequence[Tensor], temperature: float) -> tuple[Tensor, Tensor]:

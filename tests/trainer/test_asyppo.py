@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from algorithms.asyppo import SAME
 from algorithms.dealing import deal
 from flash.trainer.step import Trainer
 from flash.types import Shard
@@ -80,8 +81,9 @@ class Paper:
 
     def rank(self, token: Token) -> tuple[int, int]:
         """How many trained tokens of the batch have a lower σ, and how many a higher one."""
-        mine = self.deviation[token.sample, token.place]
-        return sum(one < mine for one in self.deviation.values()), sum(one > mine for one in self.deviation.values())
+        mine, others = self.deviation[token.sample, token.place], self.deviation.values()
+        # The first tokens of a group follow the same prompt: a tie, which stays in as a whole.
+        return sum(one < mine * (1 - SAME) for one in others), sum(one > mine * (1 + SAME) for one in others)
 
     def loss(
         self, adjust: Callable[[Shard, list[Token]], None], *, decoupled: bool, k: float = 0.2, h: float = 0.2
@@ -100,8 +102,8 @@ class Paper:
                 weight = 0.0 if decoupled and weight > 5.0 else weight
                 ratio = (token.logp - centre).exp()
                 surrogate = torch.minimum(ratio * token.advantage, ratio.clamp(0.8, 1.2) * token.advantage)
-                learned = 0.0 if below < math.floor(k * count) else 1.0
-                explored = 0.0 if above < math.floor(h * count) else 1.0
+                learned = 0.0 if count - above <= math.floor(k * count) else 1.0
+                explored = 0.0 if count - below <= math.floor(h * count) else 1.0
                 term = learned * weight * surrogate * token.correction * token.staleness
                 total = total - (term + BETA * explored * token.entropy) / len(answer) / len(answers)
         return total

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,7 +94,7 @@ def test_several_chunks_give_what_one_gives(any_model: Path) -> None:
 
 def test_a_micro_batch_that_predicts_nothing_adds_nothing(model: Path) -> None:
     ours = sharded(model)
-    nothing = {"keep_T": torch.zeros(0, dtype=torch.int64), "target_T": torch.zeros(0, dtype=torch.int64)}
+    nothing = {name: np.zeros(0, dtype=np.int64) for name in ("keep_T", "target_T")}
     result = token_logprobs(ours, **packed_batch(random_sequences()) | nothing, temperature=1.0)
     assert result.logp_T.shape == result.entropy_T.shape == (0,)
     result.logp_T.sum().backward()
@@ -126,7 +127,7 @@ def test_neither_whole_logits_nor_their_gradient_are_ever_held(tmp_path: Path, e
         logp_T, entropy_T = token_logprobs(model, **batch, temperature=1.0, entropy_gradient=entropy_gradient)
         (logp_T.sum() + entropy_T.sum()).backward()
     with Largest() as whole:
-        torch.stack(one_by_one(reference_model(folder), [batch["input_P"]], 1.0)).sum().backward()
+        torch.stack(one_by_one(reference_model(folder), [torch.cat(sequences)], 1.0)).sum().backward()
     logits = len(batch["keep_T"]) * vocabulary
     assert whole.elements >= logits
     # What is largest is the embedding itself, or FSDP's buffer for all parameters of the root.

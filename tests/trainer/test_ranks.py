@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_a_batch_that_one_rank_refuses_stops_both(ranks: dict[str, Any]) -> None
 def test_a_value_that_is_not_finite_on_one_rank_stops_both(ranks: dict[str, Any]) -> None:
     first, second = (results["spoilt values"] for results in ranks["results"])
     assert "trainer ranks [1] refused" in first
-    assert "sample 1: the critic's value of its action token" in second
+    assert re.search(r"sample \d: the critic's value of its action token", second)
 
 
 def test_both_ranks_load_what_they_saved(ranks: dict[str, Any]) -> None:

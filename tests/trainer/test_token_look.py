@@ -71,7 +71,7 @@ def test_tokens_of_the_first_trained_samples_are_told_with_all_their_branches(ti
         logprobs, entropies = naive(tied_model, shard, seen.index)
         # The second minibatch is looked at after the first has moved the weights.
         exact = shard.batch[seen.index].group_id == 0
-        tolerance = 1e-4 if exact else 0.2
+        tolerance = 1e-4 if exact else 0.5
         assert floats(seen.logprobs)[part_of_one] == pytest.approx(logprobs[part_of_one], abs=tolerance)
         assert floats(seen.entropies)[part_of_one] == pytest.approx(entropies[part_of_one], abs=tolerance)
         assert np.isnan(floats(seen.logprobs)[~part_of_one]).all()

@@ -81,18 +81,19 @@ def make_config(model: Path, **tables: dict[str, Any]) -> Config:
 def make_trajectory(
     group: int, member: int, versions: list[VersionRun], rng: np.random.Generator, *, reward: float, prompt: int = 4
 ) -> Trajectory:
-    """Random tokens: a prompt, and actions in two spans with one token of the environment between."""
+    """Random tokens: the group's prompt, and actions in two spans with one token of the environment between."""
     actions = sum(run.count for run in versions)
     first = (actions + 1) // 2
     spans = [Span(prompt, prompt + first)]
     if actions > first:
         spans.append(Span(prompt + first + 1, prompt + actions + 1))
-    length = spans[-1].stop
+    begun = np.random.default_rng(group).integers(0, VOCABULARY, prompt)
+    token_ids = np.concatenate([begun, rng.integers(0, VOCABULARY, spans[-1].stop - prompt)])
     return Trajectory(
         task=Task(group * 100 + member, group, member, seed=group),
         outcome=Outcome.OK,
         reward=reward,
-        token_ids=rng.integers(0, VOCABULARY, length).astype("<i4").tobytes(),
+        token_ids=token_ids.astype("<i4").tobytes(),
         action_spans=spans,
         logprobs=(-2.0 + 0.7 * rng.standard_normal(actions)).astype("<f4").tobytes(),
         versions=versions,

@@ -1,0 +1,114 @@
+"""What packed sequences begin with alike is computed once.
+
+A token's hidden state follows from the tokens up to it. So where two sequences begin alike, with the prompt of their
+group or with the turns that branches of one sample share, the states of that beginning are the same numbers, and so is
+the sum of the gradients that reach them. Conservation: the tokens up to any place of a sequence are those up to the
+place at which it is computed.
+
+Shape legend: P = tokens of the packed sequences, U = those that are computed, S = sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
+
+
+LEAST_SHARED = 0.1
+"""Share of a sequence that it must have in common with another one for it to be computed once. Below it the way there
+costs more: attention takes a mask for what goes on from another sequence."""
+
+
+class Computed(NamedTuple):
+    """Which tokens are computed, and for whom."""
+
+    place_U: Int64Array
+    """The place in P of each token that is computed; those of a sequence are neighbours."""
+    row_P: Int64Array
+    """The place in U at which each token of the sequences is computed."""
+
+
+class PackedSequences(Protocol):
+    """Sequences one after the other, such as a micro-batch."""
+
+    @property
+    def input_P(self) -> Int64Array:
+        """Token ids."""
+        ...
+
+    @property
+    def position_P(self) -> Int64Array:
+        """Position of each token in its own sequence."""
+        ...
+
+    @property
+    def offset_S(self) -> Int64Array:
+        """[S + 1] cumulative lengths, from 0 to P."""
+        ...
+
+    @property
+    def computed(self) -> Computed:
+        """As `shared_prefixes` of the sequences."""
+        ...
+
+
+def shared_prefixes(sequences: Sequence[Int64Array]) -> Computed:
+    """Compute what sequences begin with alike once, where the first of them in order of tokens has it."""
+    order, known = in_common(sequences)
+    starts = np.cumsum([0, *map(len, sequences)])
+    if not any(known):
+        # In their own order, which attention can take as it is.
+        return Computed(np.arange(starts[-1]), np.arange(starts[-1]))
+    row_P = np.empty(starts[-1], dtype=np.int64)
+    places: list[Int64Array] = []
+    count, before = 0, 0
+    for index, same in zip(order, known, strict=True):
+        start, stop = int(starts[index]), int(starts[index + 1])
+        row_P[start : start + same] = row_P[starts[before] : starts[before] + same]
+        row_P[start + same : stop] = np.arange(count, count + stop - start - same)
+        places.append(np.arange(start + same, stop))
+        count, before = count + stop - start - same, index
+    return Computed(np.concatenate(places), row_P)
+
+
+def in_common(sequences: Sequence[npt.NDArray[np.integer[Any]]]) -> tuple[list[int], list[int]]:
+    """The places of sequences in order of tokens, and what each need not compute, as the one just before it has it.
+
+    In this order no earlier sequence has more in common with one than the one just before.
+    """
+    order = sorted(range(len(sequences)), key=lambda index: sequences[index].astype(">u8").tobytes())
+    known = [0, *(_common(sequences[before], sequences[after]) for before, after in pairwise(order))]
+    worth = [same >= LEAST_SHARED * len(sequences[index]) for index, same in zip(order, known, strict=True)]
+    return order, [same if counts else 0 for same, counts in zip(known, worth, strict=True)]
+
+
+def _common(one: npt.NDArray[np.integer[Any]], other: npt.NDArray[np.integer[Any]]) -> int:
+    """How many tokens two sequences begin with alike."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length
+
+
+class Sequences(NamedTuple):
+    """Token sequences as `PackedSequences`."""
+
+    input_P: Int64Array
+    position_P: Int64Array
+    offset_S: Int64Array
+    computed: Computed
+
+
+def in_one_row(sequences: Sequence[Int64Array]) -> Sequences:
+    """These, one after the other."""
+    return Sequences(
+        input_P=np.concatenate(sequences),
+        position_P=np.concatenate([np.arange(len(ids)) for ids in sequences]),
+        offset_S=np.cumsum([0, *map(len, sequences)]),
+        computed=shared_prefixes(sequences),
+    )

@@ -1,0 +1,125 @@
+"""Packed rows with shared beginnings: every model says of them, and learns from them, what it does of each alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flash.trainer.firstpass import policy_logprobs
+from flash.trainer.logprobs import token_logprobs
+from flash.trainer.packed import Taken, packed_row, take, taken
+from flash.trainer.packing import pack
+from flash.trainer.prefixes import Computed, Sequences
+from tests.trainer.packed_cases import one_by_one, packed_batch, sharded
+from tests.trainer.trainer_cases import (
+    VOCABULARY,
+    aged_shard,
+    branched_shard,
+    reference_model,
+    relative_error,
+    write_model,
+)
+
+
+def drawn_tree(rng: np.random.Generator) -> list[Tensor]:
+    """Sequences that go on from beginnings of one another, some equal to one, some with nothing in common."""
+    sequences = [torch.from_numpy(rng.integers(0, VOCABULARY, int(rng.integers(2, 12))))]
+    for _ in range(int(rng.integers(2, 9))):
+        parent = sequences[int(rng.integers(len(sequences)))]
+        kept = parent[: int(rng.integers(0, len(parent) + 1))]
+        more = torch.from_numpy(rng.integers(0, VOCABULARY, int(rng.integers(0 if len(kept) > 1 else 2, 15))))
+        sequences.append(torch.cat([kept, more]))
+    return sequences
+
+
+def unshared(packed: Sequences) -> Sequences:
+    everything = np.arange(len(packed.input_P))
+    return packed._replace(computed=Computed(everything, everything))
+
+
+@pytest.fixture(scope="module", params=["all", "window"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    window: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    options = window if request.param == "window" else {}
+    return write_model(tmp_path_factory.mktemp("packed") / "model", tied=False, **options)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_log_probs_and_gradients_of_a_tree_are_those_of_its_sequences(folder: Path, seed: int) -> None:
+    sequences = drawn_tree(np.random.default_rng(seed))
+    batch = packed_batch(sequences)
+    weight_T = torch.from_numpy(np.random.default_rng(seed + 1).normal(size=len(batch["keep_T"]))).float()
+    grads: list[dict[str, Tensor]] = []
+    for packed in (batch["sequences"], unshared(batch["sequences"])):
+        model = sharded(folder)
+        logp_T, entropy_T = token_logprobs(
+            model, **batch | {"sequences": packed}, temperature=0.8, entropy_gradient=True
+        )
+        (logp_T @ weight_T + entropy_T @ weight_T.flip(0)).backward()
+        grads.append({name: value.grad.full_tensor() for name, value in model.named_parameters()})
+        with torch.no_grad():
+            expected_T, _ = one_by_one(reference_model(folder), sequences, 0.8)
+        torch.testing.assert_close(logp_T.double(), expected_T, rtol=0, atol=2e-5)
+    assert relative_error(*grads) < 1e-5
+
+
+@pytest.mark.parametrize("make", [aged_shard, branched_shard])
+def test_every_model_of_a_step_computes_a_prompt_once(folder: Path, make: Any) -> None:
+    shard = make()
+    model = sharded(folder)
+    for micro in pack(shard.samples, min_version=shard.min_version, max_tokens=64):
+        row = packed_row(micro, model.device)
+        prompts = {tuple(micro.input_P[start : start + 1]) for start in micro.offset_S[:-1]}
+        assert len(row.input_U) < len(micro.input_P) or len(prompts) == micro.sequences
+        seen = policy_logprobs(model, micro, 1.0).logp_T
+        whole = Sequences(micro.input_P, micro.position_P, micro.offset_S, micro.computed)
+        alone = token_logprobs(model, unshared(whole), micro.keep_T, micro.target_T, temperature=1.0).logp_T
+        torch.testing.assert_close(seen, alone, rtol=0, atol=2e-5)
+
+
+def test_who_looks_on_sees_sequences_as_if_nothing_were_shared(folder: Path) -> None:
+    batch = packed_batch(drawn_tree(np.random.default_rng(3)))
+    model = sharded(folder)
+    looks: list[list[Tensor]] = []
+    for packed in (batch["sequences"], unshared(batch["sequences"])):
+        seen: list[Tensor] = []
+
+        def watch(module: Any, query: Tensor, key: Tensor, *_: Any, seen: list[Tensor] = seen) -> None:
+            seen.extend((query, key))
+
+        with torch.no_grad():
+            token_logprobs(model, **batch | {"sequences": packed}, temperature=1.0, watch=watch)
+        looks.append(seen)
+    for shared, alone in zip(*looks, strict=True):
+        torch.testing.assert_close(shared, alone, rtol=0, atol=2e-5)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.data())
+@settings(deadline=None)
+def test_rows_get_the_gradients_of_the_takers_that_count(source: list[int], data: st.DataObject) -> None:
+    counted = data.draw(st.lists(st.sampled_from(range(len(source))), unique=True, min_size=1))
+    places: Taken = taken(np.array(source), np.array(counted), torch.device("cpu"))
+    rows = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.zeros(len(source), 3, dtype=torch.float64)
+    weight[counted] = torch.randn(len(counted), 3, dtype=torch.float64)
+    found = take(rows, places)
+    assert torch.equal(found, rows[torch.tensor(source)])
+    (found * weight).sum().backward()
+    expected = torch.zeros(6, 3, dtype=torch.float64).index_add(0, torch.tensor(source), weight)
+    assert rows.grad is not None
+    torch.testing.assert_close(rows.grad, expected)
+
+
+def test_many_small_gradients_of_a_row_are_not_lost_in_half_precision() -> None:
+    places = taken(np.zeros(1000, dtype=np.int64), np.arange(1000), torch.device("cpu"))
+    row = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    (take(row, places) * 1.0).sum().backward()
+    assert row.grad is not None
+    assert row.grad.item() == 1000

@@ -1,0 +1,51 @@
+"""What sequences begin with alike is computed once, and nothing else is."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash.trainer.prefixes import LEAST_SHARED, Int64Array, in_one_row, shared_prefixes
+
+FEW = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+"""Of three tokens: many beginnings are alike."""
+
+
+def common(one: list[int], other: list[int]) -> int:
+    return next(
+        (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+        min(len(one), len(other)),
+    )
+
+
+@given(st.lists(FEW, min_size=1, max_size=12))
+@settings(deadline=None)
+def test_the_tokens_up_to_any_place_are_those_up_to_the_place_at_which_it_is_computed(drawn: list[list[int]]) -> None:
+    sequences = [np.array(ids) for ids in drawn]
+    packed = in_one_row(sequences)
+    place_U, row_P = packed.computed
+    beginnings = [tuple(ids[: end + 1]) for ids in drawn for end in range(len(ids))]
+    assert [beginnings[place_U[row]] for row in row_P] == beginnings
+    assert (row_P[place_U] == np.arange(len(place_U))).all(), "a place is computed for itself"
+    in_order = sorted(drawn)
+    known = [0, *(common(*pair) for pair in pairwise(in_order))]
+    worth = [same if same >= LEAST_SHARED * len(ids) else 0 for ids, same in zip(in_order, known, strict=True)]
+    assert len(place_U) == len(beginnings) - sum(worth)
+
+
+def test_a_prompt_is_computed_once_for_its_group_and_a_system_prompt_once_for_all() -> None:
+    def ids(*parts: int) -> Int64Array:
+        return np.concatenate([np.arange(start, start + 10) for start in parts])
+
+    groups = [[ids(0, 100 * group, 1000 * group + 50 * member) for member in (1, 2, 3)] for group in (1, 2)]
+    place_U, _ = shared_prefixes([member for group in groups for member in group])
+    assert len(place_U) == 10 + 2 * 10 + 6 * 10
+
+
+def test_what_is_shared_by_chance_is_left_alone() -> None:
+    sequences = [np.array([0, *range(number, number + 20)]) for number in (60, 1, 30)]
+    place_U, row_P = shared_prefixes(sequences)
+    assert place_U.tolist() == row_P.tolist() == list(range(63))
