@@ -1,27 +1,34 @@
 """Arithmetic: sums, differences and products of numbers with a fixed count of digits, one turn each.
 
-The prompt is the bare problem, `12+34=`; the reward is 1.0 for exactly the right number and 0.0 for anything else.
-How problems are divided into training and held-out ones is in `envs.made`.
+The prompt is the bare problem, `12+34=`, or a question for models that chat; the reward is 1.0 for the right number and
+0.0 for anything else. How problems are divided into training and held-out ones is in `envs.made`.
 """
 
 from __future__ import annotations
 
 import operator
 import random
+import re
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
 from envs.made import OneTurn, in_held_out_part
 from flash.environment import SolvedExample
 from flash.errors import ConfigError
+from flash.types import Message, Observation
 
 OPERATORS: Final[dict[str, Callable[[int, int], int]]] = {
     "+": operator.add,
     "-": operator.sub,
     "*": operator.mul,
 }
+
+QUESTION = "What is {}? Reply with only the number."
+"""What a chat model is asked."""
+
+NUMBER = re.compile(r"-?\d+")
 
 MAX_DIGITS = 18
 """Longest operand; longer ones are no longer about arithmetic."""
@@ -38,6 +45,9 @@ class ArithmeticOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Of both operands, without leading zeros."""
     operators: str = "+"
     """Those to draw from, a subset of `+-*`."""
+    template: Literal["plain", "chat"] = "plain"
+    """`plain`: the bare problem, and the answer has to be the number alone; `chat`: a question in a message, and the
+    last number of the answer counts."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.digits <= MAX_DIGITS:
@@ -55,6 +65,7 @@ class Arithmetic(OneTurn):
         self._low = 10 ** (options.digits - 1) if options.digits > 1 else 0
         self._high = 10**options.digits
         self._operators = options.operators
+        self._chat = options.template == "chat"
 
     def alphabet(self) -> str:
         """Digits, the equals sign and the operators; a negative answer takes its sign from the minus operator."""
@@ -68,5 +79,24 @@ class Arithmetic(OneTurn):
             if in_held_out_part(prompt) == held_out:
                 return SolvedExample(prompt, str(OPERATORS[symbol](left, right)))
 
+    def _shown(self, prompt: str) -> Observation:
+        return [Message("user", asked(prompt))] if self._chat else prompt
+
     def _reward(self, answer: str, solution: str) -> float:
-        return float(answer.strip() == solution)
+        said = last_number(answer) if self._chat else answer.strip()
+        return float(said == solution)
+
+
+def asked(problem: str) -> str:
+    """`12-34=` as a question: `What is 12 - 34? Reply with only the number.`"""
+    return QUESTION.format(re.sub(r"\D", r" \g<0> ", problem.rstrip("=")))
+
+
+def last_number(answer: str) -> str | None:
+    """The last whole number of an answer, without thousands separators; a minus between two numbers is an operator."""
+    numbers = NUMBER.findall(re.sub(r"(?<=\d),(?=\d{3}\b)|(?<=\d)\s*-(?=\s*\d)", _apart, answer))
+    return numbers[-1] if numbers else None
+
+
+def _apart(sign: re.Match[str]) -> str:
+    return "" if sign.group().endswith(",") else " "

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 
 from flash.environment import Info, SolvedExample, StepResult, is_held_out
 from flash.errors import EnvError
+from flash.types import Observation
 
 HELD_OUT_ONE_IN = 10
 """One problem in so many is held out: about 800 of the two-digit sums, enough for an evaluation."""
@@ -36,11 +37,15 @@ class OneTurn(ABC):
     def _reward(self, answer: str, solution: str) -> float:
         """From 0 to 1."""
 
-    async def reset(self, seed: int) -> tuple[str, Info]:
+    async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Show the problem of this seed."""
         problem = self._draw(random.Random(seed), is_held_out(seed))
         self._solution = problem.answer
-        return problem.prompt, {}
+        return self._shown(problem.prompt), {}
+
+    def _shown(self, prompt: str) -> Observation:
+        """How a problem is put to the model."""
+        return prompt
 
     async def step(self, action: str) -> StepResult:
         """Compare the answer with the right one; the episode ends."""

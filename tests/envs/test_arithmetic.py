@@ -1,8 +1,10 @@
+import re
+
 import anyio
 import anyio.lowlevel
 import pytest
 
-from envs.arithmetic import OPERATORS, Arithmetic, ArithmeticOptions
+from envs.arithmetic import OPERATORS, Arithmetic, ArithmeticOptions, last_number
 from envs.made import in_held_out_part
 from flash.environment import HELD_OUT, Environment
 from flash.errors import ConfigError, EnvError
@@ -93,3 +95,45 @@ def test_options_that_name_no_problem_are_refused(options, message):
 async def test_a_step_before_reset_is_an_environment_error():
     with pytest.raises(EnvError, match="before reset"):
         await Arithmetic(ArithmeticOptions()).step("1")
+
+
+@pytest.mark.anyio
+async def test_a_chat_model_is_asked_a_question_about_the_same_problem():
+    options = ArithmeticOptions(operators="+-*", template="chat")
+    for seed in (3, 4, 5, HELD_OUT):
+        (message,), _ = await Arithmetic(options).reset(seed)
+        prompt, _ = await Arithmetic(ArithmeticOptions(operators="+-*")).reset(seed)
+        assert message.role == "user"
+        asked = message.content.removeprefix("What is ").removesuffix("? Reply with only the number.")
+        assert asked.replace(" ", "") + "=" == prompt
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("7", "7"),
+        ("The answer is 46.", "46"),
+        ("12 + 34 = 46", "46"),
+        ("12-46", "46"),
+        ("12 - 46", "46"),
+        ("12 - 46 = -34", "-34"),
+        ("It is -34!", "-34"),
+        ("1,234,567", "1234567"),
+        ("3, 4", "4"),
+        ("1.5", "5"),
+        ("nothing", None),
+        ("", None),
+        ("-", None),
+    ],
+)
+def test_the_last_number_of_an_answer_counts(answer, number):
+    assert last_number(answer) == number
+
+
+@pytest.mark.anyio
+async def test_a_chat_model_is_rewarded_for_the_right_last_number():
+    env = Arithmetic(ArithmeticOptions(digits=1, operators="-", template="chat"))
+    (message,), _ = await env.reset(1)
+    left, right = map(int, re.findall(r"\d", message.content))
+    for answer, reward in [(f"{left} - {right} = {left - right}.", 1.0), (str(left - right + 1), 0.0), ("no", 0.0)]:
+        assert await env.step(answer) == ("", reward, True, False, {})
