@@ -43,8 +43,9 @@ class Ageing:
         """Members that no later step could train need not wait for the others of their group."""
         expiring = False
         if self._rules.on_expire == "mask" and self._contract.max_age >= 1 and not group.complete and not group.earlier:
-            after_next = self._contract.min_token_version(self._admission.next_step + 1)
-            expiring = group.expiring(after_next) and self._rules.filter_of(group.kind).keeps(group)
+            step = self._admission.next_step
+            expiring = group.expiring(self._contract.min_token_version(step + 1))
+            expiring = expiring and self._rules.filter_of(group.kind).keeps(group)
         self._pool.waits(group, expiring=expiring)
 
     def next_is(self, step: int) -> None:
@@ -53,6 +54,10 @@ class Ageing:
             return
         self._admission.next_step = step
         self._losers = self._contract.extra_groups
+        self.begins()
+
+    def begins(self) -> None:
+        """Deal with what is too old for the step that is the next one."""
         if (oldest := next(iter(self._pool), None)) is not None:
             self._places.forget(oldest)
         self._chores.add(self._grow_old, self._pool)

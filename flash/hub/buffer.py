@@ -182,15 +182,14 @@ class SampleBuffer(Samples):
         end = None
         if window is not None:
             end = math.floor((version + window) * self._contract.groups_per_batch + SLACK)
-        return choose(
-            self._contract,
-            version,
-            self._pool.eligible,
-            self._pool.census.begun,
-            before=None if end is None else self._places.first_at(end),
-            wait=self._rules.on_expire == "wait",
-            most=self._domains.most(self._source.cursor.quarantined),
-        )
+        before = None if end is None else self._places.first_at(end)
+        groups = (self._contract, version, self._pool.eligible, self._pool.census.begun)
+        most = self._domains.most(self._source.cursor.quarantined)
+        chosen = choose(*groups, before=before, wait=self._rules.on_expire == "wait", most=most)
+        if chosen is None and not self.leases.out and not self.at_hand(version):
+            # All places are taken, as by what a former life has begun under other options: nothing is to be waited for.
+            return choose(*groups, before=before, wait=False)
+        return chosen
 
     def commit(self, version: int) -> None:
         """The step that trained `version` is done: book its groups.

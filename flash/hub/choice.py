@@ -3,7 +3,7 @@
 Those whose tokens expire first go first. No straggler is waited for while enough groups are complete, with three
 exceptions that the configuration asks for: a window in the order of issue (`fifo_window`), the bound on how far a
 domain may be ahead (`flash.hub.domains`), and `on_expire = "wait"`, where a step is held back as long as taking it
-would leave a group that is still on its way no step to be trained in.
+would leave a group that is still on its way no step to be trained in. The last two hold while anything else can come.
 
 The question comes up with every result, so that it looks at versions, of which there are few, and not at groups.
 """

@@ -3,8 +3,8 @@
 Each domain has a weight. The next group is of the domain that lacks most, counting what was trained and what is on its
 way; so whatever leaves without being trained is made up for in its own domain. A step takes what is complete, whichever
 domain is slow; but no domain gets further ahead of its share of all trained groups than by `drift` batches and a group,
-and from there on a step waits for the others. Domains in quarantine have no share, and what is left of them may always
-be trained.
+and from there on a step waits for the others, as long as any can come. Domains in quarantine have no share, and what is
+left of them may always be trained.
 
 Conservation: a group is counted once, from its issue until it leaves untrained, or for good.
 """

@@ -177,7 +177,7 @@ class Nodes:
         if left := self.claims.expire():
             self._observer.note(f"samples given out again, as no node has come that has them in hand: {len(left)}")
             self._buffer.revoke(left)
-            self._course.bells.ring("put off")
+            self._course.bells.ring("batches", "put off")
             self.offer()
 
     # -- results -----------------------------------------------------------------------------------------------------

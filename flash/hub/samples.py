@@ -124,6 +124,8 @@ class Samples:
                 self._pool.ready(group)
             else:
                 self._ageing.watch(group)
+        if not goes_on:  # under another contract more of it may be too old
+            self._ageing.begins()
 
     def copy_ahead(self) -> Generator[None]:
         """Copy in slices what a snapshot keeps of the groups: it has to copy only those that change meanwhile."""

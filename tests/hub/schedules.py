@@ -6,7 +6,8 @@ that it could run, unless it may be kept for a node that loads. The trainer rank
 is given the same batch of a step, and each step is booked once. The hub dies too: the next one goes on from the version
 that it had, or, as where a recorded batch is damaged, from any since the checkpoint; nodes that outlive it keep what
 they hold, if the next one knows of it. So do trainer ranks: they all go on, where they hold what the run has, or none
-(`tests.hub.outliving`). Every schedule comes to its end.
+(`tests.hub.outliving`). Or the whole run is resumed, with other options and domains. Kinds of which all samples fail go
+into quarantine. Every schedule comes to its end.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from tests.hub.cases import KeptStates, trajectory
 from tests.hub.outliving import Ranks, tells_a_lie
 
 EVENTS = 30
+NEVER = 10_000
+"""More failures in a row than there are."""
 ROUNDS = 200
 """Of everything that can be done, in which a schedule makes a step."""
 WEIGHTS = {
@@ -65,18 +68,10 @@ FAILURES = (Outcome.ENV_ERROR, Outcome.ENGINE_ERROR, Outcome.CANCELLED, Outcome.
 def draw_config(dice: random.Random, calm: bool) -> Config:
     group = dice.choice([1, 2, 4])
     groups = dice.randint(1, 4)
-    alpha = dice.randint(0, 3 * groups) / groups if calm else dice.choice([0.0, 1.0, 2.0, dice.uniform(0, 3)])
     rollout = {
         "group_size": group,
-        "retries": dice.randint(0, 3),
-        "breaker": 10_000,
-        "quarantine": 10_000,
-        "on_expire": dice.choice(["mask", "requeue", "wait"]),
-        "fifo_window": dice.choice([None, None, 1.0, 1.5]),
+        "breaker": NEVER,
         "extra_per_group": 0 if calm else dice.choice([0, 0, 1, 2]),
-        "extra_groups": 0 if calm else dice.choice([0, 0, 1, 2]),
-        "queue_scheduling": dice.random() < 0.8,
-        "replicate_prompts": dice.random() < 0.7,
         "drop_equal_rewards": not calm and group > 1 and dice.random() < 0.3,
     }
     evaluation = {"every": dice.choice([0, 1, 2]), "problems": dice.randint(1, 6), "samples": dice.randint(1, 2)}
@@ -85,21 +80,43 @@ def draw_config(dice: random.Random, calm: bool) -> Config:
         "model": {"path": "fake"},
         "env": {"path": "fake:Fake"},
         "rollout": rollout,
-        "train": {"batch_size": group * groups, "async_ratio": alpha},
+        "train": {"batch_size": group * groups},
         "eval": evaluation,
         "cluster": {"gpus_per_node": 0, "trainer_ranks": dice.choice([1, 1, 2, 3])},
     }
-    return msgspec.convert(base, Config)
+    return with_options(dice, msgspec.convert(base, Config), calm)
+
+
+def with_options(dice: random.Random, config: Config, calm: bool) -> Config:
+    """The same run with those options drawn that may be others when it is resumed."""
+    groups = config.train.batch_size // config.rollout.group_size
+    alpha = dice.randint(0, 3 * groups) / groups if calm else dice.choice([0.0, 1.0, 2.0, dice.uniform(0, 3)])
+    on_expire = dice.choice(["mask", "requeue", "wait"])
+    rollout = {
+        "retries": dice.randint(0, 3),
+        "quarantine": NEVER if calm or config.rollout.drop_equal_rewards else dice.choice([1, 2, 4, NEVER]),
+        "on_expire": on_expire,
+        "fifo_window": dice.choice([None, None, 1.0, 1.5]),
+        "share_drift": dice.choice([0.0, 0.5, 1.0]),
+        "extra_groups": 0 if calm or on_expire == "wait" else dice.choice([0, 0, 1, 2]),
+        "queue_scheduling": dice.random() < 0.8,
+        "replicate_prompts": dice.random() < 0.7,
+    }
+    return msgspec.structs.replace(
+        config,
+        rollout=msgspec.structs.replace(config.rollout, **rollout),
+        train=msgspec.structs.replace(config.train, async_ratio=alpha),
+    )
 
 
 def draw_domains(dice: random.Random, config: Config, calm: bool) -> dict[str, Domain]:
-    """Several in one run of three, each with a weight and a size of its own."""
-    if calm or config.rollout.fifo_window is not None or dice.random() < 2 / 3:
+    """Several in one run of two, each with a weight and a size of its own."""
+    if calm or config.rollout.fifo_window is not None or dice.random() < 1 / 2:
         return {}
     least = 2 if config.rollout.drop_equal_rewards else 1
     return {
-        name: Domain(weight=dice.choice([1, 2, 5]), group_size=dice.choice([None, least, 3]))
-        for name in "abc"[: dice.randint(2, 3)]
+        name: Domain(weight=dice.choice([1, 2, 5, 50]), group_size=dice.choice([None, least, 3]))
+        for name in dice.sample("abc", dice.randint(2, 3))
     }
 
 
@@ -252,6 +269,8 @@ class Schedule:
                 0.0  # groups that failures leave with one sample are all filtered out, until the run gives up
             )
         self.domains = draw_domains(self.dice, self.config, self.calm)
+        self.bad = self.dice.choice("abc")
+        """The kind of which all samples fail, in runs that have it and in which kinds go into quarantine."""
         self.observer = Recording()
         self.kept, self.journal = KeptStates(), MemoryJournal()
         self.hubs = 0
@@ -269,6 +288,8 @@ class Schedule:
         """Of the trainer, while everybody else does what there is to do."""
         self.hub_deaths_left = 0 if self.calm else self.dice.choice([0, 0, 1, 3])
         """The same of the hub."""
+        self.resumed = False
+        """Whether the run was resumed with other options."""
         self.finished = False
         self.trainer = anyio.CancelScope()
         self.world = self.config.trainer_world_size
@@ -340,12 +361,15 @@ class Schedule:
             return
         for node in self.nodes.values():
             await node.end()
-        outlive = [node for number, node in self.nodes.items() if number > 0 and self.dice.random() < 0.6]
+        resumed = self.dice.random() < 0.4
+        """Whether people go on with the run, and end all that is left of it."""
+        stay = 0.0 if resumed else 0.6
+        outlive = [node for number, node in self.nodes.items() if number > 0 and self.dice.random() < stay]
         self.trainer.cancel()
         self.expiry.cancel()
         await self.settle()
         self.finished = False  # what the ranks were told meanwhile counts no more
-        ranks, self.ranks = self.ranks if self.dice.random() < 0.7 else None, None
+        ranks, self.ranks = self.ranks if not resumed and self.dice.random() < 0.7 else None, None
         ledger, reached = self.hub.buffer.ledger, self.hub.version
         stored = self.kept.by_version
         kept = HubState.restore(stored[max(stored)], self.config) if stored else None
@@ -362,6 +386,10 @@ class Schedule:
             assert buffer.ledger.trained == ledger.trained, "what was trained is taken back"
         else:
             self.floor = -1
+        if resumed:
+            self.resumed = True
+            self.config = with_options(self.dice, self.config, self.calm)
+            self.domains = draw_domains(self.dice, self.config, self.calm)
         self.hub = self.start_hub(HubState.went_on(self.version, buffer, self.config), held)
         self.nodes, self.published = {}, -1
         self.observer.steps = [row for row in self.observer.steps if row["step"] < self.version]
@@ -447,7 +475,10 @@ class Schedule:
 
     def ended(self, node: Node, lease: Lease) -> p.EndedLease:
         dice = self.dice
-        if dice.random() < self.failing:
+        failing = self.failing
+        if self.config.rollout.quarantine < NEVER:  # only the one may come into it, or nothing is left to train on
+            failing = float(lease.task.kind == self.bad)
+        if dice.random() < failing:
             return p.EndedLease(lease.lease_id, Failure(lease.task, dice.choice(FAILURES), "x", 1))
         start = min(version for version in node.versions if version >= lease.min_version)
         later = min(self.published, start + (0 if self.calm else dice.randint(0, 2)))
@@ -558,6 +589,8 @@ class Schedule:
         assert [row["step"] for row in self.observer.steps] == list(range(self.config.run.steps)), "booked once each"
         stale = self.hub.buffer.ledger.totals(0).get("discarded_tokens_stale", 0)
         assert not (self.calm and stale), "a token is stale because of admission"
+        waits = self.config.rollout.on_expire == "wait" and not self.resumed
+        assert not (waits and stale), "a token is stale though steps wait for it"
 
     # -- the laws ----------------------------------------------------------------------------------------------------
 
@@ -567,7 +600,8 @@ class Schedule:
 
     def law_3_ages(self, shards: Sequence[Shard]) -> None:
         for shard in shards:
-            for sample in shard.samples:
+            # Of a step that the run has behind it the contract was that of its time, and was kept then.
+            for sample in shard.samples if shard.step == self.hub.version else ():
                 kept = [run.version for run in sample.trajectory.versions if run.version >= shard.min_version]
                 assert min(kept, default=shard.step) >= shard.step - math.ceil(self.config.train.async_ratio)
 

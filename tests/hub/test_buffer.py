@@ -16,7 +16,7 @@ from flash.hub.groups import GroupFilter
 from flash.hub.samples import BufferState
 from flash.hub.slices import at_once
 from flash.types import Failure, Lease, Outcome, VersionRun
-from tests.hub.cases import finish_all, lease_all, make_buffer, trajectory
+from tests.hub.cases import finish_all, lease_all, make_buffer, trajectory, void
 
 
 def fail(lease: Lease, outcome: Outcome = Outcome.ENV_ERROR, tokens: int = 0) -> Failure:
@@ -455,6 +455,42 @@ def test_a_restart_keeps_finished_work_and_queues_the_rest_in_order() -> None:
     assert again.in_flight == buffer.in_flight
     order = [lease.task.task_id for lease in lease_all(again, 0)]
     assert order == sorted(order)
+    again.check()
+
+
+def resumed(buffer: SampleBuffer, step: int, **options: Any) -> SampleBuffer:
+    """The same run with other options; whatever was out goes back."""
+    stored = msgspec.msgpack.encode(buffer.snapshot())
+    return void(make_buffer(**options, step=step, state=msgspec.msgpack.decode(stored, type=BufferState)))
+
+
+def test_under_a_lower_ratio_a_step_waits_for_no_sample_that_may_only_go_out_after_it() -> None:
+    options: dict[str, Any] = {"batch": 2, "group": 2, "on_expire": "wait"}
+    buffer = make_buffer(alpha=2, **options)
+    finish_all(buffer, lease_all(buffer, 0)[:5], 0)
+    again = resumed(buffer, 0, alpha=1, **options)
+    assert (again.ready_groups, again.leases.out, lease_all(again, 0)) == (2, 0, [])
+    for step in range(2):
+        finish_all(again, lease_all(again, step), step)
+        assert again.take(step) is not None
+        again.commit(step)
+    assert len(lease_all(again, 2)) > 0
+
+
+@pytest.mark.parametrize("on_expire", ["mask", "requeue", "wait"])
+def test_under_a_lower_ratio_what_is_too_old_for_the_first_step_makes_room_for_what_is_not(on_expire: str) -> None:
+    options: dict[str, Any] = {"batch": 2, "group": 2, "on_expire": on_expire}
+    buffer = make_buffer(alpha=2, **options)
+    finish_all(buffer, lease_all(buffer, 0), 0)
+    buffer.take(0)
+    buffer.commit(0)
+    again = resumed(buffer, 1, alpha=0, **options)
+    assert again.take(1) is None
+    assert again.ledger.discarded_tokens == {Outcome.STALE: 12}
+    finish_all(again, lease_all(again, 1), 1)
+    chosen = again.take(1)
+    assert chosen is not None
+    assert [group.trained_tokens(1) for group in chosen] == [6]
     again.check()
 
 

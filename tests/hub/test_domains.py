@@ -21,6 +21,7 @@ from flash.hub.groups import GroupFilter
 from flash.hub.journal import MemoryJournal
 from flash.hub.replayed import Replay
 from flash.hub.rules import BufferRules, DomainRules
+from flash.hub.samples import BufferState
 from flash.hub.tasks import TaskSource
 from flash.types import Failure, Lease, Outcome, VersionRun
 from tests.hub.cases import lease_all, trajectory
@@ -45,12 +46,13 @@ def buffer_of(
     steps: int = 10,
     drift: float = 1.0,
     journal: MemoryJournal | None = None,
+    state: BufferState | None = None,
     **more: Any,
 ) -> SampleBuffer:
     made = BufferRules(retries=1, breaker=10_000, quarantine=4, domains=domains, drift=drift, **more)
-    source = TaskSource(0, made.sizes(2), by_turns("".join(domains)))
+    source = TaskSource(0, made.sizes(2), by_turns("".join(domains)), None if state is None else state.cursor)
     contract = AgeContract(alpha, 2 * groups, 2, steps)
-    return SampleBuffer(contract, source, made, journal=journal or MemoryJournal())
+    return SampleBuffer(contract, source, made, state=state, journal=journal or MemoryJournal())
 
 
 # -- decisions -------------------------------------------------------------------------------------------------------
@@ -159,6 +161,8 @@ class Timed:
         self.alpha, self.groups = options["alpha"], options["groups"]
         self.steps, self.drift = options["steps"], options["drift"]
         self.version, self.now = 0, 0.0
+        self.crowded = False
+        """Whether too much of some domains may have taken all places: without drift it is trained all the same then."""
         self.events: list[tuple[float, int, Lease, int]] = []
         self.order = count()
         self.trained = Counter[str]()
@@ -195,6 +199,8 @@ class Timed:
     def step(self) -> bool:
         if not self.buffer.can_take(self.version):
             return False
+        if not self.drift and not self.buffer.leases.out and not self.buffer.at_hand(self.version):
+            self.crowded = True
         groups = self.buffer.take(self.version)
         self.tidy()
         groups = groups or self.buffer.take(self.version)
@@ -218,6 +224,10 @@ class Timed:
 
     def check(self) -> None:
         self.buffer.check()
+        if self.drawn[3].get("on_expire") == "wait":
+            assert not self.drift or Outcome.STALE not in self.buffer.ledger.discarded_tokens
+        if self.crowded:
+            return
         total, weights = sum(self.trained.values()), sum(domain.weight for domain in self.domains.values())
         most = self.drift * self.groups + 1
         for name, domain in self.domains.items():
@@ -231,7 +241,7 @@ def runs(draw: st.DrawFn) -> Timed:
     names = "abcd"[: draw(st.integers(2, 4))]
     domains = {
         name: DomainRules(
-            draw(st.sampled_from([1, 2, 5])), draw(st.integers(2, 4)), draw(st.sampled_from([ANY, DIFFERENT]))
+            draw(st.sampled_from([1, 2, 5, 50])), draw(st.integers(2, 4)), draw(st.sampled_from([ANY, DIFFERENT]))
         )
         for name in names
     }
@@ -281,6 +291,17 @@ def test_a_step_takes_what_is_left_of_a_domain_in_quarantine_whatever_versions_i
     groups = buffer.take(1)
     assert groups is not None
     assert [group.group_id for group in groups] == [0, 1, 2]
+
+
+def test_a_step_of_what_another_mixture_has_begun_waits_for_no_domain_that_has_no_place() -> None:
+    before = buffer_of(rules(a=1), groups=3, alpha=0, drift=0)
+    for lease in lease_all(before, 0):
+        before.finish(lease.lease_id, trajectory(lease.task, 0))
+    buffer = buffer_of(rules(a=1, b=50), groups=3, alpha=0, drift=0, state=before.snapshot())
+    assert lease_all(buffer, 0) == []
+    assert buffer.take(0) is not None
+    buffer.commit(0)
+    assert {lease.task.kind for lease in lease_all(buffer, 1)} == {"b"}
 
 
 def test_the_first_sample_of_a_smaller_group_goes_out_when_there_is_room_for_a_group() -> None:

@@ -65,8 +65,12 @@ class Life(RuleBasedStateMachine):
         self.lives = 0
         self.buffer = self.make(None, 0)
         self.alpha, self.batch, self.group, self.rules = alpha, batch, group, rules
+        self.begun = alpha, rules["extra_groups"]
+        """The most that lives so far had of them."""
         self.nodes = range(nodes)
         self.version = 0
+        self.formed: set[int] = set()
+        """Steps whose batches a former life has formed, perhaps under another contract."""
         self.leases: dict[int, tuple[Lease, int]] = {}
         self.training = self.taking = False
 
@@ -175,7 +179,7 @@ class Life(RuleBasedStateMachine):
             for sample in shard.samples:
                 kept = [run for run in sample.trajectory.versions if run.version >= shard.min_version]
                 assert all(run.version >= self.version - math.ceil(self.alpha) for run in kept)
-                if self.rules["on_expire"] == "requeue":
+                if self.rules["on_expire"] == "requeue" and self.version not in self.formed:
                     assert kept == sample.trajectory.versions
 
     @precondition(lambda self: self.training)
@@ -209,17 +213,32 @@ class Life(RuleBasedStateMachine):
     def law_the_journal_leads_to_the_same_state(self) -> None:
         assert self.replay().state(until=self.version) == self.buffer.snapshot()
 
-    @rule(unwritten=st.integers(0, 3), back=st.booleans(), lost=st.integers(1, 4))
-    def die(self, unwritten: int, back: bool, lost: int) -> None:
-        """The run goes on where it was, or from the checkpoint; nothing that was written is lost, no step is booked
-        twice, and of the leases each is claimed by a node that lives, or goes back."""
+    @rule(
+        unwritten=st.integers(0, 3),
+        back=st.booleans(),
+        lost=st.integers(1, 4),
+        options=st.none()
+        | st.tuples(
+            st.sampled_from([0.0, 0.25, 1.0, 2.5]), st.integers(0, 2), st.sampled_from(["mask", "requeue", "wait"])
+        ),
+    )
+    def die(self, unwritten: int, back: bool, lost: int, options: tuple[float, int, str] | None) -> None:
+        """The run goes on where it was, or from the checkpoint, perhaps with other options; nothing that was written is
+        lost, no step is booked twice, and of the leases each is claimed by a node that lives, or goes back."""
         books = self.buffer.books
         if unwritten:
             del self.journal.events[-unwritten:]
         replay = self.replay()
         self.version = self.stored_version if back else replay.reached
         self.lives += 1
-        self.buffer = self.make(replay.state(self.version), self.version)
+        if options is not None:
+            self.alpha, extra_groups, on_expire = options
+            self.rules = {**self.rules, "extra_groups": extra_groups, "on_expire": on_expire}
+            self.settings |= {"alpha": self.alpha, **self.rules}
+            self.begun = max(self.begun[0], self.alpha), max(self.begun[1], extra_groups)
+        state = replay.state(self.version)
+        self.formed = {formed.step for formed in state.again} if state is not None else set[int]()
+        self.buffer = self.make(state, self.version)
         if back:
             assert self.buffer.ledger.trained == self.stored_trained
         if not unwritten:
@@ -254,7 +273,8 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def law_3_admission(self) -> None:
         """Outstanding groups hold at most (1 + α) batches' worth of places, rounded up, and the redundant ones."""
-        places = (1 + self.alpha) * self.batch + self.group * (1 + self.rules["extra_groups"])
+        alpha, extra_groups = self.begun
+        places = (1 + alpha) * self.batch + self.group * (1 + extra_groups)
         if self.settled:
             state = self.buffer.snapshot()
             late = sum(group.alive for group in state.groups if group.earlier)
@@ -271,10 +291,9 @@ class Life(RuleBasedStateMachine):
 
     def can_take(self) -> bool:
         twin = self.twin()
-        twin.take(self.version)
-        while twin.tidy():
-            pass
-        return twin.take(self.version) is not None
+        while (groups := twin.take(self.version)) is None and twin.untidy:
+            twin.tidy()
+        return groups is not None
 
 
 TestLaws = Life.TestCase
