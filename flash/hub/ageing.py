@@ -45,6 +45,7 @@ class Ageing:
         if self._rules.on_expire == "mask" and self._contract.max_age >= 1 and not group.complete and not group.earlier:
             step = self._admission.next_step
             expiring = group.expiring(self._contract.min_token_version(step + 1))
+            expiring = expiring and group.trained_tokens(self._contract.min_token_version(step)) > 0
             expiring = expiring and self._rules.filter_of(group.kind).keeps(group)
         self._pool.waits(group, expiring=expiring)
 

@@ -494,6 +494,21 @@ def test_under_a_lower_ratio_what_is_too_old_for_the_first_step_makes_room_for_w
     again.check()
 
 
+def test_members_that_had_no_place_at_their_last_chance_are_not_trained_without_a_recent_token() -> None:
+    buffer = make_buffer(alpha=2, batch=8, group=4)
+    finish_all(buffer, lease_all(buffer, 0)[:-1], 0)
+    buffer.take(0)
+    buffer.commit(0)
+    again = resumed(buffer, 1, alpha=1, batch=8, group=4)
+    for step in range(1, 3):
+        leases = [lease for lease in lease_all(again, step) if lease.task.group_id != 5]
+        finish_all(again, leases, step)
+        chosen = again.take(step)
+        assert chosen is not None
+        assert all(group.trained_tokens(step - 1) > 0 for group in chosen)
+        again.commit(step)
+
+
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=2, max_size=24).filter(lambda x: len(x) % 2 == 0),
     ranks=st.integers(1, 4),
