@@ -29,7 +29,7 @@ from envs.wrapped import load_tasks
 from flash.config.objects import check_options, load_object
 from flash.environment import Environment, EpisodeView, Info, Informed, StepResult, shared, wrap
 from flash.environment.results import check_reset_result, check_step_result
-from flash.errors import ConfigError
+from flash.errors import ConfigError, encodable
 from flash.types import TOOL, Message, Observation, ToolCall
 from flash.waiting import first_error
 
@@ -218,7 +218,8 @@ class ToolEnv:
             return f"error: {error}"
         answer = await (runner.call(arguments) if self._memory is None else self._memory.call(runner, arguments))
         self._counts["late_calls"] += isinstance(answer, Cut)
-        return clipped(answer, self._options.output)
+        # What the policy had a tool say must not fail the episode, which would be tried anew.
+        return encodable(clipped(answer, self._options.output))
 
     def _counted(self, info: Info) -> Info:
         counts: dict[str, float] = dict(self._counts)

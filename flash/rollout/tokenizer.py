@@ -2,7 +2,8 @@
 
 A conversation is never tokenized again: what follows a response is appended to the tokens that were sampled. For chat
 messages that is what the model's template puts after an assistant message, found by rendering a conversation around a
-stand-in for the response. What was sampled is read by vLLM's parsers, where the model's are named.
+stand-in for the response. Text from outside is tokenized as text: only the template makes control tokens
+(`flash.rollout.controls`). What was sampled is read by vLLM's parsers, where the model's are named.
 """
 
 from __future__ import annotations
@@ -17,15 +18,14 @@ import msgspec
 
 from flash.config.tree import ModelConfig
 from flash.environment.interface import Spoken
-from flash.errors import ConfigError, EnvError
+from flash.errors import ConfigError, EnvError, encodable
 from flash.foreign.vllm_parsers import Parsers, names
+from flash.rollout.controls import STAND_IN, Controls, Shown
 from flash.rollout.reading import ParsedReading, PlainReading, Reading
 from flash.types import ASSISTANT, TOOL, Message, Observation, Tool, ToolCall
 
 QUESTION = Message("user", "flash-question")
 """Stands for all that came before the response: many templates want a user to speak first."""
-ANSWER = "flash-answer"
-"""Stands for the response: a text without white space, which templates may trim."""
 CALL_ID = "flashcall"
 """Stands for the name of a call: some templates want it to have nine letters."""
 
@@ -87,9 +87,10 @@ class HfTokenizer(Tokenizer):
         """Load what reads responses, which takes seconds.
 
         Raises:
-            ConfigError: a parser that is named does not exist, or cannot work with this tokenizer.
+            ConfigError: a parser that is named does not exist, or cannot work with this tokenizer; or the tokenizer
+                cannot tell text from control tokens.
         """
-        _ = self._parsers
+        _ = self._controls, self._parsers
         return self
 
     def render(self, observation: Observation, tools: Sequence[Tool] = ()) -> list[int]:
@@ -100,7 +101,8 @@ class HfTokenizer(Tokenizer):
         """
         if isinstance(observation, str):
             return self._encode(observation)
-        return self._encode(self._template(observation, tools, prompting=True))
+        self._check(observation, tools)
+        return self._encode(self._template([_shown(message) for message in observation], tools, prompting=True))
 
     def follow(self, observation: Observation, stopped: bool, tools: Sequence[Tool] = ()) -> list[int]:
         """Tokens of a later observation, to be appended to a response as it was sampled.
@@ -112,10 +114,11 @@ class HfTokenizer(Tokenizer):
             EnvError: the chat template is missing, refuses the messages, or does not show the response as it is.
         """
         if isinstance(observation, str):
-            return self._encode(observation)
+            return self._encode(observation, follows=True)
+        self._check(observation, tools)
         if tools and observation and observation[0].role == TOOL:
             return self._follow_call(observation, stopped, tools)
-        tokens = self._encode(self._after(_SAID, observation, tools, prompting=True))
+        tokens = self._encode(self._after(_SAID, observation, tools, prompting=True), follows=True)
         if not stopped:
             return tokens
         at = self._first_special(tokens)
@@ -124,9 +127,9 @@ class HfTokenizer(Tokenizer):
     def _follow_call(self, observation: Sequence[Message], stopped: bool, tools: Sequence[Tool]) -> list[int]:
         """What follows a response that called functions. How the template closes a call was sampled, or cut off."""
         called = _call(observation[0])
-        alone = self._encode(self._after(called, [], tools, prompting=False))
+        alone = self._encode(self._after(called, [], tools, prompting=False), follows=True)
         end = next((token for token in reversed(alone) if token in self._special), None)
-        tokens = self._encode(self._after(called, observation, tools, prompting=True))
+        tokens = self._encode(self._after(called, observation, tools, prompting=True), follows=True)
         if end is None or end not in tokens:
             raise EnvError(
                 f"the chat template of {self._path} ends a call of a function with no token of its own, so that its "
@@ -150,11 +153,12 @@ class HfTokenizer(Tokenizer):
         text = self._shown(token_ids[: len(token_ids) - stopped])
         found = self._parsers.parse(text, token_ids, prompt, tools, calling=calling)
         calls = tuple(
-            # A name that the model has given is kept.
-            ToolCall(id if id and id in text else _name(len(prompt), index), name, arguments)
+            # A name that the model has given is kept. Parsers read `\ud800` in a call's JSON as a character that is no
+            # text: as it was written it is no JSON to us, and the call a malformed one.
+            ToolCall(id if id and id in text else _name(len(prompt), index), encodable(name), encodable(arguments))
             for index, (id, name, arguments) in enumerate(found.calls)
         )
-        return Spoken(Message(ASSISTANT, found.content, found.reasoning, calls), found.malformed)
+        return Spoken(Message(ASSISTANT, encodable(found.content), encodable(found.reasoning), calls), found.malformed)
 
     def reading(self, prompt: Sequence[int], tools: Sequence[Tool], *, calling: bool) -> Reading:
         """Reads a response while it is sampled: by vLLM's parsers for that, where the model's are named."""
@@ -174,13 +178,29 @@ class HfTokenizer(Tokenizer):
         """Text of tokens, special ones shown."""
         return str(self.inner.decode(list(token_ids), skip_special_tokens=False))
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, shown: str | Shown, *, follows: bool = False) -> list[int]:
+        controls = self._controls
         try:
-            return list(self.inner.encode(text, add_special_tokens=False))
-        except (
-            Exception
-        ) as error:  # no text at all, or one with characters that this vocabulary lacks: each raises its own
+            if isinstance(shown, str):
+                return controls.encode(shown, follows=follows)
+            return controls.encode_shown(shown, follows=follows)
+        except Exception as error:  # a vocabulary may lack characters of the text, and the tokenizer raises its own
+            text = shown if isinstance(shown, str) else shown.text
             raise EnvError(f"the tokenizer of {self._path} cannot take {text[:80]!r}: {error}") from error
+
+    def _check(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+        """Raise EnvError for what is no text: a template's own characters are told apart by that."""
+        try:
+            msgspec.json.encode((messages, tools))
+        except UnicodeEncodeError as error:
+            raise EnvError(
+                f"the tokenizer of {self._path} cannot take {error.object[:80]!r}: it has a lone surrogate at "
+                f'{error.start}; show text.encode("utf-8", "replace").decode()'
+            ) from None
+
+    @cached_property
+    def _controls(self) -> Controls:
+        return Controls(self.inner, self._path)
 
     @cached_property
     def _parsers(self) -> Parsers | None:
@@ -205,7 +225,7 @@ class HfTokenizer(Tokenizer):
         """Tokens that end a response: the tokenizer's end of text, and what the template puts after an answer with
         nothing behind it. For some models the two differ, and the model samples the second."""
         ends = {self.inner.eos_token_id} - {None}
-        tokens = self._encode(self._after(_SAID, [], (), prompting=False))
+        tokens = self._encode(self._after(_SAID, [], (), prompting=False), follows=True)
         at = self._first_special(tokens)
         return ends if at is None else ends | {tokens[at]}
 
@@ -218,37 +238,39 @@ class HfTokenizer(Tokenizer):
                 return None
         return None
 
-    def _after(self, said: Message, messages: Sequence[Message], tools: Sequence[Tool], *, prompting: bool) -> str:
+    def _after(self, said: _Said, messages: Sequence[Message], tools: Sequence[Tool], *, prompting: bool) -> Shown:
         """What the template puts after a response, which `said` stands for, that these messages follow."""
-        whole = self._template([QUESTION, said, *messages], tools, prompting=prompting)
-        _, found, tail = whole.partition(ANSWER)
-        if not found:
+        shown = [_shown(QUESTION), said, *map(_shown, messages)]
+        tail = self._template(shown, tools, prompting=prompting).after(STAND_IN)
+        if tail is None:
             raise EnvError(
                 f"the chat template of {self._path} does not show an assistant's message as it is, so that no message "
                 "can follow one; let the environment show text, or use a model with another template"
             )
         return tail
 
-    def _template(self, messages: Sequence[Message], tools: Sequence[Tool], *, prompting: bool) -> str:
-        shown = [_shown(message) for message in messages]
-        given = {"tools": list(tools)} if tools else {}
+    def _template(self, shown: Sequence[_Said], tools: Sequence[Tool], *, prompting: bool) -> Shown:
+        controls, given = self._controls, {"tools": list(tools)} if tools else {}
         try:
-            return str(self.inner.apply_chat_template(shown, add_generation_prompt=prompting, tokenize=False, **given))
+            return controls.template(shown, prompting=prompting, **given)
         except Exception as error:  # a template is code of the model's author and raises what it likes
-            roles = ", ".join(message.role for message in messages)
+            roles = ", ".join(message["role"] for message in shown)
             raise EnvError(
                 f"the chat template of {self._path} cannot show these messages ({roles}): {error}; let the environment "
                 'show text (a data set with template = "plain") or other messages, or use a model with another template'
             ) from error
 
 
-_SAID = Message(ASSISTANT, ANSWER)
+_Said = dict[str, Any]
+"""A message as chat templates take it."""
+_SAID: _Said = {"role": ASSISTANT, "content": STAND_IN}
 
 
-def _call(result: Message) -> Message:
+def _call(result: Message) -> _Said:
     """Stands for a response that called the function whose result this is."""
-    arguments = msgspec.json.encode({"flash": ANSWER}).decode()
-    return Message(ASSISTANT, "", "", (ToolCall(result.tool_call_id or CALL_ID, result.name or "flash", arguments),))
+    function = {"name": result.name or "flash", "arguments": {"flash": STAND_IN}}
+    call = {"id": result.tool_call_id or CALL_ID, "type": "function", "function": function}
+    return {"role": ASSISTANT, "content": "", "tool_calls": [call]}
 
 
 def _name(place: int, index: int) -> str:
@@ -256,9 +278,8 @@ def _name(place: int, index: int) -> str:
     return blake2b(f"{place} {index}".encode(), digest_size=9).hexdigest()[:9]
 
 
-def _shown(message: Message) -> dict[str, Any]:
-    """A message as chat templates take it."""
-    shown: dict[str, Any] = {"role": message.role, "content": message.content}
+def _shown(message: Message) -> _Said:
+    shown: _Said = {"role": message.role, "content": message.content}
     if message.reasoning:
         shown["reasoning_content"] = message.reasoning
     if message.tool_calls:

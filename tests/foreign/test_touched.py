@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from flash.foreign import asyncio, torch, transformers, vllm, vllm_parsers
+from flash.foreign import asyncio, chat_templates, torch, transformers, vllm, vllm_parsers
 
 ROOT = Path(__file__).parents[2]
 TOUCHED = [
@@ -23,6 +23,7 @@ TOUCHED = [
     *torch.TOUCHED,
     *asyncio.TOUCHED,
     *transformers.TOUCHED,
+    *chat_templates.TOUCHED,
 ]
 LIBRARIES = ("vllm", "torch", "transformers", "uvicorn", "aiodocker")
 

@@ -73,6 +73,16 @@ class Slow:
         type(self).closed += 1
 
 
+class Garbled(Slow):
+    """What it gives is no text."""
+
+    async def open(self, place: Place) -> Sequence[Runner]:
+        async def garbled(arguments: dict[str, Any]) -> str:
+            return "a\ud800"
+
+        return [Runner(name="garbled", description="", parameters={"type": "object"}, call=garbled)]
+
+
 class Lost(Slow):
     """Its sandbox is gone."""
 
@@ -162,6 +172,15 @@ async def test_calls_of_a_turn_run_at_the_same_time_and_each_has_its_deadline() 
     assert (reward, terminated) == (1.0, True)
     assert metrics_of(info) == {"tool_calls": 4, "malformed_calls": 0, "late_calls": 1, "right": 1}
     assert Slow.opened - Slow.closed == before
+
+
+@pytest.mark.virtual
+async def test_a_result_that_is_no_text_is_shown_as_text() -> None:
+    async with sharing("test"):
+        play = Play(ToolEnv(options(f"garbled={__name__}:Garbled")))
+        await play.env.reset(1)
+        assert await play.texts(("garbled", "{}")) == ["a\\ud800"]
+        await play.env.close()
 
 
 @pytest.mark.virtual

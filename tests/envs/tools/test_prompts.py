@@ -60,3 +60,30 @@ def test_tools_are_rendered_calls_are_read_and_results_are_appended(tmp_path: Pa
         assert policy.asked[2].prompt[: len(policy.asked[1].prompt)] == policy.asked[1].prompt
 
     run_virtual(main)
+
+
+def test_a_lone_surrogate_in_a_call_is_a_malformed_call_and_no_new_try(tmp_path: Path) -> None:
+    form = FORMS["qwen"]
+    tokenizer = HfTokenizer(ModelConfig(path=form.save(tmp_path), tool_parser=form.tool_parser)).ready()
+    (end,) = tokenizer.inner.convert_tokens_to_ids([form.end])
+    calls = [ToolCall("", "slow", r'{"what": "\ud800"}'), ToolCall("", "\ud800", "{}")]
+    answers = iter([form.write("", "", calls), "<|im_start|>\\ud800"])
+
+    def say(request: GenerateRequest) -> list[int]:
+        return [*tokenizer.inner.encode(next(answers), add_special_tokens=False), end]
+
+    tasks = {"path": "tests.envs.tools.test_env:Doubles"}
+    env = ToolEnv(ToolOptions(tasks=tasks, tools={"slow": {"path": "tests.envs.tools.test_env:Slow"}}))
+    policy = Policy(say, ends=[end])
+
+    async def main() -> None:
+        async with sharing("test"):
+            played = await live(
+                env, policy, 2, tokenizer=tokenizer, train=SamplingSettings(2000, 1.0), max_length=10_000
+            )
+        assert isinstance(played, Trajectory), played
+        assert played.outcome == Outcome.OK
+        assert played.env_metrics()["malformed_calls"] == 2
+        assert "the arguments of slow are no JSON" in tokenizer.inner.decode(policy.asked[1].prompt)
+
+    run_virtual(main)
