@@ -237,7 +237,10 @@ def _get_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def _put_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
+    options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group.update(own)  # a run may be resumed with others than the checkpoint holds
 
 
 def _extras(trainer: Trainer) -> tuple[str, ...]:
