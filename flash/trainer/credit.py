@@ -66,18 +66,21 @@ class Credit:
         return (weight_S / micro.siblings_S if self.divided else weight_S)[micro.sequence_T]
 
     def earned(self, micro: MicroBatch) -> FloatArray:
-        """float64 [T]: each turn's reward at its last token; that of a turn without a token, at the one before.
+        """float64 [T]: each turn's reward at its last trained token; that of a turn without one, at the one before.
 
         A branch earns what its sample does from its own first turn on: the reward of a later turn in another branch
-        comes after its tokens so far. What was earned before it began is none of its doing.
+        comes after its tokens so far. What was earned before it began, or before its first trained token, is none of
+        its doing.
         """
         earned_T = np.zeros(len(micro.target_T))
         starts = np.searchsorted(micro.sequence_T, np.arange(micro.sequences + 1))
         for index, start, stop in zip(micro.index_S, starts, starts[1:], strict=False):
             rewards = self.turns_B[index]
-            last = np.searchsorted(micro.turn_T[start:stop], np.arange(len(rewards)), side="right") - 1
+            # Older tokens may come last, as after a move to an engine that is behind: what comes of them is not lost.
+            kept = start + np.flatnonzero(micro.mask_T[start:stop])
+            last = np.searchsorted(micro.turn_T[kept], np.arange(len(rewards)), side="right") - 1
             begun = last >= 0
-            np.add.at(earned_T, start + last[begun], rewards[begun])
+            np.add.at(earned_T, kept[last[begun]], rewards[begun])
         return earned_T
 
 

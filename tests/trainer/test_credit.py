@@ -77,6 +77,19 @@ def test_rewards_of_turns_stand_at_their_last_tokens_and_shaping_in_the_last_tur
     assert credit_of(shard, "gae", shaping=shaping).earned(micro).tolist() == [0.0, 1.0, 1.75, 0.0, 5.0, -0.25]
 
 
+def test_what_is_earned_at_tokens_that_are_too_old_stands_at_the_last_token_before_them_that_is_not() -> None:
+    runs = [
+        [VersionRun(3, 1), VersionRun(2, 2)],
+        [VersionRun(3, 2), VersionRun(1, 1)],
+        [VersionRun(1, 2), VersionRun(3, 1)],
+    ]
+    shard = make_shard([with_turns(sample(0, 0.0, versions), [1.0, 2.0]) for versions in runs], step=3, min_version=3)
+    (micro,) = pack(shard.samples, min_version=3, max_tokens=64)
+    assert micro.turn_T.tolist() == [0, 0, 1] * 3
+    # The first turn of the last sample came before all that is trained of it.
+    assert credit_of(shard, "gae").earned(micro).tolist() == [3.0, 0.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0, 2.0]
+
+
 def test_a_branch_earns_what_its_sample_does_from_its_own_first_turn_on() -> None:
     first = with_turns(sample(0, 0.0), [1.0, 2.0])
     other = with_turns(sample(0, 0.0), [10.0, 20.0])
