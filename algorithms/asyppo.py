@@ -66,7 +66,8 @@ class AsyPpo(DecoupledPpo, frozen=True):
         if count == 0:
             return -math.inf, math.inf
         ordered_N = deviation_N.double().sort().values
-        lowest, highest = (int(share * count + WHOLE) for share in (self.mask_lowest, self.filter_highest))
+        shares = (self.mask_lowest, self.filter_highest)
+        lowest, highest = (min(int(share * count + WHOLE), count - 1) for share in shares)
         return float(ordered_N[lowest]) * (1 - SAME), float(ordered_N[count - 1 - highest]) * (1 + SAME)
 
     def __call__(self, tokens: PackedTokens) -> ObjectiveOutput:

@@ -16,7 +16,7 @@ from algorithms.base import PackedTokens
 from algorithms.dealing import deal
 from tests.algorithms.cases import on_policy, random_tokens, step, with_limit
 
-SHARES = st.sampled_from([0.0, 0.1, 0.2, 0.29, 0.5, 0.9])
+SHARES = st.sampled_from([0.0, 0.1, 0.2, 0.29, 0.5, 0.9, 1 - 1e-13])
 LEVELS = st.lists(st.integers(0, 6), min_size=1, max_size=60)
 
 
@@ -38,8 +38,8 @@ def test_what_is_left_out_is_the_end_of_the_order_and_never_more_than_the_share(
         rest = sorted(sign * level for level, out in zip(levels, chosen, strict=True) if not out)
         assert len(taken) <= share * count + 1e-9
         assert not taken or taken[-1] < rest[0]
-        # The next level up would be more than the share.
-        assert len(taken) + rest.count(rest[0]) > math.floor(share * count + 1e-9)
+        # The next level up would be more than the share, or leave nothing.
+        assert len(taken) + rest.count(rest[0]) > min(math.floor(share * count + 1e-9), count - 1)
 
 
 @pytest.mark.parametrize("count", [5, 10, 100, 101])
