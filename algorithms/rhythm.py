@@ -118,7 +118,10 @@ def chosen_layers(layers: int | list[int], count: int) -> list[int]:
 def head_kinds(span_H: FloatArray, options: Rhythm) -> tuple[IntArray, IntArray]:
     """Which heads are local, and which global: at least one of each, those of the shortest and of the longest span."""
     order_H = np.argsort(span_H, kind="stable")
-    near, far = (max(round(share * len(span_H)), 1) for share in (options.local_heads, options.global_heads))
+    heads = len(span_H)
+    near = max(min(round(options.local_heads * heads), heads - 1), 1)
+    # Two shares of one half are rounded up both where the heads are odd.
+    far = max(min(round(options.global_heads * heads), heads - near), 1)
     return np.sort(order_H[:near]), np.sort(order_H[-far:])
 
 

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from algorithms.rhythm import (
@@ -143,6 +143,16 @@ def test_heads_are_told_apart_by_their_span() -> None:
     assert (near.tolist(), far.tolist()) == ([1, 3, 9], [2, 4, 6])
     near, far = head_kinds(span[:2], Rhythm(local_heads=0.1, global_heads=0.1))
     assert (near.tolist(), far.tolist()) == ([1], [0])
+
+
+@given(st.integers(2, 40), st.floats(0.01, 0.99), st.floats(0.01, 1.0))
+@example(15, 0.5, 1.0)
+def test_no_head_is_both_local_and_global(count: int, local: float, part: float) -> None:
+    options = Rhythm(local_heads=local, global_heads=part * (1 - local))
+    near, far = head_kinds(np.arange(count, dtype=np.float64), options)
+    assert len(near) > 0
+    assert len(far) > 0
+    assert near.max() < far.min()
 
 
 @pytest.mark.parametrize(
