@@ -26,12 +26,13 @@ def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
-    """Of step 0 … steps − 1: linear warm-up to the peak, then the decay, which ends at the last step."""
+    """Of step 0 … steps − 1: linear warm-up to the peak, then the decay, whose end the step after them would have: it
+    may be 0, and no batch is trained for nothing."""
     if step < train.warmup_steps:
         return train.learning_rate * (step + 1) / train.warmup_steps
     if train.decay == "constant":
         return train.learning_rate
-    done = min((step - train.warmup_steps) / max(steps - 1 - train.warmup_steps, 1), 1.0)
+    done = min((step - train.warmup_steps) / max(steps - train.warmup_steps, 1), 1.0)
     left = 1 - done if train.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
     return train.final_learning_rate + (train.learning_rate - train.final_learning_rate) * left
 

@@ -424,11 +424,13 @@ def test_an_unknown_objective_or_option_is_a_config_error(tied_model: Path) -> N
             Trainer(make_config(tied_model, algorithm=algorithm))
 
 
-def test_the_learning_rate_warms_up_and_decays_to_its_end_at_the_last_step() -> None:
+def test_the_learning_rate_warms_up_and_decays_to_its_end_behind_the_last_step() -> None:
     train = TrainConfig(learning_rate=1.0, warmup_steps=2, decay="linear", final_learning_rate=0.2)
-    assert [learning_rate(train, 7, step) for step in range(7)] == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
+    assert [learning_rate(train, 7, step) for step in range(7)] == pytest.approx(
+        [0.5, 1.0, 1.0, 0.84, 0.68, 0.52, 0.36]
+    )
     cosine = TrainConfig(learning_rate=1.0, decay="cosine")
-    assert [learning_rate(cosine, 3, step) for step in range(4)] == pytest.approx([1.0, 0.5, 0.0, 0.0], abs=1e-12)
+    assert [learning_rate(cosine, 3, step) for step in range(4)] == pytest.approx([1.0, 0.75, 0.25, 0.0], abs=1e-12)
     assert learning_rate(TrainConfig(learning_rate=0.3), 5, 4) == 0.3
 
 
