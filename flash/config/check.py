@@ -339,6 +339,9 @@ def rollout_rule(config: Config) -> Iterator[Problem]:
             f"rollout.replicate_prompts = false, got {rollout.max_concurrent}"
         )
         yield Problem("rollout.max_concurrent", message)
+    if rollout.on_expire == "wait" and rollout.extra_groups:
+        message = "expected 0: groups beyond those of a step outgrow the window, and with on_expire = 'wait' none may"
+        yield Problem("rollout.extra_groups", message)
     if rollout.drop_equal_rewards and members == 1:
         yield Problem("rollout.drop_equal_rewards", "groups of one sample have equal rewards: all would be dropped")
 

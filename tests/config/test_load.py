@@ -293,6 +293,10 @@ def test_a_file_that_is_not_text_is_refused(project):
             ["rollout.group_size=1"],
             "`rollout.group_size` (override): expected at least 2: algorithm.advantage = 'group', which",
         ),
+        (
+            ["rollout.on_expire=wait", "rollout.extra_groups=1"],
+            "`rollout.extra_groups` (override): expected 0: groups beyond those of a step outgrow the window",
+        ),
         (["algorithm.objective=gpro"], "`algorithm.objective` (override): expected `grpo`, "),
         (
             ["algorithm.objective=envs.arithmetic:Arithmetic"],

@@ -50,7 +50,7 @@ class Life(RuleBasedStateMachine):
                 "waves": st.booleans(),
                 "filter": st.sampled_from([GroupFilter(), GroupFilter(drop_equal_rewards=True)]),
             }
-        ),
+        ).filter(lambda rules: rules["on_expire"] != "wait" or not rules["extra_groups"]),
     )
     def begin(
         self, alpha: float, group: int, batches: int, nodes: int, at_once: int | None, rules: dict[str, Any]
@@ -218,9 +218,8 @@ class Life(RuleBasedStateMachine):
         back=st.booleans(),
         lost=st.integers(1, 4),
         options=st.none()
-        | st.tuples(
-            st.sampled_from([0.0, 0.25, 1.0, 2.5]), st.integers(0, 2), st.sampled_from(["mask", "requeue", "wait"])
-        ),
+        | st.tuples(st.sampled_from([0.0, 0.25, 1.0, 2.5]), st.integers(0, 2), st.sampled_from(["mask", "requeue"]))
+        | st.tuples(st.sampled_from([0.0, 0.25, 1.0, 2.5]), st.just(0), st.just("wait")),
     )
     def die(self, unwritten: int, back: bool, lost: int, options: tuple[float, int, str] | None) -> None:
         """The run goes on where it was, or from the checkpoint, perhaps with other options; nothing that was written is
