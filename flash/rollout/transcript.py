@@ -365,11 +365,12 @@ def _least_tokens(observation: Observation, tools: Sequence[Tool]) -> int:
     """Tokens that this has at the least."""
     letters = len(msgspec.json.encode(tools)) if tools else 0
     if isinstance(observation, str):
-        letters += len(observation)
-    else:
-        letters += sum(len(message.content) + len(message.reasoning) for message in observation)
-        letters += sum(len(call.arguments) for message in observation for call in message.tool_calls)
-    return letters // LETTERS_PER_TOKEN
+        return (letters + len(observation)) // LETTERS_PER_TOKEN
+    calls = [call for message in observation for call in message.tool_calls]
+    letters += sum(len(one.content) + len(one.reasoning) + len(one.name) + len(one.tool_call_id) for one in observation)
+    letters += sum(len(call.id) + len(call.name) + len(call.arguments) for call in calls)
+    # What says nothing is shown all the same: as a message, and as a call.
+    return letters // LETTERS_PER_TOKEN + len(observation) + len(calls)
 
 
 def _unheard(tokens: Sequence[int]) -> None:

@@ -16,6 +16,27 @@ HUGE = "1+" * 500_000
 TOOL = {"type": "function", "function": {"name": "add", "description": HUGE}}
 
 
+def calls(count: int = 1, **named: str) -> dict[str, Any]:
+    """An assistant's message that calls a function so many times."""
+    function = {"name": "add", "arguments": "{}"} | {key: text for key, text in named.items() if key != "id"}
+    call = {"id": named.get("id", "1"), "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call] * count}
+
+
+EMPTY = {"role": "user", "content": ""}
+LONG = {
+    "messages": [EMPTY] * 10_000,
+    "calls": [calls(10_000), EMPTY],
+    "arguments": [calls(arguments=HUGE), EMPTY],
+    "a function's name": [calls(name=HUGE), EMPTY],
+    "a call's name": [calls(id=HUGE), EMPTY],
+    "what a result is of": [{"role": "tool", "content": "", "tool_call_id": HUGE}],
+    "the function of a result": [{"role": "tool", "content": "", "name": HUGE}],
+    "reasoning": [{"role": "assistant", "content": "", "reasoning": HUGE}, EMPTY],
+}
+"""Messages that say nothing, and are far too long all the same."""
+
+
 class Weighing(ByteTokenizer):
     """Knows how long the longest text was that it was given."""
 
@@ -39,10 +60,12 @@ async def sends_too_much(base_url: str, api_key: str, task: str) -> str:
         assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
 
     async with NODE.client(base_url, api_key) as client:
-        async with anyio.create_task_group() as calls:
+        async with anyio.create_task_group() as together:
             for number in range(3):
-                calls.start_soon(refused, [*huge, *small * number])
+                together.start_soon(refused, [*huge, *small * number])
         await refused(small, tools=[TOOL])
+        for messages in LONG.values():
+            await refused(messages)
         answered = choice_of(await ask(client, small))["message"]
         await refused([*small, answered, *huge])
         reply = await client.post("completions", json={"model": "policy", "prompt": HUGE})
