@@ -66,6 +66,7 @@ async def sends_too_much(base_url: str, api_key: str, task: str) -> str:
         await refused(small, tools=[TOOL])
         for messages in LONG.values():
             await refused(messages)
+        await refused([{"role": "user", "content": HUGE * 12}], n=128)
         answered = choice_of(await ask(client, small))["message"]
         await refused([*small, answered, *huge])
         reply = await client.post("completions", json={"model": "policy", "prompt": HUGE})
