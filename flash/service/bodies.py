@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -70,6 +70,21 @@ def check_limit(limit: int | None, name: str) -> None:
         raise ApiError(400, "An answer has at least 1 token.", None, name)
 
 
+MOST_PIECES = 16_384
+"""Messages, parts, calls and tools of a request, together: each takes microseconds, in which a node does nothing else,
+and tokens to show."""
+
+
+def check_pieces(pieces: Iterable[Sequence[Any]], name: str) -> None:
+    """Raise ApiError for a request that has too many of them in all; they are counted until they are."""
+    count = 0
+    for some in pieces:
+        count += len(some)
+        if count > MOST_PIECES:
+            message = f"A request has at most {MOST_PIECES} messages, parts, calls and tools."
+            raise ApiError(400, message, None, name)
+
+
 MOST_CHOICES = 128
 """Answers to one request, as in the API."""
 
@@ -83,13 +98,16 @@ def choices(n: int | None) -> int:
 
 MOST_STOPS = 4
 """Texts that an answer may end at, as in the API."""
+STOP_LETTERS = 1000
+"""Of each: engines look for them after every token."""
 
 
 def stops(given: str | list[str] | None) -> tuple[str, ...]:
     """Texts that an answer ends at. Raises ApiError."""
     texts = tuple([given] if isinstance(given, str) else given or ())
-    if len(texts) > MOST_STOPS or not all(texts):
-        raise ApiError(400, f"`stop` has up to {MOST_STOPS} texts, and none that is empty.", None, "stop")
+    if len(texts) > MOST_STOPS or not all(0 < len(text) <= STOP_LETTERS for text in texts):
+        message = f"`stop` has up to {MOST_STOPS} texts, of 1 to {STOP_LETTERS} characters each."
+        raise ApiError(400, message, None, "stop")
     return texts
 
 

@@ -7,7 +7,7 @@ left unread, because the run says how its policy is sampled.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -20,6 +20,7 @@ from flash.service.bodies import (
     StreamOptions,
     check_limit,
     check_model,
+    check_pieces,
     choices,
     decoded,
     refuse_given,
@@ -136,6 +137,7 @@ def read(body: bytes) -> Asked:
     """
     asked = decoded(_decoder, body)
     check_model(asked.model)
+    check_pieces(_pieces(asked), "messages")
     _refuse_the_rest(asked)
     if not asked.messages:
         raise ApiError(400, "There are no messages.", None, "messages")
@@ -154,6 +156,14 @@ def read(body: bytes) -> Asked:
         stop=stops(asked.stop),
         choices=choices(asked.n),
     )
+
+
+def _pieces(asked: _Body) -> Iterator[Sequence[Any]]:
+    yield asked.messages
+    yield asked.tools or ()
+    for message in asked.messages:
+        yield message.tool_calls or ()
+        yield message.content if isinstance(message.content, list) else ()
 
 
 def _refuse_the_rest(asked: _Body) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from flash.service import tools
-from flash.service.bodies import MODEL, check_limit, check_model, decoded, refuse_given
+from flash.service.bodies import MODEL, check_limit, check_model, check_pieces, decoded, refuse_given
 from flash.service.chat import Answer, Asked
 from flash.service.errors import MASKED, ApiError, unsupported
 from flash.service.items import (
@@ -86,6 +86,7 @@ def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> Wanted:
     """
     given = decoded(_decoder, body)
     check_model(given.model)
+    check_pieces(_pieces(given), "input")
     check_limit(given.max_output_tokens, "max_output_tokens")
     refuse_given(
         {
@@ -115,6 +116,14 @@ def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> Wanted:
         parallel=given.parallel_tool_calls is not False,
     )
     return Wanted(asked, said, given.previous_response_id)
+
+
+def _pieces(given: _Body) -> Iterator[Sequence[Any]]:
+    yield given.tools or ()
+    items = given.input if isinstance(given.input, list) else []
+    yield items
+    for item in items:
+        yield from (value for value in item.values() if isinstance(value, list))
 
 
 def _offered(given: Sequence[_Tool]) -> tuple[Tool, ...]:

@@ -158,7 +158,7 @@ def test_a_call_is_of_a_function_that_there_is_and_has_an_object(name: str, argu
 @pytest.mark.parametrize(("given", "stop"), [(".", (".",)), (["a", "b"], ("a", "b")), ([], ()), (None, ())])
 def test_an_answer_may_end_at_up_to_four_texts(given: Any, stop: tuple[str, ...]) -> None:
     assert read(body(stop=given)).stop == stop
-    for wrong in (["."] * 5, [""], ""):
+    for wrong in (["."] * 5, [""], "", "." * 1001):
         assert refusal(body(stop=wrong))[1]["param"] == "stop"
 
 
@@ -180,6 +180,24 @@ def test_each_of_several_answers_is_a_request_of_its_own(n: int | None, choices:
     assert len({one.digest() for one in each}) == len(each) == choices
     for wrong in (0, -1, 129):
         assert refusal(body(n=wrong))[1]["param"] == "n"
+
+
+SPOKEN = {"role": "user", "content": ""}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"messages": [SPOKEN] * 16_385},
+        {"messages": [{"role": "user", "content": [{"type": "text"}] * 16_384}]},
+        {"messages": [{"role": "assistant", "tool_calls": [CALL] * 9000}, SPOKEN] * 2},
+        {"tools": [{"type": "function", "function": {"name": "add"}}] * 16_384},
+    ],
+)
+def test_a_request_of_countless_pieces_is_refused(given: dict[str, Any]) -> None:
+    status, error = refusal(body(**given))
+    assert (status, error["param"]) == (400, "messages")
+    assert "16384" in error["message"]
 
 
 @pytest.mark.parametrize("limit", [0, -1])

@@ -87,6 +87,12 @@ def test_a_response_of_the_episode_may_be_named_instead_of_said_again() -> None:
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0]"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0]"),
         ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": "x"}] * 16_385}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 16_384}]}, "input"),
+        (
+            {"tools": [{"type": "function", "name": "add"}] * 16_384, "input": [{"role": "user", "content": "x"}]},
+            "input",
+        ),
         ({"input": 5}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"model": "gpt-4o"}, "model"),
