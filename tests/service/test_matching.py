@@ -33,6 +33,13 @@ def test_arguments_that_a_client_wrote_again_are_the_same(value: dict[str, Any],
     assert not says_the_same(calls(said), calls(json.dumps({**value, "one more\0": 1})))
 
 
+def test_arguments_of_great_length_are_no_answer_of_ours_written_again() -> None:
+    for letters, same in ((1 << 10, True), (1 << 20, False)):
+        assert says_the_same(calls('{"a":1}'), calls('{"a":1' + " " * letters + "}")) == same
+    long = '{"a":' + "1" * (1 << 20) + "}"
+    assert says_the_same(calls(long), calls(long))
+
+
 SAID = calls('{"a": 1, "b": true}', content=" two\n", reasoning="\nhm\n")
 
 
