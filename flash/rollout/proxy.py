@@ -130,7 +130,8 @@ class LLMProxy:
             DeadlineError: the response took longer than `timeout`.
         """
         own = next(self._strays) if session is None else session
-        routed, response = RoutedRequest(affinity, min_version, own, len(request.prompt)), Response(request)
+        seeded, response = request.seed is not None, Response(request)
+        routed = RoutedRequest(affinity, min_version, own, len(request.prompt), seeded=seeded)
         with deadline(timeout, "a response", lambda: self._whereabouts(min_version)) as scope:
             for each in (scope, episode):
                 each.deadline += self._outage_left()
@@ -307,7 +308,8 @@ class LLMProxy:
         The youngest requests move, since the least has to be computed again for them.
         """
         for giver, count in self._router.surplus(record.view.index):
-            for scope, routed in list(self.records[giver].running.items())[-count:]:
+            running = self.records[giver].running.items()
+            for scope, routed in [each for each in running if each[1].movable][-count:]:
                 routed.settled = False
                 scope.cancel()
 

@@ -41,9 +41,12 @@ class RoutedRequest:
     """One request that wants an engine.
 
     `affinity`: its group's and its task's number. `session`, `prompt`: whose turn it is, and the tokens that it shows.
+    `seeded`: its tokens are drawn with a seed of its own.
     """
 
-    def __init__(self, affinity: tuple[int, int], min_version: int, session: int = 0, prompt: int = 0) -> None:
+    def __init__(
+        self, affinity: tuple[int, int], min_version: int, session: int = 0, prompt: int = 0, *, seeded: bool = False
+    ) -> None:
         self.affinity = affinity
         self.min_version = min_version
         self.session = session
@@ -58,10 +61,16 @@ class RoutedRequest:
         """Whether the engine that served its task or group before is preferred."""
         self.proven = False
         """Whether the engine that has it has given a token of it."""
+        self._seeded = seeded
         self.deaths = 0
         """Engines that have died under it since one has given a token of it."""
         self.death = ""
         """How the last one did."""
+
+    @property
+    def movable(self) -> bool:
+        """Whether it may move without need: with a seed it would go on with other draws, which no other run repeats."""
+        return not (self._seeded and self.proven)
 
     @property
     def suspected(self) -> bool:

@@ -79,13 +79,14 @@ class House:
         group: int | None = None,
         min_version: int = 0,
         episode: anyio.CancelScope | None = None,
+        seed: int | None = None,
     ) -> None:
         """One request; its end, good or bad, is booked."""
 
         def progress(tokens: Sequence[int]) -> None:
             self.progress[task] = self.progress.get(task, 0) + len(tokens)
 
-        request = GenerateRequest([task, length], SamplingSettings(100, 1.0), key=task)
+        request = GenerateRequest([task, length], SamplingSettings(100, 1.0), key=task, seed=seed)
         try:
             self.done[task] = await self.proxy.generate(
                 request,
@@ -616,6 +617,25 @@ def test_an_engine_that_reaches_a_version_later_is_given_its_share_of_what_the_f
         for task in range(8):
             house.check(task, 10)
         house.check_empty()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("after_s", "moved"), [(0.5, [4, 5, 6, 7]), (2.5, [])])
+def test_what_is_drawn_with_a_seed_moves_only_before_it_has_a_token(after_s: float, moved: list[int]) -> None:
+    async def scenario() -> None:
+        house = House(engine(slots=8), engine(slots=8), slots=8)
+        await house.load_all()
+        await house.proxy.load(0, published(1))
+        async with anyio.create_task_group() as group:
+            for task in range(8):
+                group.start_soon(lambda task=task: house.ask(task, 10, min_version=1, seed=task))
+            await anyio.sleep(after_s - SWAP_S)
+            await house.proxy.load(1, published(1))
+        assert sorted(served_by(house)[1]) == moved
+        assert all(request.done == 0 for engine in house.engines for request in engine.requests)
+        for task in range(8):
+            house.check(task, 10)
 
     run(scenario)
 
