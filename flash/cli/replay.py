@@ -15,6 +15,7 @@ from flash.config.load import given, load, split_arguments
 from flash.errors import ConfigError
 from flash.observe.rundir import write_atomically
 from flash.run.hugging_face import hub_fault
+from flash.run.models import make_fetched
 from flash.run.replay import Comparison, plan, refuse_idle, replay
 
 SHOWN = ("loss", "grad_norm", "entropy", "clip_fraction")
@@ -42,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     files, overrides = split_arguments([str(directory.config), *arguments.config])
     config = load(files, overrides)
     refuse_idle(directory.config, config, given(files[1:], overrides))
+    make_fetched(config)
     model = config.model.path
     fault = "" if Path(model).is_dir() else hub_fault(model) if is_hub_id(model) else f"there is no folder {model}"
     if fault:

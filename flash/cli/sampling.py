@@ -18,6 +18,7 @@ import msgspec
 
 from flash.config.check import SHOWN, beside
 from flash.config.load import load, split_arguments
+from flash.config.packaged import is_gguf
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.observe.rundir import RunDirectory, write_atomically
@@ -37,13 +38,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "config",
         nargs="*",
         metavar="CONFIG|RUN_DIR|MODEL|KEY=VALUE",
-        help="as for train; or a run directory; or, with --env, a model folder or hub id",
+        help="as for train; or a run directory; or, with --env, a model folder, hub id or GGUF file",
     )
     parser.add_argument(
         "--env", metavar="MODULE:CLASS", help="a model's environment; env.options.KEY=VALUE its options"
     )
     parser.add_argument(
-        "--model", metavar="PATH", help="a model folder, hub id, checkpoint or run directory; default: model.path"
+        "--model", metavar="PATH", help="a model folder, hub id, GGUF file, checkpoint or run; default: model.path"
     )
     parser.add_argument("--transcripts", type=Path, metavar="FILE.jsonl", help="write every episode, readably")
 
@@ -98,12 +99,12 @@ def configured(arguments: argparse.Namespace, *more: str) -> tuple[Config, str |
         named = named or str(only)
         paths, overrides = [RunDirectory(only).config], [*of_run(named), *overrides]
     elif arguments.env is not None:
-        if len(paths) != 1 or only.is_file() or named is not None:
-            raise ConfigError("--env goes with one model folder or hub id; in a config env.path names the environment")
+        if len(paths) != 1 or (only.is_file() and not is_gguf(str(only))) or named is not None:
+            raise ConfigError("--env goes with one model: a folder, hub id or GGUF file; a config has its env.path")
         named = str(only)
         texts = {"run.name": "eval", "model.path": named, "env.path": arguments.env}
         paths, overrides = [], [*(f"{key}={json.dumps(text)}" for key, text in texts.items()), *overrides]
-    elif (only / "config.json").is_file():
+    elif (only / "config.json").is_file() or is_gguf(str(only)):
         raise ConfigError(f"{only} is a model: name its environment with --env, or give a config and --model {only}")
     elif only.is_dir():
         runs = sorted(path.parent.name for path in only.glob("*/config.toml"))[-SHOWN:]

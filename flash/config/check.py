@@ -16,9 +16,11 @@ from typing import Any
 import msgspec
 
 from flash.config.check_algorithm import algorithm_rule
+from flash.config.check_fetch import fetch_rule
 from flash.config.check_machine import MACHINE_RULES, unreachable
 from flash.config.decode import Problem, nearest, show
 from flash.config.objects import examine_options, load_environment, load_sink, refusal
+from flash.config.packaged import gguf_folder, is_gguf
 from flash.config.section import LOWEST_TEMPERATURE
 from flash.config.simulate import SimulateConfig
 from flash.config.spread import parse_spread
@@ -139,12 +141,14 @@ def model_rule(config: Config) -> Iterator[Problem]:
         yield Problem("model.path", f"{show(config.model.path)} cannot be used: {fault}")
         return
     if is_hub_id(config.model.path):
+        if config.model.fetch is not None:
+            yield Problem("model.path", f"{path} may be a hub id: expected ./{path}, or no model.fetch (`none`)")
         return
-    if path.is_file():
+    if path.is_file() and not is_gguf(str(path)):  # which `fetch_rule` refuses
         yield Problem("model.path", f"expected a folder, got the file {path}")
     elif (path / "config.json").is_file():
         yield from _model_folder(config, path / "config.json")
-    elif config.tiny_model is None:
+    elif config.tiny_model is None and config.model.fetch is None:
         wanted = "expected a Hugging Face model, a hub id, or a [tiny_model] table to make one"
         yield Problem("model.path", f"{_no_model(path)}: {wanted}{beside(path)}")
 
@@ -158,6 +162,8 @@ def is_hub_id(text: str) -> bool:
 
 def _no_model(path: Path) -> str:
     """What is wrong with a path that is no model folder."""
+    if is_gguf(str(path)):
+        return f"{path} is a GGUF file (`flash fetch {path}` makes the folder {gguf_folder(str(path))} of it)"
     if path.is_dir():
         return f"the folder {path} has no config.json"
     if path.parts[0].startswith("~"):
@@ -187,7 +193,7 @@ def other_models_rule(config: Config) -> Iterator[Problem]:
         if (fault := unreachable(path)) is not None:
             yield Problem(key, f"{show(path)} cannot be used: {fault}")
             continue
-        if is_hub_id(path) or (key == "critic.path" and made):
+        if (is_hub_id(path) and not is_gguf(path)) or (key == "critic.path" and made):
             continue
         if not (Path(path) / "config.json").is_file():
             wanted = "expected a Hugging Face model, or a hub id"
@@ -383,6 +389,7 @@ RULES: tuple[Rule, ...] = (
     algorithm_rule,
     environment_rule,
     model_rule,
+    fetch_rule,
     parser_rule,
     other_models_rule,
     response_rule,

@@ -33,6 +33,7 @@ from flash.config.decode import (
 )
 from flash.config.hardware import count_gpus
 from flash.config.objects import import_from
+from flash.config.packaged import with_folder
 from flash.config.section import Section
 from flash.config.tree import Config
 from flash.errors import ConfigError
@@ -296,6 +297,7 @@ def keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[st
 
 
 def _resolve(config: Config) -> Config:
+    config = with_folder(config)
     if config.cluster.gpus_per_node != "auto":
         return config
     cluster = msgspec.structs.replace(config.cluster, gpus_per_node=count_gpus())

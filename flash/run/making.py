@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 from flash.errors import ConfigError, DeadlineError
 from flash.run.locks import Busy, in_turn
 from flash.trainer.aside import remove_leftovers
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
@@ -27,4 +30,5 @@ def making(path: Path, what: str, wait_s: float) -> Generator[None]:
     except Busy as holder:
         raise DeadlineError(f"{holder} to make {what}", wait_s, "the output of that process") from None
     except OSError as error:
-        raise ConfigError(f"cannot make {what}: {error}; check that you may write there") from error
+        remedy = "free some room there" if error.errno in FULL else "check that you may write there"
+        raise ConfigError(f"cannot make {what}: {error}; {remedy}") from error

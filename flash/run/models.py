@@ -1,5 +1,5 @@
-"""The models that a command begins with: the tiny ones made where they are missing, or what `flash eval`, `flash
-rollout` and `flash export` may be pointed at, which is a model folder, a hub id, a run directory, or a checkpoint.
+"""The models that a command begins with: tiny and fetched ones, made where they are missing, or what `flash eval`,
+`flash rollout` and `flash export` may be pointed at: a model folder, a hub id, a GGUF file, a run, or a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from pathlib import Path
 import msgspec
 
 from flash.config.check import beside, is_hub_id
-from flash.config.tree import Config, TinyModelConfig
+from flash.config.packaged import gguf_folder, is_gguf
+from flash.config.tree import Config, DeadlinesConfig, TinyModelConfig
 from flash.errors import CheckpointError, ConfigError
 from flash.observe.rundir import RunDirectory
+from flash.run.fetch import fetch, source_of
 from flash.run.hugging_face import hub_fault
 from flash.run.making import making
 from flash.trainer.stored import MANIFEST, aside_of, newest_complete, prepare, replace, sync
@@ -30,7 +32,7 @@ from flash.trainer.tiny_model import (
 
 
 def make_missing_model(config: Config) -> None:
-    """Make the tiny models that a configuration asks for, the policy's and the critics', unless they are there already.
+    """Make the models that a configuration asks for, fetched or tiny ones, unless they are there already.
 
     All nodes of a job come here at the same time, and so may runs that share a model: one makes it, the others wait.
     A node whose folder is its own makes its own.
@@ -39,8 +41,15 @@ def make_missing_model(config: Config) -> None:
         ConfigError: it cannot be made from these options, or not there.
         DeadlineError: somebody else has been making it for longer than deadlines.rendezvous.
     """
+    make_fetched(config)
     for _, path, tiny in tiny_models(config):
         _make_missing(path, tiny, config)
+
+
+def make_fetched(config: Config) -> None:
+    """Of the models that a configuration asks for the pretrained one. Raises as `make_missing_model`."""
+    if config.model.fetch is not None:
+        fetch(source_of(config.model.fetch), Path(config.model.path), config.deadlines.rendezvous)
 
 
 def tiny_models(config: Config) -> Iterator[tuple[str, Path, TinyModelConfig]]:
@@ -74,9 +83,14 @@ def _make_missing(path: Path, tiny: TinyModelConfig, config: Config) -> None:
 def chosen_model(named: str) -> str:
     """What is meant: the folder of a model or of a checkpoint, or a hub id. Of a run, its model or newest checkpoint.
 
+    A GGUF file is made into its folder.
+
     Raises:
         ConfigError: there is nothing of that name, or nothing of use.
     """
+    if is_gguf(named):
+        fetch(Path(named), Path(gguf_folder(named)), DeadlinesConfig().rendezvous)
+        return gguf_folder(named)
     path = Path(named)
     if not path.exists() and not is_hub_id(named):
         raise ConfigError(f"there is no model, checkpoint or run {named}{beside(path)}")
@@ -152,6 +166,7 @@ def _write_out(checkpoint: Path, config: Config, folder: Path) -> None:
     from flash.trainer.checkpoint import STATE
     from flash.trainer.model import load_model
 
+    make_fetched(config)
     with without_bars(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
         model = load_model(config.model)

