@@ -331,6 +331,8 @@ class Schedule:
                 await self.happen(tasks)
                 await self.settle()
                 self.check()
+            if self.hub_deaths_left == 0 and not self.calm:
+                await self.hub_dies(tasks)  # whatever that leaves behind has no later death to save it
             await self.end(tasks)
             tasks.cancel_scope.cancel()
 
@@ -361,7 +363,7 @@ class Schedule:
             return
         for node in self.nodes.values():
             await node.end()
-        resumed = self.dice.random() < 0.4
+        resumed = self.dice.random() < 0.6
         """Whether people go on with the run, and end all that is left of it."""
         stay = 0.0 if resumed else 0.6
         outlive = [node for number, node in self.nodes.items() if number > 0 and self.dice.random() < stay]
