@@ -36,7 +36,7 @@ MODULES = {
         name: f"benchmarks.real.{name}"
         for name in (
             *("async_vs_sync", "calibration", "chaos", "engine_efficiency"),
-            *("grids", "join", "loop_load", "model_service", "objective_cost", "plain_loop", "rhythm_cost"),
+            *("grids", "join", "loop_load", "mismatch", "model_service", "objective_cost", "plain_loop", "rhythm_cost"),
             *("recording", "view_load"),
         )
     },

@@ -399,11 +399,13 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class Canary(msgspec.Struct, frozen=True):
-    """A fixed prompt and the trainer's log-probs for it under one version."""
+    """A fixed text and the trainer's log-probs for it under one version."""
 
     token_ids: list[int]
     logprobs: list[float]
     """Log-prob of token i+1 given tokens 0…i at temperature 1: one fewer than `token_ids`."""
+    tolerance: float = 0.0
+    """Most that an engine's may differ from them in the mean of the absolute differences, in nats."""
 
 
 class Published(msgspec.Struct, frozen=True):

@@ -40,7 +40,7 @@ def job_rows(sizes: Sizes, model: Path | None) -> list[Row]:
     # The first loads into an engine that has just started.
     swap_s, publish_s = statistics.median(swaps[1:] or swaps), statistics.median(publishes[1:] or publishes)
     case = f"{'a model' if model is not None else 'tiny'}, {dtype}, {size / 2**20:,.0f} MiB of weights"
-    canary = max(row["canary_max"] for row in run.metrics)
+    canary = max(row["canary_error"] for row in run.metrics)
     assert run.summary["steps"] == sizes.swaps, run.summary["steps"]
     return [
         Row(case, "swaps", "swaps", len(swaps), None, sizes.swaps),

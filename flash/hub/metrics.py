@@ -131,7 +131,7 @@ class StepMetrics:
             "engine_restarts": restarts,
             "trainer_restarts": trainer_restarts,
             "engine_idle_share": sum(e.idle_s for e in engines) / lifetime if lifetime else math.nan,
-            "canary_max": self._canary_error,
+            "canary_error": self._canary_error,
             "queue_ready_groups": buffer.ready_groups,
             "in_flight": buffer.in_flight,
             "stale_tokens": ledger.discarded_tokens.get(Outcome.STALE, 0),

@@ -135,7 +135,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     lifetime_s: float
     """Seconds since its first version."""
     canary_error: float
-    """Largest log-prob difference of its last canary."""
+    """Mean log-prob difference of its last canary, in nats."""
 
 
 class EngineReport(Request[Ack], frozen=True, tag=True):

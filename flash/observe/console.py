@@ -255,7 +255,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ),
         ("trainer", f"waited {plain(summary.trainer_wait_share, '.1%')} of the time"),
         ("engines", f"idle {plain(summary.engine_idle_share, '.1%')} of the time"),
-        ("canary", f"largest log-prob difference {plain(summary.canary_max, '.1e')}"),
+        ("canary", f"mean log-prob difference at most {plain(summary.canary_error, '.1e')}"),
         (
             "restarts",
             f"{summary.restarts}, {summary.trainer_restarts} of trainers alone, {summary.engine_restarts} of engines",

@@ -107,7 +107,7 @@ class Recorder:
         full = {**row, "wall_s": self._now() - self._begun}
         if self._sink is not None:
             full["sink_lost"] = self._sink.lost
-        canary = row.get("canary_max", 0.0)
+        canary = row.get("canary_error", 0.0)
         self._canary = max(self._canary, 0.0 if math.isnan(canary) else canary)
         self.directory.append_metrics(full)
         self._console.stage("training")
@@ -249,7 +249,7 @@ class Recorder:
             undone=self.directory.read_undone(),
             ledger=ledger,
             restarts=self._restarts,
-            canary_max=self._canary,
+            canary_error=self._canary,
         )
         self.directory.write_summary(summary)
         if not interrupted:

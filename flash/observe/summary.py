@@ -59,7 +59,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     model: str
     objective: str
-    canary_max: float | None
+    canary_error: float | None
     """Largest difference between an engine's log-probs and the trainer's after a swap."""
 
 
@@ -71,7 +71,7 @@ def summarise(
     undone: Sequence[Row] = (),
     ledger: Mapping[str, Any],
     restarts: int,
-    canary_max: float | None,
+    canary_error: float | None,
 ) -> Summary:
     """Sum up a run from its rows; missing keys count as not measured.
 
@@ -103,7 +103,7 @@ def summarise(
         seed=config.run.seed,
         model=config.model.path,
         objective=config.algorithm.objective,
-        canary_max=canary_max,
+        canary_error=canary_error,
     )
 
 

@@ -97,7 +97,7 @@ class Engine(Protocol):
         ...
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
-        """Swap to a published version with sequences in flight; return the largest canary difference.
+        """Swap to a published version with sequences in flight; return the canary's mean difference.
 
         Their KV cache is made again under the new weights, or kept from the old ones.
 

@@ -188,7 +188,7 @@ class VLLMEngine:
         yield Completion(token_ids, logprobs, version_runs(spans, 0, len(token_ids)), finish)
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:
-        """Swap to a published version with sequences in flight; return the largest canary difference.
+        """Swap to a published version with sequences in flight; return the canary's mean difference.
 
         The engine pauses between two steps; sequences in flight keep their tokens. Their KV cache is forgotten and
         made again under the new weights, or kept; new requests never share the cache of older weights. After an error
@@ -226,7 +226,6 @@ class VLLMEngine:
         gap = check_canary(
             published.canary,
             observed,
-            tolerance=self._config.canary_tolerance,
             engine=self._index,
             version=version,
         )

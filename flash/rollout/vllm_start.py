@@ -57,6 +57,7 @@ def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, An
         "model": config.model.path,
         "dtype": config.model.dtype,
         "max_model_len": config.model.max_length,
+        "hf_overrides": {"head_dtype": config.model.head_dtype},
         "trust_remote_code": config.model.trust_remote_code,
         "seed": config.run.seed + index,
         "tensor_parallel_size": config.engine.tensor_parallel,

@@ -163,7 +163,7 @@ def look_at(
 
     with alone("gloo"):
         with without_bars():
-            policy = shard_model(load_model(model), trainer_mesh("cpu"), "float32")
+            policy = shard_model(load_model(model), trainer_mesh("cpu"), model)
         longest, limit = max(one.length for one in given.trajectories), positions(policy)
         if limit is not None and longest > limit:
             raise ConfigError(f"{weights} has {limit} positions, and there are {longest} tokens; expected no more")

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from flash.trainer.critic import Critic
+    from flash.trainer.optimizer import LossScale
     from flash.trainer.step import Trainer
 
 T = TypeVar("T")
@@ -81,7 +82,8 @@ def save(run_dir: Path, trainer: Trainer, keep_hub_state: KeepHubState, *, keep:
         files = [entry for entries in (hub_state, *mine) for entry in entries]
         files.sort(key=lambda entry: entry.path)
         rates = {} if trainer.lag is None else trainer.lag.rates
-        manifest = Manifest(trainer.version, trainer.skipped_steps, files, _extras(trainer), rates)
+        scales = tuple((scale.value, scale.finite) for scale in _scales(trainer))
+        manifest = Manifest(trainer.version, trainer.skipped_steps, files, _extras(trainer), rates, scales)
         _together(lambda: _commit(aside, folder, manifest) if rank == 0 else None, aside)
     except CheckpointError as error:
         if rank == 0:
@@ -120,6 +122,13 @@ def load(path: Path, trainer: Trainer) -> None:
     trainer.skipped_steps = manifest.skipped_steps
     if trainer.lag is not None:
         trainer.lag.rates = dict(manifest.rates)
+    if trainer.scale.moves:
+        for scale, (value, finite) in zip(_scales(trainer), manifest.scales, strict=False):
+            scale.value, scale.finite = value, finite
+
+
+def _scales(trainer: Trainer) -> list[LossScale]:
+    return [trainer.scale, *(critic.scale for critic in trainer.critics)]
 
 
 def read_weights(path: Path, trainer: Trainer) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from flash.config.tree import Config
 from flash.errors import ConfigError, ContractError
 from flash.trainer.model import load_model, reshard, shard_model
-from flash.trainer.optimizer import apply_gradient, make_optimizer
+from flash.trainer.optimizer import LossScale, apply_gradient, make_optimizer
 from flash.trainer.packed import PackedRow, packed_row
 from flash.trainer.packing import MicroBatch, only
 
@@ -92,6 +92,7 @@ class Critic:
         fully_shard(self.model, mesh=mesh, reshard_after_forward=False)
         rate = self._config.learning_rate
         self.optimizer = make_optimizer(self.model, msgspec.structs.replace(config.train, learning_rate=rate))
+        self.scale = LossScale(config.model.dtype)
         self.tally = _Tally(self.model.backbone.device)
         """Of its updates since the last `critic_metrics`."""
 
@@ -124,11 +125,12 @@ class Critic:
             )
             loss_T = value_loss(value_T, return_T, old_T, self._config.clip)
             # FSDP averages gradients over ranks; the loss is already a share of the whole minibatch.
-            (loss_T.sum() * share).backward()
+            (loss_T.sum() * (share * self.scale.value)).backward()
             self.tally.add(loss_T, return_T, old_T, mask_T)
         norm, _ = apply_gradient(
             self.model,
             self.optimizer,
+            self.scale,
             rate=self._config.learning_rate,
             max_norm=self._config.max_grad_norm,
             trained=total_tokens > 0,
@@ -234,7 +236,7 @@ def _backbone(config: Config, mesh: DeviceMesh) -> PreTrainedModel:
     path = config.critic.path or config.model.path
     model = msgspec.structs.replace(config.model, path=path)
     try:
-        return shard_model(load_model(model).base_model, mesh, model.dtype)  # pyright: ignore[reportArgumentType]
+        return shard_model(load_model(model).base_model, mesh, model)  # pyright: ignore[reportArgumentType]
     except ConfigError as error:
         if config.critic.path is None:
             raise

@@ -5,19 +5,16 @@ Shape legend: P = tokens of the packed sequences, T = predicted tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from flash.errors import ConfigError
-from flash.trainer.model import reshard
 from flash.trainer.output_layer import OutputLayer, Selection
 from flash.trainer.packed import AttentionWatch, class_name, packed_row
-from flash.trainer.prefixes import Int64Array, PackedSequences, in_one_row
+from flash.trainer.prefixes import Int64Array, PackedSequences
 
 
 class TokenLogprobs(NamedTuple):
@@ -69,12 +66,3 @@ def token_logprobs(
         )
     logp_T, entropy_T = output.logits[0].unbind(-1)
     return TokenLogprobs(logp_T, entropy_T if entropy_gradient else entropy_T.detach())
-
-
-@torch.no_grad()
-def canary_logprobs(model: PreTrainedModel, token_ids: Sequence[int]) -> list[float]:
-    """Log-prob of token i + 1 given tokens 0…i, at temperature 1. Every rank calls it and gets the same answer."""
-    ids_P = np.array(token_ids, dtype=np.int64)
-    result = token_logprobs(model, in_one_row([ids_P]), np.arange(len(ids_P) - 1), ids_P[1:], temperature=1.0)
-    reshard(model)
-    return result.logp_T.tolist()

@@ -20,13 +20,11 @@ from flash.errors import CheckpointError
 from flash.hub import protocol as p
 from flash.profile.recording import NO_PROFILE, StepProfile
 from flash.trainer import checkpoint
-from flash.trainer.logprobs import canary_logprobs
 from flash.trainer.model import named_full_tensors
 from flash.trainer.step import Trainer
 from flash.trainer.stored import FileEntry
 from flash.transport.request import ReplyT, Request
-from flash.types import Activity, Canary, Published, Shard
-from flash.weights.canary import canary_tokens
+from flash.types import Activity, Published, Shard
 from flash.weights.publisher import WeightPublisher
 
 
@@ -68,10 +66,6 @@ class TrainerLoop:
         """Whether the hub takes part in a checkpoint of what this rank holds now."""
         self._saves = False
         """Whether somebody wants one."""
-        vocabulary = int(trainer.model.config.vocab_size)
-        # The engine answers the canary with one token, which needs its place in the context.
-        length = min(config.weights.canary_tokens, config.model.max_length - 1)
-        self._canary = canary_tokens(vocabulary, length, config.run.seed)
 
     def run(self) -> None:
         """Train until the hub says stop.
@@ -109,7 +103,7 @@ class TrainerLoop:
         """Gather the weights, announce them as a version, with the canary the engines will be held to."""
         trainer, version = self._trainer, self._trainer.version
         with self._doing("publish"):
-            canary = Canary(self._canary, canary_logprobs(trainer.model, self._canary))
+            canary = trainer.canaries.canary(trainer.model)
 
             def announce(update_info: bytes) -> None:
                 published = Published(version, self._config.weights_backend, update_info, canary)

@@ -48,8 +48,8 @@ def trainer_mesh(device: Literal["cpu", "cuda"]) -> DeviceMesh:
     return init_device_mesh(device, (dist.get_world_size(),))
 
 
-def shard_model(model: PreTrainedModel, mesh: DeviceMesh, dtype: Literal["float32", "bfloat16"]) -> PreTrainedModel:
-    """Shard in place: each decoder layer, then the rest.
+def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: ModelConfig) -> PreTrainedModel:
+    """Shard in place, as a model of this kind: each decoder layer, then the rest.
 
     Also selects packed attention, lets the output layer answer with log-probs, and turns dropout off.
 
@@ -64,9 +64,9 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, dtype: Literal["float3
         )
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     model.set_attn_implementation(PACKED_ATTENTION)
-    replace_output_layer(model)
-    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    policy = half if dtype == "bfloat16" else MixedPrecisionPolicy()
+    replace_output_layer(model, wide=config.head_dtype == "float32")
+    half = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy() if config.dtype == "float32" else half
     # On one rank there is nothing to free between forward and backward; resharding would only copy.
     reshard = mesh.size() > 1
     whole = layer_types(model)

@@ -13,6 +13,11 @@ from torch.nn.utils import get_total_norm
 from flash.config.tree import TrainConfig
 from flash.errors import ContractError
 
+FIRST_SCALE, MOST_SCALE = 2.0**14, 2.0**16
+"""Of float16 losses. A token's share of a loss is 1e-3 to 1e-6, so gradients stay far from both ends."""
+GROW_AFTER = 200
+"""Updates."""
+
 
 def make_optimizer(model: nn.Module, train: TrainConfig) -> torch.optim.AdamW:
     """AdamW over all parameters."""
@@ -37,9 +42,40 @@ def learning_rate(train: TrainConfig, steps: int, step: int) -> float:
     return train.final_learning_rate + (train.learning_rate - train.final_learning_rate) * left
 
 
+class LossScale:
+    """What a loss is multiplied by, so that gradients in float16 do not vanish; in wider dtypes nothing is.
+
+    Gradients below 6e-8 are 0 in float16, and above 65,504 infinite. The scale is halved where an update's gradient is
+    not finite, and that update left out; after `GROW_AFTER` finite ones in a row it is doubled. All ranks do so alike.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self.moves = dtype == "float16"
+        """Whether there is a scale at all."""
+        self.value = FIRST_SCALE if self.moves else 1.0
+        self.finite = 0
+        """Finite updates in a row."""
+
+    def seen(self, *, finite: bool) -> bool:
+        """Whether the scale is the reason of a gradient that is not finite."""
+        if not self.moves:
+            return False
+        if finite:
+            self.finite += 1
+            if self.finite == GROW_AFTER:
+                self.value, self.finite = min(self.value * 2, MOST_SCALE), 0
+            return False
+        self.finite = 0
+        if self.value <= 1:
+            return False
+        self.value /= 2
+        return True
+
+
 def apply_gradient(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    scale: LossScale,
     *,
     rate: float,
     max_norm: float,
@@ -51,18 +87,20 @@ def apply_gradient(
 ) -> tuple[float, bool]:
     """Clip, check and apply the gradient, unless nothing was trained. Returns its global norm, and whether it applied.
 
-    `share` is the part of its denominator that was kept in the end.
+    `scale` is what the loss was multiplied by, `share` the part of its denominator that was kept in the end.
 
     Raises:
         ContractError: the gradient is not finite and `on_nonfinite` is "stop"; with `whose` it is and `advice`.
     """
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    if share not in (0.0, 1.0):
+    by = scale.value * (share or 1.0)
+    if by != 1:
         for grad in grads:
-            grad.div_(share)
+            grad.div_(by)
     norm_tensor = get_total_norm(grads)
     norm = float(norm_tensor.full_tensor() if isinstance(norm_tensor, DTensor) else norm_tensor)
-    if not math.isfinite(norm) and on_nonfinite == "stop":
+    scaled_too_far = scale.seen(finite=math.isfinite(norm))
+    if not math.isfinite(norm) and not scaled_too_far and on_nonfinite == "stop":
         raise ContractError(f'{whose}: the gradient norm is {norm}; {advice}, or set train.on_nonfinite = "skip"')
     applied = trained and math.isfinite(norm)
     if applied:

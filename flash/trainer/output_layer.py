@@ -12,7 +12,7 @@ Shape legend: T = predicted tokens, C = tokens of one chunk, V = vocabulary, D =
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -49,10 +49,12 @@ class OutputLayer(nn.Module):
     inside the model's, where FSDP has gathered the parameters.
     """
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, *, wide: bool) -> None:
         super().__init__()
         self.weight = layer.weight
         self.bias = layer.bias
+        self.wide = wide
+        """Whether logits are made in float32 from factors of less."""
         self.chunk_bytes = CHUNK_BYTES
         self._selection: Selection | None = None
 
@@ -76,6 +78,7 @@ class OutputLayer(nn.Module):
             selection.target_T,
             temperature=selection.temperature,
             entropy_gradient=selection.entropy_gradient,
+            wide=self.wide,
             chunk_bytes=self.chunk_bytes,
         )
         # No view: FSDP warns of outputs that are views.
@@ -83,8 +86,10 @@ class OutputLayer(nn.Module):
         return selection.answer
 
 
-def replace_output_layer(model: PreTrainedModel) -> None:
+def replace_output_layer(model: PreTrainedModel, *, wide: bool) -> None:
     """Give a language model an `OutputLayer` with its own parameters. A model without an output layer stays as it is.
+
+    `wide`: logits are made in float32, whatever the dtype of the forward pass.
 
     Raises:
         ConfigError: the output layer is not a plain linear one.
@@ -97,7 +102,7 @@ def replace_output_layer(model: PreTrainedModel) -> None:
             f"model.path: the output layer of {type(model).__name__} is a {type(layer).__name__}; training computes "
             "log-probs from a plain linear one, choose another model"
         )
-    model.set_output_embeddings(OutputLayer(layer))
+    model.set_output_embeddings(OutputLayer(layer, wide=wide))
 
 
 def selected_logprobs(
@@ -108,15 +113,17 @@ def selected_logprobs(
     *,
     temperature: float,
     entropy_gradient: bool,
+    wide: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target under p = softmax((hidden · weightᵀ + bias) / temperature), and the entropy of p in nats.
 
-    The product is made in the dtype of its factors, everything after it in float32 (float64 for float64 factors). The
+    The product is made in the dtype of its factors, or, where it is to be `wide`, in float32; everything after it is in
+    float32 (float64 for float64 factors). The products of the backward pass are in the dtype of the factors. The
     entropy has a gradient only where asked for.
     """
     return _SelectedLogprobs.apply(  # pyright: ignore[reportReturnType]
-        hidden_TD, weight_VD, bias_V, target_T, temperature, entropy_gradient, chunk_bytes
+        hidden_TD, weight_VD, bias_V, target_T, temperature, entropy_gradient, wide, chunk_bytes
     )
 
 
@@ -132,12 +139,14 @@ class _SelectedLogprobs(torch.autograd.Function):
         target_T: Tensor,
         temperature: float,
         entropy_gradient: bool,
+        wide: bool,
         chunk_bytes: int,
     ) -> tuple[Tensor, Tensor]:
         logp_T = hidden_TD.new_empty(len(target_T), dtype=_wide(hidden_TD))
         norm_T, entropy_T = torch.empty_like(logp_T), torch.empty_like(logp_T)
+        product = _wide_product if wide and weight_VD.dtype != logp_T.dtype else linear
         for rows in _chunks(logp_T, weight_VD, chunk_bytes):
-            scaled_CV = _scaled_logits(hidden_TD[rows], weight_VD, bias_V, temperature)
+            scaled_CV = _scaled_logits(product, hidden_TD[rows], weight_VD, bias_V, temperature)
             # Relative to the largest: sums of small numbers keep the digits that the logits' size would cost.
             peak_C = scaled_CV.amax(-1)
             scaled_CV -= peak_C[:, None]
@@ -150,6 +159,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             norm_T[rows] = peak_C + log_total_C
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, norm_T, entropy_T)
         ctx.temperature, ctx.entropy_gradient, ctx.chunk_bytes = temperature, entropy_gradient, chunk_bytes
+        ctx.product = product
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_T)
         return logp_T, entropy_T
@@ -163,7 +173,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=norm_T.dtype) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=norm_T.dtype) if needs_bias else None
         for rows in _chunks(norm_T, weight_VD, ctx.chunk_bytes):
-            log_share_CV = _scaled_logits(hidden_TD[rows], weight_VD, bias_V, ctx.temperature)
+            log_share_CV = _scaled_logits(ctx.product, hidden_TD[rows], weight_VD, bias_V, ctx.temperature)
             log_share_CV -= norm_T[rows, None]
             grad_logp_C1, grad_entropy_C1 = (grad_T[rows, None] / -ctx.temperature for grad_T in grads_T)
             if ctx.entropy_gradient:
@@ -185,7 +195,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                 _add_product(grad_weight_VD, narrow_CV.T, hidden_TD[rows])
         sums = (grad_hidden_TD, grad_weight_VD, grad_bias_V)
         grads = [None if total is None else total.to(weight_VD.dtype) for total in sums]
-        return (*grads, None, None, None, None)
+        return (*grads, None, None, None, None, None)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -199,9 +209,23 @@ def _chunks(number_T: Tensor, weight_VD: Tensor, chunk_bytes: int) -> Iterator[s
         yield slice(start, start + rows)
 
 
-def _scaled_logits(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Of hidden states and the output layer's weight, its bias added."""
+
+
+def _wide_product(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+    """[C, V] in float32, from factors of less, none of whose products is rounded."""
+    if hidden_CD.is_cuda:
+        logits_CV = torch.mm(hidden_CD, weight_VD.T, out_dtype=torch.float32)
+        return logits_CV if bias_V is None else logits_CV.add_(bias_V)
+    return linear(hidden_CD.float(), weight_VD.float(), None if bias_V is None else bias_V.float())
+
+
+def _scaled_logits(
+    product: Product, hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float
+) -> Tensor:
     """[C, V] logits / temperature, wide, in memory of their own."""
-    scaled_CV = linear(hidden_CD, weight_VD, bias_V).to(_wide(hidden_CD))
+    scaled_CV = product(hidden_CD, weight_VD, bias_V).to(_wide(hidden_CD))
     scaled_CV /= temperature
     return scaled_CV
 

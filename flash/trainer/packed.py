@@ -29,6 +29,8 @@ PACKED_ATTENTION = "packed"
 """Our name in transformers' attention interface. Not in its mask interface, so no dense mask is built. It must contain
 none of transformers' own names, such as sdpa: the rules for that one would apply."""
 
+HALF = (torch.bfloat16, torch.float16)
+
 SHORT = 512
 """Tokens up to which attention on the CPU is computed in float32: the backward pass of torch's kernel takes three times
 as long in bfloat16 for sequences of 50 tokens, and as long for 1,000."""
@@ -293,7 +295,7 @@ def _padded(states_UHD: Tensor, places: Taken | None, sequences: int) -> Tensor:
     rows = states_UHD if places is None else take(states_UHD, places)
     batch = rows.unflatten(0, (sequences, -1)).transpose(1, 2)
     short = batch.device.type == "cpu" and batch.shape[2] <= SHORT
-    return batch.float() if short and batch.dtype == torch.bfloat16 else batch
+    return batch.float() if short and batch.dtype in HALF else batch
 
 
 def class_name(module: nn.Module) -> str:

@@ -35,7 +35,7 @@ BEYOND = 16
 """Tokens after the end of the longest window."""
 LONGEST = 16_384
 """Tokens of the longest sequence. A longer window is not looked at: attention to it alone could fill the memory."""
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
 """Largest difference in nats that is taken for rounding, by the dtype of the forward pass. What leaks makes 1 to 5."""
 
 

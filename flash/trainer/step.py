@@ -29,6 +29,7 @@ from algorithms.rhythm import Rhythm
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.trained import TrainedSample
+from flash.trainer.canary import CanaryMaker, draw_canary
 from flash.trainer.collectives import gather_ragged, gather_rows
 from flash.trainer.critic import Critic, check_tokenizer, critic_metrics, lesson_of
 from flash.trainer.ewma import start_average, update_average
@@ -38,7 +39,7 @@ from flash.trainer.logprobs import TokenLogprobs
 from flash.trainer.loss import Limits, first_logprobs, pack_tokens, token_loss
 from flash.trainer.model import load_model, reshard, shard_model, trainer_mesh
 from flash.trainer.objective import make_objective, method_of
-from flash.trainer.optimizer import apply_gradient, learning_rate, make_optimizer
+from flash.trainer.optimizer import LossScale, apply_gradient, learning_rate, make_optimizer
 from flash.trainer.packing import MicroBatch
 from flash.trainer.packing_check import check_packing
 from flash.trainer.plan import MinibatchPlan, StepPlan, plan_step
@@ -62,9 +63,14 @@ class Trainer:
         self._method = method_of(config, self._objective)
         device: Literal["cpu", "cuda"] = "cuda" if config.gpus_per_node > 0 else "cpu"
         mesh = trainer_mesh(device)
-        self.model = shard_model(load_model(config.model), mesh, config.model.dtype)
+        whole = load_model(config.model)
+        text = draw_canary(whole, config)
+        self.model = shard_model(whole, mesh, config.model)
         check_packing(self.model, config)
+        self.canaries = CanaryMaker(text, self.model, config)
+        """What engines are held to; the text and the tolerance are those of the weights at `model.path`."""
         self.optimizer = make_optimizer(self.model, config.train)
+        self.scale = LossScale(config.model.dtype)
         if self._method.critics:
             check_tokenizer(config)
         self.critics = [Critic(config, mesh) for _ in range(self._method.critics)]
@@ -133,6 +139,7 @@ class Trainer:
             "grad_norm": sum(finite) / len(finite) if finite else 0.0,
             "learning_rate": rate,
             "skipped_steps": float(self.skipped_steps),
+            **({"loss_scale": self.scale.value} if self.scale.moves else {}),
         }
 
     def _along(self, plan: StepPlan) -> RhythmPass | None:
@@ -213,7 +220,7 @@ class Trainer:
             share_T = loss.loss_T * self._weights(tokens._replace(mask_T=loss.mask_T), whole)
             if not self._warming_up:
                 # FSDP averages gradients over ranks; the loss is already a share of the whole batch.
-                (share_T.sum() * dist.get_world_size()).backward()
+                (share_T.sum() * (dist.get_world_size() * self.scale.value)).backward()
         age_T = self._tensor(step - micro.version_T)
         first_T = first_logprobs(now, facts)
         statistics.add(tokens, first_T, now.entropy_T, age_T, micro.kinds_S, loss, share_T)
@@ -254,6 +261,7 @@ class Trainer:
         norm, applied = apply_gradient(
             self.model,
             self.optimizer,
+            self.scale,
             rate=rate,
             max_norm=train.max_grad_norm,
             trained=trained,
@@ -301,7 +309,7 @@ def _load_reference(config: Config, mesh: DeviceMesh) -> PreTrainedModel | None:
     path = config.algorithm.kl.reference or config.model.path
     described = msgspec.structs.replace(config.model, path=path)
     try:
-        model = shard_model(load_model(described), mesh, described.dtype).requires_grad_(False)
+        model = shard_model(load_model(described), mesh, described).requires_grad_(False)
         check_packing(model, config)
     except ConfigError as error:
         raise ConfigError(f"algorithm.kl.reference: {str(error).removeprefix('model.path: ')}") from error

@@ -54,6 +54,8 @@ class Manifest(msgspec.Struct, frozen=True):
     """What it holds beside the policy, by the names of `flash.trainer.checkpoint.EXTRAS`."""
     rates: dict[int, float] = {}
     """With `algorithm.lag`, the mean learning rate that was applied to each of the last versions."""
+    scales: tuple[tuple[float, int], ...] = ()
+    """With float16, of the policy and each critic: what losses are multiplied by, and finite updates since it moved."""
 
 
 class Choice(NamedTuple):

@@ -204,7 +204,7 @@ def test_an_override_of_another_form_is_refused(override):
             "`train.async_ratio` (override): expected a number from 0 to 1000, got NaN, which is not",
         ),
         ("train.betas=[0.9]", "`train.betas` (override): expected a list of 2: [a number from 0 to 1, a number"),
-        ("model.dtype=fp16", '`model.dtype` (override): expected "bfloat16" or "float32", got "fp16"'),
+        ("model.dtype=fp16", '`model.dtype` (override): expected "bfloat16", "float16" or "float32", got "fp16"'),
         ("run.resume=yes", '`run.resume` (override): expected true or false, got "yes"'),
         ("run.name=a b", "`run.name` (override): expected text matching ^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\\Z, got"),
         ("run.name.x=1", "`run.name` (override): expected text matching ^[A-Za-z0-9_]"),

@@ -68,7 +68,7 @@ def test_a_run_leaves_metrics_summary_plots_model_and_no_process(start: Callable
     assert summary["max_age"] <= 1
     assert summary["samples"] == summary["ledger"]["trained"] == 6 * 32
     assert balanced(summary["ledger"])
-    assert summary["canary_max"] <= 1e-4
+    assert summary["canary_error"] <= 1e-4
     for name in (
         "plots/reward.png",
         "plots/ages.png",
@@ -224,10 +224,10 @@ def test_an_error_that_a_restart_cannot_mend_ends_the_run_with_one_clear_line(
 ) -> None:
     run = start("weights.canary_tolerance=1e-12", command=FROM_PYTHON)
     assert run.wait() == 1
-    assert "from python: WeightsError: engine 0, version 0: the canary's log-prob" in run.text()
+    assert "from python: WeightsError: engine 0, version 0: the canary's log-probs differ" in run.text()
     lines = [line for line in run.text().splitlines() if line.startswith("flash: error")]
     assert len(lines) == 1
-    assert "WeightsError: engine 0, version 0: the canary's log-prob at position" in lines[0]
+    assert "WeightsError: engine 0, version 0: the canary's log-probs differ by" in lines[0]
     assert "Traceback" not in run.text()
     assert json.loads((run.directory / "error.json").read_text())["error"] == "WeightsError"
     run.nothing_left()

@@ -34,7 +34,7 @@ def make(config: Config, tmp_path: Path) -> Any:
         for one in rows:
             directory.append_evaluation(one)
         if ended:
-            told = summarise(changed, [metrics_row(0)], rows, ledger={"trained": 64}, restarts=0, canary_max=None)
+            told = summarise(changed, [metrics_row(0)], rows, ledger={"trained": 64}, restarts=0, canary_error=None)
             directory.write_summary(told)
         return directory.path
 

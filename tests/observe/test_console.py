@@ -102,7 +102,7 @@ def test_a_mean_of_rewards_is_called_an_accuracy_only_where_each_is_0_or_1(confi
     row = eval_row(10, 0.63, binary=0.0, best_of_k=0.71)
     console.evaluation(row)
     assert "mean reward 0.630, 95% interval 0.580 to 0.670, best of 4 0.710" in stream.getvalue()
-    console.finish(summarise(config, [], [eval_row(0, 0.5), row], ledger={}, restarts=0, canary_max=None))
+    console.finish(summarise(config, [], [eval_row(0, 0.5), row], ledger={}, restarts=0, canary_error=None))
     assert "reward       0.500 -> 0.630 on held-out problems" in stream.getvalue()
     assert "accuracy" not in stream.getvalue()
 
@@ -118,7 +118,7 @@ def test_a_mean_of_rewards_is_called_an_accuracy_only_where_each_is_0_or_1(confi
 )
 def test_a_single_evaluation_is_no_change(config: Config, evaluations: list[dict[str, float]], line: str) -> None:
     stream = io.StringIO()
-    Console(config, stream).finish(summarise(config, [], evaluations, ledger={}, restarts=0, canary_max=None))
+    Console(config, stream).finish(summarise(config, [], evaluations, ledger={}, restarts=0, canary_error=None))
     assert line in stream.getvalue().splitlines()
 
 
@@ -139,7 +139,7 @@ def test_the_closing_table_says_what_came_of_the_run_and_where_it_lies(config: C
     ledger = {"issued": 1920, "given_up": 0, "trained": 1440, "trained_tokens": 8000, "discarded_tokens_stale": 2000}
     stream = io.StringIO()
     Console(config, stream).finish(
-        summarise(config, metrics, evaluations, ledger=ledger, restarts=2, canary_max=5.1e-7)
+        summarise(config, metrics, evaluations, ledger=ledger, restarts=2, canary_error=5.1e-7)
     )
     text = stream.getvalue()
     for expected in ("0.312 -> 0.906", "1:10 (9.81k tokens/s)", "25.0%", "4.0%", "5.1e-07"):

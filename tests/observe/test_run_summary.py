@@ -13,7 +13,7 @@ LEDGER = {"issued": 640, "trained": 192, "trained_tokens": 750, "discarded_token
 
 
 def summary(config: Config, metrics: list[dict[str, float]], evaluations: list[dict[str, float]]) -> Summary:
-    return summarise(config, metrics, evaluations, ledger=LEDGER, restarts=1, canary_max=3e-7)
+    return summarise(config, metrics, evaluations, ledger=LEDGER, restarts=1, canary_error=3e-7)
 
 
 def test_a_summary_is_computed_from_the_rows(config: Config) -> None:
@@ -32,7 +32,7 @@ def test_a_summary_is_computed_from_the_rows(config: Config) -> None:
     assert result.engine_idle_share == 0.125
     assert result.max_age == 2
     assert (result.async_ratio, result.seed, result.model) == (1.0, 7, "models/tiny")
-    assert (result.objective, result.restarts, result.canary_max) == ("grpo", 1, 3e-7)
+    assert (result.objective, result.restarts, result.canary_error) == ("grpo", 1, 3e-7)
     assert result.ledger == LEDGER
 
 
@@ -73,6 +73,6 @@ def test_rows_without_an_interval_are_weighted_by_tokens_over_rate(config: Confi
 def test_restarts_count_in_steps_that_were_done_again_too(config: Config) -> None:
     kept = metrics_row(0, trainer_restarts=1, engine_restarts=0)
     undone = metrics_row(1, trainer_restarts=1, engine_restarts=2, failures=5)
-    result = summarise(config, [kept], [], undone=[undone], ledger=LEDGER, restarts=1, canary_max=None)
+    result = summarise(config, [kept], [], undone=[undone], ledger=LEDGER, restarts=1, canary_error=None)
     assert (result.trainer_restarts, result.engine_restarts) == (2, 2)
     assert (result.steps, result.failures) == (1, kept["failures"])

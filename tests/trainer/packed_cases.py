@@ -82,7 +82,8 @@ def tiny(kind: str, **options: Any) -> PreTrainedModel:
 
 
 def sharded(folder: Path, dtype: Any = "float32") -> PreTrainedModel:
-    return shard_model(load_model(ModelConfig(path=str(folder), dtype=dtype)), trainer_mesh("cpu"), dtype)
+    config = ModelConfig(path=str(folder), dtype=dtype)
+    return shard_model(load_model(config), trainer_mesh("cpu"), config)
 
 
 def random_sequences(vocabulary: int = VOCABULARY, lengths: Sequence[int] = LENGTHS) -> list[Tensor]:

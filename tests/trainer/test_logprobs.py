@@ -16,8 +16,10 @@ from transformers import (
     PretrainedConfig,
 )
 
+from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
-from flash.trainer.logprobs import canary_logprobs, token_logprobs
+from flash.trainer.canary import canary_logprobs
+from flash.trainer.logprobs import token_logprobs
 from flash.trainer.model import shard_model, trainer_mesh
 from flash.trainer.output_layer import OutputLayer
 from tests.trainer.packed_cases import (
@@ -154,7 +156,9 @@ def test_a_model_that_changes_its_logits_is_refused(kind: type[PretrainedConfig]
         eos_token_id=0,
         **{"final_logit_softcapping": 30.0} if kind is Gemma3TextConfig else {},
     )
-    model = shard_model(AutoModelForCausalLM.from_config(config), trainer_mesh("cpu"), "float32")
+    model = shard_model(
+        AutoModelForCausalLM.from_config(config), trainer_mesh("cpu"), ModelConfig(path="", dtype="float32")
+    )
     with pytest.raises(ConfigError, match=r"model\.path: .*ForCausalLM caps, scales"):
         canary_logprobs(model, [1, 2, 3])
 

@@ -33,6 +33,9 @@ def test_full_tensors_have_hugging_face_names_without_the_tied_copy(tied_model: 
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+FLOAT32 = ModelConfig(path="", dtype="float32")
+
+
 def test_a_folder_that_holds_no_model_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path"):
         load_model(ModelConfig(path=str(tmp_path)))
@@ -42,7 +45,7 @@ def test_a_model_without_the_attention_interface_is_refused(tied_model: Path) ->
     model = load_model(ModelConfig(path=str(tied_model)))
     model._supports_attention_backend = False
     with pytest.raises(ConfigError, match="attention interface"):
-        shard_model(model, trainer_mesh("cpu"), "float32")
+        shard_model(model, trainer_mesh("cpu"), FLOAT32)
 
 
 def test_a_model_with_an_output_layer_of_another_kind_is_refused(untied_model: Path) -> None:
@@ -53,4 +56,4 @@ def test_a_model_with_an_output_layer_of_another_kind_is_refused(untied_model: P
     model = load_model(ModelConfig(path=str(untied_model)))
     model.set_output_embeddings(Scaled(32, VOCABULARY, bias=False))
     with pytest.raises(ConfigError, match=r"model\.path: the output layer of Qwen3ForCausalLM is a Scaled"):
-        shard_model(model, trainer_mesh("cpu"), "float32")
+        shard_model(model, trainer_mesh("cpu"), FLOAT32)

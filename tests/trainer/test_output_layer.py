@@ -150,17 +150,35 @@ def test_the_weight_gradient_of_bfloat16_factors_does_not_lose_small_parts_of_lo
         assert (found - expected[name]).norm() < 2**-7 * expected[name].norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_wide_logits_are_rounded_nowhere(dtype: torch.dtype, bias: bool) -> None:
+    given = factors(40, dtype=dtype, bias=bias)
+    expected_T, expected_entropy_T = plain(given, 0.7)
+    found_T, entropy_T = selected_logprobs(**given, temperature=0.7, entropy_gradient=False, wide=True)
+    torch.testing.assert_close(found_T.double(), expected_T, rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy_T.double(), expected_entropy_T, rtol=0, atol=1e-5)
+    rounded_T, _ = selected_logprobs(**given, temperature=0.7, entropy_gradient=False)
+    assert (rounded_T.double() - expected_T).abs().max() > 1e-3
+    found_T.sum().backward()
+    weight = given["weight_VD"].grad
+    assert weight.dtype == dtype
+    grads = (torch.ones(40, dtype=torch.float64), torch.zeros(40, dtype=torch.float64))
+    wanted = plain_gradients(given, 0.7, grads)["weight_VD"]
+    assert (weight.double() - wanted).norm() < 2**-7 * wanted.norm()
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_layer_has_the_parameters_of_the_one_it_replaces(bias: bool) -> None:
     given = nn.Linear(WIDTH, VOCABULARY, bias=bias)
-    layer = OutputLayer(given)
+    layer = OutputLayer(given, wide=False)
     expected = dict(given.named_parameters())
     assert dict(layer.named_parameters()).keys() == expected.keys()
     assert all(value is expected[name] for name, value in layer.named_parameters())
 
 
 def test_a_selection_is_over_with_its_block_also_after_an_error() -> None:
-    layer = OutputLayer(nn.Linear(WIDTH, VOCABULARY))
+    layer = OutputLayer(nn.Linear(WIDTH, VOCABULARY), wide=False)
     hidden = torch.randn(1, 3, WIDTH)
     selection = Selection(torch.tensor([1, 2, 3]), temperature=1.0, entropy_gradient=False)
     with layer.selecting(selection):

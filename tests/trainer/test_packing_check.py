@@ -21,10 +21,10 @@ from tests.trainer.trainer_cases import make_config, weights_of, write_model
 def check(model: PreTrainedModel, dtype: Any = "float32", max_length: int = 64) -> None:
     config = make_config(Path("unused"), train={"max_tokens_per_microbatch": 128})
     config = replace(config, model=replace(config.model, dtype=dtype, max_length=max_length))
-    check_packing(shard_model(model, trainer_mesh("cpu"), dtype), config)
+    check_packing(shard_model(model, trainer_mesh("cpu"), config.model), config)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

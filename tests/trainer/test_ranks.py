@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flash.trainer import checkpoint, stored
-from flash.trainer.logprobs import canary_logprobs
+from flash.trainer.canary import canary_logprobs
 from flash.trainer.step import Trainer
 from tests.trainer.critic_cases import critic_gradient
 from tests.trainer.trainer_cases import gradient_of, relative_error, run_two_ranks, state_of, weights_of

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from algorithms.rhythm import Rhythm
-from flash.config.tree import Config
+from flash.config.tree import Config, ModelConfig
 from flash.errors import CheckpointError, ConfigError
 from flash.trainer import checkpoint
 from flash.trainer.attention import ROWS, attention_rows, blocks, make_scratch
@@ -101,7 +101,7 @@ class Recorder:
 
 
 def prepared(model: PreTrainedModel) -> PreTrainedModel:
-    return shard_model(model, trainer_mesh("cpu"), "float32")
+    return shard_model(model, trainer_mesh("cpu"), ModelConfig(path="", dtype="float32"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -64,7 +64,7 @@ def reference_model(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
 
 
-def make_config(model: Path, **tables: dict[str, Any]) -> Config:
+def make_config(model: Path, /, **tables: dict[str, Any]) -> Config:
     """A configuration in float32 on the CPU, with a gradient and a rate that are never held down."""
     defaults: dict[str, dict[str, Any]] = {
         "run": {"name": "test", "output_dir": str(model.parent), "steps": 10},

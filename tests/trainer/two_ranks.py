@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from flash.errors import CheckpointError, ContractError
 from flash.trainer import checkpoint
+from flash.trainer.canary import canary_logprobs
 from flash.trainer.critic import Critic
-from flash.trainer.logprobs import canary_logprobs
 from flash.trainer.packing import MicroBatch
 from flash.trainer.step import Trainer
 from flash.types import Shard
