@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import math
 from typing import Any
 
@@ -218,7 +219,10 @@ class Watched(World):
             if min(versions) < max(versions):
                 continue
             self.looks += 1
-            lease = copy.deepcopy(self.hub.buffer).lease([engine.version for engine in free], node.number)
+            # Not what numbers the leases, which cannot be copied from Python 3.14 on.
+            numbers = self.hub.buffer.leases._ids
+            tried = copy.deepcopy(self.hub.buffer, {id(numbers): itertools.count()})
+            lease = tried.lease([engine.version for engine in free], node.number)
             assert lease is None, f"node {node.number} has a free place at {self._now()}, and {lease} is admissible"
 
 

@@ -138,6 +138,24 @@ class MemoryJournal:
         return list(self.snapshots.values())
 
 
+def _connect(path: Path) -> sqlite3.Connection:
+    """Open or make the tables.
+
+    Raises:
+        sqlite3.Error: they cannot be; nothing stays open.
+    """
+    connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
+    try:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute("CREATE TABLE IF NOT EXISTS leases (lease TEXT PRIMARY KEY, entry BLOB NOT NULL)")
+        connection.execute("CREATE TABLE IF NOT EXISTS snapshots (image TEXT PRIMARY KEY, entry BLOB NOT NULL)")
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection
+
+
 class SqliteJournal:
     """Remembers in a file. Its calls run in a worker thread, one at a time and in their order."""
 
@@ -150,13 +168,7 @@ class SqliteJournal:
         self._limiter = anyio.CapacityLimiter(1)
         path.touch(mode=0o600, exist_ok=True)
         try:
-            self._connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
-            self._connection.execute("PRAGMA journal_mode=WAL")
-            self._connection.execute("PRAGMA synchronous=NORMAL")
-            self._connection.execute("CREATE TABLE IF NOT EXISTS leases (lease TEXT PRIMARY KEY, entry BLOB NOT NULL)")
-            self._connection.execute(
-                "CREATE TABLE IF NOT EXISTS snapshots (image TEXT PRIMARY KEY, entry BLOB NOT NULL)"
-            )
+            self._connection = _connect(path)
         except sqlite3.Error as error:
             raise ConfigError(
                 f"the journal {path} cannot be opened: {error}; move it away to start without it"
