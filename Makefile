@@ -1,6 +1,7 @@
 # The environment, the checks and the benchmarks of Flash. `make env PYTHON=/path/to/python3.12` chooses the Python.
 
-PYTHON ?= python3
+# Without it, an environment that is there keeps the Python that it was made with.
+PYTHON ?= $(shell .venv/bin/python -c '' 2>/dev/null && echo .venv/bin/python || echo python3)
 BIN := .venv/bin
 BENCH_ARGS ?=
 GPU_CHECK ?=

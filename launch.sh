@@ -99,7 +99,10 @@ case "${1-}" in
     *) flash+=(train "$1") && shift ;;
 esac
 
-make --silent --no-print-directory -C "$root" env
+# As `make env` does, but not every machine has make. An environment that is there keeps its Python.
+python=$root/.venv/bin/python
+"$python" -c '' 2>/dev/null || python=python3
+"${PYTHON:-$python}" "$root/scripts/install.py"
 
 # 4294967290 is the step that salloc gives to an interactive shell; any other step is one task of an srun.
 if [[ -n ${SLURM_JOB_ID-} && ${SLURM_STEP_ID:-4294967290} == 4294967290 ]]; then

@@ -19,9 +19,11 @@ echo "flash $* rdzv=${FLASH_RDZV_ENDPOINT-} nnodes=${FLASH_NNODES-} rank=${FLASH
 exit ${FLASH_EXIT-0}
 """
 
-MAKEFILE = """
-env:
-	@echo made >> made.log
+INSTALL = """
+from pathlib import Path
+
+with (Path(__file__).parents[1] / "made.log").open("a") as log:
+    log.write("made\\n")
 """
 
 
@@ -41,8 +43,7 @@ def project(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_STAND_IN", str(tmp_path / "stand_in"))
     executable(root / "launch.sh", (ROOT / "launch.sh").read_text())
     (root / "scripts").mkdir()
-    (root / "scripts" / "install.py").touch()
-    (root / "Makefile").write_text(MAKEFILE)
+    (root / "scripts" / "install.py").write_text(INSTALL)
     for name in [name for name in os.environ if name.startswith(("SLURM_", "FLASH_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
@@ -109,10 +110,18 @@ def test_the_exit_code_of_the_run_is_that_of_the_script(project, monkeypatch):
 
 
 def test_a_failing_environment_stops_the_script(project):
-    (project / "Makefile").write_text("env:\n\t@false\n")
+    (project / "scripts" / "install.py").write_text("raise SystemExit(1)")
     done = launch(project / "launch.sh")
     assert done.returncode != 0
     assert done.stdout == ""
+
+
+def test_an_environment_keeps_its_python_unless_another_is_named(project, monkeypatch):
+    for place in (".venv/bin/python", "named"):
+        executable(project / place, f"#!/bin/sh\ncase $1 in *install.py) echo {place};; esac\n")
+    assert launch(project / "launch.sh").stdout.startswith(".venv/bin/python\nflash train ")
+    monkeypatch.setenv("PYTHON", str(project / "named"))
+    assert launch(project / "launch.sh").stdout.startswith("named\nflash train ")
 
 
 def test_a_batch_script_runs_once_per_node_with_the_rendezvous(job, project, monkeypatch):

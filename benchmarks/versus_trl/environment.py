@@ -1,8 +1,8 @@
 """The Python environment that TRL runs in: made once under `build/trl`, with pinned versions.
 
 It shares nothing with Flash's own environment, but torch, transformers and the packages that Flash's environments need
-have the same versions in both. On machines without a GPU torch is the CPU build; FLASH_TORCH_SPEC names another
-requirement, as for scripts/install.py. About 1.3 GB.
+have the same versions in both. On machines without a GPU torch comes from where scripts/install.py has it from. About
+1.3 GB, or 6 where that is no CPU build.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from benchmarks.form import ROOT
+from scripts import install
 
 FOLDER = ROOT / "build" / "trl"
 STAMP = "requirements.txt"
@@ -29,10 +30,7 @@ INSTALL_TIMEOUT_S = 1800
 
 def requirements() -> list[str]:
     """What pip is asked for."""
-    shared = [f"{name}=={_version(name)}" for name in SHARED]
-    if spec := os.environ.get("FLASH_TORCH_SPEC"):
-        shared[0] = spec
-    return [*PINNED, *shared]
+    return [*PINNED, *(f"{name}=={_version(name)}" for name in SHARED)]
 
 
 def python() -> Path:
@@ -47,8 +45,14 @@ def python() -> Path:
         return executable
     print(f"making {FOLDER} (once): {', '.join(PINNED)}", flush=True)
     venv.create(FOLDER, clear=True, with_pip=True)
-    command = [executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *requirements()]
-    subprocess.run(command, check=True, timeout=INSTALL_TIMEOUT_S)
+    pip = [executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    if not install.has_nvidia_gpu():
+        torch = install.find_torch(executable)
+        if torch.size == install.CPU:  # the other one comes below, with what it requires
+            where = install.variables(dict(torch.variables))
+            command = [*pip, "--no-deps", torch.requirement]
+            subprocess.run(command, check=True, timeout=INSTALL_TIMEOUT_S, env=where)
+    subprocess.run([*pip, *requirements()], check=True, timeout=INSTALL_TIMEOUT_S)
     stamp.write_text(wanted)
     return executable
 

@@ -33,7 +33,6 @@ def make_project(folder: Path, flash: str) -> Path:
     shutil.copy(LAUNCH, project / "launch.sh")
     (project / "scripts").mkdir()
     (project / "scripts" / "install.py").touch()
-    (project / "Makefile").write_text("env:\n\t@true\n")
     return project
 
 
