@@ -1,0 +1,193 @@
+"""Try the two commands as a stranger has them: each Python of this machine, a fresh clone, pip without any settings.
+
+    python3 scripts/try_install.py                    # each Python found, with a compiler and without; an hour
+    python3 scripts/try_install.py --short --other    # one that is not this one, and a few tests only; minutes
+
+What is tried is the last commit. Of pip's settings only those stay that say how the registry is reached. Everything is
+made in a temporary folder, 10 GB at most, and removed. Exits with 1 where something failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import install
+
+REGISTRY = ("index-url", "cert", "client-cert", "proxy", "trusted-host", "timeout", "default-timeout", "retries")
+"""The settings of pip that are kept: they say how the registry is reached, and nothing of what is taken from it."""
+
+KEPT = re.compile(r"(?i)(.*_proxy|ssl_cert_.*|requests_ca_bundle|user|logname|lang|lc_.*|term|tz)")
+"""The variables that are kept beside them."""
+
+COMPILERS = re.compile(r"(.*-)?(cc|gcc|g\+\+|c\+\+|c89|c99|clang|clang\+\+|tcc)(-[0-9.]+)?")
+"""Programs that are hidden for a try without a compiler."""
+
+PLACES = (
+    "~/.pyenv/versions/*/bin",
+    "~/.local/share/uv/python/*/bin",
+    "/opt/python/*/bin",
+    "/usr/local/bin",
+    "/usr/bin",
+)
+"""Where Pythons lie that are not on PATH."""
+
+SHORT_TESTS = (
+    *("tests/test_imports.py", "tests/test_lock.py", "tests/algorithms", "tests/transport", "tests/simulate"),
+    *("tests/trainer/test_model.py", "tests/trainer/test_checkpoint.py"),
+)
+"""What `--short` runs of the unit tests: some that torch and the interpreter matter to."""
+
+
+class Python(NamedTuple):
+    """An interpreter that Flash may run with."""
+
+    version: tuple[int, ...]
+    path: Path
+
+
+class Step(NamedTuple):
+    """One command of a try."""
+
+    name: str
+    command: list[str]
+
+
+class Row(NamedTuple):
+    """What came of a try: its columns, and whether all of it went well."""
+
+    columns: list[str]
+    good: bool
+
+
+def folders() -> Iterator[Path]:
+    """Where to look, PATH first."""
+    yield from map(Path, os.environ.get("PATH", "").split(os.pathsep))
+    for place in PLACES:
+        pattern = Path(place).expanduser()
+        yield from sorted(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))), reverse=True)
+
+
+def probe(path: Path) -> Python | None:
+    """The interpreter at `path`; None where it is too old, broken, or cannot make environments."""
+    code = "import sys, venv, ensurepip; print(*sys.version_info[:3], sys.prefix == sys.base_prefix)"
+    told = (install.output(path, "-c", code, timeout=30) or "").split()
+    if told[-1:] != ["True"]:
+        return None
+    version = tuple(map(int, told[:3]))
+    return Python(version, path) if version >= install.OLDEST_PYTHON else None
+
+
+def pythons() -> list[Python]:
+    """One interpreter for each minor version, oldest first."""
+    found: dict[tuple[int, ...], Python] = {}
+    for folder in folders():
+        for path in sorted(folder.glob("python3.*")) if folder.is_dir() else ():
+            if re.fullmatch(r"python3\.\d+", path.name) and (python := probe(path)):
+                found.setdefault(python.version[:2], python)
+    return [found[version] for version in sorted(found)]
+
+
+def variables(home: Path, path: str) -> dict[str, str]:
+    """The environment of a stranger who reaches the registry as this machine does."""
+    seen = {key: value for key, value in os.environ.items() if KEPT.fullmatch(key)}
+    listing = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
+    )
+    for name, value in re.findall(r"^[\w:.]+?\.([\w-]+)='(.*)'$", listing.stdout, flags=re.MULTILINE):
+        if name in REGISTRY:
+            seen[f"PIP_{name.upper().replace('-', '_')}"] = value
+    return seen | {"PATH": path, "HOME": str(home), "PIP_CONFIG_FILE": os.devnull}
+
+
+def without_compilers(folder: Path) -> str:
+    """A PATH that has everything that this one has, but no compiler."""
+    folder.mkdir(exist_ok=True)
+    for place in map(Path, os.environ.get("PATH", "").split(os.pathsep)):
+        for program in place.iterdir() if place.is_dir() else ():
+            link = folder / program.name
+            if not COMPILERS.fullmatch(program.name) and not link.is_symlink():
+                link.symlink_to(program)
+    return str(folder)
+
+
+def steps(python: Python, short: bool) -> list[Step]:
+    """What is run, in order."""
+    tests = [".venv/bin/python", "-m", "pytest", "-q", "-n", "2", "-m", "not integration", *SHORT_TESTS]
+    return [
+        Step("env", ["make", "env", f"PYTHON={python.path}"]),
+        Step("again", ["make", "env"]),
+        Step("dry run", ["./launch.sh", "--dry-run"]),
+        Step("tests", tests) if short else Step("make check", ["make", "check"]),
+    ]
+
+
+def attempt(python: Python, compiler: bool, short: bool, work: Path) -> Row:
+    """Clone, run every step until one fails, and tell what it took."""
+    clone, home = work / "clone", work / "home"
+    home.mkdir(exist_ok=True)
+    path = os.environ.get("PATH", os.defpath) if compiler else without_compilers(work / "bin")
+    subprocess.run(["git", "clone", "--quiet", f"file://{install.ROOT}", clone], check=True)
+    name = f"{'.'.join(map(str, python.version))} {'with' if compiler else 'without'} a compiler"
+    sys.stdout.write(f"\n== {name}: {python.path}\n")
+    columns, good = [name], True
+    for step in steps(python, short):
+        sys.stdout.write(f"-- {step.name}\n")
+        sys.stdout.flush()
+        start = time.monotonic()
+        with (work / "log").open("w+") as log:
+            done = subprocess.run(
+                step.command, cwd=clone, env=variables(home, path), stdout=log, stderr=subprocess.STDOUT, check=False
+            )
+            log.seek(0)
+            lines = log.read().splitlines()
+        sys.stdout.write("\n".join(lines[-60 if done.returncode else -12 :]) + "\n")
+        columns.append(f"{step.name} {time.monotonic() - start:.0f} s")
+        if done.returncode:
+            columns[-1] += f" FAILED ({done.returncode})"
+            good = False
+            break
+    venv = clone / ".venv"
+    code = "import importlib.metadata as m; print(m.version('torch'))"
+    torch = (install.output(venv / "bin" / "python", "-c", code) or "none").strip()
+    columns[1:1] = [f"torch {torch}", f"{install.gigabytes(venv):.1f} GB"]
+    shutil.rmtree(clone)
+    return Row(columns, good)
+
+
+def main() -> int:
+    """Try what the arguments say, and print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--python", type=Path, action="append", help="try this one (may be repeated), not all found")
+    parser.add_argument("--other", action="store_true", help="only the newest whose version is not this Python's")
+    parser.add_argument("--short", action="store_true", help="some of the unit tests instead of `make check`")
+    parser.add_argument("--compiler", choices=("both", "with", "without"), default="both")
+    options = parser.parse_args()
+    found = [python for python in map(probe, options.python) if python] if options.python else pythons()
+    if options.other:
+        found = [python for python in found if python.version[:2] != sys.version_info[:2]][-1:]
+    if not found:
+        sys.stdout.write("not tried: no other Python that Flash could run with was found on this machine\n")
+        return 0
+    forms = {"both": (True, False), "with": (True,), "without": (False,)}[options.compiler]
+    if options.other:
+        forms = forms[:1]
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="flash try ") as work:  # the space is a part of the trial
+        for python in found:
+            rows += [attempt(python, compiler, options.short, Path(work)) for compiler in forms]
+    sys.stdout.write("\n" + "\n".join(" | ".join(row.columns) for row in rows) + "\n")
+    return 0 if all(row.good for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

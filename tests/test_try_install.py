@@ -1,0 +1,67 @@
+"""scripts/try_install.py: what a stranger's machine is made of."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import try_install
+
+    return try_install
+
+
+def program(path: Path, text: str = "") -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_machine_without_a_compiler_has_all_else(tried, tmp_path, monkeypatch):
+    compilers = ("cc", "gcc", "g++", "c++", "gcc-12", "x86_64-linux-gnu-gcc", "clang", "c99-gcc")
+    others = ("make", "git", "gcc-ar", "python3", "ccache", "env")
+    for name in (*compilers, *others):
+        program(tmp_path / "all" / name)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'all'}{os.pathsep}/nowhere")
+    path = Path(tried.without_compilers(tmp_path / "some"))
+    assert sorted(file.name for file in path.iterdir()) == sorted(others)
+
+
+def test_an_interpreter_is_tried_unless_it_is_old_or_broken_or_of_an_environment(tried, tmp_path):
+    told = {"new": "echo 3 12 1 True", "old": "echo 3 9 0 True", "venv": "echo 3 12 1 False", "broken": "exit 1"}
+    found = [tried.probe(program(tmp_path / "bin" / name, text)) for name, text in told.items()]
+    assert [python and python.version for python in found] == [(3, 12, 1), None, None, None]
+
+
+@pytest.mark.integration
+def test_only_what_says_how_the_registry_is_reached_is_kept_of_the_settings(tried, tmp_path, monkeypatch):
+    (tmp_path / "pip.conf").write_text("[global]\nindex-url = https://index.example/simple\nfind-links = /wheels\n")
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.setenv("PIP_PROXY", "http://proxy.example")
+    monkeypatch.setenv("PIP_CONSTRAINT", "pins.txt")
+    monkeypatch.setenv("https_proxy", "http://proxy.example")
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    seen = tried.variables(tmp_path, "/bin")
+    assert seen["PIP_INDEX_URL"] == "https://index.example/simple"
+    assert seen["PIP_PROXY"] == seen["https_proxy"] == "http://proxy.example"
+    assert (seen["HOME"], seen["PATH"], seen["PIP_CONFIG_FILE"]) == (str(tmp_path), "/bin", "/dev/null")
+    assert not {"PIP_FIND_LINKS", "PIP_CONSTRAINT", "PYTHONPATH"} & seen.keys()
+
+
+def test_each_try_makes_the_environment_and_then_uses_it(tried):
+    python = tried.Python(tuple(sys.version_info[:3]), Path(sys.executable))
+    for short, last in ((True, "tests"), (False, "make check")):
+        assert [step.name for step in tried.steps(python, short)] == ["env", "again", "dry run", last]
