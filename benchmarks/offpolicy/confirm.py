@@ -18,7 +18,7 @@ from benchmarks.offpolicy.run import METHODS, QUICK, SETTING
 from benchmarks.offpolicy.summary import KEPT, Summary, summarise
 from benchmarks.training import PINNED, Measured, train
 
-BASE = ROOT / "examples" / "quickstart.toml"
+BASE = ROOT / "examples" / "tiny.toml"
 """For what a cell does not say: the engine and the cores."""
 CONFIRMED = ("grpo", "decoupled_ppo", "topr")
 ALPHA = 8

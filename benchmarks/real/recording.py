@@ -1,6 +1,6 @@
 """What it costs a real run to record itself: rows, timeline, samples, batches, and the picture of its cluster.
 
-The quickstart's configuration, 100 steps of it (30 with `--quick`), with an environment that times what its node
+The configuration of examples/tiny.toml, 100 steps of it (30 with `--quick`), with an environment that times what its node
 records (`benchmarks.real.recording_probe`): on the loop each call that records, in the writing thread what it writes.
 What is compared is of one run and one process: processor time of what records, over the run's time from its first step
 to the last that was counted. Where other work delays the run, that is too little: what a step's recording takes of the
@@ -10,7 +10,7 @@ What the trainer does for the tokens of readable samples is timed afterwards, in
 run has left.
 
 The loop's longest stop is given twice: as the clock has it, in which whatever else wants the same core has a part, such
-as the quickstart's engine, and in the thread's own processor time, which is what the code itself needs. The journal is
+as the engine of that example, and in the thread's own processor time, which is what the code itself needs. The journal is
 not counted: a restart goes on from it, and `benchmarks.simulated.journal` has its figures.
 """
 
@@ -61,7 +61,7 @@ def rows(args: Args) -> list[Row]:
         os.environ[FILE] = str(file)
         try:
             run = train(
-                ROOT / "examples" / "quickstart.toml",
+                ROOT / "examples" / "tiny.toml",
                 NAME,
                 ["env.path=benchmarks.real.recording_probe:Arithmetic", f"run.steps={steps}"],
             )
@@ -118,7 +118,7 @@ def compared(told: dict[str, Any], seconds: float, trainer_ms: float) -> list[Ro
     on_loop, in_thread = (sum(sums["processor_s"] for sums in part) for part in (loop, writer))
     steps = calls["step"]["calls"]
     in_trainer = trainer_ms * steps / 1e3
-    case = "quickstart: processor time over the run's time"
+    case = "tiny: processor time over the run's time"
     longest = max(of_loop, key=lambda name: of_loop[name]["longest_s"])
     slowest = max(sums["longest_processor_s"] for sums in loop)
     return [

@@ -312,5 +312,5 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
         if "=" not in word and not Path(word).exists() and (setting := as_setting(word, arguments[place + 1 :])):
             raise ConfigError(f"there is no configuration file {word}; a setting is given as {setting}")
     if not paths:
-        raise ConfigError("no config file was given; the smallest one is examples/quickstart.toml")
+        raise ConfigError("no config file was given; the smallest one is examples/tiny.toml")
     return paths, overrides

@@ -1,18 +1,64 @@
-"""The pretrained model that `flash fetch` makes says what such a model says."""
+"""A pretrained model, as `flash fetch` makes it: it answers, is trained with the defaults, and is handed on."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import anyio
 import pytest
 import torch
 
+from flash.config.load import load
 from flash.config.tree import ModelConfig
+from flash.rollout.engine import GenerateRequest, SamplingSettings
 from flash.rollout.tokenizer import HfTokenizer
+from flash.rollout.vllm_engine import VLLMEngine
+from flash.trainer.canary import LEAST
 from flash.trainer.model import load_model
-from flash.types import Message
+from flash.types import Completion, Message
+from tests.integration.whole_run import REPOSITORY, Run
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+
+
+QUESTIONS = ("What is the capital of France?", "Name a colour.", "What is 20 + 22? Reply with only the number.")
+TEXT = """
+[run]
+name = "run"
+steps = 2
+output_dir = "{folder}"
+
+[model]
+path = "MODEL"
+max_length = 96
+
+[env]
+path = "envs.arithmetic:Arithmetic"
+options = {{ template = "chat" }}
+
+[rollout]
+max_new_tokens = 12
+
+[engine]
+max_sequences = 16
+enforce_eager = true
+kv_cache_gib = 0.25
+
+[train]
+batch_size = 16
+max_tokens_per_microbatch = 1024
+
+[eval]
+every = 0
+problems = 8
+
+[cluster]
+gpus_per_node = 0
+"""
+"""All that is about precision, weights and objective is left as it comes."""
 
 
 def test_it_knows_the_capital_of_france(smollm2: Path) -> None:
@@ -24,3 +70,45 @@ def test_it_knows_the_capital_of_france(smollm2: Path) -> None:
     said = tokens[0, prompt.shape[1] :].tolist()
     assert "Paris" in tokenizer.decode(said)
     assert tokenizer.token_texts(said)[-1] == "<|im_end|>"
+
+
+def test_it_is_trained_with_the_defaults_and_what_is_exported_says_the_same_in_vllm_and_transformers(
+    smollm2: Path, start: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start(text=TEXT.replace("MODEL", str(smollm2)))
+    assert run.wait(400) == 0, run.text()
+    summary = run.summary()
+    assert summary["samples"] == 32
+    assert 0 < summary["canary_error"] < LEAST["bfloat16"]
+    (fresh,) = (row["mismatch_k3_age_0"] for row in run.rows() if row["age_max"] == 0)
+    assert 0 < fresh < 0.01
+    exported = tmp_path / "exported"
+    command = [sys.executable, "-m", "flash", "export", str(run.directory), str(exported)]
+    subprocess.run(command, check=True, cwd=REPOSITORY, timeout=120)
+
+    config = load([run.directory / "config.toml"], [f"model.path={exported}", "model.dtype=float32"])
+    tokenizer, model = HfTokenizer(config.model), load_model(config.model)
+    prompts = [tokenizer.render([Message("user", question)]) for question in QUESTIONS]
+    expected: list[list[int]] = []
+    for prompt in prompts:
+        given = torch.tensor([prompt])
+        with torch.inference_mode():
+            said = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=24, do_sample=False)
+        expected.append(said[0, len(prompt) :].tolist())
+    assert "Paris" in tokenizer.decode(expected[0])
+    assert anyio.run(greedy, VLLMEngine(config, 0, []), prompts) == expected
+
+
+async def greedy(engine: VLLMEngine, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """What a vLLM engine says at temperature 0."""
+    said: list[list[int]] = []
+    await engine.start()
+    try:
+        for prompt in prompts:
+            pieces = [
+                piece async for piece in engine.generate(GenerateRequest(prompt, SamplingSettings(24, 0.0), key=0))
+            ]
+            said += [list(piece.token_ids) for piece in pieces if isinstance(piece, Completion)]
+    finally:
+        await engine.close()
+    return said

@@ -177,15 +177,15 @@ def test_processes_are_told_apart_by_how_they_were_started(command: bytes, targe
     assert role(command) == target
 
 
-def test_the_workload_keeps_every_batch_and_is_no_other_run_than_the_quickstart(
+def test_the_workload_keeps_every_batch_and_is_no_other_run_than_the_tiny_example(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    struck, quickstart = load([WORKLOAD], []), load([ROOT / "examples" / "quickstart.toml"], [])
+    struck, tiny = load([WORKLOAD], []), load([ROOT / "examples" / "tiny.toml"], [])
     assert struck.checkpoint.batches == "all"
     for section in ("model", "tiny_model", "env", "rollout", "algorithm"):
-        assert getattr(struck, section) == getattr(quickstart, section)
+        assert getattr(struck, section) == getattr(tiny, section)
 
 
 # -- the report ------------------------------------------------------------------------------------------------------
