@@ -1,4 +1,4 @@
-"""The environment of examples/tiny.toml, which times what its node's process records: what `benchmarks.real.recording` runs.
+"""The environment of examples/tiny.toml, which times what its node's process records, for `benchmarks.real.recording`.
 
 The node loop imports it, and with that the methods that record are timed, each call by thread: its time and its
 processor time. Calls inside of others count once. The sums are in the file that FLASH_RECORDING_PROBE names.

@@ -354,7 +354,7 @@ def _loss(model: Qwen3ForCausalLM, ids_BT: Tensor, targets_BT: Tensor) -> tuple[
 def _one_thread() -> Generator[None]:
     """Let torch compute in one thread: in models this small, threads that wait for each other decide how long it takes.
 
-    Where another program shares two cores, a step of the model of examples/tiny.toml takes 0.2 s in one thread, and 3 s in two.
+    Where another program shares two cores, a step of examples/tiny.toml takes 0.2 s in one thread, and 3 s in two.
     """
     import torch
 
