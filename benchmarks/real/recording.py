@@ -1,10 +1,11 @@
 """What it costs a real run to record itself: rows, timeline, samples, batches, and the picture of its cluster.
 
 The configuration of examples/tiny.toml, 100 steps of it (30 with `--quick`), with an environment that times what its
-node records (`benchmarks.real.recording_probe`): on the loop each call that records, in the writing thread what it writes.
-What is compared is of one run and one process: processor time of what records, over the run's time from its first step
-to the last that was counted. Where other work delays the run, that is too little: what a step's recording takes of the
-processor does not depend on it. Rounds with and without recording are no help, as they differ more for other reasons.
+node records (`benchmarks.real.recording_probe`): on the loop each call that records, in the writing thread what it
+writes. What is compared is of one run and one process: processor time of what records, over the run's time from its
+first step to the last that was counted. Where other work delays the run, that is too little: what a step's recording
+takes of the processor does not depend on it. Rounds with and without recording are no help, as they differ more for
+other reasons.
 
 What the trainer does for the tokens of readable samples is timed afterwards, in this process, on the batches that the
 run has left.
