@@ -9,6 +9,7 @@ makes: trainer and engine are each about so far away from them. Every rank has t
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,11 +55,17 @@ def draw_canary(model: PreTrainedModel, config: Config) -> CanaryText:
     count = min(config.weights.canary_tokens, config.model.max_length - 1)
     said: list[CanaryText | str] = [""]
     if dist.get_rank() == 0:
+        # torchrun gives each of several processes one thread, and the others wait for this one.
+        threads = torch.get_num_threads()
+        if config.gpus_per_node > 0:
+            torch.set_num_threads(len(os.sched_getaffinity(0)))
         try:
             said = [_drawn(model, count, config.run.seed)]
-        except (TypeError, ValueError, LookupError, AttributeError, AssertionError, NotImplementedError) as error:
-            # Models are other people's code. Not RuntimeError: that may be too little memory.
+        except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError) as error:
+            # Models are other people's code.
             said = [f"it stops at a sequence of tokens with {type(error).__name__}: {error}"]
+        finally:
+            torch.set_num_threads(threads)
     dist.broadcast_object_list(said, src=0)
     (text,) = said
     if isinstance(text, str):
