@@ -1,11 +1,11 @@
 """scripts/install.py: the parts that decide, without installing anything."""
 
+import importlib.metadata
 import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
-import pip
 import pytest
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "install.py"
@@ -39,7 +39,8 @@ def bare(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", listing(tmp_path / "ordinary"))
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     packages = next((tmp_path / "bare" / "lib").glob("python*/site-packages"))
-    (packages / "pip").symlink_to(Path(pip.__file__).parent)
+    # Imported here, pip would have setuptools leave the old distutils in place, with which vLLM does not start.
+    (packages / "pip").symlink_to(Path(str(importlib.metadata.distribution("pip").locate_file("pip"))))
     return tmp_path / "bare" / "bin" / "python"
 
 
