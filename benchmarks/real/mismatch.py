@@ -257,7 +257,7 @@ def shares(args: Args) -> list[Row]:
     config = config_for("float32", "model")
     model = load_model(config.model).eval()
     rounded(model)
-    texts = own_texts(model, 4 if args.quick else 16)
+    texts = own_answers(model, 8 if args.quick else 32)
     with torch.no_grad():
         exact_T = plain_logprobs(model, texts)
         squares: dict[str, float] = {}
@@ -271,28 +271,37 @@ def shares(args: Args) -> list[Row]:
     return [*rows, Row("bfloat16: all together over their sum", "ratio", "", whole / total)]
 
 
-def own_texts(model: PreTrainedModel, count: int) -> list[Tensor]:
-    """What the model says, at temperature 1."""
+def own_answers(model: PreTrainedModel, count: int) -> list[tuple[Tensor, int]]:
+    """What the model says to the questions at temperature 1, after how many tokens of the prompt."""
     import torch
 
-    from flash.foreign.torch import alone
-    from flash.trainer.canary import draw_canary
+    from flash.rollout.tokenizer import HfTokenizer
 
-    config = config_for("float32", "model")
-    texts: list[Tensor] = []
-    with alone("gloo"):
-        for seed in range(count):
-            seeded = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, seed=seed))
-            texts.append(torch.tensor(draw_canary(model, seeded).token_ids))
-    return texts
+    torch.manual_seed(0)
+    tokenizer, answers = HfTokenizer(config_for("float32", "model").model), list[tuple[torch.Tensor, int]]()
+    for number in range(count):
+        prompt = tokenizer.render([Message("user", QUESTIONS[number % len(QUESTIONS)])])
+        given = torch.tensor([prompt])
+        said = model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=NEW_TOKENS,
+            pad_token_id=0,
+        )
+        answers.append((said[0], len(prompt)))
+    return answers
 
 
-def plain_logprobs(model: PreTrainedModel, texts: Sequence[Tensor]) -> Tensor:
-    """[T]: transformers' own, of every token but the first of each text, in float64."""
+def plain_logprobs(model: PreTrainedModel, texts: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """[T]: transformers' own, of each text's tokens from the given one on, in float64."""
     import torch
 
-    rows = [model(ids[None]).logits[0, :-1].float().log_softmax(-1) for ids in texts]
-    picked = [row.gather(-1, ids[1:, None])[:, 0] for row, ids in zip(rows, texts, strict=True)]
+    rows = [model(ids[None]).logits[0, first - 1 : -1].float().log_softmax(-1) for ids, first in texts]
+    picked = [row.gather(-1, ids[first:, None])[:, 0] for row, (ids, first) in zip(rows, texts, strict=True)]
     return torch.cat(picked).double()
 
 
@@ -325,7 +334,7 @@ def canary_in(dtype: str, count: int) -> list[Row]:
         model = shard_model(whole, trainer_mesh("cpu"), config.model)
         maker = CanaryMaker(text, model, config)
         said = torch.tensor(maker.canary(model).logprobs).double()
-    ids = [torch.tensor(text.token_ids)]
+    ids = [(torch.tensor(text.token_ids), 1)]
 
     def gap() -> float:
         with torch.no_grad():
