@@ -151,10 +151,10 @@ def ask(prompt: list[int], count: int, temperature: float = 1.0, stop: tuple[str
     return GenerateRequest(prompt, SamplingSettings(count, temperature, stop), key=0)
 
 
-def make_config(folder: Path, **deadlines: float) -> Config:
+def make_config(folder: Path, dtype: str = "float32", **deadlines: float) -> Config:
     tree = {
         "run": {"name": "test"},
-        "model": {"path": str(folder), "dtype": "float32", "max_length": 256},
+        "model": {"path": str(folder), "dtype": dtype, "max_length": 256},
         "env": {"path": "module:Class"},
         "rollout": {"seeded": True},
         "engine": {"enforce_eager": True, "max_sequences": 32, "kv_cache_gib": 0.25, "stream_interval": 8},
@@ -165,11 +165,11 @@ def make_config(folder: Path, **deadlines: float) -> Config:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, model: Any, **deadlines: float) -> Generator[Served]:
+def serving(folder: Path, model: Any, dtype: str = "float32", **deadlines: float) -> Generator[Served]:
     """An engine for the model that was saved in the folder."""
     from flash.weights.publisher import make_publisher
 
-    config = make_config(folder, **deadlines)
+    config = make_config(folder, dtype, **deadlines)
     publisher = make_publisher(config, 0, "127.0.0.1")
     with anyio.from_thread.start_blocking_portal() as portal:
         engine = portal.call(functools.partial(VLLMEngine, config, 0))
@@ -464,6 +464,19 @@ def test_tokens_of_an_aborted_request_that_were_in_no_piece_are_told(served: Ser
     assert max(sampled) > 1
     # A piece comes after the first token, then after every eighth: most are caught between two.
     assert any(tokens % 8 != 1 for tokens in sampled)
+
+
+def test_in_bfloat16_the_output_layer_that_is_kept_in_float32_is_that_of_each_version(tmp_path: Path) -> None:
+    with serving(tmp_path, make_model(tmp_path), dtype="bfloat16") as served:
+        before: list[float] = []
+        for seed in range(3):
+            published = served.publish()
+            canary = msgspec.structs.replace(published.canary, tolerance=10.0)
+            assert served.load(msgspec.structs.replace(published, canary=canary)) < 0.1
+            gaps = [abs(old - new) for old, new in zip(before, canary.logprobs, strict=False)]
+            assert not before or sum(gaps) / len(gaps) > 0.3, "an old one would show"
+            before = canary.logprobs
+            change(served.model, seed)
 
 
 def test_law_7_weights_that_compute_something_else_fail_the_canary(served: Served) -> None:
