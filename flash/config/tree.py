@@ -311,7 +311,7 @@ class WeightsConfig(Section, frozen=True):
     """`auto`: tcp without GPUs, ipc where trainer and engine share one, nccl otherwise."""
     canary_tolerance: Annotated[float, Meta(gt=0, le=10)] | None = None
     """Most that the log-probs of engine and trainer may differ by, in nats, in the mean over a text that the model at
-    `model.path` has said. None: six times what `model.dtype` does to them in the trainer, and at least 5e-4 in float32,
+    `model.path` has said. None: six times what `model.dtype` does to them in the trainer, and at least 1e-4 in float32,
     0.02 in float16, 0.15 in bfloat16."""
     canary_tokens: Annotated[int, Meta(ge=2)] = 32
     """Length of the text that is compared after each swap."""
