@@ -23,6 +23,8 @@ from flash.errors import SandboxFileError, SandboxLimitError
 COPY_BYTES = 1 << 18
 HEADER_BYTES = 1 << 20
 """Longest run of an archive that is read at once. Headers of names and attributes say themselves how long they are."""
+MOST_LINKS = 40
+"""That one path may lead through: as many as Linux follows."""
 FILE_MEMBER = "."
 """Name of the only member of an archive that holds one file instead of a tree."""
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -189,23 +191,33 @@ class _Unpacking:
                 if single:
                     break
         for path, link in self._links.items():
-            path.symlink_to(link)
-        # Only now do all links exist that one link may lead through.
-        for path, link in self._links.items():
             if not self._stays(path):
                 name = path.relative_to(self._root)
                 raise SandboxLimitError(f"the link {name} leads out of the {self._what}: {link}")
+            path.symlink_to(link)
         return single
 
     def _stays(self, path: Path) -> bool:
-        """Whether a link leads to something below the root, or would if that existed."""
-        try:
-            path.stat()
-        except FileNotFoundError:
-            pass  # It may name what the download has not.
-        except OSError:
-            return False  # More links than the kernel follows, among other things.
-        return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self._root))
+        """Whether a link leads to something below the root, or would if that existed.
+
+        It is followed step by step, and may not step out of the root even to come back: the root is still called
+        otherwise than the target, and what stands beside the target is none of the tree's.
+        """
+        here, ahead, followed = path.parent, self._links[path].split("/")[::-1], 0
+        while ahead:
+            name = ahead.pop()
+            if name == "..":
+                if here == self._root:
+                    return False
+                here = here.parent
+            elif here / name in self._links:
+                followed += 1
+                if followed > MOST_LINKS:
+                    return False
+                ahead += self._links[here / name].split("/")[::-1]
+            else:
+                here /= name
+        return True
 
     def _place(self, name: str) -> Path:
         parts = name.split("/")

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 import tarfile
+import tempfile
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from envs.sandbox.trees import TreeLimits, pack, unpack
 from flash.errors import SandboxFileError, SandboxLimitError
@@ -43,6 +48,10 @@ FILE, LINK, HARD, FOLDER = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, ta
         [("link", LINK, ".."), ("link/outside", FILE, "")],
         [("a", FOLDER, ""), ("a/up", LINK, ".."), ("b", LINK, "a/up/..")],
         [("one", LINK, "two/.."), ("two", LINK, "."), ("three", LINK, "one/two/..")],
+        [("link", LINK, "../root/secret")],
+        [("link", LINK, "../root")],
+        [("a", FOLDER, ""), ("a/link", LINK, "../../target/file")],
+        [("loop", LINK, "pool"), ("pool", LINK, "loop")],
         [("hard", HARD, "/etc/passwd")],
         [("device", tarfile.CHRTYPE, "")],
         [("pipe", tarfile.FIFOTYPE, "")],
@@ -57,6 +66,31 @@ def test_what_leaves_the_tree_is_refused_and_nothing_is_left(tmp_path, members):
         unpack(archive(*members), target, LIMITS)
     assert list((tmp_path / "in").iterdir()) == []
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+NAMES = st.sampled_from(["root", "target", "a", "b", "file"])
+STEPS = st.sampled_from(
+    ["root", "a", "b/file", "a/..", "a/../b", "..", "../a", "../root", "../root/file", "../../target/a"]
+)
+PATHS = st.lists(NAMES, min_size=1, max_size=3).map("/".join)
+MEMBERS = st.lists(st.tuples(PATHS, st.sampled_from([FOLDER, LINK, LINK, FILE]), STEPS), max_size=5)
+
+
+@settings(max_examples=400, deadline=None)
+@given(MEMBERS)
+def test_no_link_of_a_tree_that_is_taken_leads_to_its_neighbours(members):
+    with tempfile.TemporaryDirectory() as folder:
+        parent = Path(folder)
+        for neighbour in ("root", "a", "b", "file"):
+            (parent / neighbour).mkdir()
+            (parent / neighbour / "file").write_text("secret")
+        target = parent / "target"
+        try:
+            unpack(archive(*members), target, LIMITS)
+        except (SandboxLimitError, SandboxFileError):
+            return
+        for path in target.rglob("*"):
+            assert Path(os.path.realpath(path)).is_relative_to(os.path.realpath(target)), members
 
 
 def test_a_refusal_says_what_it_was_and_of_what(tmp_path):
