@@ -241,6 +241,9 @@ class TrainConfig(Section, frozen=True):
     """Updates from each sample of a batch: its minibatches are gone through so often, one after the other."""
     max_tokens_per_microbatch: Positive = 8192
     """Packed tokens per forward pass and rank; at least model.max_length."""
+    activation_checkpointing: bool = False
+    """Keep only what enters each decoder layer, and compute the rest again in the backward pass: the same gradients for
+    a third more time, and long sequences in a fraction of the memory."""
 
 
 class AlgorithmConfig(Section, frozen=True):

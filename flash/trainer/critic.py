@@ -236,7 +236,8 @@ def _backbone(config: Config, mesh: DeviceMesh) -> PreTrainedModel:
     path = config.critic.path or config.model.path
     model = msgspec.structs.replace(config.model, path=path)
     try:
-        return shard_model(load_model(model).base_model, mesh, model)  # pyright: ignore[reportArgumentType]
+        base: Any = load_model(model).base_model
+        return shard_model(base, mesh, model, recompute=config.train.activation_checkpointing)
     except ConfigError as error:
         if config.critic.path is None:
             raise

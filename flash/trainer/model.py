@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -48,10 +49,13 @@ def trainer_mesh(device: Literal["cpu", "cuda"]) -> DeviceMesh:
     return init_device_mesh(device, (dist.get_world_size(),))
 
 
-def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: ModelConfig) -> PreTrainedModel:
+def shard_model(
+    model: PreTrainedModel, mesh: DeviceMesh, config: ModelConfig, *, recompute: bool = False
+) -> PreTrainedModel:
     """Shard in place, as a model of this kind: each decoder layer, then the rest.
 
-    Also selects packed attention, lets the output layer answer with log-probs, and turns dropout off.
+    Also selects packed attention, lets the output layer answer with log-probs, and turns dropout off. With `recompute`
+    a decoder layer's activations are not kept for the backward pass (Chen et al. 2016, arXiv 1604.06174).
 
     Raises:
         ConfigError: the model's attention cannot be replaced, so packed sequences would see each other; or its output
@@ -72,6 +76,8 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, config: ModelConfig) -
     whole = layer_types(model)
     for module in list(model.modules()):
         if type(module).__name__ in whole:
+            if recompute:
+                checkpoint(module)
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     # Dropout stays off: the trained log-probs are those of the policy that acts.

@@ -65,7 +65,8 @@ class Trainer:
         mesh = trainer_mesh(device)
         whole = load_model(config.model)
         text = draw_canary(whole, config)
-        self.model = shard_model(whole, mesh, config.model)
+        recompute = config.train.activation_checkpointing
+        self.model = shard_model(whole, mesh, config.model, recompute=recompute)
         check_packing(self.model, config)
         self.canaries = CanaryMaker(text, self.model, config)
         """What engines are held to; the text and the tolerance are those of the weights at `model.path`."""
@@ -147,7 +148,8 @@ class Trainer:
         updates = len(plan.minibatches) * self._config.train.updates_per_batch
         if self.rhythm is None or not self.rhythm.settled or self._objective.limits or updates > 1:
             return None
-        return None if asks_policy(plan, self._config, self._method) else self.rhythm
+        again = self._config.train.activation_checkpointing or asks_policy(plan, self._config, self._method)
+        return None if again else self.rhythm
 
     @property
     def _warming_up(self) -> bool:

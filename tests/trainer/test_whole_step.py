@@ -175,6 +175,33 @@ def test_the_gradient_of_a_composed_step_equals_a_naive_float64_loop(
     assert relative_error(without, expected) > 1e-2, "what is asked for makes a difference"
 
 
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {},
+        {"algorithm": {"objective": "grpo", "advantage": "gae"}, "critic": {"lam": 0.8}},
+        {"algorithm": {"objective": "grpo", "rhythm": {"credit": "global", "heads": "first"}}},
+    ],
+    ids=["policy", "critic", "rhythm"],
+)
+def test_recomputed_activations_give_the_same_gradient(untied_model: Path, tables: dict[str, Any]) -> None:
+    train = {"async_ratio": 2.0, "max_tokens_per_microbatch": 64, "max_grad_norm": 1e9}
+    kept, recomputed = (
+        trainer_at(3, untied_model, **tables, train=train | {"activation_checkpointing": on}) for on in (False, True)
+    )
+    calls = {kept: 0, recomputed: 0}
+    for trainer in calls:
+        layer = trainer.model.get_submodule("model.layers.0.mlp")
+        layer.register_forward_pre_hook(lambda *_, trainer=trainer: calls.update({trainer: calls[trainer] + 1}))
+    expected, found = (trainer.train_step(aged_shard()) for trainer in (kept, recomputed))
+    assert calls[recomputed] > calls[kept], "layers run again in the backward pass"
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert relative_error(gradient_of(recomputed), gradient_of(kept)) < 1e-6
+    for ours, theirs in zip(recomputed.critics, kept.critics, strict=True):
+        for mine, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("penalised", [False, True])
 def test_the_gradient_with_a_critic_equals_a_naive_float64_loop(
     tied_model: Path, untied_model: Path, penalised: bool
