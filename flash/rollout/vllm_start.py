@@ -28,6 +28,9 @@ its seeded sampling fails, and tensor parallel workers wait for peers that do no
 LAUNCHER_PREFIXES = ("GROUP_", "MASTER_", "ROLE_", "TORCHELASTIC_")
 """The rest of torchrun's variables, by prefix."""
 
+CPU_BLOCK = 32
+"""Tokens of a block of the KV cache on the CPU: the least with which its fast attention runs."""
+
 _configuring = threading.Lock()
 """vLLM's imports and its configuration pass through process-wide state."""
 _lock = threading.Lock()
@@ -81,7 +84,9 @@ def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, An
         # engine would die.
         args["enable_chunked_prefill"] = False
     if config.gpus_per_node == 0:
-        return args | {"kv_cache_memory_bytes": int(config.engine.kv_cache_gib * 2**30)}
+        # Prompts are shared by whole blocks; vLLM's 128 on the CPU are more than most prompts have.
+        blocks = {"block_size": CPU_BLOCK}
+        return args | blocks | {"kv_cache_memory_bytes": int(config.engine.kv_cache_gib * 2**30)}
     return args | {"gpu_memory_utilization": config.engine.memory_fraction, "device_ids": list(gpus)}
 
 
