@@ -53,7 +53,7 @@ def ping(agent: object, call: int, argument: object) -> None:
 
 def run(agent: object, call: int, argument: dict) -> None:
     """Run a command to its end."""
-    agent.calls[call] = Command(agent, agent.replier(call), argument, call)
+    agent.calls[call] = Command(agent, agent.replier(call), argument)
 
 
 def start(agent: object, call: int, argument: dict) -> None:
@@ -65,7 +65,7 @@ def start(agent: object, call: int, argument: dict) -> None:
         del agent.jobs[ended[0]]
     argument["keep"] = True
     name = "{}-{}".format(agent.epoch, call)
-    agent.jobs[name] = Command(agent, lambda kind, body: None, argument, call)
+    agent.jobs[name] = Command(agent, lambda kind, body: None, argument)
     agent.reply(call, RESULT, name)
 
 
@@ -111,7 +111,7 @@ def session_open(agent: object, call: int, argument: dict) -> None:
         if not argument.get("again"):
             raise Refusal("busy", "a session named {!r} is open".format(name))
     else:
-        Shell(agent, name, agent.mark(call))
+        Shell(agent, name)
     agent.reply(call, RESULT, agent.shells[name].restarts)
 
 
@@ -168,7 +168,7 @@ def work(agent: object, call: int, argument: dict) -> None:
     functions = {"remove": remove, "send": send_tree, "receive": receive_tree, "restore": restore_tree}
     function = functions[argument["function"]]
     argument["function"] = lambda: function(path)
-    agent.calls[call] = Command(agent, agent.replier(call), argument, call)
+    agent.calls[call] = Command(agent, agent.replier(call), argument)
 
 
 def data(agent: object, call: int, argument: bytes) -> None:

@@ -7,7 +7,7 @@ import os
 import struct
 import termios
 
-from envs.sandbox.agent.proc import MARK, tree
+from envs.sandbox.agent.proc import tree
 from envs.sandbox.agent.process import (
     Feed,
     Pipe,
@@ -43,10 +43,10 @@ class Refusal(Exception):
 class Command:
     """A process group and what it writes. `reply(kind, body)` sends frames of its call."""
 
-    def __init__(self, agent: object, reply: object, request: dict, call: int) -> None:
+    def __init__(self, agent: object, reply: object, request: dict) -> None:
         self.agent = agent
         self.reply = reply
-        self.mark = agent.mark(call)
+        self.number = agent.numbers.new()
         self.keep = request.get("keep", False)
         """A job: it outlives the call that started it."""
         self.streaming = request.get("stream", False)
@@ -121,7 +121,6 @@ class Command:
             return call(lambda: fork_call(request["function"], files))
         env = dict(self.agent.env)
         env.update(request.get("env") or {})
-        env[MARK] = self.mark
         cwd = self.agent.resolve(request.get("cwd") or ".")
         argv = request.get("argv") or [self.agent.shell, "-c", request["command"]]
         tty = bool(request.get("tty"))
@@ -130,7 +129,7 @@ class Command:
             os.chdir(cwd)
             return call(lambda: fork_call(lambda: fail(127, "{}: not found".format(argv[0])), files))
         try:
-            return call(lambda: spawn(path, argv, env, cwd, files, tty))
+            return call(lambda: spawn(path, argv, env, cwd, files, tty, self.number))
         except OSError as error:
             if error.errno in NO_SPACE or not os.path.isdir(cwd):
                 raise
@@ -177,7 +176,7 @@ class Command:
         if self.stopping is not None or self.ended_body is not None:
             return
         self.stopping = now()
-        send_signal(tree(self.pid, self.mark), _signal.SIGTERM)
+        send_signal(tree(self.pid, self.number), _signal.SIGTERM)
         self.agent.loop.cancel(self.timer)
         self.timer = self.agent.loop.later(GRACE, self.kill)
 
@@ -189,7 +188,7 @@ class Command:
             # after a host has taken over: the process that joins us with it lives in here.
             send_signal([-1], _signal.SIGKILL)
             return
-        kill_all(lambda: tree(self.pid, self.mark))
+        kill_all(lambda: tree(self.pid, self.number))
 
     def signal(self, number: int) -> None:
         """Send a signal to its group; SIGKILL to everything."""
@@ -204,7 +203,7 @@ class Command:
         self.agent.loop.cancel(self.timer)
         if self.stopping is None:
             send_to_group(self.pid, _signal.SIGKILL)
-        elif now() < self.stopping + GRACE and tree(self.pid, self.mark):
+        elif now() < self.stopping + GRACE and tree(self.pid, self.number):
             self.timer = self.agent.loop.later(CHECK, lambda: self.reaped(status, usage))
             return
         else:

@@ -16,7 +16,7 @@ from envs.sandbox.agent.command import FAILURE, RESULT, Command, Refusal, kill_a
 from envs.sandbox.agent.files import Write
 from envs.sandbox.agent.launcher import Launcher
 from envs.sandbox.agent.loop import Channel, Loop
-from envs.sandbox.agent.proc import adopted, marks_of, processes
+from envs.sandbox.agent.proc import Numbers, adopted, number_of, processes
 from envs.sandbox.agent.process import OomCounter, find_program, now, send_signal, unreadable_copy
 
 MAX_STRANGERS = 16
@@ -38,8 +38,7 @@ class Agent:
         self.workdir = options["workdir"]
         self.is_init = os.getpid() == 1
         self.epoch = 0
-        self.name = os.urandom(8).hex()
-        """Tells our processes from those of other agents: tests run several on one machine, which see each other's."""
+        self.numbers = Numbers()
         self.children = {}
         """Process id to the command or shell that started it."""
         self.active = set()
@@ -204,15 +203,10 @@ class Agent:
 
     def leftovers(self, shell: object) -> "set[int]":
         """Of these, also those that have ended and were not reaped."""
-        going_on = {command.mark for command in self.active}
-        going_on.update(other.mark for other in self.shells.values() if other is not shell and other.current)
-        marks = marks_of([pid for pid in adopted() if pid not in self.children])
-        found = {pid for pid, mark in marks.items() if mark not in going_on}
+        going_on = {command.number for command in self.active}
+        going_on.update(other.number for other in self.shells.values() if other is not shell and other.current)
+        found = {pid for pid in adopted() if pid not in self.children and number_of(pid) not in going_on}
         return found.union(stat.pid for stat in descendants(found))
-
-    def mark(self, call: int) -> str:
-        """What the processes of a call carry in their environment."""
-        return "{}-{}-{}".format(self.name, self.epoch, call)
 
     def take(self, body: list) -> None:
         """One frame of the host: [call, operation, argument]."""

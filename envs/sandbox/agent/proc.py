@@ -1,16 +1,18 @@
-"""What /proc says of the processes of a sandbox: which live, and which of them belong to a command."""
+"""Which processes live in a sandbox, and to which command each belongs.
+
+Each command has a number, which its processes carry in two of their hard limits, one counting up and one down. A
+process may lower a hard limit of its own and never raise one: none can take the number of another command, earlier or
+later, nor lose its own, whatever it executes, forks or calls itself. Neither limit limits anything here: Linux has no
+use for the one any more, and the other is about real-time priorities.
+"""
 
 import os
-import time
+import resource
 
-MARK = "FLASH_COMMAND"
-"""Environment variable by which a process is known to belong to a command, also after it left its process group."""
-EXEC_LOOKS, SETTLED_LOOKS, EXEC_PAUSE = 200, 3, 0.001
-"""How often processes that show no environment are looked at, how often with arguments, and the seconds between."""
+UP, DOWN = 15, 10
+"""RLIMIT_RTTIME and RLIMIT_LOCKS: the limits that carry a command's number. Python has no name for the second one."""
 ENDED = (b"Z", b"X")
 """States of processes that have ended."""
-PF_KTHREAD = 0x200000
-"""Flag of a thread of the kernel."""
 
 
 class Stat:
@@ -22,7 +24,6 @@ class Stat:
         self.pid = pid
         self.state = fields[0]
         self.parent, self.group, self.session = (int(field) for field in fields[1:4])
-        self.flags = int(fields[6])
         self.ticks = sum(int(field) for field in fields[11:15])
         """CPU of it and the children it waited for."""
         self.start = int(fields[19])
@@ -53,8 +54,8 @@ def adopted() -> "list[int]":
         return [stat.pid for stat in processes() if stat.parent == own]
 
 
-def tree(leader: int, mark: str, since: int = 0) -> "list[int]":
-    """What belongs to a command: its session and group, their descendants, and what carries its mark."""
+def tree(leader: int, number: int, since: int = 0) -> "list[int]":
+    """What belongs to a command: its session and group, their descendants, and what carries its number."""
     inside = {leader}
     every = processes()
     grown = True
@@ -66,59 +67,36 @@ def tree(leader: int, mark: str, since: int = 0) -> "list[int]":
             ):
                 inside.add(stat.pid)
                 grown = True
-    marks = marks_of([stat.pid for stat in every if stat.pid not in inside])
-    inside.update(pid for pid, shows in marks.items() if shows == mark)
+    inside.update(stat.pid for stat in every if stat.pid not in inside and number_of(stat.pid) == number)
     return [stat.pid for stat in every if stat.pid in inside and stat.start >= since]
 
 
-def shown(pid: int, name: str) -> "bytes | None":
-    """What /proc shows of a process under a name; None where it is gone, or not for us to see."""
+class Numbers:
+    """Gives each command a number, beginning at one that no other agent of the machine has: tests run several."""
+
+    def __init__(self) -> None:
+        self.last = int.from_bytes(os.urandom(3), "big") << 16
+
+    def new(self) -> int:
+        """The next one."""
+        self.last += 1
+        return self.last
+
+
+MIDDLE = 1 << 42
+"""What a number is added to and taken from."""
+
+
+def carry(number: int) -> None:
+    """Give this process the number of a command, for good. Raises OSError or ValueError where it cannot have it."""
+    resource.setrlimit(UP, (MIDDLE + number, MIDDLE + number))
+    resource.setrlimit(DOWN, (MIDDLE - number, MIDDLE - number))
+
+
+def number_of(pid: int) -> "int | None":
+    """The command that a process belongs to; None where it has none, is gone, or is not for us to see."""
     try:
-        with open("/proc/{}/{}".format(pid, name), "rb") as file:
-            return file.read(1 << 17)
-    except OSError:
+        up, down = resource.prlimit(pid, UP)[1], resource.prlimit(pid, DOWN)[1]
+    except (OSError, ValueError):
         return None
-
-
-def marks_of(pids: "list[int]", show: object = shown) -> "dict[int, str]":
-    """Of the commands that processes belong to, as far as their environments say.
-
-    In the middle of an exec a process has neither arguments nor an environment: it is looked at until it has, all
-    such together. An environment that shows nothing beside arguments counts after some looks, since the exec may have
-    ended between both.
-    """
-    marks = dict.fromkeys(pids, "")
-    open_ones = dict.fromkeys(pids, 0)
-    """To how often each has shown arguments."""
-    for _ in range(EXEC_LOOKS):
-        for pid in list(open_ones):
-            environment = show(pid, "environ")
-            if environment is None or not may_exec(pid):
-                del open_ones[pid]
-                continue
-            marks[pid] = mark_in(environment)
-            open_ones[pid] += bool(show(pid, "cmdline"))
-            if environment or open_ones[pid] == SETTLED_LOOKS:
-                del open_ones[pid]
-        if not open_ones:
-            break
-        time.sleep(EXEC_PAUSE)
-    return marks
-
-
-def mark_in(environment: bytes) -> str:
-    """The mark that an environment holds."""
-    begin = MARK.encode() + b"="
-    for entry in environment.split(b"\0"):
-        if entry.startswith(begin):
-            return entry[len(begin) :].decode("utf-8", "replace")
-    return ""
-
-
-def may_exec(pid: int) -> bool:
-    """Whether it lives and is a program's: a zombie and a thread of the kernel have no arguments either."""
-    try:
-        stat = Stat(pid)
-    except (OSError, ValueError, IndexError):
-        return False
-    return stat.state not in ENDED and not stat.flags & PF_KTHREAD
+    return up - MIDDLE if up != resource.RLIM_INFINITY and up - MIDDLE == MIDDLE - down else None

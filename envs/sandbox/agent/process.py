@@ -1,6 +1,7 @@
 """Starting, watching and killing the processes of a sandbox."""
 
 import _signal
+import errno
 import fcntl
 import os
 import struct
@@ -8,32 +9,20 @@ import termios
 import time
 
 from envs.sandbox.agent.loop import READ_BYTES
+from envs.sandbox.agent.proc import carry
 
 MEMFD_CLOEXEC, MEMFD_EXEC = 1, 16
 DEFAULT_SIGNALS = (_signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
 """What Python or the agent ignores; a program expects the default."""
 
 
-def spawn(path: str, argv: "list[str]", env: "dict[str, str]", cwd: str, files: "dict[int, int]", tty: bool) -> int:
-    """Start a program in a session of its own; `files` maps its descriptors to ours. Raises OSError."""
-    before = os.getcwd()
-    os.chdir(cwd)
-    try:
-        if not tty and hasattr(os, "posix_spawn"):
-            actions = [(os.POSIX_SPAWN_DUP2, ours, theirs) for theirs, ours in files.items()]
-            try:
-                return os.posix_spawn(
-                    path, argv, env, file_actions=actions, setsid=True, setsigdef=DEFAULT_SIGNALS, setsigmask=()
-                )
-            except NotImplementedError:
-                pass
-        return fork_exec(path, argv, env, files, tty)
-    finally:
-        os.chdir(before)
+def spawn(
+    path: str, argv: "list[str]", env: "dict[str, str]", cwd: str, files: "dict[int, int]", tty: bool, number: int
+) -> int:
+    """Start a program of this command in a session of its own; `files` maps its descriptors to ours. Raises OSError.
 
-
-def fork_exec(path: str, argv: "list[str]", env: "dict[str, str]", files: "dict[int, int]", tty: bool) -> int:
-    """The same by fork, where posix_spawn is missing or a terminal has to be taken."""
+    By fork: what the child may be known by it must have before it runs anything.
+    """
     error_read, error_write = os.pipe()
     pid = os.fork()
     if pid:
@@ -46,15 +35,18 @@ def fork_exec(path: str, argv: "list[str]", env: "dict[str, str]", files: "dict[
         return pid
     try:
         os.setsid()
-        for number in DEFAULT_SIGNALS:
-            _signal.signal(number, _signal.SIG_DFL)
+        os.chdir(cwd)
+        for signal in DEFAULT_SIGNALS:
+            _signal.signal(signal, _signal.SIG_DFL)
+        carry(number)
         for theirs, ours in files.items():
             os.dup2(ours, theirs)
         if tty:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         os.execve(path, argv, env)
-    except OSError as error:
-        os.write(error_write, str(error.errno).encode())
+    except (OSError, ValueError) as error:
+        # A limit that may not be set is a ValueError.
+        os.write(error_write, str(getattr(error, "errno", errno.EPERM)).encode())
     finally:
         os._exit(127)
 

@@ -17,7 +17,7 @@ import fcntl
 import os
 
 from envs.sandbox.agent.command import CHECK, FAILURE, GRACE, NO_SPACE, Refusal, ending, kill_all, send_result
-from envs.sandbox.agent.proc import MARK, Stat, tree
+from envs.sandbox.agent.proc import Stat, tree
 from envs.sandbox.agent.process import Pipe, Ring, now, send_signal, spawn
 
 TELL = 199
@@ -28,7 +28,7 @@ ENTER = "exec -a bash /proc/self/fd/%d --noprofile --norc -s" % PROGRAM
 """Becomes the shell."""
 LEAVE = b"exec %d<&-\n" % PROGRAM
 """The shell's first command."""
-BEGIN = b"_flash_status() { return $1; }\n"
+BEGIN = b'_flash_status() { return "$1"; }\n'
 TURN = rb"""
 \builtin eval %s </dev/null TELL>&-
 
@@ -68,12 +68,12 @@ class Running:
 class Shell:
     """One session: a bash that is fed commands, and is replaced when one of them ends it."""
 
-    def __init__(self, agent: object, name: str, mark: str) -> None:
+    def __init__(self, agent: object, name: str) -> None:
         if agent.bash is None:
             raise Refusal("request", "sessions need bash, which this image does not have")
         self.agent = agent
         self.name = name
-        self.mark = mark
+        self.number = agent.numbers.new()
         self.queue = []
         self.current = None
         self.idle = {"stdout": Ring(1 << 16), "stderr": Ring(1 << 16)}
@@ -107,7 +107,6 @@ class Shell:
         tell = fcntl.fcntl(tells[1], fcntl.F_DUPFD_CLOEXEC, TELL + 1)
         files = {0: asks[0], 1: self.ends[0], 2: self.ends[1], TELL: tell}
         env = dict(self.agent.env)
-        env[MARK] = self.mark
         argv, begin = ["bash", "--noprofile", "--norc", "-s"], BEGIN
         program = self.agent.session_shell()
         if program >= 0:
@@ -115,7 +114,9 @@ class Shell:
             files[PROGRAM] = program
         try:
             cwd = self.agent.resolve(".")
-            self.pid = self.agent.launcher.call(lambda: spawn(self.agent.bash, argv, env, cwd, files, False))
+            self.pid = self.agent.launcher.call(
+                lambda: spawn(self.agent.bash, argv, env, cwd, files, False, self.number)
+            )
         except OSError as error:
             os.close(asks[1])
             os.close(tells[0])
@@ -298,7 +299,7 @@ class Shell:
             send_signal([self.pid], _signal.SIGKILL)
 
     def started_by(self, running: Running) -> "list[int]":
-        return [pid for pid in tree(self.pid, self.mark, running.born) if pid not in self.leaders]
+        return [pid for pid in tree(self.pid, self.number, running.born) if pid not in self.leaders]
 
     def interrupt(self) -> bool:
         """SIGINT to the running command."""
@@ -339,7 +340,7 @@ class Shell:
             self.current.reply(FAILURE, ["gone", "the session was closed"])
             self.current = None
         for leader in self.leaders:
-            kill_all(lambda leader=leader: tree(leader, self.mark))
+            kill_all(lambda leader=leader: tree(leader, self.number))
         if self.pid < 0:
             self.release()
 

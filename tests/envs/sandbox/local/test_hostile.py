@@ -62,6 +62,42 @@ while time.monotonic() < end:
 """Stays after its command, takes the next one from the shell, and answers in its place."""
 
 
+DISGUISE = r"""
+import os, resource, time
+def arguments(pid):
+    try: return open(f"/proc/{pid}/cmdline").read().split("\0")
+    except OSError: return []
+job = next(pid for pid in os.listdir("/proc") if pid.isdigit() and arguments(pid)[:1] == ["sleep"])
+if os.fork(): os._exit(0)
+os.setsid()
+if os.fork(): os._exit(0)
+for number in range(16):
+    try: resource.setrlimit(number, resource.prlimit(int(job), number))
+    except (ValueError, OSError): pass
+environment = dict(one.partition("=")[::2] for one in open(f"/proc/{job}/environ").read().split("\0") if "=" in one)
+os.execve("/bin/sh", ["sh", "-c", "sleep 441; :"], environment)
+"""
+"""Stays after its command, and makes itself as like a job's process as it can."""
+
+
+@CONTAINERS
+@pytest.mark.parametrize("first", [True, False])
+async def test_what_looks_like_a_job_and_is_none_is_ended(bench, first):
+    async with bench.sandbox() as sandbox:
+        await sandbox.write("disguise.py", DISGUISE.encode())
+        job = await sandbox.start("sleep 442") if first else None
+        # Where it is later than the command, the command is still there when it begins.
+        wait = "until grep -aqz '^442$' /proc/[0-9]*/cmdline; do sleep 0.01; done; python3 disguise.py"
+        async with aclosing(sandbox.stream(f"echo begun; {wait}", timeout=LIMIT)) as stream:
+            async for chunk in stream:
+                if isinstance(chunk, Chunk) and job is None:
+                    job = await sandbox.start("sleep 442")
+        found = await sandbox.run("sleep 0.2; grep -ahoz '^44[12]$' /proc/[0-9]*/cmdline | tr '\\0' ' '", timeout=LIMIT)
+        assert found.stdout.split() == [b"442"]
+        assert job is not None
+        await job.signal("SIGKILL")
+
+
 @CONTAINERS
 async def test_a_program_changes_neither_the_agent_nor_anything_outside(bench):
     async with bench.sandbox(memory_mib=128) as sandbox:

@@ -1,68 +1,97 @@
-"""To which command a process belongs, also while it becomes another program."""
+"""To which command a process belongs, whatever it makes of itself."""
 
 import os
-import subprocess
-from collections import Counter
-from collections.abc import Sequence
+import resource
+import signal
+import sys
+from collections.abc import Iterator
 
-from envs.sandbox.agent.proc import EXEC_LOOKS, SETTLED_LOOKS, marks_of, shown
+import pytest
 
-MARKED = b"PATH=/bin\0FLASH_COMMAND=agent-1-7\0"
+from envs.sandbox.agent.proc import DOWN, MIDDLE, UP, Numbers, number_of
+from envs.sandbox.agent.process import spawn
 
-
-def mark_of(pid: int, show: object = shown) -> str:
-    return marks_of([pid], show)[pid]
-
-
-class Proc:
-    """Shows of a process these environments one after the other, the last one for ever, and these arguments."""
-
-    def __init__(self, environments: Sequence[bytes], arguments: bytes) -> None:
-        self.environments, self.arguments = environments, arguments
-        self.asked: Counter[str] = Counter()
-
-    def __call__(self, pid: int, name: str) -> bytes | None:
-        self.asked[name] += 1
-        if name == "cmdline":
-            return self.arguments
-        return self.environments[min(self.asked[name], len(self.environments)) - 1]
+NUMBER = 1 << 30
 
 
-def test_a_process_in_the_middle_of_an_exec_is_looked_at_until_it_shows_its_mark():
-    assert mark_of(os.getpid(), Proc([b"", b"", b"", b"", b"", MARKED], b"")) == "agent-1-7"
+@pytest.fixture
+def started() -> Iterator[list[int]]:
+    pids: list[int] = []
+    yield pids
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
-def test_an_exec_that_ends_between_two_looks_hides_no_mark():
-    assert mark_of(os.getpid(), Proc([b"", MARKED], b"sleep\0")) == "agent-1-7"
+def start(pids: list[int], program: str) -> bytes:
+    """Start a program of Python's of command `NUMBER`, which then sleeps. What it printed."""
+    reading, writing = os.pipe()
+    code = f"import os, resource, sys\n{program}\nos.write(1, b';')\nimport time; time.sleep(60)"
+    pids.append(spawn(sys.executable, ["python", "-ISc", code], {}, "/", {1: writing}, False, NUMBER))
+    os.close(writing)
+    printed = b""
+    while not printed.endswith(b";"):
+        printed += os.read(reading, 1)
+    os.close(reading)
+    return printed[:-1]
 
 
-def test_a_process_without_an_environment_has_no_mark():
-    proc = Proc([b""], b"sleep\0")
-    assert mark_of(os.getpid(), proc) == ""
-    assert proc.asked["environ"] == SETTLED_LOOKS
+def test_a_process_carries_the_number_of_its_command(started: list[int]) -> None:
+    start(started, "")
+    assert number_of(started[0]) == NUMBER
+    assert number_of(os.getpid()) is None
 
 
-def test_a_process_that_never_shows_anything_is_not_waited_for_without_end():
-    proc = Proc([b""], b"")
-    assert mark_of(os.getpid(), proc) == ""
-    assert proc.asked["environ"] == EXEC_LOOKS
-
-
-def test_of_real_processes_marked_and_not_and_ended():
-    looked: Counter[int] = Counter()
-
-    def looks(pid: int, name: str) -> bytes | None:
-        looked[pid] += name == "environ"
-        return shown(pid, name)
-
-    marked = subprocess.Popen(["sleep", "30"], env={"FLASH_COMMAND": "agent-1-7"})
-    bare = subprocess.Popen(["/bin/sleep", "30"], env={})
-    ended = subprocess.Popen(["/bin/true"], env={})
+def test_what_it_executes_and_forks_carries_it_too(started: list[int]) -> None:
+    program = """
+pid = os.fork()
+if pid == 0:
+    os.setsid()
+    os.execve("/bin/sleep", ["other", "60"], {"FLASH_COMMAND": "other"})
+os.write(1, b"%d" % pid)
+"""
+    child = int(start(started, program))
     try:
-        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-        assert [mark_of(child.pid, looks) for child in (marked, bare, ended)] == ["agent-1-7", "", ""]
-        assert looked[ended.pid] == 1
+        assert number_of(child) == NUMBER
     finally:
-        for child in (marked, bare, ended):
-            child.kill()
-            child.wait()
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("other", [NUMBER - 1, NUMBER + 1, 1, NUMBER + (1 << 30)])
+def test_it_can_take_no_other_number(started: list[int], other: int) -> None:
+    tries = "\n".join(
+        f"try: resource.setrlimit({which}, ({value}, {value}))\nexcept ValueError: pass"
+        for which, value in ((UP, MIDDLE + other), (DOWN, MIDDLE - other))
+    )
+    start(started, tries)
+    assert number_of(started[0]) != other
+
+
+def test_a_limit_that_is_lowered_loses_the_number_and_gives_no_other(started: list[int]) -> None:
+    start(started, f"resource.setrlimit({DOWN}, (5, 5))")
+    assert number_of(started[0]) is None
+
+
+def test_a_process_that_is_gone_has_none(started: list[int]) -> None:
+    start(started, "")
+    pid = started[0]
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(started.pop(), 0)
+    assert number_of(pid) is None
+
+
+def test_a_program_that_is_not_there_is_told() -> None:
+    with pytest.raises(FileNotFoundError):
+        spawn("/no/such/program", ["x"], {}, "/", {}, False, NUMBER)
+
+
+def test_no_number_comes_twice() -> None:
+    first, second = Numbers(), Numbers()
+    drawn = [numbers.new() for _ in range(100) for numbers in (first, second)]
+    assert len({*drawn}) == 200
+    assert max(drawn) < MIDDLE
+    assert drawn[::2] == sorted(drawn[::2])
+
+
+def test_the_limits_that_carry_it_are_unlimited_here() -> None:
+    assert resource.getrlimit(UP)[1] == resource.getrlimit(DOWN)[1] == resource.RLIM_INFINITY

@@ -118,6 +118,13 @@ async def test_a_session_is_interrupted_like_by_ctrl_c(bench):
         assert (await session.run("echo next", timeout=LIMIT)).stdout == b"next\n"
 
 
+async def test_a_session_keeps_exit_codes_whatever_separates_words(bench):
+    async with bench.sandbox() as sandbox, sandbox.session() as session:
+        assert (await session.run("IFS=0123456789; (exit 107)", timeout=LIMIT)).exit_code == 107
+        answer = await session.run('echo "$?"; cd /tmp', timeout=LIMIT)
+        assert (answer.stdout, answer.exit_code) == (b"107\n", 0)
+
+
 async def test_leaving_a_session_ends_what_it_started(bench):
     async with bench.sandbox() as sandbox:
         async with sandbox.session("other") as session:
