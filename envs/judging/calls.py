@@ -31,7 +31,7 @@ with open(answer, "w") as file:
 """Reads `{"call", "args"}` and writes what the function of `main.py` returned, as JSON, on the last line."""
 
 TOLERANCE = 1e-9
-"""Relative difference up to which two numbers are equal, where one is no integer."""
+"""Relative difference up to which a number is one that was expected to have a fraction; an integer is exact."""
 
 
 def question(call: str, args: list[Any]) -> bytes:
@@ -51,8 +51,11 @@ def returned_this(output: bytes, expected: Any) -> bool:
 def _same(found: Any, expected: Any) -> bool:
     if isinstance(found, bool) or isinstance(expected, bool):
         return found is expected
-    if isinstance(found, float) or isinstance(expected, float):
-        return isinstance(found, int | float) and isinstance(expected, int | float) and _close(found, expected)
+    if isinstance(expected, float):
+        return isinstance(found, int | float) and _close(found, expected)
+    if isinstance(expected, int):
+        # 12.0 is 12; Python compares the two exactly.
+        return isinstance(found, int | float) and found == expected
     if isinstance(found, list) and isinstance(expected, list):
         ours, theirs = cast("list[Any]", found), cast("list[Any]", expected)
         return len(ours) == len(theirs) and all(map(_same, ours, theirs))
