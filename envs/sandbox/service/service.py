@@ -16,14 +16,14 @@ from uuid import uuid4
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
-from envs.sandbox.api import Job, Session, Snapshot
+from envs.sandbox.api import Job, Result, Session, Snapshot
 from envs.sandbox.pool.journal import KeptSnapshot
 from envs.sandbox.pool.lease import Lease
 from envs.sandbox.pool.pool import Pool
 from envs.sandbox.pool.snapshots import names_snapshot
 from envs.sandbox.protocol.problems import ProblemError, problem_of
 from envs.sandbox.protocol.tokens import ADMIN, Tokens
-from envs.sandbox.protocol.wire import HostStatus, Info, Order, Status
+from envs.sandbox.protocol.wire import HostStatus, Info, Order, SessionResult, Status
 from flash.errors import FlashError, SandboxBusyError, SandboxRefusedError
 from flash.waiting import unwrapped_group
 
@@ -31,6 +31,8 @@ _T = TypeVar("_T")
 
 ANSWERS_KEPT = 32
 """Answers to calls with a key, kept per sandbox for a client that asks again."""
+ANSWERS_KEPT_BYTES = 1 << 24
+"""Of output in them; the newest answer is kept whatever it holds."""
 JOBS_KEPT = 256
 """Background jobs of one sandbox that can be asked for."""
 OTHERS = "others"
@@ -261,8 +263,7 @@ class Service:
         answer = answers.get(key)
         if answer is None:
             answer = answers[key] = _Answer(asked)
-            self._drop_old(answers)
-            self._tasks.start_soon(self._carry_out, answer, call)
+            self._tasks.start_soon(self._carry_out, answers, answer, call)
         elif answer.asked != asked:
             raise SandboxRefusedError(f"the idempotency key {key!r} was used for another call; use a new one")
         await answer.done.wait()
@@ -270,7 +271,9 @@ class Service:
             raise answer.error
         return answer.result
 
-    async def _carry_out(self, answer: _Answer, call: Callable[[], Awaitable[Any]]) -> None:
+    async def _carry_out(
+        self, answers: dict[str, _Answer], answer: _Answer, call: Callable[[], Awaitable[Any]]
+    ) -> None:
         try:
             with answer.scope:
                 answer.result = await call()
@@ -280,6 +283,7 @@ class Service:
             answer.error = error
         finally:
             answer.done.set()
+            _drop_old(answers)
 
     def knows_call(self, lease: Lease, key: str) -> bool:
         """Whether a call with this key was begun."""
@@ -290,11 +294,6 @@ class Service:
         if (answer := self._client_state(lease).answers.get(key)) is not None:
             answer.scope.cancel()
             await answer.done.wait()
-
-    def _drop_old(self, answers: dict[str, _Answer]) -> None:
-        done = [key for key, answer in answers.items() if answer.done.is_set()]
-        for key in done[: max(0, len(answers) - ANSWERS_KEPT)]:
-            del answers[key]
 
     def _client_state(self, lease: Lease) -> _ClientState:
         if lease.id not in self._client_states:
@@ -381,3 +380,20 @@ async def open_service(pool: Pool, tokens: Tokens, name: str = "sandboxes") -> A
     async with unwrapped_group() as tasks:
         yield Service(pool, tokens, tasks, name)
         tasks.cancel_scope.cancel()
+
+
+def _drop_old(answers: dict[str, _Answer]) -> None:
+    """Keep the newest answers, as many as are to be kept and as large."""
+    given = [(key, answer) for key, answer in reversed(answers.items()) if answer.done.is_set()]
+    size = 0
+    for place, (key, answer) in enumerate(given):
+        size += _output(answer.result)
+        if place >= ANSWERS_KEPT or (place and size > ANSWERS_KEPT_BYTES):
+            del answers[key]
+
+
+def _output(result: object) -> int:
+    """Bytes of output in the answer to a call."""
+    if isinstance(result, SessionResult):
+        result = result.result
+    return len(result.stdout) + len(result.stderr) if isinstance(result, Result) else 0

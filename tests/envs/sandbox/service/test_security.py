@@ -180,6 +180,17 @@ async def test_a_key_that_was_used_for_another_call_is_refused(tmp_path):
             assert "was used for another call" in refused.json()["detail"]
 
 
+async def test_answers_are_kept_for_those_who_ask_again_but_not_without_end(tmp_path):
+    spec = msgspec.structs.replace(SPEC, output_limit=1 << 23)
+    async with running(tmp_path) as world, world.client.acquire(spec) as sandbox, bare(world, **bearer()) as raw:
+        path = f"/v1/sandboxes/{sandbox.sandbox_id}/run"
+        body = {"command": "echo >>n; head -c 6000000 /dev/zero", "timeout": 20}
+        for key, carried_out in (("a", 1), ("b", 2), ("c", 3), ("c", 3), ("b", 3), ("a", 4)):
+            answer = await raw.post(path, json=body, headers={"idempotency-key": key})
+            assert answer.status_code == 200, answer.text
+            assert (await sandbox.run("wc -l <n", timeout=10)).stdout.split() == [b"%d" % carried_out]
+
+
 @pytest.mark.parametrize("image", ["9", "9179a5ee", "9179A5EE", "f" * 63, "sha256:9179a5"])
 async def test_the_files_of_others_are_not_found_by_the_beginning_of_an_images_id(tmp_path, image):
     async with running(tmp_path) as world:
