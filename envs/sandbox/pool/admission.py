@@ -4,8 +4,9 @@ Laws, each tested under its name:
 
 - **Capacity.** What is granted on a host never exceeds what the host has.
 - **Answered.** Every request is in exactly one state: waiting, granted, or gone (`withdraw`, `release`).
-- **Fair share.** Between owners, the one with the smallest share of the whole comes first; an owner's own requests go
-  by priority, then by age.
+- **Fair share.** Between payers, the one with the smallest share of the whole comes first, and so between the owners of
+  each; an owner's own requests go by priority, then by age. Who pays stands before the slash of an owner's name: a
+  token may call its owners what it likes, and gets no more by having many.
 - **No starvation.** However the others' priorities and sizes are, a request is overtaken unfairly a bounded number of
   times. By its owner's own requests: after `patience` more of them than were ahead of it, it is late, and comes first
   among them. By smaller ones: when it was its turn but it fitted nowhere while `patience` others were granted, it is
@@ -85,6 +86,8 @@ class Admission:
         self._by_owner: dict[str, dict[_Shape, list[_Waiting]]] = {}
         self._granted: dict[str, _Granted] = {}
         self._usage: dict[str, Demand] = {}
+        self._paid: dict[str, Demand] = {}
+        """What was granted, by payer."""
         self._held: dict[str, int] = {}
         """Granted requests by owner."""
         self._turns: dict[str, int] = {}
@@ -230,7 +233,11 @@ class Admission:
         owners = [(self._rank(owner, whole), owner) for owner in self._by_owner]
         heapq.heapify(owners)
         while owners:
-            _, owner = heapq.heappop(owners)
+            ranked, owner = heapq.heappop(owners)
+            if (now := self._rank(owner, whole)) > ranked:
+                # Its payer was granted something for another owner meanwhile.
+                heapq.heappush(owners, (now, owner))
+                continue
             if (grant := self._serve_owner(owner, unfit, closed)) is None:
                 continue
             grants.append(grant)
@@ -238,8 +245,9 @@ class Admission:
             if owner in self._by_owner:
                 heapq.heappush(owners, (self._rank(owner, whole), owner))
 
-    def _rank(self, owner: str, whole: Demand) -> tuple[float, int]:
-        return self._usage.get(owner, NOTHING).share_of(whole), self._last_grant.get(owner, -1)
+    def _rank(self, owner: str, whole: Demand) -> tuple[float, float, int]:
+        paid, used = self._paid.get(payer(owner), NOTHING), self._usage.get(owner, NOTHING)
+        return paid.share_of(whole), used.share_of(whole), self._last_grant.get(owner, -1)
 
     def _serve_owner(self, owner: str, unfit: set[_Fit], closed: set[str]) -> Grant | None:
         first = [queue[0] for queue in self._by_owner.get(owner, {}).values()]
@@ -297,6 +305,8 @@ class Admission:
         if host.warm.get(request.warm_key, 0) > 0:
             host.warm[request.warm_key] -= 1
         self._usage[request.owner] = self._usage.get(request.owner, NOTHING) + request.demand
+        pays = payer(request.owner)
+        self._paid[pays] = self._paid.get(pays, NOTHING) + request.demand
         self._held[request.owner] = self._held.get(request.owner, 0) + 1
         if counted:
             self._grants += 1
@@ -326,6 +336,7 @@ class Admission:
         owner, demand = granted.request.owner, granted.request.demand
         self._hosts[granted.host].granted -= demand
         self._usage[owner] -= demand
+        self._paid[payer(owner)] -= demand
         self._held[owner] -= 1
         self._forget(owner)
         return granted
@@ -335,6 +346,8 @@ class Admission:
         if self._held.get(owner, 0) == 0:
             self._held.pop(owner, None)
             self._usage.pop(owner, None)
+            if not any(payer(other) == payer(owner) for other in self._held):
+                self._paid.pop(payer(owner), None)
             if owner not in self._by_owner:
                 for records in (self._last_grant, self._turns, self._alarms):
                     records.pop(owner, None)
@@ -343,6 +356,11 @@ class Admission:
         hosts = ", ".join(f"{host.name} {host.capacity}" for host in self._hosts.values())
         where = f" on host {request.only}" if request.only else ""
         return f"a sandbox of {request.demand} fits nowhere{where}, not even alone; the hosts have {hosts or 'nothing'}"
+
+
+def payer(owner: str) -> str:
+    """Who pays for an owner's sandboxes."""
+    return owner.partition("/")[0]
 
 
 def _shape(request: SandboxRequest) -> _Shape:

@@ -190,6 +190,17 @@ def test_fair_share_gives_the_next_place_to_who_has_least():
     assert Counter(id[0] for id in granted(admission)) == {"x": 2, "y": 2}
 
 
+def test_fair_share_is_of_who_pays_whatever_names_its_owners_have():
+    admission = make({"a": many(24)}, patience=1000)
+    for number in range(24):
+        admission.submit(SandboxRequest(f"x{number}", f"greedy/name{number}", ONE))
+    for number in range(24):
+        admission.submit(SandboxRequest(f"y{number}", f"honest/name{number % 2}", ONE))
+    assert Counter(id[0] for id in granted(admission)) == {"x": 12, "y": 12}
+    held = {owner: usage.millicpus // ONE.millicpus for owner, usage in admission.usage().items()}
+    assert [held["honest/name0"], held["honest/name1"]] == [6, 6]
+
+
 def test_a_share_is_the_larger_of_cpu_and_memory():
     admission = make({"a": Demand(10_000, 10_000)}, patience=1000)
     admission.submit(SandboxRequest("x0", "x", Demand(100, 8_000)))
@@ -280,3 +291,4 @@ def test_no_books_are_kept_for_owners_that_left():
         admission.release(str(number))
     assert admission.usage() == {}
     assert admission.waiting() == {}
+    assert not vars(admission)["_paid"]
