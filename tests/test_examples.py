@@ -38,6 +38,7 @@ def test_there_is_an_example_for_each_reference_setting() -> None:
     names = {example.stem for example in EXAMPLES}
     assert names == {
         "quickstart",
+        "smollm2",
         "tiny",
         "one_gpu",
         "one_node_8gpu",
