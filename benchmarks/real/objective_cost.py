@@ -324,24 +324,29 @@ def step_config(objective: str, folder: str, steps: int) -> Config:
 
 
 def random_shard(
-    step: int, groups: int = GROUPS, answers: tuple[int, int] = ANSWERS, vocabulary: int = TINY_VOCABULARY
+    step: int,
+    groups: int = GROUPS,
+    answers: tuple[int, int] = ANSWERS,
+    vocabulary: int = TINY_VOCABULARY,
+    prompt: int = PROMPT,
 ) -> Shard:
-    """A batch of random answers of different lengths, sampled by the version before."""
+    """A batch of random answers of different lengths to a prompt of each group, sampled by the version before."""
     rng = np.random.default_rng(step)
     version = max(step - 1, 0)
     trajectories = list[Trajectory]()
     for group in range(groups):
+        asked = rng.integers(0, vocabulary, prompt)
         for member in range(GROUP_SIZE):
             answer = int(rng.integers(*answers, endpoint=True))
-            length, reward = PROMPT + answer, float(rng.random() < 0.5)
+            length, reward = prompt + answer, float(rng.random() < 0.5)
             logprobs = rng.normal(-math.log(vocabulary), 0.2, answer)
             trajectories.append(
                 Trajectory(
                     task=Task(group * GROUP_SIZE + member, group, member, seed=group),
                     outcome=Outcome.OK,
                     reward=reward,
-                    token_ids=rng.integers(0, vocabulary, length).astype("<i4").tobytes(),
-                    action_spans=[Span(PROMPT, length)],
+                    token_ids=np.append(asked, rng.integers(0, vocabulary, answer)).astype("<i4").tobytes(),
+                    action_spans=[Span(prompt, length)],
                     logprobs=logprobs.astype("<f4").tobytes(),
                     versions=[VersionRun(version, answer)],
                     turns=[Turn("", "", reward, 0.0, 0.0, 0.0)],

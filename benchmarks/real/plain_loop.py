@@ -1,57 +1,94 @@
 """A training step beside the loop that one would write by hand with transformers, on the same tokens.
 
-512 sequences of 12 + 16 tokens, a model of 1.05 million parameters, `grpo`, one update per batch. The plain loop pads
-nothing, since all are of one length: model, log-softmax, the clipped objective, backward, clip, AdamW. Ours does what a
-run does: it checks and packs the shard, takes the same gradient over packed sequences under FSDP2, and gathers
-statistics. The two take turns in one process, on one thread, in processor time.
+`grpo`, one update per batch. The plain loop pads nothing, since all are of one length: model, log-softmax of the
+answers' logits, the clipped objective, backward, clip, AdamW. Ours does what a run does: it checks and packs the shard,
+computes what a group's eight samples share once, takes the same gradient under FSDP2, and gathers statistics.
+
+Two models. A tiny one of 1.05 million parameters in float32, 512 sequences of 12 + 16 tokens; both loops take turns in
+one process, on one thread, in processor time. And SmolLM2-135M-Instruct, 64 sequences of 48 + 32 tokens, in bfloat16
+with master weights in float32 (the plain loop by autocast); each in a process of its own, whose memory at its peak is
+told, ours with recomputed activations too.
 """
 
 from __future__ import annotations
 
+import os
+import resource
 import statistics
 import tempfile
 import time
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 from benchmarks.form import Args, Row, main
-from benchmarks.real.objective_cost import PROMPT, apart, make_tiny_model, random_shard, step_config
+from benchmarks.real.objective_cost import apart, make_tiny_model, random_shard, step_config
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from flash.config.tree import Config
     from flash.types import Shard
 
-GROUPS, GROUP_SIZE = 64, 8
-ANSWER = 16
-"""Tokens of each answer: no padding, which is the plain loop's best case."""
-LAYERS = 4
-AT_ONCE = 256
-"""Sequences of one forward pass, as many as fit into one of ours: all at once is slower."""
+GROUP_SIZE = 8
 GOAL = 1.05
+MODEL = "outputs/models/smollm2-135m"
+VOCABULARY = 49_152
+
+
+class Sizes(NamedTuple):
+    """A batch."""
+
+    groups: int
+    prompt: int
+    answer: int
+    """Tokens of each answer: no padding, which is the plain loop's best case."""
+    at_once: int
+    """Sequences of one forward pass of the plain loop, about as many as fit into one of ours: all at once is slower."""
+
+
+TINY, REAL = Sizes(64, 12, 16, 256), Sizes(8, 48, 32, 32)
+LAYERS = 4
+"""Of the tiny model."""
 
 
 class Case(msgspec.Struct, frozen=True):
-    """How often both are measured."""
+    """What is measured."""
 
     steps: int
+    kind: Literal["ours", "ours, recomputed", "plain"] = "ours"
 
 
 def rows(args: Args) -> list[Row]:
-    """Median times of a step, and their ratio."""
-    ours, plain = apart(measure, Case(2 if args.quick else 9))
-    case = f"step, grpo, {GROUPS * GROUP_SIZE} × {PROMPT + ANSWER} tokens, against a plain loop"
-    return [
+    """Median times of a step, their ratios, and memory."""
+    steps = 2 if args.quick else 9
+    ours, plain = apart(in_turns, Case(steps))
+    case = f"step, grpo, {TINY.groups * GROUP_SIZE} × {TINY.prompt + TINY.answer} tokens, against a plain loop"
+    out = [
         Row(case, "step_ms", "ms", 1e3 * ours, 1e3 * plain),
         Row(case, "ratio_to_plain_s", "×", ours / plain, None, GOAL),
     ]
+    if args.quick and not Path(MODEL).is_dir():
+        return out
+    case = f"SmolLM2-135M, {REAL.groups * GROUP_SIZE} × ({REAL.prompt} + {REAL.answer}) tokens, bfloat16"
+    plain, memory = apart(alone, Case(1 if args.quick else 3, "plain"))
+    out.append(Row(f"{case}, plain loop", "peak_gib", "GiB", memory))
+    for kind, name in (("ours", ""), ("ours, recomputed", ", recomputed")):
+        ours, memory = apart(alone, Case(1 if args.quick else 3, kind))
+        out += [
+            Row(case + name, "step_s", "s", ours, plain),
+            Row(case + name, "ratio_to_plain_s", "×", ours / plain, None, GOAL if kind == "ours" else None),
+            Row(case + name, "peak_gib", "GiB", memory),
+        ]
+    return out
 
 
-def measure(case: Case) -> tuple[float, float]:
-    """Seconds of processor time of our step and of the plain one. Makes a process group."""
+def in_turns(case: Case) -> tuple[float, float]:
+    """Seconds of processor time of our step and of the plain one with the tiny model. Makes a process group."""
     import torch
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
@@ -64,27 +101,74 @@ def measure(case: Case) -> tuple[float, float]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(folder, LAYERS)
-        config = step_config("grpo", folder, 2 * case.steps + 2)
-        replace = msgspec.structs.replace
-        config = replace(config, train=replace(config.train, batch_size=GROUPS * GROUP_SIZE, minibatches=1))
-        trainer = Trainer(config)
+        trainer = Trainer(configured(folder, case.steps, TINY))
         model = AutoModelForCausalLM.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     ours: list[float] = []
     plain: list[float] = []
     for step in range(case.steps + 1):
-        shard = random_shard(step, GROUPS, (ANSWER, ANSWER))
+        shard = random_shard(step, TINY.groups, (TINY.answer, TINY.answer), prompt=TINY.prompt)
         start = time.process_time()
         trainer.train_step(shard)
         middle = time.process_time()
-        plain_step(model, optimizer, shard)
+        plain_step(model, optimizer, shard, TINY)
         ours.append(middle - start)
         plain.append(time.process_time() - middle)
     dist.destroy_process_group()
     return statistics.median(ours[1:]), statistics.median(plain[1:])
 
 
-def plain_step(model: PreTrainedModel, optimizer: object, shard: Shard) -> None:
+def alone(case: Case) -> tuple[float, float]:
+    """Seconds of a step with the real model on all cores, and the peak of this process's memory in GiB."""
+    import torch
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    from flash.run.models import make_missing_model
+    from flash.trainer.step import Trainer
+
+    disable_progress_bar()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    config = configured(MODEL, case.steps, REAL)
+    model_of = msgspec.structs.replace(config.model, dtype="bfloat16", fetch="smollm2-135m", max_length=128)
+    train = msgspec.structs.replace(config.train, activation_checkpointing=case.kind == "ours, recomputed")
+    config = msgspec.structs.replace(config, model=model_of, train=train)
+    make_missing_model(config)
+    shards = [
+        random_shard(step, REAL.groups, (REAL.answer, REAL.answer), VOCABULARY, REAL.prompt)
+        for step in range(case.steps + 1)
+    ]
+    seconds: list[float] = []
+    if case.kind == "plain":
+        model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+        for shard in shards:
+            start = time.perf_counter()
+            plain_step(model, optimizer, shard, REAL, half=True)
+            seconds.append(time.perf_counter() - start)
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        trainer = Trainer(config)
+        for shard in shards:
+            start = time.perf_counter()
+            trainer.train_step(shard)
+            seconds.append(time.perf_counter() - start)
+        dist.destroy_process_group()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return statistics.median(seconds[1:]), peak / 2**20
+
+
+def configured(folder: str, steps: int, sizes: Sizes) -> Config:
+    """One update per batch; as many tokens at once as the plain loop has."""
+    config = step_config("grpo", folder, 2 * steps + 2)
+    most = sizes.at_once * (sizes.prompt + sizes.answer)
+    size = sizes.groups * GROUP_SIZE
+    train = msgspec.structs.replace(config.train, batch_size=size, minibatches=1, max_tokens_per_microbatch=most)
+    return msgspec.structs.replace(config, train=train)
+
+
+def plain_step(model: PreTrainedModel, optimizer: object, shard: Shard, sizes: Sizes, *, half: bool = False) -> None:
     """One step of GRPO by hand."""
     import torch
 
@@ -93,11 +177,12 @@ def plain_step(model: PreTrainedModel, optimizer: object, shard: Shard) -> None:
     old_BA = torch.from_numpy(np.stack([one.behaviour() for one in trajectories]))
     reward_GM = torch.tensor([one.reward for one in trajectories]).view(-1, GROUP_SIZE)
     advantage_B1 = ((reward_GM - reward_GM.mean(1, keepdim=True)) / (reward_GM.std(1, keepdim=True) + 1e-6)).view(-1, 1)
-    for rows in range(0, len(input_BT), AT_ONCE):
-        part = slice(rows, rows + AT_ONCE)
-        answer_BA = input_BT[part, -ANSWER:]
-        logits_BAV = model(input_ids=input_BT[part], use_cache=False, logits_to_keep=ANSWER + 1).logits[:, :-1]
-        logp_BA = logits_BAV.float().log_softmax(-1).gather(-1, answer_BA[..., None])[..., 0]
+    for rows in range(0, len(input_BT), sizes.at_once):
+        part = slice(rows, rows + sizes.at_once)
+        answer_BA = input_BT[part, -sizes.answer :]
+        with torch.autocast("cpu", torch.bfloat16) if half else nullcontext():
+            output = model(input_ids=input_BT[part], use_cache=False, logits_to_keep=sizes.answer + 1)
+        logp_BA = output.logits[:, :-1].float().log_softmax(-1).gather(-1, answer_BA[..., None])[..., 0]
         loss = grpo_loss(logp_BA, old_BA[part], advantage_B1[part])
         (loss * (len(answer_BA) / len(input_BT))).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

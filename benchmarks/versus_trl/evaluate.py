@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.versus_trl.problems import held_out_seeds, prompts, rewards
+from benchmarks.versus_trl.problems import Prompt, held_out_seeds, prompts, rewards
 from flash.config.tree import Config
 from flash.observe.stats import Interval, mean_interval
 
@@ -47,12 +47,13 @@ def accuracy(config: Config, model: Any, tokenizer: Any) -> Interval:
     return mean_interval(rewards(config, seeds, answers))
 
 
-def generate(config: Config, model: Any, tokenizer: Any, shown: list[str]) -> list[str]:
+def generate(config: Config, model: Any, tokenizer: Any, shown: list[Prompt]) -> list[str]:
     """One answer per prompt."""
     import torch
     from transformers import GenerationConfig
 
-    inputs = tokenizer(shown, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    texts = [as_text(tokenizer, one) for one in shown]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     sampling = {"do_sample": False}
     if config.eval.temperature > 0:
         sampling = {"do_sample": True, "temperature": config.eval.temperature, "top_k": 0, "top_p": 1.0}
@@ -70,6 +71,13 @@ def generate(config: Config, model: Any, tokenizer: Any, shown: list[str]) -> li
             input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], generation_config=settings
         )
     return tokenizer.batch_decode(tokens_BT[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def as_text(tokenizer: Any, prompt: Prompt) -> str:
+    """As the model is given it."""
+    if isinstance(prompt, str):
+        return prompt
+    return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
 
 
 def load_weights(model: Any, place: Path) -> None:

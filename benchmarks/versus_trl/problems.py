@@ -28,7 +28,11 @@ def held_out_seeds(config: Config) -> list[int]:
     return [task.seed for task in held_out_tasks(config.eval.problems, 1)]
 
 
-def prompts(config: Config, seeds: Sequence[int]) -> list[str]:
+Prompt = str | list[dict[str, str]]
+"""A text, or chat messages as chat templates take them."""
+
+
+def prompts(config: Config, seeds: Sequence[int]) -> list[Prompt]:
     """What the environment shows for each seed."""
     return anyio.run(partial(_all_prompts, config, seeds))
 
@@ -38,7 +42,7 @@ def rewards(config: Config, seeds: Sequence[int], answers: Sequence[str]) -> lis
     return anyio.run(partial(_all_rewards, config, seeds, answers))
 
 
-async def _all_prompts(config: Config, seeds: Sequence[int]) -> list[str]:
+async def _all_prompts(config: Config, seeds: Sequence[int]) -> list[Prompt]:
     loaded = LoadedEnvironment(config.env.path, config.env.options)
     return [(await _episode(loaded.make(), seed, None))[0] for seed in seeds]
 
@@ -48,12 +52,12 @@ async def _all_rewards(config: Config, seeds: Sequence[int], answers: Sequence[s
     return [(await _episode(loaded.make(), seed, answer))[1] for seed, answer in zip(seeds, answers, strict=True)]
 
 
-async def _episode(env: Environment, seed: int, answer: str | None) -> tuple[str, float]:
+async def _episode(env: Environment, seed: int, answer: str | None) -> tuple[Prompt, float]:
     """The prompt of one episode, and the reward of an answer to it."""
     try:
         shown, _ = check_reset_result(await env.reset(seed))
-        assert isinstance(shown, str), "the tasks of this comparison show text"
+        prompt = shown if isinstance(shown, str) else [{"role": one.role, "content": one.content} for one in shown]
         reward = check_step_result(await env.step(answer))[1] if answer is not None else 0.0
-        return shown, reward
+        return prompt, reward
     finally:
         await env.close()

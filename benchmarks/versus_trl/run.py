@@ -1,16 +1,17 @@
 """Wall-clock time to the same held-out accuracy: Flash against TRL's GRPOTrainer, on the same two cores.
 
-Both start from one tiny model and see the same prompts in the same order, with the same rewards, batch, group size,
-learning rate, temperature and objective (GRPO without KL); `benchmarks.versus_trl.settings` puts the configuration into
-TRL's terms. Two workloads: `short`, answers of 16 tokens each, for which one big `generate` is at its best; `long`,
-answers of 24 tokens in the median and up to 20 times as many. Flash trains asynchronously; TRL generates with
-transformers on all cores, because its vLLM modes need a GPU.
+Both start from one model and see the same prompts in the same order, with the same rewards, batch, group size, learning
+rate, temperature and objective (GRPO without KL); `benchmarks.versus_trl.settings` puts the configuration into TRL's
+terms. Three workloads: `short`, answers of 16 tokens each of a tiny model, for which one big `generate` is at its best;
+`long`, answers of 24 tokens in the median and up to 20 times as many; `real`, the quickstart: a pretrained model in
+bfloat16, of which Flash leaves out groups without a difference and makes others, which TRL has no setting for. Flash
+trains asynchronously; TRL generates with transformers on all cores, because its vLLM modes need a GPU.
 
 The clock runs from the first rollout to the end of a step. Start-up and evaluation are outside of it in both: weights
 are saved during the run (TRL's clock stops meanwhile, Flash's does not) and evaluated afterwards by one evaluator.
 
-`--case short` or `--case long` measures one workload, `--system TRL` one system, `--seed N` one seed. Finished runs are
-kept under outputs/versus-trl and not repeated; TRL gets an environment of its own under build/trl.
+`--case real` measures one workload, `--system TRL` one system, `--seed N` one seed. Finished runs are kept under
+outputs/versus-trl and not repeated; TRL gets an environment of its own under build/trl.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ from flash.trainer.stored import complete_checkpoints
 CASES = {
     "short": Case(title="answers of 16 tokens", accuracy=0.8, goal=1.0),
     "long": Case(title="answers of 24 tokens in the median, up to 480", accuracy=0.75, goal=3.0),
+    "real": Case(title="SmolLM2-135M-Instruct, instructions of form", accuracy=0.6, goal=1.25),
 }
-TRL = {
+OTHERS: dict[str, dict[str, TrlChoices | list[str]]] = {
     "short": {"TRL": TrlChoices(micro_batches=4)},
     "long": {
         "TRL": TrlChoices(micro_batches=8, continuous_batching=True),
@@ -48,8 +50,14 @@ TRL = {
             micro_batches=8, continuous_batching=True, batches_per_generation=3
         ),
     },
+    "real": {
+        "TRL": TrlChoices(micro_batches=4),
+        "Flash, synchronous": ["train.async_ratio=0", "cluster.node_cpus=[0,1]", "cluster.trainer_cpus=[0,1]"],
+    },
 }
-"""TRL with the newest weights for each batch, and on long answers also with data as old as Flash's. The settings are
+"""What Flash is compared with: TRL, or itself with other settings, by which all cores generate and then train.
+
+TRL with the newest weights for each batch, and on long answers also with data as old as Flash's. The settings are
 those that took the least CPU here. Per batch, on one core: short answers 0.6 s to generate (continuous batching 5 s)
 and 1.2 s to train (in one part 1.6 s); long ones 4 s with continuous batching, 11 s with a static cache, 22 s with the
 default one, and 6 s to train (in one part 9 s)."""
@@ -76,10 +84,14 @@ class Trained(msgspec.Struct, frozen=True):
     software: dict[str, str]
 
 
-def configured(case: str, seed: int, quick: bool) -> tuple[Path, list[str], Config]:
-    """The workload's file, the overrides of this run, and what they come to: the same for both systems."""
+def configured(case: str, seed: int, quick: bool, own: Sequence[str] = ()) -> tuple[Path, list[str], Config]:
+    """The workload's file, the overrides of this run, and what they come to: the same for both systems.
+
+    `own`: settings of this run alone.
+    """
     file = WORKLOADS / f"versus_trl_{case}.toml"
-    overrides = [f"run.name=versus-trl-{label(case, seed, quick)}", f"run.seed={seed}", *(QUICK if quick else [])]
+    name = f"versus-trl-{label(case, seed, quick)}{'-own' if own else ''}"
+    overrides = [f"run.name={name}", f"run.seed={seed}", *(QUICK if quick else []), *own]
     return file, overrides, load([file], overrides)
 
 
@@ -104,9 +116,9 @@ def train_trl(case: str, seed: int, quick: bool, choices: TrlChoices) -> Trained
     return Trained(report["seconds"], saved, samples, sum(lengths) / len(lengths), report["software"])
 
 
-def train_flash(case: str, seed: int, quick: bool) -> Trained:
+def train_flash(case: str, seed: int, quick: bool, own: Sequence[str]) -> Trained:
     """Run `flash train`, and read when each step ended and where its weights are."""
-    file, overrides, config = configured(case, seed, quick)
+    file, overrides, config = configured(case, seed, quick, own)
     command = [sys.executable, "-m", "flash", "train", str(file), *overrides]
     run_command(command, RUN_TIMEOUT_S)
     directory = RunDirectory(config.run_dir)
@@ -126,8 +138,8 @@ def train_flash(case: str, seed: int, quick: bool) -> Trained:
 
 def measured(case: str, system: str, seed: int, quick: bool) -> Curve:
     """One run with its evaluation; a finished one of the same configuration is not repeated."""
-    _, _, config = configured(case, seed, quick)
-    choices = TRL[case].get(system)
+    choices = OTHERS[case].get(system, [])
+    _, _, config = configured(case, seed, quick, [] if isinstance(choices, TrlChoices) else choices)
     recipe = [str(RECIPE), dump(config), repr(choices), *environment.requirements()]
     fingerprint = hashlib.sha256("\n".join(recipe).encode()).hexdigest()[:16]
     kept = OUT / f"{label(case, seed, quick)}-{system.lower().replace(', ', '-').replace(' ', '-')}.json"
@@ -137,7 +149,8 @@ def measured(case: str, system: str, seed: int, quick: bool) -> Curve:
             print(f"{system}, {case}: kept from an earlier call in {kept}", flush=True)
             return curve
     make_missing_model(config)
-    trained = train_flash(case, seed, quick) if choices is None else train_trl(case, seed, quick, choices)
+    with_trl = isinstance(choices, TrlChoices)
+    trained = train_trl(case, seed, quick, choices) if with_trl else train_flash(case, seed, quick, choices)
     curve = Curve(
         case=case,
         system=system,
@@ -174,7 +187,7 @@ def compare(cases: Sequence[str], systems: Sequence[str], seeds: Sequence[int], 
         measured(case, system, seed, args.quick)
         for case in cases
         for seed in seeds or ([0] if args.quick else SEEDS)
-        for system in ("Flash", *TRL[case])
+        for system in ("Flash", *OTHERS[case])
         if system in systems
     ]
     kept = {(curve.case, curve.seed, curve.system): curve for curve in curves.keep(results(args.quick), new)}
@@ -182,7 +195,7 @@ def compare(cases: Sequence[str], systems: Sequence[str], seeds: Sequence[int], 
     for case in sorted({case for case, _, _ in kept}):
         of_case: list[Row] = []
         for number in sorted({number for name, number, _ in kept if name == case}):
-            ours, *others = (kept.get((case, number, system)) for system in ("Flash", *TRL[case]))
+            ours, *others = (kept.get((case, number, system)) for system in ("Flash", *OTHERS[case]))
             if ours is not None:
                 of_case += curves.rows(CASES[case], case, ours, [other for other in others if other is not None])
         rows += [*curves.over_seeds(CASES[case], case, of_case), *of_case]
@@ -196,7 +209,7 @@ def draw(quick: bool, rows: Sequence[Row], picture: Path) -> None:
 
 def arguments(argv: Sequence[str]) -> tuple[list[str], list[str], list[int], list[str]]:
     """The cases, the systems and the seeds, and what is left for the form all benchmarks share."""
-    systems = ["Flash", *dict.fromkeys(system for case in CASES for system in TRL[case])]
+    systems = ["Flash", *dict.fromkeys(system for case in CASES for system in OTHERS[case])]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--case", choices=[*CASES], action="append")
     parser.add_argument("--system", choices=systems, action="append")

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]: as above
 
+from benchmarks.versus_trl.evaluate import as_text
 from benchmarks.versus_trl.problems import held_out_seeds, prompts, rewards, training_seeds
 from benchmarks.versus_trl.settings import TrlChoices, adamw_arguments, grpo_arguments, warmup
 from flash.config.load import load
@@ -41,9 +42,10 @@ class Scorer:
         self._config = config
         self.batches: list[dict[str, float]] = []
 
-    def __call__(self, *, completions: list[str], completion_ids: list[list[int]], seed: list[int], **_: Any) -> Any:
-        """One reward per completion."""
-        given = rewards(self._config, seed, completions)
+    def __call__(self, *, completions: list[Any], completion_ids: list[list[int]], seed: list[int], **_: Any) -> Any:
+        """One reward per completion, a text or, where prompts are messages, a message."""
+        texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+        given = rewards(self._config, seed, texts)
         lengths = [len(ids) for ids in completion_ids]
         self.batches.append(
             {
@@ -105,7 +107,8 @@ def train(out: Path, choices: TrlChoices, config: Config) -> None:
 
 def build(config: Config, choices: TrlChoices, out: Path, clock: Clock, scorer: Scorer) -> GRPOTrainer:
     """The trainer on the configuration's model, prompts and rewards."""
-    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=getattr(torch, config.model.dtype))
+    # As in Flash: master weights in float32, whatever the precision of the passes.
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     seeds = training_seeds(config)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_arguments(config.train))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup(config.train, step))
@@ -124,7 +127,8 @@ def warm_up(trainer: GRPOTrainer, config: Config, count: int) -> None:
     """Generate answers to `count` held-out prompts, and throw them away."""
     seeds = (held_out_seeds(config) * count)[:count]
     tokenizer: Any = trainer.processing_class
-    inputs = tokenizer(prompts(config, seeds), return_tensors="pt", padding=True, padding_side="left")
+    texts = [as_text(tokenizer, one) for one in prompts(config, seeds)]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
     with torch.no_grad():
         trainer.model.generate(
             input_ids=inputs["input_ids"],

@@ -74,8 +74,8 @@ def grpo_arguments(config: Config, choices: TrlChoices) -> dict[str, Any]:
         # sqrt((G − 1) / G) times Flash's. AdamW does not see the factor; the clipping sees it, and so it is scaled too.
         "max_grad_norm": train.max_grad_norm * math.sqrt((rollout.group_size - 1) / rollout.group_size),
         "use_cpu": True,
-        # TRL's defaults are bfloat16 and recomputed activations: less precise than Flash's float32 here, and slower.
-        "bf16": False,
+        # TRL's defaults are bfloat16 and recomputed activations: the one as in the configuration, the other is slower.
+        "bf16": config.model.dtype == "bfloat16",
         "gradient_checkpointing": False,
         "report_to": "none",
         "logging_strategy": "no",

@@ -13,7 +13,7 @@ from benchmarks.versus_trl import environment as versus_trl_environment
 from benchmarks.versus_trl import problems as versus_trl_problems
 from benchmarks.versus_trl import run as versus_trl
 from benchmarks.versus_trl.curves import Case, Curve, Point, keep, over_seeds, read, rows, seconds_to
-from benchmarks.versus_trl.run import CASES, TRL, WORKLOADS, arguments, configured, label, measured
+from benchmarks.versus_trl.run import CASES, OTHERS, WORKLOADS, arguments, configured, label, measured
 from benchmarks.versus_trl.settings import TrlChoices, adamw_arguments, grpo_arguments, warmup
 from benchmarks.versus_trl.task import CountedSums, LaggedOptions, LaggedSums
 from envs.counting import CountingOptions
@@ -165,7 +165,7 @@ def test_the_plot_has_a_panel_for_each_case_that_was_run(tmp_path):
 @BOTH
 def test_trl_gets_every_value_of_the_configuration(case):
     config = workload(case)
-    given = grpo_arguments(config, TRL[case]["TRL"])
+    given = grpo_arguments(config, OTHERS[case]["TRL"])
     accumulated = given["per_device_train_batch_size"] * given["gradient_accumulation_steps"]
     assert accumulated == config.train.batch_size
     assert given["max_steps"] == config.run.steps
@@ -174,8 +174,7 @@ def test_trl_gets_every_value_of_the_configuration(case):
     assert given["temperature"] == config.rollout.temperature
     assert given["loss_type"] == "grpo"
     assert (given["epsilon"], given["epsilon_high"]) == (0.2, 0.2)
-    assert config.model.dtype == "float32"
-    assert given["bf16"] is False
+    assert given["bf16"] is (config.model.dtype == "bfloat16")
     optimizer = adamw_arguments(config.train)
     assert optimizer["lr"] == config.train.learning_rate
     assert optimizer["betas"] == config.train.betas
@@ -184,8 +183,8 @@ def test_trl_gets_every_value_of_the_configuration(case):
 
 @BOTH
 def test_what_trl_would_do_by_default_and_flash_does_not_is_turned_off(case):
-    given = grpo_arguments(workload(case), TRL[case]["TRL"])
-    off = ("shuffle_dataset", "bf16", "gradient_checkpointing", "mask_truncated_completions", "use_vllm")
+    given = grpo_arguments(workload(case), OTHERS[case]["TRL"])
+    off = ("shuffle_dataset", "gradient_checkpointing", "mask_truncated_completions", "use_vllm")
     assert {name: given[name] for name in off} == dict.fromkeys(off, False)
     assert (given["top_k"], given["top_p"], given["min_p"], given["repetition_penalty"]) == (0, 1.0, None, 1.0)
     assert (given["beta"], given["num_iterations"], given["scale_rewards"]) == (0.0, 1, "group")
@@ -219,7 +218,7 @@ def test_generating_for_three_batches_leaves_the_batch_as_it_is():
 
 
 def test_the_oldest_data_of_trl_are_no_younger_than_flashs():
-    batches = TRL["long"]["TRL, 3 batches per generation"].batches_per_generation
+    batches = OTHERS["long"]["TRL, 3 batches per generation"].batches_per_generation
     assert batches - 1 == workload("long").train.async_ratio
 
 
@@ -252,8 +251,11 @@ def test_the_held_out_problems_are_none_of_the_training_problems(case):
     held_out = versus_trl_problems.held_out_seeds(config)
     assert len(held_out) == config.eval.problems
     assert min(held_out) >= HELD_OUT
-    shown = versus_trl_problems.prompts(config, held_out)
-    assert not set(shown) & set(versus_trl_problems.prompts(config, versus_trl_problems.training_seeds(config)))
+    shown, trained = (
+        {str(prompt) for prompt in versus_trl_problems.prompts(config, seeds)}
+        for seeds in (held_out, versus_trl_problems.training_seeds(config))
+    )
+    assert not shown & trained
 
 
 @BOTH
@@ -263,7 +265,7 @@ def test_flash_and_trl_may_use_both_cores(case):
     assert versus_trl_environment.variables(2)["OMP_NUM_THREADS"] == "2"
 
 
-@BOTH
+@pytest.mark.parametrize("case", ["short", "long"])
 def test_there_is_room_for_the_longest_answer(case):
     config = workload(case)
     longest = max(len(text) for text in versus_trl_problems.prompts(config, versus_trl_problems.held_out_seeds(config)))
@@ -368,10 +370,10 @@ def test_a_finished_run_is_not_repeated_unless_its_configuration_changed(monkeyp
     assert measured("short", "TRL", 0, True) == first
     measured("short", "TRL", 1, True)
     measured("short", "Flash", 0, True)
-    usual, other = TRL["short"]["TRL"], TrlChoices(micro_batches=16)
-    monkeypatch.setattr(versus_trl, "TRL", {"short": {"TRL": other}})
+    usual, other = OTHERS["short"]["TRL"], TrlChoices(micro_batches=16)
+    monkeypatch.setattr(versus_trl, "OTHERS", {"short": {"TRL": other}})
     again = measured("short", "TRL", 0, True)
-    assert calls == [(0, usual), (1, usual), (0,), (0, other)]
+    assert calls == [(0, usual), (1, usual), (0, []), (0, other)]
     assert again.fingerprint != first.fingerprint
     assert msgspec.structs.replace(again, fingerprint=first.fingerprint) == first
 
@@ -405,7 +407,8 @@ def test_weights_are_kept_of_every_evaluated_step(case):
 
 
 def test_the_arguments_of_the_comparison_leave_the_others_alone():
-    assert arguments([]) == (["short", "long"], ["Flash", "TRL", "TRL, 3 batches per generation"], [], [])
+    systems = ["Flash", "TRL", "TRL, 3 batches per generation", "Flash, synchronous"]
+    assert arguments([]) == (["short", "long", "real"], systems, [], [])
     assert arguments(["--case", "long", "--system", "TRL", "--quick", "--seed", "2", "--json", "x"]) == (
         ["long"],
         ["TRL"],
