@@ -4,7 +4,7 @@ What a step adds to a policy meets data of that policy only when they come back,
 pushes on as if the ones before had not been made. So the rate goes down with the distance over the lag, as measured on
 the very tokens of an update, before it:
 
-    distance² = mean over the trained tokens of (log π_θ − log π_behaviour)²
+    distance² = mean over the trained tokens of (log π_θ − log π_behaviour)², less that at tokens of the present weights
     rate ≤ past rate · √(budget / distance²)
 
 Why. Let a token have the lag a, in versions, the updates of its own step before this one counted as shares of a
@@ -14,7 +14,8 @@ rate of 1 does to the token's log-prob in a version. Then distance² = g² · me
 updates of one rate would be at g² · rate² · mean a². Held to the budget that is the rule, with past rate =
 √(mean R² / mean a²): the mean of the rates that were applied, weighted by the lags. What was held down before is
 thereby taken out of what is measured, so the distance settles at the budget, and not between the budget and where it
-would go by itself.
+would go by itself. What engine and trainer disagree on at equal weights is no distance that a rate has made, and is
+subtracted: taken for one, it would hold the rate down for the less distance the rate makes, and so for good.
 
 The rate is never above the scheduled one, and never below that over 1 + √(mean a²): synchronous training ends a whole
 update away from the policy that sampled, and at this rate a lag of a and the update after it go no further together.
@@ -36,16 +37,16 @@ class Lag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     budget: Annotated[float, Meta(gt=0, le=100)] = 0.04
     """Largest mean (log π − log π_behaviour)² over the tokens of an update, before it. 0.04 is a ratio of 1.2 or 0.8,
-    where a clip usually is. What engine and trainer disagree on at equal weights is in it."""
+    where a clip usually is. What engine and trainer disagree on at equal weights comes on top."""
 
     def scale(
         self, rate: float, square: float, counts: Sequence[float], lags: Sequence[float], moved: Sequence[float]
     ) -> float:
         """What a scheduled rate is multiplied by, from 1 / (1 + √(mean a²)) to 1.
 
-        `square` is the sum of (log π − log π_behaviour)² over the tokens; `counts`, `lags` and `moved` have an entry
-        for each age: how many tokens, a and R. Where nothing has moved the policy since, or no distance is seen,
-        there is nothing to go by: 1.
+        `square` is the sum of (log π − log π_behaviour)² over the tokens, less what engine and trainer disagree on at
+        equal weights; `counts`, `lags` and `moved` have an entry for each age: how many tokens, a and R. Where nothing
+        has moved the policy since, or no distance is seen, there is nothing to go by: 1.
         """
         tokens = sum(counts)
         lag_square = sum(count * lag**2 for count, lag in zip(counts, lags, strict=True))

@@ -9,7 +9,7 @@ from msgspec import field
 from flash.config.section import Fraction, NonNegativeFloat, Positive, Section
 
 MISMATCH = 0.01
-"""bfloat16 makes 1e-4 to 1e-3 in dense models; from about here on runs have been seen to collapse (Liu, Li et al. 2025,
+"""bfloat16 makes 1e-4 to 3e-3 in dense models; from about here on runs have been seen to collapse (Liu, Li et al. 2025,
 "When Speed Kills Stability")."""
 
 AlarmName = Literal[
@@ -22,6 +22,7 @@ AlarmName = Literal[
     "entropy",
     "equal_rewards",
     "age",
+    "lag",
     "trainer_waits",
     "engines_idle",
     "nonfinite",
@@ -43,7 +44,7 @@ class AlarmsConfig(Section, frozen=True):
     """Most of the episodes that may fail, tried again or given up."""
     mismatch: NonNegativeFloat | None = MISMATCH
     """Largest mismatch of engine and trainer at equal weights: the mean of w − 1 − log w over the tokens of age 0.
-    bfloat16 makes 1e-4 to 1e-3 in dense models; from about 0.01 on runs have been seen to collapse."""
+    bfloat16 makes 1e-4 to 3e-3 in dense models; from about 0.01 on runs have been seen to collapse."""
     ess: Fraction | None = 0.5
     """Least effective sample size, as a share of the tokens."""
     clipping: Fraction | None = 0.5
@@ -54,6 +55,8 @@ class AlarmsConfig(Section, frozen=True):
     """Most of the steps in which all advantages may be 0, as where the rewards of each group are equal."""
     age: NonNegativeFloat | None = None
     """Largest mean age of the trained tokens, in versions."""
+    lag: Fraction | None = 0.5
+    """Least share of the scheduled learning rate that algorithm.lag may leave."""
     trainer_waits: Fraction | None = 0.9
     """Most of its time that the trainer may wait for batches."""
     engines_idle: Fraction | None = 0.9

@@ -131,6 +131,14 @@ ALARMS: tuple[Alarm, ...] = (
         shown="{:.2g}",
     ),
     Alarm(
+        "lag",
+        _of("lag_scale"),
+        _steps_with("lag_scale"),
+        "of the learning rate is left by algorithm.lag, since the policy runs away from those that sampled: lower "
+        "train.async_ratio or train.learning_rate; the steps are taken all the same, only smaller",
+        below=True,
+    ),
+    Alarm(
         "trainer_waits",
         _of("trainer_wait_share"),
         _of("interval_s"),

@@ -81,9 +81,9 @@ def save(run_dir: Path, trainer: Trainer, keep_hub_state: KeepHubState, *, keep:
         mine = _together(lambda: _seal(aside, rank), aside)
         files = [entry for entries in (hub_state, *mine) for entry in entries]
         files.sort(key=lambda entry: entry.path)
-        rates = {} if trainer.lag is None else trainer.lag.rates
+        rates, apart = ({}, (0.0, 0.0)) if trainer.lag is None else (trainer.lag.rates, trainer.lag.apart)
         scales = tuple((scale.value, scale.finite) for scale in _scales(trainer))
-        manifest = Manifest(trainer.version, trainer.skipped_steps, files, _extras(trainer), rates, scales)
+        manifest = Manifest(trainer.version, trainer.skipped_steps, files, _extras(trainer), rates, scales, apart)
         _together(lambda: _commit(aside, folder, manifest) if rank == 0 else None, aside)
     except CheckpointError as error:
         if rank == 0:
@@ -121,7 +121,7 @@ def load(path: Path, trainer: Trainer) -> None:
     trainer.version = manifest.version
     trainer.skipped_steps = manifest.skipped_steps
     if trainer.lag is not None:
-        trainer.lag.rates = dict(manifest.rates)
+        trainer.lag.rates, trainer.lag.apart = dict(manifest.rates), manifest.apart
     if trainer.scale.moves:
         for scale, (value, finite) in zip(_scales(trainer), manifest.scales, strict=False):
             scale.value, scale.finite = value, finite

@@ -2,7 +2,8 @@
 
 What is measured is summed over all ranks, in float64, before each update: the rate is the same on every rank and,
 but for rounding, for every split into ranks and micro-batches. What an update needs of the past is the rates that were
-applied in the versions that the age contract lets tokens have; they are kept in checkpoints.
+applied in the versions that the age contract lets tokens have, and how far engine and trainer are apart where nothing
+has moved the policy; both are kept in checkpoints.
 
 Shape legend: T = action tokens of a micro-batch, A = ages, from 0 to the oldest that a token may have.
 """
@@ -18,8 +19,11 @@ from flash.config.tree import TrainConfig, max_age
 from flash.trainer.collectives import gather_rows
 from flash.trainer.optimizer import learning_rate
 
-LARGEST = 20.0
-"""|log π − log π_behaviour| of a token that counts as it is: one of a sampling policy's flukes is not to stop a run."""
+LARGEST = 2.0
+"""|log π − log π_behaviour| of a token that counts as it is, ten times what the default budget allows in the mean: one
+token's fluke is not to hold a whole batch down."""
+FORGETTING = 0.9
+"""What an older step's disagreement of engine and trainer counts for, beside that of the next one."""
 
 
 def lags_behind(train: TrainConfig) -> bool:
@@ -34,28 +38,42 @@ class LagPass:
         self._options, self._train, self._steps = options, train, steps
         self._updates = train.minibatches * train.updates_per_batch
         self._ages = max_age(train.async_ratio) + 1
-        self._row = torch.zeros(1 + self._ages, dtype=torch.float64, device=device)
+        self._row = torch.zeros(2 + self._ages, dtype=torch.float64, device=device)
         self._applied: list[float] = []
         self._scales: list[float] = []
         self._distances: list[float] = []
         self.rates: dict[int, float] = {}
         """By version, the mean rate of the updates that left it. One that is not there had the scheduled rate."""
+        self.apart = (0.0, 0.0)
+        """Sum of the squares at tokens that the present weights have sampled, and their number; older ones decayed."""
 
     def add(self, tokens: PackedTokens, age_T: np.ndarray) -> None:
         """Look at a micro-batch of the next update."""
         log_ratio_T = (tokens.logp_T - tokens.behaviour_T).detach().double().where(tokens.mask_T, 0.0)
-        self._row[0] += log_ratio_T.clamp(-LARGEST, LARGEST).square().sum()
+        square_T = log_ratio_T.clamp(-LARGEST, LARGEST).square()
+        self._row[0] += square_T.sum()
+        self._row[1] += square_T[torch.from_numpy(age_T == 0).to(square_T.device)].sum()
         count_A = np.bincount(age_T[tokens.mask_T.cpu().numpy()], minlength=self._ages)
-        self._row[1:] += torch.from_numpy(count_A).to(self._row)
+        self._row[2:] += torch.from_numpy(count_A).to(self._row)
 
     def held(self, rate: float, version: int) -> float:
         """The rate of the update whose micro-batches were all added. A collective."""
-        square, *counts = gather_rows(self._row).sum(0).tolist()
+        square, fresh, *counts = gather_rows(self._row).sum(0).tolist()
         self._row.zero_()
-        scale = self._options.scale(rate, square, counts, *self._way(version))
+        if not self._applied:
+            total, number = self.apart
+            self.apart = (fresh + FORGETTING * total, counts[0] + FORGETTING * number)
+        drift = square - self.disagreement * sum(counts)
+        scale = self._options.scale(rate, drift, counts, *self._way(version))
         self._scales.append(scale)
         self._distances.append(square / max(sum(counts), 1.0))
         return rate * scale
+
+    @property
+    def disagreement(self) -> float:
+        """Mean square by which engine and trainer are apart at equal weights."""
+        total, number = self.apart
+        return total / number if number else 0.0
 
     def made(self, rate: float) -> None:
         """An update was made with this rate; with 0, it was left out."""
@@ -70,7 +88,11 @@ class LagPass:
         self._applied, self._scales, self._distances = [], [], []
         if not scales:
             return {}
-        return {"lag_scale": sum(scales) / len(scales), "lag_distance": sum(distances) / len(distances)}
+        return {
+            "lag_scale": sum(scales) / len(scales),
+            "lag_distance": sum(distances) / len(distances),
+            "lag_disagreement": self.disagreement,
+        }
 
     def _way(self, version: int) -> tuple[list[float], list[float]]:
         """By age: the lag of this update, and what the rates of the updates in between add up to, in versions."""

@@ -56,6 +56,8 @@ class Manifest(msgspec.Struct, frozen=True):
     """With `algorithm.lag`, the mean learning rate that was applied to each of the last versions."""
     scales: tuple[tuple[float, int], ...] = ()
     """With float16, of the policy and each critic: what losses are multiplied by, and finite updates since it moved."""
+    apart: tuple[float, float] = (0.0, 0.0)
+    """With `algorithm.lag`: see `flash.trainer.lag.LagPass`."""
 
 
 class Choice(NamedTuple):

@@ -35,6 +35,7 @@ CASES: list[tuple[AlarmName, dict[str, float], str]] = [
     ("entropy", {"entropy": 0.004}, "0.004 nats is the entropy of the policy"),
     ("equal_rewards", {"advantage_abs_mean": 0.0}, "100% of the steps had nothing to learn from"),
     ("age", {"age_mean": 1.5}, "1.5 versions is the mean age of the trained tokens"),
+    ("lag", {"lag_scale": 0.4}, "40% of the learning rate is left by algorithm.lag"),
     ("trainer_waits", {"trainer_wait_share": 0.95}, "95% of its time the trainer waited for batches"),
     ("engines_idle", {"engine_idle_share": 0.95}, "95% of their time the engines had no request"),
     ("nonfinite", {"loss": math.nan}, "100% of the steps had a loss or a gradient that is no finite number"),
