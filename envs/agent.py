@@ -7,7 +7,8 @@ returns. `flash.service` is the endpoint; each episode has a key of its own, whi
 An agent that only appends to what was said has an episode of one sequence. One that rewrites or drops some of it, that
 asks several things at once or the same thing twice, begins branches, each a sequence of its own; what it asks at once
 is answered in the order in which it came. One that fails is an error of the environment, unless what failed it is a
-limit of the run: then the episode is truncated, and judged on an empty answer.
+limit of the run, or it was last told an answer that was cut off: then the episode is truncated, and judged on an empty
+answer. Tried again, a group would keep its short answers alone.
 """
 
 from __future__ import annotations
@@ -166,6 +167,8 @@ class Agent:
         """What the policy answers."""
         self._limited = False
         """Whether a call was refused for a limit of the run."""
+        self._cut = False
+        """Whether the last response was cut off."""
         self._calls = 0
         self._malformed = 0
         """Calls of functions that the policy has made, and those of them that cannot be taken for one."""
@@ -220,6 +223,7 @@ class Agent:
         """The last response as the agent is told it, its calls counted."""
         assert self._heard is not None
         asked, said = self._heard.call.asked, self._episode.last
+        self._cut = said.cut
         scored = self._episode.scored() if asked.logprobs else None
         if isinstance(self._heard.shown, str):
             content, stop = before(action, asked.stop)
@@ -316,7 +320,7 @@ class Agent:
         if self._session.reward is not None:
             return "", self._session.reward, True, False, self._counted({})
         answer = self._run.answer
-        if answer is None and not self._limited:
+        if answer is None and not (self._limited or self._cut):
             raise EnvError(f"the agent failed{self._run.why}")
         _, reward, terminated, truncated, info = check_step_result(await self._tasks.step(answer or ""))
         if not (terminated or truncated):

@@ -15,6 +15,7 @@ from envs.agent import Agent, AgentOptions
 from envs.mixture import Mixture, MixtureOptions
 from flash.environment import Environment, Informed, WarmStart
 from flash.errors import ConfigError
+from flash.rollout.engine import SamplingSettings
 from flash.simulate.clock import run_virtual
 from flash.types import Failure, Message, Outcome, Trajectory
 from tests.envs.agents import (
@@ -452,6 +453,21 @@ def test_an_agent_is_told_of_a_limit_and_its_episode_is_truncated_where_that_fai
     assert len(stopped.turns) == 3
     told = trajectory("knows_when_to_stop", **changes)
     assert (told.outcome, told.reward, told.turns[-1].note) == (Outcome.OK, len(code), code)
+
+
+async def needs_whole_answers(base_url: str, api_key: str, task: str) -> str:
+    """As the agents of openai-agents do over the responses."""
+    async with NODE.client(base_url, api_key) as client:
+        reply = (await ask(client, [user("count to a hundred")])).json()
+        if reply["choices"][0]["finish_reason"] == "length":
+            raise ValueError("incomplete response")
+        raise KeyError("a fault of its own")
+
+
+def test_an_agent_that_fails_for_an_answer_that_was_cut_off_is_truncated_and_not_tried_again() -> None:
+    cut = trajectory("needs_whole_answers", train=SamplingSettings(2, 1.0))
+    assert (cut.outcome, cut.reward) == (Outcome.TRUNCATED, 0.0)
+    failure("needs_whole_answers")
 
 
 async def begins_anew(base_url: str, api_key: str, task: str) -> str:
