@@ -3,8 +3,8 @@
 A token is in the trust region's charge where the objective would push its ratio further from 1: A > 0 and r > 1, or
 A < 0 and r < 1. Of these tokens of a minibatch, those with the largest (log r)² are dropped, as few as will bring the
 mean (log r)² of the rest to τ or below. The others keep their gradient however large their ratio is. The mean is taken
-over the tokens in charge, as in the authors' code. The dropped ones stay in the objective's denominator:
-J = 1 / Σ |o| · Σ M r A.
+over the tokens in charge, as in the authors' code, which also caps log-ratios and clips with a range of a least width.
+The dropped ones stay in the objective's denominator: J = 1 / Σ |o| · Σ M r A.
 """
 
 from __future__ import annotations
