@@ -185,9 +185,9 @@ class EngineConfig(Section, frozen=True):
     """Engines run on the trainers' GPUs instead of their own."""
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of a GPU's memory for weights and KV cache."""
-    kv_cache_gib: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    kv_cache_gib: Annotated[float, Meta(ge=0.001, le=1e6)] = 1.0
     """KV cache of a CPU engine, in GiB."""
-    max_sequences: Positive = 256
+    max_sequences: Annotated[int, Meta(gt=0, le=65_536)] = 256
     """Sequences an engine decodes at once."""
     enforce_eager: bool = False
     """Run without compiled graphs: slower steps, faster start."""
@@ -227,7 +227,7 @@ class TrainConfig(Section, frozen=True):
     """Where linear and cosine decay end."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's moments."""
-    eps: PositiveFloat = 1e-8
+    eps: Annotated[float, Meta(gt=0, le=1)] = 1e-8
     """AdamW's ε."""
     weight_decay: Annotated[float, Meta(ge=0, le=100)] = 0.0
     """AdamW's decoupled weight decay."""
@@ -329,7 +329,7 @@ class EvalConfig(Section, frozen=True):
     """Held-out problems per evaluation."""
     samples: Annotated[int, Meta(gt=0, le=10_000)] = 1
     """Answers per problem; pass@k is given for k = samples."""
-    temperature: NonNegativeFloat = 0.0
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
     """Sampling temperature; 0 is greedy."""
 
 
@@ -363,7 +363,7 @@ class ClusterConfig(Section, frozen=True):
 
     nodes: Positive = 1
     """Machines that the job starts with; `flash join` adds others."""
-    gpus_per_node: NonNegative | Literal["auto"] = "auto"
+    gpus_per_node: Annotated[int, Meta(ge=0, le=1024)] | Literal["auto"] = "auto"
     """GPUs each node offers; 0 runs everything on the CPU."""
     trainer_ranks: Positive = 1
     """Trainer processes per trainer node."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import anyio
 import msgspec
 
+from flash.config.hardware import count_gpus
 from flash.config.tree import Config, ModelConfig
 from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
@@ -41,6 +42,11 @@ def dry_run(config: Config) -> list[str]:
     """
     try_objective(config.algorithm)
     told = [f"objective: {config.algorithm.objective} gives finite losses and gradients"]
+    if (there := count_gpus()) < config.gpus_per_node:
+        told.append(
+            f"machine: {there} NVIDIA GPUs here, where cluster.gpus_per_node = {config.gpus_per_node}: the run itself "
+            "needs them; `flash doctor` says what else it wants"
+        )
     with _tokenizer(config) as (tokenizer, found):
         told.append(f"model: {found}")
         if tokenizer is None:

@@ -32,7 +32,12 @@ def file(tmp_path: Path) -> Path:
     ("override", "complaint"),
     [
         ("cluster.hub_port=70000", "`cluster.hub_port` (override): expected an integer from 0 to 65535, got 70000"),
-        ("engine.kv_cache_gib=1e18", "`engine.kv_cache_gib` (override): expected a number above 0 and at most 1e+06"),
+        ("engine.kv_cache_gib=1e18", "`engine.kv_cache_gib` (override): expected a number from 0.001 to 1e+06"),
+        ("engine.kv_cache_gib=1e-300", "expected a number from 0.001 to 1e+06, got 1e-300"),
+        ("engine.max_sequences=2147483647", "expected an integer above 0 and at most 65536"),
+        ("cluster.gpus_per_node=2147483647", "`cluster.gpus_per_node` (override): expected an integer from 0 to 1024"),
+        ("train.eps=1e300", "`train.eps` (override): expected a number above 0 and at most 1"),
+        ("eval.temperature=1e300", "`eval.temperature` (override): expected a number from 0 to 100"),
         ("engine.kv_cache_gib=1e5", "GiB of this machine's memory for 1 engine(s) together, got 100000 for each"),
         (
             "run.seed=99999999999999999999",
