@@ -61,6 +61,8 @@ _ELSEWHERE = ("/proc", "/sys")
 """Written to by the kernel and its owner only."""
 _STATUS = ("Uid", "Gid", "Groups", "Umask", "NoNewPrivs", "Seccomp", "Speculation", "Cap", "Cpus", "Mems", "THP")
 """Lines of /proc/self/status that are the same for every command of a clean sandbox."""
+_MARKS = ("Max file locks", "Max realtime timeout")
+"""Limits of /proc/self/limits by which the agent knows each command's processes: others every time."""
 _STAT = (16, 37, 38)
 """Fields after the name in /proc/self/stat: nice value, real-time priority, scheduling policy."""
 
@@ -134,7 +136,7 @@ def _constant(text: str) -> str | None:
     status = False
     for line in lines.splitlines():
         status = status or line.startswith("Name:\t")
-        if status and not line.startswith(_STATUS):
+        if (status and not line.startswith(_STATUS)) or line.startswith(_MARKS):
             continue
         words = line.split()
         if "inuse" in words:
