@@ -55,7 +55,7 @@ from flash.service.chat import Answer
 from flash.service.errors import ApiError
 from flash.service.sessions import Heard, Session, Sessions
 from flash.service.tools import is_well_formed
-from flash.types import ASSISTANT, Message
+from flash.types import ASSISTANT, Message, Observation
 
 HOST = "envs.agent"
 """What the episodes of a node share their endpoint under."""
@@ -198,9 +198,7 @@ class Agent:
     async def reset(self, seed: int) -> ResetResult:
         """Give the agent its task, and show what it asks first."""
         self._tasks = wrap(self._make())
-        task, _ = check_reset_result(await self._tasks.reset(seed))
-        if not isinstance(task, str):
-            raise EnvError('a task must be text, not chat messages (of a data set: template = "plain")')
+        task = _as_text(check_reset_result(await self._tasks.reset(seed))[0])
         self._host = await shared(HOST, open_host)
         self._session, self._key = self._host.sessions.open(rewarding=self._options.own_reward)
         self._session.queued = self._expect
@@ -358,3 +356,14 @@ class Agent:
                 "tiny model is taught with: set model.path to an existing model"
             )
         return env
+
+
+def _as_text(shown: Observation) -> str:
+    """A task as an agent is given it: a text, or what a user says alone."""
+    match shown:
+        case str():
+            return shown
+        case [Message(role="user", content=text)]:
+            return text
+        case _:
+            raise EnvError('a task must be text, or one message of a user (of a data set: template = "plain")')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import sys
 from typing import Any
 
@@ -453,6 +454,16 @@ def test_an_agent_is_told_of_a_limit_and_its_episode_is_truncated_where_that_fai
     assert len(stopped.turns) == 3
     told = trajectory("knows_when_to_stop", **changes)
     assert (told.outcome, told.reward, told.turns[-1].note) == (Outcome.OK, len(code), code)
+
+
+def test_what_a_user_says_alone_is_a_task() -> None:
+    tasks = {"path": "envs.arithmetic:Arithmetic", "options": {"template": "chat"}}
+    env = Agent(AgentOptions(function=f"{__name__}:asks_once", tasks=tasks))
+    played = run_virtual(lambda: play(env, says("0")))
+    assert isinstance(played, Trajectory), played
+    assert re.fullmatch(
+        r"user: what of What is \d\d \+ \d\d\? Reply with only the number\.\?", played.turns[0].observation
+    )
 
 
 async def needs_whole_answers(base_url: str, api_key: str, task: str) -> str:
