@@ -209,7 +209,10 @@ def test_an_override_of_another_form_is_refused(override):
         ("run.name=a b", "`run.name` (override): expected text matching ^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\\Z, got"),
         ("run.name.x=1", "`run.name` (override): expected text matching ^[A-Za-z0-9_]"),
         ("cluster.node_cpus=0", "`cluster.node_cpus` (override): expected a list, each item an integer at least 0"),
-        ("cluster.gpus_per_node=all", '`cluster.gpus_per_node` (override): expected an integer from 0 to 1024 or "auto"'),
+        (
+            "cluster.gpus_per_node=all",
+            '`cluster.gpus_per_node` (override): expected an integer from 0 to 1024 or "auto"',
+        ),
         ("tiny_model=true", "`tiny_model` (override): expected a table, got true"),
         ("env.options=3", "`env.options` (override): expected a table, got 3"),
     ],

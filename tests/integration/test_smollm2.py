@@ -99,6 +99,26 @@ def test_it_is_trained_with_the_defaults_and_what_is_exported_says_the_same_in_v
     assert anyio.run(greedy, VLLMEngine(config, 0, []), prompts) == expected
 
 
+def test_an_agent_of_the_official_client_is_trained_on_it(smollm2: Path, start: Callable[..., Run]) -> None:
+    env = """
+[env]
+path = "envs.agent:Agent"
+folders = ["EXAMPLES"]
+
+[env.options]
+function = "agent_openai:solve"
+tasks = {{ path = "envs.instructions:Instructions", options = {{ kinds = ["begin", "without"] }} }}
+"""
+    tasks = TEXT.partition("[env]")[2].partition("[rollout]")[0]
+    text = TEXT.replace(f"[env]{tasks}", env.replace("EXAMPLES", str(REPOSITORY / "examples")))
+    run = start(text=text.replace("MODEL", str(smollm2)).replace("max_new_tokens = 12", "max_new_tokens = 32"))
+    assert run.wait(400) == 0, run.text()
+    assert run.summary()["samples"] == 32
+    assert run.summary()["failures"] == 0
+    (fresh,) = (row["mismatch_k3_age_0"] for row in run.rows() if row["age_max"] == 0)
+    assert 0 < fresh < 0.01, "the trainer has the very tokens that the engine was asked with"
+
+
 async def greedy(engine: VLLMEngine, prompts: Sequence[list[int]]) -> list[list[int]]:
     """What a vLLM engine says at temperature 0."""
     said: list[list[int]] = []
