@@ -13,10 +13,11 @@ tokens of its sequences, L = longest of its sequences, H = heads, D = width of a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -138,9 +139,12 @@ class Part:
         return seen.unsqueeze(1)
 
 
-@dataclass(frozen=True)
-class PackedLayout:
-    """How the tokens of a row attend, and who looks on."""
+class PackedLayout(msgspec.Struct, frozen=True):
+    """How the tokens of a row attend, and who looks on.
+
+    No dataclass: in half precision FSDP copies those among a layer's arguments with all that they hold, so a copy would
+    look on.
+    """
 
     parts: list[Part]
     """Their own tokens are those of the row, one part after the other."""
@@ -163,7 +167,7 @@ class PackedRow(NamedTuple):
 
     def watched(self, watch: AttentionWatch | None) -> PackedRow:
         """The same, while somebody looks on."""
-        return self._replace(layout=replace(self.layout, watch=watch))
+        return self._replace(layout=msgspec.structs.replace(self.layout, watch=watch))
 
 
 def packed_row(sequences: PackedSequences, device: torch.device) -> PackedRow:

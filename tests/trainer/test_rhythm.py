@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace as with_fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -55,6 +55,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek, unlike widths": ("deepseek_v3", {"first_k_dense_replace": 2}),
 }
 OPTIONS = Rhythm(layers=[0, 1], window=4, nearest=2, farthest=12)
+DTYPES: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
 TABLE = {"window": 4, "nearest": 2, "farthest": 12}
 
 
@@ -100,8 +101,8 @@ class Recorder:
         return attention_rows(query, key, rows, rows, scaling, window, ahead=block.ahead, scratch=scratch)
 
 
-def prepared(model: PreTrainedModel) -> PreTrainedModel:
-    return shard_model(model, trainer_mesh("cpu"), ModelConfig(path="", dtype="float32"))
+def prepared(model: PreTrainedModel, dtype: Literal["float32", "bfloat16"] = "float32") -> PreTrainedModel:
+    return shard_model(model, trainer_mesh("cpu"), ModelConfig(path="", dtype=dtype))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,6 +167,13 @@ def trained(micro: MicroBatch) -> list[int]:
 def long_shard(actions: int) -> Shard:
     rng = np.random.default_rng(3)
     return make_shard([make_trajectory(0, 0, [VersionRun(0, actions)], rng, reward=1.0)])
+
+
+def test_a_model_in_half_precision_is_looked_at_too() -> None:
+    name, kind = KINDS["llama"]
+    (_, exact), (_, half) = (seen(prepared(tiny(name, **kind), dtype), micro_batch(aged_shard())) for dtype in DTYPES)
+    for seen_NT, exact_NT in ((half.waad_NT, exact.waad_NT), (half.influence_NT, exact.influence_NT)):
+        assert np.abs(seen_NT - exact_NT).mean() < 0.05 * np.abs(exact_NT).mean()
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral, windowed"])
