@@ -44,7 +44,7 @@ def check_packing(model: PreTrainedModel, config: Config) -> None:
     """Compare a model, prepared by `shard_model`, packed and alone.
 
     Raises:
-        ConfigError: it says something else of packed sequences, or cannot say anything of them.
+        ConfigError: it says something else of packed sequences, or cannot say anything of them or in this precision.
     """
     sequences = _sequences(model, config)
     try:
@@ -54,6 +54,13 @@ def check_packing(model: PreTrainedModel, config: Config) -> None:
         raise ConfigError(
             f"model.path: {class_name(model)} cannot be trained on packed sequences, it stops at them with "
             f"{type(error).__name__}: {error}. Choose another model"
+        ) from error
+    except RuntimeError as error:
+        if "dtype" not in str(error):
+            raise
+        raise ConfigError(
+            f"model.dtype: {class_name(model)} mixes {config.model.dtype} with other precisions and stops: {error}. "
+            'Set model.dtype = "float32", or choose another model'
         ) from error
     if gap <= TOLERANCE[config.model.dtype]:
         return

@@ -58,6 +58,12 @@ def test_what_else_mixes_tokens_is_found_and_named(kind: str, options: dict[str,
         check(tiny(kind, **options))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_model_that_does_not_compute_in_half_precision_is_told_so(dtype: str) -> None:
+    with pytest.raises(ConfigError, match=rf'model\.dtype: MiniMax\w+ mixes {dtype} .*Set model\.dtype = "float32"'):
+        check(tiny("minimax"), dtype)
+
+
 def test_what_leaks_stands_out_of_the_rounding_of_bfloat16() -> None:
     with pytest.raises(ConfigError, match="Lfm2MoeShortConv"):
         check(tiny("lfm2_moe", layer_types=["conv", "full_attention"]), "bfloat16")
