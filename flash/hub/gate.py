@@ -16,10 +16,12 @@ from itertools import islice
 from operator import ge
 from typing import Any, Literal
 
+import anyio
 import msgspec
 
 from flash.config.section import MOST
 from flash.config.tree import Config
+from flash.config.waits import SILENT_S
 from flash.errors import LifeOverError, ProtocolError
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
@@ -102,27 +104,49 @@ class Gate:
         self._speakers: dict[int, Speaker] = {}
         self._given: dict[int, dict[int, Task]] = {}
         """What each peer was given and has not handed over, by lease: also what the hub expects no more."""
+        self._heard_at: dict[int, float] = {}
+        """Seconds, of anyio's clock: when each peer came or last said something."""
+
+    def former(self, name: str) -> int | None:
+        """The peer whose place a new one of this name takes: it is silent, as behind a network that was cut one way."""
+        there = self._connected(name)
+        return there if there is not None and self._silence(there) > SILENT_S else None
+
+    def _connected(self, name: str) -> int | None:
+        """The peer of this name, of which there may be one."""
+        for peer, speaker in self._speakers.items():
+            if speaker.kind in ("node", "trainer") and speaker.name == name and self._heard(speaker):
+                return peer
+        return None
+
+    def _silence(self, peer: int) -> float:
+        """Seconds since it came, or said something."""
+        return anyio.current_time() - self._heard_at[peer]
 
     def arrived(self, peer: Peer) -> None:
-        """A connection stands. Raises ProtocolError: nobody of this name is awaited."""
+        """A connection stands.
+
+        Raises:
+            ProtocolError: nobody of this name is awaited, or one is there who is not silent.
+        """
         match = _NAME.fullmatch(peer.name)
         if match is None or int(match[2]) >= self._limits.get(match[1], math.inf):
             known = ", ".join(f"{kind}-0 to {kind}-{limit - 1}" for kind, limit in self._limits.items())
             raise ProtocolError(f"nobody in this run is called {peer.name[:60]!r} ({known})")
         kind: Any = match[1]
         number = int(match[2])
-        if kind in ("node", "trainer") and any(
-            (other.kind, other.number) == (kind, number) and self._heard(other) for other in self._speakers.values()
-        ):
-            raise ProtocolError(f"{peer.name} is connected already")
+        if (there := self._connected(peer.name)) is not None:
+            heard = f"and was heard {self._silence(there):.0f} s ago"
+            raise ProtocolError(f"{peer.name} is connected already, {heard}; it must be silent for {SILENT_S:g} s")
         life = self._hub.rank_arrives(number) if kind == "trainer" else 0
         self._speakers[peer.id] = Speaker(kind, number, life)
         self._given[peer.id] = {}
+        self._heard_at[peer.id] = anyio.current_time()
 
     def left(self, peer: Peer) -> None:
         """A connection ended."""
         if (speaker := self._speakers.pop(peer.id, None)) is not None:
-            del self._given[peer.id]
+            del self._given[peer.id], self._heard_at[peer.id]
             if self._heard(speaker):
                 self._hub.peer_lost(speaker.name)
 
@@ -138,6 +162,7 @@ class Gate:
             LifeOverError: it is a trainer rank whose life is over.
             FlashError: the hub refuses.
         """
+        self._heard_at[peer.id] = anyio.current_time()
         given = self._given[peer.id]
         speaker = self._speakers[peer.id]
         if not self._heard(speaker):

@@ -177,7 +177,8 @@ async def _serving(hub: Hub, config: Config, given: str | None) -> AsyncGenerato
 
     with hub_token(config.run_dir, given) as (token, token_file):
         async with anyio.create_task_group() as group:
-            server = partial(serve, deadline=config.deadlines.connect, on_connect=gate.arrived, on_disconnect=gate.left)
+            told = {"former": gate.former, "on_connect": gate.arrived, "on_disconnect": gate.left}
+            server = partial(serve, deadline=config.deadlines.connect, **told)
             with naming_the_key(config.cluster.hub_port):
                 port = await group.start(server, host, config.cluster.hub_port, token, p.HubRequest, handler)
             address = HubAddress(host, port, token)

@@ -60,6 +60,7 @@ async def serve(
     handler: Handler[RequestT],
     *,
     deadline: float,
+    former: Callable[[str], int | None] | None = None,
     on_connect: Callable[[Peer], None] | None = None,
     on_disconnect: Callable[[Peer], None] | None = None,
     task_status: TaskStatus[int] = anyio.TASK_STATUS_IGNORED,
@@ -77,6 +78,8 @@ async def serve(
             goes to the caller, and a `ProtocolError` ends the connection too; any other exception is a bug and ends
             the server.
         deadline: seconds for a new connection to prove the token.
+        former: the id of the peer whose place a new one of this name takes, None where it takes none. That one is
+            disconnected first, and its handlers end.
         on_connect: called once per peer, before its first request; a `ProtocolError` of it refuses the peer.
         on_disconnect: called once per peer, after its last handler ended, also when the server ends.
         task_status: is given the bound port.
@@ -85,7 +88,7 @@ async def serve(
         ConfigError: the address cannot be listened at, or the token is too short.
     """
     check_token(token)
-    server = _Server(token, request_type, handler, deadline, on_connect, on_disconnect)
+    server = _Server(token, request_type, handler, deadline, former, on_connect, on_disconnect)
     async with await _listen(host, port) as listener, anyio.create_task_group() as tasks:
         for one in listener.listeners:
             assert isinstance(one, SocketListener), "a port's listeners are sockets"
@@ -124,6 +127,7 @@ class _Server(Generic[RequestT]):
         request_type: type[RequestT],
         handler: Handler[RequestT],
         deadline: float,
+        former: Callable[[str], int | None] | None,
         on_connect: Callable[[Peer], None] | None,
         on_disconnect: Callable[[Peer], None] | None,
     ) -> None:
@@ -133,16 +137,21 @@ class _Server(Generic[RequestT]):
         self._decoder = msgspec.msgpack.Decoder(request_type)
         self._handler = handler
         self._deadline = deadline
+        self._former = former
         self._on_connect = on_connect
         self._on_disconnect = on_disconnect
         self._ids = count(1)
+        self._sessions: dict[int, _Session[RequestT]] = {}
 
     async def accept(self, stream: SocketStream) -> None:
         """Serve one connection from its proof to its end."""
         async with stream:
             address = _address(stream)
             try:
-                peer = Peer(next(self._ids), await self._name(stream), address)
+                name = await self._name(stream)
+                while self._former is not None and (former := self._former(name)) is not None:
+                    await self._sessions[former].replace(address)
+                peer = Peer(next(self._ids), name, address)
                 tune(stream)
                 if self._on_connect is not None:
                     self._on_connect(peer)
@@ -152,12 +161,15 @@ class _Server(Generic[RequestT]):
             except (TransportError, OSError) as error:
                 self.sayings.warn("refused a connection from %s: %s", address, error)
                 return
+            connection = FrameConnection(stream, f"{peer.name} at {address}")
+            session = self._sessions[peer.id] = _Session(peer, connection, self._decoder, self._handler)
             try:
-                connection = FrameConnection(stream, f"{peer.name} at {address}")
-                await _Session(peer, connection, self._decoder, self._handler).run()
+                await session.run()
             finally:
                 if self._on_disconnect is not None:
                     self._on_disconnect(peer)
+                del self._sessions[peer.id]
+                session.ended.set()
 
     async def _name(self, stream: SocketStream) -> str:
         """What a connection calls itself, once it has proven the token."""
@@ -185,6 +197,8 @@ class _Session(Generic[RequestT]):
         self._handler = handler
         self._running: dict[int, anyio.CancelScope] = {}
         self._dropped = False
+        self._reading = anyio.CancelScope()
+        self.ended = anyio.Event()
 
     async def run(self) -> None:
         """Until the connection ends; then all its handlers are cancelled."""
@@ -192,7 +206,8 @@ class _Session(Generic[RequestT]):
             writing.start_soon(self._connection.write)
             async with anyio.create_task_group() as tasks:
                 try:
-                    await self._read(tasks)
+                    with self._reading:
+                        await self._read(tasks)
                 except PeerLostError as error:
                     _log.debug("%s left: %s", self._peer, error)
                 except TransportError as error:
@@ -202,6 +217,17 @@ class _Session(Generic[RequestT]):
                 with anyio.move_on_after(FAREWELL_S):
                     await self._connection.flush()
             writing.cancel_scope.cancel()
+
+    async def replace(self, address: str) -> None:
+        """End, since the peer has connected again; return when it has ended."""
+        error = ProtocolError(
+            f"another connection of {self._peer.name}, from {address}, has taken the place of this one"
+        )
+        for call in self._running:
+            self._refuse(call, error)
+        self._drop(error)
+        self._reading.cancel()
+        await self.ended.wait()
 
     def _drop(self, error: TransportError) -> None:
         """Say once why this peer is disconnected."""

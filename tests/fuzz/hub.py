@@ -140,6 +140,7 @@ async def target(steps: int) -> AsyncGenerator[Target]:
             p.HubRequest,
             handle,
             deadline=PATIENCE_S,
+            former=gate.former,
             on_connect=gate.arrived,
             on_disconnect=gate.left,
             task_status=task_status,

@@ -8,6 +8,7 @@ import anyio
 import msgspec
 import pytest
 
+from flash.config.waits import SILENT_S
 from flash.errors import ContractError, ProtocolError
 from flash.hub import protocol as p
 from flash.hub.gate import Gate
@@ -96,13 +97,29 @@ async def test_a_second_connection_of_a_living_peers_name_is_refused_and_takes_n
     port = Port()
     await port.begin(0)
     (lease,) = await port.lease(0, 1)
+    await anyio.sleep(SILENT_S - 2)
+    assert port.gate.former("node-0") is None
     twin = peer("node-0", 9)
-    with pytest.raises(ProtocolError, match="node-0 is connected already"):
+    with pytest.raises(ProtocolError, match="node-0 is connected already, and was heard 7 s ago"):
         port.gate.arrived(twin)
     port.gate.left(twin)
     ended = [p.EndedLease(lease.lease_id, trajectory(lease.task, 0))]
     await port.gate.handle(port.nodes[0], p.DeliverRequest(0, ended, 0))
     assert port.hub.buffer.ledger.generated_tokens == 3
+
+
+async def test_a_rank_whose_former_connection_is_silent_takes_its_place_and_begins_the_next_life() -> None:
+    port = Port()
+    await port.begin(0)
+    assert port.gate.former("trainer-0") is None
+    await anyio.sleep(SILENT_S + 1)
+    life = next(number for number in range(9) if port.hub.life_counts(number))
+    assert port.gate.former("trainer-0") == port.trainer.id
+    port.gate.left(port.trainer)
+    assert port.gate.former("trainer-0") is None
+    assert not port.hub.life_counts(life)
+    port.gate.arrived(peer("trainer-0", 9))
+    assert port.hub.life_counts(life + 1)
 
 
 @pytest.mark.parametrize(

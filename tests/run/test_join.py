@@ -69,6 +69,7 @@ class Job:
                     lambda task_status: serve(
                         *("127.0.0.1", 0, token, p.HubRequest, handle),
                         deadline=5,
+                        former=gate.former,
                         on_connect=gate.arrived,
                         on_disconnect=gate.left,
                         task_status=task_status,

@@ -237,6 +237,40 @@ async def test_a_peer_that_is_not_awaited_is_refused_before_it_says_anything(
     assert left == []
 
 
+async def test_a_client_that_connects_again_takes_the_place_of_its_former_connection_whose_calls_end_before(
+    serving, token: bytes, service: Service, caplog: pytest.LogCaptureFixture
+):
+    here: dict[str, int] = {}
+    events: list[str] = []
+
+    def arrived(peer: Peer) -> None:
+        assert peer.name not in here
+        here[peer.name] = peer.id
+        events.append(f"{peer.id} came")
+
+    def left(peer: Peer) -> None:
+        events.append(f"{peer.id} left, its call cancelled: {service.cancelled[1].is_set()}")
+        del here[peer.name]
+
+    service.expect(1)
+    options = {"former": here.get, "on_connect": arrived, "on_disconnect": left}
+
+    async def wait(client: Client) -> None:
+        with pytest.raises(ProtocolError, match=r"another connection of me, from .*, has taken the place"):
+            await client.call(Wait(1), 60)
+
+    async with (
+        serving(Served, service.handle, **options) as port,
+        connect("127.0.0.1", port, token, "me", 5) as old,
+        anyio.create_task_group() as calls,
+    ):
+        calls.start_soon(wait, old)
+        await service.started[1].wait()
+        async with connect("127.0.0.1", port, token, "me", 5) as new:
+            assert await new.call(Add(1, 1), 5) == Sum(2)
+            assert events == ["1 came", "1 left, its call cancelled: True", "2 came"]
+
+
 async def test_a_reply_other_than_the_request_names_fails_its_call_only(serving, token: bytes, service: Service):
     async with (
         serving(Served, service.handle) as port,
