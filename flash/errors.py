@@ -27,7 +27,8 @@
     ├── AlarmError           an alarm has stopped the run, which left a checkpoint
     └── TransportError       a peer cannot be reached, trusted or understood
         ├── PeerLostError    an established connection broke
-        │   └── LifeOverError    the trainer ranks that one belongs to are given up
+        │   ├── LifeOverError    the trainer ranks that one belongs to are given up
+        │   └── RanksGoneError   the trainer ranks of a node are gone, and do not start again
         ├── CollectiveError  a trainer rank lost another one in the middle of a collective
         ├── ProtocolError    a peer said what it may not, and was disconnected
         └── DeadlineError    a wait outlived its deadline (also a TimeoutError)
@@ -176,6 +177,12 @@ class PeerLostError(TransportError):
 
 class LifeOverError(PeerLostError):
     """The hub listens no more to the trainer ranks that this one has started with: it has to end."""
+
+
+class RanksGoneError(PeerLostError):
+    """The trainer ranks of a node are gone and do not start again, so no node loop has anything to wait for."""
+
+    fatal = True
 
 
 class CollectiveError(TransportError):

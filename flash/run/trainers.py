@@ -22,7 +22,7 @@ from typing import Self
 from flash.config.load import load, split_arguments
 from flash.config.objects import take_import_path
 from flash.config.tree import Config
-from flash.errors import FlashError, PeerLostError, how_it_ended
+from flash.errors import FlashError, RanksGoneError, how_it_ended
 from flash.hub import protocol as p
 from flash.run.agents import INTERRUPTED, run_agent, tell
 from flash.run.error_marker import ErrorMarker
@@ -132,7 +132,7 @@ class TrainersBeside:
                 words += f"; no restart is left of cluster.max_restarts = {most}"
                 _say(words)
                 if not self._marker.stands():
-                    self._marker.write(PeerLostError(words))
+                    self._marker.write(RanksGoneError(words))
                 break
             _say(f"{words}; it starts again, and the trainer ranks with it (restart {restart} of {most})")
         self._end_run()
@@ -164,15 +164,15 @@ class TrainersBeside:
     def _end_run(self) -> None:
         """Tell the hub, which shows the error; where there is none, end this launch. Why has been said already."""
         self.failed = True
-        message = self._marker.message() or "the trainer ranks cannot go on: their output says why"
         deadlines, node = self._config.deadlines, os.environ["FLASH_NODE_RANK"]
+        message = self._marker.message() or f"the trainer ranks of node {node} cannot go on: their output says why"
         heard = False
         try:
             hub = hub_place(self._config, os.environ).find(os.environ.get(VARIABLE))
             name = f"messenger-{node}"
             with BlockingClient(hub.host, hub.port, hub.token, name, deadlines.connect) as caller:
                 heard = True
-                caller.call(p.Fatal(PeerLostError.__name__, message), deadlines.request)
+                caller.call(p.Fatal(RanksGoneError.__name__, message), deadlines.request)
         except FlashError:  # when it was heard, the hub answers with its end
             if not heard and not self._closing.is_set():
                 os.kill(os.getpid(), signal.SIGTERM)
