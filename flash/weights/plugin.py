@@ -1,11 +1,11 @@
 """vLLM's entry points into Flash, which run in each of vLLM's processes.
 
-`no_platform` (`vllm.platform_plugins`) comes before all else: vLLM asks it for a platform, of which we have none.
-`register` (`vllm.general_plugins`) registers the tcp weight receiver, and ties the life of an engine's processes to
-their node loop: they leave the launcher's process group, so that an interrupt reaches the node loop alone and it closes
-its engines in order, and they end by themselves when the node loop is gone, however it went. A core that loses a worker
-to a signal ends at once, and its exit code says so: the node loop names the cause, of which vLLM would only tell the
-consequences.
+`no_platform` (`vllm.platform_plugins`) comes before all else: vLLM asks it for a platform, of which we have none. It
+ties the life of an engine's processes to their node loop: they leave the launcher's process group, so that an interrupt
+reaches the node loop alone and it closes its engines in order, and they end by themselves when the node loop is gone,
+however it went; a core that starts would wait for it for minutes. `register` (`vllm.general_plugins`) registers the tcp
+weight receiver. A core that loses a worker to a signal ends at once, and its exit code says so: the node loop names the
+cause, of which vLLM would only tell the consequences.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NODE_PID = "FLASH_NODE_PID"
 WORKER_KILLED = 128
 """Exit codes of a core above this: the number of the signal that has killed one of its workers is added to it."""
 
-_registered = threading.Event()
+_registered, _follows = threading.Event(), threading.Event()
 
 
 def register() -> None:
@@ -34,11 +34,14 @@ def register() -> None:
         return
     _registered.set()
     vllm.register_backend(TCP_BACKEND, "flash.weights.tcp_engine", "TcpWeightEngine")
-    node_pid = os.environ.get(NODE_PID)
-    if node_pid is not None and int(node_pid) != os.getpid():
-        follow(int(node_pid))
-        if multiprocessing.current_process().name.startswith(vllm.CORE_PROCESS):
-            vllm.on_killed_worker(_end_as_worker)
+    if _node() is not None and multiprocessing.current_process().name.startswith(vllm.CORE_PROCESS):
+        vllm.on_killed_worker(_end_as_worker)
+
+
+def _node() -> int | None:
+    """The node loop that this process belongs to, and is not."""
+    node_pid = int(os.environ.get(NODE_PID, os.getpid()))
+    return None if node_pid == os.getpid() else node_pid
 
 
 def _end_as_worker(number: int) -> None:
@@ -47,13 +50,16 @@ def _end_as_worker(number: int) -> None:
 
 
 def no_platform() -> None:
-    """Offer no platform, and let neither vLLM's CPU build nor torch warn of Triton, which has nothing for a CPU.
+    """Offer no platform, follow the node loop, and let nobody warn of Triton, which has nothing for a CPU.
 
-    vLLM would in each process where it is installed, before it sets up its logging, and so at any level that is asked
+    vLLM's CPU build would, before it sets up its logging, and so at any level that is asked
     for; torch where it is not.
     """
     for name in ("vllm.triton_utils", "torch._library.triton"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    if (node_pid := _node()) is not None and not _follows.is_set():
+        _follows.set()
+        follow(node_pid)
 
 
 def follow(node_pid: int) -> None:

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from flash.weights.plugin import NODE_PID
+
 PARENT = """
 import os, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid())], stdout=subprocess.PIPE, text=True)
@@ -49,3 +51,14 @@ def test_a_process_whose_node_loop_is_already_gone_ends_at_once() -> None:
     gone.wait(20)
     follower = subprocess.run([sys.executable, "-c", CHILD, str(gone.pid)], timeout=20, check=False)
     assert follower.returncode == 1
+
+
+@pytest.mark.integration
+def test_a_core_that_starts_ends_before_it_waits_for_a_node_loop_that_is_gone() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(20)
+    # What a core does first: it imports vLLM, which looks for its platform.
+    begun = "import vllm.platforms; vllm.platforms.current_platform; raise SystemExit(7)"
+    environment = os.environ | {NODE_PID: str(gone.pid)}
+    core = subprocess.run([sys.executable, "-c", begun], timeout=100, check=False, env=environment)
+    assert core.returncode == 1
