@@ -17,8 +17,13 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from flash.errors import ConfigError
+
 TOUCHED = (
     "vllm.engine.arg_utils:AsyncEngineArgs.create_engine_config",
+    "vllm.config:ModelConfig.get_head_size",
+    "vllm.config:ModelConfig.use_mla",
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_head_sizes",
     "vllm.v1.engine.async_llm:AsyncLLM.from_vllm_config",
     "vllm.v1.engine.async_llm:AsyncLLM.add_request",
     "vllm.v1.engine.async_llm:AsyncLLM.abort",
@@ -121,12 +126,30 @@ def import_engine() -> None:
 
 
 def engine_maker(arguments: dict[str, Any]) -> Callable[..., Any]:
-    """Check an engine's arguments; what is returned builds its AsyncLLM, given `stat_loggers`."""
+    """Check an engine's arguments; what is returned builds its AsyncLLM, given `stat_loggers`.
+
+    Raises:
+        ConfigError: the CPU's attention cannot do the model, which the engine would find out after minutes.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
     checked = AsyncEngineArgs(**arguments).create_engine_config()
+    if current_platform.is_cpu() and not checked.model_config.use_mla:
+        _check_head_size(checked.model_config)
     return partial(AsyncLLM.from_vllm_config, checked, disable_log_stats=True)
+
+
+def _check_head_size(model: Any) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    size, sizes = model.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    if size not in sizes:
+        raise ConfigError(
+            f"model.path: the heads of {model.model} are {size} wide, and vLLM's attention on the CPU does those of "
+            f"{', '.join(map(str, sizes))} only; choose another model, or an engine on a GPU"
+        )
 
 
 def count_nothing_here(llm: Any) -> None:

@@ -22,6 +22,7 @@ import anyio.to_thread
 from flash.config import waits
 from flash.config.tree import Config
 from flash.errors import (
+    ConfigError,
     DeadlineError,
     EngineDeadError,
     EngineError,
@@ -109,6 +110,7 @@ class VLLMEngine:
         and installs no signal handler, and what belongs to the loop starts with the first call made here.
 
         Raises:
+            ConfigError: vLLM has no attention for this model here.
             DeadlineError: not ready within deadlines.engine_start.
             EngineDeadError: one of its processes was killed; another start may do better.
             EngineError: vLLM refused its configuration or failed; the reason is in its log.
@@ -132,7 +134,7 @@ class VLLMEngine:
             if killed is not None:
                 raise EngineDeadError(f"engine {self._index} is dead: while it started, {killed}") from error
             self._check_death()
-            if isinstance(error, DeadlineError):
+            if isinstance(error, DeadlineError | ConfigError):
                 raise
             raise EngineError(f"engine {self._index} did not start: {error}; see vLLM's log above") from error
         except BaseException:  # cancelled: nobody else would end what has started

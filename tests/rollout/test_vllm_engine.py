@@ -25,7 +25,7 @@ import msgspec
 import pytest
 
 from flash.config.tree import Config
-from flash.errors import EngineDeadError, EngineError, WeightsError
+from flash.errors import ConfigError, EngineDeadError, EngineError, WeightsError
 from flash.foreign import vllm
 from flash.rollout.engine import GenerateRequest, Pressure, Progress, SamplingSettings
 from flash.rollout.vllm_engine import VLLMEngine
@@ -583,6 +583,21 @@ def test_a_broken_model_folder_is_one_clear_error(tmp_path: Path) -> None:
         engine = VLLMEngine(make_config(tmp_path), 0)
         with pytest.raises(EngineError, match=r"engine 0 did not start: [\s\S]*no-such-model"):
             await engine.start()
+
+    anyio.run(start)
+
+
+def test_heads_that_the_attention_of_the_cpu_does_not_do_are_told_before_a_process_starts(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    shape = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"head_dim": 16}))
+
+    async def start() -> None:
+        before = engine_children()
+        engine = VLLMEngine(make_config(tmp_path), 0)
+        with pytest.raises(ConfigError, match=r"model\.path: the heads of .* are 16 wide, .* 32, 64, .*only"):
+            await engine.start()
+        assert engine_children() == before
 
     anyio.run(start)
 
