@@ -40,6 +40,8 @@ ENDPOINT = re.compile(r".+:[0-9]+")
 
 ALONE = ("--standalone", "--nproc-per-node=1")
 """torchrun's options for a node loop: it meets nobody there."""
+NAMED = 2
+"""Exit code of a run that an error with a name has ended, as of every command."""
 
 
 def place_in_job(config: Config, environment: Mapping[str, str]) -> int:
@@ -77,7 +79,7 @@ def resume_command(command: Sequence[str]) -> str:
 
 
 def launch(config: Config, paths: Sequence[str], overrides: Sequence[str]) -> int:
-    """Run the job on this node to its end; the exit code: 0, 1 or INTERRUPTED, or that of `join`.
+    """Run the job on this node to its end; the exit code: 0, 1, NAMED or INTERRUPTED, or that of `join`.
 
     Raises:
         ConfigError: the environment and the configuration disagree.
@@ -108,8 +110,10 @@ def launch(config: Config, paths: Sequence[str], overrides: Sequence[str]) -> in
             arguments.append("run.resume=true")
         stack.enter_context(scratch_folder())
         if node > 0 and not config.engines_on(node):
-            return run_trainers(config, arguments, marker)
-        return _run_beside(config, arguments, marker)
+            code = run_trainers(config, arguments, marker)
+        else:
+            code = _run_beside(config, arguments, marker)
+        return NAMED if code == 1 and marker.stands() else code
 
 
 def _run_beside(config: Config, arguments: Sequence[str], marker: ErrorMarker) -> int:
