@@ -157,12 +157,19 @@ class RunDirectory:
         Raises:
             RunDirectoryError: it cannot be read or written.
         """
-        try:
-            number = int(self.lives.read_text()) + 1 if self.lives.exists() else 1
-        except (OSError, ValueError) as error:
-            raise RunDirectoryError(f"{self.lives} cannot be read: {error}") from error
+        number = self.last_life() + 1
         write_atomically(self.lives, f"{number}\n".encode())
         return number
+
+    def last_life(self) -> int:
+        """The number of the last hub, 0 where there was none. Raises RunDirectoryError: it cannot be read."""
+        try:
+            return int(self.lives.read_text()) if self.lives.exists() else 0
+        except (OSError, ValueError) as error:
+            raise RunDirectoryError(
+                f"{self.lives}, which counts the run's hubs, cannot be read: {error}; delete it once no process of the "
+                "run is left, and they are counted anew"
+            ) from error
 
     def append_metrics(self, row: Row) -> None:
         """Append the row of a committed step."""

@@ -21,7 +21,7 @@ from flash.config.check import is_hub_id
 from flash.config.check_machine import unreachable
 from flash.config.decode import Problem, show
 from flash.config.tree import Config
-from flash.errors import ConfigError
+from flash.errors import ConfigError, RunDirectoryError
 from flash.observe.rundir import RunDirectory
 from flash.observe.trackers import not_installed
 from flash.run.fetch import check_source, source_of, why_not_there
@@ -144,7 +144,7 @@ def _hub(config: Config) -> Iterator[Problem]:
 
 
 def _past(config: Config) -> Iterator[Problem]:
-    """A run goes on with groups of the size that it had, and from where it is."""
+    """A run goes on with groups of the size that it had, from where it is, and with what counts its hubs."""
     directory = RunDirectory(config.run_dir)
     if not config.run.resume or not directory.config.is_file():
         return
@@ -160,6 +160,10 @@ def _past(config: Config) -> Iterator[Problem]:
                 f"the run in {directory.path} was made with {before}, and its unfinished groups are counted by it; got "
                 f"{now}. Go on with {before}, or start a new run under another run.name",
             )
+    try:
+        directory.last_life()
+    except RunDirectoryError as error:
+        yield Problem("run.resume", str(error))
     if (reached := booked_version(config)) > config.run.steps:
         yield Problem(
             "run.steps",

@@ -235,6 +235,6 @@ def test_an_error_that_a_restart_cannot_mend_ends_the_run_with_one_clear_line(
 
 def test_an_environment_that_only_fails_ends_the_run_with_its_own_reason(start: Callable[..., Run]) -> None:
     run = start("env.path=tests.integration.broken_env:BrokenEnv", text=NO_TINY_MODEL)
-    assert run.wait() != 0
+    assert run.wait() == 2
     assert "BrokenEnv always fails" in run.text()
     assert "Traceback" not in run.text()

@@ -179,6 +179,15 @@ def test_a_run_that_goes_on_otherwise_than_it_can_is_refused(
     assert start_problems(make_config(tmp_path, **tables)) == []  # a new run may be of any size
 
 
+def test_a_run_whose_count_of_hubs_is_damaged_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    left(make_config(tmp_path), steps=6)
+    (tmp_path / "outputs" / "run" / "hub-lives").write_text("x")
+    resumed = make_config(tmp_path, run={"resume": True})
+    assert "hub-lives, which counts the run's hubs, cannot be read" in problem(resumed)
+    (tmp_path / "outputs" / "run" / "hub-lives").unlink()
+    assert start_problems(resumed) == []
+
+
 @pytest.mark.parametrize("steps", [6, 20])
 def test_a_run_goes_on_to_its_end_or_beyond(tmp_path: Path, steps: int) -> None:
     left(make_config(tmp_path), steps=6)
