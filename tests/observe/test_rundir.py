@@ -60,7 +60,7 @@ def test_each_hub_of_a_run_has_a_higher_number_than_those_before_it(directory: R
     again = RunDirectory.open(directory.path, "", resume_at=0)
     assert again.begin_life() == 4
     again.lives.write_text("four")
-    with pytest.raises(RunDirectoryError, match="hub-lives, which counts .* cannot be read: .*delete it once"):
+    with pytest.raises(RunDirectoryError, match=r"hub-lives, which counts .* cannot be read: .*delete it once"):
         again.begin_life()
     assert RunDirectory.open(directory.path, "").begin_life() == 1
 
