@@ -67,7 +67,10 @@ class Branches:
 
 
 class StepMetrics:
-    """Remembers where the last step ended. Waiting and rates count from the first lease: before, nothing ran."""
+    """Remembers where the last step ended. Waiting and rates count from the first lease: before, nothing ran.
+
+    A resumed run may take a step before that, from samples that it had. Its interval is the step itself, of no rate.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self._before = ledger.totals(0)
@@ -106,10 +109,11 @@ class StepMetrics:
         Times in seconds, `now` in Unix seconds.
         """
         ledger = buffer.ledger
-        elapsed = max(now - (self._since if self._since is not None else now), 1e-9)
+        ran = self._since is not None
+        elapsed = max(trainer.get("trainer_step_s", 0.0) if self._since is None else now - self._since, 1e-9)
         totals = ledger.totals(0)
         booked = {name: total - self._before.get(name, 0) for name, total in totals.items()}
-        self._since, self._before = now, totals
+        self._since, self._before = now if ran else None, totals
         restarts, self._restarts = self._restarts, 0
         trainer_restarts, self._trainer_restarts = self._trainer_restarts, 0
         lifetime = sum(engine.lifetime_s for engine in engines)
@@ -125,7 +129,7 @@ class StepMetrics:
             "trainer_wait_s": wait,
             "trainer_wait_share": wait / elapsed,
             "interval_s": elapsed,
-            "tokens_per_second": booked["generated_tokens"] / elapsed,
+            "tokens_per_second": booked["generated_tokens"] / elapsed if ran else math.nan,
             "generated_tokens": ledger.generated_tokens,
             "engines": len(engines),
             "engine_restarts": restarts,

@@ -155,12 +155,13 @@ def _throughput(metrics: Sequence[Row]) -> float | None:
 
 
 def _wait_share(metrics: Sequence[Row]) -> float | None:
+    """As of each row, over all of them: of the time from step to step, the part in which the trainer waited."""
     known = [
-        (wait, work)
+        (wait, seconds)
         for row in metrics
-        if (wait := number(row, "trainer_wait_s")) is not None and (work := number(row, "trainer_step_s")) is not None
+        if (wait := number(row, "trainer_wait_s")) is not None and (seconds := number(row, "interval_s")) is not None
     ]
-    total = sum(wait + work for wait, work in known)
+    total = sum(seconds for _, seconds in known)
     return sum(wait for wait, _ in known) / total if total else None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from flash.hub.buffer import SampleBuffer
@@ -67,3 +69,23 @@ def test_kinds_have_means_of_their_own_and_an_unnamed_one_has_none() -> None:
     assert unlisted({*row, "domain/a/share", "share_drift"}) == []
     assert unlisted(row, "evals.jsonl") == []
     assert measured(trajectory(Task(0, 0, 0, 0), 0)) == {}
+
+
+def test_a_step_that_a_resumed_run_takes_before_anything_runs_has_its_own_interval_and_no_rate() -> None:
+    buffer = make_buffer(alpha=1, batch=2, group=2)
+    metrics = StepMetrics(buffer.ledger)
+    for lease in lease_all(buffer, 0):
+        buffer.finish(lease.lease_id, trajectory(lease.task, 0))
+    times = {"trainer_step_s": 3.0, "trainer_wait_s": 100.0}
+
+    def step(version: int, now: float) -> tuple[float, float, float]:
+        assert buffer.take(version) is not None
+        buffer.commit(version)
+        row = metrics.row(version + 1, {}, times, buffer, [], now=now)
+        return row["interval_s"], row["trainer_wait_share"], row["tokens_per_second"]
+
+    interval, waited, rate = step(0, 1000.0)
+    assert (interval, waited) == (3.0, 0.0)
+    assert math.isnan(rate)
+    metrics.began(2000.0)
+    assert step(1, 2005.0) == (5.0, pytest.approx(2 / 5), 0.0)

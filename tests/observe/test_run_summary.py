@@ -19,7 +19,7 @@ def summary(config: Config, metrics: list[dict[str, float]], evaluations: list[d
 def test_a_summary_is_computed_from_the_rows(config: Config) -> None:
     metrics = [
         metrics_row(0, interval_s=1.0, tokens_per_second=1000.0, trainer_wait_s=1.0, trainer_step_s=1.0, age_max=0),
-        metrics_row(1, interval_s=3.0, tokens_per_second=3000.0, trainer_wait_s=0.0, trainer_step_s=2.0, age_max=2),
+        metrics_row(1, interval_s=3.0, tokens_per_second=3000.0, trainer_wait_s=0.0, trainer_step_s=0.5, age_max=2),
         metrics_row(2, interval_s=0.0, tokens_per_second=9.0, trainer_wait_s=0.0, trainer_step_s=0.0, age_max=1),
     ]
     metrics[2]["engine_idle_share"] = 0.125
