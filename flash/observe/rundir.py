@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -317,7 +320,10 @@ def _append(path: Path, rows: Iterable[Any]) -> None:
 
 
 def _whole_lines(path: Path, kind: type[T]) -> Iterator[tuple[bytes, T]]:
-    """The lines that hold a row of this kind, each with its row; a crash may have torn others."""
+    """The lines that hold a row of this kind, each with its row.
+
+    A crash may have torn the end of the file. Lines that are no such row otherwise are left out, and their number told.
+    """
     decoder = msgspec.json.Decoder(kind)
     try:
         with opened(path) as file:
@@ -326,12 +332,15 @@ def _whole_lines(path: Path, kind: type[T]) -> Iterator[tuple[bytes, T]]:
         return
     except OSError as error:
         raise RunDirectoryError(f"cannot read {path}: {error.strerror or error}") from error
+    damaged = 0
     for line in data.splitlines(keepends=True):
         if line.endswith(b"\n"):
             try:
                 yield line, decoder.decode(line)
             except NO_ROW:
-                continue
+                damaged += 1
+    if damaged:
+        _log.warning("%s: %d damaged lines are left out", path, damaged)
 
 
 def read_rows(path: Path, kind: type[T]) -> list[T]:

@@ -146,6 +146,17 @@ def test_a_line_torn_by_a_crash_is_never_read_and_never_joins_the_next_one(direc
     assert resumed.read_metrics() == [metrics_row(0), metrics_row(1)]
 
 
+def test_damaged_lines_are_left_out_and_their_number_is_told(
+    directory: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in range(3):
+        directory.append_metrics(metrics_row(step))
+    lines = directory.metrics.read_text().splitlines(keepends=True)
+    directory.metrics.write_text(lines[0] + lines[1][:20] + "\x00\n" + lines[2])
+    assert directory.read_metrics() == [metrics_row(0), metrics_row(2)]
+    assert [record.getMessage() for record in caplog.records] == [f"{directory.metrics}: 1 damaged lines are left out"]
+
+
 def test_a_full_disk_is_one_clear_error_for_a_row(directory: RunDirectory) -> None:
     directory.metrics.symlink_to("/dev/full")
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl: No space left on device; free space"):
