@@ -55,6 +55,8 @@ WINDOW = 150
 LEAST_GAIN = 0.003
 """Share by which the mean loss of a window has to be below that of the one before, or the loss falls no further."""
 
+TRIED, SHOWN = 3, 200
+"""Solved examples that an environment is asked for before all else, and characters that are shown of wrong ones."""
 SAMPLE = 16
 """Examples in the fingerprint: what they show of the environment's options is what the model depends on."""
 
@@ -206,7 +208,39 @@ def _example_source(env_path: str, env_options: dict[str, Any]) -> WarmStart:
             f"{env_path} offers no solved examples, which a tiny model is taught with; give it the methods "
             "solved_examples and alphabet (see flash.environment.WarmStart), or set model.path to an existing model"
         )
+    _check_examples(env_path, env)
     return env
+
+
+def _check_examples(env_path: str, env: WarmStart) -> None:
+    """That the environment shows what `WarmStart` says, before anything is made of it."""
+    try:
+        alphabet: Any = env.alphabet()
+        examples: Any = env.solved_examples(TRIED, 0)
+    except Exception as error:  # somebody else's code
+        raise ConfigError(
+            f"{env_path}: its solved examples or its alphabet raised {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(alphabet, str) or not alphabet:
+        raise ConfigError(f"{env_path}: expected a text of all characters from alphabet(), got {_shown(alphabet)}")
+    if not isinstance(examples, list) or len(examples) != TRIED or not all(map(_is_example, examples)):
+        raise ConfigError(
+            f"{env_path}: expected a list of {TRIED} flash.environment.SolvedExample, whose prompts and answers are "
+            f"texts, from solved_examples({TRIED}, seed=0), got {_shown(examples)}"
+        )
+
+
+def _is_example(one: Any) -> bool:
+    """Whether it is one, with texts in all its turns."""
+    if not isinstance(one, SolvedExample) or not isinstance(one.later, tuple):
+        return False
+    return all(isinstance(text, str) for text in (one.prompt, one.answer)) and all(map(_is_example, one.later))
+
+
+def _shown(value: Any) -> str:
+    """What a person is shown of it."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def _make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:

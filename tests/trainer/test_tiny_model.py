@@ -30,6 +30,29 @@ class Fibs:
         return "1+="
 
 
+class Odd:
+    """An environment that shows what no environment may."""
+
+    def __init__(self, what="no text"):
+        self.what = what
+
+    def solved_examples(self, count, seed):
+        if self.what == "raises":
+            raise KeyError("primer")
+        right = [SolvedExample("a", "b")] * count
+        return {
+            "none": None,
+            "too few": right[1:],
+            "pairs": [("a", "b")] * count,
+            "numbers": [SolvedExample("a", 3)] * count,
+            "later numbers": [SolvedExample("a", "b", (SolvedExample("a", None),))] * count,
+            "lists": [SolvedExample("a", "b", [SolvedExample("a", "b")])] * count,
+        }.get(self.what, right)
+
+    def alphabet(self):
+        return {"no text": ["a", "b"], "no letters": ""}.get(self.what, "ab")
+
+
 class OneProblem:
     """An environment with a single example, which any model learns at once."""
 
@@ -257,6 +280,21 @@ def test_what_cannot_be_made_is_a_config_error(tmp_path, config, env, options, m
     with pytest.raises(ConfigError, match=message):
         make(tmp_path / "tiny", config, env, options)
     assert not (tmp_path / "tiny").exists()
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("raises", "its solved examples or its alphabet raised KeyError: 'primer'"),
+        ("no text", r"expected a text of all characters from alphabet\(\), got \['a', 'b'\]"),
+        ("no letters", r"expected a text of all characters from alphabet\(\), got ''"),
+        *((kind, "from solved_examples") for kind in ("none", "too few", "pairs", "numbers", "later numbers", "lists")),
+    ],
+)
+def test_what_an_environment_shows_and_may_not_is_a_config_error(tmp_path, what, told):
+    with pytest.raises(ConfigError, match=f"test_tiny_model:Odd: .*{told}"):
+        make(tmp_path / "model", SMALL, f"{__name__}:Odd", {"what": what})
+    assert not (tmp_path / "model").exists()
 
 
 def test_asking_whether_a_model_is_current_needs_no_torch():
