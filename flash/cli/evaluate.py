@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,6 +67,7 @@ def answers(samples: Sequence[Sample]) -> list[list[float]]:
 
 
 def result(row: dict[str, float], found: Sequence[BestOf]) -> bytes:
-    """What `--json` writes: the row of an evaluation, and pass@k (of other rewards than 0 and 1, the best of k)."""
+    """What `--json` writes: the row of an evaluation that ended just now, and pass@k (of other rewards than 0 and 1,
+    the best of k)."""
     each = [{"k": one.k, **one.interval._asdict()} for one in found]
-    return msgspec.json.format(msgspec.json.encode({**row, "best_of": each}), indent=2) + b"\n"
+    return msgspec.json.format(msgspec.json.encode({**row, "time": time.time(), "best_of": each}), indent=2) + b"\n"

@@ -15,7 +15,7 @@ EVERY_S = 1.0
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("watch", help="show a run in the terminal, while it goes on and afterwards")
     parser.add_argument("run_dir", nargs="?", type=Path, help=f"default: the newest run in {OUTPUTS}")
-    parser.add_argument("--once", action="store_true", help="print one picture and end, as where there is no terminal")
+    parser.add_argument("--once", action="store_true", help="print one picture, as where the terminal is none or dumb")
     return parser
 
 
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     watched = Watched(run_directory(arguments.run_dir or runs_in(OUTPUTS, "watch")[0]))
     console = Console(highlight=False)
-    if arguments.once or not console.is_terminal:
+    if arguments.once or not console.is_terminal or console.is_dumb_terminal:
         console.print(watched.picture(time.time(), console.width))
         return 0
     with Live(console=console, screen=True, auto_refresh=False) as live:

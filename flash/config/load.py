@@ -1,8 +1,9 @@
 """From TOML files and dotted overrides to a checked `Config`, and back.
 
-Files merge left to right, tables deep; overrides come last. Everything wrong with the input is found before anything
-starts: first unknown keys and wrong types, all in one `ConfigError`, with each key's path, its file and what was
-expected; then, in another, all that goes wrong with what the keys say. Needs no torch or vllm.
+Files merge left to right, tables deep; overrides come last, and an empty table among them clears one. Everything wrong
+with the input is found before anything starts: first unknown keys and wrong types, all in one `ConfigError`, with each
+key's path, its file and what was expected; then, in another, all that goes wrong with what the keys say. Needs no torch
+or vllm.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ from flash.config.tree import Config
 from flash.errors import ConfigError
 
 AnySection = TypeVar("AnySection", bound=Section)
+
+OVERRIDE = "override"
+"""What the source of an override is called."""
 
 
 def load(
@@ -89,7 +93,7 @@ def _merged(files: Sequence[Path], overrides: Sequence[str]) -> tuple[dict[str, 
     for file in files:
         _merge(merged, _read(file), str(file), origins)
     for override in overrides:
-        _merge(merged, _parse_override(override), "override", origins)
+        _merge(merged, _parse_override(override), OVERRIDE, origins)
     return merged, origins
 
 
@@ -181,7 +185,8 @@ def _merge(
         path = prefix + key
         existing = into.get(key)
         if isinstance(value, dict):
-            if not isinstance(existing, dict) or _other_kind(path, existing, value):
+            cleared = source == OVERRIDE and not value
+            if not isinstance(existing, dict) or _other_kind(path, existing, value) or cleared:
                 into[key] = {}
             _merge(into[key], cast("dict[str, Any]", value), source, origins, path + ".")
         else:

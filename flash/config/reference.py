@@ -20,8 +20,9 @@ INTRODUCTION = """\
 <!-- Made by scripts/reference_docs.py from flash/config/tree.py: change it there and run `make docs`. -->
 
 A run is described by TOML files and overrides: `flash train base.toml mine.toml train.async_ratio=0`. Files merge left
-to right, tables deep; overrides come last, and their value is TOML or else text. `flash train … --dry-run` resolves
-and tries everything but engines and training; the resolved configuration is written to the run directory.
+to right, tables deep; overrides come last, their value is TOML or else text, `{}` clears a table. `flash train …
+--dry-run` resolves and tries everything but engines and training; the resolved configuration is written to the run
+directory.
 
 Numbers may be written as integers; nothing else is converted. `none` gives a key that may be without a value none, and
 takes an optional table away; in a list of tables, and in a table of several kinds, `kind` says which options there are:

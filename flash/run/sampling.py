@@ -28,7 +28,7 @@ from flash.run.beginning import tell_beginning
 from flash.types import Canary, Failure, Outcome, Published, Trajectory
 from flash.waiting import first_error
 
-OF_RUNS = ("step", "version_min", "version_max")
+OF_RUNS = ("step", "version_min", "version_max", "time")
 """Names in a row that mean something in a run only."""
 
 MakeEngines = Callable[[Config], Sequence[Callable[[int], Engine]]]
@@ -39,7 +39,7 @@ class Sampled(msgspec.Struct, frozen=True):
     """What came of it."""
 
     evaluation: dict[str, float]
-    """The row of the evaluation, as in evals.jsonl but for step and versions; empty for rollouts."""
+    """The row of the evaluation, as in evals.jsonl but for step, versions and time; empty for rollouts."""
     trajectories: list[Trajectory]
     """In the order of the problems."""
     notes: list[str]

@@ -13,7 +13,7 @@ import msgspec
 from flash.config.advice import advise
 from flash.config.load import dump, load
 from flash.config.tree import Config
-from flash.errors import FlashError, error_of
+from flash.errors import ConfigError, FlashError, error_of
 from flash.observe.summary import Summary
 from flash.run.agents import INTERRUPTED
 from flash.run.beforehand import start_problems
@@ -41,6 +41,8 @@ def train(config: Config, *, resume: bool = False) -> Summary | None:
         FlashError: the run failed; its output, on standard error, shows the error where it arose.
         KeyboardInterrupt: it was interrupted; it can be resumed.
     """
+    if not isinstance(config, Config):  # pyright: ignore[reportUnnecessaryIsInstance]: who calls it may not check types
+        raise ConfigError(f"flash.train takes a flash.Config, which flash.load makes of files, got {config!r}")
     begun = time.time()
     with tempfile.TemporaryDirectory(prefix="flash-config-") as folder:
         file = Path(folder) / "config.toml"

@@ -90,6 +90,7 @@ def test_later_files_and_then_overrides_win_and_tables_merge_deep(project):
     assert config.train.batch_size == 32
     assert config.train.async_ratio == 0.0
     assert config.env.options == {"digits": 3, "operators": "-"}
+    assert load("run.toml", ["env.options={}", "env.options.operators='-'"]).env.options == {"operators": "-"}
 
 
 @pytest.mark.parametrize(
