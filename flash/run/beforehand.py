@@ -6,6 +6,7 @@ writes, asks for names, or reads what a run has left.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import tempfile
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+from safetensors import SafetensorError, safe_open
 
 from flash.config.check import is_hub_id
 from flash.config.check_machine import unreachable
@@ -96,8 +98,29 @@ def _models(config: Config) -> Iterator[Problem]:
         if Path(path).is_dir() and not any(map(any, map(Path(path).glob, WEIGHTS))):
             files = " or ".join(WEIGHTS)
             yield Problem(key, f"the folder {path} holds no weights: expected a Hugging Face model, with {files}")
+        elif Path(path).is_dir() and (fault := _damaged(Path(path))):
+            yield Problem(key, f"{fault}; copy or fetch the model again")
         elif is_hub_id(path) and (fault := hub_fault(path)):
             yield Problem(key, fault)
+
+
+def _damaged(folder: Path) -> str:
+    """Which of a model's files is missing or cut off, by their headers alone; empty: none."""
+    parts = set(folder.glob("*.safetensors"))
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
+        parts |= {folder / name for name in index["weight_map"].values()}
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return f"{folder / 'model.safetensors.index.json'} cannot be read ({error})"
+    for part in sorted(parts):
+        try:
+            with safe_open(part, framework="np"):
+                pass
+        except (OSError, SafetensorError) as error:
+            return f"{part} is missing, damaged or cut off ({error})"
+    return ""
 
 
 def _fetched(config: Config) -> Iterator[Problem]:

@@ -26,7 +26,11 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/no-engine.sock")
     monkeypatch.setenv("FLASH_SANDBOX_TOKEN", "secret")
     (tmp_path / "model").mkdir()
-    for name, text in {"model/config.json": "{}", "model/model.safetensors": "", "run.toml": CONFIG}.items():
+    for name, text in {
+        "model/config.json": "{}",
+        "model/model.safetensors": "\2" + 7 * "\0" + "{}",
+        "run.toml": CONFIG,
+    }.items():
         (tmp_path / name).write_text(text)
     return str(tmp_path / "run.toml")
 

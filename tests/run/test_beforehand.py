@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 import subprocess
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from flash.cli.main import main
 from flash.config.decode import refuse
@@ -30,8 +33,8 @@ def make_config(folder: Path, **tables: dict[str, Any]) -> Config:
     """A run of a model that is there."""
     model = folder / "policy"
     model.mkdir(exist_ok=True)
-    for file in ("config.json", "model.safetensors"):
-        (model / file).write_text("{}")
+    (model / "config.json").write_text("{}")
+    save_file({}, model / "model.safetensors")
     tree: dict[str, dict[str, Any]] = {
         "run": {"name": "run", "output_dir": str(folder / "outputs"), "steps": 10},
         "model": {"path": str(model)},
@@ -118,6 +121,23 @@ def test_a_port_that_this_very_run_has_is_no_reason_against_its_resumption(tmp_p
         assert "`cluster.hub_port`" in problem(config)
 
 
+def test_a_model_whose_files_are_cut_off_or_missing_is_refused(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    save_file({"a": np.zeros(1000, np.float32)}, weights)
+    config = make_config(tmp_path, model={"path": str(tmp_path)})
+    assert start_problems(config) == []
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
+    assert f"{tmp_path / 'model-2.safetensors'} is missing, damaged or cut off (" in problem(config)
+    index.write_text("[]")
+    assert f"{index} cannot be read" in problem(config)
+    index.unlink()
+    os.truncate(weights, 2000)
+    told = problem(config)
+    assert told.startswith(f"`model.path`: {weights} is missing, damaged or cut off (")
+    assert told.endswith("; copy or fetch the model again")
+
+
 def test_a_model_folder_without_weights_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
@@ -126,7 +146,7 @@ def test_a_model_folder_without_weights_is_refused(tmp_path: Path) -> None:
         f"`model.path`: the folder {folder} holds no weights: expected a Hugging Face model, with *.safetensors or "
         "*.bin"
     )
-    (folder / "model.safetensors").touch()
+    save_file({}, folder / "model.safetensors")
     assert start_problems(make_config(tmp_path, model={"path": str(folder)})) == []
 
 
