@@ -232,9 +232,13 @@ def _check_examples(env_path: str, env: WarmStart) -> None:
 
 def _is_example(one: Any) -> bool:
     """Whether it is one, with texts in all its turns."""
-    if not isinstance(one, SolvedExample) or not isinstance(one.later, tuple):
+    if not isinstance(one, SolvedExample):
         return False
-    return all(isinstance(text, str) for text in (one.prompt, one.answer)) and all(map(_is_example, one.later))
+    said: tuple[Any, Any, Any] = (one.prompt, one.answer, one.later)  # a struct's fields are checked by nobody
+    prompt, answer, later = said
+    if not isinstance(prompt, str) or not isinstance(answer, str):
+        return False
+    return isinstance(later, tuple) and all(map(_is_example, cast("tuple[Any, ...]", later)))
 
 
 def _shown(value: Any) -> str:
