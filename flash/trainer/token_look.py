@@ -46,7 +46,8 @@ class TokenLook:
     def add(self, micro: MicroBatch, tokens: PackedTokens, first_T: Tensor, entropy_T: Tensor, loss: TokenLoss) -> None:
         """One micro-batch, at the first pass over it."""
         found_S = np.flatnonzero(np.isin(micro.index_S, self._places))
-        if not len(found_S):
+        # A micro-batch without a trained token is a dummy, which is of no sample.
+        if not len(found_S) or not micro.mask_T.any():
             return
         mask_T = tokens.mask_T
         clipped_T = loss.stats.get("clipped", torch.zeros_like(first_T)) > 0

@@ -105,6 +105,22 @@ def test_tokens_that_were_clipped_or_rejected_say_so(
     assert 0 < metrics[metric] < 1
 
 
+def test_a_minibatch_without_a_trained_token_leaves_the_first_sample_as_it_was_seen(tied_model: Path) -> None:
+    rng = np.random.default_rng(2)
+    parts = [
+        make_trajectory(group, member, [VersionRun(version, 3)], rng, reward=member)
+        for group, version in ((0, 3), (1, 0))
+        for member in (0, 1)
+    ]
+    shard = make_shard(parts, step=3, min_version=2)
+    trainer = trainer_at(3, tied_model, train={"async_ratio": 1.0, "minibatches": 2})
+    trainer.train_step(shard)
+    seen = trainer.seen[0]
+    assert seen.index == 0
+    assert floats(seen.logprobs) == pytest.approx(naive(tied_model, shard, 0)[0], abs=1e-4)
+    assert np.isfinite(floats(seen.advantages)).all()
+
+
 def joined_uses(seen: Sequence[TrainedSample]) -> np.ndarray:
     return np.frombuffer(b"".join(one.uses for one in seen), np.uint8)
 
