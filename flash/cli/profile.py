@@ -21,7 +21,7 @@ from flash.observe.trace import trace, trace_begin
 from flash.profile.order import Order
 from flash.profile.parts import WHOLE, Measured, WholeTrace, parts_in, read_part, whole_trace
 from flash.profile.report import report
-from flash.run.beforehand import start_problems
+from flash.run.beforehand import left_as_it_was, start_problems
 from flash.run.past import booked_version
 
 CLOSE_S = 60.0
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     overrides.append("run.resume=true" if arguments.resume else f"run.output_dir={json.dumps(str(out))}")
     config = load(paths, overrides, also=start_problems)
     order = _order(config, arguments.warm_up, arguments.steps, out)
-    advise(config)
+    advise(config, left_as_it_was(config))
     if first_node:
         _make(out)
     order.give()

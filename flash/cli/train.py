@@ -13,7 +13,7 @@ from flash.cli.commands import Commands
 from flash.config.advice import advise
 from flash.config.load import dump, load, split_arguments
 from flash.config.tree import Config
-from flash.run.beforehand import start_problems
+from flash.run.beforehand import left_as_it_was, start_problems
 from flash.run.models import make_missing_model
 
 
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.resume:
         overrides.append("run.resume=true")
     config = load(paths, overrides, also=start_problems)
-    advise(config)
+    advise(config, left_as_it_was(config))
     if arguments.dry_run:
         from flash.run.dry_run import dry_run
 

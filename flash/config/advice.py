@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from flash.config.decode import Problem
 from flash.config.tree import Config
@@ -19,9 +19,9 @@ TEMPERATURES = 0.2, 2.0
 """Outside of them samples are all alike, or noise."""
 
 
-def advise(config: Config) -> None:
-    """Say it on standard error."""
-    for key, message in unwise(config):
+def advise(config: Config, also: Iterable[Problem] = ()) -> None:
+    """Say it on standard error, and what else is to be said of keys."""
+    for key, message in (*unwise(config), *also):
         sys.stderr.write(f"flash: warning: `{key}`: {message}\n")
 
 

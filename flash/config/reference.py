@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 
+from flash.config import resuming
 from flash.config.decode import describe, show, tables_in
 from flash.config.load import section_in
 from flash.config.tree import Config
@@ -36,7 +37,7 @@ after the other.
 
 def markdown() -> str:
     """The whole reference, one table per section."""
-    return "\n".join([INTRODUCTION, *_sections()])
+    return "\n".join([INTRODUCTION, *_sections(), *resuming.markdown()])
 
 
 def _sections() -> Iterator[str]:

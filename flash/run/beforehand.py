@@ -22,6 +22,9 @@ from safetensors import SafetensorError, safe_open
 from flash.config.check import is_hub_id
 from flash.config.check_machine import unreachable
 from flash.config.decode import Problem, show
+from flash.config.load import dump
+from flash.config.recorded import recorded
+from flash.config.resuming import refused, told
 from flash.config.tree import Config
 from flash.errors import ConfigError, RunDirectoryError
 from flash.observe.rundir import RunDirectory
@@ -33,11 +36,10 @@ from flash.run.locks import in_use
 from flash.run.models import tiny_models
 from flash.run.past import booked_version
 from flash.run.rendezvous import advertised_host
+from flash.trainer.stored import newest_complete
 from flash.trainer.tiny_model import refuse_foreign
 from flash.transport.server import try_listening
 
-COUNTED_BY = (("train", "batch_size"), ("rollout", "group_size"), ("rollout", "extra_per_group"))
-"""Sections and keys by which a run's unfinished groups are counted."""
 WEIGHTS = ("*.safetensors", "*.bin")
 """Files of a model folder that hold its weights."""
 
@@ -166,23 +168,19 @@ def _hub(config: Config) -> Iterator[Problem]:
             yield Problem("cluster.hub_port", str(error))
 
 
+def left_as_it_was(config: Config) -> list[Problem]:
+    """What of a resumed run's configuration was changed, and leaves something as it was, by key."""
+    if (had := _had(config)) is None or newest_complete(config.run_dir) is None:
+        return []
+    return told(had, _settings(config))
+
+
 def _past(config: Config) -> Iterator[Problem]:
-    """A run goes on with groups of the size that it had, from where it is, and with what counts its hubs."""
-    directory = RunDirectory(config.run_dir)
-    if not config.run.resume or not directory.config.is_file():
+    """A run goes on with what it was made with, from where it is, and with what counts its hubs."""
+    if (had := _had(config)) is None:
         return
-    try:
-        had: dict[str, Any] = tomllib.loads(directory.config.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        had = {}
-    for section, key in COUNTED_BY:
-        before, now = had.get(section, {}).get(key), getattr(getattr(config, section), key)
-        if before is not None and before != now:
-            yield Problem(
-                f"{section}.{key}",
-                f"the run in {directory.path} was made with {before}, and its unfinished groups are counted by it; got "
-                f"{now}. Go on with {before}, or start a new run under another run.name",
-            )
+    directory = RunDirectory(config.run_dir)
+    yield from refused(had, _settings(config), directory.path)
     try:
         directory.last_life()
     except RunDirectoryError as error:
@@ -193,6 +191,21 @@ def _past(config: Config) -> Iterator[Problem]:
             f"the run in {directory.path} has made {reached} steps already; expected at least as many, got "
             f"{config.run.steps}",
         )
+
+
+def _had(config: Config) -> dict[str, Any] | None:
+    """The settings of the run that is to go on, as far as they can be read; None: there is none."""
+    file = RunDirectory(config.run_dir).config
+    if not config.run.resume or not file.is_file():
+        return None
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    return tomllib.loads(dump(recorded(config)))
 
 
 def _existing(folder: Path) -> Path:

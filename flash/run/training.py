@@ -16,7 +16,7 @@ from flash.config.tree import Config
 from flash.errors import ConfigError, FlashError, error_of
 from flash.observe.summary import Summary
 from flash.run.agents import INTERRUPTED
-from flash.run.beforehand import start_problems
+from flash.run.beforehand import left_as_it_was, start_problems
 from flash.run.error_marker import ERROR_FILE
 from flash.run.launcher import launch
 from flash.run.models import make_missing_model
@@ -49,7 +49,7 @@ def train(config: Config, *, resume: bool = False) -> Summary | None:
         file.write_text(dump(config), encoding="utf-8")
         overrides = ["run.resume=true"] if resume else []
         config = load(file, overrides, also=start_problems)
-        advise(config)
+        advise(config, left_as_it_was(config))
         make_missing_model(config)
         code = launch(config, [str(file)], overrides)
     if code == INTERRUPTED:

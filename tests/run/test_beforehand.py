@@ -18,13 +18,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from flash.cli.main import main
+from flash.config.advice import advise
 from flash.config.decode import refuse
 from flash.config.load import dump
 from flash.config.tree import Config
 from flash.observe.rundir import RunDirectory
 from flash.observe.trackers import not_installed
-from flash.run.beforehand import start_problems
+from flash.run.beforehand import left_as_it_was, start_problems
 from flash.run.locks import run_lock
+from flash.trainer.stored import MANIFEST, step_folder
 
 TINY = {"layers": 1, "width": 32, "warm_start_steps": 1}
 
@@ -184,6 +186,7 @@ def left(config: Config, steps: int) -> None:
         ({"train": {"batch_size": 16}}, "`train.batch_size`: the run in {} was made with 8, and its unfinished groups"),
         ({"rollout": {"group_size": 2}}, "`rollout.group_size`: the run in {} was made with 4, "),
         ({"rollout": {"extra_per_group": 1}}, "`rollout.extra_per_group`: the run in {} was made with 0, "),
+        ({"tiny_model": {**TINY, "width": 64}}, "`tiny_model.width`: the run in {} was made with 32, and the weights"),
         (
             {"run": {"steps": 5}},
             "`run.steps`: the run in {} has made 6 steps already; expected at least as many, got 5",
@@ -193,10 +196,28 @@ def left(config: Config, steps: int) -> None:
 def test_a_run_that_goes_on_otherwise_than_it_can_is_refused(
     tmp_path: Path, tables: dict[str, dict[str, Any]], told: str
 ) -> None:
-    left(make_config(tmp_path), steps=6)
-    resumed = {**tables, "run": {"resume": True, **tables.get("run", {})}}
+    tiny = {"tiny_model": TINY, "model": {"path": str(tmp_path / "tiny")}}
+    left(make_config(tmp_path, **tiny), steps=6)
+    resumed = {**tiny, **tables, "run": {"resume": True, **tables.get("run", {})}}
     assert told.format(tmp_path / "outputs" / "run") in problem(make_config(tmp_path, **resumed))
-    assert start_problems(make_config(tmp_path, **tables)) == []  # a new run may be of any size
+    assert start_problems(make_config(tmp_path, **(tiny | tables))) == []  # a new run may be of any size
+
+
+def test_what_a_change_leaves_as_it_was_is_told_once_there_are_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left(make_config(tmp_path), steps=6)
+    (other := tmp_path / "other").mkdir()
+    resumed = make_config(tmp_path, run={"resume": True}, model={"path": str(other)})
+    assert left_as_it_was(resumed) == []
+    checkpoint = step_folder(resumed.run_dir, 6)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / MANIFEST).write_text('{"version": 6, "skipped_steps": 0, "files": []}')
+    advise(resumed, left_as_it_was(resumed))
+    told = "`model.path`: the weights are those of the newest checkpoint all the same; of model.path come the tokenizer"
+    assert told in capsys.readouterr().err
+    assert left_as_it_was(make_config(tmp_path, run={"resume": True})) == []
+    assert left_as_it_was(make_config(tmp_path, model={"path": str(other)})) == []
 
 
 def test_a_run_whose_count_of_hubs_is_damaged_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -1,0 +1,137 @@
+"""What a change of each key does to a run that goes on with `--resume`.
+
+Law: every key stands in exactly one of three tables. Its change takes effect in all that is still to be done, or is
+refused before any work, or a line says what does not follow from it. The tables hold dotted keys, `table.*` for all
+keys of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flash.config.decode import Problem, show
+from flash.config.load import key_paths
+
+COUNTED = "its unfinished groups are counted by it"
+MADE = "the weights that it goes on with were made with it"
+CHOSEN = "its heads were chosen by it in the first batch"
+
+REFUSED: dict[str, str] = {
+    "train.batch_size": COUNTED,
+    "rollout.group_size": COUNTED,
+    "rollout.extra_per_group": COUNTED,
+    "tiny_model.*": MADE,
+    "critic.tiny_layers": MADE,
+}
+"""Why the run needs what it had; `flash.run.beforehand` says it."""
+
+WEIGHTS = "the weights are those of the newest checkpoint all the same; of {} come {}"
+TOLD: dict[str, str] = {
+    "model.path": WEIGHTS.format("model.path", "the tokenizer, and the reference of a KL that names none"),
+    "model.fetch": WEIGHTS.format("model.fetch", "the tokenizer, and the reference of a KL that names none"),
+    "critic.path": WEIGHTS.format("critic.path", "the shapes alone"),
+    "simulate.*": "a run never reads it, only `flash simulate` does",
+}
+"""What does not follow from the change."""
+
+TAKES_EFFECT: dict[str, str] = {
+    "run": "name output_dir seed steps resume log_samples log_samples_mb",
+    "model": "dtype head_dtype max_length trust_remote_code tool_parser reasoning_parser",
+    "env": "path options folders",
+    "rollout": "max_concurrent max_new_tokens max_turns swap on_expire fifo_window share_drift extra_groups "
+    "drop_equal_rewards accuracy_bounds queue_scheduling replicate_prompts session_s max_branches max_episode_tokens "
+    "env_async temperature seeded retries breaker quarantine",
+    "engine": "count tensor_parallel share_gpus memory_fraction kv_cache_gib max_sequences enforce_eager "
+    "stream_interval max_restarts",
+    "train": "async_ratio allow_uncorrected learning_rate warmup_steps decay final_learning_rate betas eps "
+    "weight_decay max_grad_norm on_nonfinite minibatches updates_per_batch max_tokens_per_microbatch "
+    "activation_checkpointing",
+    "algorithm": "objective options advantage gamma aggregation branches constant_length corrections staleness lag kl "
+    "entropy_bonus shaping rhythm",
+    "critic": "count target learning_rate warmup_steps clip lam max_grad_norm",
+    "weights": "backend canary_tolerance canary_tokens",
+    "eval": "every problems samples temperature",
+    "checkpoint": "every keep batches journal export",
+    "observe": "sink",
+    "track": "to project",
+    "alarms": "window stale masked failures mismatch ess clipping entropy equal_rewards age lag trainer_waits "
+    "engines_idle nonfinite checkpoint stop command",
+    "cluster": "nodes gpus_per_node trainer_ranks trainer_nodes hub_host hub_port max_restarts node_cpus trainer_cpus",
+    "deadlines": "connect rendezvous request hub engine_start engine_step generate env_reset env_step episode swap "
+    "batch step collective sink close shutdown",
+}
+"""By table, the names of its keys. Some of them cannot be anything: `LIMITS` says which."""
+
+LIMITS: dict[str, str] = {
+    "run.steps": "at least the steps that are made",
+    "algorithm.rhythm": 'the same `layers`, `local_heads` and `global_heads` where `heads = "first"`, since ' + CHOSEN,
+    "algorithm.objective, algorithm.options, algorithm.advantage, critic.count": "as many critics as before, and a "
+    'moving average (`proximal = "ewma"`) where there was one: the checkpoint holds them',
+}
+"""Of keys that take effect, what is refused all the same."""
+
+CHOOSES = ("layers", "local_heads", "global_heads")
+"""Options of rhythm that choose heads."""
+
+Settings = Mapping[str, Any]
+
+
+def refused(had: Settings, now: Settings, where: Path) -> Iterator[Problem]:
+    """The keys that the run at `where` had otherwise and cannot go on with, and why.
+
+    Both settings are as `dump` writes them, read again.
+    """
+    for key, before, after in _changed(REFUSED, had, now):
+        yield Problem(key, _refusal(REFUSED[_entry(REFUSED, key)], before, after, where))
+    rhythms = [_value(settings, "algorithm.rhythm") for settings in (had, now)]
+    if all(isinstance(rhythm, dict) and rhythm.get("heads") == "first" for rhythm in rhythms):
+        before, after = rhythms
+        for name in CHOOSES:
+            if before.get(name) != after.get(name):
+                yield Problem(f"algorithm.rhythm.{name}", _refusal(CHOSEN, before.get(name), after.get(name), where))
+
+
+def told(had: Settings, now: Settings) -> list[Problem]:
+    """The keys whose change leaves something as it was, and what."""
+    return [Problem(key, TOLD[_entry(TOLD, key)]) for key, *_ in _changed(TOLD, had, now)]
+
+
+def markdown() -> Iterator[str]:
+    """The tables, for the reference."""
+    yield "## What `--resume` may change\n"
+    yield (
+        "A key that is changed for `flash train … --resume` takes effect in all that is still to be done; schedules "
+        "count from the first step of the run. The run goes back to its checkpoint where what was recorded since then "
+        "was made otherwise. Of these the change is refused before any work, or does less, which a line then says:\n"
+    )
+    for table, how in ((REFUSED, "refused, since "), (LIMITS, "expected "), (TOLD, "")):
+        for keys, why in table.items():
+            yield f"- {', '.join(f'`{key}`' for key in keys.split(', '))}: {how}{why}"
+    yield ""
+
+
+def _changed(table: Mapping[str, str], had: Settings, now: Settings) -> Iterator[tuple[str, Any, Any]]:
+    """Those keys of a table that both have, with other values."""
+    for key in key_paths():
+        before, after = _value(had, key), _value(now, key)
+        if before is not None and after is not None and before != after and _entry(table, key) in table:
+            yield key, before, after
+
+
+def _entry(table: Mapping[str, str], key: str) -> str:
+    """Under what a key stands in a table, if it does."""
+    return key if key in table else key.partition(".")[0] + ".*"
+
+
+def _value(settings: Settings, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return settings.get(section, {}).get(name)
+
+
+def _refusal(why: str, before: Any, after: Any, where: Path) -> str:
+    return (
+        f"the run in {where} was made with {show(before)}, and {why}; got {show(after)}. Go on with {show(before)}, or "
+        "start a new run under another run.name"
+    )

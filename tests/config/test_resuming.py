@@ -1,0 +1,67 @@
+"""Each key's change on `--resume` takes effect, is refused or is told: the tables say which, and leave none out."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash.config.load import key_paths
+from flash.config.resuming import LIMITS, REFUSED, TAKES_EFFECT, TOLD, refused, told
+from flash.observe.alarms import ALARMS
+
+WHERE = Path("outputs/run")
+FLASH = Path(__file__).parents[2] / "flash"
+
+
+def expanded(entry: str) -> Iterator[str]:
+    return (key for key in key_paths() if key == entry or entry == key.partition(".")[0] + ".*")
+
+
+def taking_effect() -> list[str]:
+    return [f"{table}.{name}" for table, names in TAKES_EFFECT.items() for name in names.split()]
+
+
+def settings(key: str, value: Any) -> dict[str, Any]:
+    table, name = key.split(".")
+    return {table: {name: value}}
+
+
+def test_every_key_stands_in_one_table() -> None:
+    entries = [*(key for entry in (*REFUSED, *TOLD) for key in expanded(entry)), *taking_effect()]
+    assert sorted(entries) == sorted(key_paths())
+    assert {key for keys in LIMITS for key in keys.split(", ")} <= set(taking_effect())
+
+
+@pytest.mark.parametrize("key", list(key_paths()))
+def test_a_changed_key_is_refused_or_told_as_its_table_says(key: str) -> None:
+    had, now = settings(key, 1), settings(key, 2)
+    refusals, notes = list(refused(had, now, WHERE)), told(had, now)
+    assert [problem.key for problem in (*refusals, *notes)] == ([] if key in taking_effect() else [key])
+    for problem in refusals:
+        assert re.match(r"the run in outputs/run was made with 1, and .*; got 2\. Go on with 1, or", problem.message)
+    assert not list(refused(had, had, WHERE))
+    assert not told(had, had)
+
+
+def test_no_key_that_takes_effect_is_read_by_nobody() -> None:
+    """Alarms are read by their names."""
+    nodes = (node for file in FLASH.rglob("*.py") for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)} | {alarm.name for alarm in ALARMS}
+    assert {key for key in taking_effect() if key.partition(".")[2] not in read} == set()
+
+
+@pytest.mark.parametrize(("name", "value"), [("layers", 3), ("local_heads", 0.2), ("global_heads", 0.2)])
+def test_heads_that_were_chosen_in_the_first_batch_stay(name: str, value: float) -> None:
+    rhythm = {"heads": "first", "layers": 5, "local_heads": 0.3, "global_heads": 0.3, "gain": 1.5}
+    had, now = ({"algorithm": {"rhythm": {**rhythm, **more}}} for more in ({}, {name: value}))
+    (problem,) = refused(had, now, WHERE)
+    assert problem.key == f"algorithm.rhythm.{name}"
+    for other in ({"algorithm": {"rhythm": {**rhythm, "gain": 2.0}}}, {"algorithm": {"rhythm": "none"}}):
+        assert not list(refused(had, other, WHERE))
+    had["algorithm"]["rhythm"]["heads"] = now["algorithm"]["rhythm"]["heads"] = "batch"
+    assert not list(refused(had, now, WHERE))
