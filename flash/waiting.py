@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
 
 from flash.errors import DeadlineError, FlashError, TransportError
+
+T = TypeVar("T")
 
 Words = str | Callable[[], str]
 """Part of an error's message; a function where it can only be told once the error is there."""
@@ -29,6 +34,16 @@ def deadline(seconds: float, waited_for: Words, look_at: Words) -> Generator[any
 
 def _text(words: Words) -> str:
     return words if isinstance(words, str) else words()
+
+
+def run_apart(function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+    """`anyio.run`, also from a thread whose own loop runs, as that of a notebook does: that one waits meanwhile."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return anyio.run(function, *args)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(anyio.run, function, *args).result()
 
 
 @asynccontextmanager

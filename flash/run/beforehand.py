@@ -12,11 +12,9 @@ import socket
 import tempfile
 import tomllib
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio
 from safetensors import SafetensorError, safe_open
 
 from flash.config.check import is_hub_id
@@ -39,6 +37,7 @@ from flash.run.rendezvous import advertised_host
 from flash.trainer.stored import newest_complete
 from flash.trainer.tiny_model import refuse_foreign
 from flash.transport.server import try_listening
+from flash.waiting import run_apart
 
 WEIGHTS = ("*.safetensors", "*.bin")
 """Files of a model folder that hold its weights."""
@@ -152,7 +151,7 @@ def _hub(config: Config) -> Iterator[Problem]:
     host, port, alone = config.cluster.hub_host, config.cluster.hub_port, config.cluster.nodes == 1
     try:
         if host is not None and alone:
-            anyio.run(partial(try_listening, host, 0))
+            run_apart(try_listening, host, 0)
         elif host is not None:
             socket.getaddrinfo(host, None)
     except ConfigError as error:
@@ -163,7 +162,7 @@ def _hub(config: Config) -> Iterator[Problem]:
     # What is left of this very run may still hold the port: the launch waits for it, or says who runs it.
     if alone and port and not in_use(config.run_dir):
         try:
-            anyio.run(partial(try_listening, host or advertised_host(config), port))
+            run_apart(try_listening, host or advertised_host(config), port)
         except ConfigError as error:
             yield Problem("cluster.hub_port", str(error))
 

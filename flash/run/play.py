@@ -22,7 +22,7 @@ from flash.rollout.phases import FreePhases
 from flash.rollout.settings import episode_settings
 from flash.rollout.tokenizer import Tokenizer
 from flash.types import Completion, Failure, Lease, Observation, Outcome, Task, Tool, Trajectory, VersionRun
-from flash.waiting import deadline
+from flash.waiting import deadline, run_apart
 
 END = 0
 """The token that ends an answer; all others are characters."""
@@ -53,7 +53,8 @@ class Played(msgspec.Struct, frozen=True):
 def play(config: Config, answers: Sequence[str], seed: int = 0) -> Played:
     """Play one episode of the environment, without a model: what it shows is answered with these texts.
 
-    It is checked as in a run: what `reset` and `step` return, deadlines, that the same methods are asynchronous.
+    It is checked as in a run: what `reset` and `step` return, deadlines, that the same methods are asynchronous. Where
+    a loop runs already, as in a notebook, it waits while a thread plays.
 
     Args:
         config: from `flash.load`; `env.path`, `env.options`, `rollout.max_turns` and `deadlines` are used.
@@ -64,7 +65,7 @@ def play(config: Config, answers: Sequence[str], seed: int = 0) -> Played:
         EnvError: the environment raised, returned what it may not, or goes on after the last answer.
         ConfigError: there is no such environment, or it does not take its options.
     """
-    return anyio.run(_played, config, answers, seed)
+    return run_apart(_played, config, answers, seed)
 
 
 async def _played(config: Config, answers: Sequence[str], seed: int) -> Played:

@@ -88,3 +88,10 @@ def test_an_episode_that_goes_on_after_the_last_answer_is_an_error() -> None:
 def test_what_an_environment_may_not_do_is_told(answer: str, told: str) -> None:
     with pytest.raises(flash.EnvError, match=told):
         flash.play(make_config(Blocking), [answer])
+
+
+@pytest.mark.anyio
+async def test_an_episode_is_played_where_a_loop_runs_already() -> None:
+    assert flash.play(make_config(Guess), ["2"]).rewards == [1.0]
+    with pytest.raises(flash.EnvError, match="goes on after 1 answer"):
+        flash.play(make_config(Guess), ["0"])
