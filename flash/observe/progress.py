@@ -34,11 +34,8 @@ def facts(directory: RunDirectory) -> dict[str, str]:
 
 
 def has_ended(directory: RunDirectory) -> bool:
-    """A resumed run still has the summary of its earlier life: it is older than the last step then."""
-    try:
-        return directory.summary.stat().st_mtime >= directory.metrics.stat().st_mtime
-    except FileNotFoundError:
-        return False
+    """Whether it has left its summary: one that is resumed puts that of its earlier life aside."""
+    return directory.summary.is_file()
 
 
 def _at(tree: dict[str, Any], place: tuple[str, ...]) -> Any:

@@ -235,7 +235,7 @@ class RunDirectory:
         """Move what the coming life will do again to `earlier/`, and drop torn lines.
 
         A step and its samples belong to the past if it was trained before version `resume_at`, an evaluation if it
-        saw no newer weights than that. Spans are facts about time and stay.
+        saw no newer weights than that. Spans are facts about time and stay. The summary is that of the earlier life.
         """
         used = [int(entry.name) for entry in self.earlier.glob("[0-9]*")]
         aside = self.earlier / f"{max(used, default=0) + 1:03d}"
@@ -249,6 +249,9 @@ class RunDirectory:
                 if step is not None and step >= resume_at:
                     (aside / folder.name).mkdir(parents=True, exist_ok=True)
                     file.replace(aside / folder.name / file.name)
+        if self.summary.exists():
+            aside.mkdir(parents=True, exist_ok=True)
+            self.summary.replace(aside / self.summary.name)
 
 
 def _set_aside(path: Path) -> None:

@@ -69,7 +69,11 @@ def test_a_run_that_is_silent_or_over_says_so(directory: RunDirectory) -> None:
     assert "no step for" not in shown(watched, STARTED + 60.0)
     assert "no step for 1:34\n" in shown(watched, STARTED + 100.0)
     directory.summary.write_text("{}")
+    os.utime(directory.summary, (1.0, 1.0))  # a copy's files are of any age
     assert shown(watched, STARTED + 100.0).splitlines()[0].endswith("  ended")
+    RunDirectory.open(directory.path, "", resume_at=3)
+    assert "  no step for 1:34" in shown(watched, STARTED + 100.0).splitlines()[0]
+    assert (directory.earlier / "001" / "summary.json").read_text() == "{}"
 
 
 def test_a_run_that_is_removed_while_it_is_watched_is_gone(directory: RunDirectory) -> None:
