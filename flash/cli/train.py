@@ -40,12 +40,21 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(dump(config))
         return 0
     from flash.run.agents import INTERRUPTED
-    from flash.run.launcher import resume_command
 
     code = start(config, paths, overrides)
     if code == INTERRUPTED:
-        sys.stderr.write(f"flash: interrupted; go on with: {resume_command(arguments.typed)}\n")
+        sys.stderr.write(f"flash: interrupted; {what_is_left(config, arguments.typed)}\n")
     return code
+
+
+def what_is_left(config: Config, typed: Sequence[str]) -> str:
+    """How an interrupted run goes on, unless all is done."""
+    from flash.run.launcher import resume_command
+    from flash.run.past import is_done
+
+    if is_done(config):
+        return f"nothing is left to do of the run in {config.run_dir}"
+    return f"go on with: {resume_command(typed)}"
 
 
 def start(config: Config, paths: Sequence[Path], overrides: Sequence[str]) -> int:

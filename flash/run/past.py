@@ -14,6 +14,8 @@ from flash.config.tree import Config
 from flash.errors import RecordingError
 from flash.hub.past import Start
 from flash.hub.trainers import why_not
+from flash.observe.cluster_file import read_cluster
+from flash.observe.progress import has_ended
 from flash.observe.recorder import Recorder
 from flash.observe.recording import read_batch
 from flash.observe.rundir import RunDirectory
@@ -101,6 +103,14 @@ def booked_version(config: Config) -> int:
     return max(
         (int(row["step"]) + 1 for row in RunDirectory(config.run_dir).read_metrics() if "step" in row), default=0
     )
+
+
+def is_done(config: Config) -> bool:
+    """Whether nothing of the run is left to do: its steps, its last evaluation and its summary are there."""
+    directory = RunDirectory(config.run_dir)
+    cluster = read_cluster(directory)
+    finished = cluster is not None and cluster.ended == "finished" and has_ended(directory)
+    return finished and booked_version(config) >= config.run.steps
 
 
 def _changed(directory: RunDirectory, config: Config) -> str:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+
+import msgspec
+
+from flash.cli.train import what_is_left
+from flash.config.tree import Config
+from flash.observe.rundir import RunDirectory
+from tests.observe.clusters import cluster
 
 CONFIG = """
 run = { name = "a-run", output_dir = "FOLDER" }
@@ -29,3 +37,23 @@ def test_a_sigterm_while_the_model_is_made_leaves_it_as_it_is_by_then_and_nothin
     assert process.returncode == 130
     assert "tiny model: interrupted after " in output
     assert {path.name for path in (tmp_path / "models").iterdir()} == {"tiny", ".tiny.lock"}
+
+
+def test_an_interrupted_run_is_to_go_on_unless_all_is_done(tmp_path: Path) -> None:
+    tree = tomllib.loads(CONFIG.replace("FOLDER", str(tmp_path))) | {"train": {"batch_size": 8}}
+    tree["run"]["steps"] = 2
+    config = msgspec.convert(tree, Config)
+    command = ["flash", "train", "run.toml"]
+    go_on = "go on with: flash train run.toml --resume"
+    directory = RunDirectory.open(config.run_dir, "")
+    directory.append_metrics({"step": 0})
+    directory.append_metrics({"step": 1})
+    directory.summary.write_text("{}")
+    told: list[str] = []
+    for ended in ("interrupted", "finished"):
+        picture = cluster(1.0, None, ended=ended)
+        directory.cluster.write_bytes(msgspec.json.encode(picture))
+        told.append(what_is_left(config, command))
+    assert told == [go_on, f"nothing is left to do of the run in {config.run_dir}"]
+    longer = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, steps=3))
+    assert what_is_left(longer, command) == go_on
