@@ -6,6 +6,7 @@ It parses and validates first: torch and vllm are imported only when something s
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import signal
@@ -39,6 +40,7 @@ from flash.cli import (
 )
 from flash.cli.hints import unknown_arguments, unknown_command
 from flash.cli.typed import typed
+from flash.config.decode import show
 from flash.errors import FlashError
 
 DESCRIPTION = "Asynchronous reinforcement-learning post-training for language models."
@@ -129,3 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # As of `flash … | head`. What is left of the output would fail once more at the interpreter's end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        sys.stderr.write(f"flash: error: {show(str(error.filename))} cannot be used: {error.strerror}\n")
+        return 2

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from flash.config.decode import Problem, show, suggest
 from flash.config.packaged import PACKAGED, gguf_folder, is_gguf
@@ -23,7 +23,7 @@ def fetch_rule(config: Config) -> Iterator[Problem]:
         message = f"expected the folder that model.fetch is made into, or no model.fetch (`none`), got the file {path}"
         yield Problem("model.path", message)
     if is_gguf(fetch):
-        if not Path(fetch).is_file() and not (Path(path) / "config.json").is_file():
+        if not os.path.isfile(fetch) and not os.path.isfile(os.path.join(path, "config.json")):
             yield Problem(key, f"there is no file {fetch}: expected a GGUF file")
     elif fetch not in PACKAGED:
         known = " or ".join(map(show, PACKAGED))

@@ -28,6 +28,7 @@ from flash.config.decode import (
     mismatch,
     nearest,
     refuse,
+    show,
     suggest,
     tables_in,
     tag_field,
@@ -41,6 +42,8 @@ from flash.errors import ConfigError
 
 AnySection = TypeVar("AnySection", bound=Section)
 
+DEEPEST = 64
+"""Tables and lists inside of one another in a source: options of environments are the only ones of any depth."""
 OVERRIDE = "override"
 """What the source of an override is called."""
 
@@ -91,10 +94,24 @@ def _merged(files: Sequence[Path], overrides: Sequence[str]) -> tuple[dict[str, 
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for file in files:
-        _merge(merged, _read(file), str(file), origins)
+        read = _read(file)
+        _check_depth(read, str(file))
+        _merge(merged, read, str(file), origins)
     for override in overrides:
-        _merge(merged, _parse_override(override), OVERRIDE, origins)
+        parsed = _parse_override(override)
+        _check_depth(parsed, f"override {show(override)}")
+        _merge(merged, parsed, OVERRIDE, origins)
     return merged, origins
+
+
+def _check_depth(table: dict[str, Any], source: str) -> None:
+    """Raises ConfigError: there are tables or lists inside of one another that nobody could walk."""
+    level: list[Any] = [table]
+    for _ in range(DEEPEST):
+        inner = (value for one in level for value in (one.values() if isinstance(one, dict) else one))
+        level = [value for value in inner if isinstance(value, (dict, list))]
+    if level:
+        raise ConfigError(f"{source}: expected tables and lists at most {DEEPEST} deep in one another")
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -314,7 +331,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
     overrides = [argument for argument in arguments if "=" in argument]
     paths = [Path(argument) for argument in arguments if "=" not in argument]
     for place, word in enumerate(arguments):
-        if "=" not in word and not Path(word).exists() and (setting := as_setting(word, arguments[place + 1 :])):
+        if "=" not in word and not os.path.exists(word) and (setting := as_setting(word, arguments[place + 1 :])):
             raise ConfigError(f"there is no configuration file {word}; a setting is given as {setting}")
     if not paths:
         raise ConfigError("no config file was given; the smallest one is examples/tiny.toml")

@@ -122,7 +122,7 @@ def _nearest_module(name: str) -> str:
 def own_folders() -> list[str]:
     """Where modules come from that are the user's: not from Python or its packages, whose names nobody means."""
     installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
-    own = [folder for folder in sys.path if Path(folder).is_dir() and not _lies_in(Path(folder).resolve(), installed)]
+    own = [folder for folder in sys.path if os.path.isdir(folder) and not _lies_in(Path(folder).resolve(), installed)]
     return list(dict.fromkeys(os.path.abspath(folder) for folder in own))
 
 

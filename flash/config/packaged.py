@@ -5,6 +5,7 @@ Where `model.path` is a GGUF file, the folder that it becomes takes its place as
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -75,7 +76,7 @@ PACKAGED = {
 
 def is_gguf(path: str) -> bool:
     """Whether a path is meant as that of a GGUF file, which need not be there."""
-    return path.endswith(GGUF) and not Path(path).is_dir()
+    return path.endswith(GGUF) and not os.path.isdir(path)
 
 
 def gguf_folder(file: str) -> str:

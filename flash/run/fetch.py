@@ -9,6 +9,7 @@ written to.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import sys
 import zipfile
@@ -146,7 +147,7 @@ def check_source(source: Source, folder: Path) -> int | None:
     else:
         from flash.trainer.from_gguf import examine
 
-        if not source.is_file():
+        if not os.path.isfile(source):
             raise ConfigError(f"there is no file {source}: expected a GGUF file")
         positions, needs = examine(source)
         kept = needs

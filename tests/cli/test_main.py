@@ -139,3 +139,9 @@ def test_a_command_that_there_is_not_is_told_by_its_nearest(capsys: pytest.Captu
         with pytest.raises(SystemExit, match="2"):
             main([name, "run.toml"])
         assert f"there is no command {name}; {told}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "watch", "rollout", "init"])
+def test_a_name_that_is_too_long_for_a_file_is_told(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "x" * 5_000]) == 2
+    assert "File name too long" in capsys.readouterr().err

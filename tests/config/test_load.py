@@ -11,6 +11,7 @@ from flash.config.load import dump, key_paths, load, split_arguments
 from flash.config.tree import Config
 from flash.errors import ConfigError
 
+LONG = "x" * 5_000
 MODULE = """
 from algorithms.base import Objective
 
@@ -503,3 +504,28 @@ def test_law_6_staleness_without_a_correction_is_refused_unless_the_config_insis
     assert "allow_uncorrected" in complaint(objective, "train.async_ratio=1")
     assert resolve(objective, "train.async_ratio=0").train.async_ratio == 0
     assert resolve(objective, "train.async_ratio=1", "train.allow_uncorrected=true").train.async_ratio == 1
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "env.options.x=" + "[" * 100 + "]" * 100,
+        "env.options.x=" + "{a=" * 100 + "1" + "}" * 100,
+        f"env.options.{'a.' * 5_000}b=1",
+    ],
+)
+def test_what_is_nested_too_deep_to_be_walked_is_refused(project, override):
+    file = project / "deep.toml"
+    file.write_text(override)
+    for paths, overrides, source in ([file], [], str(file)), ([], [override], "override"):
+        with pytest.raises(ConfigError, match=f"^{source}.*: expected tables and lists at most 64 deep in one another"):
+            load(paths, overrides)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [f"model.path={LONG}.gguf", f"model.fetch={LONG}.gguf", f"env.path={LONG}:A", f"algorithm.objective={LONG}:A"],
+)
+def test_a_path_that_is_too_long_for_a_file_is_refused_with_its_key(project, setting):
+    said = complaint(f'env.folders=["{project}/{LONG}"]', "model.path=./none", setting)
+    assert f"`{setting.partition('=')[0]}`" in said
