@@ -38,6 +38,8 @@ class TreeLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of all files."""
     entries: int = 20_000
     """Files, folders and links, also folders that only the names of others tell of."""
+    depth: int = 200
+    """Folders in one another: Python's own functions that copy or remove a tree call themselves for each."""
 
 
 def pack(source: Path, sink: IO[bytes], limits: TreeLimits) -> None:
@@ -75,6 +77,7 @@ class _Packing:
         try:
             # Where a folder was replaced by a link since it was listed, this goes past it.
             for path, folders, files, folder in os.fwalk(".", dir_fd=top, onerror=complain):
+                check_depth(path.count("/"), "upload", self._limits)
                 for name in sorted(folders + files):
                     self.entry(os.path.normpath(os.path.join(path, name)), name, folder)
         finally:
@@ -228,7 +231,9 @@ class _Unpacking:
     def _one(self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
         if not member.isdir():
             self._count()
-        self._folder(path if member.isdir() else path.parent)
+        folder = path if member.isdir() else path.parent
+        check_depth(len(folder.parts) - len(self._root.parts), self._what, self._limits)
+        self._folder(folder)
         if member.issym():
             if os.path.isabs(member.linkname) or "\0" in member.linkname:
                 raise SandboxLimitError(f"the link {member.name} leads out of the {self._what}: {member.linkname}")
@@ -278,6 +283,12 @@ class _Unpacking:
         if left:
             raise SandboxLimitError(f"the {self._what} is a damaged archive: {member.name} is cut off")
         path.chmod(stat.S_IMODE(member.mode) & 0o755 | 0o600)
+
+
+def check_depth(depth: int, what: str, limits: TreeLimits) -> None:
+    """Raises SandboxLimitError where a tree is too deep."""
+    if depth > limits.depth:
+        raise SandboxLimitError(f"the {what} has more than {limits.depth} folders in one another; make it flatter")
 
 
 def remove(path: Path) -> None:

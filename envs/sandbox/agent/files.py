@@ -16,8 +16,8 @@ READ_LIMIT = 1 << 20
 """Bytes that one read gives."""
 LIST_LIMIT = 100000
 """Entries that one listing gives."""
-BLOCK = 512
-"""Of a tar archive."""
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+"""How a folder is opened whose content is removed: a link that stands where it was must not be followed."""
 
 
 def refuse(path: str, error: OSError) -> Refusal:
@@ -148,12 +148,54 @@ def list_folder(path: str, send: object) -> None:
 
 def remove(path: str) -> None:
     """Remove a file or a tree, for a worker. Links are removed, not followed."""
-    import shutil
-
     if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
+        remove_tree(path)
     elif os.path.lexists(path):
         os.unlink(path)
+
+
+def remove_tree(path: str) -> None:
+    """Remove a folder, however deep: `shutil.rmtree` calls itself for each level, and has them all open."""
+    here = os.open(path, FOLDER)
+    ahead = []
+    """The folders in each level that are still to be removed; we are in the last of each but the last level."""
+    try:
+        ahead.append(remove_files(here))
+        while True:
+            if ahead[-1]:
+                here = go(here, ahead[-1][-1])
+                ahead.append(remove_files(here))
+                continue
+            ahead.pop()
+            if not ahead:
+                break
+            here = go(here, "..")
+            os.rmdir(ahead[-1][-1], dir_fd=here)
+            ahead[-1].pop()
+    except OSError as error:
+        place = os.path.join(path, *[names[-1] for names in ahead if names])
+        raise OSError(error.errno, os.strerror(error.errno or 0), place)
+    finally:
+        os.close(here)
+    os.rmdir(path)
+
+
+def go(here: int, name: str) -> int:
+    """From an open folder to one beside or above it."""
+    there = os.open(name, FOLDER, dir_fd=here)
+    os.close(here)
+    return there
+
+
+def remove_files(here: int) -> "list[str]":
+    """Remove all but the folders of an open folder, and give those."""
+    folders = []
+    for name in os.listdir(here):
+        if stat.S_ISDIR(os.lstat(name, dir_fd=here).st_mode):
+            folders.append(name)
+        else:
+            os.unlink(name, dir_fd=here)
+    return folders
 
 
 def send_tree(path: str) -> None:
@@ -169,11 +211,18 @@ def send_tree(path: str) -> None:
                 info.size = os.stat(os.path.join(path, info.name)).st_size
             return info
 
-        if os.path.isdir(path):
-            for name in sorted(os.listdir(path)):
-                archive.add(os.path.join(path, name), arcname=name, filter=apart)
-        else:
+        if not os.path.isdir(path):
             archive.add(path, arcname=".")
+            return
+        folders = [""]
+        while folders:
+            folder = folders.pop()
+            for name in sorted(os.listdir(os.path.join(path, folder))):
+                inside = os.path.join(folder, name)
+                full = os.path.join(path, inside)
+                archive.add(full, arcname=inside, recursive=False, filter=apart)
+                if os.path.isdir(full) and not os.path.islink(full):
+                    folders.append(inside)
 
 
 def receive_tree(path: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tarfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -22,16 +23,24 @@ async def pieces_of(path: Path) -> AsyncIterator[bytes]:
             yield piece
 
 
-async def in_tar(name: str, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """A tar archive with one file. Its size stands before it, so it is gathered on disk first."""
+@asynccontextmanager
+async def in_tar(name: str, pieces: AsyncIterator[bytes]) -> AsyncGenerator[AsyncIterator[bytes]]:
+    """A tar archive with one file. Its size stands before it, so it is gathered on disk first.
+
+    When the block begins all of it is there: what fails on the way is not taken for a failure of the engine.
+    """
     async with anyio.SpooledTemporaryFile[bytes](max_size=1 << 20) as spool:
         size = 0
         async for piece in pieces:
             size += await spool.write(piece)
         await spool.seek(0)
-        header = tarfile.TarInfo(name)
-        header.size, header.mode = size, 0o444
-        yield header.tobuf()
-        while piece := await spool.read(1 << 18):
-            yield piece
-        yield b"\0" * (-size % 512 + 1024)
+
+        async def archive() -> AsyncIterator[bytes]:
+            header = tarfile.TarInfo(name)
+            header.size, header.mode = size, 0o444
+            yield header.tobuf()
+            while piece := await spool.read(1 << 18):
+                yield piece
+            yield b"\0" * (-size % 512 + 1024)
+
+        yield archive()

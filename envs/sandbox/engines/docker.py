@@ -285,21 +285,24 @@ class DockerBackend:
         config = {"Image": image, "Cmd": ["/bin/sh"], "Labels": dict(labels), "HostConfig": {"NetworkMode": "none"}}
         # Named, so that it is found also when its creation was not answered.
         holder = f"flash-snapshot-{name.rpartition(':')[2]}"
-        try:
-            await self._api.json("containers/create", SandboxError, method="POST", params={"name": holder}, data=config)
-            await self._api.json(
-                f"containers/{holder}/archive",
-                SandboxError,
-                method="PUT",
-                params={"path": "/"},
-                data=in_tar(SNAPSHOT_FILE.lstrip("/"), files),
-                headers={"Content-Type": "application/x-tar"},
-                timeout=self._deadlines.image,
-            )
-            return await self._commit(holder, name, labels)
-        finally:
-            with anyio.move_on_after(self._deadlines.request, shield=True):
-                await self._delete_at_last(holder)
+        async with in_tar(SNAPSHOT_FILE.lstrip("/"), files) as archive:
+            try:
+                await self._api.json(
+                    "containers/create", SandboxError, method="POST", params={"name": holder}, data=config
+                )
+                await self._api.json(
+                    f"containers/{holder}/archive",
+                    SandboxError,
+                    method="PUT",
+                    params={"path": "/"},
+                    data=archive,
+                    headers={"Content-Type": "application/x-tar"},
+                    timeout=self._deadlines.image,
+                )
+                return await self._commit(holder, name, labels)
+            finally:
+                with anyio.move_on_after(self._deadlines.request, shield=True):
+                    await self._delete_at_last(holder)
 
     async def _delete_at_last(self, name: str) -> None:
         """Remove a container, though the engine may fail meanwhile."""

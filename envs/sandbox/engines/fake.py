@@ -25,6 +25,7 @@ import anyio
 import msgspec
 from anyio.abc import Process
 
+from envs.sandbox.agent.files import remove_tree
 from envs.sandbox.api import Spec
 from envs.sandbox.engines import bundle
 from envs.sandbox.engines.backend import ContainerInfo, ContainerStats, EngineInfo, Surroundings
@@ -208,7 +209,8 @@ class FakeBackend:
         if container.process is not None:
             with anyio.move_on_after(_WAIT_SECONDS):
                 await container.process.aclose()
-        shutil.rmtree(container.folder, ignore_errors=True)
+        with suppress(OSError):
+            remove_tree(str(container.folder))
 
     async def commit(
         self, container_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None

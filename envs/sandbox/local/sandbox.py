@@ -181,12 +181,14 @@ class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
             self._connected = anyio.Event()
         if self._state == "ready":
             await self._connected.wait()
-        if self._state == "closed":
-            raise SandboxClosedError(self._reason)
         if self._state != "ready":
-            raise SandboxLostError(self._reason)
+            raise self._over()
         self._uses += 1
         return self._channel
+
+    def _over(self) -> SandboxError:
+        """What a call is told that came too late."""
+        return SandboxClosedError(self._reason) if self._state == "closed" else SandboxLostError(self._reason)
 
     async def snapshot(self) -> Snapshot:
         (await self.channel()).check()
@@ -196,10 +198,12 @@ class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
         labels = {**self._labels, SNAPSHOT_LABEL: self._name, INSTANCE_LABEL: INSTANCE}
         try:
             size = await self._backend.commit(self._container_id, name=name, labels=labels, files=files)
-        except BaseException:
+        except BaseException as error:
             # The engine may have made it all the same, or still be at it.
             self._unwanted.append(name)
             await self._forget_unwanted()
+            if isinstance(error, SandboxError) and self._ending.is_set():
+                raise self._over() from error
             raise
         return Snapshot(tag, msgspec.structs.replace(self._spec, image=name), size)
 
@@ -218,7 +222,7 @@ class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
         group = Forks(self._backend, forks, self._settings.removal)
         if self._ending.is_set():
             await group.forget()
-            raise SandboxLostError(self._reason) if self._state == "lost" else SandboxClosedError(self._reason)
+            raise self._over()
         self._forks.start_soon(group.keep)
         await group.started()
         return forks

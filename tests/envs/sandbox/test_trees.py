@@ -156,3 +156,16 @@ def test_what_is_too_large_is_not_uploaded(tmp_path):
     (tmp_path / "big").write_bytes(b"\0" * (2 << 20))
     with pytest.raises(SandboxLimitError, match="over"):
         pack(tmp_path, io.BytesIO(), LIMITS)
+
+
+def test_what_is_too_deep_is_neither_uploaded_nor_taken_out(tmp_path):
+    limits = TreeLimits(depth=3)
+    (tmp_path / "source" / "a" / "b" / "c").mkdir(parents=True)
+    pack(tmp_path / "source", io.BytesIO(), limits)
+    unpack(archive(("a/b/c", FOLDER, "")), tmp_path / "target", limits)
+    (tmp_path / "source" / "a" / "b" / "c" / "d").mkdir()
+    with pytest.raises(SandboxLimitError, match="the upload has more than 3 folders in one another"):
+        pack(tmp_path / "source", io.BytesIO(), limits)
+    with pytest.raises(SandboxLimitError, match="the download has more than 3 folders in one another"):
+        unpack(archive(("a/b/c/d/file", FILE, "")), tmp_path / "other", limits)
+    assert not (tmp_path / "other").exists()

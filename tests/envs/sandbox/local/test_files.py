@@ -5,12 +5,17 @@ from __future__ import annotations
 import anyio
 import pytest
 
+from envs.sandbox.api import Spec
+from envs.sandbox.engines.fake import FakeBackend
+from envs.sandbox.local.sandbox import LocalSandbox
 from envs.sandbox.trees import TreeLimits
-from flash.errors import SandboxError, SandboxFileError, SandboxLimitError
+from flash.errors import SandboxClosedError, SandboxError, SandboxFileError, SandboxLimitError
+from tests.envs.sandbox.conftest import IMAGE
 
 pytestmark = pytest.mark.anyio
 
 LIMIT = 20.0
+DEEP = "d=t/$(printf 'd/%.0s' $(seq 1100)); mkdir -p $d; echo bottom > $d/file"
 
 
 async def test_ranges_of_files(bench):
@@ -143,3 +148,67 @@ async def test_a_sandbox_cannot_write_to_the_host_through_a_download(bench, tmp_
                 await sandbox.download("t", tmp_path / "t")
             assert list(tmp_path.iterdir()) == []
         assert (await sandbox.run("echo on", timeout=LIMIT)).stdout == b"on\n"
+
+
+async def test_a_tree_however_deep_is_removed_and_not_taken_out(bench, tmp_path):
+    async with bench.sandbox() as sandbox:
+        assert (await sandbox.run(f"{DEEP}; ln -s / $d/link", timeout=LIMIT)).ok
+        with pytest.raises(SandboxLimitError, match="more than 200 folders in one another"):
+            await sandbox.download("t", tmp_path / "t")
+        assert list(tmp_path.iterdir()) == []
+        await sandbox.remove("t")
+        assert await sandbox.list() == []
+
+
+@pytest.mark.integration
+async def test_what_cannot_be_removed_is_named(containers):
+    engine, labels = containers
+    async with LocalSandbox(engine, Spec(image=IMAGE), labels=labels) as sandbox:
+        await sandbox.run("mkdir -p t/a/closed/in; chmod 0 t/a/closed", timeout=LIMIT)
+        with pytest.raises(SandboxFileError, match="Permission denied: '/work/t/a/closed'"):
+            await sandbox.remove("t")
+
+
+@pytest.mark.integration
+async def test_a_snapshot_holds_a_tree_however_deep_and_names_what_it_cannot_hold(containers):
+    engine, labels = containers
+    async with LocalSandbox(engine, Spec(image=IMAGE), labels=labels) as sandbox:
+        await sandbox.run(DEEP, timeout=LIMIT)
+        (fork,) = await sandbox.fork(1)
+        found = await fork.run("find . -name file | tr -cd / | wc -c; find . -name file -exec cat {} +", timeout=LIMIT)
+        assert found.stdout.split() == [b"1102", b"bottom"]
+        await sandbox.run("mkdir closed; chmod 0 closed", timeout=LIMIT)
+        for keep in (sandbox.snapshot, lambda: sandbox.fork(1)):
+            with pytest.raises(SandboxFileError, match="Permission denied: '/work/closed'"):
+                await keep()
+
+
+class Slow(FakeBackend):
+    """Is asked for a snapshot when the container is on its way out already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deleted = anyio.Event()
+
+    async def delete(self, container_id) -> None:
+        await super().delete(container_id)
+        self.deleted.set()
+
+    async def commit(self, container_id, *, name, labels, files) -> int:
+        await self.deleted.wait()
+        raise SandboxError("the engine refused POST commit: no such container")
+
+
+async def test_a_snapshot_beside_the_end_of_its_sandbox_says_that_it_ended():
+    async def keep(call) -> None:
+        with pytest.raises(SandboxClosedError, match="the sandbox was closed"):
+            await call()
+
+    async with (
+        Slow() as backend,
+        anyio.create_task_group() as tasks,
+        LocalSandbox(backend, Spec(image=IMAGE)) as sandbox,
+    ):
+        tasks.start_soon(keep, sandbox.snapshot)
+        tasks.start_soon(keep, lambda: sandbox.fork(2))
+        await anyio.sleep(0.05)
