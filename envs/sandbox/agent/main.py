@@ -8,6 +8,7 @@ import _signal
 import _socket
 import errno
 import os
+import sys
 import time
 from _operator import _compare_digest as compare_digest
 
@@ -16,11 +17,11 @@ from envs.sandbox.agent.command import FAILURE, RESULT, Command, Refusal, kill_a
 from envs.sandbox.agent.files import Write
 from envs.sandbox.agent.launcher import Launcher
 from envs.sandbox.agent.loop import Channel, Loop
-from envs.sandbox.agent.proc import Numbers, adopted, number_of, processes
+from envs.sandbox.agent.proc import Numbers, Stat, adopted, number_of, processes
 from envs.sandbox.agent.process import OomCounter, find_program, now, send_signal, unreadable_copy
 
 MAX_STRANGERS = 16
-"""Connections that may be about to prove that they are a host: commands can make as many as they like."""
+"""Connections from inside that may be about to prove that they are a host: commands can make as many as they like."""
 LOOKS, LOOK_PAUSE = 300, 0.001
 """How often it is looked for what earlier commands have left, and seconds for it to die between two looks."""
 BOOT_CLOCK = 7
@@ -61,7 +62,7 @@ class Agent:
         self.orphaned = None
         self.listener = None
         self.strangers = 0
-        """Connections that have not said the secret yet."""
+        """Connections from inside that have not said the secret yet."""
 
     def run(self) -> None:
         """Serve until the end of the sandbox."""
@@ -122,7 +123,8 @@ class Agent:
             connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, fd)
         except OSError:
             return
-        if self.strangers >= MAX_STRANGERS:
+        inside = not from_outside(connection)
+        if inside and self.strangers >= MAX_STRANGERS:
             connection.close()
             return
         secret = self.options["secret"].encode()
@@ -140,7 +142,7 @@ class Agent:
             if piece and len(got) < len(secret):
                 return
             self.loop.cancel(timer)
-            self.strangers -= 1
+            self.strangers -= inside
             self.loop.watch(connection.fileno())
             if compare_digest(bytes(got), secret):
                 fd = os.dup(connection.fileno())
@@ -150,11 +152,11 @@ class Agent:
                 connection.close()
 
         def give_up() -> None:
-            self.strangers -= 1
+            self.strangers -= inside
             self.loop.watch(connection.fileno())
             connection.close()
 
-        self.strangers += 1
+        self.strangers += inside
         timer = self.loop.later(5, give_up)
         self.loop.watch(connection.fileno(), prove)
 
@@ -281,6 +283,18 @@ def texts(argument: dict) -> dict:
     if "env" in argument:
         argument["env"] = {os.fsdecode(name): os.fsdecode(value) for name, value in argument["env"].items()}
     return argument
+
+
+def from_outside(connection: object) -> bool:
+    """Whether what connected was put into the sandbox by its engine: its parent is none of the sandbox's processes.
+
+    What loses its parent in here becomes a child of ours, so that no command can pretend this.
+    """
+    peer = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)
+    try:
+        return Stat(int.from_bytes(peer[:4], sys.byteorder)).parent == 0
+    except (OSError, ValueError, IndexError):
+        return False
 
 
 def descendants(roots: "set[int]") -> list:

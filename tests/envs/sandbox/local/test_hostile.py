@@ -220,3 +220,31 @@ async def test_more_room_for_files_than_there_is_memory_is_refused_before_anythi
     async with FakeBackend() as backend:
         with pytest.raises(SandboxRefusedError, match=r"memory_mib = 128, disk_mib can be at most 68, not 100"):
             LocalSandbox(backend, Spec(image="any", memory_mib=128, disk_mib=100))
+
+
+FLOOD = r"""
+import os, re, socket, time
+name = next(name for name in re.findall(r"@(\S+)", open("/proc/net/unix").read()))
+held = []
+print("begun", flush=True)
+while True:
+    try:
+        held = held[-40:]
+        for _ in range(40):
+            held.append(socket.socket(socket.AF_UNIX))
+            held[-1].connect("\0" + name)
+    except OSError:
+        pass
+    time.sleep(0.001)
+"""
+"""Holds all the places of those who might be a host that takes over, and asks for more."""
+
+
+@CONTAINERS
+async def test_a_flood_at_the_socket_for_hosts_keeps_no_host_out(bench):
+    async with bench.sandbox() as first:
+        await first.start(["python3", "-c", FLOOD])
+        full = "until [ $(grep -c @ /proc/net/unix) -gt 16 ]; do sleep 0.01; done"
+        assert (await first.run(full, timeout=LIMIT)).ok
+        async with LocalSandbox(bench.backend, first.spec, adopt=first.container_id) as second:
+            assert (await second.run("echo on", timeout=LIMIT)).stdout == b"on\n"
