@@ -12,6 +12,7 @@ from envs.sandbox.agent.process import (
     Feed,
     Pipe,
     Ring,
+    fail,
     find_program,
     fork_call,
     now,
@@ -249,12 +250,6 @@ def send_result(reply: object, body: dict, rings: dict, streaming: bool) -> None
             content = content[PIECE:]
         body[name] = content
     reply(RESULT, body)
-
-
-def fail(code: int, text: str) -> None:
-    """What a shell does when it cannot run a program."""
-    os.write(2, text.encode("utf-8", "surrogateescape") + b"\n")
-    os._exit(code)
 
 
 def resize(command: Command, rows: int, columns: int) -> None:

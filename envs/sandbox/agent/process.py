@@ -4,6 +4,7 @@ import _signal
 import errno
 import fcntl
 import os
+import select
 import struct
 import termios
 import time
@@ -12,6 +13,8 @@ from envs.sandbox.agent.loop import READ_BYTES
 from envs.sandbox.agent.proc import carry
 
 MEMFD_CLOEXEC, MEMFD_EXEC = 1, 16
+BEGIN_MS = 250
+"""Milliseconds that a program has to begin while nothing else is done."""
 DEFAULT_SIGNALS = (_signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
 """What Python or the agent ignores; a program expects the default."""
 
@@ -21,13 +24,16 @@ def spawn(
 ) -> int:
     """Start a program of this command in a session of its own; `files` maps its descriptors to ours. Raises OSError.
 
-    By fork: what the child may be known by it must have before it runs anything.
+    By fork: what the child may be known by it must have before it runs anything. A program under another's lease does
+    not begin for up to a minute: it is not waited for, and a failure after that is the child's own to tell.
     """
     error_read, error_write = os.pipe()
     pid = os.fork()
     if pid:
         os.close(error_write)
-        failed = os.read(error_read, 16)
+        answers = select.poll()
+        answers.register(error_read, select.POLLIN)
+        failed = os.read(error_read, 16) if answers.poll(BEGIN_MS) else b""
         os.close(error_read)
         if failed:
             os.waitpid(pid, 0)
@@ -46,9 +52,20 @@ def spawn(
         os.execve(path, argv, env)
     except (OSError, ValueError) as error:
         # A limit that may not be set is a ValueError.
-        os.write(error_write, str(getattr(error, "errno", errno.EPERM)).encode())
+        number = getattr(error, "errno", errno.EPERM)
+        _signal.signal(_signal.SIGPIPE, _signal.SIG_IGN)
+        try:
+            os.write(error_write, str(number).encode())
+        except OSError:
+            fail(126, "{}: {}".format(argv[0], os.strerror(number)))
     finally:
         os._exit(127)
+
+
+def fail(code: int, text: str) -> None:
+    """What a shell does when it cannot run a program."""
+    os.write(2, text.encode("utf-8", "surrogateescape") + b"\n")
+    os._exit(code)
 
 
 def fork_call(function: object, files: "dict[int, int]") -> int:
@@ -96,7 +113,8 @@ def unreadable_copy(path: str) -> int:
     if writing < 0:
         return -1
     try:
-        with open(path, "rb") as file:
+        # Where it is the user's own, it may be under a lease, which would block.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             content = file.read()
         os.write(writing, content)
         # What is open for writing cannot be run.

@@ -10,7 +10,7 @@ from envs.sandbox.api import Chunk, Spec
 from envs.sandbox.engines import profiles
 from envs.sandbox.engines.fake import FakeBackend
 from envs.sandbox.local.sandbox import LocalSandbox
-from flash.errors import SandboxRefusedError
+from flash.errors import SandboxFileError, SandboxRefusedError
 
 pytestmark = pytest.mark.anyio
 
@@ -248,3 +248,31 @@ async def test_a_flood_at_the_socket_for_hosts_keeps_no_host_out(bench):
         assert (await first.run(full, timeout=LIMIT)).ok
         async with LocalSandbox(bench.backend, first.spec, adopt=first.container_id) as second:
             assert (await second.run("echo on", timeout=LIMIT)).stdout == b"on\n"
+
+
+LEASE = r"""
+import fcntl, os, signal
+signal.signal(signal.SIGIO, signal.SIG_IGN)
+fcntl.fcntl(os.open("program", os.O_RDWR), fcntl.F_SETLEASE, fcntl.F_WRLCK)
+print("held", flush=True)
+signal.pause()
+"""
+"""Whoever opens or runs the program has to wait for as long as the machine lets a lease be broken."""
+
+
+@CONTAINERS
+async def test_a_lease_on_a_program_holds_up_nobody_else(bench):
+    async with bench.sandbox() as sandbox:
+        await sandbox.write("program", b"#!/bin/sh\necho ran\n", mode=0o755)
+        async with aclosing(sandbox.stream(["python3", "-c", LEASE], timeout=60)) as stream:
+            assert isinstance(await anext(stream), Chunk)
+            assert (await sandbox.run(["./program"], timeout=1)).timed_out
+            with pytest.raises(SandboxFileError, match="temporarily unavailable"):
+                await sandbox.read("program")
+
+
+async def test_a_program_that_cannot_begin_fails_as_in_a_shell(bench):
+    async with bench.sandbox() as sandbox:
+        await sandbox.write("program", b"#!/no/such/shell\n", mode=0o755)
+        answer = await sandbox.run(["./program"], timeout=LIMIT)
+        assert (answer.exit_code, answer.stderr) == (126, b"./program: No such file or directory\n")
