@@ -123,19 +123,22 @@ def describe(path: str, name: str) -> list:
     return [os.fsencode(name), kind, info.st_size, stat.S_IMODE(info.st_mode), info.st_mtime]
 
 
-def list_folder(path: str, send: object) -> None:
+def list_folder(path: str, send: object, limit: int = LIST_LIMIT) -> None:
     """Send the entries of a folder, many at a time."""
+    names = []
     try:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             send([describe(path, os.path.basename(path))])
             return
-        names = sorted(os.listdir(path))
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if len(names) == limit:
+                    raise Refusal("limit", "{}: more than the {} entries of one listing".format(path, limit))
+                names.append(entry.name)
     except OSError as error:
         raise refuse(path, error)
-    if len(names) > LIST_LIMIT:
-        raise Refusal("limit", "{}: {} entries, more than the {} of one listing".format(path, len(names), LIST_LIMIT))
     batch = []
-    for name in names:
+    for name in sorted(names):
         try:
             batch.append(describe(os.path.join(path, name), name))
         except OSError:

@@ -11,6 +11,7 @@
     /work                in memory, sized           in its layer               in its layer
     /tmp /run /var/tmp   in memory, sized           in memory, sized           in memory, sized
     memory               limit, no swap             limit, no swap             limit, no swap
+    number of files      with Docker limited in memory; Podman 4.3 refuses that option: there they end the programs
     processes, CPU       limited                    limited                    limited
     network              none                       none, or bridge            none, or bridge
 
@@ -37,6 +38,8 @@ SMALL_MIB = 16
 """Size of /run, /var/tmp and /dev/shm, where programs expect to be able to write, or a 32nd of the memory."""
 RESERVE_MIB = 32
 """Of the memory that files cannot take, where that is more than a quarter of it: for the agent and a small program."""
+INODES_PER_MIB = 128
+"""Files that a file system in memory can have: empty ones take memory too, up to a kilobyte each, beside its size."""
 SHARED_MEMORY = "/dev/shm"
 OPEN_FILES = 4096
 """Descriptors of one process."""
@@ -135,7 +138,8 @@ def container(
         spec: what is wanted.
         labels: of the container.
         user: its own; None: the profile's.
-        owned_tmpfs: whether the engine can give a file system in memory an owner: Docker can, Podman refuses.
+        owned_tmpfs: whether the engine can give a file system in memory an owner, and a number of files: Docker can,
+            Podman refuses both.
         seccomp: a system call filter as the engine takes it; None: the engine's own.
 
     Raises:
@@ -168,7 +172,7 @@ def container(
             "SecurityOpt": ["no-new-privileges", *([f"seccomp={seccomp}"] if seccomp else [])],
             "Privileged": False,
             "ReadonlyRootfs": profile.read_only,
-            "Tmpfs": _tmpfs(spec, user_and_group if owned_tmpfs else None),
+            "Tmpfs": _tmpfs(spec, user_and_group, owned=owned_tmpfs),
             "ShmSize": sizes_mib(spec)[SHARED_MEMORY] * MIB,
             "Memory": memory,
             # Equal to Memory: no swap, which would double the limit without this.
@@ -196,12 +200,13 @@ def container(
     return config
 
 
-def _tmpfs(spec: Spec, user_and_group: str | None) -> dict[str, str]:
+def _tmpfs(spec: Spec, user_and_group: str | None, *, owned: bool) -> dict[str, str]:
     """File systems in memory. Programs may be run from them: compilers write to /tmp what is then run."""
     # runc gives the mount the mode of the image's folder, whatever mode is asked for; then only the owner may write.
-    owner = "uid={},gid={},".format(*user_and_group.split(":")) if user_and_group else ""
+    owner = "uid={},gid={},".format(*user_and_group.split(":")) if user_and_group and owned else ""
     return {
         path: f"rw,nosuid,nodev,exec,{owner}mode=1777,size={size}m"
+        + (f",nr_inodes={INODES_PER_MIB * size}" if owned else "")
         for path, size in sizes_mib(spec).items()
         if path != SHARED_MEMORY
     }

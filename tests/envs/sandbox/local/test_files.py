@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import anyio
 import pytest
 
+from envs.sandbox.agent.command import Refusal
+from envs.sandbox.agent.files import list_folder
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.fake import FakeBackend
 from envs.sandbox.local.sandbox import LocalSandbox
@@ -212,3 +216,13 @@ async def test_a_snapshot_beside_the_end_of_its_sandbox_says_that_it_ended():
         tasks.start_soon(keep, sandbox.snapshot)
         tasks.start_soon(keep, lambda: sandbox.fork(2))
         await anyio.sleep(0.05)
+
+
+def test_a_listing_reads_no_more_names_than_it_may_give(tmp_path):
+    for number in range(3000):
+        (tmp_path / f"{number:0200}").touch()
+    tracemalloc.start()
+    with pytest.raises(Refusal, match="more than the 100 entries of one listing"):
+        list_folder(str(tmp_path), lambda batch: None, limit=100)
+    assert tracemalloc.get_traced_memory()[1] < 200_000
+    tracemalloc.stop()

@@ -216,6 +216,16 @@ def test_files_in_memory_leave_room_for_programs():
     assert profiles.disk_mib(Spec(image="any", memory_mib=64, profile="build")) == 256
 
 
+@pytest.mark.parametrize("profile", ["strict", "build", "compat"])
+def test_file_systems_in_memory_have_so_many_files_where_the_engine_can(profile):
+    spec = Spec(image="any", memory_mib=512, profile=profile)
+    for able in (True, False):
+        config = profiles.container(spec, {}, user=None, owned_tmpfs=able, seccomp=None)["HostConfig"]
+        assert all((",nr_inodes=" in options) == able for options in config["Tmpfs"].values())
+    # Full of empty files with the longest names they leave room for programs too.
+    assert sum(profiles.sizes_mib(spec).values()) * profiles.INODES_PER_MIB * 1024 < (512 - 384) << 20
+
+
 async def test_more_room_for_files_than_there_is_memory_is_refused_before_anything_starts():
     async with FakeBackend() as backend:
         with pytest.raises(SandboxRefusedError, match=r"memory_mib = 128, disk_mib can be at most 68, not 100"):
