@@ -28,16 +28,18 @@ ENTER = "exec -a bash /proc/self/fd/%d --noprofile --norc -s" % PROGRAM
 """Becomes the shell."""
 LEAVE = b"exec %d<&-\n" % PROGRAM
 """The shell's first command."""
-BEGIN = b'_flash_status() { return "$1"; }\n'
+BEGIN = b'_flash_status() { return "$1"; }\n_flash_set=\n'
 TURN = rb"""
-\builtin eval %s </dev/null TELL>&-
+{ _flash=; \builtin test "${_flash_set#*v}" = "$_flash_set" || \builtin set -v; } 2>/dev/null; LINE
+%s\builtin eval %s </dev/null TELL>&-; { _flash=$? _flash_set=$-; \builtin set +v; } 2>/dev/null
 
-{ _flash=$?; %s
+{ _flash=${_flash:-$?}; %s
 } 2>/dev/null
-""".replace(b"TELL", str(TELL).encode())
+""".replace(b"LINE\n", b"").replace(b"TELL", str(TELL).encode())
 """What to run, without our descriptors, and what to say when it has ended. The shell reads it as lines of its script: a
 loop of ours would be ended by a stray `break`. The first empty line ends what others have written there, the second one
-what the parser still waits for after a syntax error. A name is quoted against aliases."""
+what the parser still waits for after a syntax error. A name is quoted against aliases. `set -v` shows nothing of it, no
+token either: that is off between commands, and on again with the next one, in the line that holds it."""
 SAY = r"""\builtin printf '%s\0' TOKEN "$_flash" "$PWD" >&TELL
 { \builtin declare -p; \builtin declare -f; \builtin set +o; \builtin shopt -p; \builtin umask -p
   \builtin printf '\0'; } >&TELL""".replace("TELL", str(TELL))
@@ -174,10 +176,7 @@ class Shell:
         running.rings = waiting
         running.cpu_before, running.born = self.measure()
         running.timer = self.agent.loop.later(running.request["timeout"], self.expire)
-        text = running.text.encode("utf-8", "surrogateescape")
-        if self.status:
-            text = b"_flash_status %d; " % self.status + text
-        self.say(text, SAY.encode().replace(b"TOKEN", running.token))
+        self.say(running.text.encode("utf-8", "surrogateescape"), SAY.encode().replace(b"TOKEN", running.token))
 
     def measure(self) -> "tuple[int, int]":
         """CPU ticks of the shell and what it waited for; the time now in ticks since the machine started."""
@@ -189,7 +188,8 @@ class Shell:
 
     def say(self, command: bytes, answer: bytes) -> None:
         """Send one command to the shell, and what to answer."""
-        self.outgoing += TURN % (quote(command), answer)
+        status = b"_flash_status %d; " % self.status if self.status else b""
+        self.outgoing += TURN % (status, quote(command), answer)
         self.write()
 
     def write(self) -> None:

@@ -286,3 +286,16 @@ async def test_a_program_that_cannot_begin_fails_as_in_a_shell(bench):
         await sandbox.write("program", b"#!/no/such/shell\n", mode=0o755)
         answer = await sandbox.run(["./program"], timeout=LIMIT)
         assert (answer.exit_code, answer.stderr) == (126, b"./program: No such file or directory\n")
+
+
+async def test_a_shell_that_shows_what_it_reads_shows_nothing_of_ours(bench):
+    async with bench.sandbox() as sandbox, sandbox.session() as session:
+        assert (await session.run("set -v; false", timeout=LIMIT)).exit_code == 1
+        for _ in range(2):
+            answer = await session.run("echo shown\necho $-; (exit 3)", timeout=LIMIT)
+            assert answer.exit_code == 3
+            assert answer.stdout.startswith(b"shown\n")
+            assert b"v" in answer.stdout.splitlines()[1]
+            assert answer.stderr == b"echo shown\necho $-; (exit 3)\n"
+        assert (await session.run("set +v", timeout=LIMIT)).ok
+        assert (await session.run("echo quiet", timeout=LIMIT)).stderr == b""
