@@ -49,8 +49,9 @@ class Agent:
         self.jobs = {}
         self.shells = {}
         self.null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-        self.bash = find_program("bash", self.env, "/")
-        self.shell = self.bash or find_program("sh", self.env, "/")
+        # Where those who ask for a sandbox give commands another PATH, the shells are still in the usual places.
+        self.bash = find_program("bash", self.env, "/") or find_program("bash", {}, "/")
+        self.shell = self.bash or find_program("sh", self.env, "/") or "/bin/sh"
         self.bash_copy = None
         """Descriptor of the copy of bash that sessions run; None before the first one."""
         self.oom = OomCounter(options["cgroup"])

@@ -319,3 +319,11 @@ async def test_streamed_output_comes_as_it_is_written_and_whole(bench):
         assert result is not None
         assert result.exit_code == 0
         assert len(chunks) == 3000006
+
+
+async def test_a_path_of_the_spec_is_where_commands_look_for_programs(bench):
+    async with bench.sandbox(env={"PATH": "/nowhere"}) as sandbox, sandbox.session() as session:
+        for runner in (sandbox, session):
+            answer = await runner.run('echo "$PATH"; ls', timeout=LIMIT)
+            assert (answer.exit_code, answer.stdout) == (127, b"/nowhere\n")
+            assert (await runner.run("/bin/ls", timeout=LIMIT)).ok
