@@ -43,6 +43,7 @@ from flash.errors import (
     SandboxLostError,
     SandboxRefusedError,
     SandboxStartError,
+    SandboxTimeoutError,
 )
 from flash.waiting import unwrapped_group
 
@@ -52,6 +53,9 @@ LIFE_MARGIN = 5.0
 """Seconds that an agent lives longer than its host lets it."""
 FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
 """Seconds between attempts to reach the engine or the agent again."""
+LATE_LOOKS = 6
+"""How often a container is removed whose creation was not answered in time: an engine that was stopped and goes on
+creates it beside the first removal, or after it."""
 FORGET_SECONDS = 5.0
 """For removing the image of a snapshot that failed or was cancelled."""
 
@@ -114,6 +118,7 @@ class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
         self._ending = anyio.Event()
         self._ended = anyio.Event()
         self._uses = 0
+        self._removals = 1
         self._unwanted: list[str] = []
         self._forks: TaskGroup
         self._stack = AsyncExitStack()
@@ -295,7 +300,11 @@ class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
             )
         labels = {**self._labels, AGENT_SECRET: self._secret}
         with anyio.CancelScope(shield=True):
-            self._container_id = await self._backend.create(self._spec, name=self._name, labels=labels)
+            try:
+                self._container_id = await self._backend.create(self._spec, name=self._name, labels=labels)
+            except SandboxTimeoutError:
+                self._removals = LATE_LOOKS
+                raise
         await anyio.lowlevel.checkpoint()
         await self._backend.start(self._container_id)
         if runtime is not None:
@@ -407,8 +416,11 @@ class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
         pause = FIRST_PAUSE
         while True:
             try:
-                return await self._backend.delete(self._container_id or self._name)
+                await self._backend.delete(self._container_id or self._name)
+                self._removals -= 1
+                if self._removals <= 0:
+                    return
             except SandboxError as error:
                 _log.warning("removing container %s: %s", self._name, error)
-                await anyio.sleep(pause)
-                pause = min(2 * pause, LAST_PAUSE)
+            await anyio.sleep(pause)
+            pause = min(2 * pause, LAST_PAUSE)
