@@ -11,9 +11,10 @@ command can kill, read or trace, kills all others with one signal before the loo
 it. The look runs programs of the image, whose files cannot be written to. Where any of this does not hold (another
 profile than `strict`, an image without Python, no container at all), `look` says so, and nothing is ever used again.
 
-What it does not compare: counters that only grow, such as the next process id, the CPU time used, and the most memory
-that the control group ever had. Two programs in a row that both mean to could pass a few bits that way; none of it
-changes how a program runs.
+What it does not compare: counters that only grow, such as the next process id, the next inode of each file system in
+memory, the next id (and sequence number) of System V queues, semaphores and memory, the CPU time used, and the most
+memory that the control group ever had. Two programs in a row that both mean to could pass a few bits that way; none of
+it changes how a program runs.
 """
 
 from __future__ import annotations
