@@ -20,9 +20,9 @@ from functools import cached_property, partial
 from typing import Any, ClassVar, cast
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import msgspec
-from anyio.abc import TaskGroup
 
 from envs import wrapped
 from envs.agent_run import AgentRun, Function
@@ -132,20 +132,14 @@ class Host(msgspec.Struct, frozen=True):
     url: str
     """The agents' base URL."""
     sessions: Sessions
-    agents: TaskGroup
-    """Where the agents run."""
 
 
 @asynccontextmanager
 async def open_host() -> AsyncGenerator[Host]:
     """An endpoint at any free port of the loopback."""
     sessions, address = Sessions(), Address(port=0)
-    async with (
-        serving(make_app(sessions), open_socket(address), address, LIMITS) as url,
-        anyio.create_task_group() as agents,
-    ):
-        yield Host(f"{url}/v1", sessions, agents)
-        agents.cancel_scope.cancel()
+    async with serving(make_app(sessions), open_socket(address), address, LIMITS) as url:
+        yield Host(f"{url}/v1", sessions)
 
 
 class Agent:
@@ -203,7 +197,7 @@ class Agent:
         self._session, self._key = self._host.sessions.open(rewarding=self._options.own_reward)
         self._session.queued = self._expect
         self._run = AgentRun(self._agent(), (self._host.url, self._key, task), self._session)
-        self._host.agents.start_soon(self._run.live)
+        self._run.begin()
         self._heard = await self._asked()
         if self._heard is None:
             raise EnvError(f"the agent ended before it had asked anything{self._run.why}")
@@ -267,6 +261,7 @@ class Agent:
                     self._episode.listen(heard.call.hears, calling=asked.calling)
                 return heard
             self._session.refuse(refusal)
+            await anyio.lowlevel.checkpoint()  # an agent may have asked for thousands at once
         return None
 
     def _expect(self, heard: Heard) -> None:

@@ -1,9 +1,16 @@
-"""An agent at work: code that is not ours, run to its end in a task of the node's, whatever it does."""
+"""An agent at work: code that is not ours, run to its end in a task of its own, whatever it does.
+
+The task is asyncio's own, and in no group: whatever an agent raises is its own failure, and one that swallows its
+cancellation is told once and then given up, where a cancel scope would tell it again with every turn of the loop.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import cast
 
 import anyio
@@ -11,29 +18,37 @@ import anyio
 from flash.environment.calls import is_theirs, told_of
 from flash.service.sessions import Session
 
+END_S = 5.0
+"""Seconds in which an agent that is cancelled may put itself in order."""
+
+_log = logging.getLogger(__name__)
+
 Function = Callable[[str, str, str], Awaitable[str] | str]
 """`(base_url, api_key, task)`; returns the answer."""
 
 
 class AgentRun:
-    """An agent at work, in a task of the node's."""
+    """An agent at work, once it is begun."""
 
     def __init__(self, agent: Function, arguments: tuple[str, str, str], session: Session) -> None:
         self._agent = agent
         self._arguments = arguments
         self._session = session
-        self._scope = anyio.CancelScope()
+        self._task: asyncio.Task[None] | None = None
+        self._ending = False
         self._over = anyio.Event()
         self.answer: str | None = None
         """What it returned; None when it failed."""
         self.why = ""
         """How it failed, as the end of a sentence."""
 
-    async def live(self) -> None:
-        """Run it to its end; raises nothing but a cancellation from outside."""
+    def begin(self) -> None:
+        """Let it work, beside the caller."""
+        self._task = asyncio.get_running_loop().create_task(self._live())
+
+    async def _live(self) -> None:
         try:
-            with self._scope:
-                await self._work()
+            await self._work()
         finally:
             self._session.agent_ended()
             self._over.set()
@@ -43,21 +58,35 @@ class AgentRun:
             returned = self._agent(*self._arguments)
             answer = cast("object", await returned if inspect.isawaitable(returned) else returned)
         except BaseException as error:  # the supervised boundary to code that is not ours
-            if is_theirs(error):
+            if is_theirs(error) or isinstance(error, GeneratorExit):
                 self.why = f": it raised {told_of(error)}"
                 return
-            cancelled = isinstance(error, anyio.get_cancelled_exc_class())
-            if not cancelled or anyio.current_effective_deadline() == float("-inf"):
+            if self._ending or not isinstance(error, asyncio.CancelledError):
                 raise
-            # Something inside of it was cancelled, not the agent: passed on it would end every agent of the node.
             self.why = ": it was cancelled from within"
         else:
             if isinstance(answer, str):
                 self.answer = answer
             else:
-                self.why = f": it must return its answer as text, but returned {answer!r}"
+                # Not what it is like: that is told by code of the agent's.
+                self.why = f": it must return its answer as text, but returned a value of {type(answer).__name__}"
 
     async def end(self) -> None:
-        """End it, wherever it is."""
-        self._scope.cancel()
-        await self._over.wait()
+        """End it, wherever it is; one that does not end is left behind, and that is told."""
+        assert self._task is not None, "it was begun"
+        self._ending = True
+        self._task.cancel()
+        with anyio.move_on_after(END_S, shield=True):
+            await self._over.wait()
+        if not self._over.is_set():
+            _log.warning("an agent goes on though it was cancelled: it must let CancelledError pass")
+            self._task.add_done_callback(_heard_of)
+            # Ends what only swallows cancellations.
+            with suppress(BaseException):
+                self._task.get_coro().close()  # type: ignore[union-attr]
+
+
+def _heard_of(task: asyncio.Task[None]) -> None:
+    """What an agent that was left behind ends with is nobody's concern."""
+    if not task.cancelled():
+        task.exception()

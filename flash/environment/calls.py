@@ -16,6 +16,9 @@ from flash.waiting import first_error
 
 _T = TypeVar("_T")
 
+TOLD = 2000
+"""Characters of a message that is not ours: many processes keep it."""
+
 
 class EnvTimeoutError(EnvError):
     """A call of an environment outlived its deadline."""
@@ -65,6 +68,7 @@ def told_of(error: BaseException) -> str:
         text = str(error)
     except Exception:  # a class that is not ours may fail at that too
         text = "it cannot be shown"
+    text = text if len(text) <= TOLD else f"{text[:TOLD]}…"
     return f"{type(error).__name__}: {text}{place_of(error)}"
 
 

@@ -17,8 +17,6 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from flash.errors import ConfigError
-
 TOUCHED = (
     "vllm.engine.arg_utils:AsyncEngineArgs.create_engine_config",
     "vllm.config:ModelConfig.get_head_size",
@@ -120,6 +118,10 @@ SETTLE_S = 0.5
 # -- starting and ending ---------------------------------------------------------------------------------------------
 
 
+class NoAttentionError(ValueError):
+    """vLLM has no attention here for a model."""
+
+
 def import_engine() -> None:
     """Import what an engine is made of, which takes seconds."""
     import_module("vllm.v1.engine.async_llm")
@@ -129,7 +131,7 @@ def engine_maker(arguments: dict[str, Any]) -> Callable[..., Any]:
     """Check an engine's arguments; what is returned builds its AsyncLLM, given `stat_loggers`.
 
     Raises:
-        ConfigError: the CPU's attention cannot do the model, which the engine would find out after minutes.
+        NoAttentionError: the CPU's attention cannot do the model, which the engine would find out after minutes.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -146,8 +148,8 @@ def _check_head_size(model: Any) -> None:
 
     size, sizes = model.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
     if size not in sizes:
-        raise ConfigError(
-            f"model.path: the heads of {model.model} are {size} wide, and vLLM's attention on the CPU does those of "
+        raise NoAttentionError(
+            f"the heads of {model.model} are {size} wide, and vLLM's attention on the CPU does those of "
             f"{', '.join(map(str, sizes))} only; choose another model, or an engine on a GPU"
         )
 

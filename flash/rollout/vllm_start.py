@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flash.config.tree import Config
+from flash.errors import ConfigError
 from flash.foreign import vllm
 from flash.rollout.tokenizer import HfTokenizer
 from flash.weights.plugin import NODE_PID
@@ -42,10 +43,16 @@ def configure(config: Config, index: int, gpus: Sequence[int], stepped: Callable
     """Check the arguments of engine `index`; what is returned builds its AsyncLLM, which tells of each step's load.
 
     To be called inside `engine_environment`, both of them.
+
+    Raises:
+        ConfigError: vLLM has no attention for the model here.
     """
     with _configuring, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return partial(_build, vllm.engine_maker(engine_args(config, index, gpus)), stepped)
+        try:
+            return partial(_build, vllm.engine_maker(engine_args(config, index, gpus)), stepped)
+        except vllm.NoAttentionError as error:
+            raise ConfigError(f"model.path: {error}") from error
 
 
 def _build(make_llm: Callable[..., Any], stepped: Callable[[Any], None]) -> Any:

@@ -31,6 +31,10 @@ from flash.waiting import unwrapped_group
 BODY_BYTES = 16 << 20
 """Largest request: far longer than any context."""
 
+BRACKETS = 400_000
+"""Lists and objects of a request, or signs in its texts that look like one's beginning: each takes memory, and time in
+which a node does nothing else."""
+
 RETRIES = "x-stainless-retry-count"
 """In which OpenAI's clients say how often they have sent a request before."""
 
@@ -120,7 +124,7 @@ async def _answered(request: Request, session: Session, asked: Asked, form: Call
         ApiError: it is refused, or the episode ends before the answer has begun.
         ClientDisconnect: nobody waits for it any more.
     """
-    key, retries = request.headers.get("idempotency-key"), request.headers.get(RETRIES)
+    key, retries = request.headers.get("idempotency-key") or None, request.headers.get(RETRIES)
     again = None if retries is None else retries != "0"
     calls = [session.call(one, key and f"{key} {one.choice}", again=again) for one in asked.each()]
     events, whole, keep = form(calls[0].name)
@@ -202,6 +206,8 @@ async def _body(request: Request) -> bytes:
             body += piece
             if len(body) > BODY_BYTES:
                 raise ApiError(413, f"The request has more than {BODY_BYTES} bytes.")
+        if body.count(b"[") + body.count(b"{") > BRACKETS:
+            raise ApiError(413, f"The request has more than {BRACKETS} lists and objects.")
         return bytes(body)
     raise ApiError(408, f"The request did not arrive within {BODY_S:g} s.")
 

@@ -117,6 +117,37 @@ def before(text: str, stop: Sequence[str]) -> tuple[str, str]:
     return text[:at], first
 
 
+class Unserved(msgspec.Struct, kw_only=True):
+    """What would change how an answer is sampled, shown or cut, and is not done here; of vLLM's and SGLang's too."""
+
+    audio: Any = None
+    bad_words: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    continue_final_message: Any = None
+    ebnf: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    json_schema: Any = None
+    logits_processors: Any = None
+    max_tool_calls: Any = None
+    min_tokens: Any = None
+    moderation: Any = None
+    prediction: Any = None
+    prompt_logprobs: Any = None
+    regex: Any = None
+    stop_token_ids: Any = None
+    structured_outputs: Any = None
+    web_search_options: Any = None
+
+
+def refuse_unserved(body: Unserved) -> None:
+    """Raise ApiError for the first of these that a request has."""
+    refuse_given({name: getattr(body, name) for name in Unserved.__struct_fields__})
+
+
 def refuse_given(fields: dict[str, Any]) -> None:
     """Raise ApiError for the first of these fields that a request has."""
     for name, value in fields.items():

@@ -18,12 +18,14 @@ from flash.service.bodies import (
     MODEL,
     Part,
     StreamOptions,
+    Unserved,
     check_limit,
     check_model,
     check_pieces,
     choices,
     decoded,
     refuse_given,
+    refuse_unserved,
     stops,
     text_of,
 )
@@ -105,7 +107,7 @@ class _Format(msgspec.Struct):
     type: str = "text"
 
 
-class _Body(msgspec.Struct):
+class _Body(Unserved, kw_only=True):
     """The fields that are read; all others are none of our business."""
 
     model: str
@@ -167,6 +169,7 @@ def _pieces(asked: _Body) -> Iterator[Sequence[Any]]:
 
 
 def _refuse_the_rest(asked: _Body) -> None:
+    refuse_unserved(asked)
     refuse_given(
         {
             "logit_bias": asked.logit_bias,

@@ -12,7 +12,18 @@ from typing import Any
 
 import msgspec
 
-from flash.service.bodies import MODEL, StreamOptions, check_limit, check_model, choices, decoded, refuse_given, stops
+from flash.service.bodies import (
+    MODEL,
+    StreamOptions,
+    Unserved,
+    check_limit,
+    check_model,
+    choices,
+    decoded,
+    refuse_given,
+    refuse_unserved,
+    stops,
+)
 from flash.service.chat import Answer, Asked, event, usage
 from flash.service.errors import TOP, ApiError, unsupported
 from flash.service.kept import Kept
@@ -26,7 +37,7 @@ class Wanted(msgspec.Struct, frozen=True):
     text: str
 
 
-class _Body(msgspec.Struct):
+class _Body(Unserved, kw_only=True):
     """The fields that are read; all others are none of our business."""
 
     model: str
@@ -56,6 +67,7 @@ def read(body: bytes, kept: Kept) -> Wanted:
     check_model(given.model)
     check_limit(given.max_tokens, "max_tokens")
     best = given.best_of not in (None, given.n or 1)
+    refuse_unserved(given)
     refuse_given({"best_of": best, "suffix": given.suffix, "echo": given.echo, "logit_bias": given.logit_bias})
     if given.logprobs:
         raise unsupported("logprobs", TOP)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
+
 import msgspec
+
+_SHORT = reprlib.Repr()
 
 
 class ApiError(Exception):
@@ -26,6 +30,11 @@ class ApiError(Exception):
     def body(self) -> bytes:
         """As JSON."""
         return msgspec.json.encode(self.said)
+
+
+def in_short(value: object) -> str:
+    """A value that a client sent, short: however large it is, no more of it is read."""
+    return repr(value[:100]) if isinstance(value, str) else _SHORT.repr(value)
 
 
 def unsupported(name: str, why: str = "leave it out") -> ApiError:

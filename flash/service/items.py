@@ -9,7 +9,7 @@ import msgspec
 
 from flash.service.bodies import Part, invalid, text_of
 from flash.service.chat import ROLES, Answer
-from flash.service.errors import ApiError
+from flash.service.errors import ApiError, in_short
 from flash.types import ASSISTANT, TOOL, Message, ToolCall
 
 THOUGHT, MESSAGE = "reasoning", "message"
@@ -116,7 +116,7 @@ def _item(item: dict[str, Any], place: str) -> _Item:
     kind = item.get("type", "message")
     if not isinstance(kind, str) or kind not in _ITEMS:
         known = ", ".join(_ITEMS)
-        raise ApiError(400, f"Items are {known}, but this is {kind!r:.100}.", "unsupported_parameter", place)
+        raise ApiError(400, f"Items are {known}, but this is {in_short(kind)}.", "unsupported_parameter", place)
     try:
         return msgspec.convert(item, _ITEMS[kind])
     except msgspec.ValidationError as error:

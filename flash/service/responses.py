@@ -12,7 +12,16 @@ from typing import Any
 import msgspec
 
 from flash.service import tools
-from flash.service.bodies import MODEL, check_limit, check_model, check_pieces, decoded, refuse_given
+from flash.service.bodies import (
+    MODEL,
+    Unserved,
+    check_limit,
+    check_model,
+    check_pieces,
+    decoded,
+    refuse_given,
+    refuse_unserved,
+)
 from flash.service.chat import Answer, Asked
 from flash.service.errors import MASKED, ApiError, unsupported
 from flash.service.items import (
@@ -55,7 +64,7 @@ class _Text(msgspec.Struct):
     format: _Format | None = None
 
 
-class _Body(msgspec.Struct):
+class _Body(Unserved, kw_only=True):
     """The fields that are read; all others are none of our business."""
 
     model: str
@@ -73,6 +82,7 @@ class _Body(msgspec.Struct):
     prompt: Any = None
     top_logprobs: int | None = None
     truncation: str | None = None
+    include: list[str] | None = None
 
 
 _decoder = msgspec.json.Decoder(_Body)
@@ -88,8 +98,10 @@ def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> Wanted:
     check_model(given.model)
     check_pieces(_pieces(given), "input")
     check_limit(given.max_output_tokens, "max_output_tokens")
+    refuse_unserved(given)
     refuse_given(
         {
+            "include": [one for one in given.include or () if one != "reasoning.encrypted_content"],
             "background": given.background,
             "conversation": given.conversation,
             "prompt": given.prompt,

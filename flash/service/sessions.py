@@ -37,16 +37,21 @@ MOST_REPEATS = 8
 """Times that a request is taken for one that is made again where only its content says so: more are no retries, but an
 agent that wants another answer."""
 
+MOST_OPEN = 1024
+"""Requests of one episode that wait for their answers."""
+
 OVER = "The episode of this key is over."
 
 
 class Call:
     """One request of the agent's, and what becomes of it."""
 
-    def __init__(self, name: str, asked: Asked) -> None:
+    def __init__(self, name: str, asked: Asked, key: bytes | None) -> None:
         self.name = name
         """Its own among all calls of the service."""
         self.asked = asked
+        self.key = key
+        """By which it is known, where the request has one."""
         self.digest = asked.digest()
         self.repeats = 0
         """Requests beyond the first that were taken for it by their content."""
@@ -176,17 +181,19 @@ class Session:
         self._check_open()
         if asked.messages[-1].role == ASSISTANT:
             raise ApiError(400, "The last message must not be the assistant's own.", None, "messages")
-        call = Call(secrets.token_hex(12), asked)
-        if key is not None:
-            known = self._by_key.setdefault(blake2b(key.encode("utf-8", "surrogatepass")).digest(), call)
+        digest = None if key is None else blake2b(key.encode("utf-8", "surrogatepass")).digest()
+        call = Call(secrets.token_hex(12), asked, digest)
+        if digest is not None:
+            known = self._known(digest, call)
             if known.digest != call.digest:
                 raise ApiError(400, "An earlier request with this idempotency key asked for something else.")
         else:
-            alike = self._by_content.setdefault(call.digest, [])
+            alike = self._by_content.get(call.digest, [])
             known = _made_again(alike, again)
             if known is None:
+                self._check_room()
                 known = call
-                alike.append(call)
+                self._by_content.setdefault(call.digest, []).append(call)
         if known is call:
             self._open.append(call)
             self._news.set()
@@ -194,10 +201,25 @@ class Session:
                 self.queued(Heard(call, self._history.place(asked.messages, asked.tools)))
         return known
 
+    def _known(self, key: bytes, call: Call) -> Call:
+        """The call of this key, which is this one where there is none."""
+        if key not in self._by_key:
+            self._check_room()
+            self._by_key[key] = call
+        return self._by_key[key]
+
+    def _check_room(self) -> None:
+        if len(self._open) >= MOST_OPEN:
+            raise ApiError(
+                429, f"{MOST_OPEN} requests of this episode wait for their answers already.", "too_many_requests"
+            )
+
     def _forget(self, call: Call) -> None:
         """It was not answered, and may be made again."""
-        self._by_key = {key: one for key, one in self._by_key.items() if one is not call}
-        self._by_content[call.digest] = [one for one in self._by_content.get(call.digest, ()) if one is not call]
+        if call.key is not None:
+            del self._by_key[call.key]
+        else:
+            self._by_content[call.digest].remove(call)
 
     def reward_with(self, reward: float) -> None:
         """The agent ends its episode with this reward.

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from flash.service.errors import MASKED, ApiError, unsupported
+from flash.service.errors import MASKED, ApiError, in_short, unsupported
 from flash.types import Tool, ToolCall
 
 
@@ -77,7 +77,7 @@ def may_call(choice: Any) -> bool:
         return False
     if choice == "required" or isinstance(choice, Mapping):
         raise unsupported("tool_choice", f"to force a call {MASKED}; there are `auto` and `none`")
-    raise ApiError(400, f"`tool_choice` must be `auto` or `none`, but is {choice!r:.100}.", None, "tool_choice")
+    raise ApiError(400, f"`tool_choice` must be `auto` or `none`, but is {in_short(choice)}.", None, "tool_choice")
 
 
 def calls_of(given: Iterable[GivenCall]) -> tuple[ToolCall, ...]:

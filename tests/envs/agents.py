@@ -139,9 +139,7 @@ class InProcess:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Host]:
-        async with anyio.create_task_group() as agents:
-            yield Host("http://agents/v1", self.sessions, agents)
-            agents.cancel_scope.cancel()
+        yield Host("http://agents/v1", self.sessions)
 
     def client(self, base_url: str, key: str) -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {key}"}

@@ -6,6 +6,7 @@ import asyncio
 import random
 import re
 import sys
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -346,6 +347,35 @@ async def returns_a_number(base_url: str, api_key: str, task: str) -> Any:
     return 4
 
 
+class HalfMade:
+    """Cannot be shown."""
+
+    def __repr__(self) -> str:
+        raise AttributeError("half made")
+
+
+async def returns_what_cannot_be_shown(base_url: str, api_key: str, task: str) -> Any:
+    await asks_once(base_url, api_key, task)
+    return HalfMade()
+
+
+async def closes_itself(base_url: str, api_key: str, task: str) -> str:
+    await asks_once(base_url, api_key, task)
+    raise GeneratorExit
+
+
+async def complains_at_length(base_url: str, api_key: str, task: str) -> str:
+    await asks_once(base_url, api_key, task)
+    raise ValueError("x" * 1_000_000)
+
+
+async def swallows_cancellations(base_url: str, api_key: str, task: str) -> str:
+    await asks_once(base_url, api_key, task)
+    while True:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(1)
+
+
 async def forks(base_url: str, api_key: str, task: str) -> str:
     async with NODE.client(base_url, api_key) as client, anyio.create_task_group() as calls:
         calls.start_soon(ask, client, [user("this")])
@@ -361,7 +391,11 @@ async def forks(base_url: str, api_key: str, task: str) -> str:
         ("fails", Outcome.ENV_ERROR, "the agent failed: it raised KeyError: 'no such tool' (", 5),
         ("exits", Outcome.ENV_ERROR, "the agent failed: it raised SystemExit: 3 (", 5),
         ("is_cancelled_inside", Outcome.ENV_ERROR, "cancelled from within", 5),
-        ("returns_a_number", Outcome.ENV_ERROR, "must return its answer as text, but returned 4", 5),
+        ("returns_a_number", Outcome.ENV_ERROR, "must return its answer as text, but returned a value of int", 5),
+        ("returns_what_cannot_be_shown", Outcome.ENV_ERROR, "but returned a value of HalfMade", 5),
+        ("closes_itself", Outcome.ENV_ERROR, "it raised GeneratorExit", 5),
+        ("complains_at_length", Outcome.ENV_ERROR, "it raised ValueError: xxx", 5),
+        ("swallows_cancellations", Outcome.ENV_TIMEOUT, "environment step 1 (seed 5) took longer than 20 s", 5),
     ],
 )
 def test_an_agent_that_fails_is_a_typed_failure_and_never_a_reward_of_0(
@@ -371,6 +405,7 @@ def test_an_agent_that_fails_is_a_typed_failure_and_never_a_reward_of_0(
     failed = failure(name)
     assert (failed.outcome, failed.tokens) == (outcome, tokens)
     assert message in failed.message
+    assert len(failed.message) < 4000
     assert Numbers.closed == closed + 1
 
 

@@ -98,6 +98,10 @@ def test_another_model_does_not_exist() -> None:
         ("tool_choice", {"type": "function", "function": {"name": "add"}}),
         ("functions", [{}]),
         ("response_format", {"type": "json_object"}),
+        ("guided_json", {"type": "object"}),
+        ("structured_outputs", {"regex": "x"}),
+        ("chat_template_kwargs", {"enable_thinking": False}),
+        ("stop_token_ids", [2]),
     ],
 )
 def test_what_is_not_done_here_is_refused_by_name(name: str, value: Any) -> None:

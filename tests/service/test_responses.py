@@ -94,6 +94,8 @@ def test_a_response_of_the_episode_may_be_named_instead_of_said_again() -> None:
             "input",
         ),
         ({"input": 5}, "input"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"max_tool_calls": 3}, "max_tool_calls"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"model": "gpt-4o"}, "model"),
     ],

@@ -11,7 +11,7 @@ import pytest
 
 from flash.service.chat import Answer, Asked
 from flash.service.errors import ApiError
-from flash.service.sessions import KEY_BYTES, MOST_REPEATS, Session, Sessions
+from flash.service.sessions import KEY_BYTES, MOST_OPEN, MOST_REPEATS, Session, Sessions
 from flash.simulate.clock import run_virtual
 from flash.types import Message, Tool
 
@@ -316,6 +316,22 @@ def test_the_end_refuses_what_is_open_and_what_comes() -> None:
         await agent.ask(asked(*user("one")))
 
     assert play(part) == ["401 invalid_api_key"] * 3
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_an_episode_has_so_many_open_calls_and_forgets_each_that_is_refused(keyed: bool) -> None:
+    session = Session()
+    calls = [session.call(asked(*user("x")), f"key {n}" if keyed else None, again=False) for n in range(MOST_OPEN)]
+    assert len({id(call) for call in calls}) == MOST_OPEN
+    with pytest.raises(ApiError) as caught:
+        session.call(asked(*user("x")), "another key" if keyed else None, again=False)
+    assert caught.value.status == 429
+    session.refuse(ApiError(400, "no"))
+    again = session.call(asked(*user("x")), "another key" if keyed else None, again=False)
+    assert again not in calls
+    session.end()
+    with pytest.raises(ApiError, match="over"):
+        session.call(asked(*user("x")))
 
 
 def test_a_client_that_leaves_takes_no_answer_with_it() -> None:
