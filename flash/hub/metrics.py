@@ -80,7 +80,7 @@ class StepMetrics:
         self._trainer_restarts = 0
 
     def began(self, now: float) -> None:
-        """A training sample was handed out."""
+        """A training sample was handed out, or one of the hub before this one was claimed."""
         self._since = now if self._since is None else self._since
 
     def canaries(self, engines: Sequence[EngineStatus]) -> None:
@@ -110,7 +110,7 @@ class StepMetrics:
         """
         ledger = buffer.ledger
         ran = self._since is not None
-        elapsed = max(trainer.get("trainer_step_s", 0.0) if self._since is None else now - self._since, 1e-9)
+        elapsed = max(trainer.get("trainer_step_s", 0.0), 0.0 if self._since is None else now - self._since, 1e-9)
         totals = ledger.totals(0)
         booked = {name: total - self._before.get(name, 0) for name, total in totals.items()}
         self._since, self._before = now if ran else None, totals

@@ -169,6 +169,8 @@ class Nodes:
     def claims_of(self, request: p.ClaimRequest) -> p.ClaimReply:
         """A node has outlived the hub before this one, and presents what it holds."""
         kept = self.claims.take(request.leases)
+        if kept:
+            self._metrics.began(self._now())
         self._desk.holders.lend(request.node, kept, self._now())
         return p.ClaimReply([lease.lease_id for lease in kept])
 

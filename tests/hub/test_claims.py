@@ -122,6 +122,24 @@ async def test_what_nobody_claims_goes_back_after_some_time_and_what_was_at_the_
     hubs.hub.buffer.check()
 
 
+async def test_the_first_step_of_the_next_hub_has_lasted_since_the_first_claim() -> None:
+    hubs = Next()
+    await hubs.begin()
+    await hubs.join()
+    await hubs.claim(*hubs.held[:2])
+    await hubs.hub.handle(p.EngineReport(1, 1, [p.EngineStatus(1, 0, 0.0, 1.0, 0.0)], []))
+    await anyio.sleep(7)
+    reply = await hubs.gate.handle(hubs.peer, p.LeaseRequest(1, 8))
+    assert isinstance(reply, p.LeaseReply)
+    for lease in (*hubs.held[:2], *reply.leases):
+        await hubs.bring(lease)
+    await hubs.hub.handle(p.BatchRequest(0, 0, []))
+    await hubs.hub.handle(p.Commit(0, {}))
+    (row,) = hubs.observer.steps
+    assert row["interval_s"] == pytest.approx(7)
+    assert row["tokens_per_second"] == pytest.approx(9 / 7)
+
+
 async def test_a_hub_that_ends_with_an_error_leaves_its_nodes_what_they_have() -> None:
     journal = MemoryJournal()
     driver = Driver(make_config(), journal=journal, life=1)

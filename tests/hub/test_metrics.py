@@ -89,3 +89,11 @@ def test_a_step_that_a_resumed_run_takes_before_anything_runs_has_its_own_interv
     assert math.isnan(rate)
     metrics.began(2000.0)
     assert step(1, 2005.0) == (5.0, pytest.approx(2 / 5), 0.0)
+
+
+def test_a_step_during_which_the_first_sample_went_out_takes_as_long_as_its_training() -> None:
+    buffer = make_buffer(alpha=1, batch=2, group=2)
+    metrics = StepMetrics(buffer.ledger)
+    metrics.began(49.0)
+    row = metrics.row(1, {}, {"trainer_step_s": 8.0, "trainer_wait_s": 40.0}, buffer, [], now=50.0)
+    assert (row["interval_s"], row["trainer_wait_share"]) == (8, 0)
