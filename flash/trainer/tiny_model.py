@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -214,20 +214,22 @@ def _example_source(env_path: str, env_options: dict[str, Any]) -> WarmStart:
 
 def _check_examples(env_path: str, env: WarmStart) -> None:
     """That the environment shows what `WarmStart` says, before anything is made of it."""
+    where = f"env.path: {env_path}"
     try:
         alphabet: Any = env.alphabet()
         examples: Any = env.solved_examples(TRIED, 0)
     except Exception as error:  # somebody else's code
-        raise ConfigError(
-            f"{env_path}: its solved examples or its alphabet raised {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(alphabet, str) or not alphabet:
-        raise ConfigError(f"{env_path}: expected a text of all characters from alphabet(), got {_shown(alphabet)}")
+        told = f"{where}: its solved examples or its alphabet raised {type(error).__name__}: {error}"
+        raise ConfigError(told) from error
+    if not _is_text(alphabet) or not alphabet:
+        raise ConfigError(f"{where}: expected a text of all characters from alphabet(), got {_shown(alphabet)}")
     if not isinstance(examples, list) or len(examples) != TRIED or not all(map(_is_example, examples)):
         raise ConfigError(
-            f"{env_path}: expected a list of {TRIED} flash.environment.SolvedExample, whose prompts and answers are "
-            f"texts, from solved_examples({TRIED}, seed=0), got {_shown(examples)}"
+            f"{where}: expected a list of {TRIED} flash.environment.SolvedExample, whose prompts and "
+            f"answers are texts, from solved_examples({TRIED}, seed=0), got {_shown(examples)}"
         )
+    for example in examples:
+        _check_letters(example, set(alphabet))
 
 
 def _is_example(one: Any) -> bool:
@@ -236,9 +238,24 @@ def _is_example(one: Any) -> bool:
         return False
     said: tuple[Any, Any, Any] = (one.prompt, one.answer, one.later)  # a struct's fields are checked by nobody
     prompt, answer, later = said
-    if not isinstance(prompt, str) or not isinstance(answer, str):
+    if not _is_text(prompt) or not _is_text(answer):
         return False
     return isinstance(later, tuple) and all(map(_is_example, cast("tuple[Any, ...]", later)))
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is text that a tokenizer can hold: halves of surrogate pairs are none."""
+    return isinstance(value, str) and value == value.encode(errors="ignore").decode()
+
+
+def _check_letters(example: SolvedExample, alphabet: Set[str]) -> None:
+    """Raises ConfigError: a turn has characters that the alphabet lacks."""
+    for turn in (example, *example.later):
+        if strange := set(turn.prompt + turn.answer) - alphabet:
+            raise ConfigError(
+                f"the example {_shown(turn.prompt)} → {_shown(turn.answer)} has characters that the environment's "
+                f"alphabet() lacks: {_shown(''.join(sorted(strange)))}"
+            )
 
 
 def _shown(value: Any) -> str:
@@ -358,16 +375,10 @@ def _encode(tokenizer: PreTrainedTokenizerFast, examples: list[SolvedExample]) -
 
 def _encode_example(tokenizer: PreTrainedTokenizerFast, example: SolvedExample) -> tuple[list[int], list[int]]:
     """Token ids and targets of all turns, in the order in which an episode has them."""
-    alphabet = tokenizer.get_vocab()
+    _check_letters(example, tokenizer.get_vocab().keys())
     ids: list[int] = []
     learned: list[int] = []
     for turn in (example, *example.later):
-        strange = set(turn.prompt + turn.answer) - alphabet.keys()
-        if strange:
-            raise ConfigError(
-                f"the example {turn.prompt!r} → {turn.answer!r} has characters that the environment's alphabet() "
-                f"lacks: {''.join(sorted(strange))!r}"
-            )
         prompt = tokenizer.encode(turn.prompt, add_special_tokens=False)
         answer = [*tokenizer.encode(turn.answer, add_special_tokens=False), cast("int", tokenizer.eos_token_id)]
         ids += [*prompt, *answer]

@@ -47,10 +47,11 @@ class Odd:
             "numbers": [SolvedExample("a", 3)] * count,
             "later numbers": [SolvedExample("a", "b", (SolvedExample("a", None),))] * count,
             "lists": [SolvedExample("a", "b", [SolvedExample("a", "b")])] * count,
+            "half a pair": [SolvedExample("\ud800", "b")] * count,
         }.get(self.what, right)
 
     def alphabet(self):
-        return {"no text": ["a", "b"], "no letters": ""}.get(self.what, "ab")
+        return {"no text": ["a", "b"], "no letters": "", "half a letter": "ab\ud800"}.get(self.what, "ab")
 
 
 class OneProblem:
@@ -288,11 +289,13 @@ def test_what_cannot_be_made_is_a_config_error(tmp_path, config, env, options, m
         ("raises", "its solved examples or its alphabet raised KeyError: 'primer'"),
         ("no text", r"expected a text of all characters from alphabet\(\), got \['a', 'b'\]"),
         ("no letters", r"expected a text of all characters from alphabet\(\), got ''"),
+        ("half a letter", r"expected a text of all characters from alphabet\(\), got 'ab"),
         *((kind, "from solved_examples") for kind in ("none", "too few", "pairs", "numbers", "later numbers", "lists")),
+        ("half a pair", "from solved_examples"),
     ],
 )
 def test_what_an_environment_shows_and_may_not_is_a_config_error(tmp_path, what, told):
-    with pytest.raises(ConfigError, match=f"test_tiny_model:Odd: .*{told}"):
+    with pytest.raises(ConfigError, match=f"^env.path: .*test_tiny_model:Odd: .*{told}"):
         make(tmp_path / "model", SMALL, f"{__name__}:Odd", {"what": what})
     assert not (tmp_path / "model").exists()
 
