@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from contextlib import suppress
+from pathlib import Path
 from subprocess import PIPE
 
 import anyio
-from anyio.abc import ByteReceiveStream
+from anyio.abc import ByteReceiveStream, Process
 
 from flash.errors import EnvError
 
+LAUNCHER = [sys.executable, "-IS", str(Path(__file__).with_name("launcher.py"))]
+"""What runs a command, and ends with it all that it has started."""
+
 OUTPUT_BYTES = 1 << 20
-"""Kept of what a command writes, from its beginning."""
+"""That a command may write as its answer."""
 
 REST_S = 5.0
-"""Seconds for the rest of what a program wrote to be read, once it has ended."""
+"""Seconds for a program to end, and for the rest of what it wrote to be read, once it has ended."""
 
 STDERR_SHOWN = 500
 """Characters shown of what a command that failed complained of, from the end."""
@@ -30,7 +35,7 @@ async def run_command(command: list[str], base_url: str, api_key: str, task: str
     """
     variables = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
     process = await anyio.open_process(
-        command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=variables, start_new_session=True
+        [*LAUNCHER, *command], stdin=PIPE, stdout=PIPE, stderr=PIPE, env=variables, start_new_session=True
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -44,22 +49,37 @@ async def run_command(command: list[str], base_url: str, api_key: str, task: str
                 await process.stdin.send(task.encode())
             await process.stdin.aclose()
             await process.wait()
-            # What it has started and left behind may hold them open for ever.
             streams.cancel_scope.deadline = anyio.current_time() + REST_S
     finally:
-        # With all that it has started.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
         with anyio.CancelScope(shield=True):
-            await process.aclose()
+            await _end(process)
     code = process.returncode
     if code != 0:
         said = complaint.decode("utf-8", "replace").strip()[-STDERR_SHOWN:]
         raise EnvError(f"`{command[0]}` ended with exit code {code}: {said}")
+    if len(written) > OUTPUT_BYTES:
+        raise too_long(command)
     return written.decode("utf-8", "replace")
 
 
+def too_long(command: list[str]) -> EnvError:
+    """Of a command that wrote more than an answer may have."""
+    return EnvError(f"`{command[0]}` wrote more than {OUTPUT_BYTES} bytes to its standard output: that is its answer")
+
+
+async def _end(process: Process) -> None:
+    """End a program, if it has not ended, and all that it has started."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        with anyio.move_on_after(REST_S):
+            await process.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.aclose()
+
+
 async def _gather(stream: ByteReceiveStream, into: bytearray) -> None:
-    """Read all there is, and keep OUTPUT_BYTES of it."""
+    """Read all there is, and keep a byte more of it than there may be."""
     async for piece in stream:
-        into += piece[: OUTPUT_BYTES - len(into)]
+        into += piece[: OUTPUT_BYTES + 1 - len(into)]

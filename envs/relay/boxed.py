@@ -11,7 +11,7 @@ import msgspec
 
 from envs.judging.judge import SandboxOpener, shared_judge
 from envs.judging.options import judge_pool_of, limits_of
-from envs.programs import STDERR_SHOWN
+from envs.programs import STDERR_SHOWN, too_long
 from envs.relay.outside import open_relay
 from envs.sandbox.api import Sandbox, Spec
 from envs.sandbox.endings import ending
@@ -88,6 +88,8 @@ async def run_boxed(
     if not result.ok:
         said = result.stderr.decode("utf-8", "replace").strip()[-STDERR_SHOWN:]
         raise EnvError(f"`{command[0]}` failed ({ending(result)}): {said}")
+    if result.stdout_truncated:
+        raise too_long(command)
     return result.stdout.decode("utf-8", "replace")
 
 

@@ -14,8 +14,9 @@ import openai
 import pytest
 
 from envs.agent import HOST, open_host
-from envs.programs import run_command
+from envs.programs import OUTPUT_BYTES, run_command
 from flash.environment import shared, sharing
+from flash.errors import EnvError
 from flash.service import app
 from flash.types import Failure, Outcome, Trajectory
 from tests.envs.agents import Policy, live, make, play
@@ -140,18 +141,37 @@ async def test_a_program_that_hangs_is_killed_with_all_it_started(tmp_path: Path
     assert processes_with(mark) == []
 
 
-@pytest.mark.parametrize("start", ["", "setsid"])
-async def test_what_a_program_leaves_running_keeps_nobody_from_its_answer(
-    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("envs.programs.REST_S", 1.0)
-    ended = f"{tmp_path}/ended"
-    left = f"{start} sh -c 'until [ -e {ended} ]; do sleep 0.1; done' & echo fine"
-    try:
-        with anyio.fail_after(60):
-            assert await run_command(["sh", "-c", left], "", "", "") == "fine\n"
-    finally:
-        await anyio.Path(ended).touch()
+@pytest.mark.parametrize("start", ["", "setsid", "setsid -f"])
+@pytest.mark.parametrize("end", ["echo fine", "sleep 1000"])
+async def test_what_a_program_leaves_running_ends_with_it(start: str, end: str, tmp_path: Path) -> None:
+    mark = f"{tmp_path}/mark"
+    program = f"{start} sh -c 'touch {mark}; sleep 1000; : {mark}' & until [ -e {mark} ]; do sleep 0.1; done; {end}"
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+
+            async def run() -> None:
+                assert await run_command(["sh", "-c", program], "", "", "") == "fine\n"
+                assert end == "echo fine"
+
+            tasks.start_soon(run)
+            if end != "echo fine":
+                while not await anyio.Path(mark).exists():  # noqa: ASYNC110  # another process makes it
+                    await anyio.sleep(0.05)
+                tasks.cancel_scope.cancel()
+    assert processes_with(mark) == []
+
+
+async def test_a_program_that_is_not_there_or_is_killed_is_told_as_such() -> None:
+    with pytest.raises(EnvError, match="`no-such-program` ended with exit code 127: No such file or directory"):
+        await run_command(["no-such-program"], "", "", "")
+    with pytest.raises(EnvError, match="`sh` ended with exit code -11"):
+        await run_command(["sh", "-c", "kill -SEGV $$"], "", "", "")
+
+
+async def test_an_answer_that_is_too_long_is_an_error_and_not_cut() -> None:
+    assert len(await run_command(["sh", "-c", f"head -c {OUTPUT_BYTES} /dev/zero"], "", "", "")) == OUTPUT_BYTES
+    with pytest.raises(EnvError, match="`sh` wrote more than 1048576 bytes to its standard output"):
+        await run_command(["sh", "-c", f"head -c {OUTPUT_BYTES + 1} /dev/zero"], "", "", "")
 
 
 def processes_with(word: str) -> list[Path]:

@@ -12,11 +12,13 @@ import anyio.lowlevel
 import pytest
 
 from envs.agent import Agent, AgentOptions
+from envs.programs import OUTPUT_BYTES
+from envs.relay.boxed import BoxOptions, run_boxed
 from envs.relay.outside import CHATTER, open_relay
 from envs.sandbox.api import Spec
 from envs.sandbox.open import Location, open_sandboxes
 from flash.environment import sharing
-from flash.errors import ConfigError, SandboxStartError
+from flash.errors import ConfigError, EnvError, SandboxStartError
 from flash.types import Outcome, Trajectory
 from tests.envs.agents import TASKS, Policy, play
 from tests.envs.sandboxes import local_processes
@@ -131,6 +133,13 @@ async def trained(kind: type[Agent]) -> None:
     assert played.outcome == Outcome.OK
     assert [turn.action for turn in played.turns] == ["well"] * 3
     assert played.turns[-1].note == "7 well\n"
+
+
+async def test_an_answer_that_is_too_long_is_an_error_and_not_cut() -> None:
+    command = ["head", "-c", str(OUTPUT_BYTES + 1), "/dev/zero"]
+    async with sharing("boxed"):
+        with pytest.raises(EnvError, match="`head` wrote more than 1048576 bytes to its standard output"):
+            await run_boxed(BoxOptions(image="any"), command, "http://127.0.0.1:9/v1", "", "", opener=local_processes)
 
 
 def test_a_box_is_for_commands() -> None:

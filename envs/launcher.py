@@ -1,0 +1,83 @@
+"""Runs a program to its end, and ends with it all that came of it: what went into a session of its own, too.
+
+What loses its parent becomes a child of this process (PR_SET_CHILD_SUBREAPER), so that nothing escapes. SIGTERM ends
+the program as well. A script of the standard library alone: it is started for each episode of an agent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from contextlib import suppress
+
+PR_SET_CHILD_SUBREAPER = 36
+NOT_STARTED = 127
+"""The exit code of a program that cannot be started, as a shell has it."""
+
+
+def main(command: list[str]) -> None:
+    """Run it, and end as it does."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGTERM, _stop)
+    program = os.fork()
+    if not program:
+        _become(command)
+    ended, status = os.wait()
+    while ended != program:
+        ended, status = os.wait()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_children()
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+def _become(command: list[str]) -> None:
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"{error.strerror}: {command[0]}\n".encode())
+    finally:
+        os._exit(NOT_STARTED)
+
+
+def _stop(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_children()
+    os._exit(128 + signal.SIGTERM)
+
+
+def end_children() -> None:
+    """Kill until there are none: the children of each that dies become ours."""
+    while True:
+        try:
+            if os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+        except ChildProcessError:
+            return
+        for child in _children():
+            with suppress(PermissionError):  # another user's by now: waited for, as long as we are let
+                os.kill(child, signal.SIGKILL)
+        os.waitpid(-1, 0)
+
+
+def _children() -> list[int]:
+    found: list[int] = []
+    for name in os.listdir("/proc"):
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                if name.isdigit() and int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
+                    found.append(int(name))
+        except OSError:
+            continue  # It has ended, or is no process.
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
