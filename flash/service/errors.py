@@ -44,7 +44,7 @@ def unsupported(name: str, why: str = "leave it out") -> ApiError:
 
 MASKED = (
     "it would forbid tokens while the answer is sampled, and training, which knows nothing of them, would take the "
-    "probabilities of the others wrongly (docs/environments.md, 'Nothing is sampled under a grammar'); leave it out, "
+    "probabilities of the others wrongly (docs/agents.md, 'Nothing is sampled under a grammar'); leave it out, "
     "ask for the form in words, check what comes, and ask again or reward it so"
 )
 """Why nothing is sampled under a grammar."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -107,6 +109,13 @@ def test_another_model_does_not_exist() -> None:
 def test_what_is_not_done_here_is_refused_by_name(name: str, value: Any) -> None:
     status, error = refusal(body(**{name: value}))
     assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", name)
+
+
+def test_the_page_that_a_refusal_names_has_what_it_says_is_there() -> None:
+    told = refusal(body(tool_choice="required"))[1]["message"]
+    found = re.search(r"\((docs/\S+), '([^']+)'\)", told)
+    assert found is not None
+    assert f"*{found[2]}*" in (Path(__file__).parents[2] / found[1]).read_text()
 
 
 @pytest.mark.parametrize(
