@@ -186,18 +186,20 @@ class Pool:
             if parent.scope.cancel_called:
                 # Its end may not have seen this snapshot, and would not see the forks.
                 await self.state.host(parent.host).forget(snapshot.spec.image)
-                raise SandboxClosedError(f"sandbox {parent.id} ended while it was forked: {parent.ending}")
+                raise _ended_early(parent)
             forks: list[Lease] = []
             try:
                 while len(forks) < count:
                     forks.append(self._order_fork(parent, snapshot.spec))
                 for fork in forks:
                     await self.wait_ready(fork, self._settings.fork_s)
-            except BaseException:
+            except BaseException as error:
                 for fork in forks:
                     fork.end("another fork failed")
                 for fork in forks:
                     await self.release(fork)
+                if isinstance(error, SandboxStartError) and parent.scope.cancel_called:
+                    raise _ended_early(parent) from error
                 raise
             return forks
 
@@ -444,6 +446,10 @@ class Pool:
         await self._forget_snapshots(lease)
         await self._journal.drop(lease.id)
         lease.done.set()
+
+
+def _ended_early(parent: Lease) -> SandboxClosedError:
+    return SandboxClosedError(f"sandbox {parent.id} ended while it was forked: {parent.ending}")
 
 
 @asynccontextmanager

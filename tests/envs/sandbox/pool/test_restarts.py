@@ -272,6 +272,23 @@ async def test_a_call_that_was_cancelled_has_not_told_of_the_loss():
         assert (await sandbox.run("true", timeout=1)).ok
 
 
+async def test_a_fork_whose_origin_ends_while_it_starts_says_so():
+    async with pool_of(engine(4, start_s=10)) as pool:
+        lease = pool.order(SPEC, owner="x")
+        await pool.wait_ready(lease, 50)
+        async with anyio.create_task_group() as tasks:
+
+            async def end() -> None:
+                await anyio.sleep(4)
+                lease.end("it was given back")
+
+            tasks.start_soon(end)
+            with pytest.raises(SandboxClosedError, match="ended while it was forked: it was given back"):
+                await pool.fork(lease, 2)
+        await lease.done.wait()
+        assert pool.state.leases() == []
+
+
 class Doomed(SimulatedSandbox):
     """Its lease ends while it is copied."""
 
