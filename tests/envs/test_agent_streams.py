@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -152,7 +153,8 @@ async def test_a_stream_that_fails_says_so_and_the_episode_fails(name: str) -> N
 
 async def fails_to_listen(base_url: str, api_key: str, task: str) -> str:
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        with anyio.CancelScope(shield=True):  # its end comes meanwhile
+
+        async def listen() -> None:
             try:
                 async for text in WAYS[way](client):
                     seen.append(text)
@@ -160,4 +162,10 @@ async def fails_to_listen(base_url: str, api_key: str, task: str) -> str:
                         policy.goes_on.set()
             except openai.OpenAIError as error:
                 seen.append(str(error))
+
+        listening = asyncio.ensure_future(listen())
+        try:
+            await asyncio.shield(listening)  # its end comes meanwhile
+        finally:
+            await listening
     return ""
