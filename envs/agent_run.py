@@ -83,7 +83,7 @@ class AgentRun:
             self._task.add_done_callback(_heard_of)
             # Ends what only swallows cancellations.
             with suppress(BaseException):
-                self._task.get_coro().close()  # type: ignore[union-attr]
+                self._task.get_coro().close()
 
 
 def _heard_of(task: asyncio.Task[None]) -> None:
