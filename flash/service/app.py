@@ -183,6 +183,8 @@ async def _unknown(request: Request, error: Exception) -> Response:
     """Starlette's own errors, such as an unknown path, in the form of the API."""
     assert isinstance(error, HTTPException)
     place = f"{request.method} {request.url.path[:200]}"
+    if error.status_code == 405:
+        return _refusal(ApiError(405, f"This URL is not asked in this way: {place}.", "method_not_allowed"))
     return _refusal(ApiError(error.status_code, f"Unknown request URL: {place}.", "unknown_url"))
 
 
@@ -200,6 +202,8 @@ def _session(sessions: Sessions, request: Request) -> Session:
 
 
 async def _body(request: Request) -> bytes:
+    if (coding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise ApiError(415, f"Bodies are not compressed here, but this one is {coding[:100]!r}.")
     body = bytearray()
     with anyio.move_on_after(BODY_S):
         async for piece in request.stream():

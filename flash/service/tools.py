@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -80,8 +80,11 @@ def may_call(choice: Any) -> bool:
     raise ApiError(400, f"`tool_choice` must be `auto` or `none`, but is {in_short(choice)}.", None, "tool_choice")
 
 
-def calls_of(given: Iterable[GivenCall]) -> tuple[ToolCall, ...]:
-    """The calls of a message."""
+def calls_of(given: Sequence[GivenCall]) -> tuple[ToolCall, ...]:
+    """The calls of a message. Raises ApiError where one is of no function."""
+    for call in given:
+        if call.type != "function":
+            raise unsupported("messages", f"calls are of functions, but one is {call.type[:100]!r}")
     return tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in given)
 
 

@@ -52,3 +52,22 @@ async def test_countless_lists_are_refused_before_they_are_read_and_an_empty_key
                     assert await session.heard() is not None
                 session.refuse(ApiError(400, "no"))
     session.end()
+
+
+@pytest.mark.anyio
+async def test_a_wrong_method_a_compressed_body_and_a_call_of_another_kind_are_named() -> None:
+    sessions = Sessions()
+    session, key = sessions.open()
+    call = {"id": "1", "type": "custom", "function": {"name": "f", "arguments": "{}"}}
+    said = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "x"}]
+    body = {"model": "policy", "messages": said}
+    transport = httpx.ASGITransport(make_app(sessions))
+    headers = {"authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://agents", headers=headers) as client:
+        wrong = await client.get("/v1/chat/completions")
+        packed = await client.post("/v1/chat/completions", json=body, headers={"content-encoding": "gzip"})
+        custom = await client.post("/v1/chat/completions", json=body)
+    session.end()
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert packed.status_code == 415
+    assert "calls are of functions, but one is 'custom'" in custom.json()["error"]["message"]
