@@ -44,14 +44,14 @@ class AgentRun:
 
     def begin(self) -> None:
         """Let it work, beside the caller."""
-        self._task = asyncio.get_running_loop().create_task(self._live())
+        self._task = asyncio.get_running_loop().create_task(self._work())
+        self._task.add_done_callback(self._ended)
 
-    async def _live(self) -> None:
-        try:
-            await self._work()
-        finally:
-            self._session.agent_ended()
-            self._over.set()
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._session.agent_ended()
+        self._over.set()
+        if not task.cancelled():
+            task.exception()  # of one that was left behind: it is nobody's concern
 
     async def _work(self) -> None:
         try:
@@ -80,13 +80,6 @@ class AgentRun:
             await self._over.wait()
         if not self._over.is_set():
             _log.warning("an agent goes on though it was cancelled: it must let CancelledError pass")
-            self._task.add_done_callback(_heard_of)
             # Ends what only swallows cancellations.
             with suppress(BaseException):
                 self._task.get_coro().close()
-
-
-def _heard_of(task: asyncio.Task[None]) -> None:
-    """What an agent that was left behind ends with is nobody's concern."""
-    if not task.cancelled():
-        task.exception()
