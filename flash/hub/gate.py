@@ -104,6 +104,7 @@ class Gate:
         self._speakers: dict[int, Speaker] = {}
         self._given: dict[int, dict[int, Task]] = {}
         """What each peer was given and has not handed over, by lease: also what the hub expects no more."""
+        self._closed = False
         self._heard_at: dict[int, float] = {}
         """Seconds, of anyio's clock: when each peer came or last said something."""
 
@@ -147,8 +148,12 @@ class Gate:
         """A connection ended."""
         if (speaker := self._speakers.pop(peer.id, None)) is not None:
             del self._given[peer.id], self._heard_at[peer.id]
-            if self._heard(speaker):
+            if self._heard(speaker) and not self._closed:
                 self._hub.peer_lost(speaker.name)
+
+    def close(self) -> None:
+        """The hub ends: who leaves from now on leaves with it, and nobody is lost."""
+        self._closed = True
 
     def _heard(self, speaker: Speaker) -> bool:
         """Not a rank of a life that is over: the next life has begun, or soon does."""

@@ -186,6 +186,7 @@ async def _serving(hub: Hub, config: Config, given: str | None) -> AsyncGenerato
                 await anyio.to_thread.run_sync(announce, config.run_dir, address, token_file)
                 yield address
             finally:
+                gate.close()
                 withdraw(config.run_dir)
             group.cancel_scope.cancel()
 

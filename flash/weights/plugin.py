@@ -52,8 +52,8 @@ def _end_as_worker(number: int) -> None:
 def no_platform() -> None:
     """Offer no platform, follow the node loop, and let nobody warn of Triton, which has nothing for a CPU.
 
-    vLLM's CPU build would, before it sets up its logging, and so at any level that is asked
-    for; torch where it is not.
+    vLLM's CPU build would, before it sets up its logging, and so at any level that is asked for; torch where that build
+    is not installed.
     """
     for name in ("vllm.triton_utils", "torch._library.triton"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -108,6 +108,15 @@ async def test_a_second_connection_of_a_living_peers_name_is_refused_and_takes_n
     assert port.hub.buffer.ledger.generated_tokens == 3
 
 
+async def test_who_leaves_with_the_hub_is_not_lost() -> None:
+    port = Port()
+    await port.begin(0)
+    life = next(number for number in range(9) if port.hub.life_counts(number))
+    port.gate.close()
+    port.gate.left(port.trainer)
+    assert port.hub.life_counts(life)
+
+
 async def test_a_rank_whose_former_connection_is_silent_takes_its_place_and_begins_the_next_life() -> None:
     port = Port()
     await port.begin(0)
