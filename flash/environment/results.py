@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Mapping, Set
 from numbers import Real
-from typing import cast
+from typing import TypeGuard, cast
 
 import numpy as np
 
-from flash.environment.interface import Info, ResetResult, StepResult
+from flash.environment.interface import Info, ResetResult, SolvedExample, StepResult
 from flash.errors import EnvError, RewardError
 from flash.types import Message, Observation
 
@@ -17,6 +18,8 @@ VALUE_LENGTH = 80
 """Characters of a wrong value that an error repeats."""
 NOTE_LENGTH = 2000
 """Characters kept of a note."""
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = VALUE_LENGTH
 
 
 def check_reset_result(result: object) -> ResetResult:
@@ -52,6 +55,34 @@ def check_step_result(result: object) -> StepResult:
     )
 
 
+def check_solved_examples(alphabet: object, examples: object, count: int) -> None:
+    """What the methods of a `WarmStart` have returned when they were asked for so many examples.
+
+    Raises:
+        EnvError: it is no text, or no list of so many examples in characters of that text.
+    """
+    if not _is_text(alphabet) or not alphabet:
+        raise EnvError(f"alphabet() must return a text of all characters, but returned {shown(alphabet)}")
+    given = cast("list[object]", examples) if isinstance(examples, list) else []
+    if len(given) != count or not all(map(_is_example, given)):
+        raise EnvError(
+            f"solved_examples({count}, seed) must return a list of {count} flash.environment.SolvedExample, whose "
+            f"prompts and answers are texts, but returned {shown(examples)}"
+        )
+    for example in cast("list[SolvedExample]", given):
+        check_letters(example, set(alphabet))
+
+
+def check_letters(example: SolvedExample, alphabet: Set[str]) -> None:
+    """Raises EnvError: a turn of it has characters that the alphabet lacks."""
+    for turn in (example, *example.later):
+        if strange := set(turn.prompt + turn.answer) - alphabet:
+            raise EnvError(
+                f"the example {turn.prompt[:VALUE_LENGTH]!r} → {turn.answer[:VALUE_LENGTH]!r} has characters that the "
+                f"environment's alphabet() lacks: {''.join(sorted(strange))[:VALUE_LENGTH]!r}"
+            )
+
+
 def metrics_of(info: Info) -> dict[str, float]:
     """`info["metrics"]`: what the environment measured in this step. Of each name the mean over a batch is logged.
 
@@ -60,12 +91,15 @@ def metrics_of(info: Info) -> dict[str, float]:
     """
     metrics = info.get("metrics", {})
     if not isinstance(metrics, Mapping):
-        raise EnvError(f"info['metrics'] of step() must map names to numbers, but is {metrics!r}")
+        raise EnvError(f"info['metrics'] of step() must map names to numbers, but is {shown(metrics)}")
     numbers: dict[str, float] = {}
     for name, value in cast("Mapping[object, object]", metrics).items():
         number = _number(value) if isinstance(value, (Real, np.bool_)) else math.nan
         if not (isinstance(name, str) and name and math.isfinite(number)):
-            raise EnvError(f"info['metrics'] of step() must map names to finite numbers, but holds {name!r}: {value!r}")
+            named = repr(name) if isinstance(name, str) else shown(name)
+            raise EnvError(
+                f"info['metrics'] of step() must map names to finite numbers, but holds {named}: {shown(value)}"
+            )
         numbers[_text("a name in info['metrics'] of step()", name)] = number
     return numbers
 
@@ -78,7 +112,7 @@ def note_of(info: Info) -> str:
     """
     note = info.get("note", "")
     if not isinstance(note, str):
-        raise EnvError(f"info['note'] of step() must be text, but is {note!r} of type {type(note).__name__}")
+        raise EnvError(f"info['note'] of step() must be text, but is {shown(note)}")
     return _text("info['note'] of step()", note[:NOTE_LENGTH])
 
 
@@ -89,7 +123,7 @@ def check_reward(reward: object) -> float:
         RewardError: it is not a finite number.
     """
     if not isinstance(reward, (Real, np.bool_)):
-        raise RewardError(f"the reward must be a finite number, but is {_shown(reward)}; {_as_number(reward)}")
+        raise RewardError(f"the reward must be a finite number, but is {shown(reward)}; {_as_number(reward)}")
     number = _number(reward)
     if not math.isfinite(number):
         raise RewardError(
@@ -110,9 +144,24 @@ def _as_number(reward: object) -> str:
     return "give a float or an int, such as a sum or a mean of several"
 
 
-def _shown(value: object) -> str:
-    """A value and its type, in one short line."""
-    return f"{' '.join(repr(value).split())[:VALUE_LENGTH]} of type {type(value).__name__}"
+def shown(value: object) -> str:
+    """A value that is not ours and its type, in one short line, also where it cannot show itself."""
+    return f"{' '.join(_SHORT.repr(value).split())[:VALUE_LENGTH]} of type {type(value).__name__}"
+
+
+def _is_text(value: object) -> TypeGuard[str]:
+    """Whether it is text that a tokenizer can hold: halves of surrogate pairs are none."""
+    return isinstance(value, str) and value == value.encode(errors="ignore").decode()
+
+
+def _is_example(one: object) -> bool:
+    """Whether it is one, with texts in all its turns: nobody checks a struct's fields."""
+    if not isinstance(one, SolvedExample):
+        return False
+    prompt, answer, later = cast("tuple[object, object, object]", (one.prompt, one.answer, one.later))
+    if not isinstance(later, tuple):
+        return False
+    return _is_text(prompt) and _is_text(answer) and all(map(_is_example, cast("tuple[object, ...]", later)))
 
 
 def _observation(method: str, value: object) -> Observation:
@@ -136,7 +185,7 @@ def _message(method: str, value: object) -> Message:
             return _message(method, Message(role, content))
     raise EnvError(
         f"a chat message of {method}() must be a flash.types.Message or a dict with the texts role and content, "
-        f"but is {value!r}"
+        f"but is {shown(value)}"
     )
 
 
@@ -162,19 +211,19 @@ def _text(what: str, text: str) -> str:
 
 def _flag(name: str, value: object) -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise EnvError(f"{name} of step() must be True or False, but is {value!r} of type {type(value).__name__}")
+        raise EnvError(f"{name} of step() must be True or False, but is {shown(value)}")
     return bool(value)
 
 
 def _info(method: str, value: object) -> Info:
     if not isinstance(value, dict):
-        raise EnvError(f"info of {method}() must be a dict, but is {value!r} of type {type(value).__name__}")
+        raise EnvError(f"info of {method}() must be a dict, but is {shown(value)}")
     return cast("Info", value)
 
 
 def _shape(result: object) -> str:
     """`a tuple of 4 (str, float, bool, dict)`: enough to see which value is missing."""
     if not isinstance(result, tuple):
-        return f"{result!r} of type {type(result).__name__}"
+        return shown(result)
     parts = cast("tuple[object, ...]", result)
     return f"a tuple of {len(parts)} ({', '.join(type(part).__name__ for part in parts)})"

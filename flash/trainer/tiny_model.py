@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Generator, Set
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,8 +25,10 @@ import msgspec
 
 from flash.config.objects import check_options, load_object
 from flash.config.tree import TinyModelConfig
+from flash.environment.calls import told_of
 from flash.environment.interface import SolvedExample, WarmStart
-from flash.errors import ConfigError
+from flash.environment.results import check_letters, check_solved_examples
+from flash.errors import ConfigError, EnvError
 from flash.trainer.aside import replacing
 
 if TYPE_CHECKING:
@@ -55,8 +57,8 @@ WINDOW = 150
 LEAST_GAIN = 0.003
 """Share by which the mean loss of a window has to be below that of the one before, or the loss falls no further."""
 
-TRIED, SHOWN = 3, 200
-"""Solved examples that an environment is asked for before all else, and characters that are shown of wrong ones."""
+TRIED = 3
+"""Solved examples that an environment is asked for before all else."""
 SAMPLE = 16
 """Examples in the fingerprint: what they show of the environment's options is what the model depends on."""
 
@@ -208,60 +210,12 @@ def _example_source(env_path: str, env_options: dict[str, Any]) -> WarmStart:
             f"{env_path} offers no solved examples, which a tiny model is taught with; give it the methods "
             "solved_examples and alphabet (see flash.environment.WarmStart), or set model.path to an existing model"
         )
-    _check_examples(env_path, env)
-    return env
-
-
-def _check_examples(env_path: str, env: WarmStart) -> None:
-    """That the environment shows what `WarmStart` says, before anything is made of it."""
-    where = f"env.path: {env_path}"
     try:
-        alphabet: Any = env.alphabet()
-        examples: Any = env.solved_examples(TRIED, 0)
+        check_solved_examples(env.alphabet(), env.solved_examples(TRIED, 0), TRIED)
     except Exception as error:  # somebody else's code
-        told = f"{where}: its solved examples or its alphabet raised {type(error).__name__}: {error}"
-        raise ConfigError(told) from error
-    if not _is_text(alphabet) or not alphabet:
-        raise ConfigError(f"{where}: expected a text of all characters from alphabet(), got {_shown(alphabet)}")
-    if not isinstance(examples, list) or len(examples) != TRIED or not all(map(_is_example, examples)):
-        raise ConfigError(
-            f"{where}: expected a list of {TRIED} flash.environment.SolvedExample, whose prompts and "
-            f"answers are texts, from solved_examples({TRIED}, seed=0), got {_shown(examples)}"
-        )
-    for example in examples:
-        _check_letters(example, set(alphabet))
-
-
-def _is_example(one: Any) -> bool:
-    """Whether it is one, with texts in all its turns."""
-    if not isinstance(one, SolvedExample):
-        return False
-    said: tuple[Any, Any, Any] = (one.prompt, one.answer, one.later)  # a struct's fields are checked by nobody
-    prompt, answer, later = said
-    if not _is_text(prompt) or not _is_text(answer):
-        return False
-    return isinstance(later, tuple) and all(map(_is_example, cast("tuple[Any, ...]", later)))
-
-
-def _is_text(value: Any) -> bool:
-    """Whether it is text that a tokenizer can hold: halves of surrogate pairs are none."""
-    return isinstance(value, str) and value == value.encode(errors="ignore").decode()
-
-
-def _check_letters(example: SolvedExample, alphabet: Set[str]) -> None:
-    """Raises ConfigError: a turn has characters that the alphabet lacks."""
-    for turn in (example, *example.later):
-        if strange := set(turn.prompt + turn.answer) - alphabet:
-            raise ConfigError(
-                f"the example {_shown(turn.prompt)} → {_shown(turn.answer)} has characters that the environment's "
-                f"alphabet() lacks: {_shown(''.join(sorted(strange)))}"
-            )
-
-
-def _shown(value: Any) -> str:
-    """What a person is shown of it."""
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+        told = str(error) if isinstance(error, EnvError) else f"its examples or its alphabet raised {told_of(error)}"
+        raise ConfigError(f"env.path: {env_path}: {told}") from error
+    return env
 
 
 def _make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
@@ -375,7 +329,10 @@ def _encode(tokenizer: PreTrainedTokenizerFast, examples: list[SolvedExample]) -
 
 def _encode_example(tokenizer: PreTrainedTokenizerFast, example: SolvedExample) -> tuple[list[int], list[int]]:
     """Token ids and targets of all turns, in the order in which an episode has them."""
-    _check_letters(example, tokenizer.get_vocab().keys())
+    try:
+        check_letters(example, tokenizer.get_vocab().keys())
+    except EnvError as error:
+        raise ConfigError(str(error)) from None
     ids: list[int] = []
     learned: list[int] = []
     for turn in (example, *example.later):

@@ -14,6 +14,29 @@ from flash.errors import EnvError, RewardError
 from flash.types import Message
 
 
+class HalfMade:
+    def __repr__(self):
+        raise AttributeError("half made")
+
+
+DEEP = []
+for _ in range(10_000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize("value", [HalfMade(), DEEP, "x" * 10_000_000], ids=["half made", "deep", "long"])
+def test_a_value_that_cannot_be_shown_is_told_like_any_other(value):
+    for step in (("", value, True, False, {}), ("", 1.0, value, False, {}), ("", 1.0, True, False, value), value):
+        with pytest.raises(EnvError) as caught:
+            check_step_result(step)
+        assert len(str(caught.value)) < 500
+    for info in ({"metrics": value}, {"metrics": {"x": value}}):
+        with pytest.raises(EnvError):
+            metrics_of(info)
+    with pytest.raises(EnvError):
+        check_reset_result(([value], {}))
+
+
 def test_the_first_held_out_seed_is_the_border():
     assert not is_held_out(HELD_OUT - 1)
     assert is_held_out(HELD_OUT)

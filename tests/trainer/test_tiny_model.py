@@ -30,6 +30,9 @@ class Fibs:
         return "1+="
 
 
+WRONG_EXAMPLES = ("none", "too few", "pairs", "numbers", "later numbers", "lists", "half a pair")
+
+
 class Odd:
     """An environment that shows what no environment may."""
 
@@ -286,12 +289,11 @@ def test_what_cannot_be_made_is_a_config_error(tmp_path, config, env, options, m
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("raises", "its solved examples or its alphabet raised KeyError: 'primer'"),
-        ("no text", r"expected a text of all characters from alphabet\(\), got \['a', 'b'\]"),
-        ("no letters", r"expected a text of all characters from alphabet\(\), got ''"),
-        ("half a letter", r"expected a text of all characters from alphabet\(\), got 'ab"),
-        *((kind, "from solved_examples") for kind in ("none", "too few", "pairs", "numbers", "later numbers", "lists")),
-        ("half a pair", "from solved_examples"),
+        ("raises", "its examples or its alphabet raised KeyError: 'primer'"),
+        ("no text", r"alphabet\(\) must return a text of all characters, but returned \['a', 'b'\]"),
+        ("no letters", r"alphabet\(\) must return a text of all characters, but returned ''"),
+        ("half a letter", r"alphabet\(\) must return a text of all characters, but returned 'ab"),
+        *((kind, r"solved_examples\(3, seed\) must return a list of 3") for kind in WRONG_EXAMPLES),
     ],
 )
 def test_what_an_environment_shows_and_may_not_is_a_config_error(tmp_path, what, told):
