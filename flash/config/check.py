@@ -124,9 +124,9 @@ def _domains(config: Config, env: type[object], kwargs: dict[str, Any]) -> Itera
         if (domain.max_new_tokens or 0) > limit:
             message = f"expected at most {limit} (model.max_length = {limit + 1}), got {domain.max_new_tokens}"
             yield Problem(f"{key}.max_new_tokens", message)
-        members = (domain.group_size or config.rollout.group_size) + config.rollout.extra_per_group
+        size = domain.group_size or config.rollout.group_size
         drop = domain.drop_equal_rewards
-        if members == 1 and (config.rollout.drop_equal_rewards if drop is None else drop):
+        if size == 1 and (config.rollout.drop_equal_rewards if drop is None else drop):
             message = "groups of one sample have equal rewards: all would be dropped"
             yield Problem(f"{key}.group_size", message)
 
@@ -348,7 +348,7 @@ def rollout_rule(config: Config) -> Iterator[Problem]:
     if rollout.on_expire == "wait" and rollout.extra_groups:
         message = "expected 0: groups beyond those of a step outgrow the window, and with on_expire = 'wait' none may"
         yield Problem("rollout.extra_groups", message)
-    if rollout.drop_equal_rewards and members == 1:
+    if rollout.drop_equal_rewards and rollout.group_size == 1:
         yield Problem("rollout.drop_equal_rewards", "groups of one sample have equal rewards: all would be dropped")
 
 

@@ -28,10 +28,16 @@ REFUSED: dict[str, str] = {
 """Why the run needs what it had; `flash.run.beforehand` says it."""
 
 WEIGHTS = "the weights are those of the newest checkpoint all the same; of {} come {}"
+PROBLEMS = (
+    "in groups whose problem is of the former environment nothing more begins: those with finished samples are trained "
+    "as they are, the others leave"
+)
 TOLD: dict[str, str] = {
     "model.path": WEIGHTS.format("model.path", "the tokenizer, and the reference of a KL that names none"),
     "model.fetch": WEIGHTS.format("model.fetch", "the tokenizer, and the reference of a KL that names none"),
     "critic.path": WEIGHTS.format("critic.path", "the shapes alone"),
+    "env.path": PROBLEMS,
+    "env.options": PROBLEMS,
     "simulate.*": "a run never reads it, only `flash simulate` does",
 }
 """What does not follow from the change."""
@@ -39,7 +45,7 @@ TOLD: dict[str, str] = {
 TAKES_EFFECT: dict[str, str] = {
     "run": "name output_dir seed steps resume log_samples log_samples_mb",
     "model": "dtype head_dtype max_length trust_remote_code tool_parser reasoning_parser",
-    "env": "path options folders",
+    "env": "folders",
     "rollout": "max_concurrent max_new_tokens max_turns swap on_expire fifo_window share_drift extra_groups "
     "drop_equal_rewards accuracy_bounds queue_scheduling replicate_prompts session_s max_branches max_episode_tokens "
     "env_async temperature seeded retries breaker quarantine",

@@ -49,6 +49,12 @@ class Ageing:
             expiring = expiring and self._rules.filter_of(group.kind).keeps(group)
         self._pool.waits(group, expiring=expiring)
 
+    def useless(self, group: Group) -> bool:
+        """Whether a group waits for nobody, or was trained in part, and all of it is too old for the next step."""
+        if not (group.complete or group.earlier):
+            return False
+        return group.trained_tokens(self._contract.min_token_version(self._admission.next_step)) == 0
+
     def next_is(self, step: int) -> None:
         """From now on `step` is the next one: deal with what no step can train any more as it is."""
         if step <= self._admission.next_step:
@@ -78,8 +84,11 @@ class Ageing:
             self._exits.withdraw(group)
             return
         if self._rules.on_expire == "requeue":
+            if group.closed and begun < oldest:
+                self._exits.expire(group)
+                return
             self._exits.start_again(group, oldest)
-        if (self._pool.is_ready(group_id) or group.earlier) and group.trained_tokens(oldest) == 0:
+        if self.useless(group):
             self._exits.expire(group)
         elif not self._pool.is_ready(group_id):
             self.watch(group)

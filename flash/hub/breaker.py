@@ -14,10 +14,11 @@ class Streaks(msgspec.Struct):
     given_up: int = 0
     given_up_of_kind: dict[str, int] = {}
     filtered: int = 0
+    filtered_of_kind: dict[str, int] = {}
 
     def copy(self) -> Streaks:
         """The same, which later changes do not reach."""
-        return Streaks(self.given_up, dict(self.given_up_of_kind), self.filtered)
+        return Streaks(self.given_up, dict(self.given_up_of_kind), self.filtered, dict(self.filtered_of_kind))
 
 
 class Breaker:
@@ -65,16 +66,20 @@ class Breaker:
     def kept(self) -> None:
         """A complete group passed the filters."""
         self.streaks.filtered = 0
+        self.streaks.filtered_of_kind.clear()
 
-    def filtered(self) -> None:
+    def filtered(self, kind: str) -> None:
         """A complete group was filtered out.
 
         Raises:
             BreakerError: too many in a row.
         """
+        of_kind = self.streaks.filtered_of_kind
         self.streaks.filtered += 1
+        of_kind[kind] = of_kind.get(kind, 0) + 1
         if self.streaks.filtered >= self._groups:
+            kinds = f" ({', '.join(f'{of_kind[name]} of {name}' for name in sorted(of_kind))})" if any(of_kind) else ""
             raise BreakerError(
-                f"{self.streaks.filtered} groups in a row were filtered out and none was kept: nothing is left to "
-                "learn from. The problems are all too easy or too hard, or rollout.accuracy_bounds is too narrow."
+                f"{self.streaks.filtered} groups in a row{kinds} were filtered out and none was kept: nothing is left "
+                "to learn from. The problems are all too easy or too hard, or rollout.accuracy_bounds is too narrow."
             )

@@ -46,6 +46,8 @@ class Group(msgspec.Struct, gc=False):
     members: list[Member]
     earlier: list[BatchSample] = []
     """The members that were trained in earlier steps."""
+    closed: bool = False
+    """Its problem is none of those that are issued now: no member of it begins any more."""
 
     @property
     def kind(self) -> str:
@@ -77,7 +79,7 @@ class Group(msgspec.Struct, gc=False):
 
     def copy(self) -> Group:
         """The same group, which later changes do not reach."""
-        return Group(self.group_id, self.wanted, list(map(copy, self.members)), self.earlier)
+        return msgspec.structs.replace(self, members=list(map(copy, self.members)))
 
     def count(self, state: MemberState) -> int:
         """Members in a state."""

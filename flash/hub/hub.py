@@ -104,7 +104,7 @@ class Hub:
         )
         cursor = state.buffer.cursor if state else None
         lease_ids = count(life << LEASES)
-        rules = buffer_rules(rollout, domains)
+        rules = buffer_rules(config, domains)
         self.buffer = SampleBuffer(
             self._contract,
             TaskSource(config.run.seed, rules.sizes(rollout.group_size), kind_of, cursor),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
-from flash.config.tree import RolloutConfig
+from flash.config.tree import Config, RolloutConfig
 from flash.environment.interface import NO_DOMAINS, Domain
 from flash.hub.groups import GroupFilter
 
@@ -40,6 +42,8 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
     """By the kind of their problems; empty: nothing is decided by kind."""
     drift: float = 1.0
     """Batches by which a domain may be ahead of its share."""
+    problems: str = ""
+    """Tells one set of problems from another: the samples of a group are all of one. Empty: not known."""
 
     def filter_of(self, kind: str) -> GroupFilter:
         """What filters the groups of a kind."""
@@ -51,8 +55,10 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
         return {name: size + self.extra_per_group for name, size in {"": group_size, **named}.items()}
 
 
-def buffer_rules(rollout: RolloutConfig, domains: Mapping[str, Domain] = NO_DOMAINS) -> BufferRules:
+def buffer_rules(config: Config, domains: Mapping[str, Domain] = NO_DOMAINS) -> BufferRules:
     """The part of the configuration that the buffer uses, and what its environment says of its domains."""
+    rollout = config.rollout
+    told = json.dumps([config.env.path, config.env.options], sort_keys=True, default=str)
     return BufferRules(
         retries=rollout.retries,
         breaker=rollout.breaker,
@@ -65,6 +71,7 @@ def buffer_rules(rollout: RolloutConfig, domains: Mapping[str, Domain] = NO_DOMA
         filter=GroupFilter(rollout.drop_equal_rewards, rollout.accuracy_bounds),
         domains={name: _domain_rules(rollout, domain) for name, domain in domains.items()},
         drift=rollout.share_drift,
+        problems=hashlib.sha256(told.encode()).hexdigest(),
     )
 
 

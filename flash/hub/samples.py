@@ -87,6 +87,8 @@ class Samples:
         self._taken: int | None = None
         """The step of which a batch was chosen."""
         streaks = state.streaks if state is not None and goes_on else None
+        # A new life tries all kinds again: whoever resumes a run may have mended what failed.
+        tried_again = [] if goes_on else source.end_quarantine()
         self._breaker = Breaker(rules.breaker, rules.quarantine, FILTER_BREAKER * contract.groups_per_batch, streaks)
         self.leases = LeaseTable(lease_ids or count(), rules.retries, as_issued)
         self._places = Places() if state is None else state.places
@@ -97,7 +99,7 @@ class Samples:
             rules.domains,
             contract.groups_per_batch,
             rules.drift,
-            None if state is None else state.shared,
+            None if state is None or tried_again else state.shared,
             () if state is None else (group.kind for group in state.groups if not group.earlier),
         )
         self._exits = Exits(self._pool, self.leases, self.ledger, self._admission, self._domains)
@@ -105,6 +107,9 @@ class Samples:
         self._ageing = Ageing(contract, rules, *parts)
         self.notes: list[str] = []
         """What people should know."""
+        if tried_again:
+            kinds = ", ".join(map(repr, tried_again))
+            self.notes.append(f"kinds of environments that were in quarantine are tried again: {kinds}")
         self._told: set[Outcome] = set()
         """Failures of which an example was noted."""
         if state is not None:
@@ -113,19 +118,41 @@ class Samples:
     def _restore(self, state: BufferState, goes_on: bool) -> None:
         if goes_on:
             self.leases.reasons.update(state.withdrawn)
+        had, now = state.made.rules.problems, self._rules.problems
+        others = bool(had and now and had != now)
         for group in state.groups:
+            group.closed = group.closed or others
             for member in group.members:
                 if member.state == "leased":
                     self.leases.take_up(member)
                 elif member.state == "queued":
                     self.leases.put(member)
             self._pool.add(group)
-            if group.complete and not group.earlier:
+            if others and not (group.complete and not group.earlier):
+                self._end_as_it_is(group)
+            elif group.complete and not group.earlier:
                 self._pool.ready(group)
             else:
                 self._ageing.watch(group)
         if not goes_on:  # under another contract more of it may be too old
             self._ageing.begins()
+        if others:
+            self.notes.append(
+                f"the problems are others than before: in the {len(state.groups)} groups of the old ones nothing more "
+                "begins; those with finished samples are trained as they are, the others leave"
+            )
+
+    def _end_as_it_is(self, group: Group) -> None:
+        """No other member of a group begins or ends: what is home is trained."""
+        self._exits.drop_rest(group, "lost", Outcome.CANCELLED)
+        if group.alive == 0:
+            self._exits.leave(group)
+        elif group.earlier:
+            self._ageing.watch(group)
+        elif self._rules.filter_of(group.kind).keeps(group):
+            self._pool.ready(group)
+        else:
+            self._exits.filtered(group)
 
     def copy_ahead(self) -> Generator[None]:
         """Copy in slices what a snapshot keeps of the groups: it has to copy only those that change meanwhile."""
@@ -147,7 +174,7 @@ class Samples:
             self._again.left(),
             dict(self.leases.reasons),
             self._breaker.streaks.copy(),
-            self._domains.kept(),
+            self._domains.state(),
         )
 
     @property
@@ -265,13 +292,14 @@ class Samples:
         """A member has come home or left: the group may be complete, filtered out, or empty."""
         if self._pool.get(group.group_id) is None:
             return
-        if self._pool.is_ready(group.group_id):
-            self._pool.changed(group)
-            return
         if group.complete:
             self._exits.drop_rest(group, "beaten", Outcome.CANCELLED)
-        if group.alive == 0:
+        if self._pool.is_ready(group.group_id):
+            self._pool.changed(group)
+        elif group.alive == 0:
             self._exits.leave(group)
+        elif self._ageing.useless(group):
+            self._exits.expire(group)
         elif group.complete and not group.earlier:
             self._admit_or_filter(group)
         else:
@@ -280,10 +308,16 @@ class Samples:
     def _admit_or_filter(self, group: Group) -> None:
         if self._rules.filter_of(group.kind).keeps(group):
             self._pool.ready(group)
+            self._domains.kept(group.kind)
             self._breaker.kept()
-        else:
-            self._exits.filtered(group)
-            self._breaker.filtered()
+            return
+        self._exits.filtered(group)
+        if in_a_row := self._domains.filtered(group.kind, self._source.cursor.quarantined):
+            self.notes.append(
+                f"of the domain {group.kind!r} {in_a_row} groups in a row were filtered out: its problems are all too "
+                "easy or too hard. Until one is kept it has its turns, and what comes to nothing is not made up for"
+            )
+        self._breaker.filtered(group.kind)
 
     def _gather(self, event: Taken) -> None:
         """Put a batch into training."""
@@ -291,10 +325,11 @@ class Samples:
         if step in self._again:
             self._chores.add(partial(self._train_again, step), self._again.groups(step))
             return
-        self._pool.chosen(event.groups)
+        groups = (*event.groups, *self._pool.late())
+        self._pool.chosen(groups)
         for group_id in event.groups:
             self._domains.trains(self._pool[group_id].kind)
-        self._chores.add(self._pool.train, (*event.groups, *self._pool.late()))
+        self._chores.add(self._pool.train, groups)
         self._ageing.next_is(step + 1)
 
     def _train_again(self, step: int, group_id: int) -> None:

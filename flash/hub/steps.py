@@ -113,6 +113,7 @@ class Steps:
 
     async def _formed_checksums(self) -> list[int]:
         """Of the shards of the next step, each rank's; empty where its batch cannot be formed yet."""
+        await self._nodes.tidy()  # what a state begins with, and no batch is formed before that is done
         if not self._shards and self._buffer.can_take(self._course.version) and self._course.stopping is None:
             with anyio.CancelScope(shield=True):
                 await self._form_batch()

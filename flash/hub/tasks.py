@@ -86,7 +86,7 @@ class TaskSource:
             raise ContractError(f"of {SEARCH} problems in a row none is of the kind {domain!r}, which has a weight")
         raise BreakerError(
             f"every kind of environment keeps failing ({', '.join(sorted(self.cursor.quarantined))}): nothing is "
-            "left to train on. The notes above say why each was given up"
+            "left to train on. The notes above say why each was given up; mend it, and --resume tries all again"
         )
 
     def issue_group(self) -> list[Task]:
@@ -109,6 +109,11 @@ class TaskSource:
         """Issue no more problems of this kind."""
         if kind not in self.cursor.quarantined:
             self.cursor.quarantined.append(kind)
+
+    def end_quarantine(self) -> list[str]:
+        """Issue problems of all kinds again. Returns those that were left out."""
+        kinds, self.cursor.quarantined = self.cursor.quarantined, []
+        return kinds
 
 
 def held_out_tasks(problems: int, samples: int, kind_of: Callable[[int], str] = lambda seed: "") -> list[Task]:

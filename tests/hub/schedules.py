@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
+from unittest import mock
 
 import anyio
 import anyio.lowlevel
@@ -27,6 +28,7 @@ from anyio.abc import TaskGroup
 
 from flash.config.tree import Config
 from flash.environment.interface import Domain
+from flash.hub import buffer
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
 from flash.hub.journal import MemoryJournal
@@ -66,7 +68,7 @@ FAILURES = (Outcome.ENV_ERROR, Outcome.ENGINE_ERROR, Outcome.CANCELLED, Outcome.
 
 
 def draw_config(dice: random.Random, calm: bool) -> Config:
-    group = dice.choice([1, 2, 4])
+    group = dice.choice([1, 2, 4, 8])
     groups = dice.randint(1, 4)
     rollout = {
         "group_size": group,
@@ -271,6 +273,10 @@ class Schedule:
         self.domains = draw_domains(self.dice, self.config, self.calm)
         self.bad = self.dice.choice("abc")
         """The kind of which all samples fail, in runs that have it and in which kinds go into quarantine."""
+        self.problems = 0
+        """The number of the environment: each has problems of its own."""
+        self.environments: dict[int, str] = {}
+        """That of each group of which a sample was trained."""
         self.observer = Recording()
         self.kept, self.journal = KeptStates(), MemoryJournal()
         self.hubs = 0
@@ -392,6 +398,10 @@ class Schedule:
             self.resumed = True
             self.config = with_options(self.dice, self.config, self.calm)
             self.domains = draw_domains(self.dice, self.config, self.calm)
+            if self.dice.random() < 0.5:
+                self.problems += 1
+                env = msgspec.structs.replace(self.config.env, options={"number": self.problems})
+                self.config = msgspec.structs.replace(self.config, env=env)
         self.hub = self.start_hub(HubState.went_on(self.version, buffer, self.config), held)
         self.nodes, self.published = {}, -1
         self.observer.steps = [row for row in self.observer.steps if row["step"] < self.version]
@@ -488,6 +498,9 @@ class Schedule:
         made: Trajectory = trajectory(
             lease.task, start, sum(run.count for run in runs), float(dice.randint(0, 1)), runs
         )
+        made = msgspec.structs.replace(
+            made, turns=[msgspec.structs.replace(made.turns[0], observation=str(self.problems))]
+        )
         later_branches = dice.choice([0, 0, 1, 2])
         return p.EndedLease(lease.lease_id, joined([made, *[trajectory(lease.task, start)] * later_branches]))
 
@@ -544,6 +557,7 @@ class Schedule:
                 self.finished = True
                 return
             self.law_3_ages(ranks.shards)
+            self.no_group_is_of_two_environments(ranks.shards)
             dealt = [sample.trajectory.task.task_id for shard in ranks.shards for sample in shard.samples]
             assert self.shards.setdefault(ranks.version, dealt) == dealt, "another batch for the same step"
             if ranks.version == self.version:
@@ -607,6 +621,13 @@ class Schedule:
                 kept = [run.version for run in sample.trajectory.versions if run.version >= shard.min_version]
                 assert min(kept, default=shard.step) >= shard.step - math.ceil(self.config.train.async_ratio)
 
+    def no_group_is_of_two_environments(self, shards: Sequence[Shard]) -> None:
+        for shard in shards:
+            for sample in shard.samples:
+                made = sample.trajectory
+                known = self.environments.setdefault(made.task.group_id, made.turns[0].observation)
+                assert made.turns[0].observation == known, f"group {made.task.group_id} has samples of two environments"
+
     def no_node_waits_for_what_it_could_run(self) -> None:
         newest = self.hub.published_version
         if (
@@ -630,8 +651,10 @@ def run_one(seed: int) -> Schedule:
         await schedule.run()
         return schedule
 
+    members_at_once = random.Random(f"slices of {seed}").choice([1, 8, 16, buffer.MEMBERS_AT_ONCE])
     try:
-        return run_virtual(run)
+        with mock.patch.object(buffer, "MEMBERS_AT_ONCE", members_at_once):
+            return run_virtual(run)
     except BaseException as error:
         raise AssertionError(f"python -m tests.hub.schedules 1 {seed}") from error
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flash.errors import BreakerError, ContractError
 from flash.hub.batching import deal, gather
 from flash.hub.buffer import SampleBuffer
-from flash.hub.groups import GroupFilter
+from flash.hub.groups import Group, GroupFilter
 from flash.hub.samples import BufferState
 from flash.hub.slices import at_once
 from flash.types import Failure, Lease, Outcome, VersionRun
@@ -343,6 +343,62 @@ def test_when_every_kind_is_in_quarantine_the_run_stops_and_names_them() -> None
         only_fail()
 
 
+def test_a_run_that_is_resumed_tries_what_was_in_quarantine_again() -> None:
+    options: dict[str, Any] = {"alpha": 0, "batch": 4, "retries": 0, "quarantine": 2}
+    options["kind_of"] = lambda seed: "ab"[seed % 2]
+    buffer = make_buffer(**options)
+
+    def only_fail() -> None:
+        while True:
+            for lease in lease_all(buffer, 0):
+                buffer.finish(lease.lease_id, fail(lease))
+
+    with pytest.raises(BreakerError, match="--resume tries all again"):
+        only_fail()
+    while buffer.tidy():
+        pass
+    again = resumed(buffer, 0, **options)
+    assert "in quarantine are tried again: 'a', 'b'" in again.notes[0]
+    finish_all(again, lease_all(again, 0), 0)
+    assert again.take(0) is not None
+    again.commit(0)
+
+
+@pytest.mark.parametrize("on_expire", ["mask", "requeue", "wait"])
+def test_no_group_is_of_two_sets_of_problems(on_expire: str) -> None:
+    """Groups 0 to 3: whole, in part, handed out, not begun."""
+    options: dict[str, Any] = {"alpha": 3, "batch": 4, "group": 4, "on_expire": on_expire}
+    buffer = make_buffer(**options, problems="old")
+    finish_all(buffer, lease_all(buffer, 0)[:7], 0)
+    same = resumed(buffer, 0, **options, problems="old")
+    assert {lease.task.group_id for lease in lease_all(same, 0)} == {1, 2, 3}
+    again = resumed(buffer, 0, **options, problems="new")
+    assert "in the 4 groups of the old ones nothing more begins" in again.notes[-1]
+    assert {lease.task.group_id for lease in lease_all(again, 0)} == {4, 5}
+    sizes = [len(group.trajectories()) for step in range(2) for group in gathered(again, step)]
+    assert sizes == [4, 3]
+    again.check()
+
+
+def gathered(buffer: SampleBuffer, step: int) -> list[Group]:
+    groups = buffer.take(step)
+    assert groups is not None
+    buffer.commit(step)
+    return groups
+
+
+def test_whole_answers_of_a_former_set_of_problems_leave_when_they_are_too_old() -> None:
+    options: dict[str, Any] = {"alpha": 1, "batch": 4, "group": 4, "on_expire": "requeue"}
+    buffer = make_buffer(**options, problems="old")
+    finish_all(buffer, lease_all(buffer, 0), 0)
+    again = resumed(buffer, 0, **options, problems="new")
+    again = resumed(again, 0, **options | {"alpha": 0}, problems="new")
+    gathered(again, 0)
+    assert {lease.task.group_id for lease in lease_all(again, 1)} == {2}
+    assert again.ledger.given_up == {Outcome.STALE: 4}
+    again.check()
+
+
 # -- redundancy and filtering ----------------------------------------------------------------------------------------
 
 
@@ -509,6 +565,38 @@ def test_members_that_had_no_place_at_their_last_chance_are_not_trained_without_
         again.commit(step)
 
 
+@pytest.mark.parametrize("on_expire", ["mask", "requeue"])
+def test_a_group_that_comes_home_without_a_recent_token_leaves(on_expire: str) -> None:
+    buffer = make_buffer(alpha=1, batch=2, on_expire=on_expire, extra_groups=2)
+    old = lease_all(buffer, 0)
+    for step in range(2):
+        finish_all(buffer, [lease for lease in old if lease.task.group_id == step], 0)
+        assert buffer.take(step) is not None
+        buffer.commit(step)
+    late = [lease for lease in old if lease.task.group_id > 1]
+    finish_all(buffer, late, 0)
+    assert buffer.ready_groups == 0
+    assert buffer.take(2) is None
+    finish_all(buffer, lease_all(buffer, 2), 2)
+    groups = buffer.take(2)
+    assert groups is not None
+    assert all(group.trained_tokens(1) for group in groups)
+    buffer.check()
+
+
+def test_a_late_part_of_a_group_without_a_recent_token_leaves() -> None:
+    buffer, late = with_a_straggler()
+    assert buffer.take(1) is not None
+    buffer.commit(1)
+    finish_all(buffer, lease_all(buffer, 2), 2)
+    buffer.finish(late.lease_id, trajectory(late.task, 0, 6))
+    groups = buffer.take(2)
+    assert groups is not None
+    assert [group.group_id for group in groups] == [4, 5]
+    assert buffer.ledger.given_up == {Outcome.STALE: 1}
+    buffer.check()
+
+
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=2, max_size=24).filter(lambda x: len(x) % 2 == 0),
     ranks=st.integers(1, 4),
@@ -563,6 +651,34 @@ def test_members_at_their_last_chance_are_trained_without_the_straggler_of_their
     buffer.commit(2)
     assert buffer.ledger.discarded_tokens == {Outcome.STALE: 4}
     assert buffer.ledger.trained == 15 + 9
+
+
+@pytest.mark.parametrize("home", [1, 2])
+def test_who_completes_a_group_that_is_chosen_already_beats_the_others_of_it(home: int) -> None:
+    options: dict[str, Any] = {"extra_per_group": 1, "at_once": 1}
+    buffer = make_buffer(alpha=1, batch=32, group=8, steps=20, **options)
+    old = lease_all(buffer, 0)
+    finish_all(buffer, [lease for lease in old if lease.task.group_id < 4], 0)
+    late = [lease for lease in old if lease.task.group_id == 7]
+    finish_all(buffer, late[:7], 0)
+    while buffer.take(0) is None:
+        buffer.tidy()
+    buffer.commit(0)
+    finish_all(buffer, [lease for lease in old if 4 <= lease.task.group_id < 7], 0)
+    while buffer.tidy():
+        pass
+    assert buffer.take(1) is None, "what was chosen is being gathered"
+    finish_all(buffer, late[7 : 7 + home], 0)
+    while (groups := buffer.take(1)) is None:
+        buffer.tidy()
+    assert [(group.group_id, len(group.trajectories())) for group in groups] == [(4, 8), (5, 8), (6, 8), (7, 8)]
+    while buffer.tidy():
+        pass
+    finish_all(buffer, late[7 + home :], 0)
+    buffer.commit(1)
+    while buffer.tidy():
+        pass
+    buffer.check()
 
 
 def test_a_straggler_of_a_trained_group_that_fails_for_good_takes_no_place_with_it() -> None:

@@ -9,11 +9,12 @@ from collections import Counter
 from itertools import count
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash.errors import ContractError
+from flash.errors import BreakerError, ContractError
 from flash.hub.buffer import SampleBuffer
 from flash.hub.contract import AgeContract
 from flash.hub.domains import Domains
@@ -24,7 +25,7 @@ from flash.hub.rules import BufferRules, DomainRules
 from flash.hub.samples import BufferState
 from flash.hub.tasks import TaskSource
 from flash.types import Failure, Lease, Outcome, VersionRun
-from tests.hub.cases import lease_all, trajectory
+from tests.hub.cases import lease_all, trajectory, void
 
 ANY = GroupFilter()
 DIFFERENT = GroupFilter(drop_equal_rewards=True)
@@ -47,12 +48,13 @@ def buffer_of(
     drift: float = 1.0,
     journal: MemoryJournal | None = None,
     state: BufferState | None = None,
+    step: int = 0,
     **more: Any,
 ) -> SampleBuffer:
     made = BufferRules(retries=1, breaker=10_000, quarantine=4, domains=domains, drift=drift, **more)
     source = TaskSource(0, made.sizes(2), by_turns("".join(domains)), None if state is None else state.cursor)
     contract = AgeContract(alpha, 2 * groups, 2, steps)
-    return SampleBuffer(contract, source, made, state=state, journal=journal or MemoryJournal())
+    return SampleBuffer(contract, source, made, step=step, state=state, journal=journal or MemoryJournal())
 
 
 # -- decisions -------------------------------------------------------------------------------------------------------
@@ -105,8 +107,39 @@ def test_counts_go_on_from_a_checkpoint_and_begin_anew_under_other_weights() -> 
     domains = Domains(rules(a=1, b=1), batch=4, drift=1)
     domains.issued("a")
     domains.trains("a")
-    assert Domains(rules(a=1, b=1), 4, 1, domains.kept()).next([]) == "b"
-    assert Domains(rules(a=2, b=1), 4, 1, domains.kept()).row([]) == {}
+    assert Domains(rules(a=1, b=1), 4, 1, domains.state()).next([]) == "b"
+    assert Domains(rules(a=2, b=1), 4, 1, domains.state()).row([]) == {}
+
+
+def test_a_domain_that_is_only_filtered_out_has_its_turns_until_a_group_of_it_is_kept() -> None:
+    domains = Domains(rules(a=1, b=1), batch=8, drift=0)
+
+    def issue() -> str:
+        name = domains.next([])
+        assert name is not None
+        domains.issued(name)
+        return name
+
+    told: list[int] = []
+    for _ in range(16):
+        assert issue() == "a" or not told
+        domains.left("a")
+        told.append(domains.filtered("a", []))
+    assert told == [0] * 15 + [16]
+    for _ in range(30):
+        if issue() == "a":
+            domains.left("a")
+            assert domains.filtered("a", []) == 0
+        else:
+            domains.trains("b")
+    assert 14 <= domains.state().trained["b"] <= 16, "they take turns"
+    most = domains.most([])
+    assert most is not None
+    assert most["b"] >= 4, "what came to nothing holds nobody back"
+    again = Domains(rules(a=1, b=1), 8, 0, domains.state())
+    assert again.most([]) == most
+    again.kept("a")
+    assert [again.filtered("a", []) for _ in range(16)][-1] == 16
 
 
 def test_a_domain_without_problems_is_told_by_its_name() -> None:
@@ -308,3 +341,55 @@ def test_the_first_sample_of_a_smaller_group_goes_out_when_there_is_room_for_a_g
     domains = {"b": DomainRules(1, 4, ANY), "a": DomainRules(1, 1, ANY)}
     buffer = buffer_of(domains, groups=1, alpha=0.5)
     assert Counter(lease.task.kind for lease in lease_all(buffer, 0)) == {"b": 4, "a": 1}
+
+
+def test_a_solved_domain_neither_ends_a_run_that_drops_equal_rewards_nor_takes_it_for_itself() -> None:
+    domains = {"s": DomainRules(1, 2, DIFFERENT), "o": DomainRules(1, 2, DIFFERENT)}
+    buffer = buffer_of(domains, groups=4, alpha=1, steps=12)
+    issued: Counter[str] = Counter()
+    for step in range(12):
+        while (groups := buffer.take(step)) is None:
+            leases = lease_all(buffer, step)
+            issued.update(lease.task.kind for lease in leases)
+            for lease in leases:
+                reward = 1.0 if lease.task.kind == "s" else float(lease.task.sample_index)
+                buffer.finish(lease.lease_id, trajectory(lease.task, step, reward=reward))
+        assert {group.kind for group in groups} == {"o"}
+        buffer.commit(step)
+    assert issued["s"] <= issued["o"] + 2 * 2 * 16
+    assert [note for note in buffer.notes if "of the domain 's' 16 groups in a row were filtered out" in note]
+    buffer.check()
+
+
+def test_a_run_of_which_every_domain_is_filtered_out_ends_and_names_them() -> None:
+    domains = {"a": DomainRules(1, 2, DIFFERENT), "b": DomainRules(3, 2, DIFFERENT)}
+    buffer = buffer_of(domains, groups=2)
+
+    def only_equal() -> None:
+        while True:
+            for lease in lease_all(buffer, 0):
+                buffer.finish(lease.lease_id, trajectory(lease.task, 0))
+
+    with pytest.raises(BreakerError, match=r"40 groups in a row \([0-9]+ of a, [0-9]+ of b\) were filtered out"):
+        only_equal()
+
+
+def test_shares_count_anew_when_a_domain_comes_out_of_quarantine() -> None:
+    domains = rules(a=1, b=1)
+    journal = MemoryJournal()
+    buffer = buffer_of(domains, groups=2, alpha=0, journal=journal)
+    for step in range(3):
+        while buffer.take(step) is None:
+            for lease in lease_all(buffer, step):
+                bad = Failure(lease.task, Outcome.ENV_ERROR, "boom", 1)
+                buffer.finish(lease.lease_id, bad if lease.task.kind == "a" else trajectory(lease.task, step))
+        buffer.commit(step)
+    stored = msgspec.msgpack.decode(msgspec.msgpack.encode(buffer.snapshot()), type=BufferState)
+    replay = Replay(None, 0)
+    for event in journal.events:
+        replay.apply(event)
+    assert replay.state(until=3) == stored
+    again = void(buffer_of(domains, groups=2, alpha=0, state=stored, step=3))
+    assert again.notes[0] == "kinds of environments that were in quarantine are tried again: 'a'"
+    assert Counter(lease.task.kind for lease in lease_all(again, 3)) == {"a": 2, "b": 2}
+    assert again.shares == {}

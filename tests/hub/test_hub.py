@@ -79,7 +79,7 @@ class Driver:
         return reply.leases
 
     async def bring(self, node: int, *leases: Lease) -> None:
-        results = [p.EndedLease(lease.lease_id, trajectory(lease.task, 0)) for lease in leases]
+        results = [p.EndedLease(lease.lease_id, trajectory(lease.task, lease.min_version)) for lease in leases]
         await self.hub.handle(p.DeliverRequest(node, results, 0))
 
     async def fail(self, node: int, *leases: Lease) -> None:
