@@ -70,19 +70,18 @@ def test_the_loop_goes_on_while_samples_are_written_and_all_are_there_at_the_end
 
 
 def test_rows_are_of_the_samples_that_the_ledger_books_as_trained(tmp_path: Path) -> None:
-    """A member that comes home late may join a step that can train none of its tokens any more."""
+    """A member whose tokens are all too old trains none of them where others of its group are recent."""
     tokenizer = Slow()
     tokenizer.may.set()
     buffer = make_buffer(alpha=1, batch=8, group=4, steps=20)
-    first = lease_all(buffer, 0)
-    late = first.pop(7)
-    finish_all(buffer, first, 0)
+    finish_all(buffer, lease_all(buffer, 0), 0)
     samples = 0
     with make_recorder(tmp_path, tokenizer) as recorder:
         for step in range(3):
             if step == 2:
-                finish_all(buffer, lease_all(buffer, 2), 2)
-                finish_all(buffer, [late], 0)
+                *recent, old = lease_all(buffer, 2)
+                finish_all(buffer, recent, 2)
+                finish_all(buffer, [old], 0)
             groups = buffer.take(step)
             assert groups is not None
             samples += sum(len(group.trajectories()) for group in groups)
