@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from flash.config.advice import advise_on_engines
 from flash.config.check import SHOWN, beside
 from flash.config.load import load, split_arguments
 from flash.config.packaged import is_gguf
@@ -147,6 +148,7 @@ def sample(config: Config, named: str | None, play: Any) -> tuple[Sampled, list[
     if named is None:
         make_missing_model(config)
         named = config.model.path
+    advise_on_engines(config)
     sys.stderr.write(f"[reading {named}]\n")
     with model_folder(named, config) as path:
         model = msgspec.structs.replace(config.model, path=path)

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 
+from flash.config.compiling import why_eager
 from flash.config.decode import Problem
 from flash.config.tree import Config
 
@@ -21,13 +22,22 @@ TEMPERATURES = 0.2, 2.0
 
 def advise(config: Config, also: Iterable[Problem] = ()) -> None:
     """Say it on standard error, and what else is to be said of keys."""
-    for key, message in (*unwise(config), *also):
+    _warn([*unwise(config), *also])
+
+
+def advise_on_engines(config: Config) -> None:
+    """The same where nothing is trained, or by others."""
+    _warn(_engines(config))
+
+
+def _warn(problems: Iterable[Problem]) -> None:
+    for key, message in problems:
         sys.stderr.write(f"flash: warning: `{key}`: {message}\n")
 
 
 def unwise(config: Config) -> list[Problem]:
     """What is unlikely to be meant, by key."""
-    return [*_learning(config), *_sampling(config), *_machine(config)]
+    return [*_learning(config), *_sampling(config), *_machine(config), *_engines(config)]
 
 
 def _learning(config: Config) -> Iterator[Problem]:
@@ -60,3 +70,8 @@ def _machine(config: Config) -> Iterator[Problem]:
     if config.gpus_per_node == 0 and config.cluster.trainer_ranks > cores:
         message = f"{config.cluster.trainer_ranks} ranks share the {cores} cores of this machine"
         yield Problem("cluster.trainer_ranks", message)
+
+
+def _engines(config: Config) -> Iterator[Problem]:
+    if (why := why_eager(config)) is not None:
+        yield Problem("engine.enforce_eager", why)

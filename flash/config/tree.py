@@ -190,7 +190,8 @@ class EngineConfig(Section, frozen=True):
     max_sequences: Annotated[int, Meta(gt=0, le=65_536)] = 256
     """Sequences an engine decodes at once."""
     enforce_eager: bool = False
-    """Run without compiled graphs: slower steps, faster start."""
+    """Run without compiled graphs: slower steps, faster start. Engines on the CPU do so too where torch finds no C++
+    compiler (`CXX`, or `g++`) or no headers of Python, and a line says it."""
     stream_interval: Positive = 16
     """Tokens between two deliveries of a running sequence."""
     max_restarts: NonNegative = 3

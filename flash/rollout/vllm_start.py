@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from flash.config.compiling import runs_eagerly
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.foreign import vllm
@@ -72,7 +73,7 @@ def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, An
         "seed": config.run.seed + index,
         "tensor_parallel_size": config.engine.tensor_parallel,
         "max_num_seqs": config.engine.max_sequences,
-        "enforce_eager": config.engine.enforce_eager,
+        "enforce_eager": runs_eagerly(config),
         "stream_interval": config.engine.stream_interval,
         "enable_prefix_caching": True,
         # Of the temperature-scaled distribution, which is the one that is sampled from.
@@ -133,7 +134,7 @@ def engine_variables(
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.deadlines.engine_start)),
     }
-    if config.gpus_per_node == 0 and config.engine.enforce_eager:
+    if config.gpus_per_node == 0 and runs_eagerly(config):
         # vLLM's sampler compiles a comparison of two tensors all the same, with a C++ compiler, in the first swap.
         variables["TORCHDYNAMO_DISABLE"] = "1"
     if config.gpus_per_node == 0:

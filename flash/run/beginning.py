@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import anyio
 
+from flash.config.compiling import runs_eagerly
 from flash.config.tree import Config
 from flash.hub.hub import Hub
 from flash.hub.stages import STARTING_ENGINES
@@ -44,7 +45,7 @@ def start_of_engines(seconds: float, config: Config) -> str:
         return f"; at most {most:g} s (deadlines.engine_start)"
     if seconds < LONG_S:
         return ""
-    if config.engine.enforce_eager:
+    if runs_eagerly(config):
         return "; vLLM loads the model"
     return "; vLLM compiles, for minutes at its first start here"
 

@@ -24,6 +24,7 @@ from typing import Literal
 
 import msgspec
 
+from flash.config.compiling import compiler, lacks, remedy
 from flash.config.hardware import count_gpus
 from flash.config.tree import Config
 from flash.observe.trackers import not_installed
@@ -148,6 +149,17 @@ def gpus(config: Config | None) -> Found:
     if wanted == 0 or (wanted is None and count == 0):
         return not_needed(f"{text}; engines and trainers run on the CPU")
     return ok(text)
+
+
+def compilers(config: Config | None) -> Found:
+    """What engines on the CPU are compiled with. They run without it, too."""
+    if config is not None and config.gpus_per_node > 0:
+        return not_needed("engines run on GPUs")
+    if config is not None and config.engine.enforce_eager:
+        return not_needed("engine.enforce_eager is on: nothing is compiled")
+    if (lacking := lacks()) is None:
+        return ok(f"{compiler()} and Python's headers are there: engines on the CPU run compiled graphs")
+    return not_needed(f"engines on the CPU run without compiled graphs, slower: {lacking}; {remedy()}")
 
 
 def packages(config: Config | None) -> Found:
@@ -309,6 +321,7 @@ CHECKS: dict[str, Check] = {
     "cores": cores,
     "memory": memory,
     "GPU": gpus,
+    "compiler": compilers,
     "packages": packages,
     "model": model,
     "trackers": trackers,

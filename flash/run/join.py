@@ -23,6 +23,7 @@ import anyio
 import msgspec
 from anyio.abc import Process, TaskGroup
 
+from flash.config.advice import advise_on_engines
 from flash.config.load import dump, load
 from flash.config.objects import import_from, share_import_path
 from flash.config.tree import Config
@@ -217,6 +218,8 @@ class Launch:
                 f"an engine wants engine.tensor_parallel = {config.engine.tensor_parallel} GPUs, and this machine has "
                 f"{config.gpus_per_node}"
             )
+        if self._own is None:
+            advise_on_engines(config)
         file.write_text(dump(config))
         return config, file
 

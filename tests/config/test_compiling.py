@@ -1,0 +1,97 @@
+"""Engines on the CPU run eagerly where nothing can compile their graphs, and people are told."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from flash.config.advice import unwise
+from flash.config.compiling import lacks, runs_eagerly, why_eager
+from flash.config.tree import Config
+from flash.rollout.vllm_start import engine_args, engine_variables
+from flash.run.beginning import start_of_engines
+from flash.run.doctor import compilers
+
+
+def config(*, gpus: int = 0, eager: bool = False) -> Config:
+    tree = {
+        "run": {"name": "test"},
+        "model": {"path": "org/model"},
+        "env": {"path": "module:Class"},
+        "engine": {"enforce_eager": eager},
+        "cluster": {"gpus_per_node": gpus},
+    }
+    return msgspec.convert(tree, Config)
+
+
+def program(file: Path, code: int = 0) -> Path:
+    file.write_text(f"#!/bin/sh\nexit {code}\n")
+    file.chmod(0o755)
+    return file
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is all of PATH and empty, on a machine with Python's headers."""
+    for folder in ("bin", "include"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "include" / "Python.h").touch()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
+    return tmp_path / "bin"
+
+
+def test_without_a_compiler_engines_on_the_cpu_run_eagerly_and_it_is_told_how_to_have_them_compiled(path: Path) -> None:
+    assert runs_eagerly(config())
+    assert engine_args(config(), 0, [])["enforce_eager"] is True
+    assert engine_variables(config(), {}, [0], 7)["TORCHDYNAMO_DISABLE"] == "1"
+    assert start_of_engines(40.0, config()) == "; vLLM loads the model"
+    (told,) = unwise(config())
+    assert told.key == "engine.enforce_eager"
+    assert "torch finds no C++ compiler (g++ is not on PATH)" in told.message
+    assert "apt install g++" in told.message
+    assert "\n" not in told.message
+
+
+def test_with_a_compiler_they_are_compiled(path: Path) -> None:
+    program(path / "g++")
+    assert engine_args(config(), 0, [])["enforce_eager"] is False
+    assert unwise(config()) == []
+
+
+def test_nothing_is_told_where_it_was_asked_for_or_engines_run_on_gpus(path: Path) -> None:
+    assert why_eager(config(eager=True)) is why_eager(config(gpus=1)) is None
+    assert runs_eagerly(config(eager=True))
+    assert not runs_eagerly(config(gpus=1))
+
+
+def test_a_compiler_is_looked_for_as_torch_does_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(path / "clang++")
+    program(path / "broken", code=1)
+    assert lacks() is not None, "torch calls g++ on Linux"
+    for name, found in {"clang++": True, "broken": False, "g++": False, "ccache clang++": False, "": False}.items():
+        monkeypatch.setenv("CXX", name)
+        assert (lacks() is None) is found, name
+    assert lacks() == "torch finds no C++ compiler ('', which CXX names, is none)"
+
+
+def test_a_compiler_is_of_no_use_without_pythons_headers(path: Path) -> None:
+    program(path / "g++")
+    (path.parent / "include" / "Python.h").unlink()
+    assert lacks() == f"Python's headers are not installed ({path.parent / 'include' / 'Python.h'})"
+
+
+def test_the_doctor_names_a_compiler_that_is_not_there(path: Path) -> None:
+    assert compilers(None).state == compilers(config()).state == "not needed"
+    assert "without compiled graphs, slower: torch finds no C++ compiler (g++ is not on PATH)" in compilers(None).text
+    assert "nothing is compiled" in compilers(config(eager=True)).text
+    assert "GPUs" in compilers(config(gpus=1)).text
+
+
+def test_the_doctor_finds_a_compiler(path: Path) -> None:
+    program(path / "g++")
+    assert compilers(None).state == compilers(config()).state == "ok"
