@@ -76,7 +76,7 @@ def test_the_folder_of_a_job_that_lives_stays(temporary: Path) -> None:
 def test_a_process_keeps_the_folder_that_its_killed_launcher_left(temporary: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED], check=False)
     (left,) = temporary.iterdir()
-    program = "import sys; from flash.run.scratch import *; join_scratch_folder(); print(); sys.stdin.read()"
+    program = "import sys; from flash.run.scratch import *; join_scratch_folder(); print(flush=True); sys.stdin.read()"
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         stdin=subprocess.PIPE,
