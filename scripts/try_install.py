@@ -21,7 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import install
+from commands import ROOT, output
+from install import OLDEST_PYTHON
+from packages import gigabytes
 
 REGISTRY = ("index-url", "cert", "client-cert", "proxy", "trusted-host", "timeout", "default-timeout", "retries")
 """The settings of pip that are kept: they say how the registry is reached, and nothing of what is taken from it."""
@@ -80,11 +82,11 @@ def folders() -> Iterator[Path]:
 def probe(path: Path) -> Python | None:
     """The interpreter at `path`; None where it is too old, broken, or cannot make environments."""
     code = "import sys, venv, ensurepip; print(*sys.version_info[:3], sys.prefix == sys.base_prefix)"
-    told = (install.output(path, "-c", code, timeout=30) or "").split()
+    told = (output(path, "-c", code, timeout=30) or "").split()
     if told[-1:] != ["True"]:
         return None
     version = tuple(map(int, told[:3]))
-    return Python(version, path) if version >= install.OLDEST_PYTHON else None
+    return Python(version, path) if version >= OLDEST_PYTHON else None
 
 
 def pythons() -> list[Python]:
@@ -136,7 +138,7 @@ def attempt(python: Python, compiler: bool, short: bool, work: Path) -> Row:
     clone, home = work / "clone", work / "home"
     home.mkdir(exist_ok=True)
     path = os.environ.get("PATH", os.defpath) if compiler else without_compilers(work / "bin")
-    subprocess.run(["git", "clone", "--quiet", f"file://{install.ROOT}", clone], check=True)
+    subprocess.run(["git", "clone", "--quiet", f"file://{ROOT}", clone], check=True)
     name = f"{'.'.join(map(str, python.version))} {'with' if compiler else 'without'} a compiler"
     sys.stdout.write(f"\n== {name}: {python.path}\n")
     columns, good = [name], True
@@ -158,8 +160,8 @@ def attempt(python: Python, compiler: bool, short: bool, work: Path) -> Row:
             break
     venv = clone / ".venv"
     code = "import importlib.metadata as m; print(m.version('torch'))"
-    torch = (install.output(venv / "bin" / "python", "-c", code) or "none").strip()
-    columns[1:1] = [f"torch {torch}", f"{install.gigabytes(venv):.1f} GB"]
+    torch = (output(venv / "bin" / "python", "-c", code) or "none").strip()
+    columns[1:1] = [f"torch {torch}", f"{gigabytes(venv):.1f} GB"]
     shutil.rmtree(clone)
     return Row(columns, good)
 

@@ -1,24 +1,41 @@
 """scripts/install.py: the parts that decide, without installing anything."""
 
+import ast
 import importlib.metadata
-import importlib.util
+import re
+import shutil
 import subprocess
 import sys
+import threading
+from importlib import import_module
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "install.py"
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+MODULES = ("commands", "packages", "environment", "install")
+OLD_PYTHONS = [
+    path for version in ("2.7", "3.6") for path in sorted(Path.home().glob(f".pyenv/versions/{version}*/bin/python"))
+]
+"""Of this machine, which may have none."""
+
+
+class Scripts(NamedTuple):
+    """What install.py consists of."""
+
+    commands: Any
+    packages: Any
+    environment: Any
+    install: Any
 
 
 @pytest.fixture
-def install(tmp_path, monkeypatch):
-    """The script as a module, with its environment in a temporary folder."""
-    spec = importlib.util.spec_from_file_location("flash_install", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def scripts(tmp_path, monkeypatch):
+    """The scripts as modules, with their environment in a temporary folder."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    found = Scripts(*map(import_module, MODULES))
+    module = found.commands
     venv = tmp_path / ".venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").symlink_to(sys.executable)
@@ -27,7 +44,7 @@ def install(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "STAMP", venv / "stamp")
     monkeypatch.setattr(module, "LOG", venv / "log")
     monkeypatch.setattr(module, "SCRATCH", venv)
-    return module
+    return found
 
 
 @pytest.fixture
@@ -63,48 +80,166 @@ def put_torch(python, name, text):
     file.write_text(text)
 
 
-def test_a_finished_environment_is_current_until_what_it_depends_on_changes(install, monkeypatch, tmp_path):
-    assert not install.is_current()
-    install.STAMP.write_text(install.fingerprint())
-    assert install.is_current()
+def test_a_finished_environment_is_current_until_what_it_depends_on_changes(scripts, monkeypatch, tmp_path):
+    assert not scripts.environment.is_current()
+    scripts.commands.STAMP.write_text(scripts.environment.fingerprint())
+    assert scripts.environment.is_current()
     (tmp_path / "lock.txt").write_text("numpy==1.0")
-    monkeypatch.setattr(install, "LOCK", tmp_path / "lock.txt")
-    assert not install.is_current()
+    monkeypatch.setattr(scripts.packages, "LOCK", tmp_path / "lock.txt")
+    assert not scripts.environment.is_current()
 
 
-def test_a_current_environment_is_left_alone(install, capsys):
-    install.STAMP.write_text(install.fingerprint())
-    assert install.main() == 0
+ACTIVATE = {
+    "3.11": 'VIRTUAL_ENV="{}"\nexport VIRTUAL_ENV\n',
+    "3.13": "if [ cygwin ] ; then\n    export VIRTUAL_ENV=$(cygpath {0})\nelse\n    export VIRTUAL_ENV={0}\nfi\n",
+    "uv": "VIRTUAL_ENV='{}'\nexport VIRTUAL_ENV\n",
+}
+
+
+@pytest.mark.parametrize("maker", ACTIVATE)
+def test_an_environment_knows_whether_it_was_made_where_it_is(scripts, tmp_path, maker):
+    activate = tmp_path / ".venv" / "bin" / "activate"
+    assert scripts.environment.made_elsewhere() is None, "it does not tell"
+    activate.write_text(ACTIVATE[maker].format(tmp_path / ".venv"))
+    assert scripts.environment.made_elsewhere() is None
+    (tmp_path / "link").symlink_to(tmp_path)
+    activate.write_text(ACTIVATE[maker].format(tmp_path / "link" / ".venv"))
+    assert scripts.environment.made_elsewhere() is None
+    activate.write_text(ACTIVATE[maker].format(f"{tmp_path}-2/.venv"))
+    assert scripts.environment.made_elsewhere() == Path(f"{tmp_path}-2/.venv")
+
+
+def test_a_finished_environment_is_not_current_in_another_folder(scripts, monkeypatch, tmp_path):
+    scripts.commands.STAMP.write_text(scripts.environment.fingerprint())
+    assert scripts.environment.is_current()
+    for name in ("pyproject.toml", "requirements"):
+        (tmp_path / name).symlink_to(scripts.commands.ROOT / name)
+    monkeypatch.setattr(scripts.environment, "ROOT", tmp_path)
+    assert not scripts.environment.is_current()
+
+
+@pytest.mark.integration
+def test_an_environment_that_was_moved_is_made_anew_and_a_line_says_it(scripts, monkeypatch, tmp_path, capsys):
+    there = tmp_path / "there" / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", there], check=True)
+    shutil.rmtree(tmp_path / ".venv")
+    there.rename(tmp_path / ".venv")
+    (tmp_path / ".venv" / "stamp").write_text(scripts.environment.fingerprint())
+    for name in ("install_for_gpu", "install_for_cpu"):
+        monkeypatch.setattr(scripts.packages, name, lambda: None)
+    monkeypatch.setattr(scripts.environment, "import_once", lambda modules: None)
+    monkeypatch.setattr(scripts.environment, "is_current", lambda: False)
+    monkeypatch.setattr(scripts.commands, "SCRATCH", tmp_path / ".venv" / "tmp")
+    # As of launch.sh, which calls it with the Python that is there.
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    assert scripts.environment.main() == 0
+    assert capsys.readouterr().out.count(f"What is there was made as {there} and works nowhere else: it is") == 1
+    subprocess.run([tmp_path / ".venv" / "bin" / "pip", "--version"], check=True, capture_output=True)
+    assert scripts.environment.made_elsewhere() is None
+
+
+def test_a_call_beside_another_one_says_what_it_waits_for(scripts, monkeypatch, capsys):
+    made, let_go = threading.Event(), threading.Event()
+
+    def make():
+        made.set()
+        let_go.wait()
+
+    monkeypatch.setattr(scripts.environment, "make", make)
+    monkeypatch.setattr(scripts.environment, "is_current", lambda: False)
+    first, second = (threading.Thread(target=scripts.environment.main) for _ in range(2))
+    first.start()
+    made.wait()
+    second.start()
+    said = ""
+    while "\n" not in said:
+        said += capsys.readouterr().out
+        second.join(0.01)
+    assert said == f"{scripts.commands.VENV} is being made by another call: waiting for its end …\n"
+    let_go.set()
+    first.join()
+    second.join()
+
+
+def test_a_current_environment_is_left_alone(scripts, capsys):
+    scripts.commands.STAMP.write_text(scripts.environment.fingerprint())
+    assert scripts.environment.main() == 0
     assert capsys.readouterr().out == ""
 
 
-def test_an_old_python_is_refused_with_what_to_do(install, monkeypatch):
-    monkeypatch.setattr(install, "OLDEST_PYTHON", (4, 0))
-    with pytest.raises(
-        install.InstallError, match=r"needs Python 4\.0 or newer; .* is 3\.\d+\. Name another one: make env"
-    ):
-        install.main()
+def test_an_old_python_is_refused_with_what_to_do(scripts, monkeypatch, capsys):
+    monkeypatch.setattr(scripts.install, "OLDEST_PYTHON", (4, 0))
+    assert scripts.install.start() == 1
+    told = capsys.readouterr().err
+    assert re.match(r"error: Flash needs Python 4\.0 or newer; .* is 3\.\d+\. Name another one: make env PYTHON=", told)
 
 
-def test_a_command_that_fails_shows_the_end_of_its_own_output(install):
-    install.run("sh", "-c", "echo earlier")
-    with pytest.raises(install.InstallError) as error:
-        install.run("sh", "-c", "echo no such package >&2; exit 1")
+@pytest.mark.parametrize("python", OLD_PYTHONS, ids=lambda path: path.parents[1].name)
+def test_pythons_that_are_too_old_to_read_the_rest_say_so_themselves(python):
+    done = subprocess.run([python, SCRIPTS / "install.py"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: Flash needs Python 3.11 or newer; "), done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_refuses_an_old_python_can_be_read_by_any():
+    """As far as that shows here: nothing that came after Python 2.7."""
+    tree = ast.parse((SCRIPTS / "install.py").read_text(), feature_version=(3, 4))
+    new = (ast.JoinedStr, ast.AnnAssign, ast.NamedExpr, ast.AsyncFunctionDef, ast.Nonlocal, ast.Starred, ast.Match)
+    assert not [node for node in ast.walk(tree) if isinstance(node, new)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            assert node.returns is None
+            assert not [one for one in node.args.args if one.annotation]
+        if isinstance(node, ast.ImportFrom):
+            assert node.module != "__future__"
+    assert (SCRIPTS / "install.py").read_text().isascii()
+
+
+def test_a_command_that_fails_shows_the_end_of_its_own_output(scripts):
+    scripts.commands.run("sh", "-c", "echo earlier")
+    with pytest.raises(scripts.commands.InstallError) as error:
+        scripts.commands.run("sh", "-c", "echo no such package >&2; exit 1")
     assert "no such package" in str(error.value)
     assert "earlier" not in str(error.value)
 
 
-def test_commands_may_write_byte_code(install, monkeypatch):
+@pytest.mark.parametrize(
+    "told",
+    [
+        "NewConnectionError('<HTTPSConnection>: [Errno -3] Temporary failure in name resolution')",
+        "ProxyError('Cannot connect to proxy.', OSError('Tunnel connection failed'))",
+    ],
+)
+def test_a_network_that_is_missing_is_named(scripts, told):
+    lines = f"WARNING: Retrying after connection broken by {told}\nERROR: No matching distribution found"
+    with pytest.raises(scripts.commands.InstallError, match=r"No connection \(.*\): the packages are fetched over"):
+        scripts.commands.run("sh", "-c", f'echo "{lines}"; exit 1')
+    with pytest.raises(scripts.commands.InstallError) as error:
+        scripts.commands.run("sh", "-c", "echo ERROR: No matching distribution found; exit 1")
+    assert "No connection" not in str(error.value)
+
+
+@pytest.mark.integration
+def test_pip_says_so_of_an_index_that_cannot_be_reached(scripts, bare, monkeypatch):
+    monkeypatch.setattr(scripts.commands, "PYTHON", bare)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    with pytest.raises(scripts.commands.InstallError, match="No connection"):
+        scripts.commands.pip("install", "torch==2.13.0")
+
+
+def test_commands_may_write_byte_code(scripts, monkeypatch):
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    install.run("sh", "-c", 'test -z "${PYTHONDONTWRITEBYTECODE-}"')
+    scripts.commands.run("sh", "-c", 'test -z "${PYTHONDONTWRITEBYTECODE-}"')
 
 
-def test_what_a_user_switched_on_for_all_calls_of_pip_is_off(install, monkeypatch):
+def test_what_a_user_switched_on_for_all_calls_of_pip_is_off(scripts, monkeypatch):
     monkeypatch.setenv("PIP_USER", "1")
     monkeypatch.setenv("PIP_TARGET", "/elsewhere")
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     monkeypatch.setenv("PIP_INDEX_URL", "https://index.example/simple")
-    seen = install.variables({"TMPDIR": "/scratch"})
+    seen = scripts.commands.variables({"TMPDIR": "/scratch"})
     assert (seen["PIP_USER"], seen["PIP_INDEX_URL"], seen["TMPDIR"]) == (
         "0",
         "https://index.example/simple",
@@ -113,108 +248,114 @@ def test_what_a_user_switched_on_for_all_calls_of_pip_is_off(install, monkeypatc
     assert not {"PIP_TARGET", "PYTHONPATH"} & seen.keys()
 
 
-def test_a_disk_that_is_too_small_is_refused_with_what_is_needed_and_where(install):
+def test_a_disk_that_is_too_small_is_refused_with_what_is_needed_and_where(scripts):
     with pytest.raises(
-        install.InstallError, match=r"\.venv takes 2000000\.5 GB while .* and 7\.0 GB afterwards; .* free"
+        scripts.commands.InstallError, match=r"\.venv takes 2000000\.5 GB while .* and 7\.0 GB afterwards; .* free"
     ):
-        install.check_space(install.Size(fetched=0.0, making=2_000_000.5, made=7.0))
+        scripts.packages.check_space(scripts.packages.Size(fetched=0.0, making=2_000_000.5, made=7.0))
 
 
-def test_what_is_resolved_is_held_to_the_lock(install):
-    lines = install.pins().read_text().splitlines()
-    assert len(lines) == sum(line[0].isalnum() for line in install.LOCK.read_text().splitlines())
+def test_what_is_resolved_is_held_to_the_lock(scripts):
+    lines = scripts.packages.pins().read_text().splitlines()
+    assert len(lines) == sum(line[0].isalnum() for line in scripts.packages.LOCK.read_text().splitlines())
     assert not [line for line in lines if "==" not in line or "--hash" in line or line.endswith("\\")]
 
 
 @pytest.mark.integration
-def test_torch_is_the_cpu_build_of_pytorchs_index_where_that_has_one(install, bare, tmp_path, monkeypatch):
+def test_torch_is_the_cpu_build_of_pytorchs_index_where_that_has_one(scripts, bare, tmp_path, monkeypatch):
     (tmp_path / CPU_WHEEL).touch()
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     index = listing(tmp_path / "index", ORDINARY, CPU_WHEEL)
-    found = install.find_torch(bare, index)
-    assert (found.requirement, found.place, found.size) == ("torch==2.13.0+cpu", f"comes from {index}", install.CPU)
+    found = scripts.packages.find_torch(bare, index)
+    assert (found.requirement, found.place, found.size) == (
+        "torch==2.13.0+cpu",
+        f"comes from {index}",
+        scripts.packages.CPU,
+    )
     assert dict(found.variables)["PIP_INDEX_URL"] == index
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("index", ["file:///nowhere", "http://127.0.0.1:9/simple"])
-def test_without_that_index_torch_is_a_cpu_build_that_pip_finds(install, bare, tmp_path, monkeypatch, index):
+def test_without_that_index_torch_is_a_cpu_build_that_pip_finds(scripts, bare, tmp_path, monkeypatch, index):
     (tmp_path / CPU_WHEEL).touch()
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    found = install.find_torch(bare, index)
+    found = scripts.packages.find_torch(bare, index)
     assert (found.requirement, found.variables) == ("torch==2.13.0+cpu", ())
     assert found.place == "comes from where pip is configured to look"
 
 
 @pytest.mark.integration
-def test_without_a_cpu_build_for_this_python_torch_comes_with_its_cuda_libraries(install, bare, tmp_path):
+def test_without_a_cpu_build_for_this_python_torch_comes_with_its_cuda_libraries(scripts, bare, tmp_path):
     index = listing(
         tmp_path / "index", ORDINARY, "torch-2.13.0+cpu-cp27-cp27m-any.whl", "torch-2.13.0+cpu.old-py3-none-any.whl"
     )
-    found = install.find_torch(bare, index)
-    assert (found.requirement, found.size) == ("torch==2.13.0", install.CUDA)
+    found = scripts.packages.find_torch(bare, index)
+    assert (found.requirement, found.size) == ("torch==2.13.0", scripts.packages.CUDA)
     assert f"{index} could not be reached or has none for this Python" in found.place
 
 
 @pytest.mark.integration
-def test_a_cpu_build_that_is_installed_stays(install, bare):
+def test_a_cpu_build_that_is_installed_stays(scripts, bare):
     put_torch(bare, "torch-2.13.0+cpu.dist-info/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0+cpu\n")
-    assert install.find_torch(bare, "file:///nowhere").place == "is installed"
-    assert install.torch_needs(bare) == []
+    assert scripts.packages.find_torch(bare, "file:///nowhere").place == "is installed"
+    assert scripts.packages.torch_needs(bare) == []
 
 
 @pytest.mark.integration
-def test_what_torch_requires_and_the_lock_has_not_is_found_in_its_own_metadata(install, bare):
+def test_what_torch_requires_and_the_lock_has_not_is_found_in_its_own_metadata(scripts, bare):
     needs = ["nvidia-cudnn-cu13==9.20.0.48; platform_system == 'Linux'", "cuda-toolkit[cublas]==13.0.3"]
     other = ["typing_extensions>=4.10", "triton==3.7.1", "opt-einsum>=3.3; extra == 'opt-einsum'"]
     lines = "".join(f"Requires-Dist: {line}\n" for line in [*needs, *other])
     put_torch(bare, "torch-2.13.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n{lines}")
-    assert install.torch_needs(bare) == needs
+    assert scripts.packages.torch_needs(bare) == needs
 
 
 @pytest.mark.integration
-def test_a_broken_torch_is_named_with_its_cause(install, bare, monkeypatch):
+def test_a_broken_torch_is_named_with_its_cause(scripts, bare, monkeypatch):
     put_torch(bare, "torch/__init__.py", "raise ImportError('libcudnn.so.9: cannot open shared object file')")
-    monkeypatch.setattr(install, "PYTHON", bare)
+    monkeypatch.setattr(scripts.commands, "PYTHON", bare)
     with pytest.raises(
-        install.InstallError, match=r"(?s)torch cannot be imported: ImportError: libcudnn\.so\.9: .*rm -rf"
+        scripts.commands.InstallError, match=r"(?s)torch cannot be imported: ImportError: libcudnn\.so\.9: .*rm -rf"
     ):
-        install.import_once("torch.distributed")
+        scripts.environment.import_once("torch.distributed")
 
 
 @pytest.mark.integration
-def test_a_configuration_that_installs_elsewhere_is_refused(install, bare, monkeypatch, tmp_path):
-    monkeypatch.setattr(install, "PYTHON", bare)
-    install.refuse_other_folders()
+def test_a_configuration_that_installs_elsewhere_is_refused(scripts, bare, monkeypatch, tmp_path):
+    monkeypatch.setattr(scripts.commands, "PYTHON", bare)
+    scripts.environment.refuse_other_folders()
     (tmp_path / "pip.conf").write_text("[global]\ntarget = /elsewhere\n")
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
-    with pytest.raises(install.InstallError, match=r"pip's configuration sets global\.target, which"):
-        install.refuse_other_folders()
+    with pytest.raises(scripts.commands.InstallError, match=r"pip's configuration sets global\.target, which"):
+        scripts.environment.refuse_other_folders()
 
 
 @pytest.mark.integration
-def test_an_environment_without_pip_gets_it_and_stays(install, tmp_path):
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", install.VENV], check=True)
-    (install.VENV / "mine").touch()
-    install.create_venv()
-    install.run(install.PYTHON, "-m", "pip", "--version")
-    assert (install.VENV / "mine").exists()
+def test_an_environment_without_pip_gets_it_and_stays(scripts, tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", scripts.commands.VENV], check=True)
+    (scripts.commands.VENV / "mine").touch()
+    scripts.environment.create_venv()
+    scripts.commands.run(scripts.commands.PYTHON, "-m", "pip", "--version")
+    assert (scripts.commands.VENV / "mine").exists()
 
 
 @pytest.mark.integration
-def test_an_environment_of_another_python_is_made_again(install):
-    install.PYTHON.unlink()
-    install.PYTHON.write_text("#!/bin/sh\necho 3 9\n")
-    install.PYTHON.chmod(0o755)
-    install.create_venv()
-    install.run(install.PYTHON, "-c", f"import sys; assert sys.version_info[:2] == {sys.version_info[:2]}")
+def test_an_environment_of_another_python_is_made_again(scripts):
+    scripts.commands.PYTHON.unlink()
+    scripts.commands.PYTHON.write_text("#!/bin/sh\necho 3 9\n")
+    scripts.commands.PYTHON.chmod(0o755)
+    scripts.environment.create_venv()
+    scripts.commands.run(
+        scripts.commands.PYTHON, "-c", f"import sys; assert sys.version_info[:2] == {sys.version_info[:2]}"
+    )
 
 
 @pytest.mark.integration
-def test_a_broken_environment_is_made_again(install):
-    install.PYTHON.unlink()
-    install.PYTHON.symlink_to("/nowhere/python3")
-    install.STAMP.write_text("x")
-    install.create_venv()
-    install.run(install.PYTHON, "-m", "pip", "--version")
-    assert not install.STAMP.exists()
+def test_a_broken_environment_is_made_again(scripts):
+    scripts.commands.PYTHON.unlink()
+    scripts.commands.PYTHON.symlink_to("/nowhere/python3")
+    scripts.commands.STAMP.write_text("x")
+    scripts.environment.create_venv()
+    scripts.commands.run(scripts.commands.PYTHON, "-m", "pip", "--version")
+    assert not scripts.commands.STAMP.exists()

@@ -61,7 +61,7 @@ def test_what_the_project_asks_for_is_in_the_lock_at_a_version_it_allows() -> No
     names = ("train", "math", "sandbox", "view", "environments", "docs", "dev")
     for line in [*project["dependencies"], *(line for name in names for line in extras[name])]:
         wanted = Requirement(line)
-        if wanted.name == "torch":  # pinned by scripts/install.py
+        if wanted.name == "torch":  # pinned by scripts/packages.py
             continue
         versions = re.findall(rf"^{re.escape(wanted.name)}==([^ ]+)", LOCK, flags=re.MULTILINE)
         assert versions, f"{wanted.name} is not locked: run scripts/lock.py"

@@ -1,7 +1,7 @@
 """The Python environment that TRL runs in: made once under `build/trl`, with pinned versions.
 
 It shares nothing with Flash's own environment, but torch, transformers and the packages that Flash's environments need
-have the same versions in both. On machines without a GPU torch comes from where scripts/install.py has it from. About
+have the same versions in both. On machines without a GPU torch comes from where scripts/packages.py has it from. About
 1.3 GB, or 6 where that is no CPU build.
 """
 
