@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from flash.config import compiling
 from flash.config.tree import Config
 from flash.rollout.vllm_start import engine_args, engine_environment, engine_variables
 
@@ -25,6 +26,12 @@ TORCHRUN = {
     "ROLE_NAME": "default",
     "TORCHELASTIC_RUN_ID": "x",
 }
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether this machine has one is not the question here."""
+    monkeypatch.setattr(compiling, "lacks", lambda: None)
 
 
 def make_config(path: str = "org/model", gpus: int = 0, backend: str = "auto", **engine: Any) -> Config:

@@ -6,10 +6,17 @@ import anyio
 import msgspec
 import pytest
 
+from flash.config import compiling
 from flash.config.tree import Config
 from flash.run.beginning import start_of_engines, tell_beginning
 from tests.hub.test_hub import Driver, make_config
 from tests.hub.test_stages import version
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether this machine has one is not the question here."""
+    monkeypatch.setattr(compiling, "lacks", lambda: None)
 
 
 def config_of(*, eager: bool = False) -> Config:
