@@ -94,7 +94,8 @@ class ReasoningGym:
             installed = version(PACKAGE)
             version("pycosat")
         except PackageNotFoundError as error:
-            raise ConfigError(f"{error.name} is not installed: pip install flash-rl[environments]") from None
+            how = "`make env` installs it where there is a C compiler, or pip install -e '.[environments]'"
+            raise ConfigError(f"{error.name} is not installed: {how} in Flash's folder") from None
         if installed != reports.version:
             raise ConfigError(
                 f"{PACKAGE} {installed} is installed, and graders were certified of {reports.version}: install that one"

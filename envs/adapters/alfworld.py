@@ -56,7 +56,8 @@ class Alfworld(TextGame[AlfworldOptions]):
         """
         for package in ("textworld", "fast_downward"):
             if importlib.util.find_spec(package) is None:
-                raise ConfigError(f"{package} is not installed: pip install flash-rl[environments] textworld[pddl]")
+                how = "pip install -e '.[environments]' 'textworld[pddl]' in Flash's folder"
+                raise ConfigError(f"{package} is not installed: {how}")
         _games(options)
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:

@@ -170,4 +170,4 @@ def _module(name: str, file: Path) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(f"{file} needs the package pyarrow: pip install 'flash-rl[train]'") from error
+        raise ConfigError(f"{file} needs the package pyarrow: pip install -e '.[train]' in Flash's folder") from error

@@ -14,7 +14,9 @@ from flash.errors import ConfigError, RewardError
 try:
     import math_verify  # pyright: ignore[reportMissingImports]
 except ImportError as error:
-    raise ConfigError("envs.rewards.math needs the package math-verify: pip install 'flash-rl[math]'") from error
+    raise ConfigError(
+        "envs.rewards.math needs the package math-verify: pip install -e '.[math]' in Flash's folder"
+    ) from error
 
 _BOXED = "\\boxed{"
 

@@ -83,7 +83,8 @@ class TextWorld(TextGame[TextWorldOptions]):
             try:
                 version(package)
             except PackageNotFoundError:
-                raise ConfigError(f"{package} is not installed: pip install flash-rl[environments]") from None
+                how = "`make env` installs it where there is a C compiler, or pip install -e '.[environments]'"
+                raise ConfigError(f"{package} is not installed: {how} in Flash's folder") from None
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Show the beginning of the game of this seed."""

@@ -88,7 +88,7 @@ def containers(config: Config | None) -> Found:
     try:
         return ok(anyio.run(engine_name))
     except ModuleNotFoundError as error:
-        found, advice = f"{error.name} is not installed", "pip install 'flash-rl[sandbox]'"
+        found, advice = f"{error.name} is not installed", "pip install -e '.[sandbox]' in Flash's folder"
     except Exception as error:  # whatever an engine that does not work answers
         found, advice = str(error), "start Docker or Podman, or set DOCKER_HOST (docs/sandboxes.md)"
     if wanted:

