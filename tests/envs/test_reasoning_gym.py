@@ -135,6 +135,14 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
         ReasoningGymOptions(**options)
 
 
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if all that it needs were there, part of which a compiler makes."""
+    whole = read_reports().version
+    monkeypatch.setattr("envs.reasoning_gym.version", lambda package: whole)
+
+
+@pytest.mark.usefixtures("installed")
 def test_families_that_are_not_there_or_refused_are_refused_before_a_run() -> None:
     ReasoningGym.check(ReasoningGymOptions(families=["all"]))
     with pytest.raises(ConfigError, match="there is no family 'sums', only ab, "):
@@ -143,6 +151,7 @@ def test_families_that_are_not_there_or_refused_are_refused_before_a_run() -> No
         ReasoningGym.check(ReasoningGymOptions(families=["spiral_matrix"]))
 
 
+@pytest.mark.usefixtures("installed")
 def test_another_version_of_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     other = msgspec.structs.replace(read_reports(), version="0.0.1")
     monkeypatch.setattr("envs.reasoning_gym.read_reports", lambda: other)
