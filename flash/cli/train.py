@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from flash.cli.commands import Commands
 from flash.config.advice import advise
 from flash.config.load import dump, load, split_arguments
 from flash.config.tree import Config
+from flash.observe.rundir import RunDirectory
 from flash.run.beforehand import left_as_it_was, start_problems
 from flash.run.models import make_missing_model
 
@@ -41,17 +43,36 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     from flash.run.agents import INTERRUPTED
 
+    before = begun(config)
     code = start(config, paths, overrides)
     if code == INTERRUPTED:
-        sys.stderr.write(f"flash: interrupted; {what_is_left(config, arguments.typed)}\n")
+        sys.stderr.write(f"flash: interrupted; {what_is_left(config, arguments.typed, before)}\n")
     return code
 
 
-def what_is_left(config: Config, typed: Sequence[str]) -> str:
-    """How an interrupted run goes on, unless all is done."""
+Begun = tuple[int, int] | None
+"""What tells one beginning in a run directory from another; None: there was none."""
+
+
+def begun(config: Config) -> Begun:
+    """The run that a run directory has: each launch that comes so far writes the configuration anew."""
+    try:
+        found = RunDirectory(config.run_dir).config.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def what_is_left(config: Config, typed: Sequence[str], before: Begun) -> str:
+    """How an interrupted run goes on, unless all is done.
+
+    One that was interrupted before it had a run directory does not: there is none, or that of an earlier run, `before`.
+    """
     from flash.run.launcher import resume_command
     from flash.run.past import is_done
 
+    if not config.run.resume and begun(config) == before:
+        return f"nothing was begun, and nothing is kept; begin with: {shlex.join(typed)}"
     if is_done(config):
         return f"nothing is left to do of the run in {config.run_dir}"
     return f"go on with: {resume_command(typed)}"
