@@ -144,13 +144,14 @@ def sample(config: Config, named: str | None, play: Any) -> tuple[Sampled, list[
     from flash.rollout.resident import Resident
     from flash.rollout.vllm_engine import VLLMEngine
     from flash.rollout.vllm_start import ready_tokenizer
+    from flash.run.scratch import remember_shared_memory, scratch_folder
 
     if named is None:
         make_missing_model(config)
         named = config.model.path
     advise_on_engines(config)
     sys.stderr.write(f"[reading {named}]\n")
-    with model_folder(named, config) as path:
+    with scratch_folder(), model_folder(named, config) as path:
         model = msgspec.structs.replace(config.model, path=path)
         config = msgspec.structs.replace(config, model=model)
         tokenizer = ready_tokenizer(config)
@@ -160,7 +161,7 @@ def sample(config: Config, named: str | None, play: Any) -> tuple[Sampled, list[
             return [partial(resident, config)] * config.engines_on(0)
 
         def resident(config: Config, number: int) -> Resident:
-            return Resident(VLLMEngine(config, number, config.engine_gpus(0, number)))
+            return Resident(VLLMEngine(config, number, config.engine_gpus(0, number), remember_shared_memory))
 
         def tell(text: str) -> None:
             sys.stderr.write(f"[{text}]\n")

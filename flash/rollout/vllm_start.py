@@ -8,10 +8,12 @@ Where an engine is started again, what environments start meanwhile inherits it 
 from __future__ import annotations
 
 import os
+import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,12 @@ LAUNCHER_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZ
 its seeded sampling fails, and tensor parallel workers wait for peers that do not exist."""
 LAUNCHER_PREFIXES = ("GROUP_", "MASTER_", "ROLE_", "TORCHELASTIC_")
 """The rest of torchrun's variables, by prefix."""
+
+SCRATCH = "FLASH_SCRATCH"
+"""The variable that names the job's folder for temporary files (`flash.run.scratch`)."""
+
+UNLOADABLE = re.compile(r"[\s:]")
+"""What ends a path in LD_PRELOAD."""
 
 CPU_BLOCK = 32
 """Tokens of a block of the KV cache on the CPU: the least with which its fast attention runs."""
@@ -51,9 +59,34 @@ def configure(config: Config, index: int, gpus: Sequence[int], stepped: Callable
     with _configuring, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return partial(_build, vllm.engine_maker(engine_args(config, index, gpus)), stepped)
+            made = partial(_build, vllm.engine_maker(engine_args(config, index, gpus)), stepped)
         except vllm.NoAttentionError as error:
             raise ConfigError(f"model.path: {error}") from error
+        finally:
+            _mend_preload()
+        return made
+
+
+def _mend_preload() -> None:
+    """Name the libraries that vLLM preloads into its processes on the CPU by paths that ld.so can take.
+
+    It takes a space and a colon for the end of a path. Where no link without them can be made, nothing is preloaded.
+    """
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    if not UNLOADABLE.search(sys.prefix) or sys.prefix not in preloaded:
+        return
+    folder = os.environ.get(SCRATCH, "")
+    if not folder or UNLOADABLE.search(folder):
+        _replace({name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | _inherited("LD_PRELOAD"))
+        return
+    link = Path(folder) / "environment"
+    with suppress(FileExistsError):
+        link.symlink_to(sys.prefix)
+    os.environ["LD_PRELOAD"] = preloaded.replace(sys.prefix, str(link))
+
+
+def _inherited(name: str) -> dict[str, str]:
+    return {name: _saved[name]} if name in _saved else {}
 
 
 def _build(make_llm: Callable[..., Any], stepped: Callable[[Any], None]) -> Any:
@@ -134,6 +167,9 @@ def engine_variables(
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.deadlines.engine_start)),
     }
+    if SCRATCH in inherited:
+        # Its sockets, which it would leave in /tmp.
+        variables["VLLM_RPC_BASE_PATH"] = inherited[SCRATCH]
     if config.gpus_per_node == 0 and runs_eagerly(config):
         # vLLM's sampler compiles a comparison of two tensors all the same, with a C++ compiler, in the first swap.
         variables["TORCHDYNAMO_DISABLE"] = "1"

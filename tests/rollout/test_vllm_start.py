@@ -13,7 +13,9 @@ import pytest
 
 from flash.config import compiling
 from flash.config.tree import Config
-from flash.rollout.vllm_start import engine_args, engine_environment, engine_variables
+from flash.foreign import vllm
+from flash.rollout.vllm_start import configure, engine_args, engine_environment, engine_variables
+from flash.run import scratch
 
 TORCHRUN = {
     "RANK": "0",
@@ -113,6 +115,49 @@ def test_this_process_gets_its_environment_back_exactly(monkeypatch: pytest.Monk
             os.environ["LD_PRELOAD_OF_VLLM"] = "1"
         assert "RANK" not in os.environ, "the first engine is still starting when the second one is done"
     assert dict(os.environ) == before
+
+
+def test_sockets_of_an_engine_lie_in_the_jobs_folder_for_temporary_files() -> None:
+    assert variables(make_config(), {scratch.VARIABLE: "/tmp/job"})["VLLM_RPC_BASE_PATH"] == "/tmp/job"
+    assert "VLLM_RPC_BASE_PATH" not in variables(make_config())
+
+
+@pytest.mark.parametrize(("prefix", "mended"), [("/opt/flash", False), ("/home/a b/flash", True), ("/a:b", True)])
+def test_preloaded_libraries_have_paths_that_end_where_they_do(
+    prefix: str, mended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libraries = ("lib/vllm/libtcmalloc.so", "lib/torch/libgomp.so")
+    monkeypatch.setattr(sys, "prefix", prefix)
+    monkeypatch.setenv(scratch.VARIABLE, str(tmp_path))
+
+    def checked(arguments: dict[str, Any]) -> Any:
+        before = os.environ.get("LD_PRELOAD", "")
+        if "libgomp" not in before:  # as vLLM does it
+            os.environ["LD_PRELOAD"] = ":".join([f"{prefix}/{libraries[0]}", f"{prefix}/{libraries[1]}"])
+        return None
+
+    monkeypatch.setattr(vllm, "engine_maker", checked)
+    with engine_environment(make_config(count=2)):
+        for index in (0, 1):
+            configure(make_config(count=2), index, [], lambda step: None)
+        named = os.environ["LD_PRELOAD"].split(":")
+    place = tmp_path / "environment" if mended else prefix
+    assert named == [f"{place}/{library}" for library in libraries]
+    assert not mended or (tmp_path / "environment").readlink() == Path(prefix)
+
+
+def test_nothing_is_preloaded_where_no_path_would_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", "/home/a b")
+    monkeypatch.setenv(scratch.VARIABLE, "/tmp/c d")
+    monkeypatch.setattr(vllm, "engine_maker", lambda arguments: os.environ.update(LD_PRELOAD="/home/a b/x.so:own.so"))
+    for inherited in ("own.so", None):
+        if inherited is None:
+            monkeypatch.delenv("LD_PRELOAD")
+        else:
+            monkeypatch.setenv("LD_PRELOAD", inherited)
+        with engine_environment(make_config()):
+            configure(make_config(), 0, [], lambda step: None)
+            assert os.environ.get("LD_PRELOAD") == inherited
 
 
 def test_engines_sample_from_different_seeds() -> None:
