@@ -87,17 +87,56 @@ run_on_slurm() {
     fi
 }
 
+# What this script takes, which needs no environment.
+usage() {
+    sed -n 's/^# \{0,1\}//; /^Trains a configuration/,/^set /{ /^set /q; p; }' "$root/launch.sh"
+    echo
+    echo "Options: ${options[train]} of a plain start; ${options[profile]} of profile; ${options[join]} of join."
+    echo "CONFIG is a file such as examples/tiny.toml, OVERRIDE such as train.async_ratio=2: docs/configuration.md has them all."
+    if [[ -x $root/.venv/bin/flash ]]; then
+        echo "\`.venv/bin/flash COMMAND --help\` says more, of commands train, profile, join and others."
+    fi
+}
+
+# Before gigabytes are fetched: an option that no command has, or a configuration that is not there. Once there is an
+# environment, the command itself says more of it.
+refuse_wrong_arguments() {
+    local known word
+    for word in "${@:2}"; do
+        if [[ $word != -* ]]; then continue; fi
+        for known in ${options[$1]}; do
+            if [[ $known == "${word%%=*}"* ]]; then continue 2; fi
+        done
+        echo "error: $1 has no option $word; ./launch.sh --help lists them" >&2
+        return 2
+    done
+    if [[ $1 != join && -n ${2-} && $2 != -* && $2 != *=* && ! -e $2 ]]; then
+        echo "error: there is no configuration file $2; the smallest one is examples/tiny.toml" >&2
+        return 2
+    fi
+}
+
 # What to type to go on, for the hint after an interrupt.
 typed=("$0" "$@")
 if [[ $0 != */* ]]; then typed[0]=./$0; fi
 
 root=$(find_root)
+declare -A options=(
+    [train]="--dry-run --resume"
+    [profile]="--steps --warm-up --out --resume"
+    [join]="--hub"
+)
+for word in "$@"; do
+    if [[ $word == -h || $word == --help ]]; then usage && exit; fi
+done
 flash=("$root/.venv/bin/flash")
 case "${1-}" in
     join | profile) flash+=("$1") && shift ;;
     "" | -* | *=*) flash+=(train "$root/examples/quickstart.toml") ;;
     *) flash+=(train "$1") && shift ;;
 esac
+
+if [[ ! -x $root/.venv/bin/flash ]]; then refuse_wrong_arguments "${flash[1]}" "${flash[@]:2}" "$@"; fi
 
 # As `make env` does, but not every machine has make. An environment that is there keeps its Python.
 python=$root/.venv/bin/python

@@ -1,6 +1,8 @@
 """launch.sh, with stand-ins for the environment and for SLURM; tests/slurm holds those to the real one."""
 
+import argparse
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from flash.cli import main
 from tests.slurm.jobs import install_stand_in
 
 ROOT = Path(__file__).parent.parent
@@ -91,6 +94,65 @@ def test_a_plain_start_makes_the_environment_and_trains_or_profiles_the_configur
     assert done.stdout == f"flash {passed.format(root=project)} rdzv= nnodes= rank= cwd={project.parent}\n"
     assert (done.returncode, done.stderr) == (0, "")
     assert (project / "made.log").read_text() == "made\n"
+
+
+@pytest.fixture
+def fresh(project):
+    """The same project before its environment is made."""
+    shutil.rmtree(project / ".venv")
+    return project
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["profile", "--help"], ["mine.toml", "--help"]])
+def test_help_needs_no_environment(fresh, arguments):
+    done = launch(fresh / "launch.sh", *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "./launch.sh [CONFIG] [OVERRIDE…]" in done.stdout
+    assert "set -euo" not in done.stdout
+    for option in ("--dry-run", "--resume", "--warm-up", "--hub"):
+        assert option in done.stdout
+    assert not (fresh / "made.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--hlep"], "train has no option --hlep"),
+        (["mine.toml", "--dryrun"], "train has no option --dryrun"),
+        (["profile", "mine.toml", "--stepz", "2"], "profile has no option --stepz"),
+        (["join", "outputs/mine", "--hubb=a:1"], "join has no option --hubb=a:1"),
+        (["none.toml"], "there is no configuration file none.toml"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_fetched(fresh, arguments, said):
+    Path("mine.toml").touch()
+    done = launch(fresh / "launch.sh", *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {said}")
+    assert not (fresh / "made.log").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *([], ["--dry-run"], ["train.async_ratio=0"], ["mine.toml", "--res", "run.name=a b"], ["profile"]),
+        *(["profile", "mine.toml", "--steps", "2", "--warm-up=1"], ["join", "nowhere", "--hub", "a:1"]),
+    ],
+)
+def test_right_arguments_make_the_environment(fresh, arguments):
+    for file in (Path("mine.toml"), fresh / "examples" / "quickstart.toml"):
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    launch(fresh / "launch.sh", *arguments)
+    assert (fresh / "made.log").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "profile", "join"])
+def test_it_knows_the_options_of_its_commands(command):
+    (known,) = re.findall(rf'^    \[{command}\]="(.*)"$', (ROOT / "launch.sh").read_text(), flags=re.MULTILINE)
+    parser = argparse.ArgumentParser()
+    made = getattr(main, command).add_parser(parser.add_subparsers())
+    assert set(known.split()) == set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", made.format_usage()))
 
 
 def test_the_command_is_told_what_was_typed(project):
