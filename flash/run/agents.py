@@ -22,6 +22,14 @@ from flash.run.scratch import VARIABLE as SCRATCH
 Role = Literal["node", "trainer"]
 """What a process becomes."""
 
+STANDALONE = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1")
+"""torchrun's options for processes that meet nobody of another machine: at an address, since this machine's name, which
+torchrun's own `--standalone` takes, leads nowhere on some. There nothing would start."""
+
+ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Variables of all processes where no trainer rank is elsewhere: gloo looks for this machine's name, too, and torch
+warns of each look in vain."""
+
 INTERRUPTED = 130
 """Exit code of a run that a signal ended: 128 + SIGINT, as shells have it."""
 SPOKEN = (1, INTERRUPTED)
@@ -55,6 +63,12 @@ def run_agent(config: Config, role: Role, options: Sequence[str], arguments: Seq
         return INTERRUPTED
     except NotMet as error:
         raise PeerLostError(f"the nodes with trainers did not meet: {error}; start the command on each again") from None
+
+
+def stay_on_this_machine() -> None:
+    """Have the processes to come look for no name of this machine; what people have set themselves stays."""
+    for name, value in ON_ONE_MACHINE.items():
+        os.environ.setdefault(name, value)
 
 
 def tell(config: Config, role: Role, marker: ErrorMarker, ended: Sequence[Ended], restarts_left: int) -> None:

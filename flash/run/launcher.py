@@ -22,7 +22,7 @@ from functools import partial
 from flash.config.objects import share_import_path
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.run.agents import INTERRUPTED, run_agent, tell
+from flash.run.agents import INTERRUPTED, STANDALONE, run_agent, stay_on_this_machine, tell
 from flash.run.error_marker import ErrorMarker
 from flash.run.grace import grace
 from flash.run.join import join
@@ -38,7 +38,7 @@ from flash.run.trainers import TrainersBeside, run_trainers
 
 ENDPOINT = re.compile(r".+:[0-9]+")
 
-ALONE = ("--standalone", "--nproc-per-node=1")
+ALONE = (*STANDALONE, "--nproc-per-node=1")
 """torchrun's options for a node loop: it meets nobody there."""
 NAMED = 2
 """Exit code of a run that an error with a name has ended, as of every command."""
@@ -93,6 +93,8 @@ def launch(config: Config, paths: Sequence[str], overrides: Sequence[str]) -> in
         return join(hub_place(config, os.environ), own=config)
     sys.stdout.write(f"[{describe_start(config)}]\n")
     sys.stdout.flush()
+    if config.cluster.trainer_nodes == 1:
+        stay_on_this_machine()
     from flash.trainer.objective import try_objective  # torch, which nothing before this needs
 
     try_objective(config.algorithm)

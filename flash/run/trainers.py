@@ -24,7 +24,7 @@ from flash.config.objects import take_import_path
 from flash.config.tree import Config
 from flash.errors import FlashError, RanksGoneError, how_it_ended
 from flash.hub import protocol as p
-from flash.run.agents import INTERRUPTED, run_agent, tell
+from flash.run.agents import INTERRUPTED, STANDALONE, run_agent, tell
 from flash.run.error_marker import ErrorMarker
 from flash.run.grace import grace
 from flash.run.locks import run_lock, share
@@ -45,7 +45,7 @@ def rendezvous_options(config: Config, environment: Mapping[str, str]) -> list[s
     node = int(environment.get("FLASH_NODE_RANK", "0"))
     ranks = f"--nproc-per-node={config.trainer_ranks_on(node)}"
     if config.cluster.trainer_nodes == 1:
-        return ["--standalone", ranks]
+        return [*STANDALONE, ranks]
     identity = environment.get("SLURM_JOB_ID", config.run.name)
     meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint={environment[RENDEZVOUS]}", f"--rdzv-id={identity}"]
     return [f"--nnodes={config.cluster.trainer_nodes}", ranks, *meet]

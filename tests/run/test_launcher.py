@@ -12,7 +12,7 @@ import pytest
 from flash.config.tree import Config
 from flash.errors import ConfigError, PeerLostError
 from flash.foreign.torch import Ended
-from flash.run.agents import Role, run_agent, tell
+from flash.run.agents import STANDALONE, Role, run_agent, tell
 from flash.run.error_marker import ErrorMarker
 from flash.run.hub_place import HUB_FILE, HubPlace, withdraw
 from flash.run.launcher import ALONE, describe_start, place_in_job, resume_command
@@ -99,7 +99,7 @@ def test_a_variable_that_is_not_what_it_has_to_be_is_refused_before_anything_sta
 
 def test_only_trainer_ranks_meet() -> None:
     job = {"FLASH_NNODES": "3", "FLASH_NODE_RANK": "0", "FLASH_RDZV_ENDPOINT": "node7:4711"}
-    assert "--standalone" in rendezvous_options(make_config(cluster={"nodes": 3}), job)
+    assert {*STANDALONE} < {*rendezvous_options(make_config(cluster={"nodes": 3}), job)}
     options = rendezvous_options(make_config(cluster={"nodes": 3, "trainer_nodes": 2, "trainer_ranks": 4}), job)
     assert "--nnodes=2" in options
     assert "--rdzv-endpoint=node7:4711" in options
