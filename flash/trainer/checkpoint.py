@@ -10,6 +10,9 @@ before the rename, the previous checkpoint is the newest complete one.
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,6 +54,10 @@ KeepHubState = Callable[[Path], FileEntry]
 
 STATE = "state"
 """Folder of the sharded weights and moments."""
+REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""Errors of the system that have nothing to do with room on the disk."""
+NOT_WRITABLE = "check that you may write there, and that its disk is not mounted read-only"
+
 EXTRAS = {
     "critic": "a critic (the [critic] table)",
     "ewma": 'an average of the policy\'s weights (proximal = "ewma")',
@@ -88,7 +95,8 @@ def save(run_dir: Path, trainer: Trainer, keep_hub_state: KeepHubState, *, keep:
     except CheckpointError as error:
         if rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(f"cannot write {folder}: {error}; {_space(folder.parent, trainer)}") from error
+        remedy = _remedy(str(error), folder.parent, trainer)
+        raise CheckpointError(f"cannot write {folder}: {error}; {remedy}") from error
     if rank == 0:
         prune(run_dir, keep)
     return folder
@@ -195,7 +203,8 @@ def export_hf(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     except CheckpointError as error:
         if rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(f"cannot export the model to {folder}: {error}") from error
+        remedy = f"; {NOT_WRITABLE}" if refused(str(error)) else ""
+        raise CheckpointError(f"cannot export the model to {error}{remedy}") from error
 
 
 def _write_state(folder: Path, trainer: Trainer) -> None:
@@ -281,7 +290,10 @@ def _write_rng(folder: Path, rank: int) -> None:
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    torch.save(state, folder / f"rng-{rank:05d}.pt")
+    whole = io.BytesIO()
+    torch.save(state, whole)
+    # Not by torch, whose errors do not tell what the system said.
+    (folder / f"rng-{rank:05d}.pt").write_bytes(whole.getbuffer())
 
 
 def _read_rng(folder: Path, rank: int) -> None:
@@ -340,6 +352,16 @@ def _commit(aside: Path, folder: Path, manifest: Manifest) -> None:
 
 def _files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def refused(fault: str) -> bool:
+    """Whether a write has failed for want of a permission, by the words of the system."""
+    return any(os.strerror(code) in fault for code in REFUSED)
+
+
+def _remedy(fault: str, folder: Path, trainer: Trainer) -> str:
+    """What to look at after a write that failed; of other ranks only the words are known."""
+    return NOT_WRITABLE if refused(fault) else _space(folder, trainer)
 
 
 def _space(folder: Path, trainer: Trainer) -> str:

@@ -19,8 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from flash.errors import CheckpointError, PeerLostError
 from flash.trainer import checkpoint, stored
 from flash.trainer.step import Trainer
+from tests.full_disk import small_disk
 from tests.trainer.trainer_cases import kept, make_config, random_shard, state_of, weights_of
 
+TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
 HUB = b"the hub's state"
 
 
@@ -371,6 +373,34 @@ def test_a_write_that_fails_is_one_clear_error_and_leaves_the_previous_checkpoin
     assert checkpoint.save(tmp_path, trainer, kept(HUB), keep=1).name == "step-000002"
 
 
+@pytest.mark.parametrize("room", [0, 8192, 65536])
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <torch.distributed:pytest.PytestUnraisableExceptionWarning")
+def test_a_full_disk_is_named_as_the_cause_with_the_path(untied_model: Path, tmp_path: Path, room: int) -> None:
+    trainer = trained(untied_model, 1)
+    with small_disk(tmp_path / "disk", 2 << 20) as disk:
+        disk.leave(room)
+        with pytest.raises(CheckpointError) as error:
+            checkpoint.save(disk.path, trainer, kept(HUB), keep=2)
+        told = str(error.value)
+        assert told.startswith(f"cannot write {disk.path / 'checkpoints' / 'step-000001'}: ")
+        assert "No space left on device" in told
+        assert "needs about " in told
+        assert "inline_container" not in told
+        with pytest.raises(CheckpointError, match=r"cannot export .*disk/model: .*No space left on device"):
+            checkpoint.export_hf(trainer.model, TOKENIZER, disk.path / "model")
+
+
+def test_a_disk_that_takes_no_writes_is_not_said_to_be_full(untied_model: Path, tmp_path: Path) -> None:
+    trainer = trained(untied_model, 1)
+    with small_disk(tmp_path / "disk", 2 << 20) as disk:
+        disk.read_only()
+        with pytest.raises(CheckpointError, match=r"disk/checkpoints.*Read-only file system.*you may write") as error:
+            checkpoint.save(disk.path, trainer, kept(HUB), keep=2)
+        assert " free there" not in str(error.value)
+        with pytest.raises(CheckpointError, match=r"disk/model: .*Read-only file system.*you may write"):
+            checkpoint.export_hf(trainer.model, TOKENIZER, disk.path / "model")
+
+
 def test_a_hub_that_is_gone_is_no_fault_of_the_checkpoint(tied_model: Path, tmp_path: Path) -> None:
     def lost(file: Path) -> stored.FileEntry:
         raise PeerLostError("the connection to hub ended")
@@ -381,10 +411,9 @@ def test_a_hub_that_is_gone_is_no_fault_of_the_checkpoint(tied_model: Path, tmp_
 
 def test_an_export_loads_as_an_ordinary_hugging_face_folder(model: Path, tmp_path: Path) -> None:
     trainer = trained(model, 1)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
     folder = tmp_path / "model"
     for _ in range(2):
-        checkpoint.export_hf(trainer.model, tokenizer, folder)
+        checkpoint.export_hf(trainer.model, TOKENIZER, folder)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1, "who may read some may read all"
     loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
