@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import re
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -26,6 +29,8 @@ from flash.observe.samples import Sample, SampleTurn, TokenValues, readable
 from flash.trained import TokenUse, TrainedSample
 from flash.types import Outcome, Span, VersionRun
 from tests.observe.test_rundir import trajectory
+
+PAGE = Path(__file__).parents[2] / "docs" / "view.md"
 
 
 def made(step: int, text: str = "a sum") -> Sample:
@@ -145,3 +150,15 @@ def test_samples_that_find_no_folder_are_an_error(directory: RunDirectory) -> No
     directory.trajectories.rmdir()
     with pytest.raises(RunDirectoryError, match=r"cannot write .*step-000001\.arrow: .*; the folder .* is gone"):
         write_samples(directory, 1, [made(1)])
+
+
+def test_the_documented_way_to_read_them_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (code,) = re.findall(r"```python\n(import pyarrow.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    (file,) = re.findall(r'"(outputs/mine/.*?)"', code)
+    monkeypatch.chdir(tmp_path)
+    directory = RunDirectory.open(Path("outputs/mine"), "")
+    assert write_samples(directory, 12, [made(12, "a\u2028sum")]) == Path(file)
+    exec(compile(ast.parse(code), str(PAGE), "exec"), {})
+    assert capsys.readouterr().out == "0.5 ['a\\u2028sum']\n"
