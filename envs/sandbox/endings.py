@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from envs.sandbox.api import Result
+from envs.sandbox.text import PATH_LENGTH
 
 COMMAND_LENGTH = 100_000
-"""Characters of a command: a sandbox takes a few more, with what is put before them."""
-PATH_LENGTH = 4095
-"""Bytes of a path, as Linux has it."""
+"""Bytes of a command: a sandbox takes a few more, with what is put before them."""
 
 
 def unusable_command(command: str) -> str:
     """Why no sandbox runs this; empty where one does."""
     if "\0" in command:
         return "error: a command cannot have a zero byte"
-    if len(command) > COMMAND_LENGTH:
-        return f"error: a command cannot have more than {COMMAND_LENGTH} characters"
+    if (size := len(command.encode("utf-8", "replace"))) > COMMAND_LENGTH:
+        return f"error: a command cannot have more than {COMMAND_LENGTH} bytes, but this one has {size}; write a file"
     return ""
 
 

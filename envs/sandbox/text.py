@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import re
 
-from flash.errors import SandboxRefusedError
+from flash.errors import SandboxFileError, SandboxRefusedError
+
+PATH_LENGTH = 4095
+"""Bytes of a path, as Linux has it."""
 
 _ESCAPED = re.compile(r"\0([89a-f][0-9a-f])?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -51,6 +54,16 @@ def from_wire(text: str) -> str:
 
     # Bytes that together are UTF-8 are no surrogates, however they came.
     return _ESCAPED.sub(byte, text).encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
+
+
+def check_path(path: str) -> None:
+    """Refuse what is too long for a path.
+
+    Raises:
+        SandboxFileError: saying how long it is.
+    """
+    if (size := len(path.encode("utf-8", "surrogatepass"))) > PATH_LENGTH:
+        raise SandboxFileError(f"a path has at most {PATH_LENGTH} bytes, but {one_line(path[:80])}… has {size}")
 
 
 def _zero(text: str) -> SandboxRefusedError:

@@ -44,7 +44,7 @@ class Python:
         async def call(arguments: dict[str, Any]) -> str:
             sandbox = await place.sandbox()
             code = arguments["code"].encode("utf-8", "replace")
-            return _answer(await sandbox.run(["python3", "-"], timeout=self._options.timeout, stdin=code))
+            return await _ran(sandbox.run(["python3", "-"], timeout=self._options.timeout, stdin=code))
 
         about = "Runs a Python program and gives what it prints. Files stay for later calls, variables do not."
         code = schema(code="The program.")
@@ -68,7 +68,7 @@ class Bash:
                 return fault
             sandbox = await place.sandbox()
             command = f"exec 2>&1; {arguments['command']}"
-            return _answer(await sandbox.run(command, timeout=self._options.timeout))
+            return await _ran(sandbox.run(command, timeout=self._options.timeout))
 
         about = "Runs shell commands and gives what they write. Files stay for later calls, nothing else does."
         command = schema(command="One or more lines of shell.")
@@ -130,6 +130,14 @@ class Files:
 
     async def close(self) -> None:
         """Nothing is held."""
+
+
+async def _ran(running: Awaitable[Result]) -> str:
+    """How a command ended, or what a sandbox has no room for: either is the policy's doing."""
+    try:
+        return _answer(await running)
+    except SandboxLimitError as error:
+        return f"error: {error}"
 
 
 def _answer(result: Result) -> str:

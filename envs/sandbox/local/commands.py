@@ -24,12 +24,15 @@ from envs.sandbox.api import (
 )
 from envs.sandbox.local.channel import OUTPUT_WINDOW, AgentCall, Channel, decode, in_time
 from envs.sandbox.local.frames import PIECE
+from envs.sandbox.text import check_path
 from flash.errors import SandboxError, SandboxLimitError, SandboxLostError, SandboxRefusedError
 
 ANSWER_SECONDS = 20.0
 """For the agent to answer what it can answer at once: long, because the machine may be overloaded."""
 LONGEST_COMMAND = 120_000
-"""Bytes of a command or argument: the kernel takes no more than 128 KiB of each."""
+"""Bytes of a command with all that belongs to it: the kernel takes no more than 128 KiB of each argument."""
+MOST_WORDS = 10_000
+"""Arguments of a command, and names and values of its variables: all of them travel in one frame."""
 STREAMS = ("stdout", "stderr")
 
 
@@ -74,24 +77,39 @@ def argument_of(exec: Exec, limit: int, **more: object) -> dict[str, object]:
     """A command as the agent is asked for it, which keeps `limit` bytes of each stream; `more` as it is.
 
     Raises:
-        SandboxRefusedError: it cannot be encoded. SandboxLimitError: it is too long.
+        SandboxRefusedError: it cannot be encoded. SandboxLimitError: it is too long. SandboxFileError: its folder is.
     """
     command, timeout, env = exec.command, exec.timeout, exec.env or {}
     asked: dict[str, object] = {"timeout": timeout, "limit": limit, **more}
     if exec.cwd is not None:
-        asked["cwd"] = encoded(exec.cwd)
-    if env:
-        asked["env"] = {encoded(name): encoded(value) for name, value in env.items()}
-    if isinstance(command, str):
-        asked["command"] = encoded(command)
-    else:
-        asked["argv"] = [encoded(word) for word in command]
-    words = [command] if isinstance(command, str) else [*command, *env, *env.values()]
-    if sum(map(len, words)) > LONGEST_COMMAND:
-        raise SandboxLimitError(
-            f"a command may have {LONGEST_COMMAND} characters; write it to a file, or pass it as standard input"
-        )
+        asked["cwd"] = encoded_path(exec.cwd)
+    variables = {encoded(name): encoded(value) for name, value in env.items()}
+    if variables:
+        asked["env"] = variables
+    words = [encoded(word) for word in ([command] if isinstance(command, str) else command)]
+    asked |= {"command": words[0]} if isinstance(command, str) else {"argv": words}
+    words += [*variables, *variables.values()]
+    _check_size("bytes", sum(map(len, words)), LONGEST_COMMAND)
+    _check_size("arguments", len(words), MOST_WORDS)
     return asked
+
+
+def _check_size(unit: str, size: int, most: int) -> None:
+    if size > most:
+        raise SandboxLimitError(
+            f"a command and its variables may have {most} {unit}, not {size}; write them to a file, or pass them as "
+            "standard input"
+        )
+
+
+def encoded_path(path: str) -> bytes:
+    """A path as the bytes that the sandbox gets.
+
+    Raises:
+        SandboxRefusedError: it cannot be encoded. SandboxFileError: it is too long.
+    """
+    check_path(path)
+    return encoded(path)
 
 
 def encoded(text: str) -> bytes:

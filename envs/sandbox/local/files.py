@@ -17,7 +17,7 @@ import msgspec
 from envs.sandbox import trees
 from envs.sandbox.api import FileInfo, Files
 from envs.sandbox.local.channel import OUTPUT_WINDOW, Channel, decode, in_time
-from envs.sandbox.local.commands import ANSWER_SECONDS, Ending, HasAgent, encoded
+from envs.sandbox.local.commands import ANSWER_SECONDS, Ending, HasAgent, encoded_path
 from envs.sandbox.trees import TreeLimits
 from flash.errors import SandboxError, SandboxFileError, SandboxLimitError, SandboxLostError
 
@@ -53,7 +53,7 @@ class AgentFiles(Files, HasAgent):
         data, first = bytearray(), None
         while len(data) < wanted or first is None:
             size = min(wanted - len(data), READ_PIECE)
-            asked = {"path": encoded(path), "offset": offset + len(data), "limit": size}
+            asked = {"path": encoded_path(path), "offset": offset + len(data), "limit": size}
             identity, output = await channel.ask("read", asked, list[int], ANSWER_SECONDS, room=size)
             if first not in (None, identity):
                 raise SandboxFileError(f"{path}: changed while it was read; try again")
@@ -69,7 +69,7 @@ class AgentFiles(Files, HasAgent):
         if len(data) > WRITE_LIMIT:
             raise SandboxLimitError(f"{path}: one write takes {WRITE_LIMIT} bytes, not {len(data)}")
         channel = await self.channel()
-        asked = {"path": encoded(path), "mode": mode & 0o7777, "append": append}
+        asked = {"path": encoded_path(path), "mode": mode & 0o7777, "append": append}
         timeout = ANSWER_SECONDS + len(data) / (1 << 20)
         async with channel.call("write", asked, timeout) as call:
             await call.send(data, last=True)
@@ -78,7 +78,7 @@ class AgentFiles(Files, HasAgent):
     async def list(self, path: str = ".") -> builtins.list[FileInfo]:
         channel = await self.channel()
         entries: builtins.list[FileInfo] = []
-        async with channel.call("list", {"path": encoded(path)}, ANSWER_SECONDS, room=LIST_ROOM) as call:
+        async with channel.call("list", {"path": encoded_path(path)}, ANSWER_SECONDS, room=LIST_ROOM) as call:
             while not isinstance(piece := await call.next(), msgspec.Raw):
                 batch = decode(piece[1], builtins.list[_Entry])
                 if any(b"/" in name or b"\0" in name for name, *_ in batch):
@@ -118,7 +118,7 @@ async def _in_thread(function: object, *args: object) -> None:
 def _argument(sandbox: HasAgent, function: str, path: str, **more: object) -> dict[str, object]:
     """What the agent is asked for: one of its own functions on a path."""
     limit = sandbox.spec.output_limit
-    return {"timeout": TREE_SECONDS, "limit": limit, "function": function, "path": encoded(path), **more}
+    return {"timeout": TREE_SECONDS, "limit": limit, "function": function, "path": encoded_path(path), **more}
 
 
 async def _receive(sandbox: HasAgent, path: str, archive: IO[bytes]) -> None:

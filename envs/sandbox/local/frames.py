@@ -13,7 +13,7 @@ from enum import IntEnum
 
 import msgspec
 
-from flash.errors import SandboxLostError
+from flash.errors import SandboxLimitError, SandboxLostError, SandboxRefusedError
 
 MAX_FRAME = 1 << 18
 """Longest body in bytes, both ways. A longer one ends the channel."""
@@ -38,9 +38,19 @@ class FrameKind(IntEnum):
 
 
 def encode(call: int, operation: str, argument: object) -> bytes:
-    """One frame to the agent."""
-    body = _ENCODER.encode((call, operation, argument))
-    assert len(body) <= MAX_FRAME, f"{operation} needs a frame of {len(body)} bytes"
+    """One frame to the agent.
+
+    Raises:
+        SandboxLimitError: it would be too long. SandboxRefusedError: something in it cannot be encoded.
+    """
+    try:
+        body = _ENCODER.encode((call, operation, argument))
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise SandboxRefusedError(f"`{operation}` cannot be asked for: {error}") from None
+    if len(body) > MAX_FRAME:
+        raise SandboxLimitError(
+            f"`{operation}` needs {len(body)} bytes with all its arguments; a sandbox takes {MAX_FRAME} at once"
+        )
     return _HEADER.pack(len(body), zlib.crc32(body)) + body
 
 

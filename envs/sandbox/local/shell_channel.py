@@ -26,7 +26,7 @@ from envs.sandbox.local.channel import AgentCall, Channel
 from envs.sandbox.local.commands import ANSWER_SECONDS, Ending
 from envs.sandbox.local.frames import PIECE, FrameKind
 from envs.sandbox.local.greeting import NoLink
-from flash.errors import SandboxLimitError, SandboxLostError
+from flash.errors import SandboxLimitError, SandboxLostError, SandboxRefusedError
 
 PROTOCOL = 1
 LINE_BYTES = 4096
@@ -109,6 +109,8 @@ class ShellChannel(Channel):
                         await self._carry_out(number, operation, asked)
                     except SandboxLimitError as reason:
                         self._take(number, FrameKind.FAILURE, ("limit", str(reason)))
+                    except SandboxRefusedError as reason:
+                        self._take(number, FrameKind.FAILURE, ("request", str(reason)))
                     except SandboxLostError as reason:
                         error = reason
                         tasks.cancel_scope.cancel()
@@ -242,6 +244,8 @@ def _command(asked: dict[str, object], text: Callable[[str], str]) -> str:
     env = asked.get("env") or {}
     assert isinstance(env, dict)
     for name, value in env.items():
+        if not re.fullmatch(rb"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise SandboxRefusedError(f"env: {name[:80]!r} is no name of a variable for a shell")
         lines.append(f"export {name.decode()}={shlex.quote(value.decode('utf-8', 'surrogateescape'))}")
     if "cwd" in asked:
         lines.append(f"cd {shlex.quote(text('cwd'))} || exit 125")

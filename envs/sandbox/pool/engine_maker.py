@@ -5,6 +5,7 @@ Each sandbox lives in a task of the maker; leaving `open_maker` ends all of them
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -21,8 +22,10 @@ from envs.sandbox.pool.host import Container, HostSettings, Identity
 from envs.sandbox.pool.local_host import LocalHost
 from envs.sandbox.pool.ownership import PREFIX
 from envs.sandbox.pool.placement import Demand
-from flash.errors import SandboxError
+from flash.errors import SandboxError, SandboxStartError
 from flash.waiting import unwrapped_group
+
+_log = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 
@@ -93,6 +96,10 @@ class EngineMaker:
         except SandboxError as error:
             if not started:
                 task_status.started(error)
+        except Exception:  # the boundary of a sandbox: a bug ends this one, not the service
+            _log.exception("sandbox %s failed", sandbox.sandbox_id)
+            if not started:
+                task_status.started(SandboxStartError(f"sandbox {sandbox.sandbox_id} failed; the log says why"))
 
 
 def _unlimited(spec: Spec) -> Spec:

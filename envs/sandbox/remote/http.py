@@ -19,6 +19,7 @@ import msgspec
 
 from envs.sandbox.protocol.problems import MEDIA_TYPE, error_of
 from envs.sandbox.protocol.wire import BINARY, MSGPACK, NDJSON, Problem
+from envs.sandbox.text import check_path
 from flash.errors import ConfigError, SandboxError, SandboxLostError, SandboxRefusedError, SandboxTimeoutError
 
 _T = TypeVar("_T")
@@ -128,9 +129,7 @@ class HttpClient:
     async def lines(self, path: str, body: msgspec.Struct, seconds: float) -> AsyncGenerator[httpx.Response]:
         """A streamed answer. Leaving the block ends the connection, and with it the call."""
         headers = {"accept": NDJSON, "content-type": MSGPACK}
-        request = self._client.build_request(
-            "POST", path, content=msgspec.msgpack.encode(body), headers=headers, timeout=self._timeout(seconds)
-        )
+        request = self._request("POST", path, msgspec.msgpack.encode(body), headers, seconds)
         try:
             with self._translated(path, seconds):
                 response = await self._client.send(request, stream=True)
@@ -167,9 +166,7 @@ class HttpClient:
         boot, pause = self._boot, _FIRST_PAUSE_S
         target = _target(path, query)
         while True:
-            request = self._client.build_request(
-                method, target, content=content, headers=headers, timeout=self._timeout(seconds)
-            )
+            request = self._request(method, target, content, headers, seconds)
             response = None
             try:
                 # A call that is sent again has no more time than one that is sent once.
@@ -191,6 +188,18 @@ class HttpClient:
             raise self._error(response)
         return response
 
+    def _request(
+        self, method: str, target: str, content: bytes | None, headers: Mapping[str, str], seconds: float
+    ) -> httpx.Request:
+        try:
+            return self._client.build_request(
+                method, target, content=content, headers=headers, timeout=self._timeout(seconds)
+            )
+        except httpx.InvalidURL as error:
+            raise SandboxRefusedError(
+                f"{target[:80]}… ({len(target)} characters) cannot be asked for: {error}"
+            ) from None
+
     def _timeout(self, seconds: float) -> httpx.Timeout:
         return httpx.Timeout(MARGIN_S, read=seconds + MARGIN_S, connect=CONNECT_S)
 
@@ -207,7 +216,9 @@ class HttpClient:
 
 
 def _target(path: str, query: Mapping[str, Any] | None) -> str:
-    """A path with its query, names that are no UTF-8 byte by byte."""
+    """An address with its query, names that are no UTF-8 byte by byte."""
+    if query and isinstance(name := query.get("path"), str):
+        check_path(name)
     try:
         return f"{path}?{urlencode(query, errors='surrogateescape')}" if query else path
     except UnicodeEncodeError as error:

@@ -6,6 +6,7 @@ task of the service: a client whose connection broke sends it again and gets the
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -26,6 +27,8 @@ from envs.sandbox.protocol.tokens import ADMIN, Tokens
 from envs.sandbox.protocol.wire import HostStatus, Info, Order, SessionResult, Status
 from flash.errors import FlashError, SandboxBusyError, SandboxRefusedError
 from flash.waiting import unwrapped_group
+
+_log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -49,7 +52,7 @@ class _Answer:
         self.done = anyio.Event()
         self.scope = anyio.CancelScope()
         self.result: Any = None
-        self.error: FlashError | None = None
+        self.error: FlashError | ProblemError | None = None
 
 
 class _ClientState:
@@ -193,12 +196,17 @@ class Service:
             raise SandboxRefusedError(f"{SESSIONS_OPEN} sessions are open; close one")
         clients.closing[name], clients.closed[name] = anyio.Event(), anyio.Event()
         outcome = await self._tasks.start(self._hold_session, lease, clients, name)
-        if isinstance(outcome, FlashError):
+        if isinstance(outcome, FlashError | ProblemError):
             raise outcome
         return outcome
 
     async def _hold_session(
-        self, lease: Lease, clients: _ClientState, name: str, *, task_status: TaskStatus[FlashError | Session]
+        self,
+        lease: Lease,
+        clients: _ClientState,
+        name: str,
+        *,
+        task_status: TaskStatus[FlashError | ProblemError | Session],
     ) -> None:
         """Waits for the shell to be closed, or for the end of the lease's sandbox."""
         started = False
@@ -212,6 +220,10 @@ class Service:
         except FlashError as error:
             if not started:
                 task_status.started(error)
+        except Exception:  # the boundary of a shell
+            _log.exception("shell %r of sandbox %s failed", name, lease.id)
+            if not started:
+                task_status.started(_failed())
         finally:
             clients.sessions.pop(name, None)
             clients.closing.pop(name)
@@ -281,6 +293,9 @@ class Service:
                 answer.error = SandboxRefusedError("the call was cancelled by its caller")
         except FlashError as error:
             answer.error = error
+        except Exception:  # the boundary of a call: a bug ends this call, not the service
+            _log.exception("a call failed")
+            answer.error = _failed()
         finally:
             answer.done.set()
             _drop_old(answers)
@@ -361,6 +376,10 @@ def _queue_for(token: str, queue: dict[str, int]) -> dict[str, int]:
         name = owner if owner.partition("/")[0] == token else OTHERS
         shown[name] = shown.get(name, 0) + number
     return shown
+
+
+def _failed() -> ProblemError:
+    return ProblemError(500, "the service failed; its log says why")
 
 
 async def _first_of(*waits: Callable[[], Awaitable[object]]) -> None:

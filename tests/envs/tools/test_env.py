@@ -267,11 +267,13 @@ async def test_names_and_commands_that_there_cannot_be_are_results_that_say_so()
             ("read_file", '{"path": "a\\u0000b"}'),
             ("write_file", json.dumps({"path": "x/" * 3000, "text": ""})),
             ("bash", json.dumps({"command": "x" * 200_000})),
+            ("bash", json.dumps({"command": "#" + "€" * 40_000})),
         ) == [
             "error: a command cannot have a zero byte",
             "error: a path cannot have a zero byte",
             "error: a path cannot have more than 4095 bytes",
-            "error: a command cannot have more than 100000 characters",
+            "error: a command cannot have more than 100000 bytes, but this one has 200000; write a file",
+            "error: a command cannot have more than 100000 bytes, but this one has 120001; write a file",
         ]
         assert await play.texts(("bash", json.dumps({"command": "printf x > $(printf 'caf\\351')"}))) == ["exit code 0"]
         assert await play.texts(("list_files", '{"path": "."}')) == ["caf\\udce9"]

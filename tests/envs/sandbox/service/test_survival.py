@@ -1,0 +1,76 @@
+"""No request, however wrong it is, ends the service or another one's call."""
+
+from __future__ import annotations
+
+import pytest
+
+from envs.sandbox.local.sandbox import LocalSandbox
+from flash.errors import SandboxError, SandboxFileError, SandboxLimitError, SandboxRefusedError, SandboxStartError
+from tests.envs.sandbox.raw import bare, bearer
+from tests.envs.sandbox.services import SPEC, TOKEN, running
+
+pytestmark = pytest.mark.anyio
+
+LIMIT = 20.0
+
+
+async def test_too_large_a_command_is_answered_with_its_size_and_the_service_goes_on(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        with pytest.raises(SandboxLimitError, match="10000 arguments, not 100001"):
+            await sandbox.run(["true"] + ["x"] * 100_000, timeout=LIMIT)
+        async with sandbox.session() as session:
+            with pytest.raises(SandboxLimitError, match="120000 bytes, not 270000"):
+                await session.run("€" * 90_000, timeout=LIMIT)
+        async with bare(world, **bearer(TOKEN)) as client:
+            for keyed in ({}, {"idempotency-key": "k"}):
+                body = {"command": ["true"] + ["x"] * 100_000, "timeout": LIMIT}
+                answer = await client.post(f"{sandbox.path}/run", json=body, headers=keyed)
+                assert answer.status_code == 413
+                assert answer.json()["cause"] == "SandboxLimitError"
+        assert (await sandbox.run("echo on", timeout=LIMIT)).stdout == b"on\n"
+
+
+async def test_too_long_a_path_is_refused_before_it_is_sent(tmp_path):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        for path in ("x" * 4096, "€" * 4000, "y" * 100_000):
+            for ask in (sandbox.read, sandbox.list, sandbox.remove, lambda path: sandbox.write(path, b"")):
+                with pytest.raises(SandboxFileError, match="at most 4095 bytes"):
+                    await ask(path)
+        await sandbox.write("d/" + "€" * 85, b"x")
+        assert await sandbox.read("d/" + "€" * 85) == b"x"
+        with pytest.raises(SandboxRefusedError, match="cannot be asked for"):
+            async with sandbox.session("s" * 100_000):
+                pass
+        assert (await sandbox.run("true", timeout=LIMIT)).ok
+
+
+async def test_a_bug_in_a_call_ends_this_call_only(tmp_path, monkeypatch, caplog):
+    async def fail(*_, **__):
+        raise AssertionError("a bug")
+
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox, sandbox.session("other") as other:
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalSandbox, "run_exec", fail)
+            patch.setattr(LocalSandbox, "session", lambda *_: (_ for _ in ()).throw(AssertionError("a bug")))
+            with pytest.raises(SandboxError, match="its log says why"):
+                await sandbox.run("true", timeout=LIMIT)
+            with pytest.raises(SandboxError, match="its log says why"):
+                async with sandbox.session():
+                    pass
+        assert caplog.text.count("AssertionError: a bug") == 2
+        assert (await sandbox.run("echo on", timeout=LIMIT)).stdout == b"on\n"
+        assert (await other.run("echo on", timeout=LIMIT)).stdout == b"on\n"
+
+
+async def test_a_bug_in_a_sandbox_ends_this_one_only(tmp_path, monkeypatch, caplog):
+    async def fail(*_, **__):
+        raise AssertionError("a bug")
+
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalSandbox, "_make", fail)
+            with pytest.raises(SandboxStartError, match="the log says why"):
+                async with world.client.acquire(SPEC):
+                    pass
+        assert "AssertionError: a bug" in caplog.text
+        assert (await sandbox.run("echo on", timeout=LIMIT)).stdout == b"on\n"
