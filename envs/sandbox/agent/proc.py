@@ -12,7 +12,7 @@ import resource
 UP, DOWN = 15, 10
 """RLIMIT_RTTIME and RLIMIT_LOCKS: the limits that carry a command's number. Python has no name for the second one."""
 ENDED = (b"Z", b"X")
-"""States of processes that have ended."""
+"""States of threads that have ended."""
 
 
 class Stat:
@@ -26,8 +26,14 @@ class Stat:
         self.parent, self.group, self.session = (int(field) for field in fields[1:4])
         self.ticks = sum(int(field) for field in fields[11:15])
         """CPU of it and the children it waited for."""
+        self.threads = int(fields[17])
+        """That are left of it, its first one always; 0 while it becomes another program, or is being reaped."""
         self.start = int(fields[19])
         """When it started, in ticks since the machine did."""
+
+    def ended(self) -> bool:
+        """Nothing of it runs any more. The state is that of its first thread only, which may end before the others."""
+        return self.state in ENDED and self.threads == 1
 
 
 def processes() -> "list[Stat]":
@@ -39,7 +45,7 @@ def processes() -> "list[Stat]":
                 stat = Stat(int(name))
             except (OSError, ValueError, IndexError):
                 continue
-            if stat.state not in ENDED:
+            if not stat.ended():
                 found.append(stat)
     return found
 

@@ -1,11 +1,34 @@
 """What an ended command has left behind is ended, however it comes and goes while it is looked for."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from envs.sandbox.agent import main
 from envs.sandbox.agent.command import Refusal
+from envs.sandbox.agent.proc import Stat, processes
+
+LIMIT = 20.0
+"""Seconds for commands that end by themselves; long, because the machine may be busy."""
+
+HEADLESS = r"""
+import ctypes, os, platform, sys, threading, time
+if "stay" not in sys.argv:
+    if os.fork(): os._exit(0)
+    os.setsid()
+    if os.fork(): os._exit(0)
+def beat():
+    with open("beat", "ab", 0) as file:
+        for _ in range(4000):
+            file.write(b".")
+            time.sleep(0.005)
+threading.Thread(target=beat).start()
+ctypes.CDLL(None).syscall(60 if platform.machine() == "x86_64" else 93, 0)
+"""
+"""Its first thread ends, and so the process looks as if it had; another thread works on."""
+SILENT = "a=$(wc -c <beat); sleep 0.2; test $a -gt 0 && test $a = $(wc -c <beat)"
 
 
 class World:
@@ -75,6 +98,41 @@ def test_a_chain_of_forks_is_followed(monkeypatch):
 
 def test_nothing_is_killed_where_nothing_is_left(monkeypatch):
     assert ended_by_agent(monkeypatch, World({5: 1, 6: 5})).killed == []
+
+
+def test_a_process_has_ended_with_its_last_thread(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", HEADLESS, "stay"], cwd=tmp_path) as program:
+        while Stat(program.pid).state != b"Z":
+            pass
+        assert program.pid in {stat.pid for stat in processes()}
+        program.kill()
+        while not Stat(program.pid).ended():
+            pass
+        assert program.pid not in {stat.pid for stat in processes()}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("how", ["end", "timeout", "kill", "session", "close"])
+async def test_what_goes_on_without_its_first_thread_is_ended_like_any_other(bench, how):
+    async with bench.sandbox() as sandbox, sandbox.session() as session:
+        await sandbox.write("headless.py", HEADLESS.encode())
+        begun = "until [ -s beat ]; do sleep 0.01; done"
+        if how == "end":
+            assert (await sandbox.run(f"python3 headless.py; {begun}", timeout=LIMIT)).ok
+        elif how == "timeout":
+            assert (await sandbox.run("python3 headless.py stay; :", timeout=1)).timed_out
+        elif how == "kill":
+            job = await sandbox.start(["python3", "headless.py", "stay"])
+            assert (await sandbox.run(begun, timeout=LIMIT)).ok
+            await job.signal("SIGKILL")
+            assert (await job.wait(LIMIT)).signal == "SIGKILL"
+        elif how == "session":
+            assert (await session.run(f"python3 headless.py; {begun}", timeout=LIMIT)).ok
+            assert (await session.run(SILENT, timeout=LIMIT)).ok
+        else:
+            async with sandbox.session("other") as other:
+                assert (await other.run(f"python3 headless.py stay & {begun}", timeout=LIMIT)).ok
+        assert (await sandbox.run(SILENT, timeout=LIMIT)).ok
 
 
 def test_what_cannot_be_ended_is_told(monkeypatch):
