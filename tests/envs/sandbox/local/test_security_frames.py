@@ -19,7 +19,7 @@ from envs.sandbox.local.commands import Ending
 from envs.sandbox.local.files import AgentFiles
 from envs.sandbox.local.frames import MAX_FRAME, Decoder, encode
 from envs.sandbox.local.shell_channel import ShellChannel
-from flash.errors import SandboxError, SandboxLostError, SandboxRefusedError
+from flash.errors import SandboxError, SandboxLimitError, SandboxLostError, SandboxRefusedError
 from tests.envs.sandbox.services import SPEC
 
 pytestmark = pytest.mark.anyio
@@ -220,7 +220,7 @@ async def test_requests_that_make_no_sense_are_refused_and_the_agent_goes_on(ben
 
 
 def test_a_frame_of_ours_is_never_too_long():
-    with pytest.raises(AssertionError):
+    with pytest.raises(SandboxLimitError, match="at once"):
         encode(1, "data", b"x" * (MAX_FRAME + 1))
 
 
