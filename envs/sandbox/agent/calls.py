@@ -4,16 +4,14 @@ import _signal
 import os
 import sys
 
+from envs.sandbox.agent.archives import receive_tree, restore_tree, send_tree
 from envs.sandbox.agent.command import CREDIT, RESULT, Command, Refusal, resize
 from envs.sandbox.agent.files import (
     READ_LIMIT,
     Write,
     list_folder,
     read_file,
-    receive_tree,
     remove,
-    restore_tree,
-    send_tree,
 )
 from envs.sandbox.agent.process import now
 from envs.sandbox.agent.shell import Running, Shell

@@ -1,4 +1,4 @@
-"""Files of the sandbox: ranges, atomic writes, listings, and trees as tar streams.
+"""Files of the sandbox: ranges, atomic writes, listings, removal.
 
 Nothing here can reach outside of the sandbox; what is refused is refused because it would block or never end.
 """
@@ -10,7 +10,7 @@ import stat
 import sys
 
 from envs.sandbox.agent.command import Refusal
-from envs.sandbox.agent.wire import PIECE
+from envs.sandbox.agent.paths import locate, on_proc, open_found
 
 READ_LIMIT = 1 << 20
 """Bytes that one read gives."""
@@ -30,7 +30,7 @@ def read_file(path: str, offset: int, limit: int) -> "tuple[bytes, list]":
     """A range of a regular file, and what tells this file and its content from another."""
     try:
         # A pipe nobody writes to would block for ever.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        fd = open_found(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         raise refuse(path, error)
     try:
@@ -56,33 +56,39 @@ class Write:
     def __init__(self, path: str, mode: int, append: bool) -> None:
         self.path = path
         self.append = append
-        folder, name = os.path.split(path)
-        # Short: a name has at most 255 bytes, and a character up to four of them.
-        self.temporary = os.path.join(folder, ".{}.{}".format(name[:48], binascii.hexlify(os.urandom(6)).decode()))
-        self.data = bytearray()
-        self.fd = -1
-        if not name:
+        self.folder = self.fd = -1
+        self.name = self.temporary = ""
+        if not os.path.basename(path):
             raise Refusal("file", "{}: not the name of a file".format(path))
         try:
-            if folder:
-                os.makedirs(folder, exist_ok=True)
-            if not append:
-                # What a link points to is not replaced: the link itself is.
-                if os.path.isdir(path) and not os.path.islink(path):
-                    raise Refusal("file", "{}: is a folder".format(path))
-                self.fd = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                os.fchmod(self.fd, mode)
+            if append:
+                self.open(mode)
             else:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-                self.fd = os.open(path, flags, mode)
-                if not stat.S_ISREG(os.fstat(self.fd).st_mode):
-                    raise Refusal("file", "{}: not a regular file".format(path))
+                self.open_new(mode)
         except OSError as error:
             self.drop()
             raise refuse(path, error)
         except Refusal:
             self.drop()
             raise
+
+    def open(self, mode: int) -> None:
+        """What is there, to append to it."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
+        self.fd = open_found(self.path, flags, mode, True)
+        if not stat.S_ISREG(os.fstat(self.fd).st_mode) or on_proc(self.fd):
+            raise Refusal("file", "{}: not a regular file".format(self.path))
+
+    def open_new(self, mode: int) -> None:
+        """A file beside it. What a link points to is not replaced: the link itself is."""
+        self.folder, self.name = locate(self.path, False, True)
+        # Short: a name has at most 255 bytes, and a character up to four of them.
+        self.temporary = ".{}.{}".format(self.name[:48], binascii.hexlify(os.urandom(6)).decode())
+        if is_folder(self.name, self.folder):
+            raise Refusal("file", "{}: is a folder".format(self.path))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.fd = os.open(self.temporary, flags, 0o600, dir_fd=self.folder)
+        os.fchmod(self.fd, mode)
 
     def add(self, data: bytes) -> None:
         try:
@@ -97,7 +103,7 @@ class Write:
         """All bytes are there: show them."""
         try:
             if not self.append:
-                os.replace(self.temporary, self.path)
+                os.replace(self.temporary, self.name, src_dir_fd=self.folder, dst_dir_fd=self.folder)
         except OSError as error:
             raise refuse(self.path, error)
         finally:
@@ -110,14 +116,25 @@ class Write:
             self.fd = -1
             if not self.append:
                 try:
-                    os.unlink(self.temporary)
+                    os.unlink(self.temporary, dir_fd=self.folder)
                 except OSError:
                     pass
+        if self.folder >= 0:
+            os.close(self.folder)
+            self.folder = -1
 
 
-def describe(path: str, name: str) -> list:
-    """Name, kind, size, mode, time of change."""
-    info = os.lstat(path)
+def is_folder(name: str, folder: int) -> bool:
+    """Whether what has this name in an open folder is one."""
+    try:
+        return stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def describe(folder: int, name: str) -> list:
+    """Name, kind, size, mode, time of change of what is in an open folder."""
+    info = os.lstat(name, dir_fd=folder)
     kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "link"}
     kind = kinds.get(stat.S_IFMT(info.st_mode), "other")
     return [os.fsencode(name), kind, info.st_size, stat.S_IMODE(info.st_mode), info.st_mtime]
@@ -125,22 +142,44 @@ def describe(path: str, name: str) -> list:
 
 def list_folder(path: str, send: object, limit: int = LIST_LIMIT) -> None:
     """Send the entries of a folder, many at a time."""
-    names = []
     try:
-        if not stat.S_ISDIR(os.lstat(path).st_mode):
-            send([describe(path, os.path.basename(path))])
-            return
-        with os.scandir(path) as entries:
-            for entry in entries:
-                if len(names) == limit:
-                    raise Refusal("limit", "{}: more than the {} entries of one listing".format(path, limit))
-                names.append(entry.name)
+        folder, name = locate(path, False)
+        try:
+            if not is_folder(name, folder):
+                send([describe(folder, name)])
+                return
+            here = os.open(name, FOLDER, dir_fd=folder)
+        finally:
+            os.close(folder)
     except OSError as error:
         raise refuse(path, error)
+    try:
+        send_listing(here, names_in(here, path, limit), send)
+    except OSError as error:
+        raise refuse(path, error)
+    finally:
+        os.close(here)
+
+
+def names_in(here: int, path: str, limit: int) -> "list[str]":
+    """All names in an open folder."""
+    if sys.version_info < (3, 7):
+        return os.listdir(here)
+    names = []
+    with os.scandir(here) as entries:
+        for entry in entries:
+            if len(names) == limit:
+                raise Refusal("limit", "{}: more than the {} entries of one listing".format(path, limit))
+            names.append(entry.name)
+    return names
+
+
+def send_listing(here: int, names: "list[str]", send: object) -> None:
+    """Send what has these names in an open folder."""
     batch = []
     for name in sorted(names):
         try:
-            batch.append(describe(os.path.join(path, name), name))
+            batch.append(describe(here, name))
         except OSError:
             continue  # Removed meanwhile.
         if len(batch) == 200:
@@ -151,15 +190,23 @@ def list_folder(path: str, send: object, limit: int = LIST_LIMIT) -> None:
 
 def remove(path: str) -> None:
     """Remove a file or a tree, for a worker. Links are removed, not followed."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        remove_tree(path)
-    elif os.path.lexists(path):
-        os.unlink(path)
+    try:
+        folder, name = locate(path.rstrip("/"), False)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if is_folder(name, folder):
+        remove_tree(folder, name, path)
+    else:
+        try:
+            os.unlink(name, dir_fd=folder)
+        except FileNotFoundError:
+            pass
+    os.close(folder)
 
 
-def remove_tree(path: str) -> None:
-    """Remove a folder, however deep: `shutil.rmtree` calls itself for each level, and has them all open."""
-    here = os.open(path, FOLDER)
+def remove_tree(folder: int, name: str, path: str) -> None:
+    """Remove a folder in an open one, however deep: `shutil.rmtree` calls itself for each level, and has all open."""
+    here = os.open(name, FOLDER, dir_fd=folder)
     ahead = []
     """The folders in each level that are still to be removed; we are in the last of each but the last level."""
     try:
@@ -180,7 +227,7 @@ def remove_tree(path: str) -> None:
         raise OSError(error.errno, os.strerror(error.errno or 0), place)
     finally:
         os.close(here)
-    os.rmdir(path)
+    os.rmdir(name, dir_fd=folder)
 
 
 def go(here: int, name: str) -> int:
@@ -199,65 +246,3 @@ def remove_files(here: int) -> "list[str]":
         else:
             os.unlink(name, dir_fd=here)
     return folders
-
-
-def send_tree(path: str) -> None:
-    """Write a tree, or one file, to standard output as a tar stream, for a worker."""
-    import tarfile
-
-    with os.fdopen(1, "wb", PIECE) as sink, tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
-
-        def apart(info):
-            """A file with several names is sent under each as a file of its own."""
-            if info.islnk():
-                info.type, info.linkname = tarfile.REGTYPE, ""
-                info.size = os.stat(os.path.join(path, info.name)).st_size
-            return info
-
-        if not os.path.isdir(path):
-            archive.add(path, arcname=".")
-            return
-        folders = [""]
-        while folders:
-            folder = folders.pop()
-            for name in sorted(os.listdir(os.path.join(path, folder))):
-                inside = os.path.join(folder, name)
-                full = os.path.join(path, inside)
-                archive.add(full, arcname=inside, recursive=False, filter=apart)
-                if os.path.isdir(full) and not os.path.islink(full):
-                    folders.append(inside)
-
-
-def receive_tree(path: str) -> None:
-    """Unpack a tar stream from standard input into a folder, or onto one file, for a worker."""
-    import tarfile
-
-    with os.fdopen(0, "rb", PIECE) as source, tarfile.open(fileobj=source, mode="r|") as archive:
-        for member in archive:
-            if member.name == ".":
-                os.makedirs(os.path.dirname(path) or "/", exist_ok=True)
-                write = Write(path, member.mode, False)
-                content = archive.extractfile(member)
-                piece = content.read(PIECE) if content else b""
-                while piece:
-                    write.add(piece)
-                    piece = content.read(PIECE)
-                write.commit()
-            else:
-                member.uid, member.gid = os.getuid(), os.getgid()
-                os.makedirs(path, exist_ok=True)
-                if sys.version_info >= (3, 12):
-                    archive.extract(member, path, filter="fully_trusted")
-                else:
-                    archive.extract(member, path)
-
-
-SNAPSHOT_FILE = "/.flash-snapshot.tar"
-"""Where an image keeps the working directory of the sandbox that it was made of."""
-
-
-def restore_tree(path: str) -> None:
-    """Unpack the snapshot's files, if there are any, for a worker."""
-    if os.path.exists(SNAPSHOT_FILE):
-        os.dup2(os.open(SNAPSHOT_FILE, os.O_RDONLY), 0)
-        receive_tree(path)

@@ -52,8 +52,6 @@ class Agent:
         # Where those who ask for a sandbox give commands another PATH, the shells are still in the usual places.
         self.bash = find_program("bash", self.env, "/") or find_program("bash", {}, "/")
         self.shell = self.bash or find_program("sh", self.env, "/") or "/bin/sh"
-        self.bash_copy = None
-        """Descriptor of the copy of bash that sessions run; None before the first one."""
         self.oom = OomCounter(options["cgroup"])
         # Where the root may be written to, new files in it would be refused as well. It opens a file in /proc of ours,
         # which `protect` closes to our own user.
@@ -180,10 +178,11 @@ class Agent:
                 child.reaped(status, usage)
 
     def session_shell(self) -> int:
-        """Descriptor of a bash that other processes of its user cannot look into; -1 where there can be none."""
-        if self.bash_copy is None:
-            self.bash_copy = unreadable_copy(self.bash)
-        return self.bash_copy
+        """Descriptor of a bash that other processes of its user cannot look into; -1 where there can be none.
+
+        A new one each time: a shell can make its own readable, and so that of every other one that ran the same.
+        """
+        return unreadable_copy(self.bash)
 
     def end_leftovers(self, shell: object = None) -> None:
         """Kill what ended commands have left behind, before the next one begins: it could tamper with that.

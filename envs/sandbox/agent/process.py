@@ -13,6 +13,8 @@ from envs.sandbox.agent.loop import READ_BYTES
 from envs.sandbox.agent.proc import carry
 
 MEMFD_CLOEXEC, MEMFD_EXEC = 1, 16
+LAST_FD = 1 << 16
+"""Above all descriptors that the agent may have, where nothing smaller limits them."""
 BEGIN_MS = 250
 """Milliseconds that a program has to begin while nothing else is done."""
 DEFAULT_SIGNALS = (_signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
@@ -69,7 +71,10 @@ def fail(code: int, text: str) -> None:
 
 
 def fork_call(function: object, files: "dict[int, int]") -> int:
-    """Run a function in a child process; a failure is written to its standard error and gives exit code 1."""
+    """Run a function in a child process; a failure is written to its standard error and gives exit code 1.
+
+    None of our descriptors but these are open in it: a path that leads through its own can reach nothing of ours.
+    """
     pid = os.fork()
     if pid:
         return pid
@@ -79,6 +84,7 @@ def fork_call(function: object, files: "dict[int, int]") -> int:
         os.setsid()
         for theirs, ours in files.items():
             os.dup2(ours, theirs)
+        os.closerange(3, min(os.sysconf("SC_OPEN_MAX"), LAST_FD))
         function()
         code = 0
     except BaseException as error:

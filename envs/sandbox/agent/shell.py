@@ -110,7 +110,8 @@ class Shell:
         files = {0: asks[0], 1: self.ends[0], 2: self.ends[1], TELL: tell}
         env = dict(self.agent.env)
         argv, begin = ["bash", "--noprofile", "--norc", "-s"], BEGIN
-        program = self.agent.session_shell()
+        own = self.agent.session_shell()
+        program = fcntl.fcntl(own, fcntl.F_DUPFD_CLOEXEC, TELL + 1) if own >= 0 else -1
         if program >= 0:
             argv[-1:], begin = ["-c", ENTER], LEAVE + BEGIN
             files[PROGRAM] = program
@@ -126,8 +127,9 @@ class Shell:
             code = "limit" if error.errno in NO_SPACE else "file"
             raise Refusal(code, "no shell can be started: {}".format(os.strerror(error.errno)))
         finally:
-            for fd in (asks[0], tells[1], tell):
-                os.close(fd)
+            for fd in (asks[0], tells[1], tell, own, program):
+                if fd >= 0:
+                    os.close(fd)
         self.agent.children[self.pid] = self
         self.leaders.append(self.pid)
         self.answer = bytearray()

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-PARTS = ("wire", "loop", "launcher", "proc", "process", "command", "shell", "files", "calls", "main")
+PARTS = (
+    "wire", "loop", "launcher", "proc", "process", "command", "shell", "paths", "files", "archives", "calls", "main",
+)  # fmt: skip
 """Modules of the agent, each after the ones that it needs."""
 _OWN_IMPORT = re.compile(r"^from envs\.\S+ import (?:\([^)]*\)|.*)\n", re.MULTILINE)
 FOLDER = Path(__file__).parent.parent / "agent"

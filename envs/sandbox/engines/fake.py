@@ -25,7 +25,7 @@ import anyio
 import msgspec
 from anyio.abc import Process
 
-from envs.sandbox.agent.files import remove_tree
+from envs.sandbox.agent.files import remove
 from envs.sandbox.api import Spec
 from envs.sandbox.engines import bundle
 from envs.sandbox.engines.backend import ContainerInfo, ContainerStats, EngineInfo, Surroundings
@@ -210,7 +210,7 @@ class FakeBackend:
             with anyio.move_on_after(_WAIT_SECONDS):
                 await container.process.aclose()
         with suppress(OSError):
-            remove_tree(str(container.folder))
+            remove(str(container.folder))
 
     async def commit(
         self, container_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None

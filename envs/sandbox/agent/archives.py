@@ -1,0 +1,140 @@
+"""Trees as tar streams, in both directions: for workers of the agent."""
+
+import errno
+import os
+import stat
+
+from envs.sandbox.agent.files import FOLDER, Write
+from envs.sandbox.agent.paths import Places, locate
+from envs.sandbox.agent.wire import PIECE
+
+SNAPSHOT_FILE = "/.flash-snapshot.tar"
+"""Where an image keeps the working directory of the sandbox that it was made of."""
+SENT = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+"""How a file is opened that is sent: a pipe that stands where it was must not block."""
+MADE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def send_tree(path: str) -> None:
+    """Write a tree, or one file, to standard output as a tar stream."""
+    import tarfile
+
+    with os.fdopen(1, "wb", PIECE) as sink, tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        folder, name = locate(path, True)
+        if not stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
+            send_entry(archive, folder, name, ".")
+            return
+        places = Places(os.open(name, FOLDER, dir_fd=folder), False)
+        folders = [""]
+        while folders:
+            inside = folders.pop()
+            try:
+                here = os.open(".", FOLDER, dir_fd=places.open(inside))
+            except OSError as error:
+                raise OSError(error.errno, os.strerror(error.errno or 0), os.path.join(path, inside).rstrip("/"))
+            for name in sorted(os.listdir(here)):
+                member = os.path.join(inside, name)
+                try:
+                    if send_entry(archive, here, name, member):
+                        folders.append(member)
+                except OSError as error:
+                    raise OSError(error.errno, os.strerror(error.errno or 0), os.path.join(path, member))
+            os.close(here)
+
+
+def send_entry(archive: object, folder: int, name: str, member: str) -> bool:
+    """Send what has a name in an open folder; whether it is a folder. A file with several names is sent under each."""
+    import tarfile
+
+    status = os.lstat(name, dir_fd=folder)
+    info = tarfile.TarInfo(member)
+    info.mode, info.mtime = stat.S_IMODE(status.st_mode), status.st_mtime
+    content = None
+    if stat.S_ISREG(status.st_mode):
+        content = os.fdopen(os.open(name, SENT, dir_fd=folder), "rb")
+        status = os.fstat(content.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "")
+        info.size = status.st_size
+    elif stat.S_ISDIR(status.st_mode):
+        info.type = tarfile.DIRTYPE
+    elif stat.S_ISLNK(status.st_mode):
+        info.type, info.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=folder)
+    elif stat.S_ISFIFO(status.st_mode):
+        info.type = tarfile.FIFOTYPE
+    else:
+        return False  # A socket: without whoever listens there it is nothing.
+    archive.addfile(info, content)
+    archive.members = []  # Otherwise it keeps all of them.
+    if content is not None:
+        content.close()
+    return info.isdir()
+
+
+def receive_tree(path: str) -> None:
+    """Unpack a tar stream from standard input into a folder, or onto one file."""
+    import tarfile
+
+    places, folders = None, []
+    with os.fdopen(0, "rb", PIECE) as source, tarfile.open(fileobj=source, mode="r|") as archive:
+        for member in archive:
+            if member.name == ".":
+                write = Write(path, member.mode, False)
+                for piece in pieces_of(archive, member):
+                    write.add(piece)
+                write.commit()
+                continue
+            places = places or Places(locate(path + "/", True, True)[0], True)
+            receive_entry(archive, member, places)
+            if member.isdir():
+                folders.append(member)
+            archive.members = []  # Otherwise it keeps all of them.
+    # At last: nothing could be made in one that may not be written to.
+    for member in reversed(folders):
+        here = places.open(member.name)
+        os.chmod(".", member.mode, dir_fd=here)
+        os.utime(".", (member.mtime, member.mtime), dir_fd=here)
+
+
+def receive_entry(archive: object, member: object, places: Places) -> None:
+    """Make what an entry says. What is there already is replaced, and not written to: it may be a link."""
+    folder, _, name = member.name.rpartition("/")
+    if ".." in member.name.split("/") or name in ("", "."):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), member.name)
+    here = places.open(folder, True)
+    if member.isdir():
+        places.open(member.name, True)
+        return
+    try:
+        os.unlink(name, dir_fd=here)
+    except FileNotFoundError:
+        pass
+    if member.isfile():
+        with os.fdopen(os.open(name, MADE, 0o600, dir_fd=here), "wb") as file:
+            for piece in pieces_of(archive, member):
+                file.write(piece)
+            file.flush()
+            os.fchmod(file.fileno(), member.mode & 0o7777)
+            os.utime(file.fileno(), (member.mtime, member.mtime))
+    elif member.issym():
+        os.symlink(member.linkname, name, dir_fd=here)
+    elif member.isfifo():
+        os.mkfifo(name, member.mode & 0o777, dir_fd=here)
+    else:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), member.name)
+
+
+def pieces_of(archive: object, member: object) -> object:
+    """The content of an entry."""
+    content = archive.extractfile(member)
+    piece = content.read(PIECE) if content else b""
+    while piece:
+        yield piece
+        piece = content.read(PIECE)
+
+
+def restore_tree(path: str) -> None:
+    """Unpack the snapshot's files, if there are any."""
+    if os.path.exists(SNAPSHOT_FILE):
+        os.dup2(os.open(SNAPSHOT_FILE, os.O_RDONLY), 0)
+        receive_tree(path)
