@@ -15,14 +15,29 @@ SENT = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 MADE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def send_tree(path: str) -> None:
-    """Write a tree, or one file, to standard output as a tar stream."""
+class Room:
+    """Bytes that a tree may still have. Holes count as well: an archive has none."""
+
+    def __init__(self, most: "int | None") -> None:
+        self.most = self.left = most
+
+    def take(self, size: int) -> None:
+        if self.left is not None:
+            self.left -= size
+            if self.left < 0:
+                raise OSError(errno.EFBIG, "with this file of {} bytes it has over {}".format(size, self.most))
+
+
+def send_tree(path: str, most: "int | None" = None) -> None:
+    """Write a tree, or one file, to standard output as a tar stream. `most`: bytes that its files may have."""
     import tarfile
+
+    room = Room(most)
 
     with os.fdopen(1, "wb", PIECE) as sink, tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         folder, name = locate(path, True)
         if not stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
-            send_entry(archive, folder, name, ".")
+            send_entry(archive, folder, name, ".", room)
             return
         places = Places(os.open(name, FOLDER, dir_fd=folder), False)
         folders = [""]
@@ -35,14 +50,14 @@ def send_tree(path: str) -> None:
             for name in sorted(os.listdir(here)):
                 member = os.path.join(inside, name)
                 try:
-                    if send_entry(archive, here, name, member):
+                    if send_entry(archive, here, name, member, room):
                         folders.append(member)
                 except OSError as error:
-                    raise OSError(error.errno, os.strerror(error.errno or 0), os.path.join(path, member))
+                    raise OSError(error.errno, error.strerror, os.path.join(path, member))
             os.close(here)
 
 
-def send_entry(archive: object, folder: int, name: str, member: str) -> bool:
+def send_entry(archive: object, folder: int, name: str, member: str, room: Room) -> bool:
     """Send what has a name in an open folder; whether it is a folder. A file with several names is sent under each."""
     import tarfile
 
@@ -54,7 +69,8 @@ def send_entry(archive: object, folder: int, name: str, member: str) -> bool:
         content = os.fdopen(os.open(name, SENT, dir_fd=folder), "rb")
         status = os.fstat(content.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "")
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        room.take(status.st_size)
         info.size = status.st_size
     elif stat.S_ISDIR(status.st_mode):
         info.type = tarfile.DIRTYPE

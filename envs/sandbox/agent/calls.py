@@ -165,7 +165,8 @@ def work(agent: object, call: int, argument: dict) -> None:
     path = agent.resolve(argument["path"])
     functions = {"remove": remove, "send": send_tree, "receive": receive_tree, "restore": restore_tree}
     function = functions[argument["function"]]
-    argument["function"] = lambda: function(path)
+    more = [argument["most"]] if "most" in argument else []
+    argument["function"] = lambda: function(path, *more)
     agent.calls[call] = Command(agent, agent.replier(call), argument)
 
 

@@ -137,11 +137,16 @@ class Images(Protocol):
     """Images, and snapshots, which are images too."""
 
     async def commit(
-        self, container_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None
+        self, container_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None, most: int
     ) -> int:
         """Keep a container's files as an image, and give its size in bytes beyond the one that it came from.
 
-        `files`: a tar stream of the working directory, when that is not part of the container's layer.
+        Args:
+            container_id: whose.
+            name: of the image.
+            labels: of the image.
+            files: a tar stream of the working directory, when that is not part of the container's layer.
+            most: bytes that its layer may have otherwise, holes in files included. Raises SandboxLimitError.
         """
         ...
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -32,6 +32,7 @@ from envs.sandbox.engines.users import USER_LABEL, USERS, Users
 from flash.errors import (
     ConfigError,
     SandboxError,
+    SandboxLimitError,
     SandboxLostError,
     SandboxStartError,
 )
@@ -276,10 +277,17 @@ class DockerBackend:
         self._users.release(container_id)
 
     async def commit(
-        self, container_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None
+        self, container_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None, most: int
     ) -> int:
         if files is None:
-            return await self._commit(container_id, name, labels)
+            async with self._paused(container_id):
+                # Engines write holes out. What is paused does not make any after this look.
+                found = await self.inspect(container_id, size=True)
+                if found is not None and (found.layer_size or 0) > most:
+                    raise SandboxLimitError(
+                        f"the files have {found.layer_size} bytes, holes included, and the sandbox may have {most}"
+                    )
+                return await self._commit(container_id, name, labels)
         # The working directory is not part of the container's layer: put it into a second one, which never runs.
         image = (await self._api.json(f"containers/{container_id}/json", SandboxLostError))["Config"]["Image"]
         config = {"Image": image, "Cmd": ["/bin/sh"], "Labels": dict(labels), "HostConfig": {"NetworkMode": "none"}}
@@ -304,6 +312,18 @@ class DockerBackend:
                 with anyio.move_on_after(self._deadlines.request, shield=True):
                     await self._delete_at_last(holder)
 
+    @asynccontextmanager
+    async def _paused(self, container_id: str) -> AsyncGenerator[None]:
+        """Nothing in it runs during the block."""
+        path = f"containers/{container_id}"
+        try:
+            await self._api.json(f"{path}/pause", SandboxLostError, method="POST")
+            yield
+        finally:
+            # Also when it was cancelled before the engine said that it is paused, or has ended meanwhile.
+            with anyio.move_on_after(self._deadlines.request, shield=True), suppress(SandboxError):
+                await self._api.json(f"{path}/unpause", SandboxLostError, method="POST")
+
     async def _delete_at_last(self, name: str) -> None:
         """Remove a container, though the engine may fail meanwhile."""
         while True:
@@ -319,7 +339,7 @@ class DockerBackend:
             "commit",
             SandboxError,
             method="POST",
-            params={"container": container_id, "repo": repository, "tag": tag or "latest", "pause": "true"},
+            params={"container": container_id, "repo": repository, "tag": tag or "latest", "pause": "false"},
             # Podman fails without a body, even an empty one.
             data={"Labels": dict(labels)},
             timeout=self._deadlines.image,

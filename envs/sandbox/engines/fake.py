@@ -213,7 +213,7 @@ class FakeBackend:
             remove(str(container.folder))
 
     async def commit(
-        self, container_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None
+        self, container_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None, most: int
     ) -> int:
         folder = self._folder / f"image-{len(self.images)}-{name.replace('/', '-').replace(':', '-')}"
         folder.mkdir()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import functools
+import math
 import os
 import tempfile
 from collections.abc import AsyncGenerator
@@ -31,9 +33,13 @@ LIST_ROOM = 1 << 26
 """Bytes that one listing may have."""
 TREE_SECONDS = 600.0
 """For a tree to be copied or removed."""
+ARCHIVE_BYTES = 1 << 26
+"""That an archive may have beyond twice the size of its files: each has a head of up to 2 KiB."""
 MEMORY_BYTES = 1 << 20
 """Trees up to this size are kept in memory on their way, larger ones in a temporary file."""
 
+_NO_ROOM = ("No space left", f"Errno {errno.EFBIG}")
+"""What workers say of limits."""
 _Entry = tuple[bytes, Literal["file", "folder", "link", "other"], int, int, float]
 
 
@@ -144,10 +150,16 @@ async def restore(sandbox: HasAgent, channel: Channel, workdir: str) -> None:
     await _work(sandbox, channel, "restore", workdir)
 
 
-async def send_tree(sandbox: HasAgent, path: str) -> AsyncGenerator[bytes]:
-    """A file or tree of the sandbox as a tar stream."""
+async def send_tree(sandbox: HasAgent, path: str, most: int | None = None) -> AsyncGenerator[bytes]:
+    """A file or tree of the sandbox as a tar stream. `most`: bytes that its files may have, holes included.
+
+    Raises:
+        SandboxLimitError: they have more, naming the file; or the stream does, whatever the agent says.
+    """
     channel = await sandbox.channel()
-    asked = _argument(sandbox, "send", path, stream=True, credit=OUTPUT_WINDOW)
+    more = {} if most is None else {"most": most}
+    room = math.inf if most is None else 2 * most + ARCHIVE_BYTES
+    asked = _argument(sandbox, "send", path, stream=True, credit=OUTPUT_WINDOW, **more)
     deadline = anyio.current_time() + TREE_SECONDS
     call = await channel.open("work", asked, room=2 * OUTPUT_WINDOW)
     transcript = b""
@@ -163,6 +175,9 @@ async def send_tree(sandbox: HasAgent, path: str) -> AsyncGenerator[bytes]:
             if piece[0] == "stderr":
                 transcript = (transcript + data)[:4096]
             else:
+                room -= len(data)
+                if room < 0:
+                    raise SandboxLimitError(f"{path}: too many files for an archive of {most} bytes of content")
                 yield data
     finally:
         await channel.finish(call)
@@ -172,7 +187,7 @@ def _check(path: str, ending: Ending, transcript: bytes = b"") -> None:
     if ending.exit_code == 0 and not ending.timed_out:
         return
     text = (transcript + ending.stderr).decode("utf-8", "replace").strip()[:500]
-    if ending.oom_killed or ending.timed_out or "No space left" in text:
+    if ending.oom_killed or ending.timed_out or any(each in text for each in _NO_ROOM):
         raise SandboxLimitError(f"{path}: {text or 'took too long, or too much memory'}")
     error: type[SandboxError] = SandboxFileError
     raise error(f"{path}: {text or f'failed with {ending.signal or ending.exit_code}'}")

@@ -199,10 +199,11 @@ class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
         (await self.channel()).check()
         tag = secrets.token_hex(16)
         name = f"{SNAPSHOT_NAME}:{tag}"
-        files = send_tree(self, self.hello.workdir) if self._surroundings.files_apart else None
+        most = profiles.disk_mib(self._spec) * profiles.MIB
+        files = send_tree(self, self.hello.workdir, most) if self._surroundings.files_apart else None
         labels = {**self._labels, SNAPSHOT_LABEL: self._name, INSTANCE_LABEL: INSTANCE}
         try:
-            size = await self._backend.commit(self._container_id, name=name, labels=labels, files=files)
+            size = await self._backend.commit(self._container_id, name=name, labels=labels, files=files, most=most)
         except BaseException as error:
             # The engine may have made it all the same, or still be at it.
             self._unwanted.append(name)

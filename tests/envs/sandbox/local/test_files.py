@@ -198,7 +198,7 @@ class Slow(FakeBackend):
         await super().delete(container_id)
         self.deleted.set()
 
-    async def commit(self, container_id, *, name, labels, files) -> int:
+    async def commit(self, container_id, *, name, labels, files, most) -> int:
         await self.deleted.wait()
         raise SandboxError("the engine refused POST commit: no such container")
 

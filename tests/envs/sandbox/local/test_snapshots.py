@@ -1,0 +1,44 @@
+"""A snapshot takes no more room than its sandbox may have, whatever its files say that they are."""
+
+from __future__ import annotations
+
+import pytest
+
+from flash.errors import SandboxLimitError
+
+pytestmark = pytest.mark.anyio
+
+LIMIT = 20.0
+
+
+async def test_holes_in_files_are_no_way_to_the_disk_of_the_host(bench):
+    async with bench.sandbox(disk_mib=8) as sandbox:
+        for make in ("truncate -s 3G huge", "head -c 3M /dev/zero >huge; for n in 1 2 3; do ln huge name$n; done"):
+            assert (await sandbox.run(f"rm -f *; {make}", timeout=LIMIT)).ok
+            for keep in (sandbox.snapshot, lambda: sandbox.fork(1)):
+                with pytest.raises(SandboxLimitError, match=r"(huge|name\d)'?$") as caught:
+                    await keep()
+                assert "over 8388608" in str(caught.value)
+        await sandbox.run("rm -f *; truncate -s 5M some; echo more >more", timeout=LIMIT)
+        (fork,) = await sandbox.fork(1)
+        assert (await fork.run("wc -c <some; cat more", timeout=LIMIT)).stdout == b"5242880\nmore\n"
+
+
+async def test_more_names_than_there_is_room_for_are_no_way_either(bench, monkeypatch):
+    monkeypatch.setattr("envs.sandbox.local.files.ARCHIVE_BYTES", 0)
+    async with bench.sandbox(disk_mib=1) as sandbox:
+        await sandbox.run("seq 3000 | xargs touch", timeout=LIMIT)
+        with pytest.raises(SandboxLimitError, match="too many files"):
+            await sandbox.snapshot()
+
+
+@pytest.mark.parametrize("kind", [pytest.param("containers", marks=pytest.mark.integration)])
+async def test_holes_in_the_own_layer_are_counted_as_well(bench):
+    async with bench.sandbox(profile="build", disk_mib=8) as sandbox:
+        assert (await sandbox.run("truncate -s 300M huge", timeout=LIMIT)).ok
+        with pytest.raises(SandboxLimitError, match="holes included, and the sandbox may have 8388608"):
+            await sandbox.snapshot()
+        assert (await sandbox.run("rm huge; echo kept >small", timeout=LIMIT)).ok
+        (fork,) = await sandbox.fork(1)
+        assert await fork.read("small") == b"kept\n"
+        assert (await sandbox.run("echo on", timeout=LIMIT)).stdout == b"on\n"
