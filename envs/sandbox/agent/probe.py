@@ -145,6 +145,14 @@ def notify_on_release() -> None:
     raise OSError(errno.EROFS, "")
 
 
+def see_what_others_hold() -> None:
+    """Locks, keys and counters of the whole machine."""
+    for path in ("/proc/locks", "/proc/key-users", "/proc/sys/fs/aio-nr", "/proc/sys/kernel/pty/nr"):
+        if content(path):
+            return
+    raise OSError(errno.EACCES, "")
+
+
 ATTEMPTS = {
     "mount a file system": lambda: call(libc.mount, b"none", b"/tmp", b"tmpfs", 0, None),
     "unmount /proc": lambda: call(libc.umount2, b"/proc", 2),
@@ -182,6 +190,7 @@ ATTEMPTS = {
     "use the kernel's ciphers": lambda: open_socket(AF_ALG, socket.SOCK_SEQPACKET),
     "use 32-bit system calls": use_32_bits,
     "see processes of the host": see_processes_of_the_host,
+    "see what others hold": see_what_others_hold,
     "read physical memory": lambda: os.close(os.open("/dev/mem", os.O_RDONLY)),
     "read kernel memory": lambda: read("/proc/kcore"),
     "read the kernel's log": lambda: os.close(os.open("/dev/kmsg", os.O_RDONLY)),

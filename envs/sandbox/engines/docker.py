@@ -144,7 +144,9 @@ class DockerBackend:
         seccomp = self._filter(profiles.check(spec).families, podman=podman)
         number = self._users.draw() if profiles.check(spec).own_user and self._info.users else None
         own = {} if number is None else {USER_LABEL: str(number)}
-        config = profiles.container(spec, {**labels, **own}, user=number, owned_tmpfs=not podman, seccomp=seccomp)
+        config = profiles.container(
+            spec, {**labels, **own}, user=number, owned_tmpfs=not podman, seccomp=seccomp, mask_option=podman
+        )
         try:
             return await self._create(spec, name, config, number)
         finally:

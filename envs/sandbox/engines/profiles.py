@@ -6,7 +6,7 @@
     no-new-privileges    yes                        yes                        yes
     seccomp              stricter than Docker's default (`envs.sandbox.engines.seccomp`)
     sockets              AF_UNIX                    and IPv4, IPv6             and IPv4, IPv6
-    masked paths         the engine's default       the engine's default       the engine's default
+    masked paths         the engine's default, and what counts or lists what all sandboxes of the machine hold
     root file system     read-only                  its own layer, watched     its own layer, watched
     /work                in memory, sized           in its layer               in its layer
     /tmp /run /var/tmp   in memory, sized           in memory, sized           in memory, sized
@@ -41,6 +41,17 @@ RESERVE_MIB = 32
 INODES_PER_MIB = 128
 """Files that a file system in memory can have: empty ones take memory too, up to a kilobyte each, beside its size."""
 SHARED_MEMORY = "/dev/shm"
+MASKED = (
+    "/proc/locks", "/proc/key-users", "/proc/sys/kernel/pty/nr", "/proc/sys/fs/aio-nr", "/proc/sys/fs/file-nr",
+    "/proc/sys/fs/inode-nr", "/proc/sys/fs/inode-state", "/proc/sys/fs/dentry-state",
+)  # fmt: skip
+"""What the kernel keeps for the whole machine: by what it holds a sandbox could tell another one something."""
+DOCKER_MASKED = (
+    "/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/latency_stats",
+    "/proc/sched_debug", "/proc/scsi", "/proc/timer_list", "/proc/timer_stats", "/sys/devices/virtual/powercap",
+    "/sys/firmware",
+)  # fmt: skip
+"""Docker's default, in place of which it takes a list. Podman adds one to its own."""
 OPEN_FILES = 4096
 """Descriptors of one process."""
 OOM_SCORE = 500
@@ -130,7 +141,13 @@ def _work_mib(spec: Spec) -> int:
 
 
 def container(
-    spec: Spec, labels: dict[str, str], *, user: int | None, owned_tmpfs: bool, seccomp: str | None
+    spec: Spec,
+    labels: dict[str, str],
+    *,
+    user: int | None,
+    owned_tmpfs: bool,
+    seccomp: str | None,
+    mask_option: bool = True,
 ) -> dict[str, object]:
     """The engine's configuration of a container, in the form of Docker's API.
 
@@ -141,6 +158,7 @@ def container(
         owned_tmpfs: whether the engine can give a file system in memory an owner, and a number of files: Docker can,
             Podman refuses both.
         seccomp: a system call filter as the engine takes it; None: the engine's own.
+        mask_option: whether the engine adds masked paths of an option to its own, as Podman does.
 
     Raises:
         SandboxRefusedError: as of `check`.
@@ -169,7 +187,12 @@ def container(
             "NetworkMode": spec.network,
             "CapDrop": ["ALL"],
             "CapAdd": list(profile.capabilities),
-            "SecurityOpt": ["no-new-privileges", *([f"seccomp={seccomp}"] if seccomp else [])],
+            "SecurityOpt": [
+                "no-new-privileges",
+                *([f"seccomp={seccomp}"] if seccomp else []),
+                *([f"mask={':'.join(MASKED)}"] if mask_option else []),
+            ],
+            **({} if mask_option else {"MaskedPaths": [*DOCKER_MASKED, *MASKED]}),
             "Privileged": False,
             "ReadonlyRootfs": profile.read_only,
             "Tmpfs": _tmpfs(spec, user_and_group, owned=owned_tmpfs),

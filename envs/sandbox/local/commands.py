@@ -88,9 +88,9 @@ def argument_of(exec: Exec, limit: int, **more: object) -> dict[str, object]:
         asked["env"] = variables
     words = [encoded(word) for word in ([command] if isinstance(command, str) else command)]
     asked |= {"command": words[0]} if isinstance(command, str) else {"argv": words}
-    words += [*variables, *variables.values()]
-    _check_size("bytes", sum(map(len, words)), LONGEST_COMMAND)
-    _check_size("arguments", len(words), MOST_WORDS)
+    every = [*words, *variables, *variables.values()]
+    _check_size("bytes", sum(map(len, every)), LONGEST_COMMAND)
+    _check_size("arguments", len(every), MOST_WORDS)
     return asked
 
 

@@ -48,6 +48,7 @@ WAYS_OUT = (
     "use the kernel's ciphers",
     "use 32-bit system calls",
     "see processes of the host",
+    "see what others hold",
     "read physical memory",
     "read kernel memory",
     "read the kernel's log",

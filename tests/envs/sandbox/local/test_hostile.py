@@ -299,3 +299,34 @@ async def test_a_shell_that_shows_what_it_reads_shows_nothing_of_ours(bench):
             assert answer.stderr == b"echo shown\necho $-; (exit 3)\n"
         assert (await session.run("set +v", timeout=LIMIT)).ok
         assert (await session.run("echo quiet", timeout=LIMIT)).stderr == b""
+
+
+SIGN = r"""
+import fcntl, os, struct
+held = os.open("/work/held", os.O_RDWR | os.O_CREAT)
+for at in range(0, 200, 2):
+    fcntl.fcntl(held, 37, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, at, 1, 0))
+print("held", flush=True)
+import time; time.sleep(60)
+"""
+"""Locks that belong to a descriptor and not to a process, by whose places something could be said."""
+READ = "cd /proc/sys/fs; cat /proc/locks /proc/key-users /proc/sys/kernel/pty/nr {aio,file,inode}-nr *-state"
+
+
+@CONTAINERS
+async def test_what_one_sandbox_holds_tells_another_one_nothing(bench):
+    async with bench.sandbox(memory_mib=128) as first, bench.sandbox(memory_mib=128) as second:
+        async with aclosing(first.stream(["python3", "-c", SIGN], timeout=60)) as stream:
+            assert isinstance(await anext(stream), Chunk)
+            seen = await second.run(READ, timeout=LIMIT)
+            assert (seen.exit_code, seen.stdout) == (0, b"")
+
+
+def test_an_engine_that_replaces_its_list_of_masked_paths_gets_all_of_them():
+    for able in (True, False):
+        config = profiles.container(Spec(image="any"), {}, user=None, owned_tmpfs=True, seccomp=None, mask_option=able)[
+            "HostConfig"
+        ]
+        masked = config.get("MaskedPaths") or config["SecurityOpt"][-1].removeprefix("mask=").split(":")
+        assert "/proc/locks" in masked
+        assert ("/proc/kcore" in masked) != able

@@ -22,6 +22,9 @@ async def test_a_command_is_measured_in_bytes_and_words(bench):
             await sandbox.run("true", env={f"V{number}": "" for number in range(10_000)}, timeout=LIMIT)
         with pytest.raises(SandboxLimitError, match="120000 bytes, not 150005"):
             await sandbox.start("true", env={"V": "€" * 50_000})
+        answer = await sandbox.run(["printenv", "V"], env={"V": "value", "W": "x"}, timeout=LIMIT)
+        assert answer.stdout == b"value\n"
+        assert (await sandbox.run(["echo", "one"], env={"V": "value"}, timeout=LIMIT)).stdout == b"one\n"
         # The most of everything fits.
         words = ["x" * 11] * 9_999
         answer = await sandbox.run(["echo", *words], stdin=b"x" * (1 << 16), cwd="." + "/." * 2047, timeout=LIMIT)
