@@ -315,11 +315,14 @@ READ = "cd /proc/sys/fs; cat /proc/locks /proc/key-users /proc/sys/kernel/pty/nr
 
 @CONTAINERS
 async def test_what_one_sandbox_holds_tells_another_one_nothing(bench):
-    async with bench.sandbox(memory_mib=128) as first, bench.sandbox(memory_mib=128) as second:
-        async with aclosing(first.stream(["python3", "-c", SIGN], timeout=60)) as stream:
-            assert isinstance(await anext(stream), Chunk)
-            seen = await second.run(READ, timeout=LIMIT)
-            assert (seen.exit_code, seen.stdout) == (0, b"")
+    async with (
+        bench.sandbox(memory_mib=128) as first,
+        bench.sandbox(memory_mib=128) as second,
+        aclosing(first.stream(["python3", "-c", SIGN], timeout=60)) as stream,
+    ):
+        assert isinstance(await anext(stream), Chunk)
+        seen = await second.run(READ, timeout=LIMIT)
+        assert (seen.exit_code, seen.stdout) == (0, b"")
 
 
 def test_an_engine_that_replaces_its_list_of_masked_paths_gets_all_of_them():

@@ -102,6 +102,34 @@ async def test_the_times_of_what_stays_tell_nothing_of_the_program_before(contai
         assert min(map(int, times)) >= begin
 
 
+_ATTRIBUTES = (
+    "import os\n"
+    "for place in ('/work', '/tmp', '/run', '/var/tmp', '/dev/shm'):\n"
+    "    try: os.{}xattr(place, 'user.note'{})\n"
+    "    except OSError: continue\n"
+    "    print(place)\n"
+)
+
+
+@pytest.mark.anyio
+@pytest.mark.integration
+async def test_attributes_of_folders_that_stay_tell_nothing_of_the_program_before(containers):
+    """Whoever may write to a folder may give it some, unless it is one like /tmp."""
+    engine, labels = containers
+    async with LocalSandbox(engine, Spec(image=IMAGE, profile="compat"), labels=labels) as origin:
+        assert (await origin.run("chmod 777 /work", timeout=20)).ok
+        spec = Spec(image=(await origin.snapshot()).spec.image)
+        async with LocalSandbox(engine, spec, labels=labels) as sandbox:
+            new = await look(sandbox)
+            assert new is not None
+            noted = await sandbox.run(["python3", "-c", _ATTRIBUTES.format("set", ", b'x'")], timeout=20)
+            assert noted.stdout == b"/work\n"
+            assert await look(sandbox) != new
+            assert await wipe(sandbox, new)
+            assert (await sandbox.run(["python3", "-c", _ATTRIBUTES.format("get", "")], timeout=20)).stdout == b""
+        await engine.remove_image(spec.image)
+
+
 @pytest.mark.anyio
 @pytest.mark.integration
 async def test_nobody_is_left_to_deceive_a_look(containers):
