@@ -44,6 +44,8 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Owner = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/-]{0,64}$")]
 Wait = Annotated[float, Meta(ge=0, le=60)]
 """Seconds to hold an answer back until there is something to say."""
+Bytes = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+"""A number of bytes, as Linux counts those of a file."""
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,15 +93,15 @@ class StatusQuery(Body, frozen=True):
     """`?wait=SECONDS&since=VERSION`: hold the answer back until there is a newer version."""
 
     wait: Wait = 0.0
-    since: int = -1
+    since: Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)] = -1
 
 
 class ReadQuery(Body, frozen=True):
     """`?path=…&offset=…&limit=…`: a range of a file, in bytes."""
 
     path: Path
-    offset: Annotated[int, Meta(ge=0)] = 0
-    limit: Annotated[int, Meta(ge=0)] | None = None
+    offset: Bytes = 0
+    limit: Bytes | None = None
 
 
 class WriteQuery(Body, frozen=True):
@@ -120,7 +122,7 @@ class OutputQuery(Body, frozen=True):
     """`?stream=…&offset=…&limit=…`: a range of what a job wrote, in bytes."""
 
     stream: StreamName = "stdout"
-    offset: Annotated[int, Meta(ge=0)] = 0
+    offset: Bytes = 0
     limit: Annotated[int, Meta(ge=1, le=1 << 20)] = 1 << 16
 
 

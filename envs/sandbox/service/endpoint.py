@@ -187,7 +187,7 @@ def _query(endpoint: Endpoint, request: Request) -> Any:
         raise ProblemError(400, "a query parameter is given twice")
     try:
         return msgspec.convert(dict(items), endpoint.query, strict=False)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, ValueError, TypeError, OverflowError) as error:  # what cannot be encoded as well
         raise ProblemError(400, f"query: {error}", "SandboxRefusedError") from None
 
 

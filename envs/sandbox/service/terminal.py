@@ -31,7 +31,7 @@ async def serve_terminal(service: Service, socket: WebSocket) -> None:
     except ProblemError as error:
         await socket.send_denial_response(problem_response(error.problem))
         return
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, ValueError, TypeError, OverflowError) as error:
         await socket.send_denial_response(problem_response(ProblemError(400, f"query: {error}").problem))
         return
     await socket.accept()
@@ -70,7 +70,7 @@ async def _join(terminal: Terminal, socket: WebSocket) -> None:
                 await work()
             except FlashError as error:
                 failures.append(error)
-            except (msgspec.DecodeError, WebSocketDisconnect):
+            except (msgspec.DecodeError, UnicodeError, WebSocketDisconnect):
                 pass  # The browser left, or sends what no browser sends: either way it is over.
             tasks.cancel_scope.cancel()
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
+from urllib.parse import urlencode
+
+import anyio
 import pytest
+from websockets.asyncio.client import unix_connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from envs.sandbox.local.sandbox import LocalSandbox
+from envs.sandbox.service.web import ENDPOINTS
 from flash.errors import SandboxError, SandboxFileError, SandboxLimitError, SandboxRefusedError, SandboxStartError
 from tests.envs.sandbox.raw import bare, bearer
 from tests.envs.sandbox.services import SPEC, TOKEN, running
@@ -74,3 +82,77 @@ async def test_a_bug_in_a_sandbox_ends_this_one_only(tmp_path, monkeypatch, capl
                     pass
         assert "AssertionError: a bug" in caplog.text
         assert (await sandbox.run("echo on", timeout=LIMIT)).stdout == b"on\n"
+
+
+ODD = (
+    *(
+        "",
+        " ",
+        "x",
+        "\0",
+        "ü",
+        "%ff",
+        "nan",
+        "inf",
+        "-inf",
+        "1e400",
+        "-1",
+        "1e3",
+        "0x10",
+        "1_0",
+        "٣",
+        "true",
+        "null",
+        "[]",
+    ),
+    *(f"1{'0' * power}" for power in (9, 18, 19, 20, 30, 400, 5000)),
+    *(f"-1{'0' * power}" for power in (9, 18, 19, 30, 400)),
+)
+"""Values of queries that no client of ours sends."""
+
+
+QUERIES = [
+    pytest.param(endpoint, name, id=f"{endpoint.method}-{endpoint.path}-{name}")
+    for endpoint in ENDPOINTS
+    for name in (endpoint.query.__struct_fields__ if endpoint.query else ())
+]
+"""Each parameter of the whole API."""
+
+
+@pytest.mark.parametrize(("endpoint", "name"), QUERIES)
+async def test_no_value_of_a_query_is_a_failure_of_the_service(tmp_path, caplog, endpoint, name):
+    async with (
+        running(tmp_path) as world,
+        world.client.acquire(SPEC) as sandbox,
+        bare(world, **bearer(TOKEN)) as client,
+    ):
+        await sandbox.write("f", b"content")
+        job = await sandbox.start("echo said")
+        await job.wait(LIMIT)
+        filled = endpoint.path.replace("{id}", sandbox.sandbox_id).replace("{job}", job.job_id)
+        other = "path=f&" if name != "path" and "path" in endpoint.query.__struct_fields__ else ""
+        for text in (*(urlencode({name: value}) for value in ODD), f"{name}=%ff", f"{name}=1%ff", f"%ff{name}=1"):
+            with anyio.move_on_after(2):
+                answer = await client.request(endpoint.method, f"{filled}?{other}{text}")
+                assert answer.status_code < 500, (text, answer.text)
+        assert not any(record.exc_info for record in caplog.records), caplog.text
+        assert (await sandbox.run("echo on", timeout=LIMIT)).stdout == b"on\n"
+
+
+@pytest.mark.parametrize("name", ["rows", "columns"])
+async def test_no_size_of_a_terminal_is_a_failure_of_the_service(tmp_path, caplog, name):
+    async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
+        refusals: list[int] = []
+        for value in ODD:
+            place = f"ws://sandboxes{sandbox.path}/terminal?{urlencode({name: value})}"
+            try:
+                async with unix_connect(
+                    world.url.removeprefix("unix:"), place, additional_headers=bearer(TOKEN)
+                ) as socket:
+                    await socket.send(json.dumps({name: 10**30}))
+                    with anyio.move_on_after(0.05), suppress(ConnectionClosed):
+                        await socket.recv()
+            except InvalidStatus as error:
+                refusals.append(error.response.status_code)
+        assert set(refusals) == {400}
+        assert not any(record.exc_info for record in caplog.records), caplog.text
