@@ -10,12 +10,12 @@ import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import anyio
 
 from envs.sandbox.person import join, raw, standard_input, window
-from flash.errors import ConfigError, SandboxError
+from flash.errors import ConfigError, FlashError
 
 if TYPE_CHECKING:
     from envs.sandbox.api import Spec
@@ -28,12 +28,29 @@ FAILED = 125
 """Exit code of `run` when there is no result of the command, as with other container tools."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Of one action: `run` ends as it does whenever there is no result, also where what was typed is wrong."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+        found, rest = super().parse_known_args(args, namespace)
+        if rest and self._runs():
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(FAILED if self._runs() else 2, f"{self.prog}: error: {message}\n")
+
+    def _runs(self) -> bool:
+        return self.prog.endswith(" run")
+
+
 def add_parser(commands: Any) -> argparse.ArgumentParser:
     """Add `sandbox` to the command line."""
     sandbox: argparse.ArgumentParser = commands.add_parser(
         "sandbox", help="isolated environments in containers: service, shell, diagnosis"
     )
-    actions = sandbox.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = sandbox.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=_Parser)
 
     serve = actions.add_parser("serve", help="offer sandboxes of this machine, or of other services, over HTTP")
     serve.add_argument("--listen", default="127.0.0.1:8700", metavar="HOST:PORT|unix:PATH")
@@ -119,13 +136,18 @@ def run(arguments: argparse.Namespace) -> int:
         # Who reads what we say has left. The end of the process must not try to say the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except SandboxError as error:
-        if arguments.action != "run":
-            raise
-        sys.stderr.write(f"flash: error: {error}\n")
-        return FAILED
+    except FlashError as error:
+        return _failed(arguments, error)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed; pip install 'flash-rl[sandbox]'") from error
+        return _failed(arguments, ConfigError(f"{error.name} is not installed; pip install 'flash-rl[sandbox]'"))
+
+
+def _failed(arguments: argparse.Namespace, error: FlashError) -> int:
+    """`run` has an exit code of its own, which no command has by custom; other errors are everybody's."""
+    if arguments.action != "run":
+        raise error
+    sys.stderr.write(f"flash: error: {error}\n")
+    return FAILED
 
 
 def _spec(arguments: argparse.Namespace) -> Spec:

@@ -102,6 +102,38 @@ async def test_a_run_without_a_result_is_told_from_a_command_that_failed(place):
         assert await place.said("run", "--image", "flash-no-such-image", "true") == (FAILED, b"")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--token-file", "no-such-file", "true"],
+        ["--url", "nowhere", "true"],
+        ["--url", "unix:/no/such/socket", "true"],
+        ["--ca", "no-such-file", "true"],
+        ["--cpus", "0", "true"],
+        ["--memory", "-1", "true"],
+        ["--memory", "x", "true"],
+        ["--profile", "none", "true"],
+        ["--no-such-option", "true"],
+        [],
+    ],
+    ids=" ".join,
+)
+async def test_a_run_that_cannot_begin_has_no_result_either(tmp_path, words):
+    (tmp_path / "tokens").write_text(f"admin {'t' * 32}\n")
+    (tmp_path / "tokens").chmod(0o600)
+    command = [sys.executable, "-m", "flash", "sandbox", "run", "--token-file", str(tmp_path / "tokens"), *words]
+    done = await anyio.run_process(command, check=False)
+    assert (done.returncode, done.stdout) == (FAILED, b"")
+    assert b"error: " in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+async def test_other_actions_say_that_what_was_typed_is_wrong(tmp_path):
+    for words in (["ls", "--token-file", str(tmp_path / "none")], ["ls", "--no-such-option"], ["serve", "--key"]):
+        done = await anyio.run_process([sys.executable, "-m", "flash", "sandbox", *words], check=False)
+        assert done.returncode == 2
+
+
 async def test_a_reader_that_leaves_ends_a_run_without_a_traceback(place):
     async with place.serving():
         where = f"--url {place.url} --token-file {place.folder / 'tokens'} --image {IMAGE} --memory 64"
