@@ -21,7 +21,7 @@ import anyio.to_thread
 import msgspec
 
 from envs.sandbox.api import Spec
-from envs.sandbox.engines import profiles
+from envs.sandbox.engines import profiles, relay
 from envs.sandbox.engines.archives import folder_in_tar, in_tar, pieces_of
 from envs.sandbox.engines.backend import AGENT_ADDRESS, ContainerInfo, ContainerStats, EngineInfo, Surroundings
 from envs.sandbox.engines.docker_api import AttachedLink, DockerApi, status_of
@@ -50,28 +50,6 @@ NEVER_RAN = ("created", "configured", "initialized", "unknown")
 HTTP_FAILED = 500
 RETRY_S = 0.5
 """Seconds between two attempts to remove what must not stay."""
-
-RELAY = """\
-import os, select, socket, struct, sys
-try:
-    import _ctypes as c
-    c.call_function(c.dlsym(c.dlopen(None, 2), 'prctl'), (4, 0, 0, 0, 0))
-except Exception: pass
-s = socket.socket(socket.AF_UNIX); s.connect('\\0' + sys.argv[1])
-assert struct.unpack('iii', s.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0] == 1
-while True:
-    for f in select.select([0, s], [], [])[0]:
-        b = os.read(0, 65536) if f == 0 else s.recv(65536)
-        if not b: os._exit(0)
-        if f == 0: s.sendall(b)
-        while f != 0 and b: b = b[os.write(1, b):]
-"""
-"""Joins an exec to the agent's socket. Trusts only the first process of the container; hides from the others."""
-FIND_PYTHON = """\
-for python in python3 /usr/bin/python3 /usr/local/bin/python3; do
-  if command -v "$python" >/dev/null 2>&1; then exec "$python" -ISc "$1" "$2"; fi
-done
-"""
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,13 +166,19 @@ class DockerBackend:
 
     def surroundings(self, container_id: str, spec: Spec) -> Surroundings:
         memory = profiles.work_in_memory(spec)
-        return Surroundings(spec.workdir, True, AGENT_ADDRESS, files_apart=memory, disk_enforced=memory)
+        # Where no other user is safe from programs, nobody takes over: the agent ends with its host.
+        address = "" if profiles.PROFILES[spec.profile].user is None else AGENT_ADDRESS
+        return Surroundings(spec.workdir, True, address, files_apart=memory, disk_enforced=memory)
 
     def attach(self, container_id: str) -> AbstractAsyncContextManager[AttachedLink]:
         return self._api.attach(container_id)
 
-    def take_over(self, container_id: str) -> AbstractAsyncContextManager[AttachedLink]:
-        return self._api.exec(container_id, ["/bin/sh", "-c", FIND_PYTHON, "relay", RELAY, AGENT_ADDRESS])
+    @asynccontextmanager
+    async def take_over(self, container_id: str) -> AsyncGenerator[AttachedLink]:
+        found = await self._api.json(f"containers/{container_id}/json", SandboxLostError)
+        env = relay.environment(found)
+        async with self._api.exec(container_id, relay.command(AGENT_ADDRESS), relay.USER, env) as link:
+            yield link
 
     async def inspect(self, container_id: str, *, runtime: bool = False, size: bool = False) -> ContainerInfo | None:
         params = {"size": "true"} if size else None

@@ -139,12 +139,16 @@ class DockerApi:
             yield link
 
     @asynccontextmanager
-    async def exec(self, container_id: str, command: Sequence[str]) -> AsyncGenerator[AttachedLink]:
-        """Another process in a running container, and its standard input and output."""
+    async def exec(
+        self, container_id: str, command: Sequence[str], user: str, env: Mapping[str, str]
+    ) -> AsyncGenerator[AttachedLink]:
+        """Another process in a running container, of this user, and its standard input and output."""
         async with self._executing:
             with self._failing(SandboxLostError, f"exec in {container_id[:12]}"), anyio.fail_after(self._request_s):
                 container = self._docker.containers.container(container_id)
-                execution = await container.exec(list(command), stdin=True, stdout=True, stderr=False)
+                execution = await container.exec(
+                    list(command), stdin=True, stdout=True, stderr=False, user=user, environment=dict(env)
+                )
         async with self._opened(execution.start(detach=False), container_id) as link:
             yield link
 

@@ -288,6 +288,9 @@ class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
                 self._connected = anyio.Event()
             scope.deadline = min(scope.deadline, anyio.current_time() + self._settings.reconnect)
             await self._check_container()
+            if not self._surroundings.address:
+                self._end("lost", "its link broke, and a sandbox of its profile is not taken over")
+                return
             opener = self._backend.take_over
             await anyio.sleep(pause)
             pause = min(2 * pause, LAST_PAUSE)
