@@ -49,6 +49,14 @@ class Report(msgspec.Struct, frozen=True):
     """None where it is not measured."""
 
 
+Settled = Callable[[str, Sandbox | None], None]
+"""Told of the id of a sandbox of an earlier run: the sandbox, or None where it is lost."""
+
+
+def ignore(*_: object) -> None:
+    """Where nobody wants to be told."""
+
+
 class Host(Protocol):
     """A place for sandboxes."""
 
@@ -75,10 +83,13 @@ class Host(Protocol):
         """Remove a snapshot. What cannot be removed now is removed when its time is over."""
         ...
 
-    async def recover(self, tickets: Sequence[Ticket]) -> dict[str, Sandbox]:
+    async def recover(
+        self, tickets: Sequence[Ticket], *, answered: Callable[[], None] = ignore, settled: Settled = ignore
+    ) -> dict[str, Sandbox]:
         """After a restart: the sandboxes of these tickets that still live, by id.
 
-        All other sandboxes of ours are removed, and so are snapshots of these that nobody was told of.
+        All other sandboxes of ours are removed, and so are snapshots of these that nobody was told of. Calls `answered`
+        once it can start others, and `settled` for each ticket as soon as it is known: no sandbox waits for another.
         """
         ...
 
@@ -153,6 +164,8 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds between two looks at the engine's list of containers."""
     answer_s: float = 20.0
     """Seconds for the engine to answer a look."""
+    adopt_s: float = 15.0
+    """Seconds for one sandbox of an earlier run to be taken over; all at the same time."""
     start_s: float = 120.0
     """Seconds for one sandbox to start."""
     close_s: float = 30.0

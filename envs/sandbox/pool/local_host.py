@@ -26,8 +26,10 @@ from envs.sandbox.pool.host import (
     Identity,
     Maker,
     Report,
+    Settled,
     Ticket,
     demand,
+    ignore,
     new_sandbox_id,
     warm_key,
 )
@@ -137,7 +139,9 @@ class LocalHost:
     async def forget(self, image: str) -> None:
         await self._reaper.forget(image)
 
-    async def recover(self, tickets: Sequence[Ticket]) -> dict[str, Sandbox]:
+    async def recover(
+        self, tickets: Sequence[Ticket], *, answered: Callable[[], None] = ignore, settled: Settled = ignore
+    ) -> dict[str, Sandbox]:
         """Adopt what still runs of these; remove the rest of ours."""
         with anyio.fail_after(self._settings.answer_s):
             self._capacity = self._promised(await self._maker.capacity())
@@ -147,18 +151,24 @@ class LocalHost:
         # A snapshot in the making has a second container with the labels of its sandbox. It never runs, and gives way.
         ours = {each.labels[f"{PREFIX}box"]: each for each in sorted(made, key=lambda each: each.running)}
         adopted: dict[str, Sandbox] = {}
+        answered()
 
         async def adopt(ticket: Ticket, container: Container) -> None:
+            self._known[ticket.sandbox_id] = demand(ticket.spec)
             try:
-                with anyio.fail_after(self._settings.start_s):
+                with anyio.fail_after(self._settings.adopt_s):
                     adopted[ticket.sandbox_id] = await self._maker.adopt(container, ticket.spec, ticket.sandbox_id)
             except (SandboxError, TimeoutError) as error:
                 _log.warning(
-                    "sandbox %s of lease %s was lost in the restart: %s", ticket.sandbox_id, ticket.lease, error
+                    "sandbox %s of lease %s was lost in the restart: %s",
+                    ticket.sandbox_id,
+                    ticket.lease,
+                    error or f"it did not answer within {self._settings.adopt_s:g} s",
                 )
-                return
-            self._known[ticket.sandbox_id] = demand(ticket.spec)
-            self._watch(ticket.sandbox_id, adopted[ticket.sandbox_id])
+                self._known.pop(ticket.sandbox_id, None)
+            else:
+                self._watch(ticket.sandbox_id, adopted[ticket.sandbox_id])
+            settled(ticket.sandbox_id, adopted.get(ticket.sandbox_id))
 
         async with anyio.create_task_group() as tasks:
             for ticket in tickets:
@@ -167,6 +177,7 @@ class LocalHost:
                 else:
                     how = "is gone" if container is None else "does not run"
                     _log.warning("sandbox %s of lease %s: its container %s", ticket.sandbox_id, ticket.lease, how)
+                    settled(ticket.sandbox_id, None)
         kept = {ours[sandbox_id].id for sandbox_id in adopted}
         self._reaper.restored(tickets)
         images = [each for each in containers if each.image and self._reaper.is_untold(each)]

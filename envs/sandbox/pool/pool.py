@@ -397,24 +397,47 @@ class Pool:
             Ticket(e.sandbox_id, e.lease, e.owner, e.spec, (*dict(e.snapshots), *self.snapshots.made_of(e.lease)))
             for e, _ in placed
         ]
-        while True:
-            try:
-                sandboxes = await host.recover(tickets)
-                break
-            except (SandboxError, TimeoutError) as error:
-                _log.warning("host %s cannot be reached: %s", host.name, error or "no answer")
-            await anyio.sleep(self._settings.recover_retry_s)
-        self.state.refresh(host.name)
-        for entry, lease in placed:
-            self.state.restore(lease, host.name)
-            lease.sandbox = sandboxes.get(entry.sandbox_id)
-            if lease.sandbox is None:
-                self._lost_in_restart(lease)
-            elif lease.generation:
-                # Whether its holder was told that it is not the first one died with the earlier run.
-                lease.lost(None, SandboxLostError(f"sandbox {lease.id} was made again, before its service restarted"))
-            self._tasks.start_soon(self._serve, lease, name=f"lease {lease.id}")
+        left = {entry.sandbox_id: lease for entry, lease in placed}
+
+        places = [*left.values()]
+
+        def answered() -> None:
+            # Their places first: others are given what is left.
+            while places:
+                self.state.restore(places.pop(), host.name)
+            self.state.refresh(host.name)
+
+        def settled(sandbox_id: str, sandbox: Sandbox | None) -> None:
+            if (lease := left.pop(sandbox_id, None)) is not None:
+                self._go_on(lease, sandbox)
+
+        try:
+            while True:
+                try:
+                    sandboxes = await host.recover(tickets, answered=answered, settled=settled)
+                    break
+                except (SandboxError, TimeoutError) as error:
+                    _log.warning("host %s cannot be reached: %s", host.name, error or "no answer")
+                await anyio.sleep(self._settings.recover_retry_s)
+        except BaseException:
+            # The pool ends: what they are forks of must not wait for them. The next start goes on with them.
+            for lease in left.values():
+                lease.done.set()
+            raise
+        answered()
+        for sandbox_id in [*left]:
+            settled(sandbox_id, sandboxes.get(sandbox_id))
         await host.run(partial(self.state.refresh, host.name), task_status=anyio.TASK_STATUS_IGNORED)
+
+    def _go_on(self, lease: Lease, sandbox: Sandbox | None) -> None:
+        """Serve a lease of an earlier run, with its sandbox if that still lives."""
+        lease.sandbox = sandbox
+        if sandbox is None:
+            self._lost_in_restart(lease)
+        elif lease.generation:
+            # Whether its holder was told that it is not the first one died with the earlier run.
+            lease.lost(None, SandboxLostError(f"sandbox {lease.id} was made again, before its service restarted"))
+        self._tasks.start_soon(self._serve, lease, name=f"lease {lease.id}")
 
     def _lost_in_restart(self, lease: Lease) -> None:
         error = SandboxLostError(f"sandbox {lease.id} did not outlive the restart of its service")

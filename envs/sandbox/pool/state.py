@@ -187,6 +187,8 @@ class PoolState:
     def restore(self, lease: Lease, host: str) -> None:
         """A lease that had its place on this host before a restart."""
         lease.host = host
+        # Nothing is decided yet: those that wait are given what is left.
+        self._measure(host)
         self._admission.restore(request_of(lease), host)
         self.changed()
 
@@ -227,10 +229,13 @@ class PoolState:
 
     def refresh(self, name: str) -> None:
         """Ask a host how it stands."""
+        self._measure(name)
+        self.decide()
+
+    def _measure(self, name: str) -> None:
         report = self._hosts[name].report()
         accepts = report.accepts and not self.quarantine_left(name)
         self._admission.set_host(name, report.capacity, others=report.others, accepts=accepts, warm=report.warm)
-        self.decide()
 
     def quarantine_left(self, name: str) -> float:
         """Seconds until a host is tried again."""

@@ -14,7 +14,7 @@ from anyio.abc import TaskStatus
 
 from envs.sandbox.api import Sandbox, Spec
 from envs.sandbox.engines.machine import Load
-from envs.sandbox.pool.host import Report, Ticket
+from envs.sandbox.pool.host import Report, Settled, Ticket, ignore
 from envs.sandbox.pool.placement import NOTHING, Demand
 from envs.sandbox.protocol.wire import Info, Order, Status
 from envs.sandbox.remote.client import LEASE_S, POLL_S, SandboxClient
@@ -69,12 +69,15 @@ class RemoteHost:
         except SandboxError as error:
             _log.debug("snapshot %s on %s is left to its time: %s", image, self._name, error)
 
-    async def recover(self, tickets: Sequence[Ticket]) -> dict[str, Sandbox]:
+    async def recover(
+        self, tickets: Sequence[Ticket], *, answered: Callable[[], None] = ignore, settled: Settled = ignore
+    ) -> dict[str, Sandbox]:
         """Attach to what still runs; end the rest of this front's."""
         status = await self._client.status()
         self._report = report_of(status)
         wanted = {ticket.sandbox_id for ticket in tickets}
         found: dict[str, Sandbox] = {}
+        answered()
 
         async def attach(info: Info) -> None:
             try:
@@ -83,6 +86,7 @@ class RemoteHost:
             except SandboxError as error:
                 _log.warning("sandbox %s on %s was lost in the restart: %s", info.key, self._name, error)
                 await self._end(info.id)
+            settled(info.key, found.get(info.key))
 
         async with anyio.create_task_group() as tasks:
             for info in status.sandboxes:

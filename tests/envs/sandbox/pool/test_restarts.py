@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from envs.sandbox.local.snapshots import SNAPSHOT_LABEL
+from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.pool.journal import MemoryJournal
 from envs.sandbox.pool.lease import PROBE_S, REMADE_WAIT_S, Lease
 from envs.sandbox.pool.simulated import SimulatedSandbox
@@ -64,6 +65,36 @@ def test_a_sandbox_outlives_any_number_of_restarts():
                 assert sandbox_of(pool, lease.id) is sandbox
         async with instance.last() as pool:
             assert sandbox_of(pool, lease.id) is sandbox
+
+    run_virtual(main)
+
+
+def test_a_sandbox_that_does_not_answer_after_a_restart_holds_up_nobody_else():
+    async def main() -> None:
+        instance = Instance()
+        async with instance.service() as pool:
+            stuck, other = pool.order(SPEC, owner="x"), pool.order(SPEC, owner="y")
+            await pool.wait_ready(stuck, 5)
+            await pool.wait_ready(other, 5)
+            hung = sandbox_of(pool, stuck.id).container_id
+        adopt = instance.maker.adopt
+
+        async def slow(container, spec, sandbox_id):
+            if container.id == hung:
+                await anyio.sleep_forever()
+            return await adopt(container, spec, sandbox_id)
+
+        instance.maker.adopt = slow
+        async with instance.last() as pool:
+            # Two seconds later: what lived goes on, and there are new ones beside it, in the room that is left.
+            assert find(pool, other.id).state == "ready"
+            async with pool.acquire(SPEC, owner="z", deadline=1):
+                assert find(pool, stuck.id).state == "queued"
+                assert sum(host.granted.millicpus for host in pool.state.hosts()) == 3000
+            await anyio.sleep(HostSettings().adopt_s)
+            assert find(pool, stuck.id).state == "failed"
+            assert hung not in instance.maker.sandboxes
+            assert sandbox_of(pool, other.id).state == "ready"
 
     run_virtual(main)
 
