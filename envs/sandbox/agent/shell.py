@@ -46,6 +46,10 @@ SAY = r"""\builtin printf '%s\0' TOKEN "$_flash" "$PWD" >&TELL
 RESTORE = "{ builtin cd %s; builtin eval %s; } >/dev/null 2>&1"
 STATE_LIMIT = 1 << 22
 """Bytes of a shell's state that are kept; one with more starts anew after a command that ended it."""
+ANSWER_LIMIT = 1 << 20
+"""Bytes of an exit code and a directory: what is longer is no answer."""
+CODES = tuple(str(code).encode() for code in range(256))
+"""Exit codes, as a shell says them."""
 CLOCK_TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -59,6 +63,8 @@ class Running:
         self.rings = {"stdout": Ring(request["limit"]), "stderr": Ring(request["limit"])}
         self.token = binascii.hexlify(os.urandom(12))
         self.timed_out = False
+        self.untold = False
+        """The shell said something else than how it ended."""
         self.stopping = None
         self.timer = None
         self.started = now()
@@ -212,7 +218,7 @@ class Shell:
                 if not self.settle():
                     return
                 continue
-            if self.current is None:
+            if self.current is None or self.current.untold:
                 self.answer = bytearray()
                 return
             at = self.answer.find(self.current.token + b"\0")
@@ -220,6 +226,11 @@ class Shell:
                 del self.answer[: -len(self.current.token) - 1]
                 return
             fields = bytes(self.answer[at:]).split(b"\0", 3)
+            if (len(fields) > 1 and fields[1] not in CODES) or (len(fields) < 4 and len(self.answer) > ANSWER_LIMIT):
+                # A trap changes what our own commands say.
+                self.current.untold = True
+                self.stop(self.current)
+                return
             if len(fields) < 4:
                 return
             self.status = int(fields[1])
@@ -265,6 +276,13 @@ class Shell:
             }
         )
         send_result(running.reply, body, running.rings, False)
+        self.proceed()
+
+    def refuse(self, message: str) -> None:
+        """Nobody knows how the running command has ended."""
+        running, self.current = self.current, None
+        self.agent.loop.cancel(running.timer)
+        running.reply(FAILURE, ["request", message])
         self.proceed()
 
     def expire(self) -> None:
@@ -324,6 +342,8 @@ class Shell:
         self.status = 0
         if self.closed:
             self.release()
+        elif self.current is not None and self.current.untold:
+            self.refuse("the shell does not say how the command ended, and was replaced: a trap or option changes that")
         elif self.current is not None:
             self.finish(ending(status))
 

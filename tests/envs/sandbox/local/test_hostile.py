@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import aclosing
 
 import pytest
@@ -333,3 +334,20 @@ def test_an_engine_that_replaces_its_list_of_masked_paths_gets_all_of_them():
         masked = config.get("MaskedPaths") or config["SecurityOpt"][-1].removeprefix("mask=").split(":")
         assert "/proc/locks" in masked
         assert ("/proc/kcore" in masked) != able
+
+
+@pytest.mark.parametrize(
+    "trap",
+    ["_flash=xyz", "_flash=999", "_flash=", "_flash=-1", "_flash=' 7'", "_flash=1_0", "printf -v _flash %9999999s"],
+)
+async def test_a_trap_that_changes_what_the_shell_says_ends_neither_the_agent_nor_the_session(bench, trap):
+    async with bench.sandbox(memory_mib=128) as sandbox, sandbox.session() as session:
+        assert (await session.run("x=kept", timeout=LIMIT)).ok
+        with contextlib.suppress(SandboxRefusedError):
+            await session.run(f'set -T; trap "{trap}" DEBUG', timeout=LIMIT)
+        with contextlib.suppress(SandboxRefusedError):
+            await session.run("true", timeout=LIMIT)
+        assert sandbox.state == "ready"
+        answer = await session.run("trap - DEBUG; echo $x", timeout=LIMIT)
+        assert answer.stdout == b"kept\n"
+        assert (await session.run("(exit 7)", timeout=LIMIT)).exit_code == 7
