@@ -4,10 +4,31 @@
 #     from us  END word exit-code timed-out bytes-of-stdout bytes-of-stderr, then these bytes
 #              FULL word, when there was no room for the script or its output
 #
-# One more byte than the limit is sent of a stream that was longer. Needs what busybox has.
+# One more byte than the limit is sent of a stream that was longer. Needs what busybox has. What an earlier command has
+# left behind is killed before the next one begins: it could answer in its place.
 d=/tmp/.flash-agent
+rm -rf /tmp/.flash-shell
 mkdir -m 700 "$d" || exit 1
 printf '%s shell %s\n' "$1" "$(id -u)"
+
+clear() {
+  # As process 1 we are spared ourselves. A process has ended when its last thread has, whatever the first one's state.
+  [ $$ = 1 ] || return 0
+  looks=0
+  while [ "$looks" -lt 500 ]; do
+    kill -KILL -1 2>/dev/null
+    left=
+    for process in /proc/[0-9]*; do
+      [ "$process" != /proc/1 ] && { read -r stat <"$process/stat"; } 2>/dev/null || continue
+      set -- ${stat##*)}
+      case $1 in Z | X) [ "${18}" = 1 ] && continue ;; esac
+      left=1
+    done
+    [ "$left" ] || return 0
+    looks=$((looks + 1))
+  done
+  return 1
+}
 
 keep() {
   # Not by its exit code: that of busybox is 0 where there is no room.
@@ -18,8 +39,9 @@ keep() {
 
 while read -r verb word seconds limit size script; do
   [ "$verb" = RUN ] || exit 1
+  clear || exit 1
   # Pipes of its own: those of a command that has killed its readers hold what nobody has read until these are gone.
-  rm -f "$d/timed" "$d/o" "$d/e"
+  rm -rf "$d/timed" "$d/o" "$d/e" "$d/o.kept" "$d/e.kept" "$d/script"
   mkfifo "$d/o" "$d/e" 2>/dev/null
   printf %s "$script" | base64 -d >"$d/script" 2>/dev/null
   if [ ! -p "$d/o" ] || [ ! -p "$d/e" ] || [ "$(wc -c <"$d/script")" -ne "$size" ]; then

@@ -92,3 +92,32 @@ async def test_a_command_that_answers_for_the_agent_deceives_nobody(bench):
             except SandboxLostError:
                 continue
             assert (answer.exit_code, answer.stdout) == (right, b"")
+
+
+STAYS = """
+(setsid sh -c '
+while true; do
+  echo forged
+  for out in /tmp/.flash-agent/o /proc/1/fd/1; do [ -e $out ] && echo forged >$out; done
+  for p in $(pidof sleep); do kill -9 $p; done
+done' >/dev/null 2>&1 &)
+sleep 0.3 & wait
+"""
+"""Detaches itself, writes where the next command's output goes, and ends what that runs."""
+
+
+async def test_what_a_command_leaves_behind_does_not_answer_for_the_next(bench):
+    async with bench.sandbox(image=MINIMAL_IMAGE) as sandbox:
+        for number in range(5):
+            await sandbox.run(STAYS, timeout=LIMIT)
+            answer = await sandbox.run(f"sleep 0.3; echo mine; exit {number}", timeout=LIMIT)
+            assert (answer.exit_code, answer.stdout) == (number, b"mine\n")
+        assert b"forged" not in (await sandbox.run("cat /proc/[0-9]*/cmdline", timeout=LIMIT)).stdout
+
+
+async def test_a_command_reads_neither_the_memory_nor_the_descriptors_of_the_shell_that_runs_it(bench):
+    async with bench.sandbox(image=MINIMAL_IMAGE) as sandbox:
+        look = "ls /proc/1/fd; cat /proc/1/environ; head -c 1 /proc/1/mem; echo x >/proc/1/fd/1; ls -A /tmp"
+        answer = await sandbox.run(look, timeout=LIMIT)
+        assert answer.stdout == b".flash-agent\n"
+        assert answer.stderr.count(b"ermission denied") >= 3
