@@ -43,8 +43,11 @@ while read -r verb word seconds limit size script; do
   # Pipes of its own: those of a command that has killed its readers hold what nobody has read until these are gone.
   rm -rf "$d/timed" "$d/o" "$d/e" "$d/o.kept" "$d/e.kept" "$d/script"
   mkfifo "$d/o" "$d/e" 2>/dev/null
+  # There also where a command kills whoever would make them.
+  touch "$d/o.kept" "$d/e.kept" 2>/dev/null
   printf %s "$script" | base64 -d >"$d/script" 2>/dev/null
-  if [ ! -p "$d/o" ] || [ ! -p "$d/e" ] || [ "$(wc -c <"$d/script")" -ne "$size" ]; then
+  if [ ! -p "$d/o" ] || [ ! -p "$d/e" ] || [ ! -f "$d/o.kept" ] || [ ! -f "$d/e.kept" ] ||
+    [ "$(wc -c <"$d/script")" -ne "$size" ]; then
     printf 'FULL %s\n' "$word"
     continue
   fi

@@ -2,8 +2,8 @@
 
 The first process of a sandbox is `/bin/sh -c BOOT`. It waits for one line, the host's greeting, and becomes Python if
 there is one: `LOADER` answers with the greeting and the mark of its byte code, and is sent the agent: as byte code
-where its Python is like ours, as source otherwise. Without Python the shell becomes the agent for shells, `box.sh`: as a
-copy that may not be read, so that the kernel shows its memory and descriptors to no program of its user.
+where its Python is like ours, as source otherwise. Without Python the shell becomes the agent for shells, `box.sh`: as
+a copy that may not be read, so that the kernel shows its memory and descriptors to no program of its user.
 """
 
 from __future__ import annotations
