@@ -417,7 +417,7 @@ class Published(msgspec.Struct, frozen=True):
     """msgpack of what the backend's receiver needs to get the tensors of this version."""
     canary: Canary
     life: int = 0
-    """Which life of the trainer ranks holds it (`flash.hub.lives`); the hub says so."""
+    """Which life of the trainer ranks holds it (`flash.hub.ranks.lives`); the hub says so."""
 
 
 class Activity(msgspec.Struct, frozen=True, array_like=True):

@@ -18,13 +18,23 @@ FLOORS = [
     {"errors", "types", "trained", "foreign"},
     {"waiting", "config"},
     {"transport", "environment", "observe", "profile", "service"},
-    {"weights", "hub", "view"},
+    {"weights", "samples", "view"},
+    {"hub"},
     {"rollout", "trainer"},
     {"simulate", "run"},
     {"cli"},
     {"__init__", "__main__"},
 ]
 """The rooms of `flash`, from the ground up: a room imports from lower floors only."""
+
+MOST_FILES = 20
+"""Of one room."""
+
+CROWDED = {"run": 40, "observe": 36, "rollout": 33, "trainer": 31, "config": 21}
+"""Rooms that are to become smaller, with what they may have until then."""
+
+REGISTRIES = {"cli"}
+"""Rooms of one file for each command."""
 
 GROUND = {"errors", "types", "waiting", "config", "environment", "service"}
 """What of `flash` environments may use: the contract, what lies below it, and the endpoint for agents."""
@@ -90,6 +100,19 @@ def test_flash_imports_towards_the_ground(graph: dict[str, set[str]]) -> None:
         and floor[room(other)] >= floor[room(module)]
     ]
     assert upward == []
+
+
+def test_rooms_are_small() -> None:
+    folders = [file.parent for file in (ROOT / "flash").rglob("__init__.py") if not APART & {*file.parts}]
+    sizes = {str(folder.relative_to(ROOT / "flash")): len(list(folder.glob("*.py"))) for folder in folders}
+    crowded = {name: size for name, size in sizes.items() if size > MOST_FILES and name not in REGISTRIES}
+    assert crowded == CROWDED
+
+
+def test_samples_know_no_peer_and_no_clock(graph: dict[str, set[str]]) -> None:
+    below = {"errors", "types", "config", "environment", "observe", "samples"}
+    known = {room(other) for module, others in graph.items() for other in others if module.startswith("flash.samples.")}
+    assert known <= below
 
 
 def test_flash_knows_of_environments_only_what_commands_say_of_sandboxes(graph: dict[str, set[str]]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flash.types import Task, VersionRun, append_versions, divide_versions
 from tests.branching import joined
-from tests.hub.cases import trajectory
+from tests.samples.cases import trajectory
 
 RUNS = st.lists(st.builds(VersionRun, st.integers(0, 3), st.integers(1, 4)), max_size=6)
 

@@ -30,9 +30,9 @@ from benchmarks.form import ROOT, Args, Row, main
 from benchmarks.real.recording_probe import FILE
 from benchmarks.training import train
 from flash.config.load import load
-from flash.hub.batching import deal
-from flash.hub.slices import at_once
 from flash.observe.recording import read_batch, recorded_steps
+from flash.samples.batches import deal
+from flash.samples.slices import at_once
 from flash.trainer.token_look import TokenLook
 
 NAME = "benchmark-recording"

@@ -19,7 +19,7 @@ import numpy as np
 from anyio.abc import TaskGroup
 
 from flash.hub import protocol as p
-from flash.hub.fetching import fetch
+from flash.hub.ranks.shards import fetch
 from flash.transport.client import Client, connect
 from flash.types import Canary, Failure, Lease, Outcome, Published, Span, Trajectory, Turn, VersionRun
 

@@ -30,10 +30,10 @@ from benchmarks.simulated.configure import configure
 from benchmarks.simulated.hub_peers import Order
 from flash.config.tree import Config
 from flash.hub import protocol as p
-from flash.hub.collecting import seldom_collected
 from flash.hub.hub import Hub
-from flash.hub.journal import NO_JOURNAL, Journal
 from flash.observe.observer import MemoryObserver
+from flash.samples.journal import NO_JOURNAL, Journal
+from flash.transport.collecting import seldom_collected
 from flash.transport.request import Request
 from flash.transport.server import Peer, serve
 

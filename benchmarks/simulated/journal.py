@@ -21,9 +21,9 @@ import numpy as np
 from benchmarks.form import Args, Row, main
 from benchmarks.simulated.hub_peers import Order
 from benchmarks.simulated.hub_scale import Size, Taken, TimedLoop, scene, settings
-from flash.hub.journal import NO_JOURNAL, Journal
-from flash.hub.replayed import Replay
 from flash.run.journal import FileJournal, Place, replay_journal
+from flash.samples.journal import NO_JOURNAL, Journal
+from flash.samples.replay import Replay
 
 RATE_GOAL = 5000
 LAG_GOAL_MS = 20

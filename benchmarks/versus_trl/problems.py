@@ -14,7 +14,7 @@ from flash.config.tree import Config
 from flash.environment import Environment
 from flash.environment.load import LoadedEnvironment
 from flash.environment.results import check_reset_result, check_step_result
-from flash.hub.tasks import TaskSource, held_out_tasks
+from flash.samples.tasks import TaskSource, held_out_tasks
 
 
 def training_seeds(config: Config) -> list[int]:

@@ -25,7 +25,7 @@ from flash.config.waits import SILENT_S
 from flash.errors import LifeOverError, ProtocolError
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
-from flash.hub.trainers import LIFE_OVER
+from flash.hub.ranks.trainers import LIFE_OVER
 from flash.observe.cluster import FAILURE_TEXT, NodeStatus
 from flash.transport.request import Request
 from flash.transport.server import Peer

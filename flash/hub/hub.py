@@ -19,25 +19,24 @@ from flash.config.tree import Config
 from flash.environment.interface import NO_DOMAINS, Domain
 from flash.errors import ContractError, DeadlineError, FlashError
 from flash.hub import protocol as p
-from flash.hub.batching import PART_BYTES
-from flash.hub.buffer import SampleBuffer
-from flash.hub.contract import AgeContract
-from flash.hub.course import Course, RunEnd
-from flash.hub.evaluation import Evaluations
-from flash.hub.journal import NO_JOURNAL, Journal
-from flash.hub.members import Home, Members
 from flash.hub.metrics import StepMetrics
-from flash.hub.nodes import Nodes
-from flash.hub.past import Past, Start
-from flash.hub.picture import picture
-from flash.hub.rules import buffer_rules
+from flash.hub.nodes.members import Members, Origin
+from flash.hub.nodes.nodes import Nodes
+from flash.hub.overview import overview
+from flash.hub.progress import Progress, RunEnd
+from flash.hub.ranks.past import Past, Start
+from flash.hub.ranks.steps import Steps
+from flash.hub.ranks.trainers import Trainers
 from flash.hub.stages import LOOK_AT, OF_TRAINERS, STARTING_ENGINES, Beginning, Stage, last_work, stage_s, waited_for
 from flash.hub.state import HubState, KeepState, weigh
-from flash.hub.steps import Steps
-from flash.hub.tasks import TaskSource
-from flash.hub.trainers import Trainers
 from flash.observe.cluster import HubNow
 from flash.observe.observer import Observer
+from flash.samples.batches import PART_BYTES
+from flash.samples.buffer import SampleBuffer
+from flash.samples.evaluation import Evaluations
+from flash.samples.journal import NO_JOURNAL, Journal
+from flash.samples.rules import AgeContract, buffer_rules
+from flash.samples.tasks import TaskSource
 from flash.transport.request import ReplyT, Request, answered
 from flash.waiting import deadline, unwrapped_group
 
@@ -46,7 +45,7 @@ LEASES = 40
 LIVES = 20
 """The same of the trainer ranks' lives."""
 
-NOWHERE = Home()
+NOWHERE = Origin()
 """Of a hub that nobody joins from another process."""
 
 
@@ -61,7 +60,7 @@ class Hub:
         kind_of: the kind of a problem.
         domains: those of its kinds that have shares.
         evaluated: versions that a former life has evaluated.
-        home: where the run was started.
+        origin: where the run was started.
         keep_state: writes the hub's state into the checkpoint of a version.
         journal: keeps what happens between two checkpoints.
         life: of the hubs of the run, which this one is; no other has its number, and those before it lower ones.
@@ -81,7 +80,7 @@ class Hub:
         kind_of: Callable[[int], str] = lambda seed: "",
         domains: Mapping[str, Domain] = NO_DOMAINS,
         evaluated: Collection[int] = (),
-        home: Home = NOWHERE,
+        origin: Origin = NOWHERE,
         keep_state: KeepState = weigh,
         journal: Journal = NO_JOURNAL,
         life: int = 0,
@@ -92,8 +91,8 @@ class Hub:
         self._config = config
         self._observer = observer
         self._now = now
-        self._course = Course(state.version if state else 0)
-        rollout, version = config.rollout, self._course.version
+        self._progress = Progress(state.version if state else 0)
+        rollout, version = config.rollout, self._progress.version
         self._first_version = version
         self._contract = AgeContract(
             config.train.async_ratio,
@@ -118,14 +117,14 @@ class Hub:
             config.eval, rollout.retries, version, config.run.steps, kind_of, lease_ids, evaluated
         )
         metrics = StepMetrics(self.buffer.ledger)
-        shared = (config, observer, now, self._course, self.buffer, self._evaluations, metrics)
-        self._members = Members(config, home)
+        shared = (config, observer, now, self._progress, self.buffer, self._evaluations, metrics)
+        self._members = Members(config, origin)
         self._known = version if state is not None else -1
         """The newest version that engines may have of a former hub."""
         self._nodes = Nodes(*shared, self._members, self._known, batch_at_hand=lambda: self._steps.can_form())
         start = start or Start(version, "")
         self._trainers = Trainers(
-            config, observer, now, self._course, metrics, past, start, (life << LIVES) + 1, part_bytes
+            config, observer, now, self._progress, metrics, past, start, (life << LIVES) + 1, part_bytes
         )
         self._lives = self._trainers.lives
         self._steps = Steps(*shared, self._contract, self._nodes, self._trainers, keep_state, part_bytes)
@@ -133,7 +132,7 @@ class Hub:
     @property
     def version(self) -> int:
         """The version that the run has reached."""
-        return self._course.version
+        return self._progress.version
 
     @property
     def held_version(self) -> int:
@@ -143,7 +142,7 @@ class Hub:
     @property
     def published_version(self) -> int:
         """The newest version that engines may have; -1 before the first."""
-        return self._course.published.version if self._course.published is not None else -1
+        return self._progress.published.version if self._progress.published is not None else -1
 
     @property
     def known_version(self) -> int:
@@ -152,21 +151,21 @@ class Hub:
 
     def fail(self, error: FlashError) -> None:
         """End the run with this error; the first one wins."""
-        self._course.fail(error)
+        self._progress.fail(error)
 
     @property
     def interrupted(self) -> bool:
         """Whether somebody has asked for an early end."""
-        return self._course.stopping == "interrupted"
+        return self._progress.stopping == "interrupted"
 
     def interrupt(self) -> str:
         """Stop after the running step, leaving a checkpoint; a run that has trained everything ends at once.
 
         What it still does, in words; empty: nothing.
         """
-        over = self._course.done or self._course.error is not None
-        self._course.interrupt()
-        return "" if over else last_work(self._at_work(), self._course.version)
+        over = self._progress.done or self._progress.error is not None
+        self._progress.interrupt()
+        return "" if over else last_work(self._at_work(), self._progress.version)
 
     # -- stages ------------------------------------------------------------------------------------------------------
 
@@ -177,16 +176,16 @@ class Hub:
             tasks.start_soon(self._nodes.catch_up)
             tasks.start_soon(self.expire_claims)
             unfinished = await self._watch_trainers()
-            if self._course.stopping != "interrupted":
+            if self._progress.stopping != "interrupted":
                 with deadline(self._config.deadlines.step, "the last evaluation", "the engines and eval.problems"):
-                    await self._course.until(
-                        "run", lambda: self._evaluations.done or self._course.stopping == "interrupted"
+                    await self._progress.until(
+                        "run", lambda: self._evaluations.done or self._progress.stopping == "interrupted"
                     )
             tasks.cancel_scope.cancel()
-        self._course.end()
+        self._progress.end()
         self.buffer.check()
         totals = self.buffer.ledger.totals(self.buffer.in_flight)
-        return RunEnd(self._course.stopping or "finished", self._course.version, totals, unfinished)
+        return RunEnd(self._progress.stopping or "finished", self._progress.version, totals, unfinished)
 
     async def expire_claims(self) -> None:
         """Wait for nodes that have outlived the hub before this one, and take back what they had."""
@@ -197,18 +196,18 @@ class Hub:
     async def _watch_trainers(self) -> str:
         """Wait for each stage of the run to end, under its deadline; what an interrupt has cut short, in words."""
         while not self._trainers.done:
-            seen, stage = self._course.progress, self._stage()
+            seen, stage = self._progress.stages_ended, self._stage()
             with anyio.move_on_after(stage_s(stage, self._config)) as scope:
-                await self._course.until(
+                await self._progress.until(
                     "run",
                     lambda seen=seen, stage=stage: (
-                        (self._course.progress != seen and stage is not Stage.ENDING)
+                        (self._progress.stages_ended != seen and stage is not Stage.ENDING)
                         or self._stage() is not stage
                         or self._trainers.done
                     ),
                 )
             if scope.cancelled_caught and stage is Stage.ENDING:
-                return last_work(self._at_work(), self._course.version)
+                return last_work(self._at_work(), self._progress.version)
             if scope.cancelled_caught:
                 self._late(stage)
         return ""
@@ -227,15 +226,15 @@ class Hub:
 
     def _stage(self) -> Stage:
         """What the run waits for at the moment."""
-        return Stage.ENDING if self._course.stopping == "interrupted" else self._at_work()
+        return Stage.ENDING if self._progress.stopping == "interrupted" else self._at_work()
 
     def _at_work(self) -> Stage:
         """The same, interrupted or not."""
         if self._lives.away:
             return Stage.AWAY
-        if self._lives.behind(self._course.version):
+        if self._lives.behind(self._progress.version):
             return Stage.AGAIN
-        if self._course.published is None:
+        if self._progress.published is None:
             return Stage.FIRST_VERSION
         if self._steps.training:
             return Stage.STEP
@@ -243,7 +242,7 @@ class Hub:
             return Stage.RETURNING if self._nodes.fleet.waits_for_engines else Stage.STARTING
         if self._steps.waits_for_engines:
             return Stage.LOADING
-        if self._course.stopping == "finished":
+        if self._progress.stopping == "finished":
             return Stage.SAVING
         if not self._steps.asked:
             return Stage.BETWEEN
@@ -252,7 +251,7 @@ class Hub:
     def _waited_for(self, stage: Stage) -> str:
         """The same in words."""
         groups = f"{self.buffer.ready_groups} of {self._contract.groups_per_batch}"
-        step = self._lives.held if stage is Stage.AGAIN else self._course.version
+        step = self._lives.held if stage is Stage.AGAIN else self._progress.version
         words = waited_for(stage, step=step, groups=groups, behind=self._nodes.fleet.behind())
         alone = self._members.engines == 0 if stage is Stage.STARTING else not self._nodes.fleet
         if stage in (Stage.STARTING, Stage.BATCH) and alone:
@@ -261,14 +260,14 @@ class Hub:
 
     def beginning(self) -> Beginning | None:
         """What the run does before its first step; None from then on, and when it has ended before."""
-        course = self._course
-        if course.version > self._first_version or course.error is not None:
+        progress = self._progress
+        if progress.version > self._first_version or progress.error is not None:
             return None
-        if course.stopping == "interrupted" or (course.stopping == "finished" and self._evaluations.done):
+        if progress.stopping == "interrupted" or (progress.stopping == "finished" and self._evaluations.done):
             return None
-        if course.published is None:
-            if self._lives.behind(course.version) and not self._lives.away:
-                return Beginning("training again", f"{course.version - self._lives.held} steps left")
+        if progress.published is None:
+            if self._lives.behind(progress.version) and not self._lives.away:
+                return Beginning("training again", f"{progress.version - self._lives.held} steps left")
             return Beginning("starting engines and trainers")
         if not self._nodes.fleet.started:
             return Beginning(STARTING_ENGINES)
@@ -278,20 +277,20 @@ class Hub:
             return Beginning("first step")
         return Beginning("first batch", f"{self.buffer.ready_groups} of {self._contract.groups_per_batch} groups")
 
-    def picture(self) -> HubNow:
+    def overview(self) -> HubNow:
         """What the whole cluster does now, for people."""
-        doing, course = self._waited_for(self._stage()), self._course
-        parts = (self._members, self._nodes, self._trainers, self.buffer, self._evaluations, course)
-        return picture(self._config, *parts, doing=doing, now=self._now())
+        doing, progress = self._waited_for(self._stage()), self._progress
+        parts = (self._members, self._nodes, self._trainers, self.buffer, self._evaluations, progress)
+        return overview(self._config, *parts, doing=doing, now=self._now())
 
     async def past(self, doing: str) -> None:
         """Wait, under the caller's deadline, until the beginning does something else."""
         while (now := self.beginning()) is not None and now.doing == doing:
-            await self._course.bells.heard("run")
+            await self._progress.signals.wait("run")
 
     async def all_nodes_left(self) -> None:
         """Wait, under the caller's deadline, until every node has taken note of the end and closed its connection."""
-        await self._course.until("run", lambda: self._nodes.fleet.deserted)
+        await self._progress.until("run", lambda: self._nodes.fleet.deserted)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -318,8 +317,8 @@ class Hub:
             case p.StatusReport():
                 self._nodes.told(request)
             case p.RunRequest():
-                self._course.refuse_at_end()
-                return self._members.about(request, self._course.version, ending=self._ending)
+                self._progress.refuse_at_end()
+                return self._members.about(request, self._progress.version, ending=self._ending)
             case p.JoinRequest():
                 return self._join(request)
             case p.DrainRequest():
@@ -361,13 +360,13 @@ class Hub:
     @property
     def _ending(self) -> bool:
         """Whether nobody needs another node: the evaluation of the last version may still do."""
-        course = self._course
-        return course.done or course.stopping == "interrupted"
+        progress = self._progress
+        return progress.done or progress.stopping == "interrupted"
 
     def _join(self, request: p.JoinRequest) -> p.JoinReply:
         if self._ending:
             return p.JoinReply(None, 0)
-        self._course.refuse_at_end()
+        self._progress.refuse_at_end()
         reply = self._members.join(request)
         assert reply.node is not None, "None only stands for the end of a run"
         self._nodes.joins(reply.node, request.engines)

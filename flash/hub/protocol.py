@@ -198,7 +198,7 @@ class OutliveRequest(Request[OutliveReply], frozen=True, tag=True):
     step: int
     """The step after the last one that it has a shard of."""
     checksum: int | None
-    """Of that shard (`flash.hub.outliving.checksum`); None: it has had none since its checkpoint."""
+    """Of that shard (`flash.hub.ranks.outliving.checksum`); None: it has had none since its checkpoint."""
     booked: int
     """The version that a hub has told it is booked."""
 
@@ -232,7 +232,7 @@ class RanksRequest(Request[RanksReply], frozen=True, tag=True):
 class BatchReply(msgspec.Struct, frozen=True, tag=True):
     """The rank's shard; None ends training: save a checkpoint, and when `finished` also export the model.
 
-    A long shard travels in parts (`flash.hub.fetching`); what they know of the whole batch is in the first."""
+    A long shard travels in parts (`flash.hub.ranks.shards`); what they know of the whole batch is in the first."""
 
     shard: Shard | None
     finished: bool = False

@@ -10,7 +10,7 @@ from anyio.lowlevel import checkpoint
 from flash.config.tree import Config
 from flash.errors import CheckpointError, ConfigError
 from flash.hub.protocol import SnapshotReply
-from flash.hub.samples import BufferState
+from flash.samples.state import BufferState
 
 KeepState = Callable[[int, Generator[bytearray]], Awaitable[SnapshotReply]]
 """Writes an encoded state into the checkpoint of a version. Each piece takes a millisecond or two to make, so that

@@ -25,7 +25,6 @@ from flash.environment.interface import NO_DOMAINS, Domain, Environment
 from flash.environment.shared import sharing
 from flash.errors import DeadlineError, EngineDeadError, EngineError, TransportError
 from flash.hub import protocol as p
-from flash.hub.collecting import seldom_collected
 from flash.rollout.engine import Engine
 from flash.rollout.episode import Episode, EpisodeProgress
 from flash.rollout.homes import Home, Homes
@@ -36,6 +35,7 @@ from flash.rollout.scheduler import MOST_EPISODES, Scheduler
 from flash.rollout.settings import episode_settings, proxy_settings
 from flash.rollout.supervisor import Restart, Supervisor, start_all
 from flash.rollout.tokenizer import Tokenizer
+from flash.transport.collecting import seldom_collected
 from flash.transport.request import ReplyT, Request
 from flash.types import Failure, Lease, Published, Trajectory
 from flash.waiting import deadline, unwrapped_group

@@ -13,11 +13,11 @@ import msgspec
 
 from flash.environment.interface import Environment
 from flash.errors import ConfigError
-from flash.hub.tasks import SEED_STRIDE
 from flash.rollout.engine import GenerateRequest
 from flash.rollout.episode import Episode, EpisodeProgress, EpisodeSettings
 from flash.rollout.phases import FreePhases
 from flash.rollout.tokenizer import Tokenizer
+from flash.samples.tasks import SEED_STRIDE
 from flash.types import Completion, Failure, Lease, Task, Trajectory, VersionRun
 
 PROBLEMS = 3

@@ -13,7 +13,7 @@ from typing import Literal
 from flash.config.tree import Config
 from flash.errors import PeerLostError, how_it_ended
 from flash.foreign.torch import HEEDED, Ended, Interrupted, NotMet, Overseer, torchrun
-from flash.hub.trainers import why_not
+from flash.hub.ranks.trainers import why_not
 from flash.run.error_marker import ErrorMarker
 from flash.run.grace import grace
 from flash.run.rendezvous import hub_place

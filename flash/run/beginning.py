@@ -53,5 +53,5 @@ def start_of_engines(seconds: float, config: Config) -> str:
 async def tell_cluster(hub: Hub, tell: Callable[[HubNow], None]) -> None:
     """Show the cluster now and then. Waits for nothing but the clock. Produces pictures, until it is cancelled."""
     while True:
-        tell(hub.picture())
+        tell(hub.overview())
         await anyio.sleep(PICTURE_S)

@@ -1,6 +1,6 @@
 """The journal in files: `journal/000003-step-000020.log` in the run directory, one from each checkpoint to the next.
 
-A file is a sequence of records (`flash.observe.frames`): a `Head`, then events (`flash.hub.journal`). Files are
+A file is a sequence of records (`flash.observe.frames`): a `Head`, then events (`flash.samples.journal`). Files are
 numbered over all lives of a run, and a checkpoint names the one that follows it. A record that a crash has torn is the
 end of its file; one that is damaged with others behind it is an error. What lies before the oldest checkpoint is
 deleted.
@@ -22,10 +22,10 @@ import msgspec
 from anyio.to_thread import run_sync
 
 from flash.errors import RecordingError
-from flash.hub.journal import Event
-from flash.hub.replayed import Replay
 from flash.observe.frames import HEADER, append_frame, read_frames, whole_frame_after
 from flash.observe.rundir import RunDirectory
+from flash.samples.journal import Event
+from flash.samples.replay import Replay
 from flash.trainer.stored import sync
 
 _NAME = re.compile(r"([0-9]{6,})-step-([0-9]{6,})\.log")
@@ -93,13 +93,13 @@ class FileJournal:
         self.begin(version)
 
     def record(self, event: Event) -> None:
-        """As of `flash.hub.journal.Journal`."""
+        """As of `flash.samples.journal.Journal`."""
         append_frame(self._parts[-1].data, event)
         self._recorded += 1
         self._wake.set()
 
     def begin(self, version: int) -> int:
-        """As of `flash.hub.journal.Journal`."""
+        """As of `flash.samples.journal.Journal`."""
         part = _Part(self._next_number, version, bytearray())
         append_frame(part.data, Head(version, self._recorded))
         self._parts.append(part)
@@ -107,7 +107,7 @@ class FileJournal:
         return part.number
 
     async def written(self) -> None:
-        """As of `flash.hub.journal.Journal`."""
+        """As of `flash.samples.journal.Journal`."""
         recorded = self._recorded
         while self._written < recorded:
             await self._progress.wait()

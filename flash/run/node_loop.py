@@ -26,12 +26,10 @@ from flash.config.tree import Config
 from flash.environment.load import LoadedEnvironment
 from flash.errors import ConfigError, EngineError, FlashError, TransportError
 from flash.hub import protocol as p
-from flash.hub.collecting import seldom_collected
-from flash.hub.course import RunEnd
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub
-from flash.hub.journal import NO_JOURNAL
-from flash.hub.members import Home
+from flash.hub.nodes.members import Origin
+from flash.hub.progress import RunEnd
 from flash.observe.cluster import EVERY_S
 from flash.observe.recorder import Recorder
 from flash.profile.order import ordered
@@ -54,9 +52,11 @@ from flash.run.rendezvous import Rank, advertised_host, find_hub
 from flash.run.scratch import remember_shared_memory
 from flash.run.starter_watch import LAUNCHER
 from flash.run.token import VARIABLE, hub_token
+from flash.samples.journal import NO_JOURNAL
 from flash.trainer.stored import Choice, choose
 from flash.transport.blocking import BlockingClient
 from flash.transport.client import connect
+from flash.transport.collecting import seldom_collected
 from flash.transport.request import Request
 from flash.transport.server import Peer, serve
 from flash.waiting import first_error
@@ -123,7 +123,7 @@ async def _first_node(rank: Rank, config: Config, token: str | None, now: Callab
             recorder.note(note)
         env = LoadedEnvironment(config.env.path, config.env.options)
         evaluated = recorder.evaluated()
-        home = Home(os.getcwd(), tuple(own_folders()), os.environ[LAUNCHER])
+        home = Origin(os.getcwd(), tuple(own_folders()), os.environ[LAUNCHER])
         life = recorder.directory.begin_life()
         journal = None
         if config.checkpoint.journal != "off":
@@ -137,7 +137,7 @@ async def _first_node(rank: Rank, config: Config, token: str | None, now: Callab
             kind_of=env.kind_of,
             domains=env.domains(),
             evaluated=evaluated,
-            home=home,
+            origin=home,
             keep_state=partial(keep_hub_state, config.run_dir, recorder.written),
             journal=journal or NO_JOURNAL,
             life=life,
@@ -155,7 +155,7 @@ async def _first_node(rank: Rank, config: Config, token: str | None, now: Callab
                 signals.start_soon(profile_node, order, hub, config)
             async with _serving(hub, config, token) as address:
                 end = await _run_hub(hub, config, env, address, now, recorder.note)
-                recorder.cluster(hub.picture())
+                recorder.cluster(hub.overview())
             # Anew: what an interrupt has cut short may have ended while the engines did.
             ledger = hub.buffer.ledger.totals(hub.buffer.in_flight)
             finish = partial(recorder.finish, ledger, interrupted=end.reason == "interrupted")

@@ -19,7 +19,7 @@ from flash.config.tree import Config
 from flash.errors import FlashError
 from flash.foreign.torch import LINGER_S, Ended
 from flash.hub import protocol as p
-from flash.hub.trainers import why_not
+from flash.hub.ranks.trainers import why_not
 from flash.run.rendezvous import RETRY_S, hub_place
 from flash.run.token import VARIABLE
 from flash.transport.blocking import BlockingClient

@@ -1,4 +1,5 @@
-"""What a run has left on the disk, for trainer ranks that start again (`flash.hub.past`), alone or with the hub."""
+"""What a run has left on the disk, for trainer ranks that start again (`flash.hub.ranks.past`), alone or with the
+hub."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from flash.config.load import dump, flat
 from flash.config.recorded import recorded
 from flash.config.tree import Config
 from flash.errors import RecordingError
-from flash.hub.past import Start
-from flash.hub.trainers import why_not
+from flash.hub.ranks.past import Start
+from flash.hub.ranks.trainers import why_not
 from flash.observe.cluster_file import read_cluster
 from flash.observe.progress import has_ended
 from flash.observe.recorder import Recorder

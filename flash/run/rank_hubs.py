@@ -2,7 +2,7 @@
 
 The main thread trains, and asks the hub of now; a call that the loss of a hub has ended is made again to the next one.
 A thread of its own shows each hub that the process runs, looks for the next one, and presents there what the rank
-holds, in the middle of a step too. The next hub lets all ranks go on, or none (`flash.hub.outliving`); then this
+holds, in the middle of a step too. The next hub lets all ranks go on, or none (`flash.hub.ranks.outliving`); then this
 process ends, as it does when its life is over. So does one that was told to end while it has no hub.
 
 Law: each hub hears of a step's end what it does not know yet, once: that it was trained, and what was published.
@@ -23,9 +23,9 @@ from flash.config import waits
 from flash.config.tree import Config
 from flash.errors import FlashError, LifeOverError, PeerLostError
 from flash.hub import protocol as p
-from flash.hub.fetching import BlockingCaller, fetch_blocking
-from flash.hub.outliving import checksum
-from flash.hub.slices import at_once
+from flash.hub.ranks.outliving import checksum
+from flash.hub.ranks.shards import BlockingCaller, fetch_blocking
+from flash.samples.slices import at_once
 from flash.transport.request import ReplyT, Request, answered
 from flash.types import Activity
 

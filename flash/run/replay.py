@@ -22,9 +22,9 @@ from flash.config.load import dump, flat
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.foreign.torch import alone
-from flash.hub.batching import deal
 from flash.observe.recording import read_batch, recorded_steps
 from flash.observe.rundir import RunDirectory
+from flash.samples.batches import deal
 from flash.trainer.stored import complete_checkpoints, damaged_checkpoints, read_manifest
 from flash.types import Shard
 

@@ -15,9 +15,9 @@ import msgspec
 from flash.config.tree import Config
 from flash.environment.load import LoadedEnvironment
 from flash.hub import protocol as p
-from flash.hub.fetching import fetch
 from flash.hub.hub import Hub
 from flash.hub.in_process import InProcessCaller
+from flash.hub.ranks.shards import fetch
 from flash.observe.observer import MemoryObserver
 from flash.rollout.engine import Engine
 from flash.rollout.node import RolloutNode

@@ -75,7 +75,7 @@ def _hubs(
 ) -> RankHubs:
     """The hubs of a rank that begins with this one."""
     from flash.hub import protocol as p
-    from flash.hub.trainers import why_not
+    from flash.hub.ranks.trainers import why_not
     from flash.run.rank_hubs import RankHubs
     from flash.trainer.stored import read_manifest
 

@@ -16,7 +16,7 @@ from flash.config import waits
 from flash.config.simulate import SimulateConfig
 from flash.config.tree import Config
 from flash.hub import protocol as p
-from flash.hub.fetching import fetch
+from flash.hub.ranks.shards import fetch
 from flash.types import Activity, Canary, Published, Shard
 
 

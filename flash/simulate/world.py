@@ -22,9 +22,9 @@ from flash.config.simulate import SimulateConfig
 from flash.config.tree import ClusterConfig, Config
 from flash.environment.interface import Environment
 from flash.hub import protocol as p
-from flash.hub.course import RunEnd
 from flash.hub.hub import Hub
 from flash.hub.in_process import InProcessCaller
+from flash.hub.progress import RunEnd
 from flash.hub.state import HubState, KeepState, weigh
 from flash.observe.observer import Observer, Wish
 from flash.rollout.engine import Engine

@@ -13,10 +13,10 @@ import pytest
 
 from envs.agent import HOST
 from flash.environment import shared
-from flash.hub.journal import Event, MemoryJournal
-from flash.hub.replayed import Replay
 from flash.hub.state import HubState
 from flash.rollout.fake_engine import FakeEngine
+from flash.samples.journal import Event, MemoryJournal
+from flash.samples.replay import Replay
 from flash.simulate.clock import run_virtual
 from flash.trainer.packing import pack
 from flash.types import Shard

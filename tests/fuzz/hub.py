@@ -24,14 +24,14 @@ from flash.errors import FlashError, ProtocolError
 from flash.hub import protocol as p
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub
-from flash.hub.members import digest
+from flash.hub.nodes.members import digest
 from flash.observe.observer import MemoryObserver
 from flash.transport import Client, Peer, Request, connect, new_token, serve
 from flash.transport.auth import MAGIC, prove_to_server
 from flash.types import Activity, Canary, Failure, Lease, Outcome, Published, Task
 from tests.fuzz.mutate import body, flipped, frame
-from tests.hub.cases import trajectory
 from tests.hub.test_hub import make_config
+from tests.samples.cases import trajectory
 
 FRAMES = 20
 """Most frames of one attacker."""

@@ -11,8 +11,8 @@ import anyio.lowlevel
 from flash.errors import LifeOverError
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
-from flash.hub.outliving import checksum
-from flash.hub.slices import at_once
+from flash.hub.ranks.outliving import checksum
+from flash.samples.slices import at_once
 from flash.types import Canary, Published, Shard
 
 Lie = Literal["does not come", "dies", "is of another version", "has another batch", "is of another life"]

@@ -28,20 +28,20 @@ from anyio.abc import TaskGroup
 
 from flash.config.tree import Config
 from flash.environment.interface import Domain
-from flash.hub import buffer
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
-from flash.hub.journal import MemoryJournal
-from flash.hub.past import Start
-from flash.hub.replayed import Replay
-from flash.hub.shares import KEPT_S
+from flash.hub.nodes.dealing import KEPT_S
+from flash.hub.ranks.past import Start
 from flash.hub.state import HubState
 from flash.observe.observer import MemoryObserver
+from flash.samples import buffer
+from flash.samples.journal import MemoryJournal
+from flash.samples.replay import Replay
 from flash.simulate.clock import run_virtual
 from flash.types import Batch, Failure, Lease, Outcome, Published, Shard, Trajectory, VersionRun
 from tests.branching import joined
-from tests.hub.cases import KeptStates, trajectory
 from tests.hub.outliving import Ranks, tells_a_lie
+from tests.samples.cases import KeptStates, trajectory
 
 EVENTS = 30
 NEVER = 10_000
@@ -237,7 +237,7 @@ class Recording(MemoryObserver):
 
 
 class RecordedPast:
-    """See `flash.hub.past.Past`."""
+    """See `flash.hub.ranks.past.Past`."""
 
     def __init__(self, recording: Recording, kept: KeptStates) -> None:
         self._recording = recording

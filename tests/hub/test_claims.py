@@ -11,14 +11,14 @@ from flash.errors import PeerLostError, ProtocolError
 from flash.hub import protocol as p
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub
-from flash.hub.journal import MemoryJournal, Revoked
-from flash.hub.replayed import Replay
 from flash.hub.state import HubState
 from flash.observe.observer import MemoryObserver
+from flash.samples.journal import MemoryJournal, Revoked
+from flash.samples.replay import Replay
 from flash.transport.server import Peer
 from flash.types import Failure, Lease, Outcome
-from tests.hub.cases import trajectory
 from tests.hub.test_hub import Driver, make_config
+from tests.samples.cases import trajectory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 

@@ -14,10 +14,10 @@ from flash.hub import protocol as p
 from flash.hub.gate import Gate
 from flash.transport.server import Peer
 from flash.types import Activity, Canary, Failure, Lease, Outcome, Published, Span, Turn, VersionRun
-from tests.hub.cases import trajectory
 from tests.hub.test_hub import Driver, make_config
 from tests.metrics_page import unlisted
 from tests.observe.clusters import status_of
+from tests.samples.cases import trajectory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 

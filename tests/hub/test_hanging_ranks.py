@@ -12,9 +12,9 @@ import pytest
 from flash.config.tree import ClusterConfig, Config, DeadlinesConfig
 from flash.errors import DeadlineError, PeerLostError
 from flash.hub import protocol as p
-from flash.hub.course import RunEnd
+from flash.hub.progress import RunEnd
+from flash.hub.ranks.trainers import LIFE_OVER
 from flash.hub.stages import LOOK_AT, OF_TRAINERS, Stage, stage_s
-from flash.hub.trainers import LIFE_OVER
 from flash.transport.request import Request
 from tests.hub.test_hub import make_config
 from tests.hub.test_trainers import Rank, World, tasks_of

@@ -14,16 +14,16 @@ from flash.config.tree import Config
 from flash.config.waits import LONG_POLL_S
 from flash.errors import BreakerError, ContractError
 from flash.hub import protocol as p
-from flash.hub.batching import PART_BYTES
-from flash.hub.fetching import fetch
 from flash.hub.hub import Hub
 from flash.hub.in_process import InProcessCaller
-from flash.hub.shares import KEPT_S
+from flash.hub.nodes.dealing import KEPT_S
+from flash.hub.ranks.shards import fetch
 from flash.hub.state import HubState
 from flash.observe.observer import MemoryObserver
+from flash.samples.batches import PART_BYTES
 from flash.types import Canary, Failure, Lease, Outcome, Published
-from tests.hub.cases import KeptStates, trajectory
 from tests.metrics_page import unlisted
+from tests.samples.cases import KeptStates, trajectory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from flash.errors import BreakerError, ContractError
 from flash.hub import protocol as p
-from flash.hub.buffer import SampleBuffer
-from flash.hub.journal import Committed, Ended, Event, MemoryJournal
-from flash.hub.replayed import Replay
-from flash.hub.samples import BufferState
 from flash.hub.state import HubState
+from flash.samples.buffer import SampleBuffer
+from flash.samples.journal import Committed, Ended, Event, MemoryJournal
+from flash.samples.replay import Replay
+from flash.samples.state import BufferState
 from flash.types import Failure, Lease, Outcome
-from tests.hub.cases import finish_all, lease_all, make_buffer, trajectory, void
 from tests.hub.test_hub import Driver, make_config
+from tests.samples.cases import finish_all, lease_all, make_buffer, trajectory, void
 
 
 def make(**options: Any) -> SampleBuffer:
@@ -162,8 +162,8 @@ def test_a_run_goes_on_from_any_version_since_the_checkpoint_however_often_its_h
         version = dice.choice([reached, dice.randint(0, reached)])
         found = replayed(None, 0, journal.events).state(until=version)
         assert found is not None
-        trained = {formed.step: set[int]() for formed in found.again}
-        for formed in found.again:
+        trained = {formed.step: set[int]() for formed in found.formed}
+        for formed in found.formed:
             trained[formed.step].add(formed.group.group_id)
         if reached not in batches and reached in trained:  # chosen, and not gathered yet
             batches[reached] = trained[reached]

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from flash.errors import ContractError
-from flash.hub.lives import Lives
+from flash.hub.ranks.lives import Lives
 
 RANKS = 3
 STEPS = 12

@@ -11,16 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.hub.census import Census
-from flash.hub.choice import Eligible, choose
-from flash.hub.chores import Chores
-from flash.hub.contract import AgeContract
-from flash.hub.groups import Group, Member
-from flash.hub.leases import as_issued
-from flash.hub.places import Places
-from flash.hub.queue import TaskQueue
+from flash.samples.admission import Places
+from flash.samples.choice import Eligible, choose
+from flash.samples.groups import Group, Member
+from flash.samples.leases import TaskQueue, as_issued
+from flash.samples.pool import Census
+from flash.samples.rules import AgeContract
+from flash.samples.slices import Backlog
 from flash.types import Failure, Outcome, Task
-from tests.hub.cases import finish_all, in_order, lease_all, make_buffer, trajectory
+from tests.samples.cases import finish_all, in_order, lease_all, make_buffer, trajectory
 
 
 @given(st.lists(st.integers(0, 30), unique=True), st.integers(0, 40))
@@ -125,13 +124,13 @@ def test_the_choice_by_counts_is_that_of_looking_at_every_group(
 
 def test_chores_are_done_in_order_a_slice_at_a_time() -> None:
     done: list[tuple[str, int]] = []
-    chores = Chores(at_once=2)
-    chores.add(lambda number: done.append(("a", number)), range(3))
+    backlog = Backlog(at_once=2)
+    backlog.add(lambda number: done.append(("a", number)), range(3))
     assert done == [("a", 0), ("a", 1)]
-    chores.add(lambda number: done.append(("b", number)), [7])
+    backlog.add(lambda number: done.append(("b", number)), [7])
     assert done == [("a", 0), ("a", 1), ("a", 2), ("b", 7)]
-    assert not chores.work()
-    assert not chores
+    assert not backlog.work()
+    assert not backlog
 
 
 def test_a_quarantine_gives_up_a_slice_of_groups_at_a_time_and_all_in_the_end() -> None:

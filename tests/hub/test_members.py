@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flash.config.tree import Config
 from flash.errors import ConfigError, DeadlineError, PeerLostError, WeightsError
 from flash.hub import protocol as p
-from flash.hub.members import Home, Members
+from flash.hub.nodes.members import Members, Origin
 from flash.types import Failure, Lease, Outcome
 from tests.hub.test_hub import Driver, all_leases, make_config
 from tests.hub.test_stages import Run, with_deadlines
@@ -41,7 +41,7 @@ def ask(members: Members, engines: int) -> tuple[int | None, int]:
 def test_no_two_living_members_or_engines_have_the_same_number(
     events: list[tuple[bool, int]], trainer_nodes: int
 ) -> None:
-    members = Members(with_cluster(nodes=4, trainer_nodes=trainer_nodes), Home())
+    members = Members(with_cluster(nodes=4, trainer_nodes=trainer_nodes), Origin())
     engines = {node: {node} for node in range(trainer_nodes)}
     for joins, number in events:
         if joins:
@@ -59,7 +59,7 @@ def test_no_two_living_members_or_engines_have_the_same_number(
 
 
 def test_a_node_takes_the_place_of_one_that_is_gone() -> None:
-    members = Members(with_cluster(), Home())
+    members = Members(with_cluster(), Origin())
     assert [ask(members, engines) for engines in (2, 3, 2)] == [(1, 1), (2, 3), (3, 6)]
     members.left(2)
     assert ask(members, 3) == (2, 3)
@@ -69,17 +69,17 @@ def test_a_node_takes_the_place_of_one_that_is_gone() -> None:
 
 def test_a_node_of_another_version_is_told_before_it_joins() -> None:
     with pytest.raises(ConfigError, match="install the same version of Flash on both"):
-        Members(with_cluster(), Home()).about(p.RunRequest("older"), 0, ending=False)
+        Members(with_cluster(), Origin()).about(p.RunRequest("older"), 0, ending=False)
 
 
 def test_a_node_that_has_heard_of_another_life_of_the_run_asks_again() -> None:
-    members = Members(with_cluster(), Home())
+    members = Members(with_cluster(), Origin())
     with pytest.raises(PeerLostError, match="has started again, with another configuration"):
         members.join(p.JoinRequest("0" * 16, 1))
 
 
 def test_the_group_of_nccl_takes_the_nodes_that_it_was_made_for_and_no_others() -> None:
-    members = Members(with_cluster(gpus=2, backend="nccl", nodes=2), Home())
+    members = Members(with_cluster(gpus=2, backend="nccl", nodes=2), Origin())
     with pytest.raises(ConfigError, match=r"fixed group, that of cluster\.nodes = 2"):
         ask(members, 1)
     assert ask(members, 2) == (1, 1)
@@ -89,7 +89,7 @@ def test_the_group_of_nccl_takes_the_nodes_that_it_was_made_for_and_no_others() 
 
 def test_nobody_joins_engines_that_share_the_trainers_memory() -> None:
     with pytest.raises(ConfigError, match="ipc ends at the trainers' machine"):
-        ask(Members(with_cluster(gpus=1, backend="ipc"), Home()), 1)
+        ask(Members(with_cluster(gpus=1, backend="ipc"), Origin()), 1)
 
 
 class Joined(Driver):

@@ -6,12 +6,13 @@ import math
 
 import pytest
 
-from flash.hub.buffer import SampleBuffer
-from flash.hub.metrics import StepMetrics, means, measured
-from flash.hub.slices import at_once
+from flash.hub.metrics import StepMetrics
+from flash.samples.buffer import SampleBuffer
+from flash.samples.measures import means, measured
+from flash.samples.slices import at_once
 from flash.types import Failure, Outcome, Task, VersionRun
-from tests.hub.cases import lease_all, make_buffer, trajectory
 from tests.metrics_page import unlisted
+from tests.samples.cases import lease_all, make_buffer, trajectory
 
 
 def commit(buffer: SampleBuffer, metrics: StepMetrics, version: int) -> dict[str, float]:

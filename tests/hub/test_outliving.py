@@ -12,13 +12,13 @@ import pytest
 from flash.config import waits
 from flash.errors import LifeOverError
 from flash.hub import protocol as p
-from flash.hub.batching import cut, deal
-from flash.hub.outliving import Outliving, checksum
-from flash.hub.slices import at_once
+from flash.hub.ranks.outliving import Outliving, checksum
+from flash.samples.batches import cut, deal
+from flash.samples.slices import at_once
 from flash.types import Batch, Task
-from tests.hub.cases import trajectory
 from tests.hub.test_hub import make_config
 from tests.hub.test_trainers import Rank, World, tasks_of
+from tests.samples.cases import trajectory
 
 Then = Callable[[], None]
 """What happens while they wait for the others."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.hub.shares import KEPT_S, Load, Shares, equal_loads
+from flash.hub.nodes.dealing import KEPT_S, Load, Shares, equal_loads
 
 NODES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=8)
 """What each holds, and what it could start beside it."""

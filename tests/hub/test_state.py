@@ -10,7 +10,7 @@ import pytest
 from flash.config.tree import Config
 from flash.errors import CheckpointError, ConfigError
 from flash.hub.state import HubState
-from tests.hub.cases import make_buffer
+from tests.samples.cases import make_buffer
 
 
 def make_config(**tables: Any) -> Config:

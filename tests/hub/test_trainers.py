@@ -13,20 +13,20 @@ from flash.config import waits
 from flash.config.tree import Config
 from flash.errors import FlashError, PeerLostError, RecordingError
 from flash.hub import protocol as p
-from flash.hub.course import RunEnd
-from flash.hub.fetching import fetch
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub
-from flash.hub.journal import MemoryJournal
-from flash.hub.past import Start
-from flash.hub.replayed import Replay
+from flash.hub.progress import RunEnd
+from flash.hub.ranks.past import Start
+from flash.hub.ranks.shards import fetch
 from flash.hub.state import HubState
 from flash.observe.observer import MemoryObserver
+from flash.samples.journal import MemoryJournal
+from flash.samples.replay import Replay
 from flash.transport.request import ReplyT, Request
 from flash.transport.server import Peer
 from flash.types import Batch, Canary, Published, Shard
-from tests.hub.cases import KeptStates, trajectory
 from tests.hub.test_hub import make_config
+from tests.samples.cases import KeptStates, trajectory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
@@ -217,11 +217,11 @@ def tasks_of(shard: Shard) -> list[int]:
 
 async def test_the_picture_of_the_cluster_has_the_host_of_each_rank() -> None:
     world = World()
-    assert [rank.host for rank in world.hub.picture().ranks] == [""]
+    assert [rank.host for rank in world.hub.overview().ranks] == [""]
 
     async def trainers() -> None:
         rank = await world.trained(0)
-        assert [rank.host for rank in world.hub.picture().ranks] == ["host-0"]
+        assert [rank.host for rank in world.hub.overview().ranks] == ["host-0"]
         rank.die()
         world.hub.interrupt()
 

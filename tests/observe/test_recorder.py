@@ -14,16 +14,16 @@ import pytest
 
 from flash.config.tree import Config
 from flash.errors import RunDirectoryError
-from flash.hub.batching import gather
 from flash.observe import sample_writer
 from flash.observe.cluster_file import read_cluster
 from flash.observe.recorder import Recorder
 from flash.observe.sample_files import read_samples, sampled_steps, samples_of
+from flash.samples.batches import gather
 from flash.trained import TokenUse, TrainedSample
 from flash.types import Batch, Outcome, Task
-from tests.hub.cases import finish_all, lease_all, make_buffer, trajectory
 from tests.observe.clusters import hub_now
 from tests.observe.sample_rows import metrics_row
+from tests.samples.cases import finish_all, lease_all, make_buffer, trajectory
 
 WAIT_S = 10.0
 """Longest wait for the other thread."""

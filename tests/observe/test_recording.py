@@ -16,7 +16,7 @@ from flash.observe.rundir import RunDirectory
 from flash.run.replay import plan, refuse_idle
 from flash.trainer.stored import MANIFEST, FileEntry, Manifest, step_folder
 from flash.types import Batch, BatchSample, Task
-from tests.hub.cases import trajectory
+from tests.samples.cases import trajectory
 
 
 def a_batch(step: int = 3) -> Batch:

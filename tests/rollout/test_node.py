@@ -19,10 +19,9 @@ from flash.environment.shared import shared
 from flash.environment.threaded import wrap
 from flash.errors import BreakerError, DeadlineError, EngineDeadError, PeerLostError, SandboxStartError
 from flash.hub import protocol as p
-from flash.hub.course import RunEnd
 from flash.hub.hub import Hub
 from flash.hub.in_process import InProcessCaller
-from flash.hub.journal import NO_JOURNAL, Journal
+from flash.hub.progress import RunEnd
 from flash.hub.state import HubState
 from flash.observe.observer import MemoryObserver
 from flash.rollout.fake_engine import FakeEngine, FakeLine
@@ -30,9 +29,10 @@ from flash.rollout.node import RolloutNode
 from flash.rollout.proxy import MAX_FAILED_IN_A_ROW
 from flash.rollout.supervisor import only
 from flash.rollout.tokenizer import Tokenizer
+from flash.samples.journal import NO_JOURNAL, Journal
 from flash.simulate.clock import run_virtual
 from flash.types import Canary, Outcome, Published, Shard, Tool
-from tests.hub.cases import KeptStates
+from tests.samples.cases import KeptStates
 
 
 class CharTokenizer(Tokenizer):

@@ -15,14 +15,14 @@ from flash.environment.interface import HELD_OUT
 from flash.environment.shared import sharing
 from flash.environment.threaded import wrap
 from flash.errors import PeerLostError, TransportError
-from flash.hub.course import RunEnd
 from flash.hub.hub import Hub
 from flash.hub.in_process import InProcessCaller
-from flash.hub.journal import MemoryJournal
-from flash.hub.replayed import Replay
+from flash.hub.progress import RunEnd
 from flash.hub.state import HubState
 from flash.rollout.fake_engine import FakeEngine, FakeLine
 from flash.rollout.node import RolloutNode
+from flash.samples.journal import MemoryJournal
+from flash.samples.replay import Replay
 from flash.simulate.clock import run_virtual
 from flash.transport.request import ReplyT, Request
 from flash.waiting import unwrapped_group

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash.errors import DeadlineError, EngineDeadError, EngineError, FlashError, WeightsError
-from flash.hub.course import RunEnd
+from flash.hub.progress import RunEnd
 from flash.rollout.fake_engine import FakeEngine
 from flash.simulate.clock import run_virtual
 from tests.rollout.test_node import World, ages

@@ -16,7 +16,7 @@ EVERY_S = 2.0
 def looks(one: World, *at: float) -> tuple[list[HubNow], list[tuple[float, Callable[[], object]]]]:
     """Pictures of the cluster, and the events in which they are taken, after so many seconds each."""
     seen: list[HubNow] = []
-    return seen, [(seconds, lambda: seen.append(one.hub.picture())) for seconds in at]
+    return seen, [(seconds, lambda: seen.append(one.hub.overview())) for seconds in at]
 
 
 def status(picture: HubNow) -> NodeStatus:

@@ -9,8 +9,8 @@ import pytest
 
 from flash.environment.interface import HELD_OUT
 from flash.errors import ConfigError
-from flash.hub.tasks import SEED_STRIDE
 from flash.rollout.rehearsal import PROBLEMS, rehearse
+from flash.samples.tasks import SEED_STRIDE
 from flash.simulate.clock import run_virtual
 from flash.types import Trajectory
 from tests.rollout.test_episode import SETTINGS, CharTokenizer

@@ -16,7 +16,7 @@ from flash.rollout.episode import EpisodeProgress
 from flash.rollout.scheduler import DELIVERY_BYTES, Scheduler
 from flash.simulate.clock import run_virtual
 from flash.types import Failure, Lease, Outcome, Task, Trajectory
-from tests.hub.cases import trajectory
+from tests.samples.cases import trajectory
 
 
 def lease(number: int) -> Lease:

@@ -13,14 +13,14 @@ from anyio.to_thread import run_sync
 
 from flash.config.tree import Config
 from flash.errors import FlashError
-from flash.hub.batching import gather
-from flash.hub.buffer import SampleBuffer
-from flash.hub.past import Start
+from flash.hub.ranks.past import Start
 from flash.hub.state import HubState
 from flash.observe.recorder import Recorder
 from flash.observe.recording import recorded_steps
 from flash.run.hub_state import NOTHING, Restored, keep_hub_state, restored
 from flash.run.journal import FileJournal
+from flash.samples.batches import gather
+from flash.samples.buffer import SampleBuffer
 from flash.trainer.stored import (
     HUB_STATE,
     MANIFEST,
@@ -37,8 +37,8 @@ from flash.trainer.stored import (
 from flash.transport.slices import encoded_pieces
 from flash.waiting import unwrapped_group
 from tests.full_disk import PAGE, SmallDisk, small_disk
-from tests.hub.cases import finish_all, lease_all
 from tests.run.test_journal import buffer_of, config_of
+from tests.samples.cases import finish_all, lease_all
 
 pytestmark = pytest.mark.anyio
 

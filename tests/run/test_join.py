@@ -17,7 +17,7 @@ from flash.errors import ConfigError, DeadlineError, FlashError, TransportError
 from flash.hub import protocol as p
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub
-from flash.hub.members import Home
+from flash.hub.nodes.members import Origin
 from flash.observe.observer import MemoryObserver
 from flash.observe.rundir import RunDirectory
 from flash.run.error_marker import ErrorMarker
@@ -56,7 +56,7 @@ class Job:
 
     @asynccontextmanager
     async def hub(self, given: str | None = None, **more: Any) -> AsyncGenerator[Hub]:
-        hub = Hub(self.config, MemoryObserver(), now=anyio.current_time, home=Home(launch="7.1"), **more)
+        hub = Hub(self.config, MemoryObserver(), now=anyio.current_time, origin=Origin(launch="7.1"), **more)
         gate = Gate(hub, self.config)
 
         async def handle(peer: Peer, request: Any) -> msgspec.Struct:

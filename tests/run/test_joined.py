@@ -16,14 +16,14 @@ from flash.environment.shared import sharing
 from flash.environment.threaded import wrap
 from flash.hub import protocol as p
 from flash.hub.hub import Hub as RealHub
-from flash.hub.journal import MemoryJournal
-from flash.hub.members import digest
-from flash.hub.replayed import Replay
+from flash.hub.nodes.members import digest
 from flash.hub.state import HubState
 from flash.rollout.fake_engine import FakeEngine, FakeLine
 from flash.rollout.node import RolloutNode
 from flash.run.join import LifeEnd, Order
 from flash.run.joined import Hub, Life
+from flash.samples.journal import MemoryJournal
+from flash.samples.replay import Replay
 from flash.types import Canary, Published
 from tests.rollout.test_node import CharTokenizer, Echo
 from tests.run.test_join import Job

@@ -14,19 +14,19 @@ import pytest
 from flash.config.load import dump
 from flash.config.tree import Config
 from flash.errors import ConfigError, RecordingError, RunDirectoryError
-from flash.hub.buffer import SampleBuffer
-from flash.hub.past import Start
-from flash.hub.replayed import Replay
-from flash.hub.samples import BufferState
+from flash.hub.ranks.past import Start
 from flash.hub.state import HubState
 from flash.observe.rundir import RunDirectory
 from flash.run.hub_state import NOTHING, Restored, restored
 from flash.run.journal import FileJournal, Place, journal_folder, replay_journal
+from flash.samples.buffer import SampleBuffer
+from flash.samples.replay import Replay
+from flash.samples.state import BufferState
 from flash.trainer.stored import HUB_STATE, MANIFEST, FileEntry, Manifest, crc32_of, step_folder
 from flash.types import Batch, Lease
 from tests.full_disk import small_disk
-from tests.hub.cases import finish_all, lease_all, make_buffer
 from tests.hub.test_state import make_config
+from tests.samples.cases import finish_all, lease_all, make_buffer
 
 pytestmark = pytest.mark.anyio
 
@@ -130,7 +130,7 @@ async def test_a_checkpoint_begins_a_file_and_those_before_the_oldest_checkpoint
     for checkpoint, version in ((first, 1), (second, 2)):
         kept = restored(checkpoint, config_of(run_dir))
         assert kept.state is not None
-        assert {formed.step for formed in kept.state.buffer.again} == set(range(version, 3))
+        assert {formed.step for formed in kept.state.buffer.formed} == set(range(version, 3))
         assert kept.state.buffer.ledger.trained == 4 * version
         assert kept.state.buffer.ledger.generated_tokens == life.buffer.ledger.generated_tokens
         assert kept.place.number == 3
@@ -154,7 +154,7 @@ async def test_a_run_goes_on_from_the_version_that_it_had_and_its_ranks_from_the
     assert kept.notes[-1] == (
         "the run goes back from version 4 to 3, and does these steps again: step 3 has no row in metrics.jsonl"
     )
-    assert {formed.step for formed in kept.state.buffer.again} == {3}
+    assert {formed.step for formed in kept.state.buffer.formed} == {3}
     assert kept.state.buffer.ledger.trained == 3 * 4
     # The next life, too, ends before there is another checkpoint.
     async with written(Life(run_dir, kept)) as second:
@@ -165,7 +165,7 @@ async def test_a_run_goes_on_from_the_version_that_it_had_and_its_ranks_from_the
     kept = restored(checkpoint, config)
     assert kept.state is not None
     assert (kept.state.version, kept.start) == (4, Start(1, str(checkpoint)))
-    assert kept.state.buffer.again == []
+    assert kept.state.buffer.formed == []
     assert kept.state.buffer.ledger.trained == 4 * 4
     assert kept.state.buffer.ledger.generated_tokens == second.buffer.ledger.generated_tokens
     assert files(run_dir)[-1] == "000002-step-000003.log"
@@ -174,7 +174,7 @@ async def test_a_run_goes_on_from_the_version_that_it_had_and_its_ranks_from_the
     kept = restored(checkpoint, config)
     assert kept.state is not None
     assert kept.state.version == 1
-    assert {formed.step for formed in kept.state.buffer.again} == {1, 2, 3}
+    assert {formed.step for formed in kept.state.buffer.formed} == {1, 2, 3}
     assert kept.state.buffer.ledger.trained == 4
 
 

@@ -11,13 +11,13 @@ import pytest
 from flash.config.load import dump
 from flash.config.tree import Config
 from flash.errors import RecordingError
-from flash.hub.past import Start
+from flash.hub.ranks.past import Start
 from flash.observe.recorder import Recorder
 from flash.run.past import Reach, RecordedPast, reach
 from flash.trainer.stored import MANIFEST, Manifest, step_folder
 from flash.types import Batch, Canary, Published, Task
 from flash.weights.update import UpdateInfo, encode_update
-from tests.hub.cases import trajectory
+from tests.samples.cases import trajectory
 
 pytestmark = pytest.mark.anyio
 

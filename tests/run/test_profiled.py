@@ -20,7 +20,7 @@ LONG_S = 10 * POLL_S
 
 def reach(driver: Driver, version: int) -> None:
     """The run has come so far."""
-    driver.hub._course.version = version  # pyright: ignore[reportPrivateUsage]
+    driver.hub._progress.version = version  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_the_loop_is_watched_through_the_steps_and_the_run_ends_when_all_is_written(tmp_path: Path) -> None:

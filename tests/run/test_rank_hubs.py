@@ -11,9 +11,9 @@ import pytest
 
 from flash.errors import DeadlineError, LifeOverError, PeerLostError
 from flash.hub import protocol as p
-from flash.hub.outliving import checksum
-from flash.hub.slices import at_once
+from flash.hub.ranks.outliving import checksum
 from flash.run.rank_hubs import RankHubs
+from flash.samples.slices import at_once
 from flash.transport.request import ReplyT, Request
 from flash.types import Activity, Canary, Published, Shard
 from tests.run.test_launcher import make_config

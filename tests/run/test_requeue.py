@@ -14,7 +14,7 @@ from flash.observe.recorder import Recorder
 from flash.run.requeue import refuse_idle_requeues
 from flash.trainer.stored import MANIFEST, Manifest
 from flash.types import Batch, Task
-from tests.hub.cases import trajectory
+from tests.samples.cases import trajectory
 
 
 @pytest.fixture

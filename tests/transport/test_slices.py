@@ -15,7 +15,7 @@ from flash.transport.connection import FrameConnection
 from flash.transport.frames import FrameDecoder, FrameKind
 from flash.transport.slices import SLICE_BYTES, SLICE_ITEMS, encode_slices, encoded_pieces
 from flash.types import BatchSample, Canary, Failure, Lease, Outcome, Published, Shard, ShardSample, Task
-from tests.hub.cases import trajectory
+from tests.samples.cases import trajectory
 
 
 class Inner(msgspec.Struct):

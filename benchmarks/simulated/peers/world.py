@@ -15,9 +15,9 @@ import msgspec
 from benchmarks.simulated.peers.router import PeerEngine, Router
 from flash.config.simulate import SimulateConfig
 from flash.config.tree import Config
-from flash.hub.tasks import TaskSource
 from flash.rollout.episode import response_key
 from flash.rollout.phases import FreePhases, Phases
+from flash.samples.tasks import TaskSource
 from flash.simulate.workload import Workload, env_key
 from flash.types import Canary, Lease, Published, Task
 

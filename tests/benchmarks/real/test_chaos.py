@@ -28,7 +28,7 @@ from flash.config.load import load
 from flash.observe.recording import write_batch
 from flash.observe.rundir import RunDirectory
 from flash.types import Batch, Task, VersionRun
-from tests.hub.cases import trajectory
+from tests.samples.cases import trajectory
 
 LEDGER = {
     "issued": 8,

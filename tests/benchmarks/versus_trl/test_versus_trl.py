@@ -20,7 +20,7 @@ from envs.counting import CountingOptions
 from flash.config.load import load
 from flash.environment import HELD_OUT
 from flash.errors import ConfigError, EnvError
-from flash.hub.tasks import TaskSource
+from flash.samples.tasks import TaskSource
 
 BOTH = pytest.mark.parametrize("case", list(CASES))
 

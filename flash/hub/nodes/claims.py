@@ -1,0 +1,55 @@
+"""Claims: leases that former lives of the hub have granted, until who holds them comes to the hub of now. Pure state.
+
+A node that outlives a hub goes on with what it was given, and presents it to the next one. That one knows from its
+state and the journal what was granted and has not come home: the node may keep it, and drops the rest. What nobody has
+claimed after some time queues again.
+
+Law: each lease of a former life is claimed by one node, or revoked, or has ended before; never two of it, never twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from flash.samples.leases import LeaseTable
+from flash.types import Lease
+
+
+class Claims:
+    """See the module's docstring.
+
+    Args:
+        leases: of training, as the former lives have left them.
+        survives: whether this node may have outlived the hub.
+    """
+
+    def __init__(self, leases: LeaseTable, survives: Callable[[int], bool]) -> None:
+        self._leases = leases
+        self._open: set[int] = set()
+        """Those that nobody has claimed yet."""
+        self.void: list[int] = []
+        """Those whose nodes have ended with the hub."""
+        for member in leases.members_out():
+            if survives(member.node):
+                self._open.add(member.lease_id)
+            else:
+                self.void.append(member.lease_id)
+
+    def __bool__(self) -> bool:
+        """Whether there is something to claim."""
+        return bool(self._open)
+
+    def take(self, presented: Iterable[Lease]) -> list[Lease]:
+        """A node presents leases; those that it may keep. All others are of no use to anybody."""
+        kept: list[Lease] = []
+        for lease in presented:
+            if lease.lease_id in self._open and self._leases.stands(lease):
+                self._open.discard(lease.lease_id)
+                kept.append(lease)
+        return kept
+
+    def expire(self) -> list[int]:
+        """It is too late to claim anything; what nobody has claimed."""
+        left = [lease_id for lease_id in sorted(self._open) if self._leases.is_out(lease_id)]
+        self._open.clear()
+        return left

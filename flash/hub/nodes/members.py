@@ -1,0 +1,144 @@
+"""Members: which nodes the run has, and how they and their engines are numbered. Pure state.
+
+The nodes with trainers are members from the start, since torchrun starts them with the hub. Every other node joins when
+it comes, and its numbers are free again once it is gone.
+
+Law: of the members that live no two have the same number, and no two engines.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from hashlib import sha256
+from itertools import count
+
+import msgspec
+
+from flash.config.load import dump
+from flash.config.tree import Config
+from flash.errors import ConfigError, PeerLostError
+from flash.hub import protocol as p
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Where a run was started: what its paths and import paths are relative to."""
+
+    folder: str = ""
+    imports: tuple[str, ...] = ()
+    """Folders of the user's modules."""
+    launch: str = ""
+    """The launch of the first node, as in `error.json`."""
+
+
+def digest(config_text: str) -> str:
+    """Tells one configuration from another."""
+    return sha256(config_text.encode()).hexdigest()[:16]
+
+
+class Members:
+    """See the module's docstring.
+
+    Args:
+        config: the run.
+        origin: where it was started.
+    """
+
+    def __init__(self, config: Config, origin: Origin) -> None:
+        self._config = config
+        self._origin = origin
+        self._engines: dict[int, range] = {}
+        """The numbers of each member's engines."""
+        first = 0
+        for node in range(config.cluster.trainer_nodes):
+            self._engines[node] = range(first, first + config.engines_on(node))
+            first = self._engines[node].stop
+
+    @cached_property
+    def _text(self) -> str:
+        return dump(self._config)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether new weights go to a group that nobody leaves or enters once it stands."""
+        return self._config.weights_backend == "nccl"
+
+    def has_joined(self, node: int) -> bool:
+        """Whether this number is that of a node which came by itself, and may go."""
+        return node >= self._config.cluster.trainer_nodes
+
+    @property
+    def engines(self) -> int:
+        """Engines of all members, started or not."""
+        return sum(map(len, self._engines.values()))
+
+    @property
+    def numbers(self) -> list[int]:
+        """All members, whether they have come yet or not."""
+        return sorted(self._engines)
+
+    @property
+    def joined(self) -> list[int]:
+        """The nodes that have come by themselves."""
+        return [node for node in self._engines if self.has_joined(node)]
+
+    def about(self, request: p.RunRequest, version: int, *, ending: bool) -> p.RunReply:
+        """What a node has to know to become a member.
+
+        Raises:
+            ConfigError: it runs another version of Flash.
+        """
+        if request.code != p.dialect():
+            raise ConfigError(
+                f"the hub speaks version {p.dialect()} of the messages, and this node version {request.code}: install "
+                "the same version of Flash on both"
+            )
+        return p.RunReply(
+            self._text,
+            digest(self._text),
+            self._origin.folder,
+            list(self._origin.imports),
+            self._origin.launch,
+            ending,
+            version,
+        )
+
+    def join(self, request: p.JoinRequest) -> p.JoinReply:
+        """Number a new member and its engines.
+
+        Raises:
+            ConfigError: there is no room for it.
+            PeerLostError: it has heard of another life of this run.
+        """
+        if request.digest != digest(self._text):
+            raise PeerLostError("the hub has started again, with another configuration")
+        cluster, backend = self._config.cluster, self._config.weights_backend
+        if backend == "ipc":
+            raise ConfigError("weights.backend = ipc ends at the trainers' machine: nodes join with tcp")
+        node = next(number for number in count(cluster.trainer_nodes) if number not in self._engines)
+        if self.fixed and (node >= cluster.nodes or request.engines != self._config.engines_on(node)):
+            raise ConfigError(
+                f"weights.backend = nccl sends to a fixed group, that of cluster.nodes = {cluster.nodes} nodes as "
+                "configured: nodes that come beyond it, or with other engines, join with weights.backend = tcp"
+            )
+        first = 0
+        for taken in sorted(self._engines.values(), key=lambda engines: engines.start):
+            if first + request.engines <= taken.start:
+                break
+            first = max(first, taken.stop)
+        self._engines[node] = range(first, first + request.engines)
+        return p.JoinReply(node, first)
+
+    def may_leave(self, node: int) -> None:
+        """Raises ConfigError: the run has no such node, or cannot do without it."""
+        if node not in self.joined:
+            known = ", ".join(map(str, self.joined)) or "none"
+            raise ConfigError(f"no node {node} has joined this run (those that have: {known})")
+        if self.fixed:
+            raise ConfigError(
+                f"weights.backend = nccl cannot do without node {node}: end the run, and go on with fewer"
+            )
+
+    def left(self, node: int) -> None:
+        """A member is gone; its numbers are free, unless torchrun brings it back itself."""
+        if self.has_joined(node):
+            self._engines.pop(node, None)

@@ -1,0 +1,108 @@
+"""Versions: which weights engines are to load, and which they have. The hub's side of the nodes' engines.
+
+It owns no task: its methods run in the tasks of the nodes' requests, and of the trainer rank that publishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio
+
+from flash.config import waits
+from flash.config.tree import Config
+from flash.hub import protocol as p
+from flash.hub.metrics import StepMetrics
+from flash.hub.nodes.dealing import Shares
+from flash.hub.nodes.fleet import Fleet
+from flash.hub.progress import Progress
+from flash.observe.observer import Observer
+
+
+class Versions:
+    """See the module's docstring.
+
+    Args:
+        config: the run.
+        observer: is told what engines were busy with, and what their nodes note.
+        now: gives Unix seconds on the loop's clock.
+        progress: how far the run has come, and what is published.
+        metrics: is told of canaries and restarts.
+        fleet: knows the engines.
+        shares: of work, which a node that loads is given later.
+        offer: is called when there may be work for somebody that there was not before.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        observer: Observer,
+        now: Callable[[], float],
+        progress: Progress,
+        metrics: StepMetrics,
+        fleet: Fleet,
+        shares: Shares,
+        offer: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._observer = observer
+        self._now = now
+        self._progress = progress
+        self._metrics = metrics
+        self._fleet = fleet
+        self._shares = shares
+        self._offer = offer
+
+    def published(self, version: int) -> None:
+        """There is a version for all nodes to load."""
+        self._fleet.newest = version
+        self._shares.loading(self._now())
+        self._progress.signals.send("versions")
+        self._offer()
+
+    async def newer(self, request: p.VersionRequest) -> p.VersionReply:
+        """Give an engine the newest version. Waits for one that it does not have, at most one long poll."""
+        with anyio.move_on_after(waits.long_poll_s(self._config)):
+            await self._progress.until("versions", lambda: self._progress.done or self._has_newer(request))
+        if not self._has_newer(request):
+            return p.VersionReply(None, done=self._progress.done)
+        self._fleet.given(request.node)
+        return p.VersionReply(self._progress.published, done=self._progress.done)
+
+    def _has_newer(self, request: p.VersionRequest) -> bool:
+        return self._progress.reachable and self._fleet.newest > request.after
+
+    async def load_failed(self, request: p.LoadFailed) -> p.LoadFailedReply:
+        """Tell whether an engine could not load since its publisher is gone, which it may notice before the hub."""
+
+        def gone() -> bool:
+            published = self._progress.published
+            return not self._progress.reachable or published is None or published.life != request.life
+
+        with anyio.move_on_after(waits.echo_s(self._config)):
+            await self._progress.until("run", gone)
+        return p.LoadFailedReply(gone())
+
+    def engines_changed(self, request: p.EngineReport) -> p.Ack:
+        """A node tells of its engines."""
+        self._metrics.canaries(request.engines)
+        self._metrics.restarted(request.restarts)
+        self._observer.activities(request.activities)
+        if self._progress.stopping != "interrupted":  # its engines may end before their node
+            for note in request.notes:
+                self._observer.note(note)
+        before = self._fleet.versions(request.node)
+        if self._fleet.report(request):
+            self._progress.signals.send("run", "engines")
+            self._loaded(request.node, max(before, default=-1))
+        return p.Ack()
+
+    def _loaded(self, node: int, before: int) -> None:
+        """A node has told its versions; `before` was the newest of them."""
+        newest = max(self._fleet.versions(node), default=-1)
+        if newest < 0:
+            self._shares.away(node)
+        elif newest >= self._fleet.newest:
+            self._shares.loaded(node)
+        if newest != before:
+            self._offer()

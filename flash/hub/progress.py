@@ -1,0 +1,104 @@
+"""How far a run has come, how it will end, and waiting for it to go on. The parts of the hub share it.
+
+A thousand engines wait for their next version while results come in by the thousand; each change wakes one or two
+waiters, those whom it concerns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import anyio
+import msgspec
+
+from flash.errors import FlashError, PeerLostError
+from flash.types import Published
+
+
+class RunEnd(msgspec.Struct, frozen=True):
+    """How the run ended."""
+
+    reason: Literal["finished", "interrupted"]
+    version: int
+    ledger: dict[str, int]
+    unfinished: str = ""
+    """What did not end within `deadlines.shutdown` of an interrupt, in words."""
+
+
+class Progress:
+    """`version`: what the run has reached; the trainer ranks may be on their way to it."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.published: Published | None = None
+        """The newest version that engines may have."""
+        self.reachable = False
+        """Whether those live who published it: else nobody can fetch it."""
+        self.stopping: Literal["finished", "interrupted"] | None = None
+        self.done = False
+        """Whether everybody may leave."""
+        self.stages_ended = 0
+        """Counts what ends a stage."""
+        self.error: FlashError | None = None
+        """What ended the run."""
+        self.signals = Signals()
+
+    async def until(self, signal: Signal, condition: Callable[[], bool]) -> None:
+        """Wait, under the caller's deadline, until the condition is true or the run has failed.
+
+        Whatever may make it true has to send the signal.
+        """
+        while not condition():
+            if self.error is not None:
+                raise self.error
+            await self.signals.wait(signal)
+
+    def fail(self, error: FlashError) -> None:
+        """End the run with this error; the first one wins."""
+        self.error = self.error or error
+        self.signals.send_all()
+
+    def refuse_at_end(self) -> None:
+        """Raises PeerLostError: the run has failed, and who comes now is to wait for the next hub."""
+        if self.error is not None:
+            raise PeerLostError("this hub is about to end")
+
+    def interrupt(self) -> None:
+        """Stop after the running step; a run that has trained everything ends at once."""
+        self.stopping = "interrupted"
+        self.signals.send("run", "batches", "engines")
+
+    def end(self) -> None:
+        """Let everybody leave."""
+        self.done = True
+        self.signals.send_all()
+
+
+Signal = Literal["run", "batches", "engines", "versions", "put off", "ranks"] | tuple[Literal["leases", "cancels"], int]
+"""What may have changed: the run's progress, whether a batch can be formed, the versions of engines, the published one,
+what was put off, which processes the trainer ranks are, what a node may have, what it is to cancel."""
+
+
+class Signals:
+    """Events by name. Signals are not remembered: a waiter looks at its condition first."""
+
+    def __init__(self) -> None:
+        self._events: dict[Signal, anyio.Event] = {}
+
+    async def wait(self, signal: Signal) -> None:
+        """Wait, under the caller's deadline, for the next one."""
+        event = self._events.get(signal)
+        if event is None:
+            event = self._events[signal] = anyio.Event()
+        await event.wait()
+
+    def send(self, *signals: Signal) -> None:
+        """Wake those who wait for any of these."""
+        for signal in signals:
+            if (event := self._events.pop(signal, None)) is not None:
+                event.set()
+
+    def send_all(self) -> None:
+        """Wake everybody."""
+        self.send(*list(self._events))

@@ -1,0 +1,303 @@
+"""Steps: what the hub does for the trainer ranks. A batch is formed, dealt to all of them and committed.
+
+Versions are announced, and between two steps the state is handed out for a checkpoint. Ranks that are behind the run,
+after a restart, are given the batches of that time; nothing of these steps is booked again. It owns no task: what must
+not be left half done goes on when the rank that has asked for it is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import msgspec
+
+from flash.config.tree import Config
+from flash.errors import ContractError
+from flash.hub import protocol as p
+from flash.hub.metrics import Branches, StepMetrics
+from flash.hub.nodes.nodes import Nodes
+from flash.hub.progress import Progress
+from flash.hub.ranks.outliving import checksum
+from flash.hub.ranks.trainers import Trainers
+from flash.hub.state import HubState, KeepState
+from flash.observe.observer import Observer
+from flash.samples.batches import cut, deal, gather
+from flash.samples.buffer import SampleBuffer
+from flash.samples.evaluation import Evaluations
+from flash.samples.measures import means, measured
+from flash.samples.rules import AgeContract
+from flash.samples.slices import drained, forgotten, in_slices
+from flash.transport.slices import encoded_pieces
+from flash.types import Published, Shard, Trajectory
+
+
+class Steps:
+    """See the module's docstring.
+
+    Args:
+        config: the run.
+        observer: is told of steps, of their samples and of the ledger.
+        now: gives Unix seconds on the loop's clock.
+        progress: how far the run has come.
+        buffer: gives the batches.
+        evaluations: are told of versions.
+        metrics: make the row of a step.
+        contract: the run's age contract.
+        nodes: are given what a step makes room for.
+        trainers: the ranks, and which of their lives counts.
+        keep_state: writes the hub's state into the checkpoint of a version.
+        part_bytes: of a shard, what one message may hold.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        observer: Observer,
+        now: Callable[[], float],
+        progress: Progress,
+        buffer: SampleBuffer,
+        evaluations: Evaluations,
+        metrics: StepMetrics,
+        contract: AgeContract,
+        nodes: Nodes,
+        trainers: Trainers,
+        keep_state: KeepState,
+        part_bytes: int,
+    ) -> None:
+        self._config = config
+        self._observer = observer
+        self._now = now
+        self._progress = progress
+        self._contract = contract
+        self._buffer = buffer
+        self._nodes = nodes
+        self._trainers = trainers
+        self._lives = trainers.lives
+        self._evaluations = evaluations
+        self._metrics = metrics
+        self._keep_state = keep_state
+        self._part_bytes = part_bytes
+        self._kept_waiting = 0
+        """Publications and goodbyes that wait for engines."""
+        self._shards: list[list[Shard]] = []
+        """Of each rank, in parts."""
+        self._trained: list[Trajectory] = []
+        self._wanted = self._saves = False
+        """Whether a checkpoint is wanted after the next batch, and after this one."""
+        self._forming = False
+        self._asking = 0
+        """Ranks that wait for a batch."""
+        self._last_reply: p.BatchReply | None = None
+
+    @property
+    def training(self) -> bool:
+        """Whether the ranks have a batch."""
+        return bool(self._shards)
+
+    @property
+    def asked(self) -> bool:
+        """Whether a rank waits for a batch."""
+        return self._asking > 0
+
+    @property
+    def waits_for_engines(self) -> bool:
+        """Whether the ranks are kept until engines have loaded what was published."""
+        return self._kept_waiting > 0
+
+    async def begins(self, request: p.LifeRequest | p.OutliveRequest) -> p.LifeReply | p.OutliveReply:
+        """A rank has started, or outlived the hub before this one."""
+        if isinstance(request, p.LifeRequest):
+            return await self._trainers.begins(request)
+        return await self._trainers.outlives(request, self._formed_checksums)
+
+    async def _formed_checksums(self) -> list[int]:
+        """Of the shards of the next step, each rank's; empty where its batch cannot be formed yet."""
+        await self._nodes.tidy()  # what a state begins with, and no batch is formed before that is done
+        if not self._shards and self._buffer.can_take(self._progress.version) and self._progress.stopping is None:
+            with anyio.CancelScope(shield=True):
+                await self._form_batch()
+        return [await in_slices(checksum(parts)) for parts in self._shards]
+
+    # -- batches -----------------------------------------------------------------------------------------------------
+
+    async def batch(self, request: p.BatchRequest) -> p.BatchReply:
+        """Give a rank a part of its shard. Waits for enough complete groups; all ranks get the same answer."""
+        if request.step != self._lives.held:
+            raise ContractError(f"rank {request.rank} asks for step {request.step}; the ranks hold {self._lives.held}")
+        self._observer.activities(request.activities)
+        life = self._lives.number
+        if self._lives.behind(self._progress.version):
+            return await self._trained_before(request, life)
+        await self._until_formed()
+        if not self._shards:
+            # The same to all ranks, whatever comes between their questions: they export the model together.
+            self._last_reply = self._last_reply or p.BatchReply(None, finished=self._progress.stopping == "finished")
+            return self._last_reply
+        return self._part(self._shards[request.rank], request, life, keeps=True, saves=self._saves)
+
+    async def _until_formed(self) -> None:
+        """Wait until there is a batch, or the run is stopping; the first to see that one can be formed forms it."""
+        self._asking += 1
+        self._progress.signals.send("run")
+        try:
+            while not self._shards and (self._progress.stopping is None or self._forming):
+                await self._progress.until("batches", self.can_form)
+                if not self._shards and self._progress.stopping is None:
+                    with anyio.CancelScope(shield=True):
+                        await self._form_batch()
+        finally:
+            self._asking -= 1
+            self._progress.signals.send("run")
+
+    async def _trained_before(self, request: p.BatchRequest, life: int) -> p.BatchReply:
+        """A part of what a life before this one has trained at the same step."""
+        # Afterwards they hold the run's version, and its state is still as it was between two steps.
+        keeps = request.step + 1 == self._progress.version and not self._shards and not self._forming
+        again = await self._trainers.trained_before(request.step, keeps=keeps)
+        if again is None:
+            return p.BatchReply(None, keeps=False)
+        return self._part(again.shards[request.rank], request, life, keeps=again.keeps)
+
+    def _part(
+        self, parts: list[Shard], request: p.BatchRequest, life: int, *, keeps: bool, saves: bool = False
+    ) -> p.BatchReply:
+        if not 0 <= request.part < len(parts):
+            raise ContractError(f"rank {request.rank} asks for part {request.part} of the {len(parts)} of its shard")
+        left = len(parts) - 1 - request.part
+        if left == 0 and self._lives.counts(life):  # else the rank is gone by now
+            self._lives.fetched.add(request.rank)
+        return p.BatchReply(parts[request.part], keeps=keeps, left=left, saves=saves)
+
+    def can_form(self) -> bool:
+        """Whether a rank that waits for its shard can do something about it."""
+        if self._forming:
+            return False
+        if self._shards or self._progress.stopping is not None:
+            return True
+        return self._progress.version >= self._config.run.steps or self._buffer.can_take(self._progress.version)
+
+    async def _form_batch(self) -> None:
+        """Take a batch and deal it, or close after the last one; one rank does it for all."""
+        self._forming = True
+        try:
+            if self._progress.version >= self._config.run.steps:
+                self._progress.stopping = "finished"
+                self._progress.signals.send("run")
+                self._buffer.close()
+                await self._nodes.tidy()
+                return
+            groups = self._buffer.take(self._progress.version)
+            while groups is None and self._buffer.untidy:
+                await self._nodes.tidy()
+                groups = self._buffer.take(self._progress.version)
+            if groups is None:
+                return
+            self._nodes.spread_word()
+            self._nodes.offer()
+            min_version = self._contract.min_token_version(self._progress.version)
+            batch = gather(groups, self._progress.version, min_version)
+            shards = await in_slices(deal(batch, self._config.trainer_world_size))
+            await self._buffer.journal.written()  # ranks that outlive this hub find the same batch at the next one
+            self._shards = [await in_slices(cut(shard, self._part_bytes)) for shard in shards]
+            self._trained = batch.trajectories
+            self._wanted, self._saves = False, self._wanted
+            self._observer.batch(batch)
+            self._progress.stages_ended += 1
+        finally:
+            self._forming = False
+            self._progress.signals.send("run", "batches")
+
+    async def commit(self, request: p.Commit) -> p.Ack:
+        """The ranks have trained a step: it is booked, unless a life before this one has booked it."""
+        if request.step != self._lives.held or len(self._lives.fetched) != self._config.trainer_world_size:
+            raise ContractError(f"step {request.step} was committed while the ranks hold {self._lives.held}")
+        if self._lives.commits(self._progress.version):
+            with anyio.CancelScope(shield=True):
+                await self._book(request)
+        self._progress.stages_ended += 1
+        self._progress.signals.send("run")
+        return p.Ack()
+
+    async def _book(self, request: p.Commit) -> None:
+        # Emptied in slices below: to free them all at once would take as long as all the rest.
+        trained, self._trained = list(self._trained), []
+        dealt: list[list[Any]] = [list(self._shards[0][0].batch)]
+        dealt += [list(part.samples) for parts in self._shards for part in parts]
+        self._shards = []
+        self._buffer.commit(self._progress.version)
+        self._progress.version += 1
+        await self._nodes.tidy()
+        branches = Branches()
+        samples = await in_slices(means(map(measured, branches.count(drained(trained)))))
+        for items in dealt:
+            await in_slices(forgotten(items))
+        engines, seen = list(self._nodes.fleet.engines()), branches.metrics() | samples
+        self._observer.trained(request.step, request.seen)
+        wish = self._observer.step(
+            self._metrics.row(self._progress.version, seen, request.metrics, self._buffer, engines, self._now())
+        )
+        if wish == "stop":
+            self._progress.interrupt()
+        self._wanted = wish is not None
+        await self._buffer.journal.written()
+
+    # -- versions and checkpoints ------------------------------------------------------------------------------------
+
+    async def publish(self, published: Published) -> p.Ack:
+        """Announce a version once every engine has left the ones before the newest: engines are at most one behind.
+
+        Of ranks that are behind the run no engine is to have anything. Nobody can load any more what was published by
+        ranks that are gone.
+        """
+        progress = self._progress
+        if self._lives.publishes(progress.version):
+            if progress.reachable:
+                await self._until_engines(lambda: self._nodes.fleet.up_to_date)
+            self._trainers.hold_again(published)
+            news = progress.published is None or progress.published.version < published.version
+            progress.published, progress.reachable = msgspec.structs.replace(published, life=self._lives.number), True
+            if news:
+                self._evaluations.published(published.version)
+                self._nodes.versions.published(published.version)
+            # RepeatedStep for those who lack it.
+            progress.signals.send("versions")
+        progress.stages_ended += 1
+        progress.signals.send("run")
+        return p.Ack()
+
+    async def _until_engines(self, ready: Callable[[], bool]) -> None:
+        """Wait for engines, under the deadline of `Stage.LOADING` or `Stage.STARTING`; not in an interrupted run."""
+        if ready():
+            return
+        self._kept_waiting += 1
+        self._progress.signals.send("run")
+        try:
+            await self._progress.until("engines", lambda: self._progress.stopping == "interrupted" or ready())
+        finally:
+            self._kept_waiting -= 1
+            self._progress.signals.send("run")
+
+    async def snapshot(self) -> p.SnapshotReply:
+        """Have the state of this moment written; results come in and leases go out meanwhile."""
+        await self._nodes.tidy()
+        await in_slices(self._buffer.copy_ahead())
+        await self._nodes.tidy()
+        if self._shards or self._forming or self._lives.behind(self._progress.version):
+            raise ContractError(f"a snapshot belongs between two steps, and step {self._progress.version} is trained")
+        self._observer.ledger(self._buffer.ledger.totals(self._buffer.in_flight))
+        version, kept = self._progress.version, self._buffer.snapshot()
+        state = HubState.of(version, kept, self._config, self._buffer.journal.begin(version))
+        return await self._keep_state(version, encoded_pieces(state))
+
+    async def goodbye(self, request: p.Goodbye) -> None:
+        """A rank leaves in order, as soon as no engine needs its weights."""
+        self._observer.activities(request.activities)
+        await self._until_engines(self._weights_are_home)
+        self._trainers.leaves(request.rank)
+
+    def _weights_are_home(self) -> bool:
+        """Whether no engine needs the ranks: where an evaluation is still owed, none does once one has started."""
+        fleet = self._nodes.fleet
+        return fleet.up_to_date and (fleet.started or self._evaluations.done)

@@ -1,0 +1,384 @@
+"""Trainers: the hub's side of the trainer ranks' coming and going. It owns no task.
+
+A life of theirs (`flash.hub.ranks.lives`) that is lost does not end the run: its calls are ended, and so are its
+ranks, by that, or, where they hang, by their node's agent, which asks here. The engines go on with what they have.
+The next life is told which checkpoint to load, and trains again what the run has trained since
+(`flash.hub.ranks.past`); so does the first one of a hub that has started again, unless ranks come that have outlived
+the hub before it, and may go on (`flash.hub.ranks.outliving`). Where that cannot be, the run ends with an error after
+which all processes start again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import anyio
+
+from flash.config import waits
+from flash.config.tree import Config
+from flash.errors import CollectiveError, FlashError, LifeOverError, PeerLostError, RecordingError, error_of
+from flash.hub import protocol as p
+from flash.hub.metrics import StepMetrics
+from flash.hub.progress import Progress
+from flash.hub.ranks.lives import Lives
+from flash.hub.ranks.outliving import Outliving, checksum
+from flash.hub.ranks.past import Past, RepeatedStep, Start
+from flash.observe.observer import Observer
+from flash.samples.batches import deal
+from flash.samples.slices import in_slices
+from flash.types import Published
+
+T = TypeVar("T")
+
+LIFE_OVER = "this life of the trainer ranks is over, as one of them is gone or hangs"
+"""What a rank of it is told."""
+
+
+class Trainers:
+    """See the module's docstring.
+
+    Args:
+        config: the run.
+        observer: is told of losses and returns.
+        now: gives Unix seconds on the loop's clock.
+        progress: how far the run has come.
+        metrics: count the returns.
+        past: what the run keeps; None: it ends when a rank is lost.
+        start: what the first life begins with.
+        number: of the first life.
+        part_bytes: of a shard, what one message may hold.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        observer: Observer,
+        now: Callable[[], float],
+        progress: Progress,
+        metrics: StepMetrics,
+        past: Past | None,
+        start: Start,
+        number: int,
+        part_bytes: int,
+    ) -> None:
+        self._config = config
+        self._observer = observer
+        self._now = now
+        self._progress = progress
+        self._metrics = metrics
+        self._past = past
+        self._why_not = "" if past is None else why_not(config)
+        self._ranks = config.trainer_world_size
+        self._part_bytes = part_bytes
+        self.lives = Lives(self._ranks, start.version, progress.version, number)
+        self._outliving = Outliving(self._ranks, progress.version, number)
+        self._start: Start | None = start
+        """What the newest life begins with, once that is known."""
+        self._choosing = False
+        self._again: RepeatedStep | None = None
+        self._calls: set[anyio.CancelScope] = set()
+        self.hosts: dict[int, str] = {}
+        """Of the nodes of ranks, by rank."""
+        self.begun: dict[int, float] = {}
+        """When each rank of now has come."""
+        self._changes = 0
+        """Of which processes the lives have."""
+        self._lost_at = now() if self.lives.away else None
+        """When the last life was lost that held the run's version, or this hub began, until the next one does."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nobody has to wait for a trainer rank any more.
+
+        An interrupted run does not wait for ranks that are only starting: they would have nothing new to save.
+        """
+        progress, lives = self._progress, self.lives
+        if progress.stopping == "interrupted" and (lives.away or (progress.published is None and not lives.complete)):
+            return True
+        return lives.finished
+
+    # -- lives -------------------------------------------------------------------------------------------------------
+
+    async def begins(self, request: p.LifeRequest) -> p.LifeReply:
+        """What a rank is to begin with. The first one of its life that asks has it chosen."""
+        if self._outliving.decide(go_on=False):  # a process starts when all of the life before it have ended
+            self._refuse("others have started instead of them")
+            raise LifeOverError(LIFE_OVER)
+        self._comes(request)
+        self._progress.refuse_at_end()
+        while self._start is None and not self.lives.finished:
+            if self._choosing:
+                await self._progress.until("batches", lambda: not self._choosing)
+                continue
+            self._choosing = True
+            try:
+                self._start = await self._choose()
+            finally:
+                self._choosing = False
+                self._progress.signals.send("batches")
+        checkpoint = self._start.checkpoint if self._start is not None and not self.lives.finished else None
+        return p.LifeReply(self.lives.number, checkpoint)
+
+    def _comes(self, request: p.LifeRequest | p.OutliveRequest) -> None:
+        """A rank has said which process it is."""
+        self.lives.begins(request.rank, request.process)
+        self.begun[request.rank], self.hosts[request.rank] = self._now(), request.host
+        self._changed()
+
+    async def _choose(self) -> Start:
+        assert self._past is not None, "without a past no life follows the first"
+        version = self._progress.version
+        try:
+            start = await self._past.start(version)
+        except FlashError as error:
+            raise self._cannot_come_back(error) from error
+        self.lives.begins_at(start.version, self._progress.version)
+        return start
+
+    def _cannot_come_back(self, error: FlashError) -> PeerLostError:
+        """All processes start again."""
+        failed = PeerLostError(
+            f"the trainer ranks cannot come back to version {self._progress.version} by themselves: {error}"
+        )
+        self._progress.fail(failed)
+        return failed
+
+    def lost(self, rank: int) -> None:
+        """A rank of the newest life is gone."""
+        if rank not in self.lives.present:
+            return
+        self._progress.signals.send("run")
+        if self._outliving.decide(go_on=False):
+            self._refuse(f"rank {rank} is gone")
+            return
+        silent = self._silent()
+        if self.lives.lost(rank):
+            words = f"trainer rank {rank} is gone without a word: its process was killed, or crashed"
+            self.end_life(PeerLostError("; ".join([words, *silent])))
+
+    def hang(self, waited: str) -> None:
+        """The ranks of the newest life, of which some are here, have not done in time what the run waits for."""
+        hanging = self._silent() or [f"{self._named(rank)} hangs" for rank in self.lives.present]
+        if self.lives.given_up():
+            self.end_life(PeerLostError(f"{' and '.join(hanging)}: {waited}"))
+
+    def collective_failed(self, error: CollectiveError, awaited: str) -> None:
+        """A rank says that a collective failed, or outlived its deadline, and none is gone."""
+        seconds = f"a collective may take {self._config.deadlines.collective:g} s (deadlines.collective)"
+        words = [*self._silent(), f"{error}; the run waited for {awaited}, in which {seconds}"]
+        self.end_life(CollectiveError(": ".join(words)))
+
+    async def failed(self, request: p.Fatal, waited_for: Callable[[], str]) -> None:
+        """End the run with a peer's error, unless it is the echo of the end of another one that has no voice."""
+        error = error_of(request.error, request.message)
+        if error is None or isinstance(error, CollectiveError):
+            life = self.lives.number
+            await anyio.sleep(waits.echo_s(self._config))
+            if not self.lives.counts(life):
+                return
+        if isinstance(error, CollectiveError):
+            self.collective_failed(error, waited_for())
+        else:
+            self._progress.fail(error or FlashError(request.message))
+
+    def leaves(self, rank: int) -> None:
+        """A rank has said goodbye."""
+        self.lives.leaves(rank)
+        self._changed()
+        self._progress.signals.send("run")
+
+    def _silent(self) -> list[str]:
+        """The ranks that are not heard of any more, in words."""
+        quiet = self.lives.silent(waits.SILENT_S, self._now())
+        return [f"{self._named(rank)} hangs: it has been silent for {seconds:.0f} s" for rank, seconds in quiet.items()]
+
+    def _named(self, rank: int) -> str:
+        where = f"on node {self.node_of(rank)}"
+        if (process := self.lives.processes.get(rank)) is not None:
+            where = f"process {process} {where}"
+        return f"trainer rank {rank} ({where})"
+
+    def node_of(self, rank: int) -> int:
+        """The node of a rank."""
+        return rank // self._config.cluster.trainer_ranks
+
+    async def watched(self, request: p.LifeWatch) -> None:
+        """Show a rank, after a while, that its life goes on."""
+        self.lives.beats(request.rank, self._now())
+        await anyio.sleep(waits.BEAT_S)
+
+    async def ranks_of(self, request: p.RanksRequest) -> p.RanksReply:
+        """The processes of a node's ranks, once there is news of any."""
+        await self._progress.until("ranks", lambda: request.after != self._changes)
+        here = [
+            [process for rank, process in ranks.items() if self.node_of(rank) == request.node]
+            for ranks in (self.lives.processes, self.lives.ended)
+        ]
+        return p.RanksReply(self._changes, living=here[0], ended=here[1])
+
+    def _changed(self) -> None:
+        self._changes += 1
+        self._progress.signals.send("ranks")
+
+    def end_life(self, error: FlashError) -> None:
+        """The newest life is over, for this reason."""
+        progress = self._progress
+        if progress.error is not None or progress.done:
+            return
+        if self._why_not is not None or progress.stopping == "interrupted":
+            if self._why_not:
+                error.args = (f"{error}. All processes start again with it, as {self._why_not}",)
+            progress.fail(error)
+            return
+        if self._lost_at is None:
+            self._lost_at = self._now()
+        self._outliving.decide(go_on=False)
+        self.lives.end()
+        self._end_calls()
+        self._observer.failure("trainers_lost", str(error))
+        self._observer.note(f"{error}. The trainer ranks start again, and the engines go on meanwhile")
+
+    def _end_calls(self) -> None:
+        """Nothing more is answered to the newest life; the next one begins with what is chosen then."""
+        self._changed()
+        if self._past is not None:
+            self._start = None
+        self._again = None
+        self._progress.reachable = False
+        self._progress.stages_ended += 1
+        for call in self._calls:
+            call.cancel()
+        self._progress.signals.send("run", "batches", "engines")
+
+    async def while_it_lasts(self, answer: Callable[[], Awaitable[T]]) -> T:
+        """The answer to a rank of the newest life. Raises LifeOverError: its life ended before there was one."""
+        with anyio.CancelScope() as call:
+            self._calls.add(call)
+            try:
+                return await answer()
+            finally:
+                self._calls.discard(call)
+        raise LifeOverError(LIFE_OVER)
+
+    # -- ranks that outlive a hub ------------------------------------------------------------------------------------
+
+    async def outlives(self, request: p.OutliveRequest, formed: Callable[[], Awaitable[list[int]]]) -> p.OutliveReply:
+        """A rank of the hub before this one presents itself: once all have come, they go on, or none of them.
+
+        Args:
+            request: what it holds.
+            formed: gives the checksums of the next step's shards.
+
+        Raises:
+            LifeOverError: its life is over.
+        """
+        self._progress.refuse_at_end()
+        outliving = self._outliving
+        if outliving.go_on is not None:  # as of a rank that was cut off from this hub, whose life is over long since
+            self.lives.withdraws(request.rank)
+            raise LifeOverError(LIFE_OVER)
+        self._comes(request)
+        why = outliving.presents(request)
+        if not why and outliving.complete:
+            why = outliving.compared(await self._booked_checksums(), await formed() if outliving.in_step else [])
+            if not why and outliving.decide(go_on=True):
+                self._go_on()
+        if not why:
+            with anyio.move_on_after(waits.claim_s(self._config)):
+                await self._progress.until("ranks", lambda: outliving.go_on is not None)
+            why = f"{outliving.here} came within {waits.claim_s(self._config):g} s"
+        if outliving.go_on:
+            return p.OutliveReply(self._progress.version)
+        if outliving.decide(go_on=False):
+            self._refuse(why)
+        raise LifeOverError(LIFE_OVER)
+
+    async def _booked_checksums(self) -> list[int]:
+        """Of the shards of the last step that is booked; empty where its batch cannot be read."""
+        if self._past is None or self._progress.version == 0:
+            return []
+        try:
+            batch = await self._past.batch(self._progress.version - 1)
+        except RecordingError:
+            return []
+        shards = await in_slices(deal(batch, self._ranks))
+        return [await in_slices(checksum([shard])) for shard in shards]
+
+    def _go_on(self) -> None:
+        """All ranks have come that the hub before this one had, and hold what the run has."""
+        self._lost_at = None
+        self.lives.goes_on(self._outliving.in_step, self._progress.version)
+        self._changed()
+        self._progress.stages_ended += 1
+        self._progress.signals.send("run")
+        self._observer.note(f"the trainer ranks have outlived the hub, and go on at version {self._progress.version}")
+
+    def _refuse(self, why: str) -> None:
+        """None of them may go on."""
+        if self._lost_at is None:
+            self._lost_at = self._now()
+        self.lives.refused()
+        self._end_calls()
+        words = f"the trainer ranks have outlived the hub, and cannot go on: {why}"
+        self._observer.note(f"{words}. They start again, and the engines go on meanwhile")
+
+    # -- what they train again ---------------------------------------------------------------------------------------
+
+    async def trained_before(self, step: int, *, keeps: bool) -> RepeatedStep | None:
+        """What the ranks train at a step that is booked already, the same for all; None: it is too late for that.
+
+        Args:
+            step: of this life's version.
+            keeps: whether a checkpoint may follow; the first rank that asks settles it.
+
+        Raises:
+            PeerLostError: it cannot be read.
+        """
+        assert self._past is not None, "without a past no life is behind"
+        if self._again is None:
+            self._again = RepeatedStep(self._past, self._progress, self._ranks, self._part_bytes)
+        again = self._again
+        if self._progress.stopping == "interrupted" and again.step != step:
+            return None
+        try:
+            await again.read(step, keeps=keeps)
+        except FlashError as error:
+            raise self._cannot_come_back(error) from error
+        return again
+
+    def hold_again(self, published: Published) -> None:
+        """The ranks hold the run's version, and publish it now: after a loss, people are told what it is like."""
+        if self._lost_at is None:
+            return
+        seconds, self._lost_at, self._again = self._now() - self._lost_at, None, None
+        if self.lives.lost_before:  # else they were not lost alone
+            self._metrics.trainers_returned()
+        steps = self.lives.repeated
+        words = f"the trainer ranks are back at version {published.version} after {seconds:.0f} s"
+        if steps:
+            words += f", in which they have trained {steps} step{'s' * (steps > 1)} again"
+        before = self._progress.published
+        if before is not None and before.version == published.version:
+            words += f": {self._compared(before, published)}"
+        self._observer.note(words)
+
+    def _compared(self, before: Published, published: Published) -> str:
+        assert self._past is not None, "without a past nobody comes back"
+        if self._past.same_weights(before, published):
+            return "the same weights as before"
+        words = "not the weights that they had, as other hardware or another number of ranks adds up in another order; "
+        if before.canary.token_ids == published.canary.token_ids:
+            pairs = zip(before.canary.logprobs, published.canary.logprobs, strict=True)
+            gap = max((abs(one - other) for one, other in pairs), default=0.0)
+            words += f"log-probs of the canary differ by up to {gap:.2g}, and "
+        return words + "the run goes on from here"
+
+
+def why_not(config: Config) -> str | None:
+    """Why ranks that start again cannot come to the run's version from a checkpoint before it; None: they can."""
+    if config.weights_backend == "nccl":
+        return "weights.backend = nccl sends to a fixed group"
+    if config.checkpoint.batches == "none":
+        return 'checkpoint.batches = "none" leaves nothing to train again'
+    return None

@@ -1,0 +1,248 @@
+"""SampleBuffer: every training task between its issue and the commit of its step, as a pure state machine.
+
+It decides; what follows from a decision is in `flash.samples.state`, whose conservation law is its own.
+
+- *Admission* follows the age contract (`flash.samples.admission`).
+- *Redundancy*: the first members of a group to finish win, the others are withdrawn at once; so are groups that miss
+  their window, as far as `extra_groups` stand in for them.
+- *Choice* is made by `flash.samples.choice`, filtering by `flash.samples.groups.GroupFilter`; what leaves without
+  reaching a batch gives its place back.
+- *Consumption*: tokens that are too old all the same are left out of the loss, and counted; or their sample is started
+  again (`on_expire`). Members that would expire while another one of their group is still on its way are trained before
+  it; the late ones join a later step, on top of its groups (`flash.samples.leaving`).
+
+No call takes longer the more samples are in flight: what concerns all groups is counted as they change
+(`flash.samples.pool`), and what has to be done to many of them is done in slices (`flash.samples.slices`), of which
+the owner calls for the rest. After each slice the state is sound, and no batch is formed while one is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+
+from flash.config.tree import SLACK
+from flash.errors import ContractError
+from flash.samples.choice import choose
+from flash.samples.groups import Group, Member
+from flash.samples.journal import (
+    NO_JOURNAL,
+    Began,
+    Closed,
+    Committed,
+    Ended,
+    Event,
+    Issued,
+    Journal,
+    Lent,
+    Made,
+    Revoked,
+    Taken,
+    Tidied,
+    Wasted,
+)
+from flash.samples.rules import AgeContract, BufferRules
+from flash.samples.state import BufferState, Samples
+from flash.samples.tasks import TaskSource
+from flash.types import Failure, Lease, Trajectory
+
+MEMBERS_AT_ONCE = 512
+"""Members whose groups are dealt with in one slice: each takes a few microseconds, ten at most."""
+
+
+class SampleBuffer:
+    """See the module's docstring. `leases.withdrawn` and `notes` fill up for the owner, who empties them.
+
+    Args:
+        contract: the run's age contract.
+        source: which prompt comes next; its cursor is that of the state.
+        rules: what of the configuration concerns samples.
+        step: the version that the trainers hold.
+        state: what a former life left.
+        lease_ids: numbers the leases of the whole run, those of evaluations included.
+        at_once: the number of groups that are dealt with in one slice.
+        journal: is told of every change before it is made.
+    """
+
+    def __init__(
+        self,
+        contract: AgeContract,
+        source: TaskSource,
+        rules: BufferRules,
+        *,
+        step: int = 0,
+        state: BufferState | None = None,
+        lease_ids: Iterator[int] | None = None,
+        at_once: int | None = None,
+        journal: Journal = NO_JOURNAL,
+    ) -> None:
+        made = Made(contract, rules, at_once or max(1, MEMBERS_AT_ONCE // contract.group_size))
+        self.journal = journal
+        journal.record(Began(step, made))
+        self._samples = samples = Samples(made, source, step=step, state=state, lease_ids=lease_ids)
+        self.leases, self.ledger, self.notes = samples.leases, samples.ledger, samples.notes
+
+    def _do(self, event: Event) -> None:
+        self.journal.record(event)
+        self._samples.apply(event)
+
+    def tidy(self) -> bool:
+        """Do a slice of what was put off; tells whether more is left. Raises BreakerError."""
+        if self._samples.backlog:
+            self._do(Tidied())
+        return bool(self._samples.backlog)
+
+    @property
+    def openings(self) -> int:
+        """Grows when a lease may have become possible that was not."""
+        return self._samples.admission.openings
+
+    # -- leases ------------------------------------------------------------------------------------------------------
+
+    def at_hand(self, newest: int) -> int:
+        """Tasks that `lease` could hand out to nodes whose newest engine runs this version.
+
+        0 only if there is none for any node; of the last group some members too many may be counted."""
+        return self._samples.admission.at_hand(newest)
+
+    def lease(self, versions: Sequence[int], node: int = 0, *, nodes: Collection[int] = ()) -> Lease | None:
+        """Hand out the next task that a node may run, or None.
+
+        Args:
+            versions: what the node's engines run.
+            node: its number. A task goes to another node than those it failed on, as long as there is one.
+            nodes: all nodes that could take it.
+
+        Raises:
+            BreakerError: every kind of environment is quarantined.
+        """
+        newest, admission = max(versions, default=-1), self._samples.admission
+        if (member := self.leases.queue.first_for(node, nodes)) is not None:
+            return self._hand_out([member], versions, node)[0] if admission.admits(member, newest) else None
+        if not admission.room_for_group(newest):
+            return None
+        domain = self._samples.domains.next(self._samples.source.cursor.quarantined)
+        issued = Issued(self._samples.source.next_problem(domain))
+        self.journal.record(issued)
+        return self._hand_out(self._samples.issue(issued).members[:1], versions, node)[0]
+
+    def lease_rest(self, lease: Lease, versions: Sequence[int], node: int = 0) -> list[Lease]:
+        """The queued members of the same group, which go to the same node."""
+        queued = [member for member in self._samples.pool[lease.task.group_id].members if member.state == "queued"]
+        return self._hand_out(queued, versions, node) if queued else []
+
+    def _hand_out(self, members: Sequence[Member], versions: Sequence[int], node: int) -> list[Lease]:
+        """The leases on queued tasks of a group. No token is older than the slowest engine that admission allows."""
+        floor, number = self._samples.admission.floor, self.leases.number
+        numbered = [(number(), member.task.sample_index, floor(member, versions)) for member in members]
+        lent = Lent(members[0].task.group_id, node, numbered)
+        self.journal.record(lent)
+        return self._samples.lend(lent)
+
+    # -- results -----------------------------------------------------------------------------------------------------
+
+    def finish(self, lease_id: int, result: Trajectory | Failure, node: int = 0) -> None:
+        """Take what a lease brought home. An unknown lease, one that was withdrawn, only books its tokens.
+
+        Raises:
+            BreakerError: too many tasks in a row were given up, or too many groups filtered out.
+        """
+        if self.leases.is_out(lease_id):
+            self._do(Ended(lease_id, node, result))
+        else:
+            self._do(Wasted(lease_id, result.sampled))
+
+    def revoke(self, lease_ids: Iterable[int]) -> None:
+        """The node of these leases is gone, or nobody has claimed them: their tasks queue again."""
+        self._do(Revoked(list(lease_ids)))
+
+    # -- consumption -------------------------------------------------------------------------------------------------
+
+    def can_take(self, version: int) -> bool:
+        """Whether `take` would get anywhere."""
+        if self._samples.backlog:
+            return False
+        return self._samples.taken == version or version in self._samples.formed or self._choose(version) is not None
+
+    def take(self, version: int) -> list[Group] | None:
+        """The groups of the step that trains version `version`.
+
+        None while there are too few, or while what was chosen is still being gathered: `tidy`, and ask again.
+        """
+        if not self._samples.backlog and self._samples.taken != version:
+            chosen = [] if version in self._samples.formed else self._choose(version)
+            if chosen is not None:
+                self._do(Taken(version, chosen))
+        if self._samples.backlog or self._samples.taken != version:
+            return None
+        return list(self._samples.pool.training.values())
+
+    def _choose(self, version: int) -> list[int] | None:
+        window = self._samples.rules.fifo_window
+        end = None
+        if window is not None:
+            end = math.floor((version + window) * self._samples.contract.groups_per_batch + SLACK)
+        before = None if end is None else self._samples.places.first_at(end)
+        groups = (self._samples.contract, version, self._samples.pool.eligible, self._samples.pool.census.begun)
+        most = self._samples.domains.most(self._samples.source.cursor.quarantined)
+        chosen = choose(*groups, before=before, wait=self._samples.rules.on_expire == "wait", most=most)
+        if chosen is None and not self.leases.out and not self.at_hand(version):
+            # All places are taken, as by what a former life has begun under other options: nothing is to be waited for.
+            return choose(*groups, before=before, wait=False)
+        return chosen
+
+    def commit(self, version: int) -> None:
+        """The step that trained `version` is done: book its groups.
+
+        Raises:
+            ContractError: no batch of this step was taken, or a task or a token is unaccounted for.
+        """
+        if not self._samples.pool.training or self._samples.taken != version:
+            raise ContractError(f"step {version} was committed, but no batch was handed out for it")
+        self._do(Committed(version, self._samples.books))
+
+    def close(self) -> None:
+        """The last step is committed: what redundancy left over is withdrawn and booked."""
+        self._do(Closed())
+
+    # -- what there is -----------------------------------------------------------------------------------------------
+
+    def copy_ahead(self) -> Generator[None]:
+        """Copy in slices what a snapshot keeps of the groups: it has to copy only those that change meanwhile."""
+        return self._samples.pool.copy_ahead()
+
+    def snapshot(self) -> BufferState:
+        """The state between two steps, as it is now, whatever comes after.
+
+        Call it while no batch is in training, and nothing is left to `tidy`.
+        """
+        return self._samples.snapshot()
+
+    def check(self) -> None:
+        """Compare the ledger with what is here. Raises ContractError."""
+        self._samples.check()
+
+    @property
+    def untidy(self) -> bool:
+        """Whether something was put off."""
+        return bool(self._samples.backlog)
+
+    @property
+    def in_flight(self) -> int:
+        """Tasks issued and neither trained, filtered nor given up."""
+        return self._samples.in_flight
+
+    @property
+    def buffered_tokens(self) -> int:
+        """Action tokens of trajectories that wait for a step or are in one."""
+        return self._samples.buffered_tokens
+
+    @property
+    def ready_groups(self) -> int:
+        """Complete groups that wait for a step."""
+        return self._samples.pool.ready_groups
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What domains have had of the trained groups, for the metrics."""
+        return self._samples.domains.row(self._samples.source.cursor.quarantined)

@@ -1,0 +1,137 @@
+"""The rules of a run's samples: the age contract, and what else the configuration says about them.
+
+With α = async ratio and B = samples per step: admission lets (1 + α)·B samples be on their way, and every token
+trained by the step that makes version n+1 was sampled by a version ≥ n − ⌈α⌉. Ages are whole numbers: a sample that α
+admits one version early is one version old, whatever the fraction.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from flash.config.tree import SLACK, Config, RolloutConfig, max_age
+from flash.environment.interface import NO_DOMAINS, Domain
+from flash.samples.groups import GroupFilter
+
+
+class AgeContract(msgspec.Struct, frozen=True):
+    """One run's contract. Redundant samples and groups come on top of what it counts."""
+
+    async_ratio: float
+    batch_size: int
+    group_size: int
+    steps: int
+    extra_groups: int = 0
+
+    def min_engine_version(self, slot: int, sample_index: int) -> int:
+        """The oldest engine version that may start this sample of the group at this place.
+
+        The k-th sample counted from the start, those of returned groups not counted, is admitted by the published
+        version v if k ≤ (v + 1 + α)·B.
+        """
+        member = min(sample_index, self.group_size - 1)
+        k = (slot - self.extra_groups) * self.group_size + member + 1
+        return max(0, math.ceil(k / self.batch_size - 1 - self.async_ratio - SLACK))
+
+    def slots_admitted(self, version: int, sample_index: int) -> int:
+        """The groups, counted from the start, of which a published version may start this sample."""
+        member = min(sample_index, self.group_size - 1)
+        samples = (version + 1 + self.async_ratio + SLACK) * self.batch_size
+        return math.floor((samples - member - 1) / self.group_size) + 1 + self.extra_groups
+
+    @property
+    def max_age(self) -> int:
+        """⌈α⌉: the most versions that a trained token may be old."""
+        return max_age(self.async_ratio)
+
+    def min_token_version(self, step: int) -> int:
+        """The oldest version whose tokens the step that trains version `step` may use."""
+        return step - self.max_age
+
+    def last_step(self, token_version: int) -> int:
+        """The last step that may train a token of this version."""
+        return token_version + self.max_age
+
+    @property
+    def groups_per_batch(self) -> int:
+        """G: the groups that one step trains."""
+        return self.batch_size // self.group_size
+
+    @property
+    def last_slot(self) -> int:
+        """Groups the whole run may have at once or behind it."""
+        return self.steps * self.groups_per_batch + self.extra_groups
+
+
+class DomainRules(msgspec.Struct, frozen=True):
+    """What is different in one of several domains."""
+
+    weight: float
+    """Its share of the groups, in proportion to the others'."""
+    group_size: int
+    """Samples of a group, redundant ones not counted."""
+    filter: GroupFilter
+
+
+class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What a `SampleBuffer` does with samples that fail, outgrow the window or come too many."""
+
+    retries: int = 2
+    breaker: int = 64
+    quarantine: int = 16
+    on_expire: Literal["mask", "requeue", "wait"] = "mask"
+    fifo_window: float | None = None
+    extra_per_group: int = 0
+    whole_groups: bool = False
+    """The samples of a group go to one node together."""
+    waves: bool = False
+    """Groups start in batches, the next batch when the last one is home."""
+    filter: GroupFilter = GroupFilter()
+    domains: dict[str, DomainRules] = {}
+    """By the kind of their problems; empty: nothing is decided by kind."""
+    drift: float = 1.0
+    """Batches by which a domain may be ahead of its share."""
+    problems: str = ""
+    """Tells one set of problems from another: the samples of a group are all of one. Empty: not known."""
+
+    def filter_of(self, kind: str) -> GroupFilter:
+        """What filters the groups of a kind."""
+        return self.domains[kind].filter if kind in self.domains else self.filter
+
+    def sizes(self, group_size: int) -> dict[str, int]:
+        """Members of a group of each domain, redundant ones included; those of other kinds under the empty name."""
+        named = {name: domain.group_size for name, domain in self.domains.items()}
+        return {name: size + self.extra_per_group for name, size in {"": group_size, **named}.items()}
+
+
+def buffer_rules(config: Config, domains: Mapping[str, Domain] = NO_DOMAINS) -> BufferRules:
+    """The part of the configuration that the buffer uses, and what its environment says of its domains."""
+    rollout = config.rollout
+    told = json.dumps([config.env.path, config.env.options], sort_keys=True, default=str)
+    return BufferRules(
+        retries=rollout.retries,
+        breaker=rollout.breaker,
+        quarantine=rollout.quarantine,
+        on_expire=rollout.on_expire,
+        fifo_window=rollout.fifo_window,
+        extra_per_group=rollout.extra_per_group,
+        whole_groups=not rollout.replicate_prompts,
+        waves=not rollout.queue_scheduling,
+        filter=GroupFilter(rollout.drop_equal_rewards, rollout.accuracy_bounds),
+        domains={name: _domain_rules(rollout, domain) for name, domain in domains.items()},
+        drift=rollout.share_drift,
+        problems=hashlib.sha256(told.encode()).hexdigest(),
+    )
+
+
+def _domain_rules(rollout: RolloutConfig, domain: Domain) -> DomainRules:
+    """What the domain leaves open is the run's."""
+    drop, bounds = domain.drop_equal_rewards, domain.accuracy_bounds
+    own = GroupFilter(rollout.drop_equal_rewards if drop is None else drop, bounds or rollout.accuracy_bounds)
+    return DomainRules(domain.weight, domain.group_size or rollout.group_size, own)

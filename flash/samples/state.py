@@ -1,0 +1,369 @@
+"""Samples: what happens to every training task between its issue and the commit of its step. Pure state.
+
+Each change is an event (`flash.samples.journal`), and `apply` makes it: the same events make the same state, in a
+buffer that has decided on them (`flash.samples.buffer`) and in one that reads them again (`flash.samples.replay`).
+
+Conservation: every issued task is queued, leased, done, in training or booked in the ledger; `in_flight` counts them
+here, independently of the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+
+import msgspec
+
+from flash.errors import ContractError
+from flash.samples.admission import Admission, Places
+from flash.samples.breaker import Breaker, Streaks
+from flash.samples.domains import Domains, Shared
+from flash.samples.groups import Formed, FormedBatches, Group, Member
+from flash.samples.journal import Closed, Committed, Ended, Event, Issued, Lent, Made, Revoked, Taken, Tidied, Wasted
+from flash.samples.leases import LeaseTable, as_issued
+from flash.samples.leaving import Departures, Expiry
+from flash.samples.ledger import Ledger
+from flash.samples.pool import GroupPool
+from flash.samples.slices import Backlog
+from flash.samples.tasks import Cursor, TaskSource
+from flash.types import Failure, Lease, Outcome
+
+FILTER_BREAKER = 20
+"""Batches' worth of groups filtered out in a row, none kept between, that stop a run which filters everything."""
+
+
+class BufferState(msgspec.Struct):
+    """What a checkpoint keeps of the buffer: all that has to be known for the events that follow."""
+
+    made: Made
+    cursor: Cursor
+    places: Places
+    groups: list[Group]
+    ledger: Ledger
+    formed: list[Formed] = msgspec.field(default_factory=list[Formed], name="again")
+    """What is to be trained again."""
+    withdrawn: dict[int, Outcome] = {}
+    """Why leases were withdrawn that have not been reported yet."""
+    streaks: Streaks = msgspec.field(default_factory=Streaks)
+    shared: Shared | None = None
+    """What domains have had."""
+
+
+class Samples:
+    """See the module's docstring. `leases.withdrawn` and `notes` fill up for the owner, who empties them.
+
+    Args:
+        made: what decides.
+        source: gives the tasks of groups; its cursor is that of the state.
+        step: the version that the trainers hold.
+        state: what there was before.
+        goes_on: the life that left the state goes on. Otherwise streaks begin anew, and of leases that were withdrawn
+            nothing is reported any more. Those that are out stay out.
+        lease_ids: numbers the leases of the whole run, those of evaluations included.
+    """
+
+    def __init__(
+        self,
+        made: Made,
+        source: TaskSource,
+        *,
+        step: int,
+        state: BufferState | None,
+        goes_on: bool = False,
+        lease_ids: Iterator[int] | None = None,
+    ) -> None:
+        contract, rules = made.contract, made.rules
+        self._made = made
+        self.contract = contract
+        self.rules = rules
+        self.source = source
+        self.pool = GroupPool(made.at_once)
+        self.formed = FormedBatches(state.formed if state is not None else ())
+        self.backlog = Backlog(made.at_once)
+        self.taken: int | None = None
+        """The step of which a batch was chosen."""
+        streaks = state.streaks if state is not None and goes_on else None
+        # A new life tries all kinds again: whoever resumes a run may have mended what failed.
+        tried_again = [] if goes_on else source.end_quarantine()
+        self._breaker = Breaker(rules.breaker, rules.quarantine, FILTER_BREAKER * contract.groups_per_batch, streaks)
+        self.leases = LeaseTable(lease_ids or count(), rules.retries, as_issued)
+        self.places = Places() if state is None else state.places
+        next_step = max(step, self.formed.following)
+        self.admission = Admission(contract, rules, source, self.places, self.leases, next_step)
+        self.ledger = Ledger() if state is None else state.ledger
+        self.domains = Domains(
+            rules.domains,
+            contract.groups_per_batch,
+            rules.drift,
+            None if state is None or tried_again else state.shared,
+            () if state is None else (group.kind for group in state.groups if not group.earlier),
+        )
+        self._departures = Departures(self.pool, self.leases, self.ledger, self.admission, self.domains)
+        parts = (self.pool, self._departures, self.admission, self.places, self.backlog)
+        self._expiry = Expiry(contract, rules, *parts)
+        self.notes: list[str] = []
+        """What people should know."""
+        if tried_again:
+            kinds = ", ".join(map(repr, tried_again))
+            self.notes.append(f"kinds of environments that were in quarantine are tried again: {kinds}")
+        self._told: set[Outcome] = set()
+        """Failures of which an example was noted."""
+        if state is not None:
+            self._restore(state, goes_on)
+
+    def _restore(self, state: BufferState, goes_on: bool) -> None:
+        if goes_on:
+            self.leases.reasons.update(state.withdrawn)
+        had, now = state.made.rules.problems, self.rules.problems
+        others = bool(had and now and had != now)
+        for group in state.groups:
+            group.closed = group.closed or others
+            for member in group.members:
+                if member.state == "leased":
+                    self.leases.take_up(member)
+                elif member.state == "queued":
+                    self.leases.put(member)
+            self.pool.add(group)
+            if others and not (group.complete and not group.earlier):
+                self._end_as_it_is(group)
+            elif group.complete and not group.earlier:
+                self.pool.ready(group)
+            else:
+                self._expiry.watch(group)
+        if not goes_on:  # under another contract more of it may be too old
+            self._expiry.begins()
+        if others:
+            self.notes.append(
+                f"the problems are others than before: in the {len(state.groups)} groups of the old ones nothing more "
+                "begins; those with finished samples are trained as they are, the others leave"
+            )
+
+    def _end_as_it_is(self, group: Group) -> None:
+        """No other member of a group begins or ends: what is home is trained."""
+        self._departures.drop_rest(group, "lost", Outcome.CANCELLED)
+        if group.alive == 0:
+            self._departures.leave(group)
+        elif group.earlier:
+            self._expiry.watch(group)
+        elif self.rules.filter_of(group.kind).keeps(group):
+            self.pool.ready(group)
+        else:
+            self._departures.filtered(group)
+
+    def snapshot(self) -> BufferState:
+        """The state between two steps, as it is now, whatever comes after.
+
+        Call it while no batch is in training, and nothing is left to `tidy`.
+        """
+        assert not self.pool.training, "a batch in training belongs to no consistent state"
+        assert not self.backlog, "what was put off would be forgotten"
+        return BufferState(
+            self._made,
+            self.source.cursor.copy(),
+            self.places.copy(),
+            self.pool.copies(),
+            self.ledger.copy(),
+            self.formed.left(),
+            dict(self.leases.reasons),
+            self._breaker.streaks.copy(),
+            self.domains.state(),
+        )
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def apply(self, event: Event) -> None:
+        """Make a change; it is one that `flash.samples.buffer` has decided on in this very state.
+
+        Raises:
+            BreakerError: too many tasks in a row were given up, or too many groups filtered out. The change is made.
+            ContractError: a task or a token is unaccounted for.
+        """
+        match event:
+            case Ended():
+                self._end(event)
+            case Lent():
+                self.lend(event)
+            case Issued():
+                self.issue(event)
+            case Wasted():
+                self.ledger.generated_tokens += event.tokens
+                self.ledger.discard(self.leases.reason(event.lease_id), event.tokens)
+            case Revoked():
+                self.backlog.add(self._revoke, event.lease_ids)
+            case Tidied():
+                self.backlog.work()
+            case Taken():
+                self._gather(event)
+            case Committed():
+                self._commit(event)
+            case Closed():
+                self._close()
+            case _:
+                raise ContractError(f"{type(event).__name__} changes no buffer")
+
+    def issue(self, event: Issued) -> Group:
+        tasks = self.admission.issue(event.problem)
+        wanted = len(tasks) - self.rules.extra_per_group
+        group = Group(tasks[0].group_id, wanted, [Member(task) for task in tasks])
+        for member in group.members:
+            self.leases.put(member)
+        self.pool.add(group)
+        self.domains.issued(group.kind)
+        self.ledger.issued += len(tasks)
+        return group
+
+    def lend(self, event: Lent) -> list[Lease]:
+        group = self.pool[event.group_id]
+        leases = [self.leases.grant(group.members[index], floor, number) for number, index, floor in event.leases]
+        for _, index, _ in event.leases:
+            group.members[index].node = event.node
+        self.pool.changed(group)
+        return leases
+
+    def _end(self, event: Ended) -> None:
+        member, result = self.leases.ended(event.lease_id), event.result
+        if member is None:
+            raise ContractError(f"lease {event.lease_id} is not out")
+        group, given_up = self.pool.of(member), False
+        self.ledger.generated_tokens += result.sampled
+        if isinstance(result, Failure):
+            self.ledger.discard(result.outcome, result.tokens)
+            given_up = self._fail(member, result, event.node)
+        else:
+            member.state, member.trajectory, member.floor = "done", result, result.oldest_version
+            self.ledger.discard(Outcome.CANCELLED, result.lost_tokens)
+            self._breaker.finished(member.task)
+        self._settle(group)
+        if self.rules.waves and not self.leases.out:
+            self.admission.openings += 1
+        # Last, since it may raise: the group is in order, and a run may go on from here.
+        if given_up and isinstance(result, Failure) and self._breaker.given_up(member.task, result):
+            self._quarantine(member.task.kind, result)
+
+    def _fail(self, member: Member, failure: Failure, node: int) -> bool:
+        """Queue a task again that has failed, or give it up: tells whether it was given up."""
+        if failure.outcome not in self._told and failure.outcome is not Outcome.CANCELLED:
+            self._told.add(failure.outcome)
+            self.notes.append(f"the first sample that failed ({failure.outcome}): {failure.message}")
+        if self.leases.again(member, failure.outcome, node):
+            self.ledger.retry(failure.outcome)
+            self.admission.openings += 1
+            return False
+        self._departures.drop(member, "lost", failure.outcome)
+        return True
+
+    def _revoke(self, lease_id: int) -> None:
+        if (member := self.leases.revoke(lease_id)) is not None:
+            self.ledger.retry(Outcome.CANCELLED)
+            self.pool.changed(self.pool.of(member))
+            self.admission.openings += 1
+
+    def _quarantine(self, kind: str, failure: Failure) -> None:
+        """Give up what is on its way of a kind that keeps failing; finished members stay."""
+        self.source.quarantine(kind)
+        of_kind = (group_id for group_id in self.pool if self.pool[group_id].members[0].task.kind == kind)
+        self.backlog.add(partial(self._give_up_rest, failure.outcome), of_kind)
+        self.notes.append(
+            f"environments of kind {kind!r} are in quarantine: {self.rules.quarantine} of their samples in a row were "
+            f"given up; the last one ({failure.outcome}): {failure.message}"
+        )
+
+    def _give_up_rest(self, outcome: Outcome, group_id: int) -> None:
+        """What of a group is on its way is given up."""
+        if (group := self.pool.get(group_id)) is None:
+            return
+        self._departures.drop_rest(group, "lost", outcome)
+        self._settle(group)
+
+    def _settle(self, group: Group) -> None:
+        """A member has come home or left: the group may be complete, filtered out, or empty."""
+        if self.pool.get(group.group_id) is None:
+            return
+        if group.complete:
+            self._departures.drop_rest(group, "beaten", Outcome.CANCELLED)
+        if self.pool.is_ready(group.group_id):
+            self.pool.changed(group)
+        elif group.alive == 0:
+            self._departures.leave(group)
+        elif self._expiry.useless(group):
+            self._departures.expire(group)
+        elif group.complete and not group.earlier:
+            self._admit_or_filter(group)
+        else:
+            self._expiry.watch(group)
+
+    def _admit_or_filter(self, group: Group) -> None:
+        if self.rules.filter_of(group.kind).keeps(group):
+            self.pool.ready(group)
+            self.domains.kept(group.kind)
+            self._breaker.kept()
+            return
+        self._departures.filtered(group)
+        if in_a_row := self.domains.filtered(group.kind, self.source.cursor.quarantined):
+            self.notes.append(
+                f"of the domain {group.kind!r} {in_a_row} groups in a row were filtered out: its problems are all too "
+                "easy or too hard. Until one is kept it has its turns, and what comes to nothing is not made up for"
+            )
+        self._breaker.filtered(group.kind)
+
+    def _gather(self, event: Taken) -> None:
+        """Put a batch into training."""
+        step = self.taken = event.step
+        if step in self.formed:
+            self.backlog.add(partial(self._train_again, step), self.formed.groups(step))
+            return
+        groups = (*event.groups, *self.pool.late())
+        self.pool.chosen(groups)
+        for group_id in event.groups:
+            self.domains.trains(self.pool[group_id].kind)
+        self.backlog.add(self.pool.train, groups)
+        self._expiry.next_is(step + 1)
+
+    def _train_again(self, step: int, group_id: int) -> None:
+        self.pool.train_part(self.formed.take(step, group_id))
+
+    def _commit(self, event: Committed) -> None:
+        self.taken = None
+        min_version = self.contract.min_token_version(event.step)
+        self.backlog.add(partial(self._departures.trained, min_version=min_version), self.pool.training)
+        self.check()
+
+    def _close(self) -> None:
+        """What is left over is withdrawn: by redundancy, or since the run was told to end before it trains it again."""
+        for step in self.formed.steps:
+            self.backlog.add(partial(self._withdraw_again, step), self.formed.groups(step))
+        self.backlog.add(self._withdraw, self.pool)
+
+    def _withdraw(self, group_id: int) -> None:
+        if (group := self.pool.get(group_id)) is not None:
+            self._departures.withdraw(group)
+
+    def _withdraw_again(self, step: int, group_id: int) -> None:
+        group = self.formed.take(step, group_id)
+        for trajectory in group.trajectories():
+            self.ledger.discard(Outcome.CANCELLED, trajectory.action_count)
+            self.ledger.give_up(Outcome.CANCELLED)
+        if not group.earlier:  # as in `Departures.leave`: the run may go on, told to make more steps
+            self.admission.give_back(group_id)
+
+    # -- counts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """Tasks issued and neither trained, filtered nor given up."""
+        return self.pool.in_flight + self.formed.in_flight
+
+    @property
+    def buffered_tokens(self) -> int:
+        """Action tokens of trajectories that wait for a step or are in one."""
+        return self.pool.tokens + self.formed.tokens
+
+    @property
+    def books(self) -> tuple[int, int, int]:
+        """What two states have in common that the same events have led to."""
+        return self.ledger.issued, self.in_flight, self.ledger.generated_tokens
+
+    def check(self) -> None:
+        """Compare the ledger with what is here. Raises ContractError."""
+        self.ledger.check(self.in_flight, self.buffered_tokens)

@@ -1,0 +1,49 @@
+"""Who is woken by what."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from flash.hub.progress import Signal, Signals
+
+pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
+
+
+async def woken_by(sent: list[Signal]) -> list[Signal]:
+    signals = Signals()
+    woken: list[Signal] = []
+
+    async def wait(signal: Signal) -> None:
+        await signals.wait(signal)
+        woken.append(signal)
+
+    async with anyio.create_task_group() as tasks:
+        for signal in ("run", "batches", ("cancels", 0), ("cancels", 1)):
+            tasks.start_soon(wait, signal)
+        await anyio.sleep(1)
+        signals.send(*sent)
+        await anyio.sleep(1)
+        tasks.cancel_scope.cancel()
+    return woken
+
+
+async def test_a_signal_wakes_those_who_wait_for_it_and_nobody_else() -> None:
+    assert set(await woken_by([("cancels", 1), "run", "versions"])) == {"run", ("cancels", 1)}
+
+
+async def test_a_signal_that_nobody_waits_for_is_not_remembered() -> None:
+    signals = Signals()
+    signals.send("run")
+    with anyio.move_on_after(1) as scope:
+        await signals.wait("run")
+    assert scope.cancelled_caught
+
+
+async def test_send_all_wakes_everybody() -> None:
+    signals = Signals()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(signals.wait, "run")
+        tasks.start_soon(signals.wait, ("cancels", 3))
+        await anyio.sleep(1)
+        signals.send_all()

@@ -1,0 +1,115 @@
+"""Buffers and trajectories for the tests of the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from itertools import count
+from typing import Any
+
+import numpy as np
+from anyio.lowlevel import checkpoint
+
+from flash.hub.protocol import SnapshotReply
+from flash.samples.buffer import SampleBuffer
+from flash.samples.groups import Member
+from flash.samples.journal import NO_JOURNAL, Journal
+from flash.samples.leases import TaskQueue
+from flash.samples.rules import AgeContract, BufferRules
+from flash.samples.state import BufferState
+from flash.samples.tasks import TaskSource
+from flash.types import Lease, Outcome, Span, Task, Trajectory, Turn, VersionRun
+
+
+class KeptStates:
+    """Keeps the hub's states in memory, whole."""
+
+    def __init__(self) -> None:
+        self.by_version: dict[int, bytes] = {}
+
+    async def __call__(self, version: int, pieces: Generator[bytearray]) -> SnapshotReply:
+        state = bytearray()
+        for piece in pieces:
+            state += piece
+            await checkpoint()
+        self.by_version[version] = bytes(state)
+        return SnapshotReply(len(state), crc32=0)
+
+
+def trajectory(
+    task: Task,
+    version: int,
+    tokens: int = 3,
+    reward: float = 1.0,
+    versions: list[VersionRun] | None = None,
+) -> Trajectory:
+    return Trajectory(
+        task=task,
+        outcome=Outcome.OK,
+        reward=reward,
+        token_ids=np.arange(tokens + 2, dtype="<i4").tobytes(),
+        action_spans=[Span(2, tokens + 2)],
+        logprobs=np.zeros(tokens, dtype="<f4").tobytes(),
+        versions=versions or [VersionRun(version, tokens)],
+        turns=[Turn("p", "c", reward, 0.0, 0.0, 0.0)],
+    )
+
+
+def make_buffer(
+    alpha: float = 1.0,
+    batch: int = 4,
+    group: int = 2,
+    steps: int = 10,
+    extra_groups: int = 0,
+    step: int = 0,
+    state: BufferState | None = None,
+    kind_of: Callable[[int], str] = lambda seed: "",
+    at_once: int | None = None,
+    journal: Journal = NO_JOURNAL,
+    life: int = 0,
+    **rules: Any,
+) -> SampleBuffer:
+    contract = AgeContract(alpha, batch, group, steps, extra_groups)
+    rules = {"retries": 1, "breaker": 1000} | rules
+    members = group + rules.get("extra_per_group", 0)
+    source = TaskSource(0, members, kind_of, state.cursor if state else None)
+    return SampleBuffer(
+        contract,
+        source,
+        BufferRules(**rules),
+        step=step,
+        state=state,
+        lease_ids=count(life << 32),
+        at_once=at_once,
+        journal=journal,
+    )
+
+
+def void(buffer: SampleBuffer) -> SampleBuffer:
+    """Its nodes have ended with the hub before it."""
+    buffer.revoke([member.lease_id for member in buffer.leases.members_out()])
+    while buffer.tidy():
+        pass
+    return buffer
+
+
+def in_order(queue: TaskQueue) -> list[Member]:
+    """What waits, in the order in which it would go out."""
+    members: list[Member] = []
+    while queue:
+        members.append(queue.first)
+        queue.take(queue.first)
+    for member in members:
+        queue.put(member)
+    return members
+
+
+def lease_all(buffer: SampleBuffer, version: int, node: int = 0) -> list[Lease]:
+    leases: list[Lease] = []
+    while (lease := buffer.lease([version], node)) is not None:
+        leases.append(lease)
+    return leases
+
+
+def finish_all(buffer: SampleBuffer, leases: list[Lease], version: int, reward: float = 1.0) -> None:
+    for lease in leases:
+        buffer.finish(lease.lease_id, trajectory(lease.task, version, reward=reward))

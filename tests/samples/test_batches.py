@@ -1,0 +1,66 @@
+"""What the trainer ranks are told of a batch."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from flash.samples.batches import cut, deal, gather
+from flash.samples.groups import Group, Member
+from flash.samples.slices import at_once
+from flash.types import BatchSample, Shard, Task, Trajectory, VersionRun
+from tests.samples.cases import trajectory
+
+
+def group_of(group_id: int, runs: list[list[VersionRun]], earlier: list[BatchSample]) -> Group:
+    members = []
+    for index, versions in enumerate(runs):
+        task = Task(10 * group_id + index, group_id, index, seed=0)
+        tokens = sum(run.count for run in versions)
+        done: Trajectory = trajectory(task, 0, tokens, reward=float(index), versions=versions)
+        members.append(Member(task, "done", trajectory=done))
+    return Group(group_id, len(members), members, earlier)
+
+
+def dealt(ranks: int) -> list[Shard]:
+    before = BatchSample(5, 0.5, 1, 3, False, [0.5])
+    groups = [
+        group_of(4, [[VersionRun(1, 2), VersionRun(2, 4)], [VersionRun(1, 3)]], []),
+        group_of(5, [[VersionRun(3, 5)]], [before]),
+    ]
+    return at_once(deal(gather(groups, 3, 2), ranks))
+
+
+def test_every_rank_knows_all_samples_of_the_batch_and_those_trained_earlier() -> None:
+    shards = dealt(2)
+    assert all(shard.batch == shards[0].batch for shard in shards)
+    assert [entry.group_id for entry in shards[0].batch] == [4, 4, 5]
+    assert [entry.reward for entry in shards[0].batch] == [0.0, 1.0, 0.0]
+    assert [entry.tokens for entry in shards[0].batch] == [6, 3, 5]
+    assert [entry.reward for entry in shards[1].earlier] == [0.5]
+    assert sorted(sample.index for shard in shards for sample in shard.samples) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("part_bytes", "parts"), [(1, [1, 1, 1]), (10_000, [3]), (130, [2, 1])])
+def test_a_shard_is_cut_into_parts_that_are_the_whole(part_bytes: int, parts: list[int]) -> None:
+    (shard,) = dealt(1)
+    cuts = at_once(cut(shard, part_bytes))
+    assert [len(part.samples) for part in cuts] == parts
+    assert [sample for part in cuts for sample in part.samples] == shard.samples
+    assert msgspec.structs.replace(cuts[0], samples=shard.samples) == shard
+    assert all((part.batch, part.earlier) == ([], []) for part in cuts[1:])
+
+
+def test_a_shard_without_samples_is_one_part() -> None:
+    empty = dealt(4)[3]
+    assert empty.samples == []
+    assert at_once(cut(empty, 1)) == [empty]
+
+
+def test_the_age_of_a_sample_is_that_of_its_oldest_trained_token() -> None:
+    (shard,) = dealt(1)
+    oldest = [entry.oldest_version for entry in shard.batch]
+    assert oldest[0] == 2, "its tokens of version 1 are masked"
+    assert oldest[1] < shard.min_version, "it has none that is trained"
+    assert oldest[2] == 3
+    assert (shard.total_tokens, shard.total_sequences) == (9, 2)

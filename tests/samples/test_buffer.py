@@ -1,0 +1,721 @@
+"""The sample buffer: admission, the ways a sample can end, redundancy, filtering, waves, expiry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flash.errors import BreakerError, ContractError
+from flash.samples.batches import deal, gather
+from flash.samples.buffer import SampleBuffer
+from flash.samples.groups import Group, GroupFilter
+from flash.samples.slices import at_once
+from flash.samples.state import BufferState
+from flash.types import Failure, Lease, Outcome, VersionRun
+from tests.samples.cases import finish_all, lease_all, make_buffer, trajectory, void
+
+
+def fail(lease: Lease, outcome: Outcome = Outcome.ENV_ERROR, tokens: int = 0) -> Failure:
+    return Failure(lease.task, outcome, "boom", tokens)
+
+
+# -- admission -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("alpha", "expected"), [(0.0, 4), (0.5, 6), (1.0, 8), (2.0, 12)])
+def test_admission_at_version_zero_hands_out_one_plus_alpha_batches(alpha: float, expected: int) -> None:
+    assert len(lease_all(make_buffer(alpha), 0)) == expected
+
+
+def test_admission_never_exceeds_what_the_last_step_needs() -> None:
+    assert len(lease_all(make_buffer(alpha=5, steps=2), 0)) == 8
+
+
+def test_a_lease_goes_only_to_an_engine_whose_version_leaves_it_room() -> None:
+    buffer = make_buffer(alpha=0)
+    finish_all(buffer, lease_all(buffer, 0), 0)
+    assert buffer.take(0) is not None
+    buffer.commit(0)
+    assert buffer.lease([0]) is None
+    lease = buffer.lease([1])
+    assert lease is not None
+    assert lease.min_version == 1
+
+
+def test_the_floor_of_a_lease_is_the_slowest_engine_of_the_node_that_admission_allows() -> None:
+    buffer = make_buffer(alpha=1)
+    finish_all(buffer, lease_all(buffer, 0), 0)
+    buffer.take(0)
+    buffer.commit(0)
+    lease = buffer.lease([0, 2, 3])
+    assert lease is not None
+    assert lease.min_version == 2
+
+
+def test_no_sample_starts_on_an_engine_whose_tokens_the_next_step_could_not_train() -> None:
+    buffer = make_buffer(alpha=1, batch=2, retries=5)
+    leases = lease_all(buffer, 0)
+    finish_all(buffer, leases[:2], 0)
+    buffer.take(0)
+    buffer.commit(0)
+    finish_all(buffer, lease_all(buffer, 1), 1)
+    buffer.take(1)  # from here on the next step is 2, which trains versions 1 and 2
+    buffer.finish(leases[2].lease_id, fail(leases[2]))
+    assert buffer.lease([0]) is None
+    again = buffer.lease([0, 1])
+    assert again is not None
+    assert (again.task.task_id, again.min_version) == (leases[2].task.task_id, 1)
+
+
+def failed_on_node_0(**options: Any) -> tuple[SampleBuffer, Lease]:
+    """A buffer whose first task has failed on node 0, and the lease that it had there."""
+    buffer = make_buffer(alpha=0, **options)
+    first = buffer.lease([0], node=0, nodes={0, 1})
+    assert first is not None
+    buffer.finish(first.lease_id, fail(first), node=0)
+    return buffer, first
+
+
+def test_a_failed_task_goes_to_another_node_as_long_as_there_is_one() -> None:
+    buffer, first = failed_on_node_0()
+    other = buffer.lease([0], node=0, nodes={0, 1})
+    assert other is not None
+    assert other.task.task_id != first.task.task_id
+    elsewhere = buffer.lease([0], node=1, nodes={0, 1})
+    assert elsewhere is not None
+    assert elsewhere.task.task_id == first.task.task_id
+
+
+def test_a_task_that_failed_everywhere_waits_for_no_node_when_only_one_is_left() -> None:
+    buffer, first = failed_on_node_0()
+    again = buffer.lease([0], node=0, nodes={0})
+    assert again is not None
+    assert again.task.task_id == first.task.task_id
+
+
+@pytest.mark.parametrize("nodes", [{0, 1}, {0, 1, 2}])
+def test_a_task_that_failed_on_every_node_goes_out_again(nodes: set[int]) -> None:
+    buffer = make_buffer(alpha=0, retries=len(nodes))
+    task = None
+    for node in nodes:
+        lease = buffer.lease([0], node=node, nodes=nodes)
+        assert lease is not None
+        task = task or lease.task.task_id
+        assert lease.task.task_id == task
+        buffer.finish(lease.lease_id, fail(lease), node=node)
+    again = buffer.lease([0], node=0, nodes=nodes)
+    assert again is not None
+    assert again.task.task_id == task
+
+
+def test_an_avoided_task_at_the_head_of_the_queue_keeps_no_node_from_new_work() -> None:
+    buffer, _ = failed_on_node_0(batch=4, group=1)
+    assert [lease.task.group_id for lease in iter(lambda: buffer.lease([0], 0, nodes={0, 1}), None)] == [1, 2, 3]
+
+
+def test_the_rest_of_a_group_can_be_leased_with_its_first_member() -> None:
+    buffer = make_buffer(alpha=0, batch=8, group=4)
+    first = buffer.lease([0])
+    assert first is not None
+    rest = buffer.lease_rest(first, [0])
+    assert [lease.task.task_id for lease in rest] == [1, 2, 3]
+    following = buffer.lease([0])
+    assert following is not None
+    assert following.task.group_id == 1
+
+
+def test_a_group_that_stays_together_is_admitted_as_a_whole() -> None:
+    buffer = make_buffer(alpha=0.75, batch=4, group=4, whole_groups=True)
+    first = buffer.lease([0])
+    assert first is not None
+    assert len(buffer.lease_rest(first, [0])) == 3
+    assert buffer.lease([0]) is None
+
+
+def test_without_queue_scheduling_a_batch_starts_only_when_the_last_one_is_home() -> None:
+    buffer = make_buffer(alpha=2, waves=True)
+    wave = lease_all(buffer, 0)
+    assert len(wave) == 4
+    finish_all(buffer, wave[:3], 0)
+    assert buffer.lease([0]) is None
+    finish_all(buffer, wave[3:], 0)
+    assert len(lease_all(buffer, 0)) == 4
+
+
+# -- choice ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_never_waits_for_a_straggler_while_enough_groups_are_complete() -> None:
+    buffer = make_buffer(alpha=1)
+    finish_all(buffer, lease_all(buffer, 0)[1:], 0)
+    chosen = buffer.take(0)
+    assert chosen is not None
+    assert [group.group_id for group in chosen] == [1, 2]
+
+
+def test_with_a_window_of_one_batch_groups_are_trained_in_the_order_of_issue() -> None:
+    buffer = make_buffer(alpha=1, fifo_window=1)
+    leases = lease_all(buffer, 0)
+    finish_all(buffer, leases[1:], 0)
+    assert buffer.take(0) is None
+    finish_all(buffer, leases[:1], 0)
+    chosen = buffer.take(0)
+    assert chosen is not None
+    assert [group.group_id for group in chosen] == [0, 1]
+
+
+def test_the_groups_with_the_oldest_tokens_are_trained_first() -> None:
+    buffer = make_buffer(alpha=2)
+    for lease in lease_all(buffer, 0):
+        version = 0 if lease.task.group_id in (3, 4) else 1
+        buffer.finish(lease.lease_id, trajectory(lease.task, version))
+    chosen = buffer.take(1)
+    assert chosen is not None
+    assert [group.group_id for group in chosen] == [3, 4]
+
+
+# -- expiry ----------------------------------------------------------------------------------------------------------
+
+
+def test_mask_tokens_older_than_the_contract_are_left_out_and_booked_as_stale() -> None:
+    buffer = make_buffer(alpha=0, batch=2, step=1)
+    for lease in lease_all(buffer, 1)[:2]:
+        mixed = [VersionRun(0, 2), VersionRun(1, 3)]
+        buffer.finish(lease.lease_id, trajectory(lease.task, 1, 5, versions=mixed))
+    chosen = buffer.take(1)
+    assert chosen is not None
+    shard = at_once(deal(gather(chosen, 1, 1), ranks=1))[0]
+    assert shard.total_tokens == 6
+    buffer.commit(1)
+    assert buffer.ledger.trained_tokens == 6
+    assert buffer.ledger.discarded_tokens == {Outcome.STALE: 4}
+
+
+def test_mask_a_wholly_stale_group_is_given_up_and_its_place_goes_to_a_fresh_one() -> None:
+    buffer = make_buffer(alpha=0, batch=2, steps=2, extra_groups=1)
+    finish_all(buffer, lease_all(buffer, 0), 0)
+    assert buffer.take(0) is not None
+    assert buffer.ledger.given_up == {Outcome.STALE: 2}
+    buffer.commit(0)
+    assert len(lease_all(buffer, 1)) == 4
+    buffer.check()
+
+
+def test_requeue_what_outgrows_the_window_is_withdrawn_and_starts_again_in_its_place() -> None:
+    buffer = make_buffer(alpha=1, batch=4, group=2, on_expire="requeue", steps=20)
+    old = lease_all(buffer, 0)
+    finish_all(buffer, old[:5], 0)  # groups 0 and 1, and the first member of group 2
+    buffer.take(0)
+    buffer.commit(0)
+    finish_all(buffer, lease_all(buffer, 1), 1)
+    chosen = buffer.take(1)  # step 2 will train no token of version 0: group 2 and 3 have outgrown the window
+    assert chosen is not None
+    assert [group.group_id for group in chosen] == [4, 5]
+    assert buffer.leases.withdrawn == [lease.lease_id for lease in old[5:]]
+    assert buffer.ledger.retried == {Outcome.STALE: 4}
+    assert buffer.ledger.discarded_tokens == {Outcome.STALE: 3}
+    buffer.finish(old[5].lease_id, fail(old[5], Outcome.CANCELLED, tokens=7))
+    assert buffer.ledger.discarded_tokens == {Outcome.STALE: 10}
+    again = lease_all(buffer, 1)
+    assert [lease.task.task_id for lease in again[:4]] == [4, 5, 6, 7]
+    assert {lease.min_version for lease in again} == {1}
+    buffer.commit(1)
+
+
+def test_mask_lets_the_same_samples_go_on() -> None:
+    buffer = make_buffer(alpha=1, batch=4, group=2, on_expire="mask", steps=20)
+    finish_all(buffer, lease_all(buffer, 0)[:5], 0)
+    buffer.take(0)
+    buffer.commit(0)
+    finish_all(buffer, lease_all(buffer, 1), 1)
+    assert buffer.take(1) is not None
+    assert buffer.leases.withdrawn == []
+
+
+def test_wait_holds_a_step_back_until_no_straggler_would_outgrow_the_window() -> None:
+    buffer = make_buffer(alpha=1, batch=2, group=1, on_expire="wait")
+    old = lease_all(buffer, 0)  # 4 samples, all to be trained by steps 0 and 1
+    finish_all(buffer, old[:2], 0)
+    assert buffer.take(0) is not None
+    buffer.commit(0)
+    finish_all(buffer, lease_all(buffer, 1), 1)
+    assert buffer.ready_groups == 2
+    assert buffer.take(1) is None
+    finish_all(buffer, old[2:], 0)
+    chosen = buffer.take(1)
+    assert chosen is not None
+    assert [group.group_id for group in chosen] == [2, 3]
+
+
+def test_mask_does_not_hold_the_same_step_back() -> None:
+    buffer = make_buffer(alpha=1, batch=2, group=1, on_expire="mask")
+    old = lease_all(buffer, 0)
+    finish_all(buffer, old[:2], 0)
+    buffer.take(0)
+    buffer.commit(0)
+    finish_all(buffer, lease_all(buffer, 1), 1)
+    assert buffer.take(1) is not None
+
+
+# -- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_groups_move_up_when_an_earlier_one_is_lost_so_that_the_rest_of_a_group_is_never_stuck() -> None:
+    buffer = make_buffer(alpha=0.25, retries=0)
+    for lease in lease_all(buffer, 0):
+        buffer.finish(lease.lease_id, fail(lease))
+    rest = buffer.lease([0])
+    assert rest is not None
+    assert (rest.task.group_id, rest.task.sample_index) == (2, 1)
+
+
+def test_an_infrastructure_failure_is_retried_within_its_budget_and_then_given_up_without_a_reward() -> None:
+    buffer = make_buffer(alpha=0, retries=1)
+    first = buffer.lease([0])
+    assert first is not None
+    buffer.finish(first.lease_id, fail(first, tokens=2))
+    again = buffer.lease([0])
+    assert again is not None
+    assert (again.task.task_id, again.task.attempt) == (first.task.task_id, 1)
+    buffer.finish(again.lease_id, fail(again, tokens=2))
+    assert buffer.ledger.given_up == {Outcome.ENV_ERROR: 1}
+    assert buffer.ledger.retried == {Outcome.ENV_ERROR: 1}
+    finish_all(buffer, lease_all(buffer, 0), 0)
+    chosen = buffer.take(0)
+    assert chosen is not None
+    assert [len(group.trajectories()) for group in chosen] == [1, 2]
+
+
+def test_a_run_that_only_fails_is_stopped_by_the_breaker_with_the_last_reason() -> None:
+    buffer = make_buffer(retries=0, breaker=3)
+    leases = lease_all(buffer, 0)
+    for lease in leases[:2]:
+        buffer.finish(lease.lease_id, fail(lease))
+    with pytest.raises(BreakerError, match=r"3 samples in a row.*boom"):
+        buffer.finish(leases[2].lease_id, fail(leases[2]))
+
+
+def test_a_result_of_a_revoked_lease_is_booked_but_not_trained_twice() -> None:
+    buffer = make_buffer(alpha=0)
+    lease = buffer.lease([0])
+    assert lease is not None
+    buffer.revoke([lease.lease_id])
+    buffer.finish(lease.lease_id, trajectory(lease.task, 0))
+    assert buffer.ledger.discarded_tokens == {Outcome.CANCELLED: 3}
+    again = buffer.lease([0])
+    assert again is not None
+    assert again.task.task_id == lease.task.task_id
+    buffer.check()
+
+
+def test_a_kind_of_environment_that_keeps_failing_goes_into_quarantine_and_the_others_go_on() -> None:
+    kinds = lambda seed: "bad" if seed % 2 else "good"  # noqa: E731
+    buffer = make_buffer(alpha=0, batch=8, retries=0, quarantine=2, breaker=4, kind_of=kinds)
+    for lease in lease_all(buffer, 0):
+        if lease.task.kind == "bad":
+            buffer.finish(lease.lease_id, fail(lease))
+        else:
+            buffer.finish(lease.lease_id, trajectory(lease.task, 0))
+    first, second = buffer.notes
+    assert first == "the first sample that failed (env_error): boom"
+    assert "'bad' are in quarantine: 2 of their samples" in second
+    fresh = lease_all(buffer, 0)
+    assert {lease.task.kind for lease in fresh} == {"good"}
+    finish_all(buffer, fresh, 0)
+    assert buffer.take(0) is not None
+    buffer.commit(0)
+    assert buffer.ledger.given_up == {Outcome.ENV_ERROR: 4}
+
+
+def test_when_every_kind_is_in_quarantine_the_run_stops_and_names_them() -> None:
+    buffer = make_buffer(alpha=0, batch=4, retries=0, quarantine=2, kind_of=lambda seed: "ab"[seed % 2])
+
+    def only_fail() -> None:
+        while True:
+            for lease in lease_all(buffer, 0):
+                buffer.finish(lease.lease_id, fail(lease))
+
+    with pytest.raises(BreakerError, match=r"every kind of environment keeps failing \(a, b\)"):
+        only_fail()
+
+
+def test_a_run_that_is_resumed_tries_what_was_in_quarantine_again() -> None:
+    options: dict[str, Any] = {"alpha": 0, "batch": 4, "retries": 0, "quarantine": 2}
+    options["kind_of"] = lambda seed: "ab"[seed % 2]
+    buffer = make_buffer(**options)
+
+    def only_fail() -> None:
+        while True:
+            for lease in lease_all(buffer, 0):
+                buffer.finish(lease.lease_id, fail(lease))
+
+    with pytest.raises(BreakerError, match="--resume tries all again"):
+        only_fail()
+    while buffer.tidy():
+        pass
+    again = resumed(buffer, 0, **options)
+    assert "in quarantine are tried again: 'a', 'b'" in again.notes[0]
+    finish_all(again, lease_all(again, 0), 0)
+    assert again.take(0) is not None
+    again.commit(0)
+
+
+@pytest.mark.parametrize("on_expire", ["mask", "requeue", "wait"])
+def test_no_group_is_of_two_sets_of_problems(on_expire: str) -> None:
+    """Groups 0 to 3: whole, in part, handed out, not begun."""
+    options: dict[str, Any] = {"alpha": 3, "batch": 4, "group": 4, "on_expire": on_expire}
+    buffer = make_buffer(**options, problems="old")
+    finish_all(buffer, lease_all(buffer, 0)[:7], 0)
+    same = resumed(buffer, 0, **options, problems="old")
+    assert {lease.task.group_id for lease in lease_all(same, 0)} == {1, 2, 3}
+    again = resumed(buffer, 0, **options, problems="new")
+    assert "in the 4 groups of the old ones nothing more begins" in again.notes[-1]
+    assert {lease.task.group_id for lease in lease_all(again, 0)} == {4, 5}
+    sizes = [len(group.trajectories()) for step in range(2) for group in gathered(again, step)]
+    assert sizes == [4, 3]
+    again.check()
+
+
+def gathered(buffer: SampleBuffer, step: int) -> list[Group]:
+    groups = buffer.take(step)
+    assert groups is not None
+    buffer.commit(step)
+    return groups
+
+
+def test_whole_answers_of_a_former_set_of_problems_leave_when_they_are_too_old() -> None:
+    options: dict[str, Any] = {"alpha": 1, "batch": 4, "group": 4, "on_expire": "requeue"}
+    buffer = make_buffer(**options, problems="old")
+    finish_all(buffer, lease_all(buffer, 0), 0)
+    again = resumed(buffer, 0, **options, problems="new")
+    again = resumed(again, 0, **options | {"alpha": 0}, problems="new")
+    gathered(again, 0)
+    assert {lease.task.group_id for lease in lease_all(again, 1)} == {2}
+    assert again.ledger.given_up == {Outcome.STALE: 4}
+    again.check()
+
+
+# -- redundancy and filtering ----------------------------------------------------------------------------------------
+
+
+def test_the_first_finishers_of_a_group_win_and_the_others_are_withdrawn_at_once() -> None:
+    buffer = make_buffer(alpha=0, batch=2, group=2, extra_per_group=2)
+    leases = lease_all(buffer, 0)
+    assert len(leases) == 4
+    finish_all(buffer, [leases[3], leases[1]], 0)
+    assert buffer.leases.withdrawn == [leases[0].lease_id, leases[2].lease_id]
+    chosen = buffer.take(0)
+    assert chosen is not None
+    assert [t.task.sample_index for t in chosen[0].trajectories()] == [1, 3]
+    buffer.finish(leases[0].lease_id, fail(leases[0], Outcome.CANCELLED, tokens=5))
+    buffer.commit(0)
+    assert buffer.ledger.given_up == {Outcome.CANCELLED: 2}
+    assert buffer.ledger.discarded_tokens == {Outcome.CANCELLED: 5}
+
+
+def test_a_redundant_member_that_was_not_started_yet_never_is() -> None:
+    buffer = make_buffer(alpha=0, batch=2, group=2, extra_per_group=1)
+    first, second = buffer.lease([0]), buffer.lease([0])
+    assert first is not None
+    assert second is not None
+    finish_all(buffer, [first, second], 0)
+    assert buffer.lease([0]) is None
+    assert buffer.ledger.given_up == {Outcome.CANCELLED: 1}
+
+
+def test_redundant_groups_are_started_on_top_and_the_last_one_home_is_cancelled_when_its_step_is_taken() -> None:
+    buffer = make_buffer(alpha=0, batch=4, group=2, extra_groups=1)
+    leases = lease_all(buffer, 0)
+    assert len(leases) == 6
+    finish_all(buffer, leases[1:], 0)
+    assert buffer.take(0) is not None
+    assert buffer.leases.withdrawn == [leases[0].lease_id]
+    buffer.finish(leases[0].lease_id, fail(leases[0], Outcome.CANCELLED, tokens=9))
+    buffer.commit(0)
+    assert buffer.ledger.given_up == {Outcome.CANCELLED: 2}
+    assert buffer.ledger.discarded_tokens == {Outcome.CANCELLED: 12}
+    assert len(lease_all(buffer, 1)) == 6
+
+
+def test_no_more_groups_are_cancelled_for_their_age_than_are_redundant() -> None:
+    buffer = make_buffer(alpha=1, batch=2, group=1, extra_groups=1, steps=20)
+    old = lease_all(buffer, 0)
+    assert len(old) == 5
+    finish_all(buffer, old[:2], 0)
+    buffer.take(0)
+    buffer.commit(0)
+    finish_all(buffer, lease_all(buffer, 1), 1)
+    buffer.take(1)  # three samples of version 0 still run, and step 2 trains none of it
+    assert buffer.leases.withdrawn == [old[2].lease_id]
+
+
+def test_the_end_of_the_run_books_what_redundancy_left_over() -> None:
+    buffer = make_buffer(alpha=0, batch=2, group=2, extra_groups=1, steps=1)
+    leases = lease_all(buffer, 0)
+    finish_all(buffer, leases[:3], 0)
+    buffer.take(0)
+    buffer.commit(0)
+    buffer.close()
+    assert buffer.in_flight == 0
+    assert buffer.ledger.issued == buffer.ledger.trained + sum(buffer.ledger.given_up.values())
+    buffer.check()
+
+
+def test_groups_without_an_advantage_are_filtered_out_and_replaced() -> None:
+    buffer = make_buffer(alpha=0, filter=GroupFilter(drop_equal_rewards=True))
+    leases = lease_all(buffer, 0)
+    for i, lease in enumerate(leases):
+        buffer.finish(lease.lease_id, trajectory(lease.task, 0, reward=float(i % 2 and lease.task.group_id == 0)))
+    assert buffer.ready_groups == 1
+    assert buffer.ledger.filtered == 2
+    assert buffer.ledger.discarded_tokens == {Outcome.FILTERED: 6}
+    assert [lease.task.group_id for lease in lease_all(buffer, 0)] == [2, 2]
+    buffer.check()
+
+
+@pytest.mark.parametrize(("bounds", "kept"), [((0.0, 1.0), 1), ((0.5, 0.5), 1), ((0.6, 1.0), 0), ((0.0, 0.4), 0)])
+def test_accuracy_bounds_keep_groups_whose_mean_reward_lies_within(bounds: tuple[float, float], kept: int) -> None:
+    buffer = make_buffer(alpha=0, batch=2, filter=GroupFilter(accuracy_bounds=bounds))
+    for reward, lease in enumerate(lease_all(buffer, 0)):
+        buffer.finish(lease.lease_id, trajectory(lease.task, 0, reward=float(reward)))
+    assert buffer.ready_groups == kept
+
+
+def test_a_run_whose_groups_are_all_filtered_out_is_stopped() -> None:
+    buffer = make_buffer(alpha=0, filter=GroupFilter(drop_equal_rewards=True))
+
+    def all_alike() -> None:
+        while True:
+            finish_all(buffer, lease_all(buffer, 0), 0)
+
+    with pytest.raises(BreakerError, match=r"groups in a row were filtered out"):
+        all_alike()
+
+
+def test_committing_without_a_batch_is_a_broken_contract() -> None:
+    with pytest.raises(ContractError):
+        make_buffer().commit(0)
+
+
+def test_a_restart_keeps_finished_work_and_queues_the_rest_in_order() -> None:
+    buffer = make_buffer(alpha=1, extra_per_group=1)
+    leases = lease_all(buffer, 0)
+    finish_all(buffer, leases[4:6], 0)
+    stored = msgspec.msgpack.encode(buffer.snapshot())
+    again = make_buffer(alpha=1, extra_per_group=1, state=msgspec.msgpack.decode(stored, type=BufferState))
+    assert again.ready_groups == buffer.ready_groups
+    assert again.in_flight == buffer.in_flight
+    order = [lease.task.task_id for lease in lease_all(again, 0)]
+    assert order == sorted(order)
+    again.check()
+
+
+def resumed(buffer: SampleBuffer, step: int, **options: Any) -> SampleBuffer:
+    """The same run with other options; whatever was out goes back."""
+    stored = msgspec.msgpack.encode(buffer.snapshot())
+    return void(make_buffer(**options, step=step, state=msgspec.msgpack.decode(stored, type=BufferState)))
+
+
+def test_under_a_lower_ratio_a_step_waits_for_no_sample_that_may_only_go_out_after_it() -> None:
+    options: dict[str, Any] = {"batch": 2, "group": 2, "on_expire": "wait"}
+    buffer = make_buffer(alpha=2, **options)
+    finish_all(buffer, lease_all(buffer, 0)[:5], 0)
+    again = resumed(buffer, 0, alpha=1, **options)
+    assert (again.ready_groups, again.leases.out, lease_all(again, 0)) == (2, 0, [])
+    for step in range(2):
+        finish_all(again, lease_all(again, step), step)
+        assert again.take(step) is not None
+        again.commit(step)
+    assert len(lease_all(again, 2)) > 0
+
+
+@pytest.mark.parametrize("on_expire", ["mask", "requeue", "wait"])
+def test_under_a_lower_ratio_what_is_too_old_for_the_first_step_makes_room_for_what_is_not(on_expire: str) -> None:
+    options: dict[str, Any] = {"batch": 2, "group": 2, "on_expire": on_expire}
+    buffer = make_buffer(alpha=2, **options)
+    finish_all(buffer, lease_all(buffer, 0), 0)
+    buffer.take(0)
+    buffer.commit(0)
+    again = resumed(buffer, 1, alpha=0, **options)
+    assert again.take(1) is None
+    assert again.ledger.discarded_tokens == {Outcome.STALE: 12}
+    finish_all(again, lease_all(again, 1), 1)
+    chosen = again.take(1)
+    assert chosen is not None
+    assert [group.trained_tokens(1) for group in chosen] == [6]
+    again.check()
+
+
+def test_members_that_had_no_place_at_their_last_chance_are_not_trained_without_a_recent_token() -> None:
+    buffer = make_buffer(alpha=2, batch=8, group=4)
+    finish_all(buffer, lease_all(buffer, 0)[:-1], 0)
+    buffer.take(0)
+    buffer.commit(0)
+    again = resumed(buffer, 1, alpha=1, batch=8, group=4)
+    for step in range(1, 3):
+        leases = [lease for lease in lease_all(again, step) if lease.task.group_id != 5]
+        finish_all(again, leases, step)
+        chosen = again.take(step)
+        assert chosen is not None
+        assert all(group.trained_tokens(step - 1) > 0 for group in chosen)
+        again.commit(step)
+
+
+@pytest.mark.parametrize("on_expire", ["mask", "requeue"])
+def test_a_group_that_comes_home_without_a_recent_token_leaves(on_expire: str) -> None:
+    buffer = make_buffer(alpha=1, batch=2, on_expire=on_expire, extra_groups=2)
+    old = lease_all(buffer, 0)
+    for step in range(2):
+        finish_all(buffer, [lease for lease in old if lease.task.group_id == step], 0)
+        assert buffer.take(step) is not None
+        buffer.commit(step)
+    late = [lease for lease in old if lease.task.group_id > 1]
+    finish_all(buffer, late, 0)
+    assert buffer.ready_groups == 0
+    assert buffer.take(2) is None
+    finish_all(buffer, lease_all(buffer, 2), 2)
+    groups = buffer.take(2)
+    assert groups is not None
+    assert all(group.trained_tokens(1) for group in groups)
+    buffer.check()
+
+
+def test_a_late_part_of_a_group_without_a_recent_token_leaves() -> None:
+    buffer, late = with_a_straggler()
+    assert buffer.take(1) is not None
+    buffer.commit(1)
+    finish_all(buffer, lease_all(buffer, 2), 2)
+    buffer.finish(late.lease_id, trajectory(late.task, 0, 6))
+    groups = buffer.take(2)
+    assert groups is not None
+    assert [group.group_id for group in groups] == [4, 5]
+    assert buffer.ledger.given_up == {Outcome.STALE: 1}
+    buffer.check()
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=2, max_size=24).filter(lambda x: len(x) % 2 == 0),
+    ranks=st.integers(1, 4),
+)
+def test_dealing_gives_every_sample_to_one_rank_and_balances_tokens(lengths: list[int], ranks: int) -> None:
+    buffer = make_buffer(alpha=0, batch=len(lengths))
+    for lease, length in zip(lease_all(buffer, 0), lengths, strict=True):
+        buffer.finish(lease.lease_id, trajectory(lease.task, 0, tokens=length))
+    groups = buffer.take(0)
+    assert groups is not None
+    shards = at_once(deal(gather(groups, 0, 0), ranks))
+    assert sorted(sample.index for shard in shards for sample in shard.samples) == list(range(len(lengths)))
+    loads = [sum(sample.trajectory.length for sample in shard.samples) for shard in shards]
+    assert max(loads) - min(loads) <= max(lengths) + 2
+    assert {shard.total_tokens for shard in shards} == {sum(lengths)}
+
+
+# -- groups trained in parts -----------------------------------------------------------------------------------------
+
+
+def with_a_straggler(**rules: Any) -> tuple[SampleBuffer, Lease]:
+    """Two groups of four per step at α = 1; of the second one, three members are done and one is late at step 1."""
+    buffer = make_buffer(alpha=1, batch=8, group=4, steps=20, **rules)
+    old = lease_all(buffer, 0)
+    finish_all(buffer, [lease for lease in old if lease.task.group_id != 1][:8], 0)
+    finish_all(buffer, [lease for lease in old if lease.task.group_id == 1][:3], 0, reward=0.5)
+    chosen = buffer.take(0)
+    assert chosen is not None
+    assert [group.group_id for group in chosen] == [0, 2]
+    buffer.commit(0)
+    finish_all(buffer, [lease for lease in old if lease.task.group_id == 3], 0)
+    return buffer, next(lease for lease in old if lease.task.task_id == 7)
+
+
+def test_members_at_their_last_chance_are_trained_without_the_straggler_of_their_group() -> None:
+    buffer, late = with_a_straggler()
+    chosen = buffer.take(1)
+    assert chosen is not None
+    assert [(group.group_id, len(group.trajectories())) for group in chosen] == [(1, 3), (3, 4)]
+    buffer.commit(1)
+    assert buffer.ledger.trained == 8 + 7
+    finish_all(buffer, lease_all(buffer, 2), 2)
+    mixed = [VersionRun(0, 4), VersionRun(2, 2)]
+    buffer.finish(late.lease_id, trajectory(late.task, 2, 6, reward=1.0, versions=mixed))
+    later = buffer.take(2)
+    assert later is not None
+    assert [group.group_id for group in later] == [4, 5, 1], "it comes on top of the step's own groups"
+    shard = at_once(deal(gather(later, 2, 1), ranks=1))[0]
+    assert [entry.reward for entry in shard.batch if entry.group_id == 1] == [1.0]
+    assert [(entry.group_id, entry.reward) for entry in shard.earlier] == [(1, 0.5), (1, 0.5), (1, 0.5)]
+    assert len(shard.samples) == 9
+    buffer.commit(2)
+    assert buffer.ledger.discarded_tokens == {Outcome.STALE: 4}
+    assert buffer.ledger.trained == 15 + 9
+
+
+@pytest.mark.parametrize("home", [1, 2])
+def test_who_completes_a_group_that_is_chosen_already_beats_the_others_of_it(home: int) -> None:
+    options: dict[str, Any] = {"extra_per_group": 1, "at_once": 1}
+    buffer = make_buffer(alpha=1, batch=32, group=8, steps=20, **options)
+    old = lease_all(buffer, 0)
+    finish_all(buffer, [lease for lease in old if lease.task.group_id < 4], 0)
+    late = [lease for lease in old if lease.task.group_id == 7]
+    finish_all(buffer, late[:7], 0)
+    while buffer.take(0) is None:
+        buffer.tidy()
+    buffer.commit(0)
+    finish_all(buffer, [lease for lease in old if 4 <= lease.task.group_id < 7], 0)
+    while buffer.tidy():
+        pass
+    assert buffer.take(1) is None, "what was chosen is being gathered"
+    finish_all(buffer, late[7 : 7 + home], 0)
+    while (groups := buffer.take(1)) is None:
+        buffer.tidy()
+    assert [(group.group_id, len(group.trajectories())) for group in groups] == [(4, 8), (5, 8), (6, 8), (7, 8)]
+    while buffer.tidy():
+        pass
+    finish_all(buffer, late[7 + home :], 0)
+    buffer.commit(1)
+    while buffer.tidy():
+        pass
+    buffer.check()
+
+
+def test_a_straggler_of_a_trained_group_that_fails_for_good_takes_no_place_with_it() -> None:
+    buffer, late = with_a_straggler(retries=0)
+    buffer.take(1)
+    buffer.commit(1)
+    before = len(lease_all(buffer, 2))
+    buffer.finish(late.lease_id, fail(late))
+    assert buffer.lease([2]) is None
+    assert before == 16
+    assert buffer.ledger.given_up == {Outcome.ENV_ERROR: 1}
+
+
+def test_synchronous_training_never_splits_a_group() -> None:
+    buffer = make_buffer(alpha=0, batch=8, group=4)
+    finish_all(buffer, lease_all(buffer, 0)[1:], 0)
+    assert buffer.take(0) is None
+
+
+def test_a_group_of_which_too_much_is_missing_waits() -> None:
+    buffer, late = with_a_straggler()
+    buffer.revoke([late.lease_id])
+    two_of_four = make_buffer(alpha=1, batch=4, group=4, steps=20)
+    old = lease_all(two_of_four, 0)
+    finish_all(two_of_four, [*old[:2], *old[4:]], 0)
+    assert two_of_four.take(0) is not None
+    two_of_four.commit(0)
+    assert two_of_four.take(1) is None
+
+
+def test_law_2_tokens_that_a_sample_lost_on_its_way_are_booked_as_generated_and_discarded() -> None:
+    buffer = make_buffer(alpha=0, batch=2, group=2)
+    leases = lease_all(buffer, 0)
+    for lease in leases:
+        buffer.finish(lease.lease_id, msgspec.structs.replace(trajectory(lease.task, 0, tokens=3), lost_tokens=4))
+    late = trajectory(leases[0].task, 0, tokens=2)
+    buffer.finish(99, msgspec.structs.replace(late, lost_tokens=1))
+    buffer.check()
+    assert buffer.ledger.generated_tokens == 2 * (3 + 4) + 3
+    assert buffer.ledger.discarded_tokens == {Outcome.CANCELLED: 2 * 4 + 3}

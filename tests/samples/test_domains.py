@@ -1,0 +1,394 @@
+"""Several domains in one run: their shares, whatever their speed and size and what is filtered, in virtual time."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import Counter
+from itertools import count
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash.errors import BreakerError, ContractError
+from flash.samples.buffer import SampleBuffer
+from flash.samples.domains import Domains
+from flash.samples.groups import GroupFilter
+from flash.samples.journal import MemoryJournal
+from flash.samples.replay import Replay
+from flash.samples.rules import AgeContract, BufferRules, DomainRules
+from flash.samples.state import BufferState
+from flash.samples.tasks import TaskSource
+from flash.types import Failure, Lease, Outcome, VersionRun
+from tests.samples.cases import lease_all, trajectory, void
+
+ANY = GroupFilter()
+DIFFERENT = GroupFilter(drop_equal_rewards=True)
+
+
+def rules(**weights: float) -> dict[str, DomainRules]:
+    return {name: DomainRules(weight, 2, ANY) for name, weight in weights.items()}
+
+
+def by_turns(names: str) -> Any:
+    return lambda seed: names[seed % len(names)]
+
+
+def buffer_of(
+    domains: dict[str, DomainRules],
+    *,
+    alpha: float = 1.0,
+    groups: int = 4,
+    steps: int = 10,
+    drift: float = 1.0,
+    journal: MemoryJournal | None = None,
+    state: BufferState | None = None,
+    step: int = 0,
+    **more: Any,
+) -> SampleBuffer:
+    made = BufferRules(retries=1, breaker=10_000, quarantine=4, domains=domains, drift=drift, **more)
+    source = TaskSource(0, made.sizes(2), by_turns("".join(domains)), None if state is None else state.cursor)
+    contract = AgeContract(alpha, 2 * groups, 2, steps)
+    return SampleBuffer(contract, source, made, step=step, state=state, journal=journal or MemoryJournal())
+
+
+# -- decisions -------------------------------------------------------------------------------------------------------
+
+
+def test_issues_follow_the_weights_closely() -> None:
+    domains = Domains(rules(a=3, b=1), batch=4, drift=1)
+    issued = Counter[str]()
+    for number in range(1, 401):
+        name = domains.next([])
+        assert name is not None
+        domains.issued(name)
+        issued[name] += 1
+        assert abs(issued["a"] - 0.75 * number) <= 1
+
+
+def test_what_leaves_untrained_is_made_up_for_in_its_own_domain() -> None:
+    domains = Domains(rules(a=1, b=1), batch=4, drift=1)
+    for _ in range(20):
+        domains.issued(domains.next([]) or "")
+    for _ in range(5):
+        domains.left("b")
+    again = Counter[str]()
+    for _ in range(5):
+        name = domains.next([]) or ""
+        domains.issued(name)
+        again[name] += 1
+    assert again == {"b": 5}
+
+
+def test_a_domain_in_quarantine_has_no_share_and_the_others_have_its() -> None:
+    domains = Domains(rules(a=1, b=1, c=2), batch=4, drift=0)
+    assert domains.next(["c"]) in ("a", "b")
+    assert domains.most(["c"]) == {"a": 3, "b": 3}
+    assert domains.next(["a", "b", "c"]) is None
+
+
+def test_a_domain_may_be_ahead_by_the_drift_and_a_group_and_no_more() -> None:
+    domains = Domains(rules(a=1, b=1), batch=4, drift=0.5)
+    for _ in range(5):
+        domains.issued("a")
+        domains.trains("a")
+    # Of nine groups after the next step 4.5 are its share, and it may have three more.
+    assert domains.most([]) == {"a": 2, "b": 7}
+    assert domains.row([])["domain/a/share"] == 1
+    assert domains.row([])["share_drift"] == 2.5 / 4
+
+
+def test_counts_go_on_from_a_checkpoint_and_begin_anew_under_other_weights() -> None:
+    domains = Domains(rules(a=1, b=1), batch=4, drift=1)
+    domains.issued("a")
+    domains.trains("a")
+    assert Domains(rules(a=1, b=1), 4, 1, domains.state()).next([]) == "b"
+    assert Domains(rules(a=2, b=1), 4, 1, domains.state()).row([]) == {}
+
+
+def test_a_domain_that_is_only_filtered_out_has_its_turns_until_a_group_of_it_is_kept() -> None:
+    domains = Domains(rules(a=1, b=1), batch=8, drift=0)
+
+    def issue() -> str:
+        name = domains.next([])
+        assert name is not None
+        domains.issued(name)
+        return name
+
+    told: list[int] = []
+    for _ in range(16):
+        assert issue() == "a" or not told
+        domains.left("a")
+        told.append(domains.filtered("a", []))
+    assert told == [0] * 15 + [16]
+    for _ in range(30):
+        if issue() == "a":
+            domains.left("a")
+            assert domains.filtered("a", []) == 0
+        else:
+            domains.trains("b")
+    assert 14 <= domains.state().trained["b"] <= 16, "they take turns"
+    most = domains.most([])
+    assert most is not None
+    assert most["b"] >= 4, "what came to nothing holds nobody back"
+    again = Domains(rules(a=1, b=1), 8, 0, domains.state())
+    assert again.most([]) == most
+    again.kept("a")
+    assert [again.filtered("a", []) for _ in range(16)][-1] == 16
+
+
+def test_a_domain_without_problems_is_told_by_its_name() -> None:
+    with pytest.raises(ContractError, match="'c'"):
+        TaskSource(0, 1, by_turns("ab")).next_problem("c")
+
+
+# -- a buffer --------------------------------------------------------------------------------------------------------
+
+
+def test_each_domain_has_groups_of_its_own_size_and_filter() -> None:
+    domains = {"a": DomainRules(1, 2, ANY), "b": DomainRules(1, 4, DIFFERENT)}
+    buffer = buffer_of(domains, groups=2, alpha=0)
+    leases = lease_all(buffer, 0)
+    assert Counter(lease.task.kind for lease in leases) == {"a": 2, "b": 4}
+    assert len({lease.task.task_id for lease in leases}) == 6
+    for lease in leases:
+        buffer.finish(lease.lease_id, trajectory(lease.task, 0))
+    assert buffer.ledger.filtered == 4, "all rewards of b were equal"
+    again = lease_all(buffer, 0)
+    assert {lease.task.kind for lease in again} == {"b"}
+
+
+def test_a_step_does_not_wait_for_the_slow_domain_until_the_drift_is_used_up() -> None:
+    buffer = buffer_of(rules(a=1, b=1), groups=4, alpha=3, drift=1.0)
+    slow: list[Lease] = []
+    for version in range(10):
+        for lease in lease_all(buffer, version):
+            if lease.task.kind == "b":
+                slow.append(lease)
+            else:
+                buffer.finish(lease.lease_id, trajectory(lease.task, version))
+        if not buffer.can_take(version):
+            break
+        assert buffer.take(version) is not None
+        buffer.commit(version)
+    assert version == 2, "a batch ahead and a group: 4 of 4 and 4 of 8, and 1 of 12 too many"
+    for lease in slow:
+        buffer.finish(lease.lease_id, trajectory(lease.task, version))
+    assert buffer.can_take(version)
+
+
+class Timed:
+    """A run in virtual time: each domain has a latency; a step is taken as soon as it can be, and takes a second."""
+
+    def __init__(self, seed: int, domains: dict[str, DomainRules], latency: dict[str, float], **options: Any) -> None:
+        self.drawn = (seed, domains, latency, options)
+        self.dice = random.Random(seed)
+        self.journal = MemoryJournal()
+        self.buffer = buffer_of(domains, journal=self.journal, **options)
+        self.domains, self.latency = domains, latency
+        self.alpha, self.groups = options["alpha"], options["groups"]
+        self.steps, self.drift = options["steps"], options["drift"]
+        self.version, self.now = 0, 0.0
+        self.crowded = False
+        """Whether too much of some domains may have taken all places: without drift it is trained all the same then."""
+        self.events: list[tuple[float, int, Lease, int]] = []
+        self.order = count()
+        self.trained = Counter[str]()
+        self.counted: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"Timed{self.drawn}"
+
+    def run(self) -> None:
+        ready_at = 0.0
+        while self.version < self.steps:
+            for lease in lease_all(self.buffer, self.version):
+                seconds = self.latency[lease.task.kind] * self.dice.uniform(0.5, 2)
+                heapq.heappush(self.events, (self.now + seconds, next(self.order), lease, self.version))
+            if ready_at <= self.now and self.step():
+                ready_at = self.now + 1.0
+                continue
+            times = [self.events[0][0]] if self.events else []
+            times += [ready_at] if ready_at > self.now else []
+            assert times, f"the run stalls at step {self.version}: nothing is on its way"
+            self.now = min(times)
+            while self.events and self.events[0][0] <= self.now:
+                self.end(*heapq.heappop(self.events)[2:])
+        self.check()
+
+    def end(self, lease: Lease, began: int) -> None:
+        if lease.lease_id in self.buffer.leases.withdrawn:
+            return
+        versions = [VersionRun(began, 1), VersionRun(self.version, 2)] if began < self.version else None
+        reward = float(self.dice.random() < 0.5)
+        self.buffer.finish(lease.lease_id, trajectory(lease.task, began, reward=reward, versions=versions))
+        self.tidy()
+
+    def step(self) -> bool:
+        if not self.buffer.can_take(self.version):
+            return False
+        if not self.drift and not self.buffer.leases.out and not self.buffer.at_hand(self.version):
+            self.crowded = True
+        groups = self.buffer.take(self.version)
+        self.tidy()
+        groups = groups or self.buffer.take(self.version)
+        assert groups is not None
+        oldest = self.version - math.ceil(self.alpha)
+        for group in groups:
+            if group.group_id not in self.counted:
+                self.counted.add(group.group_id)
+                self.trained[group.kind] += 1
+            # Law 3; what is older is left out of the loss.
+            assert group.earlier or group.trained_tokens(oldest) > 0
+        self.buffer.commit(self.version)
+        self.tidy()
+        self.version += 1
+        self.check()
+        return True
+
+    def tidy(self) -> None:
+        while self.buffer.tidy():
+            pass
+
+    def check(self) -> None:
+        self.buffer.check()
+        if self.drawn[3].get("on_expire") == "wait":
+            assert not self.drift or Outcome.STALE not in self.buffer.ledger.discarded_tokens
+        if self.crowded:
+            return
+        total, weights = sum(self.trained.values()), sum(domain.weight for domain in self.domains.values())
+        most = self.drift * self.groups + 1
+        for name, domain in self.domains.items():
+            off = self.trained[name] - total * domain.weight / weights
+            assert off <= most + 1e-6, f"{name} is ahead by {off} groups"
+            assert off >= -most * (len(self.domains) - 1) - 1e-6, f"{name} starves by {-off} groups"
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Timed:
+    names = "abcd"[: draw(st.integers(2, 4))]
+    domains = {
+        name: DomainRules(
+            draw(st.sampled_from([1, 2, 5, 50])), draw(st.integers(2, 4)), draw(st.sampled_from([ANY, DIFFERENT]))
+        )
+        for name in names
+    }
+    latency = {name: draw(st.sampled_from([0.01, 0.3, 3.0, 50.0])) for name in names}
+    return Timed(
+        draw(st.integers(0, 1000)),
+        domains,
+        latency,
+        alpha=draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])),
+        groups=draw(st.integers(1, 6)),
+        steps=draw(st.integers(2, 12)),
+        drift=draw(st.sampled_from([0.0, 0.5, 1.0, 3.0])),
+        on_expire=draw(st.sampled_from(["mask", "requeue", "wait"])),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs())
+def test_domains_of_any_speed_keep_their_shares_and_the_laws_and_every_run_ends(timed: Timed) -> None:
+    timed.run()
+    assert timed.version == timed.steps
+
+
+def test_a_replayed_journal_comes_to_the_same_shares() -> None:
+    domains = {"a": DomainRules(1, 2, DIFFERENT), "b": DomainRules(2, 4, ANY)}
+    timed = Timed(3, domains, {"a": 0.01, "b": 5.0}, alpha=1.0, groups=3, steps=6, drift=1.0)
+    timed.run()
+    replay = Replay(None, 0)
+    for event in timed.journal.after(0):
+        replay.apply(event)
+    state = replay.state(until=6)
+    assert state is not None
+    assert state.shared == timed.buffer.snapshot().shared
+    assert state.cursor == timed.buffer.snapshot().cursor
+
+
+def test_a_step_takes_what_is_left_of_a_domain_in_quarantine_whatever_versions_it_is_of() -> None:
+    buffer = buffer_of(rules(a=1, b=100), groups=3, alpha=1)
+    leases = lease_all(buffer, 0)
+    assert {lease.task.kind for lease in leases} == {"b"}
+    for number, lease in enumerate(leases[::2]):
+        buffer.finish(lease.lease_id, trajectory(lease.task, version=number // 2))
+    for _ in range(2):  # each once more
+        for lease in [each for each in [*leases, *lease_all(buffer, 1)] if buffer.leases.is_out(each.lease_id)]:
+            buffer.finish(lease.lease_id, Failure(lease.task, Outcome.REWARD_ERROR, "boom", 0))
+    assert "in quarantine" in buffer.notes[-1]
+    groups = buffer.take(1)
+    assert groups is not None
+    assert [group.group_id for group in groups] == [0, 1, 2]
+
+
+def test_a_step_of_what_another_mixture_has_begun_waits_for_no_domain_that_has_no_place() -> None:
+    before = buffer_of(rules(a=1), groups=3, alpha=0, drift=0)
+    for lease in lease_all(before, 0):
+        before.finish(lease.lease_id, trajectory(lease.task, 0))
+    buffer = buffer_of(rules(a=1, b=50), groups=3, alpha=0, drift=0, state=before.snapshot())
+    assert lease_all(buffer, 0) == []
+    assert buffer.take(0) is not None
+    buffer.commit(0)
+    assert {lease.task.kind for lease in lease_all(buffer, 1)} == {"b"}
+
+
+def test_the_first_sample_of_a_smaller_group_goes_out_when_there_is_room_for_a_group() -> None:
+    domains = {"b": DomainRules(1, 4, ANY), "a": DomainRules(1, 1, ANY)}
+    buffer = buffer_of(domains, groups=1, alpha=0.5)
+    assert Counter(lease.task.kind for lease in lease_all(buffer, 0)) == {"b": 4, "a": 1}
+
+
+def test_a_solved_domain_neither_ends_a_run_that_drops_equal_rewards_nor_takes_it_for_itself() -> None:
+    domains = {"s": DomainRules(1, 2, DIFFERENT), "o": DomainRules(1, 2, DIFFERENT)}
+    buffer = buffer_of(domains, groups=4, alpha=1, steps=12)
+    issued: Counter[str] = Counter()
+    for step in range(12):
+        while (groups := buffer.take(step)) is None:
+            leases = lease_all(buffer, step)
+            issued.update(lease.task.kind for lease in leases)
+            for lease in leases:
+                reward = 1.0 if lease.task.kind == "s" else float(lease.task.sample_index)
+                buffer.finish(lease.lease_id, trajectory(lease.task, step, reward=reward))
+        assert {group.kind for group in groups} == {"o"}
+        buffer.commit(step)
+    assert issued["s"] <= issued["o"] + 2 * 2 * 16
+    assert [note for note in buffer.notes if "of the domain 's' 16 groups in a row were filtered out" in note]
+    buffer.check()
+
+
+def test_a_run_of_which_every_domain_is_filtered_out_ends_and_names_them() -> None:
+    domains = {"a": DomainRules(1, 2, DIFFERENT), "b": DomainRules(3, 2, DIFFERENT)}
+    buffer = buffer_of(domains, groups=2)
+
+    def only_equal() -> None:
+        while True:
+            for lease in lease_all(buffer, 0):
+                buffer.finish(lease.lease_id, trajectory(lease.task, 0))
+
+    with pytest.raises(BreakerError, match=r"40 groups in a row \([0-9]+ of a, [0-9]+ of b\) were filtered out"):
+        only_equal()
+
+
+def test_shares_count_anew_when_a_domain_comes_out_of_quarantine() -> None:
+    domains = rules(a=1, b=1)
+    journal = MemoryJournal()
+    buffer = buffer_of(domains, groups=2, alpha=0, journal=journal)
+    for step in range(3):
+        while buffer.take(step) is None:
+            for lease in lease_all(buffer, step):
+                bad = Failure(lease.task, Outcome.ENV_ERROR, "boom", 1)
+                buffer.finish(lease.lease_id, bad if lease.task.kind == "a" else trajectory(lease.task, step))
+        buffer.commit(step)
+    stored = msgspec.msgpack.decode(msgspec.msgpack.encode(buffer.snapshot()), type=BufferState)
+    replay = Replay(None, 0)
+    for event in journal.events:
+        replay.apply(event)
+    assert replay.state(until=3) == stored
+    again = void(buffer_of(domains, groups=2, alpha=0, state=stored, step=3))
+    assert again.notes[0] == "kinds of environments that were in quarantine are tried again: 'a'"
+    assert Counter(lease.task.kind for lease in lease_all(again, 3)) == {"a": 2, "b": 2}
+    assert again.shares == {}

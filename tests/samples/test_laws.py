@@ -1,0 +1,298 @@
+"""Random interleavings of everything that can happen to a sample, under every combination of rules.
+
+Law 2 (conservation), law 3 (the age contract), and the absence of deadlock hold after each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from flash.hub.nodes.claims import Claims
+from flash.samples.batches import deal, gather
+from flash.samples.buffer import SampleBuffer
+from flash.samples.groups import GroupFilter
+from flash.samples.journal import Event, MemoryJournal
+from flash.samples.replay import Replay
+from flash.samples.slices import at_once
+from flash.samples.state import BufferState
+from flash.types import Failure, Lease, Outcome, VersionRun
+from tests.samples.cases import make_buffer, trajectory
+
+STEPS = 6
+
+
+def kind_of(seed: int) -> str:
+    return "even" if seed % 2 == 0 else "odd"
+
+
+class Life(RuleBasedStateMachine):
+    """A buffer, the leases it gave out, and a trainer that holds a version."""
+
+    @initialize(
+        alpha=st.sampled_from([0.0, 0.25, 1.0, 2.5]),
+        group=st.sampled_from([2, 4]),
+        batches=st.sampled_from([1, 2]),
+        nodes=st.integers(1, 8),
+        at_once=st.sampled_from([None, 1]),
+        rules=st.fixed_dictionaries(
+            {
+                "retries": st.integers(0, 2),
+                "on_expire": st.sampled_from(["mask", "requeue", "wait"]),
+                "fifo_window": st.sampled_from([None, 1.0, 1.5]),
+                "extra_per_group": st.integers(0, 2),
+                "extra_groups": st.integers(0, 2),
+                "waves": st.booleans(),
+                "filter": st.sampled_from([GroupFilter(), GroupFilter(drop_equal_rewards=True)]),
+            }
+        ).filter(lambda rules: rules["on_expire"] != "wait" or not rules["extra_groups"]),
+    )
+    def begin(
+        self, alpha: float, group: int, batches: int, nodes: int, at_once: int | None, rules: dict[str, Any]
+    ) -> None:
+        batch = group * batches
+        self.settings: dict[str, Any] = {"alpha": alpha, "batch": batch, "group": group, "steps": STEPS} | rules
+        self.settings |= {"quarantine": 1000, "at_once": at_once}
+        self.journal = MemoryJournal()
+        self.stored: bytes | None = None
+        """The last checkpoint."""
+        self.stored_version = self.stored_trained = 0
+        self.lives = 0
+        self.buffer = self.make(None, 0)
+        self.alpha, self.batch, self.group, self.rules = alpha, batch, group, rules
+        self.begun = alpha, rules["extra_groups"]
+        """The most that lives so far had of them."""
+        self.nodes = range(nodes)
+        self.version = 0
+        self.formed: set[int] = set()
+        """Steps whose batches a former life has formed, perhaps under another contract."""
+        self.leases: dict[int, tuple[Lease, int]] = {}
+        self.training = self.taking = False
+
+    def make(self, state: BufferState | None, version: int) -> SampleBuffer:
+        return make_buffer(
+            **self.settings, kind_of=kind_of, state=state, step=version, journal=self.journal, life=self.lives
+        )
+
+    @rule()
+    def tidy(self) -> None:
+        self.buffer.tidy()
+
+    def tidy_up(self) -> None:
+        while self.buffer.tidy():
+            pass
+
+    @rule(behind=st.integers(0, 3), node=st.integers(0, 7), ahead=st.integers(0, 1))
+    def lease(self, behind: int, node: int, ahead: int) -> None:
+        engines = [max(0, self.version - behind), max(0, self.version - behind - ahead)]
+        lease = self.buffer.lease(engines, node % len(self.nodes), nodes=self.nodes)
+        if lease is not None:
+            start = min(version for version in engines if version >= lease.min_version)
+            self.leases[lease.lease_id] = lease, start
+
+    @rule()
+    def lease_all(self) -> None:
+        for node in self.nodes:
+            while (lease := self.buffer.lease([self.version], node, nodes=self.nodes)) is not None:
+                self.leases[lease.lease_id] = lease, self.version
+
+    @precondition(lambda self: len(self.leases) > 2)
+    @rule(late=st.integers(0, 1000))
+    def finish_all_but_one(self, late: int) -> None:
+        """A straggler stays behind: its group may be trained in parts."""
+        left = sorted(self.leases)[late % len(self.leases)]
+        for lease_id in [lease_id for lease_id in self.leases if lease_id != left]:
+            if lease_id in self.buffer.leases.withdrawn:
+                continue
+            lease, start = self.leases.pop(lease_id)
+            self.buffer.finish(lease_id, trajectory(lease.task, start, reward=float(lease_id % 2)))
+
+    @precondition(lambda self: not self.training and self.version < STEPS)
+    @rule(late=st.integers(0, 1000))
+    def whole_step(self, late: int) -> None:
+        """What happens most of the time."""
+        self.lease_all()
+        if len(self.leases) > 2:
+            self.finish_all_but_one(late)
+        self.tidy_up()
+        self.take()
+        if self.taking:
+            self.tidy_up()
+            self.take()
+        if self.training:
+            self.commit()
+
+    def pop(self, pick: int) -> tuple[Lease, int]:
+        key = sorted(self.leases)[pick % len(self.leases)]
+        return self.leases.pop(key)
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=st.integers(0, 1000), newer=st.integers(0, 2), reward=st.sampled_from([0.0, 1.0]))
+    def finish(self, pick: int, newer: int, reward: float) -> None:
+        lease, start = self.pop(pick)
+        later = min(self.version, start + newer)
+        runs = [VersionRun(start, 2)] + ([VersionRun(later, 1)] if later > start else [])
+        tokens = sum(run.count for run in runs)
+        self.buffer.finish(lease.lease_id, trajectory(lease.task, start, tokens, reward, runs))
+
+    @precondition(lambda self: self.leases)
+    @rule(
+        pick=st.integers(0, 1000),
+        outcome=st.sampled_from([Outcome.ENV_ERROR, Outcome.ENGINE_ERROR, Outcome.CANCELLED, Outcome.REWARD_ERROR]),
+    )
+    def fail(self, pick: int, outcome: Outcome) -> None:
+        lease, _ = self.pop(pick)
+        self.buffer.finish(lease.lease_id, Failure(lease.task, outcome, "x", 1), node=pick % len(self.nodes))
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=st.integers(0, 1000))
+    def lose_node(self, pick: int) -> None:
+        lease, _ = self.pop(pick)
+        self.buffer.revoke([lease.lease_id])
+
+    @precondition(lambda self: self.buffer.leases.withdrawn)
+    @rule(tokens=st.integers(0, 5))
+    def cancel(self, tokens: int) -> None:
+        for lease_id in self.buffer.leases.withdrawn:
+            if lease_id in self.leases:
+                lease, _ = self.leases.pop(lease_id)
+                self.buffer.finish(lease_id, Failure(lease.task, Outcome.CANCELLED, "x", tokens))
+        self.buffer.leases.withdrawn.clear()
+
+    @precondition(lambda self: not self.training and self.version < STEPS)
+    @rule()
+    def take(self) -> None:
+        groups = self.buffer.take(self.version)
+        # What was chosen may still be gathered: other things happen meanwhile.
+        self.taking = groups is None and self.buffer.untidy
+        if groups is None:
+            return
+        self.training = True
+        limit = self.version - math.ceil(self.alpha)
+        assert all(len(group.trajectories()) + len(group.earlier) <= self.group for group in groups)
+        for shard in at_once(deal(gather(groups, self.version, limit), 2)):
+            for sample in shard.samples:
+                kept = [run for run in sample.trajectory.versions if run.version >= shard.min_version]
+                assert all(run.version >= self.version - math.ceil(self.alpha) for run in kept)
+                if self.rules["on_expire"] == "requeue" and self.version not in self.formed:
+                    assert kept == sample.trajectory.versions
+
+    @precondition(lambda self: self.training)
+    @rule()
+    def commit(self) -> None:
+        self.buffer.commit(self.version)
+        self.version += 1
+        self.training = False
+        if self.version == STEPS:
+            self.buffer.close()
+            self.tidy_up()
+            assert self.buffer.in_flight == 0
+
+    @precondition(lambda self: self.settled)
+    @rule()
+    def checkpoint(self) -> None:
+        self.stored = msgspec.msgpack.encode(self.buffer.snapshot())
+        self.stored_version, self.stored_trained = self.version, self.buffer.ledger.trained
+        self.journal.begin(self.version)
+
+    def replay(self) -> Replay:
+        """The last checkpoint and the journal after it."""
+        stored = None if self.stored is None else msgspec.msgpack.decode(self.stored, type=BufferState)
+        replay = Replay(stored, self.stored_version)
+        for event in self.journal.events:
+            replay.apply(msgspec.msgpack.decode(msgspec.msgpack.encode(event), type=Event))
+        return replay
+
+    @precondition(lambda self: self.settled)
+    @rule()
+    def law_the_journal_leads_to_the_same_state(self) -> None:
+        assert self.replay().state(until=self.version) == self.buffer.snapshot()
+
+    @rule(
+        unwritten=st.integers(0, 3),
+        back=st.booleans(),
+        lost=st.integers(1, 4),
+        options=st.none()
+        | st.tuples(st.sampled_from([0.0, 0.25, 1.0, 2.5]), st.integers(0, 2), st.sampled_from(["mask", "requeue"]))
+        | st.tuples(st.sampled_from([0.0, 0.25, 1.0, 2.5]), st.just(0), st.just("wait")),
+    )
+    def die(self, unwritten: int, back: bool, lost: int, options: tuple[float, int, str] | None) -> None:
+        """The run goes on where it was, or from the checkpoint, perhaps with other options; nothing that was written is
+        lost, no step is booked twice, and of the leases each is claimed by a node that lives, or goes back."""
+        issued, generated = self.buffer.ledger.issued, self.buffer.ledger.generated_tokens
+        if unwritten:
+            del self.journal.events[-unwritten:]
+        replay = self.replay()
+        self.version = self.stored_version if back else replay.reached
+        self.lives += 1
+        if options is not None:
+            self.alpha, extra_groups, on_expire = options
+            self.rules = {**self.rules, "extra_groups": extra_groups, "on_expire": on_expire}
+            self.settings |= {"alpha": self.alpha, **self.rules}
+            self.begun = max(self.begun[0], self.alpha), max(self.begun[1], extra_groups)
+        state = replay.state(self.version)
+        self.formed = {formed.step for formed in state.formed} if state is not None else set[int]()
+        self.buffer = self.make(state, self.version)
+        if back:
+            assert self.buffer.ledger.trained == self.stored_trained
+        if not unwritten:
+            assert (self.buffer.ledger.issued, self.buffer.ledger.generated_tokens) == (issued, generated)
+        out = {member.lease_id for member in self.buffer.leases.members_out()}
+        claims = Claims(self.buffer.leases, lambda node: True)
+        living = [each for each, start in self.leases.values() if start <= self.version and each.lease_id % lost]
+        kept = [lease.lease_id for lease in claims.take([*living, *living])]
+        unclaimed = claims.expire()
+        assert sorted([*kept, *unclaimed]) == sorted(out), "a lease is had twice, or by nobody"
+        self.buffer.revoke(unclaimed)
+        self.tidy_up()
+        self.leases = {lease_id: self.leases[lease_id] for lease_id in kept}
+        self.training = self.taking = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether a checkpoint may be made."""
+        return not (self.training or self.taking or self.buffer.untidy)
+
+    def twin(self) -> SampleBuffer:
+        """A buffer that continues from this one's state."""
+        stored = msgspec.msgpack.encode(self.buffer.snapshot())
+        state = msgspec.msgpack.decode(stored, type=BufferState)
+        return make_buffer(**self.settings, kind_of=kind_of, state=state, step=self.version)
+
+    @invariant()
+    def law_2_conservation(self) -> None:
+        self.buffer.check()
+
+    @invariant()
+    def law_3_admission(self) -> None:
+        """Outstanding groups hold at most (1 + α) batches' worth of places, rounded up, and the redundant ones."""
+        alpha, extra_groups = self.begun
+        places = (1 + alpha) * self.batch + self.group * (1 + extra_groups)
+        if self.settled:
+            state = self.buffer.snapshot()
+            late = sum(group.alive for group in state.groups if group.earlier)
+            late += sum(len(formed.group.trajectories()) for formed in state.formed)
+            assert self.buffer.in_flight - late <= places * (1 + self.rules["extra_per_group"] / self.group)
+
+    @invariant()
+    def something_can_always_happen(self) -> None:
+        """No deadlock: work is out, or can be handed out to an engine of the current version, or a batch is ready."""
+        if self.version >= STEPS or not self.settled or self.leases:
+            return
+        leases = [self.twin().lease([self.version], node, nodes=self.nodes) for node in self.nodes]
+        assert any(lease is not None for lease in leases) or self.can_take()
+
+    def can_take(self) -> bool:
+        twin = self.twin()
+        while (groups := twin.take(self.version)) is None and twin.untidy:
+            twin.tidy()
+        return groups is not None
+
+
+TestLaws = Life.TestCase
+TestLaws.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)

@@ -1,0 +1,78 @@
+"""Who waits, who holds what: the bookkeeping that training and evaluation share."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from flash.samples.groups import Member
+from flash.samples.leases import Holders, LeaseTable, as_issued, failed_last
+from flash.types import RETRIED, Lease, Outcome, Task
+from tests.samples.cases import in_order
+
+
+def members(number: int) -> list[Member]:
+    return [Member(Task(index, index, 0, index)) for index in range(number)]
+
+
+def waiting(table: LeaseTable) -> list[int]:
+    return [member.task.task_id for member in in_order(table.queue)]
+
+
+def table_of(tasks: list[Member], *, evaluation: bool = False) -> LeaseTable:
+    table = LeaseTable(count(), retries=1, place=failed_last if evaluation else as_issued)
+    for member in tasks:
+        table.put(member)
+    return table
+
+
+@pytest.mark.parametrize(("evaluation", "order"), [(False, [0, 1, 2]), (True, [1, 2, 0])])
+def test_a_task_that_failed_waits_at_its_place_in_training_and_last_in_evaluation(
+    evaluation: bool, order: list[int]
+) -> None:
+    first, *_ = tasks = members(3)
+    table = table_of(tasks, evaluation=evaluation)
+    lease = table.grant(first, 0)
+    assert table.ended(lease.lease_id) is first
+    assert table.again(first, Outcome.ENV_ERROR, node=5)
+    assert (waiting(table), first.task.attempt, first.avoid) == (order, 1, (5,))
+    table.grant(first, 0)
+    assert not table.again(first, Outcome.ENV_ERROR, node=5)
+
+
+@pytest.mark.parametrize("outcome", sorted(set(Outcome) - RETRIED - {Outcome.CANCELLED}))
+def test_only_what_the_infrastructure_failed_is_tried_again(outcome: Outcome) -> None:
+    (first,) = tasks = members(1)
+    table = table_of(tasks)
+    table.ended(table.grant(first, 0).lease_id)
+    assert not table.again(first, outcome, node=0)
+    assert waiting(table) == []
+
+
+def test_a_withdrawn_lease_is_not_revoked_and_its_reason_is_told_once() -> None:
+    first, second = tasks = members(2)
+    table = table_of(tasks)
+    withdrawn, other = table.grant(first, 0), table.grant(second, 0)
+    table.remove(first, Outcome.STALE)
+    assert table.withdrawn == [withdrawn.lease_id]
+    assert table.ended(withdrawn.lease_id) is None
+    assert [table.reason(withdrawn.lease_id) for _ in range(2)] == [Outcome.STALE, Outcome.CANCELLED]
+    assert not table.revoke(withdrawn.lease_id)
+    assert table.revoke(other.lease_id)
+    assert (waiting(table), table.out) == ([1], 0)
+
+
+def test_a_node_is_told_once_of_the_leases_it_still_holds_and_a_lost_one_of_none() -> None:
+    one, two, three = (Lease(index, member.task, 0) for index, member in enumerate(members(3)))
+    holders = Holders()
+    holders.lend(7, [one, two], now=1.0)
+    holders.lend(8, [three], now=2.0)
+    assert holders.lent_before(1.5) == [(7, one), (7, two)]
+    holders.ended(one.lease_id)
+    holders.withdraw([one.lease_id, two.lease_id, three.lease_id])
+    assert holders.has_cancels(7)
+    assert (holders.take_cancels(7), holders.take_cancels(7)) == ([two.lease_id], [])
+    assert holders.lost(8) == [three]
+    assert not holders.has_cancels(8)
+    assert holders.lost(8) == []

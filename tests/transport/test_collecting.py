@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import gc
+
+from flash.transport.collecting import THRESHOLDS, seldom_collected
+
+
+def test_of_blocks_that_overlap_the_last_one_restores_what_stood_before():
+    before = gc.get_threshold()
+    first, second = seldom_collected(), seldom_collected()
+    first.__enter__()
+    second.__enter__()
+    assert gc.get_threshold() == THRESHOLDS
+    assert gc.get_freeze_count() > 0
+    first.__exit__(None, None, None)
+    assert gc.get_threshold() == THRESHOLDS
+    assert gc.get_freeze_count() > 0
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
