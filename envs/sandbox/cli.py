@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
     except FlashError as error:
         return _failed(arguments, error)
     except ModuleNotFoundError as error:
-        return _failed(arguments, ConfigError(f"{error.name} is not installed; pip install 'flash-rl[sandbox]'"))
+        return _failed(arguments, ConfigError(f"{error.name} is not installed; pip install -e '.[sandbox]'"))
 
 
 def _failed(arguments: argparse.Namespace, error: FlashError) -> int:

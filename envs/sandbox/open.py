@@ -57,7 +57,7 @@ async def open_sandboxes(location: Location, owner: str) -> AsyncGenerator[Sandb
         try:
             sandboxes = await (_pool(stack) if location.at == LOCAL else _client(stack, location, owner))
         except ModuleNotFoundError as error:
-            raise ConfigError(f"{error.name} is not installed; pip install 'flash-rl[sandbox]'") from error
+            raise ConfigError(f"{error.name} is not installed; pip install -e '.[sandbox]'") from error
         yield sandboxes
 
 

@@ -12,6 +12,7 @@ import socket
 import tempfile
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,26 @@ from flash.config.load import dump
 from flash.config.recorded import recorded
 from flash.config.resuming import refused, told
 from flash.config.tree import Config
-from flash.errors import ConfigError, RunDirectoryError
+from flash.errors import ConfigError, FlashError, RunDirectoryError
 from flash.observe.rundir import RunDirectory
 from flash.observe.trackers import not_installed
 from flash.run.fetch import check_source, source_of, why_not_there
 from flash.run.fetch import refuse_foreign as refuse_unfetched
 from flash.run.hugging_face import hub_fault
+from flash.run.journal import journal_folder
 from flash.run.locks import in_use
 from flash.run.models import tiny_models
 from flash.run.past import booked_version
 from flash.run.rendezvous import advertised_host
-from flash.trainer.stored import newest_complete
-from flash.trainer.tiny_model import refuse_foreign
+from flash.trainer.objective import make_objective, method_of
+from flash.trainer.stored import (
+    complete_checkpoints,
+    damaged_checkpoints,
+    lacking_extras,
+    newest_complete,
+    read_manifest,
+)
+from flash.trainer.tiny_model import refuse_foreign, what_changed
 from flash.transport.server import try_listening
 from flash.waiting import run_apart
 
@@ -176,10 +185,14 @@ def left_as_it_was(config: Config) -> list[Problem]:
 
 def _past(config: Config) -> Iterator[Problem]:
     """A run goes on with what it was made with, from where it is, and with what counts its hubs."""
+    if not config.run.resume or not config.run_dir.is_dir():
+        return
+    yield from _left(config)
     if (had := _had(config)) is None:
         return
     directory = RunDirectory(config.run_dir)
     yield from refused(had, _settings(config), directory.path)
+    yield from _kept(config)
     try:
         directory.last_life()
     except RunDirectoryError as error:
@@ -190,6 +203,37 @@ def _past(config: Config) -> Iterator[Problem]:
             f"the run in {directory.path} has made {reached} steps already; expected at least as many, got "
             f"{config.run.steps}",
         )
+
+
+def _left(config: Config) -> Iterator[Problem]:
+    """There is a run to go on with, and something of its weights."""
+    directory = RunDirectory(config.run_dir)
+    whole, damaged = complete_checkpoints(directory.path), damaged_checkpoints(directory.path)
+    if not whole and damaged:
+        message = f"no checkpoint of {directory.path} is whole: {'; '.join(damaged)}. Bring one back from a copy"
+        yield Problem("run.resume", message)
+    traces = (directory.config, directory.metrics, journal_folder(directory.path))
+    if not whole and not damaged and not any(trace.exists() for trace in traces):
+        yield Problem("run.resume", f"there is no run to continue: nothing of one is left in {directory.path}")
+
+
+def _kept(config: Config) -> Iterator[Problem]:
+    """What trainers keep beside the policy is what the checkpoint has, and tokens mean what they did."""
+    if (checkpoint := newest_complete(config.run_dir)) is None:
+        return
+    try:
+        method = method_of(config, make_objective(config.algorithm))
+        held = [name for name in read_manifest(checkpoint).extras if name != "rhythm"]
+    except FlashError:
+        return  # told elsewhere
+    wanted = ["critic"] * method.critics + ["ewma"] * (method.proximal == "ewma")
+    if fault := lacking_extras(checkpoint, held, wanted):
+        yield Problem("algorithm.objective", fault)
+    for _, path, tiny in tiny_models(config):
+        with suppress(ConfigError):  # the environment has no alphabet: whether it fits its tokenizer is not known
+            if path.exists() and "alphabet" in what_changed(path, tiny, config.env.path, config.env.options):
+                message = f"has another alphabet than the tiny model {path}, whose tokens the run's weights know"
+                yield Problem("env.options", f"{message}: go on with the same characters, or start a new run")
 
 
 def _had(config: Config) -> dict[str, Any] | None:

@@ -107,6 +107,9 @@ def restored(checkpoint: Path | None, config: Config) -> Restored:
     if config.checkpoint.journal == "off":
         forget_journal(config.run_dir)
     if buffer is None:
+        if booked:
+            gone = "no checkpoint is left" if checkpoint is None else f"{checkpoint.name} knows of no sample"
+            notes.append(f"the run goes back from version {booked} to {version}, and does these steps again: {gone}")
         return Restored(None, begin, place, notes)
     if replay.delivered:
         notes.append(f"the journal brings back {replay.delivered} samples that were delivered after version {version}")

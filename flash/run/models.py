@@ -64,6 +64,8 @@ def tiny_models(config: Config) -> Iterator[tuple[str, Path, TinyModelConfig]]:
 
 def _make_missing(path: Path, tiny: TinyModelConfig, config: Config) -> None:
     wanted = (tiny, config.env.path, config.env.options)
+    if path.exists() and config.run.resume and newest_complete(config.run_dir) is not None:
+        return  # the weights are those of the run, and others may use the folder
     if not what_changed(path, *wanted):
         if steps := interrupted_after(path):
             sys.stdout.write(

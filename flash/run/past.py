@@ -25,7 +25,7 @@ from flash.types import Batch, Published
 from flash.weights.update import decode_update
 
 NO_STEP = (
-    *("run.resume", "run.log_samples", "run.output_dir", "env.folders"),
+    *("run.name", "run.resume", "run.log_samples", "run.output_dir", "env.folders"),
     *("checkpoint.", "deadlines.", "observe.", "track.", "alarms.", "simulate."),
 )
 """What may change while a run is down: with it the recorded batches make the same steps. So may `run.steps`, where the

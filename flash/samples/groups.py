@@ -79,6 +79,12 @@ class Group(msgspec.Struct, gc=False):
         self.earlier = [*self.earlier, *entries]
         return now
 
+    def rejoin(self, part: Group) -> None:
+        """What was parted with is here again, as it was: the last part first."""
+        own = {member.task.task_id: member for member in part.members}
+        self.members = [own.pop(member.task.task_id, member) for member in self.members] + list(own.values())
+        self.earlier = part.earlier
+
     def copy(self) -> Group:
         """The same group, which later changes do not reach."""
         return msgspec.structs.replace(self, members=list(map(copy, self.members)))

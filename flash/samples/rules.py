@@ -7,8 +7,6 @@ admits one version early is one version old, whatever the fraction.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Mapping
 from typing import Literal
@@ -16,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from flash.config.tree import SLACK, Config, RolloutConfig, max_age
+from flash.environment.fingerprint import fingerprint
 from flash.environment.interface import NO_DOMAINS, Domain
 from flash.samples.groups import GroupFilter
 
@@ -113,7 +112,6 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
 def buffer_rules(config: Config, domains: Mapping[str, Domain] = NO_DOMAINS) -> BufferRules:
     """The part of the configuration that the buffer uses, and what its environment says of its domains."""
     rollout = config.rollout
-    told = json.dumps([config.env.path, config.env.options], sort_keys=True, default=str)
     return BufferRules(
         retries=rollout.retries,
         breaker=rollout.breaker,
@@ -126,7 +124,7 @@ def buffer_rules(config: Config, domains: Mapping[str, Domain] = NO_DOMAINS) -> 
         filter=GroupFilter(rollout.drop_equal_rewards, rollout.accuracy_bounds),
         domains={name: _domain_rules(rollout, domain) for name, domain in domains.items()},
         drift=rollout.share_drift,
-        problems=hashlib.sha256(told.encode()).hexdigest(),
+        problems=fingerprint(config.env),
     )
 
 

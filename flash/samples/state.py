@@ -49,6 +49,17 @@ class BufferState(msgspec.Struct):
     shared: Shared | None = None
     """What domains have had."""
 
+    def put_back(self) -> None:
+        """Batches that were formed are none any more: under another contract their steps could train less of them."""
+        groups = {group.group_id: group for group in self.groups}
+        for formed in sorted(self.formed, key=lambda formed: formed.step, reverse=True):
+            part = formed.group
+            groups.setdefault(part.group_id, part).rejoin(part)
+            if self.shared is not None and part.kind in self.shared.trained and not part.earlier:
+                self.shared.trained[part.kind] -= 1
+        self.groups = [groups[group_id] for group_id in sorted(groups)]
+        self.formed = []
+
 
 class Samples:
     """See the module's docstring. `leases.withdrawn` and `notes` fill up for the owner, who empties them.
@@ -74,6 +85,8 @@ class Samples:
         lease_ids: Iterator[int] | None = None,
     ) -> None:
         contract, rules = made.contract, made.rules
+        if state is not None and contract.max_age < state.made.contract.max_age:
+            state.put_back()
         self._made = made
         self.contract = contract
         self.rules = rules
@@ -115,7 +128,8 @@ class Samples:
     def _restore(self, state: BufferState, goes_on: bool) -> None:
         if goes_on:
             self.leases.reasons.update(state.withdrawn)
-        had, now = state.made.rules.problems, self.rules.problems
+        rules = self.rules
+        had, now = state.made.rules.problems, rules.problems
         others = bool(had and now and had != now)
         for group in state.groups:
             group.closed = group.closed or others
@@ -127,10 +141,12 @@ class Samples:
             self.pool.add(group)
             if others and not (group.complete and not group.earlier):
                 self._end_as_it_is(group)
-            elif group.complete and not group.earlier:
+            elif not group.complete or group.earlier:
+                self._expiry.watch(group)
+            elif goes_on or rules.filter_of(group.kind).keeps(group):
                 self.pool.ready(group)
             else:
-                self._expiry.watch(group)
+                self._departures.filtered(group)
         if not goes_on:  # under another contract more of it may be too old
             self._expiry.begins()
         if others:

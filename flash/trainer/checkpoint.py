@@ -14,7 +14,7 @@ import errno
 import io
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +22,7 @@ import msgspec
 
 from flash.errors import CheckpointError, TransportError
 from flash.trainer.stored import (
+    EXTRAS,
     HUB_STATE,
     MANIFEST,
     TMP,
@@ -29,6 +30,7 @@ from flash.trainer.stored import (
     Manifest,
     aside_of,
     describe,
+    lacking_extras,
     prepare,
     prune,
     read_manifest,
@@ -57,13 +59,6 @@ STATE = "state"
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 """Errors of the system that have nothing to do with room on the disk."""
 NOT_WRITABLE = "check that you may write there, and that its disk is not mounted read-only"
-
-EXTRAS = {
-    "critic": "a critic (the [critic] table)",
-    "ewma": 'an average of the policy\'s weights (proximal = "ewma")',
-    "rhythm": 'the heads that rhythm chose in the first batch (algorithm.rhythm.heads = "first")',
-}
-"""What a trainer may keep beside the policy, and in words what asks for it."""
 
 
 def save(run_dir: Path, trainer: Trainer, keep_hub_state: KeepHubState, *, keep: int) -> Path:
@@ -115,7 +110,8 @@ def load(path: Path, trainer: Trainer) -> None:
 
     rank, world = dist.get_rank(), dist.get_world_size()
     manifest = _together(lambda: read_manifest(path), path)[rank]
-    _compare_extras(path, manifest.extras, _extras(trainer))
+    if fault := lacking_extras(path, manifest.extras, _extras(trainer)):
+        raise CheckpointError(fault)
     _together(lambda: verify(path, manifest.files[rank::world]), path)
     state = _state(trainer)
     try:
@@ -265,18 +261,6 @@ def _extras(trainer: Trainer) -> tuple[str, ...]:
     rhythm = _rhythm_heads(trainer) is not None
     kept = {"critic": len(trainer.critics), "ewma": int(trainer.ewma is not None), "rhythm": int(rhythm)}
     return tuple(name for name in EXTRAS for _ in range(kept[name]))
-
-
-def _compare_extras(path: Path, held: Sequence[str], wanted: Sequence[str]) -> None:
-    """A run goes on with what it had: a critic that starts from nothing would mislead the policy it is given."""
-    for name, words in EXTRAS.items():
-        if name in wanted and name not in held:
-            raise CheckpointError(f"{path} was written without {words}, which this run has: start a new run")
-        if name in held and name not in wanted:
-            raise CheckpointError(f"{path} holds {words}, which this run lacks: configure it, or start a new run")
-        there, here = held.count(name), wanted.count(name)
-        if there != here:
-            raise CheckpointError(f"{path} holds {there} {name}s, and this run has {here}: set {name}.count = {there}")
 
 
 def _reason(error: Any) -> str:

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
@@ -35,6 +35,14 @@ READ_SIZE = 1 << 20
 """Bytes read at a time for a CRC."""
 
 
+EXTRAS = {
+    "critic": "a critic (the [critic] table)",
+    "ewma": 'an average of the policy\'s weights (proximal = "ewma")',
+    "rhythm": 'the heads that rhythm chose in the first batch (algorithm.rhythm.heads = "first")',
+}
+"""What a trainer may keep beside the policy, and in words what asks for it."""
+
+
 class FileEntry(msgspec.Struct, frozen=True):
     """One file of a checkpoint; `path` is relative to its folder."""
 
@@ -51,7 +59,7 @@ class Manifest(msgspec.Struct, frozen=True):
     skipped_steps: int
     files: list[FileEntry]
     extras: tuple[str, ...] = ()
-    """What it holds beside the policy, by the names of `flash.trainer.checkpoint.EXTRAS`."""
+    """What it holds beside the policy, by the names of `EXTRAS`."""
     rates: dict[int, float] = {}
     """With `algorithm.lag`, the mean learning rate that was applied to each of the last versions."""
     scales: tuple[tuple[float, int], ...] = ()
@@ -196,6 +204,22 @@ def crc32_of(file: Path) -> int:
         while block := stream.read(READ_SIZE):
             crc = zlib.crc32(block, crc)
     return crc
+
+
+def lacking_extras(path: Path, held: Sequence[str], wanted: Sequence[str]) -> str:
+    """Why a run that wants these cannot go on from a checkpoint that holds those; empty: it can.
+
+    A run goes on with what it had: a critic that starts from nothing would mislead the policy it is given.
+    """
+    for name, words in EXTRAS.items():
+        there, here = held.count(name), wanted.count(name)
+        if here and not there:
+            return f"{path} was written without {words}, which this run has: go on without, or start a new run"
+        if there and not here:
+            return f"{path} holds {words}, which this run lacks: configure it, or start a new run"
+        if there != here:
+            return f"{path} holds {there} {name}s, and this run has {here}: set {name}.count = {there}"
+    return ""
 
 
 def prepare(aside: Path, leftovers: Iterable[Path] = ()) -> None:

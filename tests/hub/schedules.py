@@ -26,7 +26,7 @@ import anyio.lowlevel
 import msgspec
 from anyio.abc import TaskGroup
 
-from flash.config.tree import Config
+from flash.config.tree import Config, max_age
 from flash.environment.interface import Domain
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
@@ -396,7 +396,10 @@ class Schedule:
             self.floor = -1
         if resumed:
             self.resumed = True
+            allowed = max_age(self.config.train.async_ratio)
             self.config = with_options(self.dice, self.config, self.calm)
+            if max_age(self.config.train.async_ratio) < allowed:  # what was not trained yet is put together anew
+                self.shards = {step: dealt for step, dealt in self.shards.items() if step < self.version}
             self.domains = draw_domains(self.dice, self.config, self.calm)
             if self.dice.random() < 0.5:
                 self.problems += 1

@@ -20,7 +20,7 @@ from flash.samples.buffer import SampleBuffer
 from flash.samples.journal import Committed, Ended, Event, MemoryJournal
 from flash.samples.replay import Replay
 from flash.samples.state import BufferState
-from flash.types import Failure, Lease, Outcome
+from flash.types import Failure, Lease, Outcome, VersionRun
 from tests.hub.test_hub import Driver, make_config
 from tests.samples.cases import finish_all, lease_all, make_buffer, trajectory, void
 
@@ -203,6 +203,66 @@ def test_what_was_trained_since_the_checkpoint_is_trained_again_in_the_same_batc
         again.commit(step)
         again.check()
     assert (again.ledger.trained, again.in_flight) == (12, buffer.in_flight - 4)
+
+
+@pytest.mark.parametrize("on_expire", ["mask", "requeue", "wait"])
+def test_under_a_lower_ratio_no_batch_is_trained_again_of_which_less_would_count(on_expire: str) -> None:
+    options: dict[str, Any] = {"on_expire": on_expire, "batch": 4, "group": 2, "steps": 20}
+    journal = MemoryJournal()
+    buffer = make(alpha=2, journal=journal, **options)
+    finish_all(buffer, lease_all(buffer, 0), 0)
+    for step in range(3):
+        trained(buffer, step)
+    state = replayed(None, 0, journal.events).state(until=1)
+    assert state is not None
+    assert {formed.step for formed in state.formed} == {1, 2}
+    again = void(make(alpha=0, state=state, step=1, life=1, **options))
+    for step in range(1, 4):
+        finish_all(again, lease_all(again, step), step)
+        groups = again.take(step)
+        assert groups is not None
+        assert [group.trained_tokens(step) for group in groups] == [6, 6]
+        again.commit(step)
+        while again.tidy():
+            pass
+        again.check()
+    # Under the same ratio they are the same batches.
+    state = replayed(None, 0, journal.events).state(until=1)
+    same = void(make(alpha=2, state=state, step=1, life=1, **options))
+    assert [group.group_id for group in same.take(1) or []] == [2, 3]
+
+
+def trained(buffer: SampleBuffer, step: int) -> None:
+    assert buffer.take(step) is not None
+    buffer.commit(step)
+    while buffer.tidy():
+        pass
+
+
+def test_parts_of_a_group_that_were_trained_come_together_again() -> None:
+    """Three members of group 1 were trained at step 1, and the fourth at step 2."""
+    journal = MemoryJournal()
+    buffer = make(alpha=1, batch=8, group=4, steps=20, journal=journal)
+    old = lease_all(buffer, 0)
+    finish_all(buffer, [lease for lease in old if lease.task.group_id != 1][:8], 0)
+    finish_all(buffer, [lease for lease in old if lease.task.group_id == 1][:3], 0, reward=0.5)
+    trained(buffer, 0)
+    finish_all(buffer, [lease for lease in old if lease.task.group_id == 3], 0)
+    trained(buffer, 1)
+    finish_all(buffer, lease_all(buffer, 2), 2)
+    late = next(lease for lease in old if lease.task.task_id == 7)
+    buffer.finish(late.lease_id, trajectory(late.task, 2, 6, versions=[VersionRun(0, 4), VersionRun(2, 2)]))
+    trained(buffer, 2)
+    state = replayed(None, 0, journal.events).state(until=1)
+    assert state is not None
+    parts = [(each.step, len(each.group.trajectories())) for each in state.formed if each.group.group_id == 1]
+    assert parts == [(1, 3), (2, 1)]
+    state.put_back()
+    (group,) = (group for group in state.groups if group.group_id == 1)
+    assert sorted(member.task.sample_index for member in group.members) == [0, 1, 2, 3]
+    assert len(group.trajectories()) == 4
+    assert group.earlier == []
+    assert group.complete
 
 
 def test_a_run_that_is_told_to_end_before_it_has_trained_all_of_it_again_books_the_rest() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from flash.observe.rundir import RunDirectory
 from flash.observe.trackers import not_installed
 from flash.run.beforehand import left_as_it_was, start_problems
 from flash.run.locks import run_lock
+from flash.run.models import make_missing_model
 from flash.trainer.stored import MANIFEST, step_folder
 
 TINY = {"layers": 1, "width": 32, "warm_start_steps": 1}
@@ -218,6 +220,64 @@ def test_what_a_change_leaves_as_it_was_is_told_once_there_are_weights(
     assert told in capsys.readouterr().err
     assert left_as_it_was(make_config(tmp_path, run={"resume": True})) == []
     assert left_as_it_was(make_config(tmp_path, model={"path": str(other)})) == []
+
+
+def checkpoint_of(config: Config, *extras: str) -> Path:
+    folder = step_folder(config.run_dir, 6)
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ", ".join(f'"{name}"' for name in extras)
+    (folder / MANIFEST).write_text(f'{{"version": 6, "skipped_steps": 0, "files": [], "extras": [{names}]}}')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("extras", "tables", "told"),
+    [
+        ([], {"algorithm": {"objective": "ppo"}, "critic": {}}, "was written without a critic"),
+        ([], {"algorithm": {"objective": "decoupled_ppo", "options": {"proximal": "ewma"}}}, "without an average of"),
+        (["ewma"], {}, "holds an average of the policy's weights"),
+        (["critic"], {"algorithm": {"objective": "asyppo"}, "critic": {"count": 2}}, "holds 1 critics, and this run"),
+        (["critic"], {"algorithm": {"objective": "ppo"}, "critic": {}}, ""),
+        (["rhythm"], {}, ""),
+    ],
+)
+def test_what_the_checkpoint_has_not_or_the_run_lacks_is_refused_before_any_work(
+    tmp_path: Path, extras: list[str], tables: dict[str, dict[str, Any]], told: str
+) -> None:
+    left(make_config(tmp_path), steps=6)
+    checkpoint_of(make_config(tmp_path), *extras)
+    problems = [p.message for p in start_problems(make_config(tmp_path, run={"resume": True}, **tables))]
+    assert [told in message for message in problems] == [True] * bool(told)
+
+
+def test_a_folder_without_anything_of_a_run_is_none_to_go_on_with(tmp_path: Path) -> None:
+    resumed = make_config(tmp_path, run={"resume": True})
+    resumed.run_dir.mkdir(parents=True)
+    assert "there is no run to continue: nothing of one is left in" in problem(resumed)
+
+
+def test_a_run_of_which_no_checkpoint_is_whole_is_refused_before_any_work(tmp_path: Path) -> None:
+    left(make_config(tmp_path), steps=6)
+    (checkpoint_of(make_config(tmp_path)) / MANIFEST).write_text("{")
+    assert "no checkpoint of" in problem(make_config(tmp_path, run={"resume": True}))
+    shutil.rmtree(step_folder(make_config(tmp_path).run_dir, 6))
+    assert start_problems(make_config(tmp_path, run={"resume": True})) == []
+
+
+def test_a_tiny_model_is_not_made_anew_for_a_run_that_goes_on(tmp_path: Path) -> None:
+    tables: dict[str, Any] = {"tiny_model": TINY, "model": {"path": str(tmp_path / "tiny")}}
+    env = {"path": "envs.arithmetic:Arithmetic", "options": {"digits": 1}}
+    config = make_config(tmp_path, **tables, env=env)
+    make_missing_model(config)
+    before = (tmp_path / "tiny" / "model.safetensors").read_bytes()
+    left(config, steps=6)
+    checkpoint_of(config)
+    resumed = make_config(tmp_path, **tables, run={"resume": True}, env={**env, "options": {"digits": 2}})
+    assert start_problems(resumed) == []
+    make_missing_model(resumed)
+    assert (tmp_path / "tiny" / "model.safetensors").read_bytes() == before
+    other = make_config(tmp_path, **tables, run={"resume": True}, env={**env, "options": {"operators": "*"}})
+    assert "has another alphabet than the tiny model" in problem(other)
 
 
 def test_a_run_whose_count_of_hubs_is_damaged_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from flash.config.tree import max_age
 from flash.hub.nodes.claims import Claims
 from flash.samples.batches import deal, gather
 from flash.samples.buffer import SampleBuffer
@@ -69,6 +70,8 @@ class Life(RuleBasedStateMachine):
         """The most that lives so far had of them."""
         self.nodes = range(nodes)
         self.version = 0
+        self.put_back = 0
+        """Samples of batches that were none any more under a lower ratio."""
         self.formed: set[int] = set()
         """Steps whose batches a former life has formed, perhaps under another contract."""
         self.leases: dict[int, tuple[Lease, int]] = {}
@@ -236,8 +239,10 @@ class Life(RuleBasedStateMachine):
             self.settings |= {"alpha": self.alpha, **self.rules}
             self.begun = max(self.begun[0], self.alpha), max(self.begun[1], extra_groups)
         state = replay.state(self.version)
-        self.formed = {formed.step for formed in state.formed} if state is not None else set[int]()
+        if state is not None and max_age(self.alpha) < state.made.contract.max_age:
+            self.put_back += sum(len(formed.group.trajectories()) for formed in state.formed)
         self.buffer = self.make(state, self.version)
+        self.formed = {formed.step for formed in state.formed} if state is not None else set[int]()
         if back:
             assert self.buffer.ledger.trained == self.stored_trained
         if not unwritten:
@@ -276,7 +281,7 @@ class Life(RuleBasedStateMachine):
         if self.settled:
             state = self.buffer.snapshot()
             late = sum(group.alive for group in state.groups if group.earlier)
-            late += sum(len(formed.group.trajectories()) for formed in state.formed)
+            late += self.put_back + sum(len(formed.group.trajectories()) for formed in state.formed)
             assert self.buffer.in_flight - late <= places * (1 + self.rules["extra_per_group"] / self.group)
 
     @invariant()

@@ -1,0 +1,65 @@
+"""The fingerprint of an environment: tells one set of problems from another, so that no group is of two."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from hashlib import file_digest, sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from flash.config.tree import EnvConfig
+
+READ = 1 << 28
+"""Bytes of a file that are read: of a larger one count size and time of change."""
+MOST_FILES = 1000
+"""Of a folder."""
+
+
+def fingerprint(env: EnvConfig) -> str:
+    """Of its options, of the files and folders that they name, and of the modules of its classes. Reads the files."""
+    told = sha256(json.dumps([env.path, env.options], sort_keys=True, default=str).encode())
+    for text in sorted({env.path, *_texts(env.options)}):
+        for file in _files(text):
+            with suppress(OSError):  # what cannot be read is told where it is needed
+                told.update(_of_file(file))
+    return told.hexdigest()
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in options."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():  # pyright: ignore[reportUnknownVariableType]: anything may stand there
+            yield from _texts(each)
+    elif isinstance(value, list | tuple):
+        for each in value:  # pyright: ignore[reportUnknownVariableType]
+            yield from _texts(each)
+
+
+def _files(text: str) -> list[Path]:
+    """Those that a text names, as a path or as `module:Class`."""
+    module, separator, name = text.partition(":")
+    if separator and name.isidentifier() and all(map(str.isidentifier, module.split("."))):
+        with suppress(ImportError, ValueError):
+            spec = find_spec(module)
+            return [] if spec is None or not spec.has_location or spec.origin is None else [Path(spec.origin)]
+    with suppress(OSError, ValueError):
+        path = Path(text)
+        if path.is_file():
+            return [path]
+        if text and path.is_dir():
+            found = (file for file in path.rglob("*") if "__pycache__" not in file.parts and file.is_file())
+            return sorted(file for file, _ in zip(found, range(MOST_FILES), strict=False))
+    return []
+
+
+def _of_file(file: Path) -> bytes:
+    stat = file.stat()
+    if stat.st_size > READ:
+        return f"{file.name} {stat.st_size} {stat.st_mtime_ns}".encode()
+    with file.open("rb") as stream:
+        return file.name.encode() + file_digest(stream, "sha256").digest()

@@ -1,0 +1,71 @@
+"""One set of problems is told from another: by options, by files that they name, by the modules of classes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash.config.tree import EnvConfig
+from flash.environment import fingerprint as module
+from flash.environment.fingerprint import fingerprint
+
+
+def of(path: str = "envs.dataset:DatasetEnv", **options: Any) -> str:
+    return fingerprint(EnvConfig(path, options))
+
+
+def test_options_and_classes_tell_environments_apart() -> None:
+    assert of(digits=1) == of(digits=1)
+    assert len({of(digits=1), of(digits=2), of(), of("envs.arithmetic:Arithmetic"), of("nowhere.at_all:Env")}) == 5
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_file_that_an_option_names_counts_by_its_content(tmp_path: Path, nested: bool) -> None:
+    file = tmp_path / "data.jsonl"
+    options: dict[str, Any] = {"kinds": {"a": {"options": [str(file)]}}} if nested else {"path": str(file)}
+    missing = of(**options)
+    file.write_text("one")
+    one = of(**options)
+    file.write_text("two")
+    two = of(**options)
+    file.write_text("one")
+    assert len({missing, one, two}) == 3
+    assert of(**options) == one
+
+
+def test_a_folder_counts_by_its_files(tmp_path: Path) -> None:
+    before = of(path=str(tmp_path))
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "one.toml").write_text("x")
+    after = of(path=str(tmp_path))
+    assert after != before
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "one.pyc").write_text("x")
+    assert of(path=str(tmp_path)) == after
+
+
+def test_a_huge_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text("one")
+    with file.open("ab") as stream:
+        stream.truncate(module.READ + 1)
+    before = of(path=str(file))
+    with file.open("ab") as stream:
+        stream.truncate(module.READ + 2)
+    assert of(path=str(file)) != before
+
+
+def test_a_class_that_is_edited_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("edited_env", None)
+    file = tmp_path / "edited_env.py"
+    file.write_text("class Env: pass")
+    before = of("edited_env:Env")
+    file.write_text("class Env: digits = 2")
+    assert of("edited_env:Env") != before
+    mixed = of("envs.mixture:Mixture", kinds={"a": {"env": "edited_env:Env"}})
+    file.write_text("class Env: digits = 3")
+    assert of("envs.mixture:Mixture", kinds={"a": {"env": "edited_env:Env"}}) != mixed
