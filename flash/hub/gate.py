@@ -48,7 +48,6 @@ SAID_BY: dict[type[Request[Any]], tuple[Kind, ...]] = {
     p.EngineReport: ("node",),
     p.StatusReport: ("node",),
     p.LifeRequest: ("trainer",),
-    p.OutliveRequest: ("trainer",),
     p.LifeWatch: ("trainer",),
     p.RanksRequest: ("messenger",),
     p.BatchRequest: ("trainer",),
@@ -204,7 +203,7 @@ class Gate:
                 return self._report_fault(request)
             case p.StatusReport():
                 return _status_fault(request.status)
-            case p.LifeRequest() | p.OutliveRequest() if len(request.host) > MOST_HOST:
+            case p.LifeRequest() if len(request.host) > MOST_HOST:
                 return f"a host's name of {len(request.host)} characters"
             case p.BatchRequest() | p.Goodbye():
                 return _activity_fault(request.activities)

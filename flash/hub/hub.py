@@ -339,8 +339,8 @@ class Hub:
 
     async def _answer_rank(self, request: msgspec.Struct) -> msgspec.Struct:
         match request:
-            case p.LifeRequest() | p.OutliveRequest():
-                return await self._steps.begins(request)
+            case p.LifeRequest():
+                return await self._trainers.begins(request)
             case p.LifeWatch():
                 await self._trainers.watched(request)
             case p.BatchRequest():

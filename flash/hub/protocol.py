@@ -1,8 +1,8 @@
 """The messages between the hub and its peers.
 
 Rollout nodes send `LeaseRequest`, `DeliverRequest`, `CancelRequest`, `VersionRequest`, `LoadFailed`, `EngineReport` and
-`StatusReport`, and `ClaimRequest` where they have outlived a hub; trainer ranks send `LifeRequest`, or `OutliveRequest`
-where they have outlived one, `LifeWatch`, `BatchRequest` and `Goodbye`, and rank 0 also `PublishRequest`, `Commit` and
+`StatusReport`, and `ClaimRequest` where they have outlived a hub; trainer ranks send `LifeRequest`,
+`LifeWatch`, `BatchRequest` and `Goodbye`, and rank 0 also `PublishRequest`, `Commit` and
 `SnapshotRequest`; the agent that keeps a node's ranks sends `RanksRequest`. Any of them may send `Interrupt` or
 `Fatal`. A guest becomes a rollout node: it sends `RunRequest`, `JoinRequest`, and at its end `Leave`. Each class names
 the struct that answers it. Requests of nodes that wait (leases, cancels, versions) are answered, possibly empty, within
@@ -179,30 +179,6 @@ class LifeRequest(Request[LifeReply], frozen=True, tag=True):
     """That node's name, for people."""
 
 
-class OutliveReply(msgspec.Struct, frozen=True, tag=True):
-    """All ranks of the life go on here. Where they may not, the request fails with `LifeOverError`."""
-
-    version: int
-    """That the run is at: steps before it are booked."""
-
-
-class OutliveRequest(Request[OutliveReply], frozen=True, tag=True):
-    """A trainer rank has outlived the hub before this one, and presents what it holds. Answered when all have come."""
-
-    rank: int
-    process: int
-    host: str
-    """Both as in `LifeRequest`."""
-    life: int
-    """As the hub has numbered it with which the rank began."""
-    step: int
-    """The step after the last one that it has a shard of."""
-    checksum: int | None
-    """Of that shard (`flash.hub.ranks.outliving.checksum`); None: it has had none since its checkpoint."""
-    booked: int
-    """The version that a hub has told it is booked."""
-
-
 class LifeWatch(Request[Ack], frozen=True, tag=True):
     """Answered every `BEAT_S` seconds, so that the hub hears that the process runs, and the rank asks again. The call
     fails when the life of this rank is over, since another rank of it is gone, or one hangs."""
@@ -373,7 +349,6 @@ HubRequest = (
     | EngineReport
     | StatusReport
     | LifeRequest
-    | OutliveRequest
     | LifeWatch
     | RanksRequest
     | BatchRequest

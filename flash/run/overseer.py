@@ -14,12 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from flash.config import waits
 from flash.config.tree import Config
 from flash.errors import FlashError
 from flash.foreign.torch import LINGER_S, Ended
 from flash.hub import protocol as p
-from flash.hub.ranks.trainers import why_not
 from flash.run.rendezvous import RETRY_S, hub_place
 from flash.run.token import VARIABLE
 from flash.transport.blocking import BlockingClient
@@ -60,11 +58,11 @@ class RanksOverseer(Overseer):
         self._over: dict[int, float] = {}
         """When we were told that the life of a process is over."""
 
-    def over(self, processes: Iterable[int], seconds: float = 0.0) -> None:
-        """The life of these is over, or will be in so many seconds."""
+    def over(self, processes: Iterable[int]) -> None:
+        """The life of these is over."""
         with self._lock:
             for process in processes:
-                self._over.setdefault(process, self._now() + seconds)
+                self._over.setdefault(process, self._now())
 
     def living(self, processes: Iterable[int]) -> None:
         """These have a hub."""
@@ -90,7 +88,7 @@ class RanksOverseer(Overseer):
 
     def _listen(self, config: Config) -> None:
         """Consumes news of the ranks. Waits for the hub, and for the next ones. Produces processes that may hang."""
-        known, orphans = set[int](), set[int]()
+        known = set[int]()
         token, node = os.environ.get(VARIABLE), int(os.environ["FLASH_NODE_RANK"])
         name = f"messenger-{node}"
         while True:
@@ -98,21 +96,14 @@ class RanksOverseer(Overseer):
                 hub = hub_place(config, os.environ).find(token)
                 with BlockingClient(hub.host, hub.port, hub.token, name, config.deadlines.connect) as caller:
                     after = -1
-                    # Ranks that outlive a hub present themselves to the next one, which knows of them from then on.
-                    self.over(orphans, waits.claim_s(config))
                     while True:
                         news = caller.call(p.RanksRequest(node, after), timeout=math.inf)
                         after, known = news.number, set(news.living)
                         # A number may be given again.
                         self.over(set(news.ended) - known)
                         self.living(known)
-                        orphans -= known.union(news.ended)
             except FlashError:
-                # No hub, or it has ended, and with it the lives of all ranks that cannot outlive it.
-                if why_not(config) is not None:
-                    self.over(known)
-                else:
-                    orphans |= known
-                    self.living(orphans)
+                # No hub, or it has ended, and with it the lives of its ranks.
+                self.over(known)
                 known = set()
                 time.sleep(RETRY_S)

@@ -1,25 +1,26 @@
 """One trainer rank: follows the hub until it has no more batches. Only trainer ranks join the process group.
 
-It ends at once when another rank of its life is gone: what it still does then is of use to nobody, and the next life
-waits for its end. The loss of the hub it outlives, where the next one can go on with it (`flash.run.rank_hubs`).
+It ends at once when its hub or another rank of its life is gone: what it still does then is of use to nobody, and the
+next life waits for its end.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import signal
 import socket
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from flash.config import waits
 from flash.config.tree import Config
 from flash.errors import CollectiveError, FlashError, LifeOverError, PeerLostError, TransportError
 from flash.foreign.torch import below, collective_failed
@@ -28,9 +29,10 @@ from flash.run.rendezvous import Meeting, Rank, advertised_host, find_hub
 from flash.run.token import VARIABLE
 
 if TYPE_CHECKING:
-    from flash.hub.protocol import Ack, Fatal, LifeReply, OutliveReply, OutliveRequest
-    from flash.run.rank_hubs import RankHubs
+    from flash.hub.protocol import Ack, BatchReply, Fatal, LifeReply, LifeWatch
     from flash.transport.blocking import BlockingClient
+    from flash.transport.request import ReplyT, Request
+    from flash.types import Activity
 
 log = logging.getLogger("flash")
 
@@ -40,6 +42,14 @@ class Teller(Protocol):
 
     def call(self, request: Fatal, timeout: float) -> Ack:
         """Send it; the hub answers with the end of the connection."""
+        ...
+
+
+class Watcher(Protocol):
+    """A rank's connection to the hub, as far as its life goes."""
+
+    def call(self, request: LifeWatch, timeout: float) -> Ack:
+        """Send it; answered after a while, for as long as the life goes on."""
         ...
 
 
@@ -55,62 +65,67 @@ def run_trainer_rank(rank: Rank, config: Config) -> int:
         hub, life = find_hub(config, token, partial(_enter, index, config, stack), tells=index == 0)
         if life.checkpoint is None:
             return 0
-        hubs = _hubs(index, config, token, stack, hub, life)
+        life_of_rank = RankLife(index, hub, lambda: os._exit(1))
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, hubs.told_to_end)
-        threading.Thread(target=hubs.watch, name="flash-life", daemon=True).start()
+            signal.signal(number, lambda *_: None)
+        threading.Thread(target=life_of_rank.watch, name="flash-life", daemon=True).start()
         try:
-            _train(rank, config, index, meeting, life, hubs, stack)
+            _train(rank, config, index, meeting, life, RankHub(index, hub), stack)
         except Exception as error:  # supervised boundary: whatever ends a rank is told where people look
             # Told before the other ranks lose this one and have errors of their own.
-            tell_end(hubs, index, error, config.deadlines.request, others(index, config))
+            tell_end(hub, index, error, config.deadlines.request, others(index, config))
             return 1
         finally:
-            hubs.close()
+            life_of_rank.close()
     return 0
 
 
-def _hubs(
-    index: int, config: Config, token: str | None, stack: ExitStack, hub: BlockingClient, life: LifeReply
-) -> RankHubs:
-    """The hubs of a rank that begins with this one."""
-    from flash.hub import protocol as p
-    from flash.hub.ranks.trainers import why_not
-    from flash.run.rank_hubs import RankHubs
-    from flash.trainer.stored import read_manifest
+class RankHub:
+    """What a rank asks the hub."""
 
-    step = read_manifest(Path(life.checkpoint)).version if life.checkpoint else 0
-    held = p.OutliveRequest(index, os.getpid(), socket.gethostname(), life.number, step, checksum=None, booked=0)
-    # Where ranks cannot come back to a version, the next hub's is not theirs either.
-    find = partial(_find_next, config, token, stack) if why_not(config) is None else None
-    return RankHubs(config, hub, held, find, lambda: os._exit(1))
+    def __init__(self, rank: int, hub: BlockingClient) -> None:
+        self._rank = rank
+        self._hub = hub
+
+    def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        """As of `BlockingClient.call`."""
+        return self._hub.call(request, timeout)
+
+    def fetch(self, step: int, did: list[Activity], timeout: float) -> BatchReply:
+        """The whole shard of a step; the hub is also told what the rank was busy with."""
+        from flash.hub.ranks.shards import fetch_blocking
+
+        return fetch_blocking(self._hub, self._rank, step, did, timeout)
 
 
-def _find_next(
-    config: Config, token: str | None, stack: ExitStack, held: OutliveRequest
-) -> tuple[BlockingClient, OutliveReply]:
-    """The next hub, connected until the stack is closed, and what it says to what this rank holds.
+class RankLife:
+    """Ends this process when its life is over, or its hub is gone, unless it ends itself.
 
-    Raises:
-        LifeOverError: this rank has to end.
-        DeadlineError: none came.
+    Torch may hold the main thread meanwhile. A rank that shows no sign is killed by its agent.
     """
-    seconds = waits.claim_s(config) + config.deadlines.rendezvous
 
-    def present(address: HubAddress) -> tuple[BlockingClient, OutliveReply] | None:
-        with ExitStack() as entered:
-            hub = _connect(held.rank, config, address, entered)
-            try:
-                reply = hub.call(held, timeout=seconds)
-            except LifeOverError:
-                return None
-            stack.push(entered.pop_all())
-            return hub, reply
+    def __init__(self, rank: int, hub: Watcher, end: Callable[[], object]) -> None:
+        self._rank = rank
+        self._hub = hub
+        self._end = end
+        self._over = False
 
-    found = find_hub(config, token, present, tells=held.rank == 0)
-    if found is None:
-        raise LifeOverError("the next hub does not go on with this rank")
-    return found
+    def watch(self) -> None:
+        """In a thread of its own: show the hub that the process runs, as long as that answers."""
+        from flash.hub.protocol import LifeWatch
+
+        try:
+            while True:
+                self._hub.call(LifeWatch(self._rank), timeout=math.inf)
+        except Exception as error:  # whatever it is, and be it this process's own end
+            if self._rank == 0 and not self._over and not isinstance(error, LifeOverError):
+                log.debug("trainer rank 0 ends: %s", error)
+        if not self._over:
+            self._end()
+
+    def close(self) -> None:
+        """The main thread is done: what the watching one meets from now on ends nothing."""
+        self._over = True
 
 
 def _connect(index: int, config: Config, address: HubAddress, stack: ExitStack) -> BlockingClient:
@@ -176,7 +191,7 @@ def _train(
     index: int,
     meeting: Meeting,
     life: LifeReply,
-    hubs: RankHubs,
+    hub: RankHub,
     stack: ExitStack,
 ) -> None:
     """Train to the end; what is to be closed after that is left on the stack."""
@@ -216,6 +231,6 @@ def _train(
     profile = NO_PROFILE if order is None else RankProfile(order, index, cuda=cuda)
     # Also after an error, of which people are told first.
     stack.callback(profile.ends)
-    loop = TrainerLoop(config, index, trainer, publisher, hubs, HfTokenizer(config.model).inner, profile)
+    loop = TrainerLoop(config, index, trainer, publisher, hub, HfTokenizer(config.model).inner, profile)
     gc.freeze()
     loop.run()

@@ -29,7 +29,7 @@ from flash.weights.publisher import WeightPublisher
 
 
 class RankHub(Protocol):
-    """What a rank asks the hub, as `flash.run.rank_hubs.RankHubs`: the one of now, or the one that comes after it."""
+    """What a rank asks the hub, as `flash.run.trainer_rank.RankHub`."""
 
     def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
         """Send one request and wait for its reply, for `timeout` seconds at most."""

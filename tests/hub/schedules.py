@@ -5,9 +5,8 @@ After each event hold: conservation of tasks and tokens, the age contract, and t
 that it could run, unless it may be kept for a node that loads. The trainer ranks die and come back: each of their lives
 is given the same batch of a step, and each step is booked once. The hub dies too: the next one goes on from the version
 that it had, or, as where a recorded batch is damaged, from any since the checkpoint; nodes that outlive it keep what
-they hold, if the next one knows of it. So do trainer ranks: they all go on, where they hold what the run has, or none
-(`tests.hub.outliving`). Or the whole run is resumed, with other options and domains. Kinds of which all samples fail go
-into quarantine. Every schedule comes to its end.
+they hold, if the next one knows of it. Or the whole run is resumed, with other options, domains and problems: no group
+has two. Kinds of which all samples fail go into quarantine. Every schedule comes to its end.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from flash.samples.replay import Replay
 from flash.simulate.clock import run_virtual
 from flash.types import Batch, Failure, Lease, Outcome, Published, Shard, Trajectory, VersionRun
 from tests.branching import joined
-from tests.hub.outliving import Ranks, tells_a_lie
+from tests.hub.ranks import Ranks
 from tests.samples.cases import KeptStates, trajectory
 
 EVENTS = 30
@@ -299,12 +298,8 @@ class Schedule:
         self.finished = False
         self.trainer = anyio.CancelScope()
         self.world = self.config.trainer_world_size
-        self.ranks: Ranks | None = None
-        """The trainer ranks that live."""
         self.number = 0
         """Of their life, at this hub."""
-        self.outlived = [0, 0]
-        """How often ranks that had outlived a hub ended, and went on."""
         self.expiry = anyio.CancelScope()
 
     def start_hub(self, state: HubState | None, held: int = 0) -> Hub:
@@ -329,7 +324,7 @@ class Schedule:
 
     async def run(self) -> None:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._train, None)
+            tasks.start_soon(self._train)
             for _ in range(self.dice.choice([1, 2, 2, 3, 4, 6, 8])):
                 await self.join(tasks)
             await self.settle()
@@ -377,7 +372,6 @@ class Schedule:
         self.expiry.cancel()
         await self.settle()
         self.finished = False  # what the ranks were told meanwhile counts no more
-        ranks, self.ranks = self.ranks if not resumed and self.dice.random() < 0.7 else None, None
         ledger, reached = self.hub.buffer.ledger, self.hub.version
         stored = self.kept.by_version
         kept = HubState.restore(stored[max(stored)], self.config) if stored else None
@@ -408,7 +402,7 @@ class Schedule:
         self.hub = self.start_hub(HubState.went_on(self.version, buffer, self.config), held)
         self.nodes, self.published = {}, -1
         self.observer.steps = [row for row in self.observer.steps if row["step"] < self.version]
-        tasks.start_soon(self._train, ranks)
+        tasks.start_soon(self._train)
         tasks.start_soon(self._expire_claims)
         await self.join(tasks)
         for node in outlive:
@@ -507,36 +501,16 @@ class Schedule:
         later_branches = dice.choice([0, 0, 1, 2])
         return p.EndedLease(lease.lease_id, joined([made, *[trajectory(lease.task, start)] * later_branches]))
 
-    async def _train(self, ranks: Ranks | None) -> None:
-        """The trainer ranks, one life after the other; the first one may have outlived a hub."""
+    async def _train(self) -> None:
+        """The trainer ranks, one life after the other."""
         with anyio.CancelScope() as self.trainer:
-            if ranks is not None and not await self._outlive(ranks):
-                ranks = None
             while not self.finished:
                 with anyio.CancelScope() as self.life:
-                    self.ranks, ranks = ranks or await self._begin(), None
-                    await self._live(self.ranks)
+                    await self._live(await self._begin())
                 if not self.finished:
-                    self.ranks = None
                     for rank in self.dice.sample(range(self.world), self.dice.randint(1, self.world)):
                         if self.hub.life_counts(self.number):
                             self.hub.peer_lost(f"trainer-{rank}")
-
-    async def _outlive(self, ranks: Ranks) -> bool:
-        """They present themselves to the next hub, unless one does not come, dies, or holds something else."""
-        self.ranks = ranks
-        self._arrive()
-        lie = tells_a_lie(self.dice, ranks)
-        fits = lie is None and ranks.fits(self.version)
-        went_on = await ranks.present(self.hub, self.dice, lie)
-        assert went_on in ([True] * self.world, [False] * self.world), "some ranks of a life go on, and some do not"
-        assert went_on[0] == fits, f"of ranks of which one {lie or 'fits'}, and the others fit"
-        self.outlived[went_on[0]] += 1
-        if went_on[0]:
-            await ranks.catch_up(self.hub)
-            self.published = self.hub.published_version
-        assert self.hub.life_counts(self.number) == went_on[0]
-        return went_on[0]
 
     def _arrive(self) -> None:
         (self.number,) = {self.hub.rank_arrives(rank) for rank in range(self.world)}
@@ -545,7 +519,7 @@ class Schedule:
         """A life begins with a checkpoint."""
         self._arrive()
         begun = [await self.hub.handle(p.LifeRequest(rank, 1, "")) for rank in range(self.world)]
-        return Ranks(self.world, begun[0].number, int(begun[0].checkpoint or 0))
+        return Ranks(self.world, int(begun[0].checkpoint or 0))
 
     async def _live(self, ranks: Ranks) -> None:
         """They commit what is new when they are told to, and write a checkpoint now and then."""
@@ -665,10 +639,9 @@ def run_one(seed: int) -> Schedule:
 def main(number: int, first: int) -> None:
     """Run the schedules of so many seeds."""
     started = time.perf_counter()
-    outlived = [run_one(seed).outlived for seed in range(first, first + number)]
-    ended, went_on = (sum(times) for times in zip(*outlived, strict=True))
-    words = f"trainer ranks outlived a hub {went_on} times, and could not {ended} times"
-    sys.stdout.write(f"{number} schedules from seed {first}: {time.perf_counter() - started:.0f} s; {words}\n")
+    for seed in range(first, first + number):
+        run_one(seed)
+    sys.stdout.write(f"{number} schedules from seed {first}: {time.perf_counter() - started:.0f} s\n")
 
 
 if __name__ == "__main__":

@@ -147,7 +147,6 @@ async def test_a_rank_whose_former_connection_is_silent_takes_its_place_and_begi
         ("node", p.EngineReport(0, 1, [p.EngineStatus(0, 0, 0.0, 0.0, 0.0)] * 2, []), "an engine twice"),
         ("node", p.EngineReport(0, 1, [], [], restarts=-1), "-1 restarts"),
         ("trainer", p.LifeRequest(0, 1, 300 * "x"), "a host's name of 300 characters"),
-        ("trainer", p.OutliveRequest(0, 1, 300 * "x", 1, 0, None, 0), "a host's name of 300 characters"),
         ("trainer", p.StatusReport(0, status_of(0, 0.0)), "a trainer may not"),
         ("node", p.StatusReport(1, status_of(1, 0.0)), "it speaks for node 1"),
         ("node", p.StatusReport(0, status_of(0, 0.0, load_s=float("nan"))), "a number that is not finite"),

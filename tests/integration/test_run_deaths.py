@@ -47,12 +47,6 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not re.search(TIMES, name)} for row in rows]
 
 
-def outlived(run: Run) -> int:
-    """How often trainer ranks have gone on with the next hub."""
-    assert "cannot go on" not in run.text()
-    return len(re.findall(r"the trainer ranks have outlived the hub, and go on at version \d+", run.text()))
-
-
 def test_two_trainer_ranks_come_to_the_same_weights_at_a_ratio_of_zero_whenever_they_or_the_hub_die(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -85,17 +79,14 @@ def test_two_trainer_ranks_come_to_the_same_weights_at_a_ratio_of_zero_whenever_
         os.kill(killed, signal.SIGKILL)
         again.until(lambda number=number: again.text().count("the trainer ranks are back at version") == number)
         assert (again.core(), again.node_loop()) == (core, loop)
-    # While the third step is booked, or about there, and in the middle of the fourth: the ranks outlive both.
-    ranks = [again.trainer(0), again.trainer(1)]
+    # While the third step is booked, or about there, and in the middle of the fourth: the ranks end with the hub.
     again.until(lambda: len(again.rows()) == 3, every=0.002)
+    ranks = [again.trainer(0), again.trainer(1)]
     os.kill(loop, signal.SIGKILL)
-    again.until(lambda: outlived(again) == 1)
     formed = again.directory / "batches" / "step-000003.bin"
     again.until(formed.exists, every=0.002)
-    assert [again.trainer(0), again.trainer(1)] == ranks
+    assert not {again.trainer(0), again.trainer(1)} & {*ranks}
     os.kill(again.node_loop(), signal.SIGKILL)
-    again.until(lambda: outlived(again) == 2)
-    assert [again.trainer(0), again.trainer(1)] == ranks
     assert again.wait() == 0, again.text()
     assert "not the weights that they had" not in again.text()
     assert "Traceback" not in again.text()
@@ -219,22 +210,19 @@ def test_trainer_ranks_that_hang_are_killed_and_come_back_alone_with_the_same_we
 def test_a_killed_node_loop_loses_nothing_that_was_delivered_or_trained(start: Callable[..., Run]) -> None:
     run = start("run.steps=8", "checkpoint.every=1000")
     run.until(lambda: len(run.rows()) >= 3)
-    killed, rank = run.node_loop(), run.trainer()
+    killed = run.node_loop()
     os.kill(killed, signal.SIGSTOP)
     before = run.rows()
     trained = run.rows("samples.jsonl")
     os.kill(killed, signal.SIGKILL)
-    run.until(lambda: outlived(run) == 1)
-    assert run.trainer() == rank
     assert run.wait() == 0, run.text()
     assert f"flash: the node loop (process {killed}) was killed by signal 9 (SIGKILL)" in run.text()
     assert re.search(r"the journal brings back \d+ samples that were delivered after version 0", run.text())
     assert [row["step"] for row in run.rows()] == list(range(8))
     # It may have died between the record of a step and its row, or the other way round.
-    back = re.search(r"the trainer ranks have outlived the hub, and go on at version (\d+)", run.text())
+    back = re.search(r"the trainer ranks are back at version (\d+)", run.text())
     assert back is not None
     kept = int(back[1])
-    assert "trainer ranks are back" not in run.text(), "a step was trained again"
     assert len(before) - 1 <= kept <= len(before)
     assert run.rows()[:kept] == before[:kept], "a row was written again"
     assert [row for row in run.rows("samples.jsonl") if row["step"] < kept] == [

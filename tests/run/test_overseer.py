@@ -44,18 +44,6 @@ def test_a_process_that_does_not_end_with_its_life_hangs_and_is_named_once(capfd
     assert list(ranks.hanging([7, 8])) == []
 
 
-def test_a_process_whose_hub_is_gone_has_time_to_present_itself_to_the_next_one() -> None:
-    clock = Clock()
-    ranks = overseer(clock)
-    ranks.over([7, 8, 9], 60.0)
-    clock.seconds = LINGER_S + 1
-    assert list(ranks.hanging([7, 8, 9])) == []
-    ranks.living([7])
-    ranks.over([9])
-    clock.seconds = 60 + LINGER_S + 1
-    assert list(ranks.hanging([7, 8, 9])) == [8, 9]
-
-
 def test_a_number_that_is_given_to_a_later_process_condemns_nobody() -> None:
     clock = Clock()
     ranks = overseer(clock)

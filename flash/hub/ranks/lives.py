@@ -11,8 +11,6 @@ in order. To the engines goes the run's version alone, so that what they are giv
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from flash.errors import ContractError
 
 
@@ -89,10 +87,6 @@ class Lives:
         """The ranks of this life that have come."""
         return sorted(self._present)
 
-    def withdraws(self, rank: int) -> None:
-        """Who has come as this rank is of a life that was over before; nothing is lost with it."""
-        self._present.discard(rank)
-
     def begins(self, rank: int, process: int) -> None:
         """A rank has said which process it is."""
         self.processes[rank] = process
@@ -140,11 +134,6 @@ class Lives:
         self.processes.clear()
         self._beats.clear()
 
-    def refused(self) -> None:
-        """This life, of a former hub, cannot go on: it was lost with that one."""
-        self.end()
-        self._first = self.number + 1
-
     # -- how far they are --------------------------------------------------------------------------------------------
 
     def begins_at(self, held: int, version: int) -> None:
@@ -152,12 +141,6 @@ class Lives:
         if held > version:
             raise ContractError(f"the trainers would start from version {held} of a run that is at {version}")
         self.held, self.repeated = held, 0
-
-    def goes_on(self, fetched: Iterable[int], version: int) -> None:
-        """All ranks of this life hold the run's version with a former hub; these have their shard of the next step."""
-        self.begins_at(version, version)
-        self.away = False
-        self.fetched = set(fetched)
 
     def behind(self, version: int) -> bool:
         """Whether this life has steps to train again."""

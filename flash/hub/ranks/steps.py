@@ -19,7 +19,6 @@ from flash.hub import protocol as p
 from flash.hub.metrics import Branches, StepMetrics
 from flash.hub.nodes.nodes import Nodes
 from flash.hub.progress import Progress
-from flash.hub.ranks.outliving import checksum
 from flash.hub.ranks.trainers import Trainers
 from flash.hub.state import HubState, KeepState
 from flash.observe.observer import Observer
@@ -106,20 +105,6 @@ class Steps:
         """Whether the ranks are kept until engines have loaded what was published."""
         return self._kept_waiting > 0
 
-    async def begins(self, request: p.LifeRequest | p.OutliveRequest) -> p.LifeReply | p.OutliveReply:
-        """A rank has started, or outlived the hub before this one."""
-        if isinstance(request, p.LifeRequest):
-            return await self._trainers.begins(request)
-        return await self._trainers.outlives(request, self._formed_checksums)
-
-    async def _formed_checksums(self) -> list[int]:
-        """Of the shards of the next step, each rank's; empty where its batch cannot be formed yet."""
-        await self._nodes.tidy()  # what a state begins with, and no batch is formed before that is done
-        if not self._shards and self._buffer.can_take(self._progress.version) and self._progress.stopping is None:
-            with anyio.CancelScope(shield=True):
-                await self._form_batch()
-        return [await in_slices(checksum(parts)) for parts in self._shards]
-
     # -- batches -----------------------------------------------------------------------------------------------------
 
     async def batch(self, request: p.BatchRequest) -> p.BatchReply:
@@ -199,7 +184,7 @@ class Steps:
             min_version = self._contract.min_token_version(self._progress.version)
             batch = gather(groups, self._progress.version, min_version)
             shards = await in_slices(deal(batch, self._config.trainer_world_size))
-            await self._buffer.journal.written()  # ranks that outlive this hub find the same batch at the next one
+            await self._buffer.journal.written()  # ranks that start again are given the same batch
             self._shards = [await in_slices(cut(shard, self._part_bytes)) for shard in shards]
             self._trained = batch.trajectories
             self._wanted, self._saves = False, self._wanted

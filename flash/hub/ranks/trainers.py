@@ -1,11 +1,10 @@
 """Trainers: the hub's side of the trainer ranks' coming and going. It owns no task.
 
-A life of theirs (`flash.hub.ranks.lives`) that is lost does not end the run: its calls are ended, and so are its
-ranks, by that, or, where they hang, by their node's agent, which asks here. The engines go on with what they have.
-The next life is told which checkpoint to load, and trains again what the run has trained since
-(`flash.hub.ranks.past`); so does the first one of a hub that has started again, unless ranks come that have outlived
-the hub before it, and may go on (`flash.hub.ranks.outliving`). Where that cannot be, the run ends with an error after
-which all processes start again.
+A life of theirs (`flash.hub.ranks.lives`) that is lost does not end the run: its calls are ended, and so are its ranks,
+by that, or, where they hang, by their node's agent, which asks here. The engines go on with what they have. The next
+life is told which checkpoint to load, and trains again what the run has trained since (`flash.hub.ranks.past`); so does
+the first one of a hub that has started again. Where that cannot be, the run ends with an error after which all
+processes start again.
 """
 
 from __future__ import annotations
@@ -17,16 +16,13 @@ import anyio
 
 from flash.config import waits
 from flash.config.tree import Config
-from flash.errors import CollectiveError, FlashError, LifeOverError, PeerLostError, RecordingError, error_of
+from flash.errors import CollectiveError, FlashError, LifeOverError, PeerLostError, error_of
 from flash.hub import protocol as p
 from flash.hub.metrics import StepMetrics
 from flash.hub.progress import Progress
 from flash.hub.ranks.lives import Lives
-from flash.hub.ranks.outliving import Outliving, checksum
 from flash.hub.ranks.past import Past, RepeatedStep, Start
 from flash.observe.observer import Observer
-from flash.samples.batches import deal
-from flash.samples.slices import in_slices
 from flash.types import Published
 
 T = TypeVar("T")
@@ -72,7 +68,6 @@ class Trainers:
         self._ranks = config.trainer_world_size
         self._part_bytes = part_bytes
         self.lives = Lives(self._ranks, start.version, progress.version, number)
-        self._outliving = Outliving(self._ranks, progress.version, number)
         self._start: Start | None = start
         """What the newest life begins with, once that is known."""
         self._choosing = False
@@ -102,10 +97,9 @@ class Trainers:
 
     async def begins(self, request: p.LifeRequest) -> p.LifeReply:
         """What a rank is to begin with. The first one of its life that asks has it chosen."""
-        if self._outliving.decide(go_on=False):  # a process starts when all of the life before it have ended
-            self._refuse("others have started instead of them")
-            raise LifeOverError(LIFE_OVER)
-        self._comes(request)
+        self.lives.begins(request.rank, request.process)
+        self.begun[request.rank], self.hosts[request.rank] = self._now(), request.host
+        self._changed()
         self._progress.refuse_at_end()
         while self._start is None and not self.lives.finished:
             if self._choosing:
@@ -119,12 +113,6 @@ class Trainers:
                 self._progress.signals.send("batches")
         checkpoint = self._start.checkpoint if self._start is not None and not self.lives.finished else None
         return p.LifeReply(self.lives.number, checkpoint)
-
-    def _comes(self, request: p.LifeRequest | p.OutliveRequest) -> None:
-        """A rank has said which process it is."""
-        self.lives.begins(request.rank, request.process)
-        self.begun[request.rank], self.hosts[request.rank] = self._now(), request.host
-        self._changed()
 
     async def _choose(self) -> Start:
         assert self._past is not None, "without a past no life follows the first"
@@ -149,9 +137,6 @@ class Trainers:
         if rank not in self.lives.present:
             return
         self._progress.signals.send("run")
-        if self._outliving.decide(go_on=False):
-            self._refuse(f"rank {rank} is gone")
-            return
         silent = self._silent()
         if self.lives.lost(rank):
             words = f"trainer rank {rank} is gone without a word: its process was killed, or crashed"
@@ -233,7 +218,6 @@ class Trainers:
             return
         if self._lost_at is None:
             self._lost_at = self._now()
-        self._outliving.decide(go_on=False)
         self.lives.end()
         self._end_calls()
         self._observer.failure("trainers_lost", str(error))
@@ -260,68 +244,6 @@ class Trainers:
             finally:
                 self._calls.discard(call)
         raise LifeOverError(LIFE_OVER)
-
-    # -- ranks that outlive a hub ------------------------------------------------------------------------------------
-
-    async def outlives(self, request: p.OutliveRequest, formed: Callable[[], Awaitable[list[int]]]) -> p.OutliveReply:
-        """A rank of the hub before this one presents itself: once all have come, they go on, or none of them.
-
-        Args:
-            request: what it holds.
-            formed: gives the checksums of the next step's shards.
-
-        Raises:
-            LifeOverError: its life is over.
-        """
-        self._progress.refuse_at_end()
-        outliving = self._outliving
-        if outliving.go_on is not None:  # as of a rank that was cut off from this hub, whose life is over long since
-            self.lives.withdraws(request.rank)
-            raise LifeOverError(LIFE_OVER)
-        self._comes(request)
-        why = outliving.presents(request)
-        if not why and outliving.complete:
-            why = outliving.compared(await self._booked_checksums(), await formed() if outliving.in_step else [])
-            if not why and outliving.decide(go_on=True):
-                self._go_on()
-        if not why:
-            with anyio.move_on_after(waits.claim_s(self._config)):
-                await self._progress.until("ranks", lambda: outliving.go_on is not None)
-            why = f"{outliving.here} came within {waits.claim_s(self._config):g} s"
-        if outliving.go_on:
-            return p.OutliveReply(self._progress.version)
-        if outliving.decide(go_on=False):
-            self._refuse(why)
-        raise LifeOverError(LIFE_OVER)
-
-    async def _booked_checksums(self) -> list[int]:
-        """Of the shards of the last step that is booked; empty where its batch cannot be read."""
-        if self._past is None or self._progress.version == 0:
-            return []
-        try:
-            batch = await self._past.batch(self._progress.version - 1)
-        except RecordingError:
-            return []
-        shards = await in_slices(deal(batch, self._ranks))
-        return [await in_slices(checksum([shard])) for shard in shards]
-
-    def _go_on(self) -> None:
-        """All ranks have come that the hub before this one had, and hold what the run has."""
-        self._lost_at = None
-        self.lives.goes_on(self._outliving.in_step, self._progress.version)
-        self._changed()
-        self._progress.stages_ended += 1
-        self._progress.signals.send("run")
-        self._observer.note(f"the trainer ranks have outlived the hub, and go on at version {self._progress.version}")
-
-    def _refuse(self, why: str) -> None:
-        """None of them may go on."""
-        if self._lost_at is None:
-            self._lost_at = self._now()
-        self.lives.refused()
-        self._end_calls()
-        words = f"the trainer ranks have outlived the hub, and cannot go on: {why}"
-        self._observer.note(f"{words}. They start again, and the engines go on meanwhile")
 
     # -- what they train again ---------------------------------------------------------------------------------------
 

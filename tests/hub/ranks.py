@@ -1,0 +1,51 @@
+"""The trainer ranks of a schedule, and what they hold."""
+
+from __future__ import annotations
+
+import random
+
+import anyio
+import anyio.lowlevel
+
+from flash.hub import protocol as p
+from flash.hub.hub import Hub
+from flash.types import Canary, Published, Shard
+
+
+class Ranks:
+    """One life. They train in step: a version is trained when all have their shards."""
+
+    def __init__(self, world: int, version: int) -> None:
+        self.world = world
+        self.version = version
+        """Trained, and told to a hub that has said it is booked."""
+        self.published = -1
+        self.keeps = True
+        self._shards: dict[int, Shard] = {}
+
+    @property
+    def shards(self) -> list[Shard]:
+        """Of the step that they train, of all ranks in order."""
+        return [self._shards[rank] for rank in range(self.world)]
+
+    async def publish(self, hub: Hub) -> None:
+        made = Published(self.version, "tcp", b"", Canary([0, 0], [-1.0]))
+        await hub.handle(p.PublishRequest(made))
+        self.published = self.version
+
+    async def fetch(self, hub: Hub, dice: random.Random) -> bool:
+        """All that lack their shard ask for it; whether there are more batches."""
+        for rank in dice.sample(range(self.world), self.world):
+            if rank not in self._shards:
+                reply = await hub.handle(p.BatchRequest(rank, self.version, []))
+                if reply.shard is None:
+                    return False
+                self._shards[rank], self.keeps = reply.shard, reply.keeps
+                if dice.random() < 0.3:
+                    await anyio.lowlevel.checkpoint()
+        return True
+
+    async def commit(self, hub: Hub) -> None:
+        await hub.handle(p.Commit(self.version, {}))
+        self.version += 1
+        self._shards = {}
