@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from flash.environment.shared import run_name, shared, sharing
     from flash.errors import ConfigError, EnvError, FlashError, RewardError
-    from flash.observe.summary import Summary
+    from flash.observe.rundir.summary import Summary
     from flash.run.play import Played, play
     from flash.run.training import train
     from flash.types import Message, Observation
@@ -43,7 +43,7 @@ _HOMES = {
     "flash.config.tree": ("Config",),
     "flash.run.training": ("train",),
     "flash.run.play": ("play", "Played"),
-    "flash.observe.summary": ("Summary",),
+    "flash.observe.rundir.summary": ("Summary",),
     "flash.environment.interface": (
         *("Environment", "SyncEnvironment", "Info", "ResetResult", "StepResult", "HELD_OUT", "is_held_out"),
         *("Checked", "Prepared", "WarmStart", "SolvedExample", "Kinds"),

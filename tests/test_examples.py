@@ -15,7 +15,7 @@ import yaml
 from flash.cli.main import parse
 from flash.config.check import check
 from flash.config.load import dump, load
-from flash.run.grace import grace
+from flash.run.processes.grace import grace
 
 FOLDER = Path(__file__).parent.parent / "examples"
 EXAMPLES = sorted(FOLDER.rglob("*.toml"))

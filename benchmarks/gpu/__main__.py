@@ -27,7 +27,7 @@ from benchmarks.gpu.compute import layer_rows, mfu_rows
 from benchmarks.gpu.engine import engine_rows
 from benchmarks.gpu.job import job_rows
 from benchmarks.gpu.sizes import Sizes
-from flash.config.hardware import count_gpus
+from flash.config.machine import count_gpus
 
 RESULT = Path("outputs") / "gpu-check.json"
 VERSIONS = ("torch", "vllm", "transformers", "triton", "flashinfer-python", "numpy", "msgspec")

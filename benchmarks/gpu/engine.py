@@ -11,8 +11,8 @@ from benchmarks.form import WORKLOADS, Row
 from benchmarks.gpu.sizes import MODELS, Sizes, random_model
 from benchmarks.real.engine_efficiency import config_for, measure
 from flash.config.load import load
-from flash.rollout.tokenizer import HfTokenizer
-from flash.run.models import make_missing_model
+from flash.rollout.episode.tokenizer import HfTokenizer
+from flash.run.models.models import make_missing_model
 
 GOAL = 0.95
 

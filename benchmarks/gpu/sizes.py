@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from flash.trainer.tiny_model import HEAD_DIM
+from flash.trainer.model.tiny_model import HEAD_DIM
 
 if TYPE_CHECKING:
     from transformers import Qwen3Config

@@ -32,8 +32,8 @@ from benchmarks.offpolicy.sampler import Answer, Sampler
 from flash.config.objects import check_options, load_object
 from flash.environment import HELD_OUT
 from flash.errors import ContractError
-from flash.trainer.canary import canary_logprobs
-from flash.trainer.model import named_full_tensors
+from flash.trainer.model.canary import canary_logprobs
+from flash.trainer.model.model import named_full_tensors
 from flash.trainer.step import Trainer
 from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from algorithms.rhythm import FloatArray, Rhythm, top_share
 from flash.trainer.firstpass import attend, policy_logprobs
-from flash.trainer.model import reshard
+from flash.trainer.model.model import reshard
 from flash.trainer.packing import MicroBatch
 from flash.trainer.rhythm import MicroSignals, RhythmPass, responses
 

@@ -153,7 +153,7 @@ def grid(
 
 def make_model(cell: Cell) -> None:
     """The warm-started models, unless they are there. Once, before the workers, who would disturb each other."""
-    from flash.run.models import make_missing_model
+    from flash.run.models.models import make_missing_model
 
     make_missing_model(cell.config())
 

@@ -11,8 +11,8 @@ from benchmarks.form import Args, Row, main
 from benchmarks.real.async_vs_sync import WORKLOAD
 from benchmarks.training import PINNED, run
 from flash.cli.calibrate import predicted_step_s
-from flash.observe.rundir import RunDirectory
-from flash.observe.summary import by_step
+from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.rundir.summary import by_step
 from flash.simulate.calibrate import calibrate, measured_step_s
 
 RUNS = {

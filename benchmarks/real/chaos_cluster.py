@@ -20,7 +20,7 @@ import msgspec
 
 from benchmarks.form import ROOT, WORKLOADS
 from benchmarks.real.chaos_faults import Fault, Struck, Target, role
-from flash.observe.rundir import RunDirectory
+from flash.observe.rundir.rundir import RunDirectory
 from tests.cluster.hosts import Hosts
 
 NAMES = ("first", "second", "third")

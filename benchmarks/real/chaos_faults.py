@@ -104,9 +104,9 @@ def role(command: bytes) -> Target | None:
     words = command.split(b"\0")
     if b"flash.run.joined" in words:
         return "node"
-    if b"flash.run.trainers" in words:
+    if b"flash.run.processes.trainers" in words:
         return "agent"
-    if b"flash.run.worker" in words:
+    if b"flash.run.processes.worker" in words:
         return "trainer" if b"trainer" in words else "hub"
     if b"flash" in words and b"train" in words and b"-m" in words:
         return "launcher"

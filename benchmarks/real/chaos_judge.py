@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from flash.config.tree import max_age
-from flash.observe.recording import read_batch, recorded_steps
-from flash.observe.rundir import RunDirectory
+from flash.observe.rundir.recording import read_batch, recorded_steps
+from flash.observe.rundir.rundir import RunDirectory
 from flash.types import VersionRun
 
 Row = Mapping[str, Any]

@@ -36,10 +36,10 @@ from flash.hub import protocol as p
 from flash.hub.hub import Hub
 from flash.observe.observer import MemoryObserver
 from flash.rollout.engine import Pressure
+from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.rollout.node import RolloutNode
 from flash.rollout.supervisor import only
-from flash.rollout.tokenizer import HfTokenizer
-from flash.rollout.vllm_engine import VLLMEngine
+from flash.rollout.vllm.engine import VLLMEngine
 from flash.transport.client import connect
 from flash.transport.request import Request
 from flash.transport.server import serve
@@ -85,7 +85,7 @@ UNTAUGHT = TinyModelConfig(warm_start_steps=0)
 
 def endless_model(folder: Path, tiny: TinyModelConfig = UNTAUGHT) -> Path:
     """A tiny model whose answers only end at the token limit."""
-    from flash.trainer.tiny_model import make_tiny_model
+    from flash.trainer.model.tiny_model import make_tiny_model
 
     shutil.rmtree(folder, ignore_errors=True)
     make_tiny_model(folder, tiny, "envs.arithmetic:Arithmetic", {}, lambda step, steps, loss: None)

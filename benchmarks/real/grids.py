@@ -17,8 +17,8 @@ import numpy as np
 
 from benchmarks.form import ROOT, Args, Row, main
 from benchmarks.training import Measured, train
-from flash.observe.series import reward_series
-from flash.observe.style import BLUE, INK, ORANGE, new_figure, outside_legend, plain_axes, png
+from flash.observe.plots.series import reward_series
+from flash.observe.plots.style import BLUE, INK, ORANGE, new_figure, outside_legend, plain_axes, png
 
 EXAMPLES = {"directly": "frozen_lake", "through an agent": "agent_frozen_lake"}
 """The example of each case."""

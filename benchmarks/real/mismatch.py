@@ -94,8 +94,8 @@ def config_for(dtype: str, head: str) -> Config:
 async def sample(config: Config, count: int) -> tuple[list[Sampled], float]:
     """Answers of a real engine, and its tokens per second."""
     from flash.rollout.engine import GenerateRequest, SamplingSettings
-    from flash.rollout.tokenizer import HfTokenizer
-    from flash.rollout.vllm_engine import VLLMEngine
+    from flash.rollout.episode.tokenizer import HfTokenizer
+    from flash.rollout.vllm.engine import VLLMEngine
 
     engine = VLLMEngine(config, 0, [])
     await engine.start()
@@ -129,7 +129,7 @@ async def load_own_weights(engine: Any, config: Config) -> None:
     """As the first version of a run: the output layer of a CPU engine is prepared where versions are loaded."""
     import torch
 
-    from flash.trainer.model import load_model
+    from flash.trainer.model.model import load_model
     from flash.types import Canary, Published
     from flash.weights.tcp import TcpPublisher
 
@@ -148,9 +148,9 @@ def trained_differences(config: Config, answers: Sequence[Sampled]) -> Tensor:
     import numpy as np
     import torch
 
-    from flash.trainer.logprobs import token_logprobs
-    from flash.trainer.model import load_model, shard_model, trainer_mesh
-    from flash.trainer.prefixes import in_one_row
+    from flash.trainer.model.logprobs import token_logprobs
+    from flash.trainer.model.model import load_model, shard_model, trainer_mesh
+    from flash.trainer.model.prefixes import in_one_row
 
     whole = load_model(config.model)
     rounded(whole)
@@ -252,7 +252,7 @@ def shares(args: Args) -> list[Row]:
     """What each kind of layer adds to the squared difference."""
     import torch
 
-    from flash.trainer.model import load_model
+    from flash.trainer.model.model import load_model
 
     config = config_for("float32", "model")
     model = load_model(config.model).eval()
@@ -275,7 +275,7 @@ def own_answers(model: PreTrainedModel, count: int) -> list[tuple[Tensor, int]]:
     """What the model says to the questions at temperature 1, after how many tokens of the prompt."""
     import torch
 
-    from flash.rollout.tokenizer import HfTokenizer
+    from flash.rollout.episode.tokenizer import HfTokenizer
 
     torch.manual_seed(0)
     tokenizer, answers = HfTokenizer(config_for("float32", "model").model), list[tuple[torch.Tensor, int]]()
@@ -322,8 +322,8 @@ def canary_in(dtype: str, count: int) -> list[Row]:
     import torch
 
     from flash.foreign.torch import alone
-    from flash.trainer.canary import CanaryMaker, draw_canary
-    from flash.trainer.model import load_model, shard_model, trainer_mesh
+    from flash.trainer.model.canary import CanaryMaker, draw_canary
+    from flash.trainer.model.model import load_model, shard_model, trainer_mesh
     from flash.weights.fingerprint import Fingerprint
 
     config = config_for(dtype, "float32")
@@ -373,7 +373,7 @@ def canary_in(dtype: str, count: int) -> list[Row]:
 
 def measure(args: Args) -> list[Row]:
     """All three parts."""
-    from flash.run.models import make_missing_model
+    from flash.run.models.models import make_missing_model
 
     make_missing_model(config_for("float32", "model"))
     return [*shares(args), *canary(args), *engines_against_trainers(args)]

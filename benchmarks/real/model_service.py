@@ -28,9 +28,9 @@ from benchmarks.form import ROOT, Args, Row, main
 from envs.agent import Agent, AgentOptions
 from flash.environment import Environment, sharing
 from flash.rollout.engine import GenerateRequest, SamplingSettings
-from flash.rollout.episode import Episode, EpisodeProgress, EpisodeSettings
-from flash.rollout.phases import FreePhases
-from flash.rollout.tokenizer import Tokenizer
+from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings
+from flash.rollout.episode.phases import FreePhases
+from flash.rollout.episode.tokenizer import Tokenizer
 from flash.transport.collecting import seldom_collected
 from flash.types import Completion, Lease, Message, Observation, Task, Tool, Trajectory, VersionRun
 

@@ -33,7 +33,7 @@ import numpy as np
 from algorithms import OBJECTIVES
 from benchmarks.form import Args, Row, main
 from flash.config.tree import Config
-from flash.trainer.tiny_model import CONTEXT, HEAD_DIM
+from flash.trainer.model.tiny_model import CONTEXT, HEAD_DIM
 from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def layer_cost(case: LayerCase) -> LayerCost:
 
 def in_chunks(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
     """As training does it."""
-    from flash.trainer.output_layer import selected_logprobs
+    from flash.trainer.model.output_layer import selected_logprobs
 
     return selected_logprobs(hidden_TD, weight_VD, None, target_T, temperature=TEMPERATURE, entropy_gradient=False)
 

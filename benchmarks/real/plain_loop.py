@@ -125,7 +125,7 @@ def alone(case: Case) -> tuple[float, float]:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from flash.run.models import make_missing_model
+    from flash.run.models.models import make_missing_model
     from flash.trainer.step import Trainer
 
     disable_progress_bar()

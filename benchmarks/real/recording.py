@@ -30,7 +30,7 @@ from benchmarks.form import ROOT, Args, Row, main
 from benchmarks.real.recording_probe import FILE
 from benchmarks.training import train
 from flash.config.load import load
-from flash.observe.recording import read_batch, recorded_steps
+from flash.observe.rundir.recording import read_batch, recorded_steps
 from flash.samples.batches import deal
 from flash.samples.slices import at_once
 from flash.trainer.token_look import TokenLook

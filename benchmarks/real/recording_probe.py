@@ -20,7 +20,7 @@ from flash.hub.hub import Hub
 from flash.hub.nodes.nodes import Nodes
 from flash.observe import cluster_file
 from flash.observe.recorder import Recorder
-from flash.observe.sample_writer import SampleWriter
+from flash.observe.rundir.sample_writer import SampleWriter
 from flash.rollout.node_watch import NodeWatch
 
 FILE = "FLASH_RECORDING_PROBE"

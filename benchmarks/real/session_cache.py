@@ -23,7 +23,7 @@ from benchmarks.real.engine_efficiency import endless_model
 from flash.config.tree import Config, TinyModelConfig
 from flash.rollout.engine import GenerateRequest, SamplingSettings
 from flash.rollout.proxy import LLMProxy, ProxySettings
-from flash.rollout.vllm_engine import VLLMEngine
+from flash.rollout.vllm.engine import VLLMEngine
 
 LAYERS, WIDTH = 4, 256
 TURNS, PROMPT, ANSWER, SHOWN = 8, 600, 24, 100

@@ -30,9 +30,9 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from benchmarks.form import Args, Row, main
-from flash.observe.rundir import RunDirectory
-from flash.observe.sample_files import COMPRESSED, SCHEMA, samples_of, write_samples
-from flash.observe.samples import Sample, SampleTurn, TokenValues
+from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.rundir.sample_files import COMPRESSED, SCHEMA, samples_of, write_samples
+from flash.observe.rundir.samples import Sample, SampleTurn, TokenValues
 from flash.trained import TokenUse
 from flash.types import Activity, Outcome, Span, VersionRun
 

@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.form import Args, Row, main
 from benchmarks.simulated.hub_peers import Order
 from benchmarks.simulated.hub_scale import Size, Taken, TimedLoop, scene, settings
-from flash.run.journal import FileJournal, Place, replay_journal
+from flash.run.restart.journal import FileJournal, Place, replay_journal
 from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.replay import Replay
 

@@ -33,9 +33,9 @@ from benchmarks.versus_trl.curves import Case, Curve, Point
 from benchmarks.versus_trl.settings import TrlChoices
 from flash.config.load import dump, load
 from flash.config.tree import Config
-from flash.observe.rundir import RunDirectory
-from flash.run.models import make_missing_model
-from flash.trainer.stored import complete_checkpoints
+from flash.observe.rundir.rundir import RunDirectory
+from flash.run.models.models import make_missing_model
+from flash.trainer.state.stored import complete_checkpoints
 
 CASES = {
     "short": Case(title="answers of 16 tokens", accuracy=0.8, goal=1.0),

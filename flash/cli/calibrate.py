@@ -12,8 +12,8 @@ from flash.cli.commands import Commands
 from flash.cli.files import check_writable
 from flash.cli.simulate import run_all
 from flash.config.load import load
-from flash.observe.rundir import write_atomically
-from flash.observe.series import Floats
+from flash.observe.plots.series import Floats
+from flash.observe.rundir.rundir import write_atomically
 from flash.simulate import tables
 from flash.simulate.calibrate import calibrate
 

@@ -15,7 +15,7 @@ from flash.config.tree import Config
 from flash.errors import ConfigError
 
 if TYPE_CHECKING:
-    from flash.run.doctor import Finding, Found
+    from flash.run.checks.doctor import Finding, Found
 
 IN_SANDBOXES = ("envs.code:", "envs.swe:", "envs.rewards.code:", "envs.tools.sandboxed:")
 """Import paths, in a configuration, of what runs programs in sandboxes."""
@@ -36,8 +36,8 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the checks; 1 where something is missing."""
-    from flash.run.beforehand import start_problems
-    from flash.run.doctor import CHECKS, examine, missing, ok
+    from flash.run.checks.beforehand import start_problems
+    from flash.run.checks.doctor import CHECKS, examine, missing, ok
 
     config: list[Config] = []
     findings: list[Finding] = []
@@ -77,7 +77,7 @@ def containers(config: Config | None) -> Found:
     import anyio
 
     from envs.sandbox.doctor import engine_name
-    from flash.run.doctor import missing, not_needed, ok
+    from flash.run.checks.doctor import missing, not_needed, ok
 
     wanted, remote = False, None
     if config is not None:

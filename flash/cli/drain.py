@@ -23,8 +23,8 @@ def run(arguments: argparse.Namespace) -> int:
     import anyio
 
     from flash.hub import protocol as p
-    from flash.run.hub_search import ask
-    from flash.run.token import VARIABLE
+    from flash.run.processes.hub_search import ask
+    from flash.run.processes.token import VARIABLE
 
     *folders, node = arguments.where
     if not node.isdecimal():

@@ -15,8 +15,8 @@ from flash.cli.commands import Commands
 from flash.cli.files import check_writable
 from flash.config.tree import Config
 from flash.observe.console import best_of_lines, environment_lines, evaluation_line
-from flash.observe.rundir import write_atomically
-from flash.observe.samples import Sample
+from flash.observe.rundir.rundir import write_atomically
+from flash.observe.rundir.samples import Sample
 from flash.observe.stats import BestOf, best_of_each
 
 

@@ -10,8 +10,8 @@ from flash.cli.commands import Commands
 from flash.cli.files import check_folder_writable, run_directory
 from flash.cli.sampling import of_run
 from flash.config.load import load
-from flash.run.models import export_model
-from flash.trainer.stored import MANIFEST
+from flash.run.models.models import export_model
+from flash.trainer.state.stored import MANIFEST
 
 
 def add_parser(commands: Commands) -> argparse.ArgumentParser:

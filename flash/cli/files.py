@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flash.config.check import beside
 from flash.errors import ConfigError
-from flash.observe.rundir import RunDirectory
+from flash.observe.rundir.rundir import RunDirectory
 
 OUTPUTS = Path("outputs")
 """Where runs are unless `run.output_dir` says otherwise."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from flash.errors import ConfigError
 
 if TYPE_CHECKING:
-    from flash.run.hub_place import HubPlace
+    from flash.run.processes.hub_place import HubPlace
 
 
 def add_hub_option(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def add_hub_option(parser: argparse.ArgumentParser) -> None:
 
 def hub_place(hub: str | None, folders: list[str]) -> HubPlace:
     """Where the hub is. Raises ConfigError: not exactly one place is named."""
-    from flash.run.hub_place import HubPlace
+    from flash.run.processes.hub_place import HubPlace
 
     if len(folders) + (hub is not None) != 1:
         named = f", got {' and '.join(folders)}" if folders else ""

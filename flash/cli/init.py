@@ -13,7 +13,7 @@ from pathlib import Path
 from flash.cli.commands import Commands
 from flash.cli.files import check_folder_writable
 from flash.errors import ConfigError
-from flash.observe.rundir import write_atomically, writing
+from flash.observe.rundir.rundir import write_atomically, writing
 
 FILES = {
     "my_env.py": "the environment",

@@ -19,7 +19,7 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw, and say which files were written."""
-    from flash.observe.plots import write_plots
+    from flash.observe.plots.plots import write_plots
 
     paths = write_plots(run_directory(arguments.run_dir).path)
     if not paths:

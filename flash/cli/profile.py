@@ -16,13 +16,13 @@ from flash.config.advice import advise
 from flash.config.load import load, split_arguments
 from flash.config.tree import Config
 from flash.errors import ConfigError, RunDirectoryError
-from flash.observe.rundir import RunDirectory, write_atomically
-from flash.observe.trace import trace, trace_begin
+from flash.observe.plots.trace import trace, trace_begin
+from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.profile.order import Order
 from flash.profile.parts import WHOLE, Measured, WholeTrace, parts_in, read_part, whole_trace
 from flash.profile.report import report
-from flash.run.beforehand import left_as_it_was, start_problems
-from flash.run.past import booked_version
+from flash.run.checks.beforehand import left_as_it_was, start_problems
+from flash.run.restart.past import booked_version
 
 CLOSE_S = 60.0
 """Of an engine that ends while it records: what was recorded is written too."""

@@ -13,9 +13,9 @@ from flash.cli.files import check_folder_writable, check_writable, run_directory
 from flash.config.check import is_hub_id
 from flash.config.load import given, load, split_arguments
 from flash.errors import ConfigError
-from flash.observe.rundir import write_atomically
-from flash.run.hugging_face import hub_fault
-from flash.run.models import make_fetched
+from flash.observe.rundir.rundir import write_atomically
+from flash.run.models.hugging_face import hub_fault
+from flash.run.models.models import make_fetched
 from flash.run.replay import Comparison, plan, refuse_idle, replay
 
 SHOWN = ("loss", "grad_norm", "entropy", "clip_fraction")

@@ -19,7 +19,7 @@ from flash.config.load import load
 from flash.config.tree import Config, ModelConfig
 from flash.errors import ConfigError
 from flash.observe.rhythm import RhythmSeen, coupling_lines, head_lines, response_lines
-from flash.observe.rundir import RunDirectory, write_atomically
+from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.observe.text import escaped
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Look, print, draw and write."""
-    from flash.rollout.tokenizer import HfTokenizer
+    from flash.rollout.episode.tokenizer import HfTokenizer
     from flash.run.rhythm import look_at, options_with
 
     check_writable(arguments.plot, arguments.json)
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         write_atomically(arguments.json, msgspec.json.format(msgspec.json.encode(seen), indent=2) + b"\n")
     if arguments.plot is not None and picture is not None:
-        from flash.observe.rhythm_plot import rhythm_png
+        from flash.observe.plots.rhythm_plot import rhythm_png
 
         write_atomically(arguments.plot, rhythm_png(picture))
     _tell(seen, arguments.show)
@@ -111,8 +111,8 @@ def _check(arguments: argparse.Namespace, config: Config | None) -> None:
 
 @contextmanager
 def _weights(arguments: argparse.Namespace, config: Config | None) -> Generator[Under]:
-    from flash.run.models import chosen_model, model_folder
-    from flash.trainer.stored import MANIFEST, read_manifest
+    from flash.run.models.models import chosen_model, model_folder
+    from flash.trainer.state.stored import MANIFEST, read_manifest
 
     named = chosen_model(arguments.model or arguments.what)
     if config is None:

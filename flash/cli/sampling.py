@@ -22,10 +22,10 @@ from flash.config.load import load, split_arguments
 from flash.config.packaged import is_gguf
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.observe.rundir import RunDirectory, write_atomically
-from flash.observe.samples import Sample, readable
-from flash.run.models import chosen_model, make_missing_model, model_folder
-from flash.trainer.stored import MANIFEST
+from flash.observe.rundir.rundir import RunDirectory, write_atomically
+from flash.observe.rundir.samples import Sample, readable
+from flash.run.models.models import chosen_model, make_missing_model, model_folder
+from flash.trainer.state.stored import MANIFEST
 
 if TYPE_CHECKING:
     from flash.run.sampling import Sampled
@@ -141,10 +141,10 @@ def sample(config: Config, named: str | None, play: Any) -> tuple[Sampled, list[
     import anyio
 
     from flash.environment.load import LoadedEnvironment
-    from flash.rollout.resident import Resident
-    from flash.rollout.vllm_engine import VLLMEngine
-    from flash.rollout.vllm_start import ready_tokenizer
-    from flash.run.scratch import remember_shared_memory, scratch_folder
+    from flash.rollout.vllm.engine import VLLMEngine
+    from flash.rollout.vllm.resident import Resident
+    from flash.rollout.vllm.start import ready_tokenizer
+    from flash.run.processes.scratch import remember_shared_memory, scratch_folder
 
     if named is None:
         make_missing_model(config)

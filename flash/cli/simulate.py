@@ -26,7 +26,7 @@ from flash.config.decode import suggest
 from flash.config.load import key_paths, load, split_arguments
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.observe.rundir import write_atomically
+from flash.observe.rundir.rundir import write_atomically
 from flash.simulate import tables
 from flash.simulate.bounds import bounds, quantities
 from flash.simulate.report import Cell, SimReport

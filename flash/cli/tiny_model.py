@@ -33,8 +33,8 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the model that the arguments describe."""
-    from flash.run.making import making
-    from flash.trainer.tiny_model import make_tiny_model, show_progress
+    from flash.run.models.making import making
+    from flash.trainer.model.tiny_model import make_tiny_model, show_progress
 
     wanted = {
         "layers": arguments.layers,

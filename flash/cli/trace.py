@@ -11,8 +11,8 @@ import msgspec
 from flash.cli.commands import Commands
 from flash.cli.files import check_writable, run_directory
 from flash.errors import ConfigError
-from flash.observe.rundir import write_atomically
-from flash.observe.trace import trace
+from flash.observe.plots.trace import trace
+from flash.observe.rundir.rundir import write_atomically
 
 
 def add_parser(commands: Commands) -> argparse.ArgumentParser:

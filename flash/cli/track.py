@@ -11,9 +11,9 @@ from flash.cli.commands import Commands
 from flash.cli.files import run_directory
 from flash.config.track import TrackerName
 from flash.errors import ConfigError, FlashError
-from flash.observe.rundir import RunDirectory
-from flash.observe.trackers import not_installed
-from flash.observe.tracking import Tracking, held, settings
+from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.trackers.trackers import not_installed
+from flash.observe.trackers.tracking import Tracking, held, settings
 
 NAMES: tuple[TrackerName, ...] = get_args(TrackerName)
 

@@ -14,9 +14,9 @@ from flash.cli.commands import Commands
 from flash.config.advice import advise
 from flash.config.load import dump, load, split_arguments
 from flash.config.tree import Config
-from flash.observe.rundir import RunDirectory
-from flash.run.beforehand import left_as_it_was, start_problems
-from flash.run.models import make_missing_model
+from flash.observe.rundir.rundir import RunDirectory
+from flash.run.checks.beforehand import left_as_it_was, start_problems
+from flash.run.models.models import make_missing_model
 
 
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
@@ -35,13 +35,13 @@ def run(arguments: argparse.Namespace) -> int:
     config = load(paths, overrides, also=start_problems)
     advise(config, left_as_it_was(config))
     if arguments.dry_run:
-        from flash.run.dry_run import dry_run
+        from flash.run.checks.dry_run import dry_run
 
         for line in dry_run(config):
             sys.stderr.write(f"checked {line}\n")
         sys.stdout.write(dump(config))
         return 0
-    from flash.run.agents import INTERRUPTED
+    from flash.run.processes.agents import INTERRUPTED
 
     before = begun(config)
     code = start(config, paths, overrides)
@@ -68,8 +68,8 @@ def what_is_left(config: Config, typed: Sequence[str], before: Begun) -> str:
 
     One that was interrupted before it had a run directory does not: there is none, or that of an earlier run, `before`.
     """
-    from flash.run.launcher import resume_command
-    from flash.run.past import is_done
+    from flash.run.processes.launcher import resume_command
+    from flash.run.restart.past import is_done
 
     if not config.run.resume and begun(config) == before:
         return f"nothing was begun, and nothing is kept; begin with: {shlex.join(typed)}"
@@ -80,7 +80,7 @@ def what_is_left(config: Config, typed: Sequence[str], before: Begun) -> str:
 
 def start(config: Config, paths: Sequence[Path], overrides: Sequence[str]) -> int:
     """Make the tiny model that a checked configuration may want, and train; the exit code of `launch`."""
-    from flash.run.launcher import launch
+    from flash.run.processes.launcher import launch
 
     # Until torchrun takes signals over: what was begun by then is put in order, as after Ctrl-C.
     signal.signal(signal.SIGTERM, _interrupt)

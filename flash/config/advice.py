@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 
-from flash.config.compiling import why_eager
 from flash.config.decode import Problem
+from flash.config.machine import why_eager
 from flash.config.tree import Config
 
 HIGH_LEARNING_RATE = 1e-2

@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 
 from flash.config.check_algorithm import algorithm_rule
-from flash.config.check_fetch import fetch_rule
-from flash.config.check_machine import MACHINE_RULES, unreachable
+from flash.config.check_machine import MACHINE_RULES, fetch_rule, unreachable
 from flash.config.decode import Problem, nearest, show
 from flash.config.objects import examine_options, load_environment, load_sink, refusal
 from flash.config.packaged import gguf_folder, is_gguf
@@ -132,7 +131,7 @@ def _domains(config: Config, env: type[object], kwargs: dict[str, Any]) -> Itera
 
 
 def model_rule(config: Config) -> Iterator[Problem]:
-    """A local model folder is one, or is to be made. The hub is asked for its ids later: see `flash.run.beforehand`."""
+    """A local model folder is one, or is to be made. Of hub ids `flash.run.checks.beforehand` asks."""
     path = Path(config.model.path)
     if not config.model.path.strip():
         yield Problem("model.path", "is empty: expected a Hugging Face model folder or a hub id")

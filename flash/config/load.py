@@ -33,7 +33,7 @@ from flash.config.decode import (
     tables_in,
     tag_field,
 )
-from flash.config.hardware import count_gpus
+from flash.config.machine import count_gpus
 from flash.config.objects import import_from
 from flash.config.packaged import with_folder
 from flash.config.section import Section

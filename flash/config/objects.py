@@ -160,7 +160,7 @@ def load_objective(name: str) -> type[Objective]:
 
 
 def load_sink(path: str) -> Callable[[dict[str, Any], int | None], Any]:
-    """What makes a tracker's sink: see `flash.observe.sink`.
+    """What makes a tracker's sink: see `flash.observe.trackers.sink`.
 
     Raises:
         ConfigError: there is none, or it takes other arguments.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flash.config.alarms import AlarmName, AlarmsConfig
-from flash.observe.summary import number
+from flash.observe.rundir.summary import number
 
 Row = Mapping[str, Any]
 

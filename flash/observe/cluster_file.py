@@ -19,8 +19,8 @@ import msgspec
 
 from flash.errors import RunDirectoryError
 from flash.observe.cluster import Cluster, HubNow, Tally
-from flash.observe.follow import NO_ROW, opened
-from flash.observe.rundir import RunDirectory, writing
+from flash.observe.rundir.follow import NO_ROW, opened
+from flash.observe.rundir.rundir import RunDirectory, writing
 
 WITHOUT_A_WORD = "the hub before this one ended without a word: its process was killed, or its machine is gone"
 

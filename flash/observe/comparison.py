@@ -12,9 +12,9 @@ import msgspec
 from flash.config.load import flat
 from flash.errors import ConfigError
 from flash.observe.console import BLANK, summary_rows
-from flash.observe.rundir import RunDirectory
+from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.rundir.summary import Summary, by_step, number
 from flash.observe.stats import Interval, difference
-from flash.observe.summary import Summary, by_step, number
 from flash.observe.text import escaped, width
 
 Row = tuple[str, list[str]]

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from flash.config.tree import Config
-from flash.observe.rundir import RunDirectory
+from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.rundir.summary import Summary, domains_of, number
 from flash.observe.stats import BestOf
-from flash.observe.summary import Summary, domains_of, number
 from flash.observe.text import BLANK, clean, clock, fixed, plain, short
 
 Row = Mapping[str, Any]

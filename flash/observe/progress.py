@@ -6,8 +6,8 @@ import tomllib
 from typing import Any
 
 from flash.errors import RunDirectoryError
-from flash.observe.follow import opened
-from flash.observe.rundir import RunDirectory
+from flash.observe.rundir.follow import opened
+from flash.observe.rundir.rundir import RunDirectory
 
 FACTS = (
     ("model", ("model", "path")),

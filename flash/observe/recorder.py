@@ -24,18 +24,18 @@ from flash.config.objects import is_sink, load_sink
 from flash.config.recorded import recorded
 from flash.config.tree import Config
 from flash.errors import AlarmError, RunDirectoryError
-from flash.observe import recording
-from flash.observe.alarm_command import AlarmCommand
 from flash.observe.alarms import Alarms, Given
 from flash.observe.cluster import HubNow
 from flash.observe.cluster_file import ClusterFile
 from flash.observe.console import Console
 from flash.observe.observer import Wish
-from flash.observe.rundir import RunDirectory, sample_times
-from flash.observe.sample_writer import SampleWriter, TokenText
-from flash.observe.sink import Sink, SinkFeed
-from flash.observe.summary import summarise
-from flash.observe.track_feed import TrackFeed
+from flash.observe.rundir import recording
+from flash.observe.rundir.rundir import RunDirectory, sample_times
+from flash.observe.rundir.sample_writer import SampleWriter, TokenText
+from flash.observe.rundir.summary import summarise
+from flash.observe.trackers.alarm_command import AlarmCommand
+from flash.observe.trackers.feed import TrackFeed
+from flash.observe.trackers.sink import Sink, SinkFeed
 from flash.trained import TrainedSample
 from flash.types import Activity, Batch
 from flash.waiting import first_error
@@ -253,7 +253,7 @@ class Recorder:
         )
         self.directory.write_summary(summary)
         if not interrupted:
-            from flash.observe.plots import write_plots
+            from flash.observe.plots.plots import write_plots
 
             try:
                 write_plots(self.directory.path)

@@ -17,10 +17,10 @@ from flash.errors import ConfigError
 from flash.observe.alarms import Alarms
 from flash.observe.cluster_file import read_cluster
 from flash.observe.console import RECENT_STEPS, domain_line, evaluation_line
-from flash.observe.follow import Followed, opened
 from flash.observe.progress import facts, has_ended
-from flash.observe.rundir import RunDirectory
-from flash.observe.summary import number
+from flash.observe.rundir.follow import Followed, opened
+from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.rundir.summary import number
 from flash.observe.text import BLANK, clean, clock, short
 from flash.observe.watch_cluster import cluster_lines
 

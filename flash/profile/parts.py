@@ -1,7 +1,7 @@
 """What the processes of a profile have written, and all of it as one trace on the time of the run.
 
 torch numbers processes and flows in each file from where it likes, and counts times from the same moment in all: here
-each process gets a number of its own, and times count from the begin of the run, as in `flash.observe.trace`.
+each process gets a number of its own, and times count from the begin of the run, as in `flash.observe.plots.trace`.
 """
 
 from __future__ import annotations

@@ -26,15 +26,15 @@ from flash.environment.shared import sharing
 from flash.errors import DeadlineError, EngineDeadError, EngineError, TransportError
 from flash.hub import protocol as p
 from flash.rollout.engine import Engine
-from flash.rollout.episode import Episode, EpisodeProgress
+from flash.rollout.episode.episode import Episode, EpisodeProgress
+from flash.rollout.episode.phases import phases
+from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.homes import Home, Homes
 from flash.rollout.node_watch import NodeWatch
-from flash.rollout.phases import phases
 from flash.rollout.proxy import LLMProxy
 from flash.rollout.scheduler import MOST_EPISODES, Scheduler
 from flash.rollout.settings import episode_settings, proxy_settings
 from flash.rollout.supervisor import Restart, Supervisor, start_all
-from flash.rollout.tokenizer import Tokenizer
 from flash.transport.collecting import seldom_collected
 from flash.transport.request import ReplyT, Request
 from flash.types import Failure, Lease, Published, Trajectory

@@ -13,7 +13,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from flash.hub.protocol import EndedLease
-from flash.rollout.episode import EpisodeProgress
+from flash.rollout.episode.episode import EpisodeProgress
 from flash.types import Failure, Lease, Outcome, Trajectory
 
 MOST_EPISODES = 16384

@@ -10,7 +10,7 @@ from flash.config import waits
 from flash.config.tree import Config
 from flash.environment.interface import NO_DOMAINS, Domain
 from flash.rollout.engine import SamplingSettings
-from flash.rollout.episode import EpisodeSettings
+from flash.rollout.episode.episode import EpisodeSettings
 from flash.rollout.proxy import ProxySettings
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import anyio
 
-from flash.config.compiling import runs_eagerly
+from flash.config.machine import runs_eagerly
 from flash.config.tree import Config
 from flash.hub.hub import Hub
 from flash.hub.stages import STARTING_ENGINES

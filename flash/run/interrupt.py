@@ -9,7 +9,7 @@ import anyio
 
 from flash.config.tree import Config
 from flash.hub.hub import Hub
-from flash.trainer.stored import newest_complete
+from flash.trainer.state.stored import newest_complete
 
 
 async def interrupt_on_signal(hub: Hub, config: Config, tell: Callable[[str], None]) -> None:

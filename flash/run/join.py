@@ -29,13 +29,13 @@ from flash.config.objects import import_from, share_import_path
 from flash.config.tree import Config
 from flash.errors import ConfigError, how_it_ended
 from flash.hub import protocol as p
-from flash.run.grace import grace
-from flash.run.hub_place import HubPlace
-from flash.run.hub_search import HubSearch
-from flash.run.models import make_missing_model
-from flash.run.scratch import scratch_folder
-from flash.run.starter_watch import begin_launch
-from flash.run.token import VARIABLE
+from flash.run.models.models import make_missing_model
+from flash.run.processes.grace import grace
+from flash.run.processes.hub_place import HubPlace
+from flash.run.processes.hub_search import HubSearch
+from flash.run.processes.scratch import scratch_folder
+from flash.run.processes.starter_watch import begin_launch
+from flash.run.processes.token import VARIABLE
 from flash.waiting import first_error
 
 OWN_KEYS = (

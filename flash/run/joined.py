@@ -28,15 +28,15 @@ from flash.errors import FlashError, TransportError
 from flash.hub import protocol as p
 from flash.hub.stages import STARTING_ENGINES
 from flash.rollout.node import RolloutNode
-from flash.rollout.vllm_start import import_vllm
+from flash.rollout.vllm.start import import_vllm
 from flash.run.beginning import EVERY_S, start_of_engines
-from flash.run.hub_search import RETRY_S, HubSearch
 from flash.run.join import LifeEnd, Order
 from flash.run.node_loop import make_node, unix_clock
-from flash.run.scratch import join_scratch_folder
-from flash.run.starter_watch import end_with_starter
-from flash.run.token import VARIABLE
-from flash.run.worker import begin_logging, complain
+from flash.run.processes.hub_search import RETRY_S, HubSearch
+from flash.run.processes.scratch import join_scratch_folder
+from flash.run.processes.starter_watch import end_with_starter
+from flash.run.processes.token import VARIABLE
+from flash.run.processes.worker import begin_logging, complain
 from flash.transport.accept import raise_descriptor_limit
 from flash.transport.client import connect
 from flash.transport.request import ReplyT, Request
@@ -297,5 +297,5 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # As in `flash.run.worker`.
+    # As in `flash.run.processes.worker`.
     os._exit(code)

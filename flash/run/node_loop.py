@@ -34,26 +34,26 @@ from flash.observe.cluster import EVERY_S
 from flash.observe.recorder import Recorder
 from flash.profile.order import ordered
 from flash.rollout.engine import Engine
+from flash.rollout.episode.rehearsal import rehearse
+from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.rollout.node import RolloutNode
 from flash.rollout.profiled_engine import ProfiledEngine
-from flash.rollout.rehearsal import rehearse
 from flash.rollout.settings import episode_settings
-from flash.rollout.tokenizer import HfTokenizer
-from flash.rollout.vllm_engine import VLLMEngine
-from flash.rollout.vllm_start import ready_tokenizer
+from flash.rollout.vllm.engine import VLLMEngine
+from flash.rollout.vllm.start import ready_tokenizer
 from flash.run.beginning import tell_beginning, tell_cluster
-from flash.run.hub_place import HubAddress, announce, withdraw
-from flash.run.hub_state import NOTHING, keep_hub_state, restored
 from flash.run.interrupt import cut_short, interrupt_on_signal
-from flash.run.journal import FileJournal
-from flash.run.past import RecordedPast
+from flash.run.processes.hub_place import HubAddress, announce, withdraw
+from flash.run.processes.rendezvous import Rank, advertised_host, find_hub
+from flash.run.processes.scratch import remember_shared_memory
+from flash.run.processes.starter_watch import LAUNCHER
+from flash.run.processes.token import VARIABLE, hub_token
 from flash.run.profiled import profile_node
-from flash.run.rendezvous import Rank, advertised_host, find_hub
-from flash.run.scratch import remember_shared_memory
-from flash.run.starter_watch import LAUNCHER
-from flash.run.token import VARIABLE, hub_token
+from flash.run.restart.hub_state import NOTHING, keep_hub_state, restored
+from flash.run.restart.journal import FileJournal
+from flash.run.restart.past import RecordedPast
 from flash.samples.journal import NO_JOURNAL
-from flash.trainer.stored import Choice, choose
+from flash.trainer.state.stored import Choice, choose
 from flash.transport.blocking import BlockingClient
 from flash.transport.client import connect
 from flash.transport.collecting import seldom_collected

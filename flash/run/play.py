@@ -17,10 +17,10 @@ from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
 from flash.errors import EnvError
 from flash.rollout.engine import GenerateRequest
-from flash.rollout.episode import Episode, EpisodeProgress, text_of
-from flash.rollout.phases import FreePhases
+from flash.rollout.episode.episode import Episode, EpisodeProgress, text_of
+from flash.rollout.episode.phases import FreePhases
+from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.settings import episode_settings
-from flash.rollout.tokenizer import Tokenizer
 from flash.types import Completion, Failure, Lease, Observation, Outcome, Task, Tool, Trajectory, VersionRun
 from flash.waiting import deadline, run_apart
 

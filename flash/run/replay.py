@@ -22,10 +22,10 @@ from flash.config.load import dump, flat
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.foreign.torch import alone
-from flash.observe.recording import read_batch, recorded_steps
-from flash.observe.rundir import RunDirectory
+from flash.observe.rundir.recording import read_batch, recorded_steps
+from flash.observe.rundir.rundir import RunDirectory
 from flash.samples.batches import deal
-from flash.trainer.stored import complete_checkpoints, damaged_checkpoints, read_manifest
+from flash.trainer.state.stored import complete_checkpoints, damaged_checkpoints, read_manifest
 from flash.types import Shard
 
 if TYPE_CHECKING:
@@ -153,8 +153,8 @@ def replay(
     """
     import transformers
 
-    from flash.rollout.tokenizer import HfTokenizer
-    from flash.trainer import checkpoint
+    from flash.rollout.episode.tokenizer import HfTokenizer
+    from flash.trainer.state import checkpoint
     from flash.trainer.step import Trainer
 
     transformers.utils.logging.disable_progress_bar()
@@ -195,13 +195,13 @@ def _one_rank(config: Config) -> Generator[None]:
 
 
 def _weights(trainer: Trainer) -> dict[str, Any]:
-    from flash.trainer.model import named_full_tensors
+    from flash.trainer.model.model import named_full_tensors
 
     return {name: tensor.detach().cpu() for name, tensor in named_full_tensors(trainer.model)}
 
 
 def _compare(trainer: Trainer, path: Path, begun: dict[str, Any]) -> Comparison:
-    from flash.trainer import checkpoint
+    from flash.trainer.state import checkpoint
 
     ours, theirs = _weights(trainer), checkpoint.read_weights(path, trainer)
     return Comparison(trainer.version, path, _largest_gap(ours, theirs), _largest_gap(ours, begun))

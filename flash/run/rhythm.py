@@ -20,10 +20,10 @@ from flash.config.load import parse_value
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
 from flash.foreign.torch import alone
-from flash.observe.recording import read_batch, recorded_steps
+from flash.observe.plots.rhythm_plot import Drawn
 from flash.observe.rhythm import HeadSeen, ResponseSeen, RhythmSeen
-from flash.observe.rhythm_plot import Drawn
-from flash.observe.rundir import RunDirectory
+from flash.observe.rundir.recording import read_batch, recorded_steps
+from flash.observe.rundir.rundir import RunDirectory
 from flash.types import Outcome, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 
 MAP_TOKENS = 96
@@ -157,7 +157,7 @@ def look_at(
         ConfigError: the model cannot be loaded or looked at, or has not as many positions.
     """
     from flash.foreign.transformers import positions, without_bars
-    from flash.trainer.model import load_model, shard_model, trainer_mesh
+    from flash.trainer.model.model import load_model, shard_model, trainer_mesh
     from flash.trainer.packing import pack
     from flash.trainer.rhythm_look import look, maps
 

@@ -20,10 +20,10 @@ from flash.hub.in_process import InProcessCaller
 from flash.hub.ranks.shards import fetch
 from flash.observe.observer import MemoryObserver
 from flash.rollout.engine import Engine
+from flash.rollout.episode.rehearsal import rehearse
+from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.node import RolloutNode
-from flash.rollout.rehearsal import rehearse
 from flash.rollout.settings import episode_settings
-from flash.rollout.tokenizer import Tokenizer
 from flash.run.beginning import tell_beginning
 from flash.types import Canary, Failure, Outcome, Published, Trajectory
 from flash.waiting import first_error

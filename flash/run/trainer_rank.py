@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Protocol
 from flash.config.tree import Config
 from flash.errors import CollectiveError, FlashError, LifeOverError, PeerLostError, TransportError
 from flash.foreign.torch import below, collective_failed
-from flash.run.hub_place import HubAddress
-from flash.run.rendezvous import Meeting, Rank, advertised_host, find_hub
-from flash.run.token import VARIABLE
+from flash.run.processes.hub_place import HubAddress
+from flash.run.processes.rendezvous import Meeting, Rank, advertised_host, find_hub
+from flash.run.processes.token import VARIABLE
 
 if TYPE_CHECKING:
     from flash.hub.protocol import Ack, BatchReply, Fatal, LifeReply, LifeWatch
@@ -201,9 +201,9 @@ def _train(
 
     from flash.profile.order import ordered
     from flash.profile.recording import NO_PROFILE, RankProfile
-    from flash.rollout.tokenizer import HfTokenizer
-    from flash.trainer import checkpoint
+    from flash.rollout.episode.tokenizer import HfTokenizer
     from flash.trainer.loop import TrainerLoop
+    from flash.trainer.state import checkpoint
     from flash.trainer.step import Trainer
     from flash.weights.publisher import make_publisher
 

@@ -14,12 +14,12 @@ from flash.config.advice import advise
 from flash.config.load import dump, load
 from flash.config.tree import Config
 from flash.errors import ConfigError, FlashError, error_of
-from flash.observe.summary import Summary
-from flash.run.agents import INTERRUPTED
-from flash.run.beforehand import left_as_it_was, start_problems
-from flash.run.error_marker import ERROR_FILE
-from flash.run.launcher import launch
-from flash.run.models import make_missing_model
+from flash.observe.rundir.summary import Summary
+from flash.run.checks.beforehand import left_as_it_was, start_problems
+from flash.run.models.models import make_missing_model
+from flash.run.processes.agents import INTERRUPTED
+from flash.run.processes.error_marker import ERROR_FILE
+from flash.run.processes.launcher import launch
 
 
 def train(config: Config, *, resume: bool = False) -> Summary | None:

@@ -98,7 +98,7 @@ Event = Began | Issued | Lent | Ended | Wasted | Revoked | Tidied | Taken | Comm
 
 
 class Journal(Protocol):
-    """Keeps events; `flash.run.journal` does so in files."""
+    """Keeps events; `flash.run.restart.journal` does so in files."""
 
     def record(self, event: Event) -> None:
         """What is about to happen. Returns at once."""

@@ -13,7 +13,7 @@ import anyio
 
 from flash.environment.interface import Info, StepResult
 from flash.errors import EnvError
-from flash.rollout.tokenizer import Tokenizer
+from flash.rollout.episode.tokenizer import Tokenizer
 from flash.simulate.workload import Workload, env_key, tokens
 from flash.types import Observation, Tool
 

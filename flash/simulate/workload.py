@@ -4,7 +4,7 @@ Every quantity is a pure function of the run's seed and of the ids that name it,
 the same samples, whatever order they are scheduled in and by which policy.
 
 Three ids name things. A problem is named by its environment seed, which the members of a group share. A response is
-named by its request's key (see `flash.rollout.episode.response_key`). The life of an environment is named by
+named by its request's key (see `flash.rollout.episode.episode.response_key`). The life of an environment is named by
 `env_key`: its problem, and how many environments were made for the problem before it.
 
 Lengths are in tokens, times in seconds.
@@ -17,7 +17,7 @@ from statistics import NormalDist
 
 from flash.config.simulate import SimulateConfig
 from flash.config.spread import Spread, parse_spread, uniform
-from flash.rollout.episode import KEYS_PER_TASK
+from flash.rollout.episode.episode import KEYS_PER_TASK
 
 ENVS_PER_PROBLEM = 1 << 20
 """Environments of one problem that have names of their own."""

@@ -28,7 +28,7 @@ from flash.hub.progress import RunEnd
 from flash.hub.state import HubState, KeepState, weigh
 from flash.observe.observer import Observer, Wish
 from flash.rollout.engine import Engine
-from flash.rollout.episode import response_key
+from flash.rollout.episode.episode import response_key
 from flash.rollout.node import RolloutNode
 from flash.rollout.supervisor import only
 from flash.simulate.clock import VirtualLoop

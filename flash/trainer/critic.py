@@ -27,9 +27,9 @@ from transformers import PreTrainedModel
 
 from flash.config.tree import Config
 from flash.errors import ConfigError, ContractError
-from flash.trainer.model import load_model, reshard, shard_model
+from flash.trainer.model.model import load_model, reshard, shard_model
+from flash.trainer.model.packed import PackedRow, packed_row
 from flash.trainer.optimizer import LossScale, apply_gradient, make_optimizer
-from flash.trainer.packed import PackedRow, packed_row
 from flash.trainer.packing import MicroBatch, only
 
 NO_VARIANCE = 1e-12

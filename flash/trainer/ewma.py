@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flash.trainer.model import reshard
+from flash.trainer.model.model import reshard
 
 
 def start_average(model: nn.Module) -> dict[str, Tensor]:

@@ -24,10 +24,10 @@ from flash.trainer.collectives import gather_rows, raise_together
 from flash.trainer.credit import Credit
 from flash.trainer.critic import Critic
 from flash.trainer.ewma import swapped_in
-from flash.trainer.logprobs import TokenLogprobs, token_logprobs
-from flash.trainer.model import reshard
+from flash.trainer.model.logprobs import TokenLogprobs, token_logprobs
+from flash.trainer.model.model import reshard
+from flash.trainer.model.packed import AttentionWatch
 from flash.trainer.objective import Method
-from flash.trainer.packed import AttentionWatch
 from flash.trainer.packing import MicroBatch
 from flash.trainer.plan import MinibatchPlan, StepPlan
 from flash.trainer.rhythm import MicroSignals, RhythmPass, RhythmWatch

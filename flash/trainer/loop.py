@@ -19,10 +19,10 @@ from flash.config.tree import Config
 from flash.errors import CheckpointError
 from flash.hub import protocol as p
 from flash.profile.recording import NO_PROFILE, StepProfile
-from flash.trainer import checkpoint
-from flash.trainer.model import named_full_tensors
+from flash.trainer.model.model import named_full_tensors
+from flash.trainer.state import checkpoint
+from flash.trainer.state.stored import FileEntry
 from flash.trainer.step import Trainer
-from flash.trainer.stored import FileEntry
 from flash.transport.request import ReplyT, Request
 from flash.types import Activity, Published, Shard
 from flash.weights.publisher import WeightPublisher

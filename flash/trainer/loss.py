@@ -20,7 +20,7 @@ from algorithms.kl import kl
 from algorithms.proximal import loglinear
 from flash.config.tree import AlgorithmConfig
 from flash.trainer.firstpass import Facts
-from flash.trainer.logprobs import TokenLogprobs
+from flash.trainer.model.logprobs import TokenLogprobs
 from flash.trainer.objective import checked_output
 from flash.trainer.packing import MicroBatch
 

@@ -1,9 +1,9 @@
 """Trajectories to packed micro-batches, in numpy.
 
 A micro-batch holds whole sequences one after the other, without padding; what they begin with alike is computed once
-(`flash.trainer.prefixes`). Only positions that predict an action token get a logit. A sample is one sequence, or one
-for each of its branches; all of them have its place in the batch, and so its advantage. Conservation: every trained
-token of the samples given to `pack` is in exactly one micro-batch.
+(`flash.trainer.model.prefixes`). Only positions that predict an action token get a logit. A sample is one sequence,
+or one for each of its branches; all of them have its place in the batch, and so its advantage. Conservation: every
+trained token of the samples given to `pack` is in exactly one micro-batch.
 
 Shape legend: P = packed tokens, T = action tokens, S = sequences.
 """
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flash.errors import ContractError
-from flash.trainer.prefixes import LEAST_SHARED, Computed, Int64Array, in_common, shared_prefixes
+from flash.trainer.model.prefixes import LEAST_SHARED, Computed, Int64Array, in_common, shared_prefixes
 from flash.types import Shard, ShardSample, Trajectory
 
 Float32Array = npt.NDArray[np.float32]

@@ -36,9 +36,9 @@ from algorithms.rhythm import (
 )
 from flash.errors import ConfigError
 from flash.foreign.transformers import layer_count, layer_number
-from flash.trainer.attention import Block, attention_rows, blocks, make_scratch
 from flash.trainer.collectives import gather_rows
-from flash.trainer.packed import AttentionWatch, class_name
+from flash.trainer.model.attention import Block, attention_rows, blocks, make_scratch
+from flash.trainer.model.packed import AttentionWatch, class_name
 from flash.trainer.packing import DUMMY, Float32Array, MicroBatch
 
 

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from algorithms.couplings import Signals
 from algorithms.rhythm import FloatArray, Rhythm, multiplier
 from flash.foreign.transformers import layer_number
-from flash.trainer.attention import attention_rows, blocks, make_scratch
 from flash.trainer.firstpass import attend, policy_logprobs
-from flash.trainer.model import reshard
+from flash.trainer.model.attention import attention_rows, blocks, make_scratch
+from flash.trainer.model.model import reshard
 from flash.trainer.packing import Float32Array, MicroBatch
 from flash.trainer.rhythm import LayerHead, MicroSignals, RhythmPass, responses
 

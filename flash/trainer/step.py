@@ -29,19 +29,19 @@ from algorithms.rhythm import Rhythm
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.trained import TrainedSample
-from flash.trainer.canary import CanaryMaker, draw_canary
 from flash.trainer.collectives import gather_ragged, gather_rows
 from flash.trainer.critic import Critic, check_tokenizer, critic_metrics, lesson_of
 from flash.trainer.ewma import start_average, update_average
 from flash.trainer.firstpass import Facts, Models, asks_policy, attend, facts_in_rhythm, first_pass, policy_logprobs
 from flash.trainer.lag import LagPass, lags_behind
-from flash.trainer.logprobs import TokenLogprobs
 from flash.trainer.loss import Limits, first_logprobs, pack_tokens, token_loss
-from flash.trainer.model import load_model, reshard, shard_model, trainer_mesh
+from flash.trainer.model.canary import CanaryMaker, draw_canary
+from flash.trainer.model.logprobs import TokenLogprobs
+from flash.trainer.model.model import load_model, reshard, shard_model, trainer_mesh
+from flash.trainer.model.packing_check import check_packing
 from flash.trainer.objective import make_objective, method_of
 from flash.trainer.optimizer import LossScale, apply_gradient, learning_rate, make_optimizer
 from flash.trainer.packing import MicroBatch
-from flash.trainer.packing_check import check_packing
 from flash.trainer.plan import MinibatchPlan, StepPlan, plan_step
 from flash.trainer.rhythm import RhythmPass
 from flash.trainer.statistics import StepStatistics, batch_metrics

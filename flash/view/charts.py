@@ -10,7 +10,7 @@ import msgspec
 
 from flash.config.alarms import AlarmsConfig
 from flash.observe.alarms import BY_ENVIRONMENT
-from flash.observe.summary import number
+from flash.observe.rundir.summary import number
 
 Row = Mapping[str, Any]
 

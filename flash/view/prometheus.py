@@ -15,7 +15,7 @@ import msgspec
 
 from flash.observe.cluster import Cluster
 from flash.observe.cluster_counts import COUNTS, Count
-from flash.observe.summary import number
+from flash.observe.rundir.summary import number
 from flash.view.charts import CHARTS, Chart, Line
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -13,9 +13,9 @@ import msgspec
 
 from flash.observe.cluster import Cluster
 from flash.observe.cluster_file import read_cluster
-from flash.observe.follow import Followed
 from flash.observe.progress import facts, has_ended
-from flash.observe.rundir import RunDirectory
+from flash.observe.rundir.follow import Followed
+from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.text import escaped
 from flash.types import Activity
 from flash.view.charts import drawn

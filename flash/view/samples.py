@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from flash.observe.rundir import RunDirectory
-from flash.observe.sample_files import Glance, read_glances, read_samples, sampled_steps
-from flash.observe.samples import Sample, SampleTurn, TokenValues
+from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.rundir.sample_files import Glance, read_glances, read_samples, sampled_steps
+from flash.observe.rundir.samples import Sample, SampleTurn, TokenValues
 from flash.trained import TokenUse
 from flash.types import Span
 

@@ -2,7 +2,7 @@
 
 A fingerprint proves that the engine holds the weights that were published (`flash.weights.fingerprint`); the canary
 proves that it computes with them. How far apart two healthy ones are follows from the precision in which they compute,
-which the trainer has measured (`flash.trainer.canary`).
+which the trainer has measured (`flash.trainer.model.canary`).
 """
 
 from __future__ import annotations

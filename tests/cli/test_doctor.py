@@ -10,7 +10,7 @@ import pytest
 from flash.cli.doctor import containers, lines
 from flash.cli.main import main
 from flash.config.load import load
-from flash.run.doctor import CHECKS, Finding
+from flash.run.checks.doctor import CHECKS, Finding
 
 CONFIG = """
 run = { name = "a-run" }

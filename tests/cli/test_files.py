@@ -12,7 +12,7 @@ import pytest
 from flash.cli.files import check_folder_writable, check_writable
 from flash.cli.main import UNREAD, main
 from flash.errors import ConfigError
-from flash.observe.rundir import RunDirectory
+from flash.observe.rundir.rundir import RunDirectory
 
 
 def test_what_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flash.cli.main import main
-from flash.trainer.tiny_model import save_tokenizer
+from flash.trainer.model.tiny_model import save_tokenizer
 from tests.trainer.trainer_cases import write_model
 
 CONFIG = """

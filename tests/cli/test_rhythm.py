@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from flash.cli.main import main
-from flash.observe.rundir import RunDirectory
-from flash.trainer.tiny_model import save_tokenizer
+from flash.observe.rundir.rundir import RunDirectory
+from flash.trainer.model.tiny_model import save_tokenizer
 from flash.types import Batch, VersionRun
 from tests.trainer.trainer_cases import make_trajectory, write_model
 

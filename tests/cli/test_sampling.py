@@ -12,7 +12,7 @@ from flash.cli.evaluate import answers, result
 from flash.cli.main import parse
 from flash.cli.sampling import configured
 from flash.errors import ConfigError
-from flash.observe.samples import Sample, TokenValues
+from flash.observe.rundir.samples import Sample, TokenValues
 from flash.observe.stats import best_of_each
 from flash.types import Outcome
 

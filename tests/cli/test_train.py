@@ -12,7 +12,7 @@ import msgspec
 
 from flash.cli.train import begun, what_is_left
 from flash.config.tree import Config
-from flash.observe.rundir import RunDirectory
+from flash.observe.rundir.rundir import RunDirectory
 from tests.observe.clusters import cluster
 
 CONFIG = """

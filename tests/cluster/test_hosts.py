@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
 ADDRESS = """
-from flash.run.rendezvous import advertised_host
+from flash.run.processes.rendezvous import advertised_host
 from tests.run.test_launcher import make_config
 print(advertised_host(make_config()))
 """

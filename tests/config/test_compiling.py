@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from flash.config.advice import unwise
-from flash.config.compiling import lacks, runs_eagerly, why_eager
+from flash.config.machine import lacks, runs_eagerly, why_eager
 from flash.config.tree import Config
-from flash.rollout.vllm_start import engine_args, engine_variables
+from flash.rollout.vllm.start import engine_args, engine_variables
 from flash.run.beginning import start_of_engines
-from flash.run.doctor import compilers
+from flash.run.checks.doctor import compilers
 
 
 def config(*, gpus: int = 0, eager: bool = False) -> Config:

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from flash.config import hardware
-from flash.config.hardware import count_gpus
+from flash.config import machine as hardware
+from flash.config.machine import count_gpus
 
 
 @pytest.mark.parametrize(

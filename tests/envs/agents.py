@@ -14,9 +14,9 @@ import msgspec
 from envs.agent import HOST, Agent, AgentOptions, Host
 from flash.environment import Environment, shared, sharing
 from flash.rollout.engine import GenerateRequest, SamplingSettings
-from flash.rollout.episode import Episode, EpisodeProgress, EpisodeSettings, Responder
-from flash.rollout.phases import FreePhases
-from flash.rollout.tokenizer import Tokenizer
+from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings, Responder
+from flash.rollout.episode.phases import FreePhases
+from flash.rollout.episode.tokenizer import Tokenizer
 from flash.service.app import make_app
 from flash.service.sessions import Sessions
 from flash.types import Completion, Failure, Lease, Message, Observation, Task, Tool, Trajectory, VersionRun

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from flash.environment import Spoken
-from flash.rollout.tokenizer import HfTokenizer
+from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.types import Message, Tool, ToolCall
 
 QWEN = """\

@@ -11,8 +11,8 @@ from envs.agent import HOST
 from flash.environment import shared, sharing
 from flash.errors import EngineError
 from flash.rollout.engine import GenerateRequest, SamplingSettings
-from flash.rollout.episode import KEYS_PER_TASK, Episode, EpisodeProgress
-from flash.rollout.phases import LockStep
+from flash.rollout.episode.episode import KEYS_PER_TASK, Episode, EpisodeProgress
+from flash.rollout.episode.phases import LockStep
 from flash.simulate.clock import run_virtual
 from flash.types import Failure, Lease, Outcome, Task, Trajectory
 from tests.envs.agents import BYTES, END, NODE, SETTINGS, Policy, ask, choice_of, make, play

@@ -13,7 +13,7 @@ import pytest
 
 from flash.config.tree import ModelConfig
 from flash.rollout.engine import GenerateRequest, SamplingSettings
-from flash.rollout.tokenizer import HfTokenizer
+from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.simulate.clock import run_virtual
 from flash.types import Message, Outcome, ToolCall, Trajectory
 from tests.envs.agents import NODE, Policy, ask, choice_of, make, play

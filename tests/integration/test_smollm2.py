@@ -14,10 +14,10 @@ import torch
 from flash.config.load import load
 from flash.config.tree import ModelConfig
 from flash.rollout.engine import GenerateRequest, SamplingSettings
-from flash.rollout.tokenizer import HfTokenizer
-from flash.rollout.vllm_engine import VLLMEngine
-from flash.trainer.canary import LEAST
-from flash.trainer.model import load_model
+from flash.rollout.episode.tokenizer import HfTokenizer
+from flash.rollout.vllm.engine import VLLMEngine
+from flash.trainer.model.canary import LEAST
+from flash.trainer.model.model import load_model
 from flash.types import Completion, Message
 from tests.integration.whole_run import REPOSITORY, Run
 

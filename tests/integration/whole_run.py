@@ -126,15 +126,15 @@ class Run:
 
     def trainer(self, rank: int = 0) -> int:
         """The process id of a trainer rank."""
-        return self.process_of("flash.run.worker trainer", rank)
+        return self.process_of("flash.run.processes.worker trainer", rank)
 
     def node_loop(self) -> int:
         """The process id of the node loop."""
-        return self.process_of("flash.run.worker node", 0)
+        return self.process_of("flash.run.processes.worker node", 0)
 
     def agent(self) -> int:
         """The process id of the trainer ranks' agent."""
-        (pid,) = (pid for pid, command in self.processes().items() if "-m flash.run.trainers " in command)
+        (pid,) = (pid for pid, command in self.processes().items() if "-m flash.run.processes.trainers " in command)
         return pid
 
     def process_of(self, command: str, local: int) -> int:

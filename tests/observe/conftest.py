@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from flash.config.tree import Config, EnvConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
-from flash.observe.rundir import RunDirectory
+from flash.observe.rundir.rundir import RunDirectory
 
 
 @pytest.fixture

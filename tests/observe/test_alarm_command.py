@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from flash.observe import alarm_command
-from flash.observe.alarm_command import AlarmCommand
 from flash.observe.alarms import Given
+from flash.observe.trackers import alarm_command
+from flash.observe.trackers.alarm_command import AlarmCommand
 
 
 def test_it_is_given_the_name_and_the_text(tmp_path: Path) -> None:

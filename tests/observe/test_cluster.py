@@ -11,7 +11,7 @@ import pytest
 
 from flash.observe.cluster import FAILURE_TEXT, MOST_EVENTS, MOST_KINDS, Tally
 from flash.observe.cluster_file import WITHOUT_A_WORD, ClusterFile, read_cluster
-from flash.observe.rundir import RunDirectory
+from flash.observe.rundir.rundir import RunDirectory
 from tests.observe.clusters import cluster, hub_now
 
 NOW = 1_700_000_000.0

@@ -13,8 +13,8 @@ from flash.config.load import dump
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.observe.comparison import Compared, differences, read_run, results, table
-from flash.observe.rundir import RunDirectory
-from flash.observe.summary import summarise
+from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.rundir.summary import summarise
 from tests.observe.sample_rows import eval_row, metrics_row
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from flash.config.tree import Config
 from flash.observe.console import HEADER_EVERY, Console, domain_line, evaluation_line
-from flash.observe.summary import summarise
+from flash.observe.rundir.summary import summarise
 from tests.observe.sample_rows import eval_row, metrics_row
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.observe.plots import (
+from flash.observe.plots.plots import (
     COLOURS,
     draw_ages,
     draw_domains,
@@ -18,8 +18,7 @@ from flash.observe.plots import (
     draw_timeline,
     write_plots,
 )
-from flash.observe.rundir import RunDirectory
-from flash.observe.series import (
+from flash.observe.plots.series import (
     ACTIVITIES,
     age_series,
     domain_series,
@@ -29,6 +28,7 @@ from flash.observe.series import (
     reward_series,
     timeline,
 )
+from flash.observe.rundir.rundir import RunDirectory
 from flash.types import Activity
 from tests.observe.sample_rows import STARTED, eval_row, metrics_row, spans
 

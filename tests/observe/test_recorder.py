@@ -14,10 +14,10 @@ import pytest
 
 from flash.config.tree import Config
 from flash.errors import RunDirectoryError
-from flash.observe import sample_writer
 from flash.observe.cluster_file import read_cluster
 from flash.observe.recorder import Recorder
-from flash.observe.sample_files import read_samples, sampled_steps, samples_of
+from flash.observe.rundir import sample_writer
+from flash.observe.rundir.sample_files import read_samples, sampled_steps, samples_of
 from flash.samples.batches import gather
 from flash.trained import TokenUse, TrainedSample
 from flash.types import Batch, Outcome, Task

@@ -11,10 +11,10 @@ import pytest
 from flash.config.load import dump, given, load
 from flash.config.tree import Config
 from flash.errors import ConfigError, RecordingError
-from flash.observe.recording import forget_before, read_batch, recorded_steps, write_batch
-from flash.observe.rundir import RunDirectory
+from flash.observe.rundir.recording import forget_before, read_batch, recorded_steps, write_batch
+from flash.observe.rundir.rundir import RunDirectory
 from flash.run.replay import plan, refuse_idle
-from flash.trainer.stored import MANIFEST, FileEntry, Manifest, step_folder
+from flash.trainer.state.stored import MANIFEST, FileEntry, Manifest, step_folder
 from flash.types import Batch, BatchSample, Task
 from tests.samples.cases import trajectory
 

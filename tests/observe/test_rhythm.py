@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from algorithms.couplings import Coupling
+from flash.observe.plots.rhythm_plot import Drawn, draw_rhythm, rhythm_png
 from flash.observe.rhythm import (
     GAP,
     LABEL,
@@ -24,7 +25,6 @@ from flash.observe.rhythm import (
     visible,
     width,
 )
-from flash.observe.rhythm_plot import Drawn, draw_rhythm, rhythm_png
 
 TOKENS = ["ask", "=", " so", "12", "\n", "\x1b[2J", "\u202e", "好的", "a-very-long-token-indeed", "$\\x"]
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from flash.config.tree import Config
-from flash.observe.summary import Summary, summarise
+from flash.observe.rundir.summary import Summary, summarise
 from tests.observe.sample_rows import eval_row, metrics_row
 
 LEDGER = {"issued": 640, "trained": 192, "trained_tokens": 750, "discarded_tokens": 400, "discarded_tokens_stale": 250}

@@ -12,10 +12,10 @@ import pytest
 
 from flash.config.tree import Config
 from flash.errors import RunDirectoryError
-from flash.observe.rundir import RunDirectory, SampleTimes, TurnTimes, sample_times, write_atomically
-from flash.observe.sample_files import write_samples
-from flash.observe.samples import readable
-from flash.observe.summary import summarise
+from flash.observe.rundir.rundir import RunDirectory, SampleTimes, TurnTimes, sample_times, write_atomically
+from flash.observe.rundir.sample_files import write_samples
+from flash.observe.rundir.samples import readable
+from flash.observe.rundir.summary import summarise
 from flash.types import Outcome, Span, Task, Trajectory, Turn, VersionRun
 from tests.branching import joined
 from tests.observe.sample_rows import eval_row, metrics_row, spans

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash.errors import RunDirectoryError
-from flash.observe.rundir import RunDirectory
-from flash.observe.sample_files import (
+from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.rundir.sample_files import (
     read_glances,
     read_samples,
     sampled_steps,
@@ -25,7 +25,7 @@ from flash.observe.sample_files import (
     thin_samples,
     write_samples,
 )
-from flash.observe.samples import Sample, SampleTurn, TokenValues, readable
+from flash.observe.rundir.samples import Sample, SampleTurn, TokenValues, readable
 from flash.trained import TokenUse, TrainedSample
 from flash.types import Outcome, Span, VersionRun
 from tests.observe.test_rundir import trajectory

@@ -15,7 +15,7 @@ import pytest
 from flash.config.tree import Config
 from flash.errors import BreakerError
 from flash.observe.recorder import Recorder
-from flash.observe.sink import WAITING, SinkFeed
+from flash.observe.trackers.sink import WAITING, SinkFeed
 from flash.simulate.clock import run_virtual
 from tests.observe.sample_rows import eval_row, metrics_row
 

@@ -18,12 +18,12 @@ from flash.config.load import dump
 from flash.config.track import TrackConfig, TrackerName
 from flash.config.tree import Config
 from flash.observe.recorder import Recorder
-from flash.observe.rundir import RunDirectory
-from flash.observe.track_feed import TrackFeed
-from flash.observe.track_names import tracked
-from flash.observe.track_process import AGAIN_S, Telling
-from flash.observe.trackers import TRACKERS, not_installed
-from flash.observe.tracking import held, place_of
+from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.trackers.feed import TrackFeed
+from flash.observe.trackers.names import tracked
+from flash.observe.trackers.process import AGAIN_S, Telling
+from flash.observe.trackers.trackers import TRACKERS, not_installed
+from flash.observe.trackers.tracking import held, place_of
 from tests.observe.sample_rows import eval_row, metrics_row
 
 FAKES = Path(__file__).parent / "fake_trackers"
@@ -319,8 +319,8 @@ def test_a_process_whose_run_was_killed_tells_what_is_left_and_ends(
     calls: Calls, tracked_run: RunDirectory, tmp_path: Path
 ) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from flash.observe.rundir import RunDirectory; "
-        "from flash.observe.track_feed import TrackFeed; "
+        "import os, sys; from pathlib import Path; from flash.observe.rundir.rundir import RunDirectory; "
+        "from flash.observe.trackers.feed import TrackFeed; "
         "TrackFeed(RunDirectory(Path(sys.argv[1])), ['wandb']); os._exit(1)"
     )
     os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code, str(tracked_run.path)])

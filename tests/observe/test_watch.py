@@ -17,7 +17,7 @@ from flash.cli.main import main
 from flash.config.load import dump
 from flash.config.tree import Config, EvalConfig
 from flash.errors import RunDirectoryError
-from flash.observe.rundir import RunDirectory
+from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.watch import Watched, sparkline
 from tests.observe.clusters import cluster, failure, hub_now
 from tests.observe.sample_rows import STARTED, eval_row, metrics_row

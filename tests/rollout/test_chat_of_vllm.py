@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash.config.tree import ModelConfig
-from flash.rollout.tokenizer import HfTokenizer
+from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.types import Message, ToolCall
 from tests.envs.forms import ADD
 from tests.rollout.families import FAMILIES, family

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError, EnvError
-from flash.rollout.controls import Controls
-from flash.rollout.tokenizer import HfTokenizer
+from flash.rollout.episode.controls import Controls
+from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.types import Message, Tool, ToolCall
 from tests.envs.forms import SHOWN, SPECIAL
 from tests.rollout.families import FAMILIES, family

@@ -16,9 +16,16 @@ import pytest
 from flash.environment import EpisodeView, Said, wrap
 from flash.errors import EngineError, EnvError, RewardError
 from flash.rollout.engine import GenerateRequest, SamplingSettings
-from flash.rollout.episode import Episode, EpisodeProgress, EpisodeSettings, Responder, response_key, response_seed
-from flash.rollout.phases import FreePhases, LockStep, Phases
-from flash.rollout.tokenizer import Tokenizer
+from flash.rollout.episode.episode import (
+    Episode,
+    EpisodeProgress,
+    EpisodeSettings,
+    Responder,
+    response_key,
+    response_seed,
+)
+from flash.rollout.episode.phases import FreePhases, LockStep, Phases
+from flash.rollout.episode.tokenizer import Tokenizer
 from flash.simulate.clock import run_virtual
 from flash.types import Completion, Failure, Lease, Message, Outcome, Span, Task, Tool, Trajectory, VersionRun
 

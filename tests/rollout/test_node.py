@@ -24,11 +24,11 @@ from flash.hub.in_process import InProcessCaller
 from flash.hub.progress import RunEnd
 from flash.hub.state import HubState
 from flash.observe.observer import MemoryObserver
+from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.fake_engine import FakeEngine, FakeLine
 from flash.rollout.node import RolloutNode
 from flash.rollout.proxy import MAX_FAILED_IN_A_ROW
 from flash.rollout.supervisor import only
-from flash.rollout.tokenizer import Tokenizer
 from flash.samples.journal import NO_JOURNAL, Journal
 from flash.simulate.clock import run_virtual
 from flash.types import Canary, Outcome, Published, Shard, Tool

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flash.config.tree import Config
-from flash.rollout.phases import (
+from flash.rollout.episode.phases import (
     FreePhases,
     GroupBarrier,
     GroupBarrierRule,

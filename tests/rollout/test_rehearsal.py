@@ -9,7 +9,7 @@ import pytest
 
 from flash.environment.interface import HELD_OUT
 from flash.errors import ConfigError
-from flash.rollout.rehearsal import PROBLEMS, rehearse
+from flash.rollout.episode.rehearsal import PROBLEMS, rehearse
 from flash.samples.tasks import SEED_STRIDE
 from flash.simulate.clock import run_virtual
 from flash.types import Trajectory

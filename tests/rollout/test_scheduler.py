@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flash.hub.protocol import EndedLease
-from flash.rollout.episode import EpisodeProgress
+from flash.rollout.episode.episode import EpisodeProgress
 from flash.rollout.scheduler import DELIVERY_BYTES, Scheduler
 from flash.simulate.clock import run_virtual
 from flash.types import Failure, Lease, Outcome, Task, Trajectory

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flash.config.tree import ModelConfig
 from flash.errors import EnvError
-from flash.rollout.tokenizer import HfTokenizer
+from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.types import Message
 
 LOOP = "{% for m in messages %}"

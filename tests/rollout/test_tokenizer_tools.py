@@ -8,7 +8,7 @@ import pytest
 
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError, EnvError
-from flash.rollout.tokenizer import HfTokenizer
+from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.types import Message, ToolCall
 from tests.envs.forms import ADD, FORMS, QWEN
 

@@ -28,7 +28,7 @@ from flash.config.tree import Config
 from flash.errors import ConfigError, EngineDeadError, EngineError, WeightsError
 from flash.foreign import vllm
 from flash.rollout.engine import GenerateRequest, Pressure, Progress, SamplingSettings
-from flash.rollout.vllm_engine import VLLMEngine
+from flash.rollout.vllm.engine import VLLMEngine
 from flash.types import Canary, Completion, Published
 from flash.weights.fingerprint import Fingerprint
 from flash.weights.update import decode_update, encode_update

@@ -13,8 +13,8 @@ import pytest
 
 from flash.errors import EngineDeadError
 from flash.foreign import vllm
-from flash.rollout.vllm_engine import VLLMEngine
-from flash.rollout.vllm_processes import FIND_S
+from flash.rollout.vllm.engine import VLLMEngine
+from flash.rollout.vllm.processes import FIND_S
 from tests.rollout import engine_contract as contract
 from tests.rollout.test_vllm_engine import engine_children, make_config, make_model, processes_of_group, serving
 

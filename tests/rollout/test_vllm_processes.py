@@ -19,7 +19,7 @@ import anyio.to_thread
 import pytest
 
 from flash.foreign import vllm
-from flash.rollout.vllm_processes import EngineProcesses
+from flash.rollout.vllm.processes import EngineProcesses
 from flash.weights.plugin import WORKER_KILLED
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from flash.config import compiling
+from flash.config import machine as compiling
 from flash.config.tree import Config
 from flash.foreign import vllm
-from flash.rollout.vllm_start import configure, engine_args, engine_environment, engine_variables
-from flash.run import scratch
+from flash.rollout.vllm.start import configure, engine_args, engine_environment, engine_variables
+from flash.run.processes import scratch
 
 TORCHRUN = {
     "RANK": "0",
@@ -170,5 +170,5 @@ def test_an_engine_on_gpus_gets_its_own() -> None:
 
 
 def test_importing_the_engine_needs_neither_torch_nor_vllm() -> None:
-    code = "import sys, flash.rollout.vllm_engine; assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
+    code = "import sys, flash.rollout.vllm.engine; assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -23,12 +23,12 @@ from flash.config.advice import advise
 from flash.config.decode import refuse
 from flash.config.load import dump
 from flash.config.tree import Config
-from flash.observe.rundir import RunDirectory
-from flash.observe.trackers import not_installed
-from flash.run.beforehand import left_as_it_was, start_problems
-from flash.run.locks import run_lock
-from flash.run.models import make_missing_model
-from flash.trainer.stored import MANIFEST, step_folder
+from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.trackers.trackers import not_installed
+from flash.run.checks.beforehand import left_as_it_was, start_problems
+from flash.run.models.models import make_missing_model
+from flash.run.processes.locks import run_lock
+from flash.trainer.state.stored import MANIFEST, step_folder
 
 TINY = {"layers": 1, "width": 32, "warm_start_steps": 1}
 
@@ -115,7 +115,8 @@ def test_a_port_that_this_very_run_has_is_no_reason_against_its_resumption(tmp_p
         config = make_config(tmp_path, cluster={"hub_port": taken.getsockname()[1]})
         lock = run_lock(config.run_dir)
         lock.parent.mkdir()
-        holder = "import sys; from flash.run.locks import *; open(sys.argv[1], 'a').close(); share(Path(sys.argv[1]))"
+        opened = "open(sys.argv[1], 'a').close(); share(Path(sys.argv[1]))"
+        holder = f"import sys; from flash.run.processes.locks import *; {opened}"
         words = [sys.executable, "-c", f"{holder}; print(flush=True); sys.stdin.read()", str(lock)]
         with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None

@@ -6,7 +6,7 @@ import anyio
 import msgspec
 import pytest
 
-from flash.config import compiling
+from flash.config import machine as compiling
 from flash.config.tree import Config
 from flash.run.beginning import start_of_engines, tell_beginning
 from tests.hub.test_hub import Driver, make_config

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from flash.config.tree import Config
-from flash.observe.trackers import not_installed
-from flash.run import doctor
-from flash.run.doctor import CHECKS, Found, examine, file_system, missing, not_needed, ok
+from flash.observe.trackers.trackers import not_installed
+from flash.run.checks import doctor
+from flash.run.checks.doctor import CHECKS, Found, examine, file_system, missing, not_needed, ok
 
 
 def config(**changes: Any) -> Config:

@@ -18,15 +18,15 @@ import pytest
 from flash.config.packaged import PackagedModel
 from flash.config.tree import Config
 from flash.errors import ConfigError, DeadlineError
-from flash.run.fetch import RECORD, Source, fetch, source_of
-from flash.run.models import chosen_model, export_model, make_missing_model
+from flash.run.models.fetch import RECORD, Source, fetch, source_of
+from flash.run.models.models import chosen_model, export_model, make_missing_model
 from tests.full_disk import small_disk
 from tests.gguf_files import look_in, package, write_gguf
 
 HOLDER = """
 import sys
 from pathlib import Path
-from flash.run.locks import in_turn
+from flash.run.processes.locks import in_turn
 made, path = map(Path, sys.argv[1:])
 with in_turn(path.with_name(f".{path.name}.lock"), "making", 0):
     print("here", flush=True)

@@ -11,10 +11,10 @@ from flash.config.decode import refuse
 from flash.config.load import load
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.run import doctor
-from flash.run.beforehand import start_problems
-from flash.run.dry_run import dry_run
-from flash.run.fetch import fetch
+from flash.run.checks import doctor
+from flash.run.checks.beforehand import start_problems
+from flash.run.checks.dry_run import dry_run
+from flash.run.models.fetch import fetch
 from tests.gguf_files import POSITIONS, write_gguf
 
 

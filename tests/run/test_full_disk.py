@@ -16,12 +16,12 @@ from flash.errors import FlashError
 from flash.hub.ranks.past import Start
 from flash.hub.state import HubState
 from flash.observe.recorder import Recorder
-from flash.observe.recording import recorded_steps
-from flash.run.hub_state import NOTHING, Restored, keep_hub_state, restored
-from flash.run.journal import FileJournal
+from flash.observe.rundir.recording import recorded_steps
+from flash.run.restart.hub_state import NOTHING, Restored, keep_hub_state, restored
+from flash.run.restart.journal import FileJournal
 from flash.samples.batches import gather
 from flash.samples.buffer import SampleBuffer
-from flash.trainer.stored import (
+from flash.trainer.state.stored import (
     HUB_STATE,
     MANIFEST,
     FileEntry,

@@ -13,8 +13,8 @@ import pytest
 
 from flash.errors import CheckpointError, RunDirectoryError
 from flash.hub.state import HubState
-from flash.run.hub_state import keep_hub_state, kept_state
-from flash.trainer.stored import HUB_STATE, MANIFEST, FileEntry, Manifest, aside_of, replace, step_folder
+from flash.run.restart.hub_state import keep_hub_state, kept_state
+from flash.trainer.state.stored import HUB_STATE, MANIFEST, FileEntry, Manifest, aside_of, replace, step_folder
 from flash.transport.slices import SLICE_BYTES, encoded_pieces
 from tests.hub.test_state import make_config
 from tests.samples.cases import finish_all, lease_all, make_buffer, trajectory

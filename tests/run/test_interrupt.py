@@ -12,7 +12,7 @@ import pytest
 
 from flash.config.tree import CheckpointConfig, Config
 from flash.run.interrupt import cut_short, interrupt_on_signal
-from flash.trainer.stored import Manifest
+from flash.trainer.state.stored import Manifest
 from tests.hub.test_hub import Driver, make_config
 
 

@@ -19,11 +19,11 @@ from flash.hub.gate import Gate
 from flash.hub.hub import Hub
 from flash.hub.nodes.members import Origin
 from flash.observe.observer import MemoryObserver
-from flash.observe.rundir import RunDirectory
-from flash.run.error_marker import ErrorMarker
-from flash.run.hub_place import HUB_FILE, HubAddress, HubPlace
+from flash.observe.rundir.rundir import RunDirectory
 from flash.run.join import LOST, Launch, LifeEnd, refuse_another
-from flash.run.token import hub_token, sign
+from flash.run.processes.error_marker import ErrorMarker
+from flash.run.processes.hub_place import HUB_FILE, HubAddress, HubPlace
+from flash.run.processes.token import hub_token, sign
 from flash.transport.server import Peer, serve
 from tests.run.test_launcher import make_config
 

@@ -16,13 +16,13 @@ from flash.config.tree import Config
 from flash.errors import ConfigError, RecordingError, RunDirectoryError
 from flash.hub.ranks.past import Start
 from flash.hub.state import HubState
-from flash.observe.rundir import RunDirectory
-from flash.run.hub_state import NOTHING, Restored, restored
-from flash.run.journal import FileJournal, Place, journal_folder, replay_journal
+from flash.observe.rundir.rundir import RunDirectory
+from flash.run.restart.hub_state import NOTHING, Restored, restored
+from flash.run.restart.journal import FileJournal, Place, journal_folder, replay_journal
 from flash.samples.buffer import SampleBuffer
 from flash.samples.replay import Replay
 from flash.samples.state import BufferState
-from flash.trainer.stored import HUB_STATE, MANIFEST, FileEntry, Manifest, crc32_of, step_folder
+from flash.trainer.state.stored import HUB_STATE, MANIFEST, FileEntry, Manifest, crc32_of, step_folder
 from flash.types import Batch, Lease
 from tests.full_disk import small_disk
 from tests.hub.test_state import make_config

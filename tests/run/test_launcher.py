@@ -12,13 +12,13 @@ import pytest
 from flash.config.tree import Config
 from flash.errors import ConfigError, PeerLostError
 from flash.foreign.torch import Ended
-from flash.run.agents import STANDALONE, Role, run_agent, tell
-from flash.run.error_marker import ErrorMarker
-from flash.run.hub_place import HUB_FILE, HubPlace, withdraw
-from flash.run.launcher import ALONE, describe_start, place_in_job, resume_command
-from flash.run.overseer import Overseer
-from flash.run.rendezvous import hub_place
-from flash.run.trainers import rendezvous_options
+from flash.run.processes.agents import STANDALONE, Role, run_agent, tell
+from flash.run.processes.error_marker import ErrorMarker
+from flash.run.processes.hub_place import HUB_FILE, HubPlace, withdraw
+from flash.run.processes.launcher import ALONE, describe_start, place_in_job, resume_command
+from flash.run.processes.overseer import Overseer
+from flash.run.processes.rendezvous import hub_place
+from flash.run.processes.trainers import rendezvous_options
 
 
 def make_config(**tables: dict[str, Any]) -> Config:

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from flash.errors import RunDirectoryError
-from flash.run.locks import Busy, held, is_free, run_held, run_lock
+from flash.run.processes.locks import Busy, held, is_free, run_held, run_lock
 
 LAUNCHER = """
 import sys
 from pathlib import Path
-from flash.run.locks import held
+from flash.run.processes.locks import held
 with held(Path(sys.argv[1]), 0):
     print("here", flush=True)
     sys.stdin.read()
@@ -28,7 +28,7 @@ with held(Path(sys.argv[1]), 0):
 FORKING = """
 import os, sys, time
 from pathlib import Path
-from flash.run.locks import held
+from flash.run.processes.locks import held
 with held(Path(sys.argv[1]), 0):
     if (child := os.fork()) == 0:
         time.sleep(60)
@@ -39,7 +39,7 @@ with held(Path(sys.argv[1]), 0):
 PROCESS = """
 import sys
 from pathlib import Path
-from flash.run.locks import share
+from flash.run.processes.locks import share
 share(Path(sys.argv[1]))
 print("here", flush=True)
 sys.stdin.read()

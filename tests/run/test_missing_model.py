@@ -15,14 +15,14 @@ import pytest
 from flash.cli.main import main
 from flash.config.tree import Config, CriticConfig
 from flash.errors import ConfigError, DeadlineError
-from flash.run.models import make_missing_model
-from flash.trainer.tiny_model import FINGERPRINT
+from flash.run.models.models import make_missing_model
+from flash.trainer.model.tiny_model import FINGERPRINT
 
 NAMES = ("tiny", "critic")
 OTHER_NODE = """
 import sys
 from pathlib import Path
-from flash.run.locks import in_turn
+from flash.run.processes.locks import in_turn
 made, path = map(Path, sys.argv[1:])
 with in_turn(path.with_name(f".{path.name}.lock"), "making", 0):
     print("here", flush=True)
@@ -110,7 +110,7 @@ def test_what_a_killed_maker_left_beside_the_model_goes_and_nothing_else(tmp_pat
     program = f"""
 import os, signal
 from pathlib import Path
-from flash.trainer.aside import replacing
+from flash.trainer.state.aside import replacing
 with replacing(Path({str(tmp_path / "tiny")!r})) as folder:
     (folder / "config.json").touch()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -9,9 +9,9 @@ import pytest
 
 from flash.config.tree import Config
 from flash.errors import ConfigError
-from flash.observe.rundir import RunDirectory
-from flash.run.models import chosen_model, model_folder
-from flash.trainer import stored
+from flash.observe.rundir.rundir import RunDirectory
+from flash.run.models.models import chosen_model, model_folder
+from flash.trainer.state import stored
 
 CONFIG = msgspec.convert({"run": {"name": "run"}, "model": {"path": "owner/model"}, "env": {"path": "m:Env"}}, Config)
 

@@ -18,10 +18,10 @@ dist.destroy_process_group()
 """
 AGENT = """
 import sys
-from flash.run.agents import stay_on_this_machine
+from flash.run.processes.agents import stay_on_this_machine
 stay_on_this_machine()
 from flash.foreign.torch import torchrun
-from flash.run.agents import STANDALONE
+from flash.run.processes.agents import STANDALONE
 class Overseer:
     def hanging(self, processes): return []
     def failed(self, ended, restarts_left): pass

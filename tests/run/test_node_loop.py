@@ -10,8 +10,8 @@ import anyio
 import pytest
 
 from flash.errors import ConfigError, EngineError, WeightsError
-from flash.run.hub_place import HubAddress
 from flash.run.node_loop import engines_until_interrupted, forward_signals, naming_the_key
+from flash.run.processes.hub_place import HubAddress
 from tests.hub.test_hub import Driver, make_config
 
 pytestmark = pytest.mark.anyio

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flash.foreign.torch import LINGER_S
-from flash.run.overseer import Overseer, RanksOverseer
+from flash.run.processes.overseer import Overseer, RanksOverseer
 
 
 class Clock:

@@ -13,8 +13,8 @@ from flash.config.tree import Config
 from flash.errors import RecordingError
 from flash.hub.ranks.past import Start
 from flash.observe.recorder import Recorder
-from flash.run.past import Reach, RecordedPast, reach
-from flash.trainer.stored import MANIFEST, Manifest, step_folder
+from flash.run.restart.past import Reach, RecordedPast, reach
+from flash.trainer.state.stored import MANIFEST, Manifest, step_folder
 from flash.types import Batch, Canary, Published, Task
 from flash.weights.update import UpdateInfo, encode_update
 from tests.samples.cases import trajectory

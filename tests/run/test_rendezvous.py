@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from flash.errors import ConfigError, DeadlineError, PeerLostError
-from flash.run.hub_place import HUB_FILE, HubAddress, HubPlace, announce, withdraw
-from flash.run.rendezvous import Meeting, Rank, find_hub
-from flash.run.token import hub_token
+from flash.run.processes.hub_place import HUB_FILE, HubAddress, HubPlace, announce, withdraw
+from flash.run.processes.rendezvous import Meeting, Rank, find_hub
+from flash.run.processes.token import hub_token
 from tests.full_disk import SmallDisk, small_disk
 from tests.run.test_launcher import make_config
 

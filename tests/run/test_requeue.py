@@ -11,8 +11,8 @@ import pytest
 from flash.config.tree import Config
 from flash.errors import RequeueError
 from flash.observe.recorder import Recorder
-from flash.run.requeue import refuse_idle_requeues
-from flash.trainer.stored import MANIFEST, Manifest
+from flash.run.processes.requeue import refuse_idle_requeues
+from flash.trainer.state.stored import MANIFEST, Manifest
 from flash.types import Batch, Task
 from tests.samples.cases import trajectory
 

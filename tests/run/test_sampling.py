@@ -15,7 +15,7 @@ from flash.environment.interface import HELD_OUT
 from flash.environment.load import LoadedEnvironment
 from flash.errors import ConfigError
 from flash.observe.console import environment_lines, evaluation_line
-from flash.observe.samples import readable
+from flash.observe.rundir.samples import readable
 from flash.rollout.engine import Engine
 from flash.rollout.fake_engine import FakeEngine
 from flash.run.sampling import Sampled, evaluate, roll_out

@@ -13,11 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from flash.run.scratch import SHARED_MEMORY, VARIABLE, remember_shared_memory, remove_abandoned, scratch_folder
+from flash.run.processes.scratch import (
+    SHARED_MEMORY,
+    VARIABLE,
+    remember_shared_memory,
+    remove_abandoned,
+    scratch_folder,
+)
 
 KILLED = """
 import os, signal, tempfile
-from flash.run.scratch import scratch_folder
+from flash.run.processes.scratch import scratch_folder
 with scratch_folder() as folder:
     (folder / "socket").touch()
     print(folder, flush=True)
@@ -71,7 +77,11 @@ def test_the_next_launch_removes_what_a_killed_one_has_left(temporary: Path) -> 
 
 def test_the_folder_of_a_job_that_lives_stays(temporary: Path) -> None:
     with scratch_folder() as folder:
-        other = [sys.executable, "-c", "from flash.run.scratch import *; remove_abandoned(Path(tempfile.gettempdir()))"]
+        other = [
+            sys.executable,
+            "-c",
+            "from flash.run.processes.scratch import *; remove_abandoned(Path(tempfile.gettempdir()))",
+        ]
         subprocess.run(other, check=True, env=os.environ | {"TMPDIR": str(temporary)})
         assert folder.exists()
 
@@ -79,7 +89,8 @@ def test_the_folder_of_a_job_that_lives_stays(temporary: Path) -> None:
 def test_a_process_keeps_the_folder_that_its_killed_launcher_left(temporary: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED], check=False)
     (left,) = temporary.iterdir()
-    program = "import sys; from flash.run.scratch import *; join_scratch_folder(); print(flush=True); sys.stdin.read()"
+    joined = "join_scratch_folder(); print(flush=True); sys.stdin.read()"
+    program = f"import sys; from flash.run.processes.scratch import *; {joined}"
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         stdin=subprocess.PIPE,

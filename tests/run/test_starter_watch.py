@@ -17,7 +17,7 @@ os.kill(os.getpid(), 9)
 
 PROCESS = """
 import os, signal, sys, time
-from flash.run.starter_watch import end_with_starter
+from flash.run.processes.starter_watch import end_with_starter
 signal.signal(signal.SIGTERM, {handler})
 end_with_starter({grace}, speaks=True)
 print("here", flush=True)

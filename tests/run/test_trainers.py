@@ -16,9 +16,9 @@ import pytest
 
 from flash.config.tree import Config
 from flash.errors import RanksGoneError
-from flash.run import trainers
-from flash.run.error_marker import ErrorMarker
-from flash.run.trainers import TrainersBeside
+from flash.run.processes import trainers
+from flash.run.processes.error_marker import ErrorMarker
+from flash.run.processes.trainers import TrainersBeside
 from tests.run.test_join import Job
 
 

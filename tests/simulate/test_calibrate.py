@@ -24,7 +24,7 @@ from flash.config.tree import (
     TrainConfig,
 )
 from flash.errors import ConfigError
-from flash.observe.rundir import RunDirectory, SampleTimes, TurnTimes, sample_times
+from flash.observe.rundir.rundir import RunDirectory, SampleTimes, TurnTimes, sample_times
 from flash.rollout.engine import GenerateRequest, SamplingSettings
 from flash.simulate.calibrate import calibrate, fit_training, fit_workload, gather
 from flash.simulate.clock import run_virtual

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from flash.config.simulate import SimulateConfig
-from flash.rollout.episode import response_key
+from flash.rollout.episode.episode import response_key
 from flash.simulate.environment import SimEnvironment, SimTokenizer
 from flash.simulate.workload import Workload, env_key, episode_of, turn_of
 from flash.types import Task

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flash.config.tree import Config
 from flash.errors import BreakerError
-from flash.rollout.episode import response_key
+from flash.rollout.episode.episode import response_key
 from flash.samples.tasks import TaskSource
 from flash.simulate.clock import VirtualLoop
 from flash.simulate.report import SimReport

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PhiConfig, PhiForCausalLM, PreTrainedModel
 
 from flash.config.tree import ModelConfig
-from flash.trainer.logprobs import token_logprobs
-from flash.trainer.model import load_model, shard_model, trainer_mesh
-from flash.trainer.prefixes import in_one_row
+from flash.trainer.model.logprobs import token_logprobs
+from flash.trainer.model.model import load_model, shard_model, trainer_mesh
+from flash.trainer.model.prefixes import in_one_row
 from tests.trainer.trainer_cases import VOCABULARY
 
 LENGTHS = (9, 3, 17, 2, 6)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from flash.errors import CheckpointError, PeerLostError
-from flash.trainer import checkpoint, stored
+from flash.trainer.state import checkpoint, stored
 from flash.trainer.step import Trainer
 from tests.full_disk import small_disk
 from tests.trainer.trainer_cases import kept, make_config, random_shard, state_of, weights_of
@@ -436,7 +436,7 @@ def test_the_hub_state_is_read_without_torch(tied_model: Path, tmp_path: Path) -
     checkpoint.save(tmp_path, trained(tied_model, 0), kept(HUB), keep=1)
     code = (
         "import sys, pathlib\n"
-        "from flash.trainer.stored import hub_state, newest_complete\n"
+        "from flash.trainer.state.stored import hub_state, newest_complete\n"
         "with hub_state(newest_complete(pathlib.Path(sys.argv[1]))) as data:\n"
         "    assert data == sys.argv[2].encode()\n"
         "assert 'torch' not in sys.modules"

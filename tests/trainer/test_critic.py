@@ -16,9 +16,9 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from flash.errors import ConfigError, ContractError
-from flash.trainer import checkpoint, stored
 from flash.trainer.critic import Critic, Lesson, critic_metrics, value_loss
-from flash.trainer.model import trainer_mesh
+from flash.trainer.model.model import trainer_mesh
+from flash.trainer.state import checkpoint, stored
 from flash.trainer.step import Trainer
 from tests.trainer.critic_cases import (
     Reference,

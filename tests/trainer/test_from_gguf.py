@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
-from flash.rollout.tokenizer import HfTokenizer
-from flash.trainer.from_gguf import Header, convert, described, examine, save_tokenizer
-from flash.trainer.model import load_model
+from flash.rollout.episode.tokenizer import HfTokenizer
+from flash.trainer.model.from_gguf import Header, convert, described, examine, save_tokenizer
+from flash.trainer.model.model import load_model
 from flash.types import Message
 from tests.gguf_files import POSITIONS, tensors, write_gguf
 

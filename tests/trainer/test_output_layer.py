@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flash.trainer.output_layer import OutputLayer, Selection, selected_logprobs
+from flash.trainer.model.output_layer import OutputLayer, Selection, selected_logprobs
 
 VOCABULARY, WIDTH = 23, 6
 ROW = VOCABULARY * 8

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flash.trainer.firstpass import policy_logprobs
-from flash.trainer.logprobs import token_logprobs
-from flash.trainer.packed import Taken, packed_row, take, taken
+from flash.trainer.model.logprobs import token_logprobs
+from flash.trainer.model.packed import Taken, packed_row, take, taken
+from flash.trainer.model.prefixes import Computed, Sequences
 from flash.trainer.packing import pack
-from flash.trainer.prefixes import Computed, Sequences
 from tests.trainer.packed_cases import one_by_one, packed_batch, sharded
 from tests.trainer.trainer_cases import (
     VOCABULARY,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from flash.trainer import checkpoint, stored
-from flash.trainer.canary import canary_logprobs
+from flash.trainer.model.canary import canary_logprobs
+from flash.trainer.state import checkpoint, stored
 from flash.trainer.step import Trainer
 from tests.trainer.critic_cases import critic_gradient
 from tests.trainer.trainer_cases import gradient_of, relative_error, run_two_ranks, state_of, weights_of

@@ -11,9 +11,9 @@ from envs.arithmetic import Arithmetic, ArithmeticOptions
 from flash.config.tree import Config, TinyModelConfig
 from flash.environment.interface import SolvedExample
 from flash.errors import ConfigError
-from flash.run.models import make_missing_model
-from flash.trainer import tiny_model
-from flash.trainer.tiny_model import FINGERPRINT, is_current, make_tiny_model, what_changed
+from flash.run.models.models import make_missing_model
+from flash.trainer.model import tiny_model
+from flash.trainer.model.tiny_model import FINGERPRINT, is_current, make_tiny_model, what_changed
 
 SMALL = TinyModelConfig(layers=1, width=32, warm_start_steps=3, batch_size=4)
 ENV = "envs.arithmetic:Arithmetic"

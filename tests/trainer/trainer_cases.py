@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from flash.config.tree import Config
-from flash.trainer import checkpoint, stored
+from flash.trainer.state import checkpoint, stored
 from flash.trainer.step import Trainer
 from flash.types import Outcome, Shard, ShardSample, Span, Task, Trajectory, Turn, VersionRun
 from tests.branching import joined

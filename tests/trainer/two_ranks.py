@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from flash.errors import CheckpointError, ContractError
-from flash.trainer import checkpoint
-from flash.trainer.canary import canary_logprobs
 from flash.trainer.critic import Critic
+from flash.trainer.model.canary import canary_logprobs
 from flash.trainer.packing import MicroBatch
+from flash.trainer.state import checkpoint
 from flash.trainer.step import Trainer
 from flash.types import Shard
 from tests.trainer.critic_cases import critic_gradient, set_head

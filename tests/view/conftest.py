@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flash.observe.rundir import RunDirectory
+from flash.observe.rundir.rundir import RunDirectory
 from tests.browser import find_browser
 from tests.view.recorded import record
 

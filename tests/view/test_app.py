@@ -12,7 +12,7 @@ import httpx
 import msgspec
 import pytest
 
-from flash.observe.rundir import RunDirectory
+from flash.observe.rundir.rundir import RunDirectory
 from flash.view.app import ASSETS, HEADERS, make_app
 from flash.view.runs import MOST_ROWS, open_runs
 from tests.observe.clusters import cluster, hub_now

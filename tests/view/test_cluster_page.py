@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from flash.observe.cluster import Cluster, Event, RankNow
-from flash.observe.rundir import RunDirectory
+from flash.observe.rundir.rundir import RunDirectory
 from tests.browser import Page, browser
 from tests.observe.clusters import cluster, engine_now, failure, hub_now
 from tests.view.recorded import HOSTILE, record

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from flash.observe.cluster_counts import COUNTS
-from flash.observe.rundir import RunDirectory
+from flash.observe.rundir.rundir import RunDirectory
 from flash.view.app import make_app
 from flash.view.charts import CHARTS
 from flash.view.prometheus import MEDIA_TYPE, Latest, dashboard, exposition

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flash.observe.rundir import RunDirectory
-from flash.observe.sample_files import read_samples, samples_of, write_samples
-from flash.observe.samples import TokenValues, readable
+from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.rundir.sample_files import read_samples, samples_of, write_samples
+from flash.observe.rundir.samples import TokenValues, readable
 from flash.types import Outcome, Span, Task, Trajectory, Turn, VersionRun
 from flash.view import samples
 from flash.view.samples import Query, find, show_group

@@ -15,7 +15,7 @@ import msgspec
 
 from benchmarks.simulated.peers.world import Finished, PeerReport, World
 from flash.config.tree import Config
-from flash.rollout.phases import FreePhases, LockStep, Phases
+from flash.rollout.episode.phases import FreePhases, LockStep, Phases
 from flash.simulate.clock import run_virtual
 from flash.types import Task
 

@@ -15,8 +15,8 @@ import msgspec
 from benchmarks.simulated.peers.router import PeerEngine, Router
 from flash.config.simulate import SimulateConfig
 from flash.config.tree import Config
-from flash.rollout.episode import response_key
-from flash.rollout.phases import FreePhases, Phases
+from flash.rollout.episode.episode import response_key
+from flash.rollout.episode.phases import FreePhases, Phases
 from flash.samples.tasks import TaskSource
 from flash.simulate.workload import Workload, env_key
 from flash.types import Canary, Lease, Published, Task

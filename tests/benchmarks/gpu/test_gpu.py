@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.gpu.__main__ import main, parts
 from benchmarks.gpu.sizes import SMALL, TINY, Sizes, random_model, weight_bytes
-from flash.config.hardware import count_gpus
+from flash.config.machine import count_gpus
 
 
 @pytest.mark.parametrize("shape", [SMALL, TINY])
@@ -75,7 +75,7 @@ def test_a_model_with_random_weights_never_ends_its_answers(tmp_path):
     from transformers import AutoConfig, AutoTokenizer
 
     from flash.config.tree import TinyModelConfig
-    from flash.trainer.tiny_model import make_tiny_model
+    from flash.trainer.model.tiny_model import make_tiny_model
 
     tiny = TinyModelConfig(layers=1, width=32, warm_start_steps=0)
     make_tiny_model(tmp_path / "tiny", tiny, "envs.arithmetic:Arithmetic", {}, lambda *_: None)

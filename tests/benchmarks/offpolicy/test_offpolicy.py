@@ -21,7 +21,7 @@ from benchmarks.training import PINNED, Measured
 from flash.config.load import load
 from flash.config.tree import TinyModelConfig
 from flash.environment.interface import HELD_OUT
-from flash.trainer.tiny_model import make_tiny_model
+from flash.trainer.model.tiny_model import make_tiny_model
 from flash.types import Outcome, Task
 
 ROOT = Path(__file__).parents[3]

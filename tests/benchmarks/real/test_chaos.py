@@ -25,8 +25,8 @@ from benchmarks.real.chaos_judge import (
     tokens_per_second,
 )
 from flash.config.load import load
-from flash.observe.recording import write_batch
-from flash.observe.rundir import RunDirectory
+from flash.observe.rundir.recording import write_batch
+from flash.observe.rundir.rundir import RunDirectory
 from flash.types import Batch, Task, VersionRun
 from tests.samples.cases import trajectory
 
@@ -164,9 +164,9 @@ def test_a_quick_plan_has_each_kind_once() -> None:
     ("command", "target"),
     [
         (b"python\0-m\0flash\0train\0a.toml\0", "launcher"),
-        (b"python\0-m\0flash.run.trainers\0a.toml\0", "agent"),
-        (b"python\0-u\0-m\0flash.run.worker\0node\0a.toml\0", "hub"),
-        (b"python\0-u\0-m\0flash.run.worker\0trainer\0a.toml\0", "trainer"),
+        (b"python\0-m\0flash.run.processes.trainers\0a.toml\0", "agent"),
+        (b"python\0-u\0-m\0flash.run.processes.worker\0node\0a.toml\0", "hub"),
+        (b"python\0-u\0-m\0flash.run.processes.worker\0trainer\0a.toml\0", "trainer"),
         (b"python\0-m\0flash.run.joined\0a.toml\0{}\0", "node"),
         (b"VLLM::EngineCore\0", "core"),
         (b"VLLM::Worker\0", "worker"),

@@ -20,7 +20,7 @@ from benchmarks.simulated.peers.synchronous import synchronous
 from benchmarks.simulated.peers.world import Finished, make_workload
 from flash.config.simulate import SimulateConfig
 from flash.config.tree import Config
-from flash.rollout.episode import response_key
+from flash.rollout.episode.episode import response_key
 from flash.simulate.clock import run_virtual
 from flash.types import Canary, Published, Task
 

@@ -10,7 +10,7 @@ from envs.tools import ToolEnv, ToolOptions
 from flash.config.tree import ModelConfig
 from flash.environment import sharing
 from flash.rollout.engine import GenerateRequest, SamplingSettings
-from flash.rollout.tokenizer import HfTokenizer
+from flash.rollout.episode.tokenizer import HfTokenizer
 from flash.simulate.clock import run_virtual
 from flash.types import Outcome, ToolCall, Trajectory
 from tests.envs.agents import Policy, live

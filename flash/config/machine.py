@@ -1,0 +1,105 @@
+"""What a machine has: GPUs, and a compiler for the engine's kernels."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+from flash.config.tree import Config
+from flash.errors import ConfigError
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
+"""One folder per GPU, kept by NVIDIA's kernel driver."""
+
+
+NVIDIA_SMI_TIMEOUT = 30.0
+"""Seconds; the tool takes a few where the driver has to wake up."""
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs that CUDA would show to a process of this machine, found without CUDA."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        count = 0
+        for name in visible.split(","):
+            if not name.strip() or name.strip().startswith("-"):  # CUDA ignores what follows an invalid entry
+                break
+            count += 1
+        return count
+    if NVIDIA_DRIVER.is_dir():
+        return sum(1 for _ in NVIDIA_DRIVER.iterdir())
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    try:
+        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False, timeout=NVIDIA_SMI_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"`nvidia-smi -L` did not answer within {NVIDIA_SMI_TIMEOUT:g} s; set cluster.gpus_per_node"
+        ) from None
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
+
+
+COMPILER = "g++"
+"""What torch's inductor calls on Linux, unless CXX names another program."""
+
+COMPILER_TIMEOUT_S = 20.0
+"""For a compiler's version; it may lie on a file system that is slow to wake up."""
+
+
+def runs_eagerly(config: Config) -> bool:
+    """Whether engines of this configuration run without compiled graphs on this machine."""
+    return config.engine.enforce_eager or why_eager(config) is not None
+
+
+def why_eager(config: Config) -> str | None:
+    """What people are told where engines run eagerly though nobody asked for it, and what would have them compiled."""
+    if config.gpus_per_node > 0 or config.engine.enforce_eager or (lacking := lacks()) is None:
+        return None
+    return (
+        f"engines run without compiled graphs, as if it were true: {lacking}. Their steps are slower. To have them "
+        f"compiled {remedy()}"
+    )
+
+
+def lacks() -> str | None:
+    """What this machine lacks to compile graphs for the CPU; None: nothing."""
+    name = compiler()
+    if not _answers(name, os.environ.get("PATH", os.defpath)):
+        named = f"{name!r}, which CXX names, is none" if "CXX" in os.environ else f"{name} is not on PATH"
+        return f"torch finds no C++ compiler ({named})"
+    folder = Path(sysconfig.get_path("include"))
+    if not (folder / "Python.h").is_file():
+        return f"Python's headers are not installed ({folder / 'Python.h'})"
+    return None
+
+
+def remedy() -> str:
+    """How a machine gets what it lacks."""
+    return f"install {COMPILER} and Python's headers (Debian, Ubuntu: apt install g++ python3-dev), or set CXX"
+
+
+def compiler() -> str:
+    """The program that torch calls, as `torch._inductor.config.cpp.cxx` chooses it."""
+    return os.environ.get("CXX", COMPILER)
+
+
+@cache
+def _answers(name: str, path: str) -> bool:
+    """Whether a program found on `path` tells its version, as torch asks it."""
+    try:
+        asked = subprocess.run(
+            [name, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            timeout=COMPILER_TIMEOUT_S,
+            env=os.environ | {"PATH": path},
+        )
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return False
+    return asked.returncode == 0

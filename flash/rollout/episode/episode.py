@@ -1,0 +1,368 @@
+"""Episode: one environment's life, from reset to the last reward.
+
+reset → render the observation once → generate → step → render what follows, once → generate → … → trajectory.
+Tokens are only ever appended: observations as they were rendered, responses exactly as they were sampled; to the branch
+that the environment goes on in, where it has several. Whatever
+goes wrong becomes a typed `Failure`; only cancellation passes through. The environment is closed exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import Protocol
+
+import anyio
+import msgspec
+
+from flash.environment.calls import EnvTimeoutError, called, checked
+from flash.environment.interface import Environment, Info, Informed, ResetResult, StepResult
+from flash.environment.results import check_reset_result, check_step_result, metrics_of, note_of
+from flash.errors import DeadlineError, EngineError, EnvError, PoisonError, RewardError
+from flash.rollout.engine import GenerateRequest, SamplingSettings
+from flash.rollout.episode.asking import Asking, Wanted
+from flash.rollout.episode.phases import FreePhases, Phases
+from flash.rollout.episode.tokenizer import Tokenizer
+from flash.rollout.episode.transcript import Limits, Transcript
+from flash.types import (
+    Completion,
+    Failure,
+    Lease,
+    Observation,
+    Outcome,
+    Task,
+    Trajectory,
+    Turn,
+)
+from flash.waiting import unwrapped_group
+
+KEYS_PER_TASK = 4096
+"""Turns of a task whose responses have a key of their own."""
+
+
+class Responder(Protocol):
+    """Where responses come from; `LLMProxy` is one."""
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        *,
+        min_version: int,
+        affinity: tuple[int, int],
+        session: int | None,
+        progress: Callable[[Sequence[int]], None],
+        timeout: float,
+        episode: anyio.CancelScope,
+    ) -> Completion:
+        """Sample one response, within the deadline of an episode. Raises EngineError, DeadlineError."""
+        ...
+
+
+class EpisodeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What all episodes of a run share."""
+
+    seed: int | None
+    """Every response is drawn with a seed of its own that follows from this one. None: engines draw as they like."""
+
+    train: SamplingSettings
+    eval: SamplingSettings
+    max_length: int
+    """Longest sequence of observations and responses, in tokens."""
+    max_turns: int
+    """Responses after which an episode is truncated."""
+    max_branches: int
+    """Sequences that an episode may consist of."""
+    max_tokens: int
+    """Most tokens of all of these."""
+    reset_s: float
+    step_s: float
+    close_s: float
+    generate_s: float
+    episode_s: float
+    """Deadlines, in seconds."""
+    domains: dict[str, EpisodeSettings] = {}
+    """By kind of problem, where it has limits of its own."""
+
+    def of(self, kind: str) -> EpisodeSettings:
+        """What holds for a kind."""
+        return self.domains.get(kind, self)
+
+
+class EpisodeProgress:
+    """How far an episode got. Owned by the caller, who can read it also when the episode is cancelled."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        """Action tokens sampled so far, over all turns and branches."""
+        self.lost = 0
+        """Tokens that were sampled for it and never arrived: their request was aborted before its next piece."""
+
+    def asks(self) -> None:
+        """A response is asked for. An owner that wants to know overrides this."""
+
+
+def response_key(task: Task, turn: int) -> int:
+    """Names the response of a turn (from 0), the same in each attempt at the task."""
+    return (task.task_id * KEYS_PER_TASK + turn) * 2 + (task.split == "eval")
+
+
+def response_seed(seed: int, task: Task, turn: int) -> int:
+    """What a turn's response is drawn with: another for each attempt, so that one that fails does not fail again."""
+    named = f"{seed} {response_key(task, turn)} {task.attempt}".encode()
+    return int.from_bytes(blake2b(named, digest_size=8).digest()) >> 1
+
+
+class Episode:
+    """Runs leases, any number at once.
+
+    Args:
+        make_env: makes the environment of a task's kind.
+        tokenizer: the model's.
+        proxy: generates.
+        settings: limits and deadlines.
+        phases: when environments may step, and when episodes may generate.
+        now: Unix seconds on the loop's clock.
+    """
+
+    def __init__(
+        self,
+        make_env: Callable[[str], Environment],
+        tokenizer: Tokenizer,
+        proxy: Responder,
+        settings: EpisodeSettings,
+        phases: Phases,
+        *,
+        now: Callable[[], float],
+    ) -> None:
+        self._make_env = make_env
+        self._tokenizer = tokenizer
+        self._proxy = proxy
+        self._settings = settings
+        self._phases = phases
+        self._now = now
+
+    async def run(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
+        """Live through the episode; never raises except for cancellation and programmer errors."""
+        settings = self._settings.of(lease.task.kind)
+        limits = Limits(settings.max_length, settings.max_turns, settings.max_branches, settings.max_tokens)
+        transcript = Transcript(self._tokenizer, limits)
+        state = _EpisodeState(lease, progress, transcript)
+        try:
+            with anyio.move_on_after(settings.episode_s) as state.scope:
+                return await self._live(state)
+            return state.too_long(settings.episode_s)
+        except RewardError as error:
+            return state.failed(Outcome.REWARD_ERROR, str(error))
+        except EnvTimeoutError as error:
+            return state.failed(Outcome.ENV_TIMEOUT, str(error))
+        except EnvError as error:
+            return state.failed(Outcome.ENV_ERROR, str(error))
+        except PoisonError as error:
+            return state.failed(Outcome.ENGINE_KILLED, str(error))
+        except (EngineError, DeadlineError) as error:
+            return state.failed(Outcome.ENGINE_ERROR, str(error))
+
+    async def _live(self, state: _EpisodeState) -> Trajectory:
+        kind, seed = state.task.kind, state.task.seed
+        env = await called(f"start (seed {seed})", self._settings.reset_s, "env_reset", self._made(kind))
+        self._phases.enter(state.lease)
+        try:
+            try:
+                trajectory = await self._play(env, state)
+            finally:
+                # Before closing, which may take its time: other episodes need not wait for it.
+                self._phases.leave(state.lease)
+        except BaseException:  # cancellation too: what goes wrong in closing must not hide it
+            await self._close(env, state)
+            raise
+        problem = await self._close(env, state)
+        if problem is not None:
+            raise problem
+        return trajectory
+
+    async def _play(self, env: Environment, state: _EpisodeState) -> Trajectory:
+        """Turn by turn, with what is asked for ahead beside it."""
+        outcome = Outcome.CANCELLED
+        async with unwrapped_group() as group:
+            ahead = group if isinstance(self._phases, FreePhases) else None
+            state.asking = Asking(partial(self._sample, state), state.progress, ahead, now=self._now)
+            state.transcript.asks(state.asking, self._sampling(state.task))
+            outcome = await self._turns(env, state)
+            group.cancel_scope.cancel()
+        state.asking.drop()
+        return state.ended(outcome)
+
+    async def _turns(self, env: Environment, state: _EpisodeState) -> Outcome:
+        """Turn by turn, until the environment ends the episode or a limit does."""
+        transcript, settings = state.transcript, self._settings.of(state.task.kind)
+        observation = await self._reset(env, state)
+        transcript.show(self._prompt(observation, transcript))
+        while True:
+            completion, start = await self._respond(state)
+            transcript.say(completion)
+            generate_s, branch = self._now() - start, transcript.branch
+            action = self._tokenizer.decode(completion.token_ids)
+            (following, reward, terminated, truncated, info), env_s = await self._step(env, state, action)
+            measured, note = checked(env, "step", state.task.seed, partial(_logged, info))
+            transcript.turns.append(
+                Turn(text_of(observation), action, reward, start, generate_s, env_s, measured, note, branch)
+            )
+            cut = completion.finish == "length"
+            if terminated or truncated:
+                return Outcome.TRUNCATED if truncated or cut else Outcome.OK
+            if len(transcript.turns) == settings.max_turns:
+                return Outcome.TRUNCATED
+            if transcript.room(following) < 1:
+                return Outcome.TRUNCATED
+            transcript.show(transcript.render(following))
+            observation = following
+
+    # -- the environment ---------------------------------------------------------------------------------------------
+
+    def _made(self, kind: str) -> Callable[[], Awaitable[Environment]]:
+        async def made() -> Environment:
+            return self._make_env(kind)
+
+        return made
+
+    async def _reset(self, env: Environment, state: _EpisodeState) -> Observation:
+        seed = state.task.seed
+        what = f"reset (seed {seed})"
+
+        def reset() -> Awaitable[ResetResult]:
+            if isinstance(env, Informed):
+                env.inform(state.transcript)
+            return env.reset(seed)
+
+        state.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
+        shown = await called(what, self._settings.reset_s, "env_reset", reset)
+        return checked(env, "reset", seed, lambda: check_reset_result(shown))[0]
+
+    async def _step(self, env: Environment, state: _EpisodeState, action: str) -> tuple[StepResult, float]:
+        """The environment's checked result, and the seconds it took."""
+        state.waits_for(
+            Outcome.ENGINE_ERROR, "the responses of other episodes", "rollout.env_async and replicate_prompts"
+        )
+        await self._phases.generated(state.lease)
+        what = f"step {state.turn()} (seed {state.task.seed})"
+        state.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
+        start = self._now()
+        result = await called(what, self._settings.step_s, "env_step", lambda: env.step(action))
+        took = self._now() - start
+        return checked(env, "step", state.task.seed, lambda: check_step_result(result)), took
+
+    async def _close(self, env: Environment, state: _EpisodeState) -> EnvError | None:
+        """Close also while being cancelled, within the deadline. Returns what went wrong."""
+        what = f"close (seed {state.task.seed})"
+        with anyio.CancelScope(shield=True):
+            try:
+                await called(what, self._settings.close_s, "close", env.close)
+            except EnvError as problem:
+                return problem
+        return None
+
+    # -- the policy --------------------------------------------------------------------------------------------------
+
+    async def _respond(self, state: _EpisodeState) -> tuple[Completion, float]:
+        """The next response, and when it was asked for."""
+        state.waits_for(Outcome.ENV_TIMEOUT, "the environments of other episodes", "rollout.env_async")
+        await self._phases.stepped(state.lease)
+        wanted = state.transcript.wanted()
+        state.waits_for(Outcome.ENGINE_ERROR, f"response {state.turn()} (seed {state.task.seed})", "the engines")
+        return await state.asking.respond(wanted)
+
+    def _sampling(self, task: Task) -> SamplingSettings:
+        settings = self._settings.of(task.kind)
+        return settings.eval if task.split == "eval" else settings.train
+
+    async def _sample(self, state: _EpisodeState, wanted: Wanted, number: int, *, ahead: bool) -> Completion:
+        """The response of a number; one ahead has no part in what the engines keep for the episode."""
+        task, settings = state.task, self._settings.of(state.task.kind)
+        request = GenerateRequest(
+            prompt=wanted.prompt,
+            sampling=wanted.sampling,
+            key=response_key(task, number),
+            seed=None if settings.seed is None else response_seed(settings.seed, task, number),
+            lost=state.lost,
+        )
+        state.progress.asks()
+        completion = await self._proxy.generate(
+            request,
+            min_version=state.lease.min_version,
+            affinity=(task.group_id, task.task_id),
+            session=None if ahead else state.lease.lease_id,
+            progress=wanted.hears,
+            timeout=settings.generate_s,
+            episode=anyio.CancelScope() if ahead else state.scope,
+        )
+        if not completion.token_ids:
+            raise EngineError(f"an engine ended response {number + 1} (seed {task.seed}) without a token")
+        return completion
+
+    def _prompt(self, observation: Observation, transcript: Transcript) -> list[int]:
+        """Tokens of the first observation."""
+        tokens = transcript.render(observation)
+        if not tokens:
+            raise EnvError(f"the observation {observation!r} gives an empty prompt")
+        if len(tokens) >= self._settings.max_length:
+            raise EnvError(
+                f"the prompt has {len(tokens)} tokens and leaves no room for an answer: model.max_length is "
+                f"{self._settings.max_length}; raise it, or filter long problems out of the data"
+            )
+        return tokens
+
+
+class _EpisodeState:
+    """How far the episode of one lease is: what was said, and what it waits for now."""
+
+    asking: Asking
+
+    def __init__(self, lease: Lease, progress: EpisodeProgress, transcript: Transcript) -> None:
+        self.lease = lease
+        self.task = lease.task
+        self.progress = progress
+        self.transcript = transcript
+        self.scope = anyio.CancelScope()
+        """Has the episode's deadline."""
+        self._waits = (Outcome.ENV_TIMEOUT, "", "")
+
+    def turn(self) -> int:
+        """The turn under way, counted from 1 as people do."""
+        return len(self.transcript.turns) + 1
+
+    def lost(self, count: int) -> None:
+        """Tokens of an aborted request that were in no piece."""
+        self.progress.lost += count
+
+    def waits_for(self, late: Outcome, what: str, look_at: str) -> None:
+        """Note what comes next, and what its lateness would be called."""
+        self._waits = (late, what, look_at)
+
+    def too_long(self, seconds: float) -> Failure:
+        """The episode's deadline came first."""
+        late, what, look_at = self._waits
+        return self.failed(
+            late,
+            f"the episode took longer than {seconds:g} s; it was waiting for {what}; look at {look_at}, or raise "
+            "deadlines.episode",
+        )
+
+    def ended(self, outcome: Outcome) -> Trajectory:
+        """The episode with all that was said."""
+        return self.transcript.trajectory(self.task, outcome, self.progress.lost)
+
+    def failed(self, outcome: Outcome, message: str) -> Failure:
+        """The episode without a trajectory."""
+        return Failure(self.task, outcome, message, self.progress.tokens + self.progress.lost)
+
+
+def _logged(info: Info) -> tuple[dict[str, float], str]:
+    return metrics_of(info), note_of(info)
+
+
+def text_of(observation: Observation) -> str:
+    """An observation as people read it."""
+    if isinstance(observation, str):
+        return observation
+    return "\n".join(f"{message.role}: {message.content}" for message in observation)

@@ -1,0 +1,74 @@
+"""A first turn played without an engine: what is always wrong about an environment shows before one starts.
+
+The real episode runs, with its deadlines and its checks, on a response that needs no model. What fails now and then is
+none of its business: a problem that plays is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import anyio
+import msgspec
+
+from flash.environment.interface import Environment
+from flash.errors import ConfigError
+from flash.rollout.engine import GenerateRequest
+from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings
+from flash.rollout.episode.phases import FreePhases
+from flash.rollout.episode.tokenizer import Tokenizer
+from flash.samples.tasks import SEED_STRIDE
+from flash.types import Completion, Failure, Lease, Task, Trajectory, VersionRun
+
+PROBLEMS = 3
+"""Problems of which one must play: an environment that fails half of the time passes nine times in ten or so."""
+
+
+class Echo:
+    """A `Responder` that answers at once, with the last token that it was shown."""
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        *,
+        min_version: int,
+        affinity: tuple[int, int],
+        session: int | None,
+        progress: Callable[[Sequence[int]], None],
+        timeout: float,
+        episode: anyio.CancelScope,
+    ) -> Completion:
+        progress(request.prompt[-1:])
+        return Completion([request.prompt[-1]], [-1.0], [VersionRun(0, 1)], "stop")
+
+
+async def rehearse(
+    tokenizer: Tokenizer,
+    make_env: Callable[[str], Environment],
+    kind_of: Callable[[int], str],
+    settings: EpisodeSettings,
+    *,
+    run_seed: int,
+    now: Callable[[], float],
+) -> Trajectory:
+    """Reset, one step, close: of the first training problem, or of the next ones where that fails.
+
+    Raises:
+        ConfigError: PROBLEMS of them failed, with the last one's reason.
+    """
+    episode = Episode(
+        make_env, tokenizer, Echo(), msgspec.structs.replace(settings, max_turns=1), FreePhases(), now=now
+    )
+    first = run_seed * SEED_STRIDE
+    failures: list[Failure] = []
+    for number in range(PROBLEMS):
+        task = Task(number, number, 0, first + number, kind=kind_of(first + number))
+        played = await episode.run(Lease(number, task, 0), EpisodeProgress())
+        if isinstance(played, Trajectory):
+            return played
+        failures.append(played)
+    last = failures[-1]
+    raise ConfigError(
+        f"env.path: the environment cannot be played; {PROBLEMS} problems were tried before any engine, the last one "
+        f"ended in {last.outcome}: {last.message}"
+    )

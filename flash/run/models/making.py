@@ -1,0 +1,34 @@
+"""One process makes a model's folder, the others wait for it."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flash.errors import ConfigError, DeadlineError
+from flash.run.processes.locks import Busy, in_turn
+from flash.trainer.state.aside import remove_leftovers
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def making(path: Path, what: str, wait_s: float) -> Generator[None]:
+    """Be the only process that puts a model at a path; what killed ones have left beside it goes.
+
+    Raises:
+        ConfigError: it cannot be made there.
+        DeadlineError: somebody else has been making it for `wait_s` seconds.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with in_turn(path.with_name(f".{path.name}.lock"), f"making {what}", wait_s):
+            remove_leftovers(path)
+            yield
+    except Busy as holder:
+        raise DeadlineError(f"{holder} to make {what}", wait_s, "the output of that process") from None
+    except OSError as error:
+        remedy = "free some room there" if error.errno in FULL else "check that you may write there"
+        raise ConfigError(f"cannot make {what}: {error}; {remedy}") from error

@@ -1,0 +1,184 @@
+"""The models that a command begins with: tiny and fetched ones, made where they are missing, or what `flash eval`,
+`flash rollout` and `flash export` may be pointed at: a model folder, a hub id, a GGUF file, a run, or a checkpoint.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from flash.config.check import beside, is_hub_id
+from flash.config.packaged import gguf_folder, is_gguf
+from flash.config.tree import Config, DeadlinesConfig, TinyModelConfig
+from flash.errors import CheckpointError, ConfigError
+from flash.observe.rundir.rundir import RunDirectory
+from flash.run.models.fetch import fetch, source_of
+from flash.run.models.hugging_face import hub_fault
+from flash.run.models.making import making
+from flash.trainer.model.tiny_model import (
+    interrupted_after,
+    make_tiny_model,
+    show_progress,
+    what_changed,
+)
+from flash.trainer.state.stored import MANIFEST, aside_of, newest_complete, prepare, replace, sync
+
+
+def make_missing_model(config: Config) -> None:
+    """Make the models that a configuration asks for, fetched or tiny ones, unless they are there already.
+
+    All nodes of a job come here at the same time, and so may runs that share a model: one makes it, the others wait.
+    A node whose folder is its own makes its own.
+
+    Raises:
+        ConfigError: it cannot be made from these options, or not there.
+        DeadlineError: somebody else has been making it for longer than deadlines.rendezvous.
+    """
+    make_fetched(config)
+    for _, path, tiny in tiny_models(config):
+        _make_missing(path, tiny, config)
+
+
+def make_fetched(config: Config) -> None:
+    """Of the models that a configuration asks for the pretrained one. Raises as `make_missing_model`."""
+    if config.model.fetch is not None:
+        fetch(source_of(config.model.fetch), Path(config.model.path), config.deadlines.rendezvous)
+
+
+def tiny_models(config: Config) -> Iterator[tuple[str, Path, TinyModelConfig]]:
+    """The tiny models that a configuration asks for: the key that says where, the folder, and what it is made from."""
+    tiny, critic = config.tiny_model, config.critic
+    if tiny is None:
+        return
+    yield "model.path", Path(config.model.path), tiny
+    if critic is not None and critic.path is not None and critic.tiny_layers is not None:
+        yield "critic.path", Path(critic.path), msgspec.structs.replace(tiny, layers=critic.tiny_layers)
+
+
+def _make_missing(path: Path, tiny: TinyModelConfig, config: Config) -> None:
+    wanted = (tiny, config.env.path, config.env.options)
+    if path.exists() and config.run.resume and newest_complete(config.run_dir) is not None:
+        return  # the weights are those of the run, and others may use the folder
+    if not what_changed(path, *wanted):
+        if steps := interrupted_after(path):
+            sys.stdout.write(
+                f"tiny model: {path} is used as its warm start, interrupted after {steps} steps, has left it; remove "
+                "the folder to have it made whole\n"
+            )
+        return
+    with making(path, f"the tiny model {path}", config.deadlines.rendezvous):
+        changed = what_changed(path, *wanted)
+        if not changed:
+            return
+        if path.exists():
+            sys.stdout.write(f"tiny model: {path} is made anew, since it was made from other {' and '.join(changed)}\n")
+        make_tiny_model(path, *wanted, show_progress)
+
+
+def chosen_model(named: str) -> str:
+    """What is meant: the folder of a model or of a checkpoint, or a hub id. Of a run, its model or newest checkpoint.
+
+    A GGUF file is made into its folder.
+
+    Raises:
+        ConfigError: there is nothing of that name, or nothing of use.
+    """
+    if is_gguf(named):
+        fetch(Path(named), Path(gguf_folder(named)), DeadlinesConfig().rendezvous)
+        return gguf_folder(named)
+    path = Path(named)
+    if not path.exists() and not is_hub_id(named):
+        raise ConfigError(f"there is no model, checkpoint or run {named}{beside(path)}")
+    if (path / "model" / "config.json").is_file():
+        path = path / "model"
+    checkpoint = path if (path / MANIFEST).is_file() else newest_complete(path)
+    if path.exists() and checkpoint is None and not (path / "config.json").is_file():
+        raise ConfigError(_no_model(path))
+    if (path / "config.json").is_file() or checkpoint is None:
+        return str(path) if path.exists() else named
+    return str(checkpoint)
+
+
+@contextmanager
+def model_folder(named: str, config: Config) -> Generator[str]:
+    """The path of the model that is meant; a checkpoint is written out as a model for as long as the block lasts.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+        ConfigError: as `chosen_model`, or a hub id leads to no model, or config.model.path, whose architecture and
+            tokenizer a checkpoint has, cannot be loaded.
+    """
+    chosen = chosen_model(named)
+    if not Path(chosen).exists() and (fault := hub_fault(chosen)):
+        raise ConfigError(fault)
+    if not (Path(chosen) / MANIFEST).is_file():
+        yield chosen
+        return
+    with tempfile.TemporaryDirectory(prefix="flash-checkpoint-") as folder:
+        _write_out(Path(chosen), config, Path(folder))
+        yield folder
+
+
+def export_model(named: str, config: Config, folder: Path) -> str:
+    """Write the weights that are meant as a model folder of Hugging Face's form, whole or not at all; what they were.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or the folder not be written.
+        ConfigError: as `model_folder`.
+    """
+    chosen, aside = Path(chosen_model(named)), aside_of(folder)
+    try:
+        prepare(aside)
+        if (chosen / MANIFEST).is_file():
+            _write_out(chosen, config, aside)
+        else:
+            shutil.copytree(chosen, aside, dirs_exist_ok=True)
+        for file in aside.iterdir():
+            sync(file)
+        replace(aside, folder)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {folder}: {error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return str(chosen)
+
+
+def _no_model(path: Path) -> str:
+    """Why what is there is of no use."""
+    if not path.is_dir():
+        return f"{path} is a file; expected the folder of a model, a checkpoint or a run"
+    if RunDirectory(path).config.is_file():
+        return f"the run {path} has left no whole checkpoint and no model yet"
+    return f"{path} is neither a model (it has no config.json) nor a checkpoint nor a run"
+
+
+def _write_out(checkpoint: Path, config: Config, folder: Path) -> None:
+    import torch.distributed.checkpoint.state_dict_loader as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from flash.foreign.transformers import open_weights, without_bars
+    from flash.rollout.episode.tokenizer import HfTokenizer
+    from flash.trainer.model.model import load_model
+    from flash.trainer.state.checkpoint import STATE
+
+    make_fetched(config)
+    with without_bars(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
+        model = load_model(config.model)
+        try:
+            # Of all that the checkpoint holds only these are read, into the model's own tensors.
+            dcp.load({"model": model.state_dict()}, checkpoint_id=checkpoint / STATE, no_dist=True)
+        except CheckpointException as error:
+            raise CheckpointError(
+                f"{checkpoint} holds other weights than {config.model.path}, which model.path names: {error}"
+            ) from error
+        model.save_pretrained(folder)
+        open_weights(folder)
+    HfTokenizer(config.model).inner.save_pretrained(str(folder))

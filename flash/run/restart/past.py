@@ -1,0 +1,129 @@
+"""What a run has left on the disk, for trainer ranks that start again (`flash.hub.ranks.past`), alone or with the
+hub."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+from anyio.to_thread import run_sync
+
+from flash.config.load import dump, flat
+from flash.config.recorded import recorded
+from flash.config.tree import Config
+from flash.errors import RecordingError
+from flash.hub.ranks.past import Start
+from flash.hub.ranks.trainers import why_not
+from flash.observe.cluster_file import read_cluster
+from flash.observe.progress import has_ended
+from flash.observe.recorder import Recorder
+from flash.observe.rundir.recording import read_batch
+from flash.observe.rundir.rundir import RunDirectory
+from flash.trainer.state.stored import choose, read_manifest
+from flash.types import Batch, Published
+from flash.weights.update import decode_update
+
+NO_STEP = (
+    *("run.name", "run.resume", "run.log_samples", "run.output_dir", "env.folders"),
+    *("checkpoint.", "deadlines.", "observe.", "track.", "alarms.", "simulate."),
+)
+"""What may change while a run is down: with it the recorded batches make the same steps. So may `run.steps`, where the
+learning rate does not depend on it."""
+
+
+class RecordedPast:
+    """Checkpoints and batches of a run directory.
+
+    Args:
+        run_dir: has the checkpoints.
+        recorder: has the batches.
+    """
+
+    def __init__(self, run_dir: Path, recorder: Recorder) -> None:
+        self._run_dir = run_dir
+        self._recorder = recorder
+
+    async def start(self, version: int) -> Start:
+        """The newest whole checkpoint, whose every byte is read. Errors as of `choose`.
+
+        Raises:
+            RecordingError: batches since then are missing.
+        """
+        checkpoint, notes = await run_sync(choose, self._run_dir)
+        for note in notes:
+            self._recorder.note(note)
+        held = read_manifest(checkpoint).version if checkpoint is not None else 0
+        recorded = await run_sync(self._recorder.recorded_steps)
+        if missing := sorted(set(range(held, version)) - set(recorded)):
+            steps = ", ".join(map(str, missing))
+            raise RecordingError(
+                f"the newest checkpoint is of version {held}, and no batch of step {steps} is recorded"
+            )
+        return Start(held, str(checkpoint or ""))
+
+    async def batch(self, step: int) -> Batch:
+        """What a step has trained. Raises RecordingError."""
+        return await run_sync(self._recorder.recorded_batch, step)
+
+    def same_weights(self, one: Published, other: Published) -> bool:
+        """Whether the fingerprints of both are equal."""
+        return decode_update(one.update_info).fingerprint == decode_update(other.update_info).fingerprint
+
+
+class Reach(NamedTuple):
+    """How far trainer ranks can come that start from a checkpoint."""
+
+    version: int
+    why: str = ""
+    """Why no further; empty: as far as the run was."""
+
+
+def reach(config: Config, held: int, reached: int) -> Reach:
+    """To which version a run can go on that had come to `reached`, with trainer ranks that hold version `held`.
+
+    What they train again has its batches and its rows, whose bytes are read here. Later steps are booked anew.
+    """
+    if held == reached:
+        return Reach(reached)
+    directory = RunDirectory(config.run_dir)
+    if (why := why_not(config)) is not None:
+        return Reach(held, why)
+    if changed := _changed(directory, config):
+        return Reach(held, f"the configuration has changed since: {changed}")
+    rows = {int(row["step"]) for row in directory.read_metrics()}
+    for step in range(held, reached):
+        if step not in rows:
+            return Reach(step, f"step {step} has no row in {directory.metrics.name}")
+        try:
+            read_batch(directory.batches, step)
+        except RecordingError as error:
+            return Reach(step, str(error))
+    return Reach(reached)
+
+
+def booked_version(config: Config) -> int:
+    """The version after the last step that has a row."""
+    return max(
+        (int(row["step"]) + 1 for row in RunDirectory(config.run_dir).read_metrics() if "step" in row), default=0
+    )
+
+
+def is_done(config: Config) -> bool:
+    """Whether nothing of the run is left to do: its steps, its last evaluation and its summary are there."""
+    directory = RunDirectory(config.run_dir)
+    cluster = read_cluster(directory)
+    finished = cluster is not None and cluster.ended == "finished" and has_ended(directory)
+    return finished and booked_version(config) >= config.run.steps
+
+
+def _changed(directory: RunDirectory, config: Config) -> str:
+    """The keys that the run had otherwise, of those that a step depends on; empty: none."""
+    try:
+        had = tomllib.loads(directory.config.read_text())
+    except (OSError, ValueError) as error:
+        return f"{directory.config} cannot be read: {error}"
+    before, now = (dict(flat(settings)) for settings in (had, tomllib.loads(dump(recorded(config)))))
+    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    constant = before.get("train.decay") == now.get("train.decay") == "constant"
+    return ", ".join(key for key in keys if not key.startswith(NO_STEP) and not (constant and key == "run.steps"))

@@ -1,0 +1,139 @@
+"""The canary's text, and how far apart healthy engines and trainers may be.
+
+The text is the policy's own, drawn token by token before its weights are sharded: at tokens that a model itself says,
+rounding does to log-probs what it does to those of samples, while a model of 50,000 tokens gives random ones log-probs
+of −12 to −20, where logits in bfloat16 have steps of 0.125. Its log-probs in float32 say what the precision of the run
+makes: trainer and engine are each about so far away from them. Every rank has the same text and the same tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from flash.config.tree import Config
+from flash.errors import ConfigError
+from flash.trainer.model.logprobs import token_logprobs
+from flash.trainer.model.model import reshard
+from flash.trainer.model.packed import class_name
+from flash.trainer.model.prefixes import in_one_row
+from flash.types import Canary
+
+BEYOND_ROUNDING = 6.0
+"""How often the trainer's own rounding engine and trainer may differ by. Two independent roundings differ by 1.4 times
+of one; the rest is for policies that become surer, and for other kernels. Engines that compute with wrong weights were
+seen to differ by 0.6 nats and more."""
+
+LEAST = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 0.15}
+"""Nats that are always allowed: what is measured of a model that knows nothing yet says little of what it will make."""
+
+
+@dataclass(frozen=True)
+class CanaryText:
+    """What the policy says, and how surely."""
+
+    token_ids: list[int]
+    exact: list[float]
+    """Log-prob of each token but the first in float32."""
+
+
+@torch.no_grad()
+def draw_canary(model: PreTrainedModel, config: Config) -> CanaryText:
+    """Let rank 0's copy of the policy say something, in float32 and not sharded yet. Called by all ranks.
+
+    Raises:
+        ConfigError: on every rank, when the model stops at a plain sequence of tokens.
+    """
+    # The engine answers the canary with one token, which needs its place in the context.
+    count = min(config.weights.canary_tokens, config.model.max_length - 1)
+    said: list[CanaryText | str] = [""]
+    if dist.get_rank() == 0:
+        # torchrun gives each of several processes one thread, and the others wait for this one.
+        threads = torch.get_num_threads()
+        if config.gpus_per_node > 0:
+            torch.set_num_threads(len(os.sched_getaffinity(0)))
+        try:
+            said = [_drawn(model, count, config.run.seed)]
+        except (TypeError, ValueError, LookupError, AttributeError, AssertionError, RuntimeError) as error:
+            # Models are other people's code.
+            said = [f"it stops at a sequence of tokens with {type(error).__name__}: {error}"]
+        finally:
+            torch.set_num_threads(threads)
+    dist.broadcast_object_list(said, src=0)
+    (text,) = said
+    if isinstance(text, str):
+        raise ConfigError(f"model.path: {class_name(model)} cannot be trained, {text}. Choose another model")
+    return text
+
+
+def _drawn(model: PreTrainedModel, count: int, seed: int) -> CanaryText:
+    described = model.config.get_text_config()
+    named = (getattr(described, name, None) for name in ("bos_token_id", "eos_token_id"))
+    first = next((token for token in named if isinstance(token, int) and 0 <= token < described.vocab_size), 0)
+    generator = torch.Generator().manual_seed(seed)
+    ids_P = torch.tensor([first])
+    model.eval()
+    for _ in range(count - 1):
+        ids_P = torch.cat([ids_P, _draw(_logits(model, ids_P)[-1], generator)])
+    rows = _logits(model, ids_P)[:-1].log_softmax(-1)
+    return CanaryText(ids_P.tolist(), rows.gather(-1, ids_P[1:, None])[:, 0].tolist())
+
+
+def _logits(model: PreTrainedModel, ids_P: Tensor) -> Tensor:
+    """[P, V]."""
+    return model(input_ids=ids_P[None], use_cache=False).logits[0].float()
+
+
+def _draw(logits_V: Tensor, generator: torch.Generator) -> Tensor:
+    """[1]: by the largest of logits with Gumbel noise, which also gives an answer where they are no numbers."""
+    uniform_V = torch.rand(logits_V.shape, generator=generator).clamp(min=1e-20)
+    return (logits_V - (-uniform_V.log()).log()).argmax(keepdim=True)
+
+
+@torch.no_grad()
+def canary_logprobs(model: PreTrainedModel, token_ids: list[int]) -> list[float]:
+    """Log-prob of token i + 1 given tokens 0…i, at temperature 1. Every rank calls it and gets the same answer."""
+    ids_P = np.array(token_ids, dtype=np.int64)
+    result = token_logprobs(model, in_one_row([ids_P]), np.arange(len(ids_P) - 1), ids_P[1:], temperature=1.0)
+    reshard(model)
+    return result.logp_T.tolist()
+
+
+class CanaryMaker:
+    """Says under each version what engines are held to. `model` holds the weights that the text was drawn from.
+
+    Raises:
+        ConfigError: the model's log-probs are no finite numbers.
+    """
+
+    def __init__(self, text: CanaryText, model: PreTrainedModel, config: Config) -> None:
+        self._token_ids = text.token_ids
+        given, dtype = config.weights.canary_tolerance, config.model.dtype
+        logprobs = canary_logprobs(model, text.token_ids)
+        gaps = [abs(ours - exact) for ours, exact in zip(logprobs, text.exact, strict=True)]
+        self.rounding = sum(gaps) / len(gaps)
+        """Mean absolute difference of the trainer's log-probs from those in float32, in nats."""
+        if not math.isfinite(self.rounding):
+            raise ConfigError(_not_finite(text, dtype))
+        self.tolerance = max(BEYOND_ROUNDING * self.rounding, LEAST[dtype]) if given is None else given
+        """Most that the log-probs of engine and trainer may differ by in the mean, in nats."""
+
+    def canary(self, model: PreTrainedModel) -> Canary:
+        """Of the weights that the policy has now. A collective."""
+        return Canary(self._token_ids, canary_logprobs(model, self._token_ids), self.tolerance)
+
+
+def _not_finite(text: CanaryText, dtype: str) -> str:
+    if all(map(math.isfinite, text.exact)):
+        return (
+            f'model.dtype = "{dtype}": the log-probs of the model at model.path are no finite numbers in this '
+            'precision, and are in float32: its activations outgrow it; set model.dtype = "bfloat16" or "float32"'
+        )
+    return "model.path: the log-probs of this model are no finite numbers even in float32; its weights are damaged"

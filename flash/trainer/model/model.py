@@ -1,0 +1,104 @@
+"""The policy as the trainer holds it: a Hugging Face causal LM, sharded by FSDP2, run on packed sequences.
+
+Master weights are float32; the forward pass runs in the configured dtype, on the packed rows of
+`flash.trainer.model.packed`. Everything that touches parameters is a collective: all ranks call it together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+
+from flash.config.tree import ModelConfig
+from flash.errors import ConfigError
+from flash.foreign.transformers import layer_types, takes_attention
+from flash.trainer.model.output_layer import replace_output_layer
+from flash.trainer.model.packed import PACKED_ATTENTION, packed_attention
+
+
+def load_model(config: ModelConfig) -> PreTrainedModel:
+    """The model on the CPU, in float32, ready for `shard_model`.
+
+    Raises:
+        ConfigError: the folder or hub id holds no causal language model that can be loaded.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            config.path,
+            dtype=torch.float32,
+            local_files_only=Path(config.path).is_dir(),
+            trust_remote_code=config.trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path: cannot load a causal language model from {config.path!r}: {error}") from error
+    return model
+
+
+def trainer_mesh(device: Literal["cpu", "cuda"]) -> DeviceMesh:
+    """One dimension over all ranks of the default process group."""
+    return init_device_mesh(device, (dist.get_world_size(),))
+
+
+def shard_model(
+    model: PreTrainedModel, mesh: DeviceMesh, config: ModelConfig, *, recompute: bool = False
+) -> PreTrainedModel:
+    """Shard in place, as a model of this kind: each decoder layer, then the rest.
+
+    Also selects packed attention, lets the output layer answer with log-probs, and turns dropout off. With `recompute`
+    a decoder layer's activations are not kept for the backward pass (Chen et al. 2016, arXiv 1604.06174).
+
+    Raises:
+        ConfigError: the model's attention cannot be replaced, so packed sequences would see each other; or its output
+            layer cannot.
+    """
+    if not takes_attention(model):
+        raise ConfigError(
+            f"model.path: {type(model).__name__} does not use transformers' attention interface; "
+            "packed training needs it, choose another model"
+        )
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    model.set_attn_implementation(PACKED_ATTENTION)
+    replace_output_layer(model, wide=config.head_dtype == "float32")
+    half = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy() if config.dtype == "float32" else half
+    # On one rank there is nothing to free between forward and backward; resharding would only copy.
+    reshard = mesh.size() > 1
+    whole = layer_types(model)
+    for module in list(model.modules()):
+        if type(module).__name__ in whole:
+            if recompute:
+                checkpoint(module)
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    # Dropout stays off: the trained log-probs are those of the policy that acts.
+    return model.eval()
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop gathered parameters after a forward pass that no backward pass follows.
+
+    They would stay gathered, and the next forward pass would not see an update of the sharded ones.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def named_full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face name and full float32 tensor of each parameter, on every rank, one at a time.
+
+    A tied output layer is the input embedding and is not repeated.
+    """
+    for name, parameter in model.named_parameters():
+        value = parameter.detach()
+        yield name, value.full_tensor() if isinstance(value, DTensor) else value

@@ -1,0 +1,182 @@
+"""Before the first step: does the model say of packed sequences what it says of each alone?
+
+Attention is kept within sequences by `flash.trainer.model.packed.packed_attention`. What else carries something from
+token to token, such as a recurrent state, a convolution, or a window or chunk that stands only in the model's own
+mask, is not, and would train on log-probs that no policy has. So some sequences of random tokens go through the model
+once in one row, and once alone with the model's own attention. One is longer than every window that
+`model.max_length` lets matter.
+
+Every rank calls this together, on the same tokens. Shape legend: P = packed tokens, T = predicted tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from flash.config.tree import Config
+from flash.errors import ConfigError
+from flash.foreign.transformers import default_attention, windows
+from flash.trainer.model.logprobs import token_logprobs
+from flash.trainer.model.model import reshard
+from flash.trainer.model.packed import PACKED_ATTENTION, class_name
+from flash.trainer.model.prefixes import in_one_row
+
+LENGTHS = (9, 24, 5, 16)
+"""Of the short sequences; each but the first has others before it in the row."""
+BEYOND = 16
+"""Tokens after the end of the longest window."""
+LONGEST = 16_384
+"""Tokens of the longest sequence. A longer window is not looked at: attention to it alone could fill the memory."""
+TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
+"""Largest difference in nats that is taken for rounding, by the dtype of the forward pass. What leaks makes 1 to 5."""
+
+
+@torch.no_grad()
+def check_packing(model: PreTrainedModel, config: Config) -> None:
+    """Compare a model, prepared by `shard_model`, packed and alone.
+
+    Raises:
+        ConfigError: it says something else of packed sequences, or cannot say anything of them or in this precision.
+    """
+    sequences = _sequences(model, config)
+    try:
+        gap = _gap(_packed(model, sequences), _alone(model, sequences))
+    except (TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+        # Models are other people's code. Not RuntimeError: that may be a lost rank or too little memory.
+        raise ConfigError(
+            f"model.path: {class_name(model)} cannot be trained on packed sequences, it stops at them with "
+            f"{type(error).__name__}: {error}. Choose another model"
+        ) from error
+    except RuntimeError as error:
+        if "dtype" not in str(error):
+            raise
+        raise ConfigError(
+            f"model.dtype: {class_name(model)} mixes {config.model.dtype} with other precisions and stops: {error}. "
+            'Set model.dtype = "float32", or choose another model'
+        ) from error
+    if gap <= TOLERANCE[config.model.dtype]:
+        return
+    layer = _first_difference(model, sequences) or "a layer that could not be found"
+    raise ConfigError(
+        f"model.path: {class_name(model)} gives packed sequences other log-probs than each of them "
+        f"alone: they differ by {gap:.3g} nats. The first layer to differ is {layer}, which carries something from one "
+        "sequence to the next, or limits what a token sees in a way that packed training does not know. Choose another "
+        "model"
+    )
+
+
+def _sequences(model: PreTrainedModel, config: Config) -> list[Tensor]:
+    longest = min(config.model.max_length, config.train.max_tokens_per_microbatch, LONGEST)
+    lengths = [min(length, longest) for length in LENGTHS]
+    beyond = [window + BEYOND for window in windows(model) if window + BEYOND <= longest]
+    lengths += [max(beyond)] if beyond else []
+    choose = random.Random("packing").choices
+    vocabulary = range(int(model.config.get_text_config().vocab_size))
+    return [torch.tensor(choose(vocabulary, k=length), device=model.device) for length in lengths]
+
+
+def _forward(model: PreTrainedModel, sequences: Sequence[Tensor]) -> Tensor:
+    """[T]: log-prob of every token but the first of each sequence, all in one row."""
+    ids = [one.cpu().numpy() for one in sequences]
+    packed = in_one_row(ids)
+    keep_T = np.concatenate([np.arange(start, stop - 1) for start, stop in pairwise(packed.offset_S)])
+    result = token_logprobs(model, packed, keep_T, np.concatenate([one[1:] for one in ids]), temperature=1.0)
+    reshard(model)
+    return result.logp_T
+
+
+def _packed(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Tensor]:
+    return list(_forward(model, sequences).split([len(ids) - 1 for ids in sequences]))
+
+
+def _alone(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Tensor]:
+    with _own_attention(model):
+        return [_forward(model, [ids]) for ids in sequences]
+
+
+@contextmanager
+def _own_attention(model: PreTrainedModel) -> Generator[None]:
+    """The model attends as transformers made it, masks included."""
+    model.set_attn_implementation(default_attention(model))
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(PACKED_ATTENTION)
+
+
+def _gap(packed: Sequence[Tensor], alone: Sequence[Tensor]) -> float:
+    """The largest difference that two neighbouring tokens both have; infinite where a number is none.
+
+    Rounding that sends a token to another expert hits that token alone; what leaks reaches its neighbours.
+    """
+    gaps = [(one - other).abs().nan_to_num(torch.inf) for one, other in zip(packed, alone, strict=True)]
+    return max(float(gap_T[:-1].minimum(gap_T[1:]).max()) for gap_T in gaps)
+
+
+def _first_difference(model: PreTrainedModel, sequences: Sequence[Tensor]) -> str | None:
+    """The first module, of the innermost ones, that makes different things of equal inputs, as people find it."""
+    packed = _trace(model, lambda: _packed(model, sequences))
+    alone = _trace(model, lambda: _alone(model, sequences))
+    kinds = {name: class_name(module) for name, module in model.named_modules()}
+    for name, [(given, made)] in ((name, calls) for name, calls in packed.items() if len(calls) == 1):
+        others = alone.get(name, [])
+        if len(others) != len(sequences):
+            continue
+        if _equal(given, [one for one, _ in others]) and not _equal(made, [one for _, one in others]):
+            parent = kinds.get(name.rpartition(".")[0], "")
+            return f"{name}, a {kinds[name]} in a {parent}"
+    return None
+
+
+def _trace(model: PreTrainedModel, run: Callable[[], Any]) -> dict[str, list[tuple[Tensor | None, Tensor | None]]]:
+    """What each module was given and made, call by call, in the order in which they were done."""
+    seen: dict[str, list[tuple[Tensor | None, Tensor | None]]] = {}
+
+    def remember(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            seen.setdefault(name, []).append((_tensor((*args, *kwargs.values())), _tensor(output)))
+
+        return hook
+
+    hooks = [
+        module.register_forward_hook(remember(name), with_kwargs=True) for name, module in model.named_modules() if name
+    ]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def _tensor(value: Any) -> Tensor | None:
+    """The first floating-point tensor among what a module was given or made, as a copy."""
+    values = value if isinstance(value, tuple | list) else (value,)
+    found = next((one for one in values if isinstance(one, Tensor) and one.is_floating_point()), None)
+    return None if found is None else found.detach().float().clone()
+
+
+def _equal(packed: Tensor | None, alone: Sequence[Tensor | None]) -> bool:
+    """Whether a packed tensor is what the lone ones are one after the other, along the dimension of the tokens.
+
+    What cannot be laid side by side tells nothing and counts as equal.
+    """
+    parts = [one for one in alone if one is not None]
+    if packed is None or len(parts) != len(alone):
+        return True
+    for dim in range(packed.dim()):
+        lengths = [part.shape[dim] for part in parts if part.dim() == packed.dim()]
+        others = {part.shape[:dim] + part.shape[dim + 1 :] for part in parts}
+        if sum(lengths) == packed.shape[dim] and others == {packed.shape[:dim] + packed.shape[dim + 1 :]}:
+            whole = torch.cat(parts, dim)
+            return bool(torch.allclose(packed, whole, rtol=1e-2, atol=1e-3 * float(whole.abs().max())))
+    return True

@@ -1,0 +1,1 @@
+"""What a trainer keeps on disk: checkpoints, written aside and renamed."""
