@@ -132,6 +132,19 @@ def test_environments_know_the_contract_and_the_ground(graph: dict[str, set[str]
     assert beyond == []
 
 
+def test_benchmarks_know_no_tests() -> None:
+    files = [path for path in (ROOT / "benchmarks").rglob("*.py") if "tests" in imported(path)]
+    assert files == []
+
+
+def imported(path: Path) -> set[str]:
+    """The packages that a file imports from."""
+    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.partition(".")[0] for name in names}
+
+
 def test_objectives_know_nothing_else(graph: dict[str, set[str]]) -> None:
     beyond = {other for module, others in graph.items() if module.partition(".")[0] == "algorithms" for other in others}
     assert {other.partition(".")[0] for other in beyond} <= {"algorithms"}

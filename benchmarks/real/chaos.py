@@ -26,7 +26,7 @@ from benchmarks.form import main as benchmark
 from benchmarks.real.chaos_cluster import NAMES, Job, keep_log
 from benchmarks.real.chaos_faults import GAP_S, Fault, Struck, one_of_each, plan
 from benchmarks.real.chaos_judge import Left, judge, left_by, recoveries, stretches, tokens_per_second
-from tests.cluster.hosts import Hosts, missing
+from benchmarks.rig.hosts import Hosts, missing
 
 GOAL = 0.75
 """Trained tokens per second, as a share of the same run without faults."""

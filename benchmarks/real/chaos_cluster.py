@@ -20,8 +20,8 @@ import msgspec
 
 from benchmarks.form import ROOT, WORKLOADS
 from benchmarks.real.chaos_faults import Fault, Struck, Target, role
+from benchmarks.rig.hosts import Hosts
 from flash.observe.rundir.rundir import RunDirectory
-from tests.cluster.hosts import Hosts
 
 NAMES = ("first", "second", "third")
 WORKLOAD = WORKLOADS / "chaos.toml"

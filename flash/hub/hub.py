@@ -23,6 +23,7 @@ from flash.hub.metrics import StepMetrics
 from flash.hub.nodes.members import Members, Origin
 from flash.hub.nodes.nodes import Nodes
 from flash.hub.overview import overview
+from flash.hub.parts import Parts
 from flash.hub.progress import Progress, RunEnd
 from flash.hub.ranks.past import Past, Start
 from flash.hub.ranks.steps import Steps
@@ -117,17 +118,14 @@ class Hub:
             config.eval, rollout.retries, version, config.run.steps, kind_of, lease_ids, evaluated
         )
         metrics = StepMetrics(self.buffer.ledger)
-        shared = (config, observer, now, self._progress, self.buffer, self._evaluations, metrics)
+        parts = Parts(config, observer, now, self._progress, self._contract, self.buffer, self._evaluations, metrics)
         self._members = Members(config, origin)
         self._known = version if state is not None else -1
         """The newest version that engines may have of a former hub."""
-        self._nodes = Nodes(*shared, self._members, self._known, batch_at_hand=lambda: self._steps.can_form())
-        start = start or Start(version, "")
-        self._trainers = Trainers(
-            config, observer, now, self._progress, metrics, past, start, (life << LIVES) + 1, part_bytes
-        )
+        self._nodes = Nodes(parts, self._members, self._known, batch_at_hand=lambda: self._steps.can_form())
+        self._trainers = Trainers(parts, past, start or Start(version, ""), (life << LIVES) + 1, part_bytes)
         self._lives = self._trainers.lives
-        self._steps = Steps(*shared, self._contract, self._nodes, self._trainers, keep_state, part_bytes)
+        self._steps = Steps(parts, self._nodes, self._trainers, keep_state, part_bytes)
 
     @property
     def version(self) -> int:

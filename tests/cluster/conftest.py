@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Hosts, missing
+from benchmarks.rig.hosts import Hosts, missing
 
 NAMES = ("node9", "node10")
 """They sort the other way round as text, as those of a real cluster may."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.hosts import Hosts
+from benchmarks.rig.hosts import Hosts
 from tests.integration.whole_run import CONFIG, REPOSITORY, balanced
 from tests.rows import written_rows
 

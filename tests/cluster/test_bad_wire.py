@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Hosts
+from benchmarks.rig.hosts import Hosts
+from benchmarks.rig.wire import Way
 from tests.cluster.job import HUB_PORT, Job
-from tests.cluster.wire import Way
 from tests.integration.held_env import held
 from tests.integration.whole_run import CONFIG, given_up
 

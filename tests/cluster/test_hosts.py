@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Hosts
+from benchmarks.rig.hosts import Hosts
 from tests.cluster.job import HUB_PORT, Job
 from tests.integration.whole_run import REPOSITORY
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Hosts
-from tests.kept import processes, remove, remove_abandoned, spaces
+from benchmarks.rig.hosts import Hosts
+from benchmarks.rig.kept import processes, remove, remove_abandoned, spaces
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.integration
 OWNER = """
 import time
 from pathlib import Path
-from tests.cluster.hosts import Hosts
+from benchmarks.rig.hosts import Hosts
 
 def cmdline(pid):
     try:

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.cluster.hosts import Hosts
-from tests.cluster.wire import HEADER_BYTES, LONGEST_QUEUE_S, Way, Ways, mac, targets
+from benchmarks.rig.hosts import Hosts
+from benchmarks.rig.wire import HEADER_BYTES, LONGEST_QUEUE_S, Way, Ways, mac, targets
 
 
 def test_a_frame_arrives_at_once_and_after_a_cut_never_in_this_direction_alone() -> None:

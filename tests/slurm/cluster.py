@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tests.kept import Kept
+from benchmarks.rig.kept import Kept
 
 NEEDED = ("slurmctld", "slurmd", "munged", "sbatch", "unshare")
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from tests.kept import Kept
+from benchmarks.rig.kept import Kept
 from tests.slurm.cluster import Cluster
 
 LAUNCH = Path(__file__).parents[2] / "launch.sh"

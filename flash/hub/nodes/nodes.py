@@ -14,19 +14,15 @@ import anyio
 from anyio.lowlevel import checkpoint
 
 from flash.config import waits
-from flash.config.tree import Config
 from flash.errors import ContractError, DeadlineError, FlashError, PeerLostError, WeightsError, error_of
 from flash.hub import protocol as p
-from flash.hub.metrics import FAILURES, StepMetrics
+from flash.hub.metrics import FAILURES
 from flash.hub.nodes.claims import Claims
 from flash.hub.nodes.dealing import Dealer
 from flash.hub.nodes.fleet import Fleet, Statuses
 from flash.hub.nodes.members import Members
 from flash.hub.nodes.versions import Versions
-from flash.hub.progress import Progress
-from flash.observe.observer import Observer
-from flash.samples.buffer import SampleBuffer
-from flash.samples.evaluation import Evaluations
+from flash.hub.parts import Parts
 from flash.types import Activity, Failure, Lease, Outcome, Trajectory
 
 HUBS_OWN = 0
@@ -44,13 +40,7 @@ class Nodes:
     """See the module's docstring. `fleet` knows the engines, `versions` what they are to load.
 
     Args:
-        config: the run.
-        observer: is told of losses, evaluations and what nodes were busy with.
-        now: gives Unix seconds on the loop's clock.
-        progress: how far the run has come.
-        buffer: holds the training tasks.
-        evaluations: hold the others.
-        metrics: is told when sampling begins, and of canaries.
+        parts: what all parts of the hub are given.
         members: tell nodes that come and go from those with trainers.
         known: the newest version that engines may have of a former hub.
         batch_at_hand: whether a trainer rank that waits for its batch would get on.
@@ -58,24 +48,18 @@ class Nodes:
 
     def __init__(
         self,
-        config: Config,
-        observer: Observer,
-        now: Callable[[], float],
-        progress: Progress,
-        buffer: SampleBuffer,
-        evaluations: Evaluations,
-        metrics: StepMetrics,
+        parts: Parts,
         members: Members,
         known: int,
         batch_at_hand: Callable[[], bool],
     ) -> None:
-        self._config = config
-        self._observer = observer
-        self._now = now
-        self._progress = progress
-        self._buffer = buffer
-        self._evaluations = evaluations
-        self._metrics = metrics
+        self._config = parts.config
+        self._observer = parts.observer
+        self._now = parts.now
+        self._progress = parts.progress
+        self._buffer = parts.buffer
+        self._evaluations = parts.evaluations
+        self._metrics = parts.metrics
         self._members = members
         self.leaving: dict[int, str] = {}
         """Nodes that have said that they go, and why; empty: in order."""
@@ -84,17 +68,17 @@ class Nodes:
         self.silent: set[int] = set()
         """Nodes that have lost their work for their silence, and have not spoken since."""
         self._batch_at_hand = batch_at_hand
-        self.fleet = Fleet(config.deadlines.request, known)
-        rollout = config.rollout
+        self.fleet = Fleet(self._config.deadlines.request, known)
+        rollout = self._config.rollout
         together = 1 if rollout.replicate_prompts else rollout.group_size + rollout.extra_per_group
         self._dealer = Dealer(self._tasks_at_hand, self._next_leases, together)
-        self.claims = Claims(buffer.leases, lambda node: members.has_joined(node) and not members.fixed)
+        self.claims = Claims(self._buffer.leases, lambda node: members.has_joined(node) and not members.fixed)
         if self.claims.void:
-            buffer.revoke(self.claims.void)
-        self.versions = Versions(config, observer, now, progress, metrics, self.fleet, self._dealer.shares, self.offer)
+            self._buffer.revoke(self.claims.void)
+        self.versions = Versions(parts, self.fleet, self._dealer.shares, self.offer)
         self.holders = self._dealer.holders
         self.statuses = Statuses()
-        self._poll_s = waits.long_poll_s(config)
+        self._poll_s = waits.long_poll_s(self._config)
         self._openings = 0
         self._evaluating_since: float | None = None
 

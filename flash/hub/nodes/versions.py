@@ -10,24 +10,17 @@ from collections.abc import Callable
 import anyio
 
 from flash.config import waits
-from flash.config.tree import Config
 from flash.hub import protocol as p
-from flash.hub.metrics import StepMetrics
 from flash.hub.nodes.dealing import Shares
 from flash.hub.nodes.fleet import Fleet
-from flash.hub.progress import Progress
-from flash.observe.observer import Observer
+from flash.hub.parts import Parts
 
 
 class Versions:
     """See the module's docstring.
 
     Args:
-        config: the run.
-        observer: is told what engines were busy with, and what their nodes note.
-        now: gives Unix seconds on the loop's clock.
-        progress: how far the run has come, and what is published.
-        metrics: is told of canaries and restarts.
+        parts: what all parts of the hub are given.
         fleet: knows the engines.
         shares: of work, which a node that loads is given later.
         offer: is called when there may be work for somebody that there was not before.
@@ -35,20 +28,16 @@ class Versions:
 
     def __init__(
         self,
-        config: Config,
-        observer: Observer,
-        now: Callable[[], float],
-        progress: Progress,
-        metrics: StepMetrics,
+        parts: Parts,
         fleet: Fleet,
         shares: Shares,
         offer: Callable[[], None],
     ) -> None:
-        self._config = config
-        self._observer = observer
-        self._now = now
-        self._progress = progress
-        self._metrics = metrics
+        self._config = parts.config
+        self._observer = parts.observer
+        self._now = parts.now
+        self._progress = parts.progress
+        self._metrics = parts.metrics
         self._fleet = fleet
         self._shares = shares
         self._offer = offer

@@ -13,20 +13,15 @@ from typing import Any
 import anyio
 import msgspec
 
-from flash.config.tree import Config
 from flash.errors import ContractError
 from flash.hub import protocol as p
-from flash.hub.metrics import Branches, StepMetrics
+from flash.hub.metrics import Branches
 from flash.hub.nodes.nodes import Nodes
-from flash.hub.progress import Progress
+from flash.hub.parts import Parts
 from flash.hub.ranks.trainers import Trainers
 from flash.hub.state import HubState, KeepState
-from flash.observe.observer import Observer
 from flash.samples.batches import cut, deal, gather
-from flash.samples.buffer import SampleBuffer
-from flash.samples.evaluation import Evaluations
 from flash.samples.measures import means, measured
-from flash.samples.rules import AgeContract
 from flash.samples.slices import drained, forgotten, in_slices
 from flash.transport.slices import encoded_pieces
 from flash.types import Published, Shard, Trajectory
@@ -36,14 +31,7 @@ class Steps:
     """See the module's docstring.
 
     Args:
-        config: the run.
-        observer: is told of steps, of their samples and of the ledger.
-        now: gives Unix seconds on the loop's clock.
-        progress: how far the run has come.
-        buffer: gives the batches.
-        evaluations: are told of versions.
-        metrics: make the row of a step.
-        contract: the run's age contract.
+        parts: what all parts of the hub are given.
         nodes: are given what a step makes room for.
         trainers: the ranks, and which of their lives counts.
         keep_state: writes the hub's state into the checkpoint of a version.
@@ -52,30 +40,23 @@ class Steps:
 
     def __init__(
         self,
-        config: Config,
-        observer: Observer,
-        now: Callable[[], float],
-        progress: Progress,
-        buffer: SampleBuffer,
-        evaluations: Evaluations,
-        metrics: StepMetrics,
-        contract: AgeContract,
+        parts: Parts,
         nodes: Nodes,
         trainers: Trainers,
         keep_state: KeepState,
         part_bytes: int,
     ) -> None:
-        self._config = config
-        self._observer = observer
-        self._now = now
-        self._progress = progress
-        self._contract = contract
-        self._buffer = buffer
+        self._config = parts.config
+        self._observer = parts.observer
+        self._now = parts.now
+        self._progress = parts.progress
+        self._contract = parts.contract
+        self._buffer = parts.buffer
         self._nodes = nodes
         self._trainers = trainers
         self._lives = trainers.lives
-        self._evaluations = evaluations
-        self._metrics = metrics
+        self._evaluations = parts.evaluations
+        self._metrics = parts.metrics
         self._keep_state = keep_state
         self._part_bytes = part_bytes
         self._kept_waiting = 0

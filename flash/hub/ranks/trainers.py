@@ -18,11 +18,9 @@ from flash.config import waits
 from flash.config.tree import Config
 from flash.errors import CollectiveError, FlashError, LifeOverError, PeerLostError, error_of
 from flash.hub import protocol as p
-from flash.hub.metrics import StepMetrics
-from flash.hub.progress import Progress
+from flash.hub.parts import Parts
 from flash.hub.ranks.lives import Lives
 from flash.hub.ranks.past import Past, RepeatedStep, Start
-from flash.observe.observer import Observer
 from flash.types import Published
 
 T = TypeVar("T")
@@ -35,11 +33,7 @@ class Trainers:
     """See the module's docstring.
 
     Args:
-        config: the run.
-        observer: is told of losses and returns.
-        now: gives Unix seconds on the loop's clock.
-        progress: how far the run has come.
-        metrics: count the returns.
+        parts: what all parts of the hub are given.
         past: what the run keeps; None: it ends when a rank is lost.
         start: what the first life begins with.
         number: of the first life.
@@ -48,26 +42,22 @@ class Trainers:
 
     def __init__(
         self,
-        config: Config,
-        observer: Observer,
-        now: Callable[[], float],
-        progress: Progress,
-        metrics: StepMetrics,
+        parts: Parts,
         past: Past | None,
         start: Start,
         number: int,
         part_bytes: int,
     ) -> None:
-        self._config = config
-        self._observer = observer
-        self._now = now
-        self._progress = progress
-        self._metrics = metrics
+        self._config = parts.config
+        self._observer = parts.observer
+        self._now = parts.now
+        self._progress = parts.progress
+        self._metrics = parts.metrics
         self._past = past
-        self._why_not = "" if past is None else why_not(config)
-        self._ranks = config.trainer_world_size
+        self._why_not = "" if past is None else why_not(self._config)
+        self._ranks = self._config.trainer_world_size
         self._part_bytes = part_bytes
-        self.lives = Lives(self._ranks, start.version, progress.version, number)
+        self.lives = Lives(self._ranks, start.version, self._progress.version, number)
         self._start: Start | None = start
         """What the newest life begins with, once that is known."""
         self._choosing = False
@@ -79,7 +69,7 @@ class Trainers:
         """When each rank of now has come."""
         self._changes = 0
         """Of which processes the lives have."""
-        self._lost_at = now() if self.lives.away else None
+        self._lost_at = self._now() if self.lives.away else None
         """When the last life was lost that held the run's version, or this hub began, until the next one does."""
 
     @property

@@ -4,8 +4,8 @@ Each has a folder, named after the process that owns it. A keeper, a process of 
 the other, then kills all that runs for the folder and removes it. What was killed together with its keeper is removed
 when the next one begins.
 
-As a program it is the keeper: `python -S tests/kept.py FOLDER` waits for the end of its input. It needs nothing but
-Python.
+As a program it is the keeper: `python -S benchmarks/rig/kept.py FOLDER` waits for the end of its input. It needs
+nothing but Python.
 """
 
 from __future__ import annotations

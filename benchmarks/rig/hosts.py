@@ -1,6 +1,6 @@
 """Hosts on this machine: network namespaces on a wire of our own, each process with the host's name and its folder for
 temporary files. Needs root and iproute2. The namespaces, and everything that runs in them, end with the hosts
-(`tests.kept`).
+(`benchmarks.rig.kept`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
-from tests.cluster.wire import Way, Ways, Wire, mac, open_port
-from tests.kept import Kept, processes_in
+from benchmarks.rig.kept import Kept, processes_in
+from benchmarks.rig.wire import Way, Ways, Wire, mac, open_port
 
 _T = TypeVar("_T")
 
