@@ -21,7 +21,7 @@ import msgspec
 from benchmarks.form import Args, Row, main
 from benchmarks.real.engine_efficiency import endless_model
 from flash.config.tree import Config, TinyModelConfig
-from flash.rollout.engine import GenerateRequest, SamplingSettings
+from flash.rollout.engine import EpisodeRequest, GenerateRequest, SamplingSettings
 from flash.rollout.proxy import LLMProxy, ProxySettings
 from flash.rollout.vllm.engine import VLLMEngine
 
@@ -78,7 +78,7 @@ async def play(engine: VLLMEngine, session_s: float, dice: random.Random) -> flo
         context, limit = prompts[number], SamplingSettings(ANSWER, 1.0)
         with anyio.CancelScope() as scope:
             for turn in range(TURNS):
-                done = await proxy.generate(
+                asked = EpisodeRequest(
                     GenerateRequest(context, limit, key=number * TURNS + turn),
                     min_version=0,
                     affinity=(number, number),
@@ -87,6 +87,7 @@ async def play(engine: VLLMEngine, session_s: float, dice: random.Random) -> flo
                     timeout=DEADLINE_S,
                     episode=scope,
                 )
+                done = await proxy.generate(asked)
                 await anyio.sleep(pauses[number][turn])
                 context = context + done.token_ids + shown[number][turn]
         proxy.leave(number)

@@ -6,9 +6,10 @@ engine steps, loads, resumes; sequences go on and their later tokens carry the n
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from typing import Protocol
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import NamedTuple, Protocol
 
+import anyio
 import msgspec
 
 from flash.errors import EngineDeadError
@@ -45,6 +46,25 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     randomness, so that they also depend on what else it serves."""
     lost: Callable[[int], None] = ignored
     """Told, when the request is aborted, how many tokens had been sampled for it that were in no piece yet."""
+
+
+class EpisodeRequest(NamedTuple):
+    """One response that an episode asks of its node's engines."""
+
+    request: GenerateRequest
+    """What to sample."""
+    min_version: int
+    """The oldest engine version that may sample any of its tokens."""
+    affinity: tuple[int, int]
+    """The group's and the task's number; the engine that served them before is preferred."""
+    session: int | None
+    """Names the episode until it leaves, which has one request at a time; None: of no episode's."""
+    progress: Callable[[Sequence[int]], None]
+    """Told the new tokens as they come; the last ones come with the completion."""
+    timeout: float
+    """Seconds until the request is aborted; waiting for an engine counts, but not a time without engines that ends."""
+    episode: anyio.CancelScope
+    """Has the episode's own deadline, in which such a time does not count either."""
 
 
 class Progress(msgspec.Struct, frozen=True):

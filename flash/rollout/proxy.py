@@ -19,7 +19,7 @@ import msgspec
 
 from flash.errors import EngineDeadError, EngineError, EngineRefusal, PoisonError
 from flash.hub.protocol import EngineStatus
-from flash.rollout.engine import Engine, GenerateRequest
+from flash.rollout.engine import Engine, EpisodeRequest
 from flash.rollout.engine_record import EngineRecord
 from flash.rollout.response import Response
 from flash.rollout.routing import MAX_DEATHS, RoutedRequest, Router
@@ -101,52 +101,32 @@ class LLMProxy:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    async def generate(
-        self,
-        request: GenerateRequest,
-        *,
-        min_version: int,
-        affinity: tuple[int, int],
-        session: int | None,
-        progress: Callable[[Sequence[int]], None],
-        timeout: float,
-        episode: anyio.CancelScope,
-    ) -> Completion:
+    async def generate(self, asked: EpisodeRequest) -> Completion:
         """Sample one response.
-
-        Args:
-            request: what to sample.
-            min_version: oldest engine version that may sample any of its tokens.
-            affinity: the group's and the task's number; the engine that served them before is preferred.
-            session: names the episode until `leave`, which has one request at a time; None: of no episode's.
-            progress: told the new tokens as they come; the last ones come with the completion.
-            timeout: seconds until the request is aborted; waiting for an engine counts, but not a time without engines
-                that ends.
-            episode: has the caller's own deadline, in which such a time does not count either.
 
         Raises:
             PoisonError: it has killed `MAX_DEATHS` engines.
             EngineError: all engines, or `MAX_FAILURES` of them, failed the request.
-            DeadlineError: the response took longer than `timeout`.
+            DeadlineError: the response took longer than it may.
         """
-        own = next(self._strays) if session is None else session
+        request, own = asked.request, next(self._strays) if asked.session is None else asked.session
         seeded, response = request.seed is not None, Response(request)
-        routed = RoutedRequest(affinity, min_version, own, len(request.prompt), seeded=seeded)
-        with deadline(timeout, "a response", lambda: self._whereabouts(min_version)) as scope:
-            for each in (scope, episode):
+        routed = RoutedRequest(asked.affinity, asked.min_version, own, len(request.prompt), seeded=seeded)
+        with deadline(asked.timeout, "a response", lambda: self._whereabouts(asked.min_version)) as scope:
+            for each in (scope, asked.episode):
                 each.deadline += self._outage_left()
                 self._calls.add(each)
             try:
                 while (whole := response.exhausted()) is None:
                     record = await self._admit(routed)
-                    whole = await self._stream(record, routed, response, progress)
+                    whole = await self._stream(record, routed, response, asked.progress)
                     if whole is not None:
                         break
                 return whole
             finally:
-                self._calls -= {scope, episode}
+                self._calls -= {scope, asked.episode}
                 self._router.sessions.rests(own, len(request.prompt) + response.length)
-                if session is None:
+                if asked.session is None:
                     self.leave(own)
 
     def leave(self, session: int) -> None:

@@ -6,7 +6,7 @@ token per character.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import anyio
 import msgspec
@@ -16,7 +16,7 @@ from flash.environment.interface import is_held_out
 from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
 from flash.errors import EnvError
-from flash.rollout.engine import GenerateRequest
+from flash.rollout.engine import EpisodeRequest
 from flash.rollout.episode.episode import Episode, EpisodeProgress, text_of
 from flash.rollout.episode.phases import FreePhases
 from flash.rollout.episode.tokenizer import Tokenizer
@@ -103,21 +103,11 @@ class _Answers:
         self._left = list(answers)
         self._count = len(answers)
 
-    async def generate(
-        self,
-        request: GenerateRequest,
-        *,
-        min_version: int,
-        affinity: tuple[int, int],
-        session: int | None,
-        progress: Callable[[Sequence[int]], None],
-        timeout: float,
-        episode: anyio.CancelScope,
-    ) -> Completion:
+    async def generate(self, asked: EpisodeRequest) -> Completion:
         if not self._left:
             raise EnvError(f"the episode goes on after {self._count} answer(s): give more, or end it with `terminated`")
         tokens = [*map(ord, self._left.pop(0)), END]
-        progress(tokens)
+        asked.progress(tokens)
         return Completion(tokens, [0.0] * len(tokens), [VersionRun(0, len(tokens))], "stop")
 
 

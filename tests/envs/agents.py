@@ -13,7 +13,7 @@ import msgspec
 
 from envs.agent import HOST, Agent, AgentOptions, Host
 from flash.environment import Environment, shared, sharing
-from flash.rollout.engine import GenerateRequest, SamplingSettings
+from flash.rollout.engine import EpisodeRequest, GenerateRequest, SamplingSettings
 from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings, Responder
 from flash.rollout.episode.phases import FreePhases
 from flash.rollout.episode.tokenizer import Tokenizer
@@ -74,17 +74,8 @@ class Policy:
         self.asked: list[GenerateRequest] = []
         self.said: list[Completion] = []
 
-    async def generate(
-        self,
-        request: GenerateRequest,
-        *,
-        min_version: int,
-        affinity: tuple[int, int],
-        session: int | None,
-        progress: Callable[[Sequence[int]], None],
-        timeout: float,
-        episode: anyio.CancelScope,
-    ) -> Completion:
+    async def generate(self, asked: EpisodeRequest) -> Completion:
+        request = asked.request
         await anyio.sleep(self._seconds)
         tokens = list(self._say(request))[: request.sampling.max_new_tokens]
         finish = "stop" if tokens[-1] in self._ends else "length"
@@ -93,7 +84,7 @@ class Policy:
             if at >= 0:
                 tokens, finish = tokens[: at + len(stop.encode())], "text"
         for token in tokens[:-1]:
-            progress([token])
+            asked.progress([token])
             await self.pause()
         completion = Completion(tokens, [-0.5] * len(tokens), [VersionRun(3, len(tokens))], finish)
         self.asked.append(request)

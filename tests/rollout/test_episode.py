@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
@@ -15,7 +15,7 @@ import pytest
 
 from flash.environment import EpisodeView, Said, wrap
 from flash.errors import EngineError, EnvError, RewardError
-from flash.rollout.engine import GenerateRequest, SamplingSettings
+from flash.rollout.engine import EpisodeRequest, GenerateRequest, SamplingSettings
 from flash.rollout.episode.episode import (
     Episode,
     EpisodeProgress,
@@ -72,22 +72,12 @@ class Script:
         self.calls: list[tuple[GenerateRequest, int, tuple[int, int], float]] = []
         self.seconds = 0.5
 
-    async def generate(
-        self,
-        request: GenerateRequest,
-        *,
-        min_version: int,
-        affinity: tuple[int, int],
-        session: int | None,
-        progress: Callable[[Sequence[int]], None],
-        timeout: float,
-        episode: anyio.CancelScope,
-    ) -> Completion:
-        self.calls.append((request, min_version, affinity, timeout))
+    async def generate(self, asked: EpisodeRequest) -> Completion:
+        self.calls.append((asked.request, asked.min_version, asked.affinity, asked.timeout))
         completion = self._completions.pop(0)
         for _ in range(2 if isinstance(completion, Exception) else len(completion.token_ids)):
             await anyio.sleep(self.seconds)
-            progress([0])
+            asked.progress([0])
         if isinstance(completion, Exception):
             raise completion
         return completion
@@ -756,9 +746,9 @@ def test_one_episode_object_lives_many_leases_at_once() -> None:
     class Echo:
         """A proxy that says the last character of the prompt, and takes longer for later tasks."""
 
-        async def generate(self, request: GenerateRequest, *, affinity: tuple[int, int], **_: Any) -> Completion:
-            await anyio.sleep(affinity[1])
-            return say(chr(request.prompt[-1]))
+        async def generate(self, asked: EpisodeRequest) -> Completion:
+            await anyio.sleep(asked.affinity[1])
+            return say(chr(asked.request.prompt[-1]))
 
     async def main() -> None:
         made = Episode(

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash.errors import DeadlineError, EngineDeadError, EngineError, WeightsError
-from flash.rollout.engine import GenerateRequest, SamplingSettings
+from flash.rollout.engine import EpisodeRequest, GenerateRequest, SamplingSettings
 from flash.rollout.fake_engine import FakeEngine
 from flash.rollout.proxy import MAX_FAILED_IN_A_ROW, LLMProxy, ProxySettings
 from flash.simulate.clock import run_virtual
@@ -88,7 +88,7 @@ class House:
 
         request = GenerateRequest([task, length], SamplingSettings(100, 1.0), key=task, seed=seed)
         try:
-            self.done[task] = await self.proxy.generate(
+            asked = EpisodeRequest(
                 request,
                 min_version=min_version,
                 affinity=(task if group is None else group, task),
@@ -97,6 +97,7 @@ class House:
                 timeout=TIMEOUT_S,
                 episode=episode or anyio.CancelScope(),
             )
+            self.done[task] = await self.proxy.generate(asked)
         except (EngineError, DeadlineError) as error:
             self.failed[task] = error
         self.ended_at[task] = anyio.current_time()
@@ -213,16 +214,17 @@ def test_a_response_without_end_before_its_deadline_is_an_error_that_says_where_
     async def scenario() -> None:
         house = House(engine())
         await house.load_all()
+        asked = EpisodeRequest(
+            GenerateRequest([1, 50], SamplingSettings(100, 1.0), key=0),
+            min_version=0,
+            affinity=(0, 0),
+            session=0,
+            progress=lambda tokens: None,
+            timeout=5.5,
+            episode=anyio.CancelScope(),
+        )
         with pytest.raises(DeadlineError, match=r"engine 0 has version 0 and 0 of 4 requests; 0 requests wait"):
-            await house.proxy.generate(
-                GenerateRequest([1, 50], SamplingSettings(100, 1.0), key=0),
-                min_version=0,
-                affinity=(0, 0),
-                session=0,
-                progress=lambda tokens: None,
-                timeout=5.5,
-                episode=anyio.CancelScope(),
-            )
+            await house.proxy.generate(asked)
         house.check_empty()
 
     run(scenario)

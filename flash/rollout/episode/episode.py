@@ -8,7 +8,7 @@ goes wrong becomes a typed `Failure`; only cancellation passes through. The envi
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from hashlib import blake2b
 from typing import Protocol
@@ -20,7 +20,7 @@ from flash.environment.calls import EnvTimeoutError, called, checked
 from flash.environment.interface import Environment, Info, Informed, ResetResult, StepResult
 from flash.environment.results import check_reset_result, check_step_result, metrics_of, note_of
 from flash.errors import DeadlineError, EngineError, EnvError, PoisonError, RewardError
-from flash.rollout.engine import GenerateRequest, SamplingSettings
+from flash.rollout.engine import EpisodeRequest, GenerateRequest, SamplingSettings
 from flash.rollout.episode.asking import Asking, Wanted
 from flash.rollout.episode.phases import FreePhases, Phases
 from flash.rollout.episode.tokenizer import Tokenizer
@@ -44,17 +44,7 @@ KEYS_PER_TASK = 4096
 class Responder(Protocol):
     """Where responses come from; `LLMProxy` is one."""
 
-    async def generate(
-        self,
-        request: GenerateRequest,
-        *,
-        min_version: int,
-        affinity: tuple[int, int],
-        session: int | None,
-        progress: Callable[[Sequence[int]], None],
-        timeout: float,
-        episode: anyio.CancelScope,
-    ) -> Completion:
+    async def generate(self, asked: EpisodeRequest) -> Completion:
         """Sample one response, within the deadline of an episode. Raises EngineError, DeadlineError."""
         ...
 
@@ -287,7 +277,7 @@ class Episode:
             lost=state.lost,
         )
         state.progress.asks()
-        completion = await self._proxy.generate(
+        asked = EpisodeRequest(
             request,
             min_version=state.lease.min_version,
             affinity=(task.group_id, task.task_id),
@@ -296,6 +286,7 @@ class Episode:
             timeout=settings.generate_s,
             episode=anyio.CancelScope() if ahead else state.scope,
         )
+        completion = await self._proxy.generate(asked)
         if not completion.token_ids:
             raise EngineError(f"an engine ended response {number + 1} (seed {task.seed}) without a token")
         return completion

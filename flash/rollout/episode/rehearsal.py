@@ -6,14 +6,13 @@ none of its business: a problem that plays is enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import anyio
 import msgspec
 
 from flash.environment.interface import Environment
 from flash.errors import ConfigError
-from flash.rollout.engine import GenerateRequest
+from flash.rollout.engine import EpisodeRequest
 from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings
 from flash.rollout.episode.phases import FreePhases
 from flash.rollout.episode.tokenizer import Tokenizer
@@ -27,19 +26,10 @@ PROBLEMS = 3
 class Echo:
     """A `Responder` that answers at once, with the last token that it was shown."""
 
-    async def generate(
-        self,
-        request: GenerateRequest,
-        *,
-        min_version: int,
-        affinity: tuple[int, int],
-        session: int | None,
-        progress: Callable[[Sequence[int]], None],
-        timeout: float,
-        episode: anyio.CancelScope,
-    ) -> Completion:
-        progress(request.prompt[-1:])
-        return Completion([request.prompt[-1]], [-1.0], [VersionRun(0, 1)], "stop")
+    async def generate(self, asked: EpisodeRequest) -> Completion:
+        last = asked.request.prompt[-1:]
+        asked.progress(last)
+        return Completion(last, [-1.0], [VersionRun(0, 1)], "stop")
 
 
 async def rehearse(
