@@ -15,7 +15,7 @@ import yaml
 from flash.cli.main import parse
 from flash.config.check import check
 from flash.config.load import dump, load
-from flash.run.processes.grace import grace
+from flash.config.waits import grace_s
 
 FOLDER = Path(__file__).parent.parent / "examples"
 EXAMPLES = sorted(FOLDER.rglob("*.toml"))
@@ -130,7 +130,7 @@ def test_the_pods_run_commands_that_exist_and_may_end_in_order(overrides: Overri
     example = FOLDER / "kubernetes" / "run.toml"
     config = load([example], overrides(example))
     (train, train_s), (join, join_s) = pods()["flash-trainer"], pods()["flash-rollout"]
-    assert train_s == join_s >= grace(config)
+    assert train_s == join_s >= grace_s(config)
     assert parse(train[1:3] + train[4:]).resume
     hub = parse(join[1:]).hub
     assert hub == f"flash-trainer:{config.cluster.hub_port}"

@@ -52,7 +52,7 @@ OFFLINE_TIMEOUT_S = 1800
 """Versions of the rounds start here: below, the hub would ask for evaluations."""
 
 
-class Resident:
+class FixedEngine:
     """An engine that stays up from round to round: what it is asked passes through, starting and closing do not."""
 
     def __init__(self, engine: VLLMEngine, version: int) -> None:
@@ -130,7 +130,7 @@ async def through_flash(config: Config, engine: VLLMEngine, version: int, tokeni
     async with anyio.create_task_group() as group:
         port = await group.start(partial(serve, deadline=30.0), "127.0.0.1", 0, token, p.HubRequest, handler)
         async with connect("127.0.0.1", port, token, "node-0", 30.0) as link:
-            node = RolloutNode(0, config, [only(Resident(engine, version))], 0, tokenizer, make_env, link, now=now)
+            node = RolloutNode(0, config, [only(FixedEngine(engine, version))], 0, tokenizer, make_env, link, now=now)
             await hub.handle(p.PublishRequest(Published(version, "tcp", b"", Canary([], []))))
             start = time.perf_counter()
             group.start_soon(node.run)

@@ -36,8 +36,8 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the checks; 1 where something is missing."""
-    from flash.run.checks.beforehand import start_problems
     from flash.run.checks.doctor import CHECKS, examine, missing, ok
+    from flash.run.checks.preflight import start_problems
 
     config: list[Config] = []
     findings: list[Finding] = []

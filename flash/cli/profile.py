@@ -21,8 +21,8 @@ from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.profile.order import Order
 from flash.profile.parts import WHOLE, Measured, WholeTrace, parts_in, read_part, whole_trace
 from flash.profile.report import report
-from flash.run.checks.beforehand import left_as_it_was, start_problems
-from flash.run.restart.past import booked_version
+from flash.run.checks.preflight import left_as_it_was, start_problems
+from flash.run.restart.history import booked_version
 
 CLOSE_S = 60.0
 """Of an engine that ends while it records: what was recorded is written too."""

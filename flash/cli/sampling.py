@@ -142,7 +142,7 @@ def sample(config: Config, named: str | None, play: Any) -> tuple[Sampled, list[
 
     from flash.environment.load import LoadedEnvironment
     from flash.rollout.vllm.engine import VLLMEngine
-    from flash.rollout.vllm.resident import Resident
+    from flash.rollout.vllm.fixed import FixedEngine
     from flash.rollout.vllm.start import ready_tokenizer
     from flash.run.processes.scratch import remember_shared_memory, scratch_folder
 
@@ -157,11 +157,11 @@ def sample(config: Config, named: str | None, play: Any) -> tuple[Sampled, list[
         tokenizer = ready_tokenizer(config)
         env = LoadedEnvironment(config.env.path, config.env.options)
 
-        def engines(config: Config) -> list[Callable[[int], Resident]]:
+        def engines(config: Config) -> list[Callable[[int], FixedEngine]]:
             return [partial(resident, config)] * config.engines_on(0)
 
-        def resident(config: Config, number: int) -> Resident:
-            return Resident(VLLMEngine(config, number, config.engine_gpus(0, number), remember_shared_memory))
+        def resident(config: Config, number: int) -> FixedEngine:
+            return FixedEngine(VLLMEngine(config, number, config.engine_gpus(0, number), remember_shared_memory))
 
         def tell(text: str) -> None:
             sys.stderr.write(f"[{text}]\n")

@@ -15,7 +15,7 @@ from flash.config.advice import advise
 from flash.config.load import dump, load, split_arguments
 from flash.config.tree import Config
 from flash.observe.rundir.rundir import RunDirectory
-from flash.run.checks.beforehand import left_as_it_was, start_problems
+from flash.run.checks.preflight import left_as_it_was, start_problems
 from flash.run.models.models import make_missing_model
 
 
@@ -69,7 +69,7 @@ def what_is_left(config: Config, typed: Sequence[str], before: Begun) -> str:
     One that was interrupted before it had a run directory does not: there is none, or that of an earlier run, `before`.
     """
     from flash.run.processes.launcher import resume_command
-    from flash.run.restart.past import is_done
+    from flash.run.restart.history import is_done
 
     if not config.run.resume and begun(config) == before:
         return f"nothing was begun, and nothing is kept; begin with: {shlex.join(typed)}"

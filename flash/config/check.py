@@ -131,7 +131,7 @@ def _domains(config: Config, env: type[object], kwargs: dict[str, Any]) -> Itera
 
 
 def model_rule(config: Config) -> Iterator[Problem]:
-    """A local model folder is one, or is to be made. Of hub ids `flash.run.checks.beforehand` asks."""
+    """A local model folder is one, or is to be made. Of hub ids `flash.run.checks.preflight` asks."""
     path = Path(config.model.path)
     if not config.model.path.strip():
         yield Problem("model.path", "is empty: expected a Hugging Face model folder or a hub id")

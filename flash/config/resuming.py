@@ -25,7 +25,7 @@ REFUSED: dict[str, str] = {
     "tiny_model.*": MADE,
     "critic.tiny_layers": MADE,
 }
-"""Why the run needs what it had; `flash.run.checks.beforehand` says it."""
+"""Why the run needs what it had; `flash.run.checks.preflight` says it."""
 
 WEIGHTS = "the weights are those of the newest checkpoint all the same; of {} come {}"
 PROBLEMS = (

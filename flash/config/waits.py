@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from flash.config.tree import Config
 
 LONG_POLL_S = 20.0
@@ -87,3 +89,12 @@ def lease_s(config: Config) -> float:
     its end, and the messages around it."""
     deadlines = config.deadlines
     return deadlines.episode + engine_return_s(config) + deadlines.close + 2 * deadlines.request
+
+
+SHUTDOWN_MARGIN_S = 30
+"""Seconds beyond deadlines.shutdown after which what has not ended is killed: a checkpoint must not be cut off."""
+
+
+def grace_s(config: Config) -> int:
+    """Seconds in which processes that were told to end do so."""
+    return SHUTDOWN_MARGIN_S + math.ceil(config.deadlines.shutdown)

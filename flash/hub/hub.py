@@ -25,7 +25,7 @@ from flash.hub.nodes.nodes import Nodes
 from flash.hub.overview import overview
 from flash.hub.parts import Parts
 from flash.hub.progress import Progress, RunEnd
-from flash.hub.ranks.past import Past, Start
+from flash.hub.ranks.recovery import RunHistory, Start
 from flash.hub.ranks.steps import Steps
 from flash.hub.ranks.trainers import Trainers
 from flash.hub.stages import LOOK_AT, OF_TRAINERS, STARTING_ENGINES, Beginning, Stage, last_work, stage_s, waited_for
@@ -86,7 +86,7 @@ class Hub:
         journal: Journal = NO_JOURNAL,
         life: int = 0,
         start: Start | None = None,
-        past: Past | None = None,
+        past: RunHistory | None = None,
         part_bytes: int = PART_BYTES,
     ) -> None:
         self._config = config

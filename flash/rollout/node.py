@@ -29,7 +29,7 @@ from flash.rollout.engine import Engine
 from flash.rollout.episode.episode import Episode, EpisodeProgress
 from flash.rollout.episode.phases import phases
 from flash.rollout.episode.tokenizer import Tokenizer
-from flash.rollout.homes import Home, Homes
+from flash.rollout.hubs import HubLink, Hubs
 from flash.rollout.node_watch import NodeWatch
 from flash.rollout.proxy import LLMProxy
 from flash.rollout.scheduler import MOST_EPISODES, Scheduler
@@ -104,7 +104,7 @@ class RolloutNode:
         self._restarts = 0
         """Engines that came back since the last report."""
         self._now = now
-        self._homes = Homes(Home(node, hub), on_loss)
+        self._hubs = Hubs(HubLink(node, hub), on_loss)
         self._starting = anyio.CancelScope()
         self._leaving = False
         self._open = set(range(len(self._supervisors)))
@@ -178,7 +178,7 @@ class RolloutNode:
             reply = await hub.call(p.ClaimRequest(node, some), seconds)
             self._scheduler.drop({lease.lease_id for lease in some}.difference(reply.lease_ids))
         await hub.call(self._make_report()(node), seconds)
-        self._homes.moved(Home(node, hub))
+        self._hubs.moved(HubLink(node, hub))
 
     async def close(self) -> None:
         """End the engines."""
@@ -192,7 +192,7 @@ class RolloutNode:
         self._starting.cancel()
         seconds = self._config.deadlines.shutdown
         with suppress(TransportError), anyio.move_on_after(seconds):  # a hub that cannot be told notices it anyway
-            await self._homes.call(p.Leave, seconds)
+            await self._hubs.call(p.Leave, seconds)
         await self._scheduler.drain(seconds if self._has_engine else 0.0)
 
     @property
@@ -285,7 +285,7 @@ class RolloutNode:
             spent = "with weights.backend = nccl it is not started again"
         if self._open:
             return f"The run goes on without it: {spent}"
-        return f"It was the last one of node {self._homes.node}, which ends with it: {spent}"
+        return f"It was the last one of node {self._hubs.node}, which ends with it: {spent}"
 
     async def replaced(self, place: int, engine: Engine) -> None:
         """Tell the hub of it before it asks for a version, which is kept for it from then on."""
@@ -382,4 +382,4 @@ class RolloutNode:
         await self._call(make)
 
     async def _call(self, make: Callable[[int], Request[ReplyT]]) -> ReplyT:
-        return await self._homes.call(make, self._config.deadlines.request)
+        return await self._hubs.call(make, self._config.deadlines.request)

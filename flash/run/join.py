@@ -27,10 +27,10 @@ from flash.config.advice import advise_on_engines
 from flash.config.load import dump, load
 from flash.config.objects import import_from, share_import_path
 from flash.config.tree import Config
+from flash.config.waits import grace_s
 from flash.errors import ConfigError, how_it_ended
 from flash.hub import protocol as p
 from flash.run.models.models import make_missing_model
-from flash.run.processes.grace import grace
 from flash.run.processes.hub_place import HubPlace
 from flash.run.processes.hub_search import HubSearch
 from flash.run.processes.scratch import scratch_folder
@@ -147,7 +147,7 @@ class Launch:
         restarts = 0
         while run is not None and not run.ending:
             config, file = self._configure(run)
-            self._shutdown_s, self._grace_s = config.deadlines.shutdown, grace(config)
+            self._shutdown_s, self._grace_s = config.deadlines.shutdown, grace_s(config)
             await anyio.to_thread.run_sync(make_missing_model, config, abandon_on_cancel=True)
             end = await self.life(file, run)
             if end == LifeEnd.OVER or self._told:

@@ -29,7 +29,6 @@ from flash.hub import protocol as p
 from flash.hub.stages import STARTING_ENGINES
 from flash.rollout.node import RolloutNode
 from flash.rollout.vllm.start import import_vllm
-from flash.run.beginning import EVERY_S, start_of_engines
 from flash.run.join import LifeEnd, Order
 from flash.run.node_loop import make_node, unix_clock
 from flash.run.processes.hub_search import RETRY_S, HubSearch
@@ -37,6 +36,7 @@ from flash.run.processes.scratch import join_scratch_folder
 from flash.run.processes.starter_watch import end_with_starter
 from flash.run.processes.token import VARIABLE
 from flash.run.processes.worker import begin_logging, complain
+from flash.run.startup import EVERY_S, start_of_engines
 from flash.transport.accept import raise_descriptor_limit
 from flash.transport.client import connect
 from flash.transport.request import ReplyT, Request

@@ -41,7 +41,6 @@ from flash.rollout.profiled_engine import ProfiledEngine
 from flash.rollout.settings import episode_settings
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.rollout.vllm.start import ready_tokenizer
-from flash.run.beginning import tell_beginning, tell_cluster
 from flash.run.interrupt import cut_short, interrupt_on_signal
 from flash.run.processes.hub_place import HubAddress, announce, withdraw
 from flash.run.processes.rendezvous import Rank, advertised_host, find_hub
@@ -49,9 +48,10 @@ from flash.run.processes.scratch import remember_shared_memory
 from flash.run.processes.starter_watch import LAUNCHER
 from flash.run.processes.token import VARIABLE, hub_token
 from flash.run.profiled import profile_node
+from flash.run.restart.history import RecordedHistory
 from flash.run.restart.hub_state import NOTHING, keep_hub_state, restored
 from flash.run.restart.journal import FileJournal
-from flash.run.restart.past import RecordedPast
+from flash.run.startup import tell_beginning, tell_cluster
 from flash.samples.journal import NO_JOURNAL
 from flash.trainer.state.stored import Choice, choose
 from flash.transport.blocking import BlockingClient
@@ -142,7 +142,7 @@ async def _first_node(rank: Rank, config: Config, token: str | None, now: Callab
             journal=journal or NO_JOURNAL,
             life=life,
             start=kept.start,
-            past=RecordedPast(config.run_dir, recorder),
+            past=RecordedHistory(config.run_dir, recorder),
         )
         async with anyio.create_task_group() as signals:
             # Outermost: torchrun's SIGTERM must not cut the orderly end of a run that has failed, nor hide its error.

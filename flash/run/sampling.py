@@ -24,7 +24,7 @@ from flash.rollout.episode.rehearsal import rehearse
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.node import RolloutNode
 from flash.rollout.settings import episode_settings
-from flash.run.beginning import tell_beginning
+from flash.run.startup import tell_beginning
 from flash.types import Canary, Failure, Outcome, Published, Trajectory
 from flash.waiting import first_error
 

@@ -15,7 +15,7 @@ from flash.config.load import dump, load
 from flash.config.tree import Config
 from flash.errors import ConfigError, FlashError, error_of
 from flash.observe.rundir.summary import Summary
-from flash.run.checks.beforehand import left_as_it_was, start_problems
+from flash.run.checks.preflight import left_as_it_was, start_problems
 from flash.run.models.models import make_missing_model
 from flash.run.processes.agents import INTERRUPTED
 from flash.run.processes.error_marker import ERROR_FILE

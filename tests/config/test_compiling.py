@@ -12,8 +12,8 @@ from flash.config.advice import unwise
 from flash.config.machine import lacks, runs_eagerly, why_eager
 from flash.config.tree import Config
 from flash.rollout.vllm.start import engine_args, engine_variables
-from flash.run.beginning import start_of_engines
 from flash.run.checks.doctor import compilers
+from flash.run.startup import start_of_engines
 
 
 def config(*, gpus: int = 0, eager: bool = False) -> Config:

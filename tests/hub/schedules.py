@@ -30,7 +30,7 @@ from flash.environment.interface import Domain
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
 from flash.hub.nodes.dealing import KEPT_S
-from flash.hub.ranks.past import Start
+from flash.hub.ranks.recovery import Start
 from flash.hub.state import HubState
 from flash.observe.observer import MemoryObserver
 from flash.samples import buffer
@@ -235,8 +235,8 @@ class Recording(MemoryObserver):
         self.batches[batch.step] = batch
 
 
-class RecordedPast:
-    """See `flash.hub.ranks.past.Past`."""
+class RecordedHistory:
+    """See `flash.hub.ranks.recovery.RunHistory`."""
 
     def __init__(self, recording: Recording, kept: KeptStates) -> None:
         self._recording = recording
@@ -319,7 +319,7 @@ class Schedule:
             journal=self.journal,
             life=self.hubs,
             start=Start(held, str(held)),
-            past=RecordedPast(self.observer, self.kept),
+            past=RecordedHistory(self.observer, self.kept),
         )
 
     async def run(self) -> None:

@@ -16,7 +16,7 @@ from flash.hub import protocol as p
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub
 from flash.hub.progress import RunEnd
-from flash.hub.ranks.past import Start
+from flash.hub.ranks.recovery import Start
 from flash.hub.ranks.shards import fetch
 from flash.hub.state import HubState
 from flash.observe.observer import MemoryObserver

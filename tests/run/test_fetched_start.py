@@ -12,8 +12,8 @@ from flash.config.load import load
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.run.checks import doctor
-from flash.run.checks.beforehand import start_problems
 from flash.run.checks.dry_run import dry_run
+from flash.run.checks.preflight import start_problems
 from flash.run.models.fetch import fetch
 from tests.gguf_files import POSITIONS, write_gguf
 

@@ -1,10 +1,10 @@
 """Trainers: the hub's side of the trainer ranks' coming and going. It owns no task.
 
-A life of theirs (`flash.hub.ranks.lives`) that is lost does not end the run: its calls are ended, and so are its ranks,
-by that, or, where they hang, by their node's agent, which asks here. The engines go on with what they have. The next
-life is told which checkpoint to load, and trains again what the run has trained since (`flash.hub.ranks.past`); so does
-the first one of a hub that has started again. Where that cannot be, the run ends with an error after which all
-processes start again.
+A life of theirs (`flash.hub.ranks.lives`) that is lost does not end the run: its calls are ended, and so are its
+ranks, by that, or, where they hang, by their node's agent, which asks here. The engines go on with what they have.
+The next life is told which checkpoint to load, and trains again what the run has trained since
+(`flash.hub.ranks.recovery`); so does the first one of a hub that has started again. Where that cannot be, the run
+ends with an error after which all processes start again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flash.errors import CollectiveError, FlashError, LifeOverError, PeerLostErr
 from flash.hub import protocol as p
 from flash.hub.parts import Parts
 from flash.hub.ranks.lives import Lives
-from flash.hub.ranks.past import Past, RepeatedStep, Start
+from flash.hub.ranks.recovery import RepeatedStep, RunHistory, Start
 from flash.types import Published
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Trainers:
     def __init__(
         self,
         parts: Parts,
-        past: Past | None,
+        past: RunHistory | None,
         start: Start,
         number: int,
         part_bytes: int,

@@ -1,1 +1,1 @@
-"""What is tried before any work: by `flash train` (`beforehand`), by `--dry-run`, and by `flash doctor`."""
+"""What is tried before any work: by `flash train` (`preflight`), by `--dry-run`, and by `flash doctor`."""

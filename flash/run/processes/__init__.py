@@ -3,5 +3,5 @@
 - `launcher` is the way in of a node with trainers; `worker` is what it starts, `trainers` its trainer ranks' own
   launch.
 - `rendezvous`, `hub_place`, `hub_search`, `token`: how processes find the hub, and prove that they belong to the run.
-- `locks`, `scratch`, `starter_watch`, `grace`, `error_marker`, `requeue`: what holds when one of them dies.
+- `locks`, `scratch`, `starter_watch`, `error_marker`, `requeue`: what holds when one of them dies.
 """

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 from flash.config.tree import Config
+from flash.config.waits import grace_s
 from flash.errors import PeerLostError, how_it_ended
 from flash.foreign.torch import HEEDED, Ended, Interrupted, NotMet, Overseer, torchrun
 from flash.hub.ranks.trainers import why_not
 from flash.run.processes.error_marker import ErrorMarker
-from flash.run.processes.grace import grace
 from flash.run.processes.rendezvous import hub_place
 from flash.run.processes.scratch import VARIABLE as SCRATCH
 
@@ -51,12 +51,12 @@ def run_agent(config: Config, role: Role, options: Sequence[str], arguments: Seq
         KeyboardInterrupt: a second Ctrl-C has killed the processes.
     """
     # As a variable, since not every torch that we work with has the option.
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(grace(config))
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(grace_s(config))
     shared = [f"--max-restarts={config.cluster.max_restarts}", f"--log-dir={os.environ[SCRATCH]}"]
     heeded = f"--signals-to-handle={','.join(number.name for number in HEEDED)}"
     command = [*options, *shared, heeded, "-m", "flash.run.processes.worker", role, *arguments]
     try:
-        return 0 if torchrun(command, overseer, grace(config)) else 1
+        return 0 if torchrun(command, overseer, grace_s(config)) else 1
     except Interrupted as interrupt:
         if interrupt.at_once:
             raise KeyboardInterrupt from None

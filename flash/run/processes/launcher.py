@@ -21,11 +21,11 @@ from functools import partial
 
 from flash.config.objects import share_import_path
 from flash.config.tree import Config
+from flash.config.waits import grace_s
 from flash.errors import ConfigError
 from flash.run.join import join
 from flash.run.processes.agents import INTERRUPTED, STANDALONE, run_agent, stay_on_this_machine, tell
 from flash.run.processes.error_marker import ErrorMarker
-from flash.run.processes.grace import grace
 from flash.run.processes.locks import run_held
 from flash.run.processes.overseer import Overseer
 from flash.run.processes.rendezvous import RENDEZVOUS, hub_place
@@ -105,7 +105,7 @@ def launch(config: Config, paths: Sequence[str], overrides: Sequence[str]) -> in
     with ExitStack() as stack:
         requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
         if node == 0:
-            stack.enter_context(run_held(config.run_dir, grace(config)))
+            stack.enter_context(run_held(config.run_dir, grace_s(config)))
             if requeued:
                 refuse_idle_requeues(config)
         if requeued:

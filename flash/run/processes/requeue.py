@@ -13,7 +13,7 @@ import msgspec
 from flash.config.tree import Config
 from flash.errors import RequeueError
 from flash.observe.rundir.rundir import write_atomically
-from flash.run.restart.past import booked_version, reach
+from flash.run.restart.history import booked_version, reach
 from flash.trainer.state.stored import newest_complete, read_manifest
 
 MOST_IDLE = 2

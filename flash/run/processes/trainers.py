@@ -22,11 +22,11 @@ from typing import Self
 from flash.config.load import load, split_arguments
 from flash.config.objects import take_import_path
 from flash.config.tree import Config
+from flash.config.waits import grace_s
 from flash.errors import FlashError, RanksGoneError, how_it_ended
 from flash.hub import protocol as p
 from flash.run.processes.agents import INTERRUPTED, STANDALONE, run_agent, tell
 from flash.run.processes.error_marker import ErrorMarker
-from flash.run.processes.grace import grace
 from flash.run.processes.locks import run_lock, share
 from flash.run.processes.overseer import RanksOverseer
 from flash.run.processes.rendezvous import RENDEZVOUS, hub_place
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         share(run_lock(config.run_dir))
         join_scratch_folder()
         # In order after the launcher's death: the ranks leave a checkpoint. They themselves end with this process.
-        end_with_starter(grace(config) if os.environ["FLASH_NODE_RANK"] == "0" else 0, speaks=False)
+        end_with_starter(grace_s(config) if os.environ["FLASH_NODE_RANK"] == "0" else 0, speaks=False)
         watch_over_children()
         return run_trainers(config, arguments, ErrorMarker(config.run_dir, os.environ[LAUNCHER]))
     except FlashError as error:
@@ -113,7 +113,7 @@ class TrainersBeside:
         with suppress(ProcessLookupError):
             process.terminate()
         try:
-            process.wait(grace(self._config))
+            process.wait(grace_s(self._config))
         except BaseException as problem:  # also an impatient second Ctrl-C: nothing may be left behind
             _kill(process)
             if not isinstance(problem, subprocess.TimeoutExpired):
@@ -148,7 +148,7 @@ class TrainersBeside:
             return None
         code = process.wait()
         # A signal that has ended it may have been for all processes of the run, which are ending then.
-        if code == 0 or self._closing.wait(grace(self._config) if code == INTERRUPTED else 0):
+        if code == 0 or self._closing.wait(grace_s(self._config) if code == INTERRUPTED else 0):
             return None
         return "" if code == 1 else f"the agent of the trainer ranks (process {process.pid}) {how_it_ended(code)}"
 

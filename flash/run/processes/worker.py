@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from flash.config.load import load, split_arguments
 from flash.config.objects import take_import_path
 from flash.config.tree import Config
+from flash.config.waits import grace_s
 from flash.errors import ConfigError, FlashError, PeerLostError
 from flash.run.processes.error_marker import ErrorMarker
-from flash.run.processes.grace import grace
 from flash.run.processes.locks import run_lock, share
 from flash.run.processes.rendezvous import Rank
 from flash.run.processes.scratch import join_scratch_folder
@@ -62,7 +62,7 @@ def _attach(role: str, rank: Rank, config: Config) -> None:
     """Bind this process to its launch: it counts as a user of what the launch holds, and does not outlive it."""
     share(run_lock(config.run_dir))
     join_scratch_folder()
-    end_with_starter(grace(config) if role == "node" and rank.node == 0 else 0, speaks=role == "node")
+    end_with_starter(grace_s(config) if role == "node" and rank.node == 0 else 0, speaks=role == "node")
 
 
 def begin_logging() -> None:

@@ -21,11 +21,11 @@ from anyio.to_thread import run_sync
 from flash.config.tree import Config
 from flash.errors import CheckpointError, ContractError, RecordingError
 from flash.hub.protocol import SnapshotReply
-from flash.hub.ranks.past import Start
+from flash.hub.ranks.recovery import Start
 from flash.hub.state import HubState
 from flash.observe.rundir.rundir import writing
+from flash.run.restart.history import booked_version, reach
 from flash.run.restart.journal import Place, forget_journal, journal_folder, replay_journal, set_journal_aside
-from flash.run.restart.past import booked_version, reach
 from flash.samples.replay import Replay
 from flash.trainer.state.stored import HUB_STATE, aside_of, hub_state, step_folder
 

@@ -1,4 +1,4 @@
-"""Homes: the hubs that a node serves, one after the other."""
+"""Hubs: the hubs that a node serves, one after the other."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from flash.hub import protocol as p
 from flash.transport.request import ReplyT, Request
 
 
-class Home(NamedTuple):
+class HubLink(NamedTuple):
     """A hub, and who we are there."""
 
     node: int
     hub: p.HubCaller
 
 
-class Homes:
+class Hubs:
     """The hub of now, or waiting for the next one.
 
     A call that the loss of a hub has ended is made anew to the next one, as that one needs it.
 
     Args:
-        home: the first one.
+        link: the first one.
         on_loss: told once of each hub that is lost, and brings the next one within a deadline of its own, or ends the
             node; None: the loss of the hub ends the calls.
     """
 
-    def __init__(self, home: Home, on_loss: Callable[[TransportError], None] | None) -> None:
-        self._home: Home | None = home
+    def __init__(self, link: HubLink, on_loss: Callable[[TransportError], None] | None) -> None:
+        self._link: HubLink | None = link
         self._on_loss = on_loss
         self._came = anyio.Event()
-        self.node = home.node
+        self.node = link.node
         """Our number at the last one."""
 
-    def moved(self, home: Home) -> None:
+    def moved(self, link: HubLink) -> None:
         """This is the next one; all that waits goes there."""
-        self._home, self.node = home, home.node
+        self._link, self.node = link, link.node
         self._came.set()
 
     async def call(self, make: Callable[[int], Request[ReplyT]], seconds: float) -> ReplyT:
@@ -53,15 +53,15 @@ class Homes:
             FlashError: as of `HubCaller.call`; the loss of the hub only where none comes after it.
         """
         while True:
-            home = self._home
-            if home is None:
+            link = self._link
+            if link is None:
                 await self._came.wait()
                 continue
             try:
-                return await home.hub.call(make(home.node), seconds)
+                return await link.hub.call(make(link.node), seconds)
             except TransportError as error:
                 if self._on_loss is None or error.fatal:
                     raise
-                if self._home is home:
-                    self._home, self._came = None, anyio.Event()
+                if self._link is link:
+                    self._link, self._came = None, anyio.Event()
                     self._on_loss(error)

@@ -20,7 +20,7 @@ class Start(msgspec.Struct, frozen=True):
     """The folder that all of them load; empty: version 0, the model as it was."""
 
 
-class Past(Protocol):
+class RunHistory(Protocol):
     """Reads what the run has left on the disk, beside the event loop."""
 
     async def start(self, version: int) -> Start:
@@ -50,7 +50,7 @@ class RepeatedStep:
         part_bytes: of a shard, what one message may hold.
     """
 
-    def __init__(self, past: Past, progress: Progress, ranks: int, part_bytes: int) -> None:
+    def __init__(self, past: RunHistory, progress: Progress, ranks: int, part_bytes: int) -> None:
         self._past = past
         self._progress = progress
         self._ranks = ranks

@@ -7,7 +7,7 @@ from flash.rollout.wrapped_engine import WrappedEngine
 from flash.types import Published
 
 
-class Resident(WrappedEngine[VLLMEngine]):
+class FixedEngine(WrappedEngine[VLLMEngine]):
     """A `VLLMEngine` that takes a published version for the weights which it has."""
 
     async def load(self, published: Published, *, keep_cache: bool) -> float:

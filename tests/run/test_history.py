@@ -11,9 +11,9 @@ import pytest
 from flash.config.load import dump
 from flash.config.tree import Config
 from flash.errors import RecordingError
-from flash.hub.ranks.past import Start
+from flash.hub.ranks.recovery import Start
 from flash.observe.recorder import Recorder
-from flash.run.restart.past import Reach, RecordedPast, reach
+from flash.run.restart.history import Reach, RecordedHistory, reach
 from flash.trainer.state.stored import MANIFEST, Manifest, step_folder
 from flash.types import Batch, Canary, Published, Task
 from flash.weights.update import UpdateInfo, encode_update
@@ -47,7 +47,7 @@ def checkpoint(folder: Path, version: int) -> Path:
 async def test_ranks_start_from_the_newest_checkpoint_and_are_given_what_was_recorded_since(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     with Recorder(config, NoText(), now=lambda: 0.0, resume_at=None, restarts=0) as recorder:
-        past = RecordedPast(config.run_dir, recorder)
+        past = RecordedHistory(config.run_dir, recorder)
         assert await past.start(0) == Start(0, "")
         batches = [Batch(step, 0, [trajectory(Task(step, step, 0, 0), 0)], []) for step in range(3)]
         for batch in batches:
@@ -61,7 +61,7 @@ async def test_ranks_start_from_the_newest_checkpoint_and_are_given_what_was_rec
 async def test_a_batch_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     with Recorder(config, NoText(), now=lambda: 0.0, resume_at=None, restarts=0) as recorder:
-        past = RecordedPast(config.run_dir, recorder)
+        past = RecordedHistory(config.run_dir, recorder)
         recorder.batch(Batch(1, 0, [], []))
         with pytest.raises(
             RecordingError, match="newest checkpoint is of version 0, and no batch of step 0 is recorded"
@@ -153,6 +153,6 @@ async def test_weights_are_the_same_where_their_fingerprints_are(tmp_path: Path)
         return Published(1, "tcp", encode_update(UpdateInfo({"port": port}, list(sums))), Canary([1], []))
 
     with Recorder(config, NoText(), now=lambda: 0.0, resume_at=None, restarts=0) as recorder:
-        past = RecordedPast(config.run_dir, recorder)
+        past = RecordedHistory(config.run_dir, recorder)
         assert past.same_weights(published(1, 5, 6), published(2, 5, 6))
         assert not past.same_weights(published(1, 5, 6), published(1, 5, 7))

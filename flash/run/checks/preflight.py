@@ -34,8 +34,8 @@ from flash.run.models.hugging_face import hub_fault
 from flash.run.models.models import tiny_models
 from flash.run.processes.locks import in_use
 from flash.run.processes.rendezvous import advertised_host
+from flash.run.restart.history import booked_version
 from flash.run.restart.journal import journal_folder
-from flash.run.restart.past import booked_version
 from flash.trainer.model.tiny_model import refuse_foreign, what_changed
 from flash.trainer.state.stored import (
     complete_checkpoints,

@@ -8,7 +8,7 @@ import pytest
 
 from flash.config import machine as compiling
 from flash.config.tree import Config
-from flash.run.beginning import start_of_engines, tell_beginning
+from flash.run.startup import start_of_engines, tell_beginning
 from tests.hub.test_hub import Driver, make_config
 from tests.hub.test_stages import version
 
