@@ -84,6 +84,7 @@ class Group(msgspec.Struct, gc=False):
         own = {member.task.task_id: member for member in part.members}
         self.members = [own.pop(member.task.task_id, member) for member in self.members] + list(own.values())
         self.earlier = part.earlier
+        self.closed = self.closed or part.closed
 
     def copy(self) -> Group:
         """The same group, which later changes do not reach."""

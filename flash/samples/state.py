@@ -131,8 +131,9 @@ class Samples:
         rules = self.rules
         had, now = state.made.rules.problems, rules.problems
         others = bool(had and now and had != now)
-        for group in state.groups:
+        for group in (*state.groups, *(formed.group for formed in state.formed)):
             group.closed = group.closed or others
+        for group in state.groups:
             for member in group.members:
                 if member.state == "leased":
                     self.leases.take_up(member)

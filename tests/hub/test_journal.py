@@ -232,6 +232,22 @@ def test_under_a_lower_ratio_no_batch_is_trained_again_of_which_less_would_count
     assert [group.group_id for group in same.take(1) or []] == [2, 3]
 
 
+def test_a_batch_of_former_problems_that_is_put_together_anew_begins_nothing() -> None:
+    options: dict[str, Any] = {"on_expire": "requeue", "batch": 4, "group": 2, "steps": 20}
+    journal = MemoryJournal()
+    buffer = make(alpha=1, journal=journal, problems="old", **options)
+    finish_all(buffer, lease_all(buffer, 0), 0)
+    trained(buffer, 0)
+    trained(buffer, 1)
+    state = replayed(None, 0, journal.events).state(until=1)
+    other = MemoryJournal()
+    void(make(alpha=1, state=state, step=1, life=1, journal=other, problems="new", **options))
+    state = replayed(None, 0, [*journal.events, *other.events]).state(until=1)
+    again = void(make(alpha=0, state=state, step=1, life=2, problems="new", **options))
+    assert min(lease.task.group_id for lease in lease_all(again, 1)) == 4
+    again.check()
+
+
 def trained(buffer: SampleBuffer, step: int) -> None:
     assert buffer.take(step) is not None
     buffer.commit(step)
