@@ -143,8 +143,11 @@ class Overseer(Protocol):
         """Which of the living ones are to be killed: by themselves they do not end. Asked ten times a second."""
         ...
 
-    def failed(self, ended: Sequence[Ended], restarts_left: int) -> None:
-        """Which processes have failed, before the others are ended; those that were `hanging` are not among them."""
+    def failed(self, ended: Sequence[Ended], restarts_left: int) -> bool:
+        """Which processes have failed, before the others are ended; those that were `hanging` are not among them.
+
+        Returns whether the restart that follows is one of theirs, and counts.
+        """
         ...
 
 
@@ -247,7 +250,8 @@ def _overseen(overseer: Overseer, end_s: float, ending: _Ending) -> Generator[No
             if result.state == WorkerState.FAILED:
                 ended = unprompted(list(result.failures.values()))
                 others = [each for each in ended if each.pid not in self._killed]
-                overseer.failed(others, self._remaining_restarts)
+                if not overseer.failed(others, self._remaining_restarts):
+                    self._remaining_restarts += 1
             return result
 
         def _shutdown(self, *args: Any, **options: Any) -> None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 from flash.config.tree import Config
 from flash.errors import CollectiveError, FlashError, LifeOverError, PeerLostError, TransportError
 from flash.foreign.torch import below, collective_failed
+from flash.run.processes.agents import ENDED_WITH_PEER
 from flash.run.processes.hub_place import HubAddress
 from flash.run.processes.rendezvous import Meeting, Rank, advertised_host, find_hub
 from flash.run.processes.token import VARIABLE
@@ -65,7 +66,7 @@ def run_trainer_rank(rank: Rank, config: Config) -> int:
         hub, life = find_hub(config, token, partial(_enter, index, config, stack), tells=index == 0)
         if life.checkpoint is None:
             return 0
-        life_of_rank = RankLife(index, hub, lambda: os._exit(1))
+        life_of_rank = RankLife(index, hub, lambda: os._exit(ENDED_WITH_PEER))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
         threading.Thread(target=life_of_rank.watch, name="flash-life", daemon=True).start()
@@ -74,7 +75,7 @@ def run_trainer_rank(rank: Rank, config: Config) -> int:
         except Exception as error:  # supervised boundary: whatever ends a rank is told where people look
             # Told before the other ranks lose this one and have errors of their own.
             tell_end(hub, index, error, config.deadlines.request, others(index, config))
-            return 1
+            return ENDED_WITH_PEER if isinstance(error, PeerLostError) else 1
         finally:
             life_of_rank.close()
     return 0

@@ -193,7 +193,7 @@ def test_an_interrupt_while_there_is_no_hub_ends_the_ranks_that_wait_for_one(sta
     run = start("run.steps=1000", "cluster.trainer_ranks=2", "deadlines.shutdown=60")
     run.until(lambda: len(run.rows()) >= 1)
     os.kill(run.node_loop(), signal.SIGKILL)
-    run.until(lambda: "the trainer ranks wait for it" in run.text())
+    run.until(lambda: "with its engines and the trainer ranks" in run.text())
     run.process.send_signal(signal.SIGINT)
     assert run.wait(60) == 130, run.text()
     run.nothing_left()

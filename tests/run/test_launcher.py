@@ -12,7 +12,7 @@ import pytest
 from flash.config.tree import Config
 from flash.errors import ConfigError, PeerLostError
 from flash.foreign.torch import Ended
-from flash.run.processes.agents import STANDALONE, Role, run_agent, tell
+from flash.run.processes.agents import ENDED_WITH_PEER, STANDALONE, Role, run_agent, tell
 from flash.run.processes.error_marker import ErrorMarker
 from flash.run.processes.hub_place import HUB_FILE, HubPlace, withdraw
 from flash.run.processes.launcher import ALONE, describe_start, place_in_job, resume_command
@@ -127,7 +127,7 @@ def test_a_node_beyond_the_job_is_refused() -> None:
             "node",
             Ended(0, 7, -9),
             "the node loop (process 7) was killed by signal 9 (SIGKILL), perhaps because memory ran out",
-            "the node loop starts again with its engines, and the trainer ranks wait for it (restart 2 of 3)",
+            "the node loop starts again, with its engines and the trainer ranks (restart 2 of 3)",
         ),
         (
             "trainer",
@@ -139,7 +139,7 @@ def test_a_node_beyond_the_job_is_refused() -> None:
             "node",
             Ended(0, 9, 3),
             "the node loop (process 9) ended with exit code 3",
-            "the node loop starts again with its engines, and the trainer ranks wait for it (restart 2 of 3)",
+            "the node loop starts again, with its engines and the trainer ranks (restart 2 of 3)",
         ),
     ],
 )
@@ -182,6 +182,22 @@ def test_a_process_that_has_said_why_it_ends_is_not_named_again(
     ended = [Ended(0, 7, 1), Ended(1, 8, 1)]
     tell(with_a_hub(tmp_path), "trainer", ErrorMarker(tmp_path, "7.1"), ended, restarts_left=3)
     assert capfd.readouterr().err == "flash: the trainer ranks start again (restart 1 of 3)\n"
+
+
+@pytest.mark.parametrize(
+    ("ended", "counts"),
+    [
+        ([Ended(0, 7, ENDED_WITH_PEER), Ended(1, 8, ENDED_WITH_PEER)], False),
+        ([Ended(0, 7, -9), Ended(1, 8, ENDED_WITH_PEER)], True),
+        ([Ended(0, 7, 1)], True),
+        ([], True),
+    ],
+)
+def test_ranks_that_end_with_another_process_use_up_no_restart_of_theirs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], ended: list[Ended], counts: bool
+) -> None:
+    assert tell(with_a_hub(tmp_path), "trainer", ErrorMarker(tmp_path, "7.1"), ended, restarts_left=1) == counts
+    assert bool(capfd.readouterr().err) == counts
 
 
 def test_trainer_ranks_that_end_with_the_hub_after_an_interrupt_are_not_said_to_start_again(

@@ -14,7 +14,6 @@ from flash.config.tree import Config
 from flash.config.waits import grace_s
 from flash.errors import PeerLostError, how_it_ended
 from flash.foreign.torch import HEEDED, Ended, Interrupted, NotMet, Overseer, torchrun
-from flash.hub.ranks.trainers import why_not
 from flash.run.processes.error_marker import ErrorMarker
 from flash.run.processes.rendezvous import hub_place
 from flash.run.processes.scratch import VARIABLE as SCRATCH
@@ -32,8 +31,10 @@ warns of each look in vain."""
 
 INTERRUPTED = 130
 """Exit code of a run that a signal ended: 128 + SIGINT, as shells have it."""
-SPOKEN = (1, INTERRUPTED)
-"""Exit codes of a process that has said itself why it ends."""
+ENDED_WITH_PEER = 75
+"""Exit code of a trainer rank whose hub is gone, or another rank of its life: nothing is wrong with it."""
+SPOKEN = (1, INTERRUPTED, ENDED_WITH_PEER)
+"""Exit codes of a process that has said itself why it ends, or whose end another one explains."""
 
 
 def run_agent(config: Config, role: Role, options: Sequence[str], arguments: Sequence[str], overseer: Overseer) -> int:
@@ -71,18 +72,23 @@ def stay_on_this_machine() -> None:
         os.environ.setdefault(name, value)
 
 
-def tell(config: Config, role: Role, marker: ErrorMarker, ended: Sequence[Ended], restarts_left: int) -> None:
-    """Say which processes have failed, and what happens next; an error that ends the run has been told already."""
+def tell(config: Config, role: Role, marker: ErrorMarker, ended: Sequence[Ended], restarts_left: int) -> bool:
+    """Say which processes have failed, and what happens next; an error that ends the run has been told already.
+
+    Returns whether the restart is one of theirs: those who end with another process start again as often as that.
+    """
     if marker.stands():
-        return
+        return True
+    if ended and all(process.exit_code == ENDED_WITH_PEER for process in ended):
+        return False
     node, most = int(os.environ.get("FLASH_NODE_RANK", "0")), config.cluster.max_restarts
     silent = [describe(process, role, first_rank(config, node)) for process in ended if process.exit_code not in SPOKEN]
     if role == "trainer" and not silent and restarts_left > 0 and not hub_place(config, os.environ).announced:
-        return  # They have ended with the hub, whose end is told: after an interrupt nothing starts again.
+        return True  # They have ended with the hub, whose end is told: after an interrupt nothing starts again.
     for words in silent:
         sys.stderr.write(f"flash: {words}\n")
     if restarts_left > 0:
-        sys.stderr.write(f"flash: {follows(role, node, config)} (restart {most - restarts_left + 1} of {most})\n")
+        sys.stderr.write(f"flash: {follows(role, node)} (restart {most - restarts_left + 1} of {most})\n")
     else:
         spent = f"no restart is left of cluster.max_restarts = {most}"
         sys.stderr.write(f"flash: {spent}\n")
@@ -91,17 +97,16 @@ def tell(config: Config, role: Role, marker: ErrorMarker, ended: Sequence[Ended]
         elif silent and node == 0:
             marker.write(PeerLostError("; ".join(silent)))
     sys.stderr.flush()
+    return True
 
 
-def follows(role: Role, node: int, config: Config) -> str:
+def follows(role: Role, node: int) -> str:
     """What happens when a process of this role has failed on a node."""
     if role == "trainer":
         return "the trainer ranks start again"
     if node > 0:
         return "the node loop of this node starts again"
-    if why_not(config) is None:
-        return "the node loop starts again with its engines, and the trainer ranks wait for it"
-    return "the node loop starts again, and all other processes with it"
+    return "the node loop starts again, with its engines and the trainer ranks"
 
 
 def first_rank(config: Config, node: int) -> int:

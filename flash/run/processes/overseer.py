@@ -22,8 +22,8 @@ from flash.run.processes.rendezvous import RETRY_S, hub_place
 from flash.run.processes.token import VARIABLE
 from flash.transport.blocking import BlockingClient
 
-Tell = Callable[[Sequence[Ended], int], None]
-"""Is told which processes have failed, and how many restarts are left."""
+Tell = Callable[[Sequence[Ended], int], bool]
+"""Is told which processes have failed, and how many restarts are left; whether the next one counts."""
 
 
 class Overseer:
@@ -36,9 +36,9 @@ class Overseer:
         """None of these."""
         return ()
 
-    def failed(self, ended: Sequence[Ended], restarts_left: int) -> None:
+    def failed(self, ended: Sequence[Ended], restarts_left: int) -> bool:
         """Say so."""
-        self._tell(ended, restarts_left)
+        return self._tell(ended, restarts_left)
 
 
 class RanksOverseer(Overseer):
