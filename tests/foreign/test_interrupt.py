@@ -21,7 +21,7 @@ class Deaf:
     def hanging(self, processes):
         return ()
     def failed(self, ended, restarts_left):
-        pass
+        return True
 
 before = signal.getsignal(signal.SIGTERM)
 try:

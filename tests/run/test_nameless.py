@@ -24,7 +24,7 @@ from flash.foreign.torch import torchrun
 from flash.run.processes.agents import STANDALONE
 class Overseer:
     def hanging(self, processes): return []
-    def failed(self, ended, restarts_left): pass
+    def failed(self, ended, restarts_left): return True
 options = [*STANDALONE, "--nproc-per-node=2", "--log-dir=" + sys.argv[1]]
 sys.exit(not torchrun([*options, sys.argv[1] + "/worker.py"], Overseer(), 5))
 """
