@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import file_digest, sha256
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from flash.config.tree import EnvConfig
 
-READ = 1 << 28
-"""Bytes of a file that are read: of a larger one count size and time of change."""
+READ = 1 << 26
+"""Bytes that are read in all, a tenth of a second: of a file beyond them count size and time of change."""
 MOST_FILES = 1000
-"""Of a folder."""
+"""Of a folder, the first ones in order."""
 
 
 def fingerprint(env: EnvConfig) -> str:
     """Of its options, of the files and folders that they name, and of the modules of its classes. Reads the files."""
     told = sha256(json.dumps([env.path, env.options], sort_keys=True, default=str).encode())
+    left = READ
     for text in sorted({env.path, *_texts(env.options)}):
         for file in _files(text):
             with suppress(OSError):  # what cannot be read is told where it is needed
-                told.update(_of_file(file))
+                size = file.stat().st_size
+                told.update(_of_file(file, read=size <= left))
+                left -= min(size, left)
     return told.hexdigest()
 
 
@@ -52,14 +58,20 @@ def _files(text: str) -> list[Path]:
         if path.is_file():
             return [path]
         if text and path.is_dir():
-            found = (file for file in path.rglob("*") if "__pycache__" not in file.parts and file.is_file())
-            return sorted(file for file, _ in zip(found, range(MOST_FILES), strict=False))
+            return list(islice(_below(path), MOST_FILES))
     return []
 
 
-def _of_file(file: Path) -> bytes:
+def _below(folder: Path) -> Iterator[Path]:
+    """The files of a folder, in an order that their names alone decide."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name != "__pycache__")
+        yield from (Path(place, name) for name in sorted(names))
+
+
+def _of_file(file: Path, *, read: bool) -> bytes:
     stat = file.stat()
-    if stat.st_size > READ:
+    if not read or not S_ISREG(stat.st_mode):  # a pipe would be waited for
         return f"{file.name} {stat.st_size} {stat.st_mtime_ns}".encode()
     with file.open("rb") as stream:
         return file.name.encode() + file_digest(stream, "sha256").digest()

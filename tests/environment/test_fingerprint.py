@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def test_a_folder_counts_by_its_files(tmp_path: Path) -> None:
     assert of(path=str(tmp_path)) == after
 
 
-def test_a_huge_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text("one")
     with file.open("ab") as stream:
@@ -56,6 +57,24 @@ def test_a_huge_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with file.open("ab") as stream:
         stream.truncate(module.READ + 2)
     assert of(path=str(file)) != before
+
+
+def test_a_folder_of_much_is_read_as_far_as_one_file_may_be(tmp_path: Path) -> None:
+    """What lies beyond counts by its size and time, and a pipe is not waited for."""
+    for name in ("a", "b", "c"):
+        with (tmp_path / name).open("wb") as stream:
+            stream.truncate(module.READ // 2)
+    os.mkfifo(tmp_path / "pipe")
+    before = of(path=str(tmp_path))
+    last = tmp_path / "c"
+    times = last.stat().st_atime_ns, last.stat().st_mtime_ns
+    with last.open("r+b") as stream:
+        stream.write(b"x")
+    os.utime(last, ns=times)
+    assert of(path=str(tmp_path)) == before, "it was read"
+    with (tmp_path / "a").open("r+b") as stream:
+        stream.write(b"x")
+    assert of(path=str(tmp_path)) != before
 
 
 def test_a_class_that_is_edited_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,9 @@ def _past(config: Config) -> Iterator[Problem]:
 
 
 def _left(config: Config) -> Iterator[Problem]:
-    """There is a run to go on with, and something of its weights."""
+    """There is a run to go on with, and something of its weights: where the first node is, which has them."""
+    if os.environ.get("FLASH_NODE_RANK", "0") != "0":
+        return
     directory = RunDirectory(config.run_dir)
     whole, damaged = complete_checkpoints(directory.path), damaged_checkpoints(directory.path)
     if not whole and damaged:
