@@ -48,6 +48,8 @@ class Group(msgspec.Struct, gc=False):
     members: list[Member]
     earlier: list[BatchSample] = []
     """The members that were trained in earlier steps."""
+    ahead: bool = False
+    """Tokens of it are of versions that the run has gone back from."""
     closed: bool = False
     """Its problem is none of those that are issued now: no member of it begins any more."""
 
@@ -78,6 +80,11 @@ class Group(msgspec.Struct, gc=False):
                 member.state, member.trajectory = "trained", None
         self.earlier = [*self.earlier, *entries]
         return now
+
+    @property
+    def newest(self) -> int:
+        """The newest version of its finished members' tokens; -1: there are none."""
+        return max((run.version for each in self.trajectories() for run in each.versions), default=-1)
 
     def rejoin(self, part: Group) -> None:
         """What was parted with is here again, as it was: the last part first."""

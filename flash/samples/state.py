@@ -49,8 +49,11 @@ class BufferState(msgspec.Struct):
     shared: Shared | None = None
     """What domains have had."""
 
-    def put_back(self) -> None:
-        """Batches that were formed are none any more: under another contract their steps could train less of them."""
+    def put_back(self, step: int) -> None:
+        """Batches that were formed are none any more: under another contract their steps could train less of them.
+
+        Groups with a token of a version after `step`, which is to be made again, wait for nobody any more.
+        """
         groups = {group.group_id: group for group in self.groups}
         for formed in sorted(self.formed, key=lambda formed: formed.step, reverse=True):
             part = formed.group
@@ -59,6 +62,8 @@ class BufferState(msgspec.Struct):
                 self.shared.trained[part.kind] -= 1
         self.groups = [groups[group_id] for group_id in sorted(groups)]
         self.formed = []
+        for group in self.groups:
+            group.ahead = group.newest > step
 
 
 class Samples:
@@ -86,7 +91,7 @@ class Samples:
     ) -> None:
         contract, rules = made.contract, made.rules
         if state is not None and contract.max_age < state.made.contract.max_age:
-            state.put_back()
+            state.put_back(step)
         self._made = made
         self.contract = contract
         self.rules = rules
@@ -140,7 +145,9 @@ class Samples:
                 elif member.state == "queued":
                     self.leases.put(member)
             self.pool.add(group)
-            if others and not (group.complete and not group.earlier):
+            if group.ahead:
+                self._departures.withdraw(group)
+            elif others and not (group.complete and not group.earlier):
                 self._end_as_it_is(group)
             elif not group.complete or group.earlier:
                 self._expiry.watch(group)

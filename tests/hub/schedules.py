@@ -597,6 +597,7 @@ class Schedule:
             for sample in shard.samples if shard.step == self.hub.version else ():
                 kept = [run.version for run in sample.trajectory.versions if run.version >= shard.min_version]
                 assert min(kept, default=shard.step) >= shard.step - math.ceil(self.config.train.async_ratio)
+                assert max(kept, default=shard.step) <= shard.step, "a token of a version that is still to be made"
 
     def no_group_is_of_two_environments(self, shards: Sequence[Shard]) -> None:
         for shard in shards:

@@ -255,6 +255,26 @@ def trained(buffer: SampleBuffer, step: int) -> None:
         pass
 
 
+def test_what_the_versions_have_sampled_that_a_run_goes_back_from_is_trained_by_no_step_before_them() -> None:
+    options: dict[str, Any] = {"batch": 4, "group": 2, "steps": 20}
+    journal = MemoryJournal()
+    buffer = make(alpha=2, journal=journal, **options)
+    finish_all(buffer, lease_all(buffer, 0), 0)
+    for step in range(4):
+        trained(buffer, step)
+        finish_all(buffer, lease_all(buffer, step + 1), step + 1)
+    state = replayed(None, 0, journal.events).state(until=1)
+    again = void(make(alpha=0, state=state, step=1, life=1, **options))
+    for step in range(1, 5):
+        while (groups := again.take(step)) is None:
+            finish_all(again, lease_all(again, step), step)
+        assert [group.newest for group in groups] == [step, step]
+        again.commit(step)
+        while again.tidy():
+            pass
+        again.check()
+
+
 def test_parts_of_a_group_that_were_trained_come_together_again() -> None:
     """Three members of group 1 were trained at step 1, and the fourth at step 2."""
     journal = MemoryJournal()
@@ -273,7 +293,7 @@ def test_parts_of_a_group_that_were_trained_come_together_again() -> None:
     assert state is not None
     parts = [(each.step, len(each.group.trajectories())) for each in state.formed if each.group.group_id == 1]
     assert parts == [(1, 3), (2, 1)]
-    state.put_back()
+    state.put_back(2)
     (group,) = (group for group in state.groups if group.group_id == 1)
     assert sorted(member.task.sample_index for member in group.members) == [0, 1, 2, 3]
     assert len(group.trajectories()) == 4
