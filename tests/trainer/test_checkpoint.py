@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -350,8 +352,18 @@ def test_at_every_sync_of_a_write_the_previous_checkpoint_is_the_newest(
     assert seen[-1] == newest
 
 
-# From Python 3.13 on a file that cannot be closed says so when it is collected, torch's here.
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <torch.distributed:pytest.PytestUnraisableExceptionWarning")
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """From Python 3.13 on torch's file that could not be closed says so when it is collected: in no later test."""
+    yield
+    gc.collect()
+
+
+FILE_OF_TORCH = "ignore:Exception ignored in. <torch.distributed:pytest.PytestUnraisableExceptionWarning"
+
+
+@pytest.mark.usefixtures("collected")
+@pytest.mark.filterwarnings(FILE_OF_TORCH)
 def test_a_write_that_fails_is_one_clear_error_and_leaves_the_previous_checkpoint(
     untied_model: Path, tmp_path: Path
 ) -> None:
@@ -374,7 +386,8 @@ def test_a_write_that_fails_is_one_clear_error_and_leaves_the_previous_checkpoin
 
 
 @pytest.mark.parametrize("room", [0, 8192, 65536])
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <torch.distributed:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("collected")
+@pytest.mark.filterwarnings(FILE_OF_TORCH)
 def test_a_full_disk_is_named_as_the_cause_with_the_path(untied_model: Path, tmp_path: Path, room: int) -> None:
     trainer = trained(untied_model, 1)
     with small_disk(tmp_path / "disk", 2 << 20) as disk:

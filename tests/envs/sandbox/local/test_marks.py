@@ -81,8 +81,14 @@ def test_a_process_that_is_gone_has_none(started: list[int]) -> None:
 
 
 def test_a_program_that_is_not_there_is_told() -> None:
-    with pytest.raises(FileNotFoundError):
-        spawn("/no/such/program", ["x"], {}, "/", {}, False, NUMBER)
+    for _ in range(100):
+        try:
+            pid = spawn("/no/such/program", ["x"], {}, "/", {}, False, NUMBER)
+        except FileNotFoundError:
+            return
+        # On a machine so busy that the child has not begun in time, it tells it by its own end.
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 126
+    pytest.fail("it was never told")
 
 
 def test_no_number_comes_twice() -> None:
