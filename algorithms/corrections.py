@@ -53,9 +53,9 @@ class IcePop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rejects: ClassVar[bool] = False
 
     low: Bound = 0.5
-    """Smallest weight that is used."""
+    """Smallest used weight."""
     high: Bound = 5.0
-    """Largest weight that is used."""
+    """Largest used weight."""
 
     def __post_init__(self) -> None:
         _ordered(self.low, self.high)
@@ -78,9 +78,9 @@ class SequenceMask(
     rejects: ClassVar[bool] = True
 
     low: Bound = 0.1
-    """Smallest product that is kept."""
+    """Smallest kept product."""
     high: Bound = 10.0
-    """Largest product that is kept."""
+    """Largest kept product."""
 
     def __post_init__(self) -> None:
         _ordered(self.low, self.high)
@@ -101,9 +101,9 @@ class Geometric(
     rejects: ClassVar[bool] = True
 
     low: Bound = 0.999
-    """Smallest mean that is kept."""
+    """Smallest kept mean."""
     high: Bound = 1.001
-    """Largest mean that is kept."""
+    """Largest kept mean."""
 
     def __post_init__(self) -> None:
         _ordered(self.low, self.high)

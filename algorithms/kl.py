@@ -30,13 +30,13 @@ class Kl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A pull towards a reference policy."""
 
     estimator: Estimator = "k3"
-    """k1: log-ratio; k2: half its square; k3: GRPO's, never negative. In the loss k1 has no pull and is refused."""
+    """k1: log-ratio, refused in the loss; k2: half its square; k3: GRPO's, never negative."""
     coefficient: Annotated[float, Meta(gt=0)]
-    """β, which multiplies the estimate."""
+    """β, the factor."""
     place: Literal["loss", "reward"] = "loss"
-    """Add β · estimate to each token's loss, or take it from each token's reward."""
+    """Added to token losses, or taken from token rewards."""
     reference: str | None = None
-    """A model folder or hub id. None: the policy at the start of the run."""
+    """Folder or hub id. None: the policy at the start."""
 
 
 def kl(estimator: Estimator, logp_T: Tensor, reference_T: Tensor) -> Tensor:

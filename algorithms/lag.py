@@ -36,8 +36,7 @@ class Lag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """How far the policy may be from those that sampled."""
 
     budget: Annotated[float, Meta(gt=0, le=100)] = 0.04
-    """Largest mean (log π − log π_behaviour)² over the tokens of an update, before it. 0.04 is a ratio of 1.2 or 0.8,
-    where a clip usually is. What engine and trainer disagree on at equal weights comes on top."""
+    """Largest mean (log π − log π_behaviour)² of an update. 0.04: ratios of 0.8 or 1.2, as clips."""
 
     def scale(
         self, rate: float, square: float, counts: Sequence[float], lags: Sequence[float], moved: Sequence[float]

@@ -41,39 +41,38 @@ SLACK = 1e-9
 
 
 class Rhythm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which tokens have their advantage multiplied, and by how much."""
+    """Which tokens have their advantage multiplied. Defaults are the paper's where it gives any."""
 
     credit: Credit = "coupled"
-    """`local`: tokens that plan, the top of Δ; `global`: tokens that anchor, the top of FAI; `coupled`: anchors, of
-    which those in the shadow of a plan hand a part of their credit to it."""
+    """`local`: plans; `global`: anchors; `coupled`: anchors that share with plans."""
     gain: Annotated[float, Meta(gt=1, le=100)] = 1.5
-    """g: the multiplier of a chosen token's advantage."""
+    """g: the multiplier."""
     top: Share = 0.4
-    """q: the share of a response's tokens that is chosen."""
+    """q: share of a response's tokens that is chosen."""
     signs: Literal["both", "positive", "negative"] = "both"
-    """Which advantages are multiplied, by their sign."""
+    """Which advantages are multiplied."""
     layers: Count | list[Annotated[int, Meta(ge=0)]] = 5
-    """How many layers are looked at, evenly spaced from ⌊L/3⌋ to ⌊2L/3⌋ of the model's L; or which, counted from 0."""
+    """How many, evenly from ⌊L/3⌋ to ⌊2L/3⌋ of L; or which, from 0."""
     heads: Literal["batch", "first"] = "batch"
-    """When heads are told apart by their span: in each batch anew, or once, in the first batch of the run."""
+    """Tell heads apart in each batch, or once in the first batch."""
     local_heads: Share = 0.3
-    """Share of the heads, those of the shortest span, that make A_loc."""
+    """Share of heads, of the shortest span."""
     global_heads: Share = 0.3
-    """Share of the heads, those of the longest span, that make A_glob."""
+    """Share of heads, of the longest span."""
     window: Count = 10
-    """W: tokens beyond which WAAD counts a distance no further."""
+    """W: largest distance in WAAD, tokens."""
     nearest: Count = 10
-    """Tokens after which FAI begins to count who looks back at one."""
+    """Tokens after which FAI begins to count."""
     farthest: Count = 100
     """Tokens after which it ends."""
     shift: Fraction = 0.4
-    """α: the share of an anchor's extra credit that goes to the plan in whose shadow it stands."""
+    """α: what an anchor gives its plan; the paper has no value."""
     reach: Count = 3
-    """k: tokens before an anchor among which that plan is looked for."""
+    """k: tokens before an anchor that may be its plan."""
     low_distance: Fraction = 0.5
-    """τ_waad, as a quantile of the response's WAAD: an anchor in a shadow has at most this."""
+    """τ_waad, a quantile of WAAD; not the paper's."""
     high_change: Fraction = 0.6
-    """τ_Δ, as a quantile of the response's Δ: a plan that casts a shadow has at least this."""
+    """τ_Δ, a quantile of Δ; not the paper's."""
 
     def __post_init__(self) -> None:
         if self.local_heads + self.global_heads > 1:

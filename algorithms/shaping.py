@@ -23,9 +23,9 @@ class Overlong(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13): 0 up to limit − buffer, then linearly to −penalty."""
 
     limit: Annotated[int, Meta(gt=0)]
-    """L_max: the length at which the whole penalty is reached; longer responses have the same."""
+    """L_max: the length from which the whole penalty is taken."""
     buffer: Annotated[int, Meta(gt=0)]
-    """L_cache: tokens before `limit` over which the penalty grows."""
+    """L_cache: tokens before `limit` over which it grows."""
     penalty: Annotated[float, Meta(gt=0)] = 1.0
     """The whole penalty."""
 
@@ -51,9 +51,9 @@ class LengthPenalty(
     """
 
     coefficient: Annotated[float, Meta(gt=0)] = 1.0
-    """Multiplies λ. The paper names no value and trains without λ at first."""
+    """Multiplies λ; the paper has no value."""
     correct_above: float = 0.0
-    """A response is correct when its reward is greater."""
+    """Rewards above it are correct."""
 
     def shaped(
         self, rewards_B: FloatArray, tokens_B: IntArray, truncated_B: BoolArray, group_ids_B: Sequence[int]

@@ -32,7 +32,7 @@ class ExponentialStaleness(
     """g = decay^age."""
 
     decay: Annotated[float, Meta(gt=0, le=1)]
-    """What a sample keeps of its weight with each version."""
+    """Weight kept per version."""
 
     def weights(self, age_B: FloatArray, async_ratio: float) -> FloatArray:
         """float64 [B]: g over its batch mean.
@@ -49,7 +49,7 @@ class ExponentialStaleness(
 class LinearStaleness(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="linear"
 ):
-    """g = max(0, 1 − age / (α + 1)), α the asynchronous ratio: inside the age contract always above 0."""
+    """g = max(0, 1 − age / (α + 1)), α the asynchronous ratio; above 0 inside the age contract."""
 
     def weights(self, age_B: FloatArray, async_ratio: float) -> FloatArray:
         """float64 [B]: g over its batch mean; all 1 where every sample is too old to have a g above 0.

@@ -13,7 +13,7 @@ from flash.errors import ConfigError
 
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("drain", help="have a node that has joined a run leave it in order")
-    parser.add_argument("where", nargs="+", metavar="RUN_DIR|NODE", help="the run directory, then the node's number")
+    parser.add_argument("where", nargs="+", metavar="RUN_DIR|NODE", help="the run, then the node's number")
     add_hub_option(parser)
     return parser
 

@@ -18,7 +18,7 @@ FOLDER = Path("outputs/models")
 
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("fetch", help="get a pretrained model as a folder, or convert a GGUF file to one")
-    parser.add_argument("model", nargs="?", metavar="NAME|FILE.gguf", help="without one: list what can be had")
+    parser.add_argument("model", nargs="?", metavar="NAME|FILE.gguf", help="none: list what can be had")
     parser.add_argument("--to", type=Path, metavar="FOLDER", help=f"default: {FOLDER}/NAME, or FILE.hf beside the file")
     return parser
 

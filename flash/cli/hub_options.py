@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 def add_hub_option(parser: argparse.ArgumentParser) -> None:
     """The other way beside the run directory."""
-    parser.add_argument(
-        "--hub", metavar="HOST:PORT", help="where the hub is, instead of the run directory; FLASH_TOKEN is its token"
-    )
+    parser.add_argument("--hub", metavar="HOST:PORT", help="the hub, instead of RUN_DIR; FLASH_TOKEN is its token")
 
 
 def hub_place(hub: str | None, folders: list[str]) -> HubPlace:

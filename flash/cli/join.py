@@ -15,7 +15,7 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
         "where",
         nargs="*",
         metavar="RUN_DIR|KEY=VALUE",
-        help="the run directory, then overrides of what machines may have of their own, such as engine.count",
+        help="the run, then what this machine has of its own, such as engine.count",
     )
     add_hub_option(parser)
     return parser

@@ -31,13 +31,11 @@ REPORT = "report.txt"
 
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("profile", help="run a few steps of a config under torch's profiler, for Perfetto")
-    parser.add_argument("config", nargs="+", metavar="CONFIG|KEY=VALUE", help="as of `flash train`")
+    parser.add_argument("config", nargs="+", metavar="CONFIG|KEY=VALUE", help="as for train")
     parser.add_argument("--steps", type=_at_least(1), default=3, metavar="N", help="steps to record (3)")
     parser.add_argument("--warm-up", type=_at_least(0), default=2, metavar="M", help="steps before those (2)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="a new one; default: NAME-profile beside the run")
-    parser.add_argument(
-        "--resume", action="store_true", help="go on with the run in its own directory, and record that"
-    )
+    parser.add_argument("--resume", action="store_true", help="record the run that there is")
     return parser
 
 

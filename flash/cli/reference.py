@@ -15,9 +15,8 @@ INTRODUCTION = """\
 
 <!-- Made by scripts/reference_docs.py from the parsers in flash/cli: change them there and run `make docs`. -->
 
-`flash` is `.venv/bin/flash` of this repository, or just `flash` where that environment is active. An exit code of 0 is
-a success, 2 an error that is named, 130 an interrupt, 141 an output that nobody reads. What a `KEY=VALUE` may be is in
-the [configuration](configuration.md). `flash COMMAND --help` says the same as this page.
+`flash` is `.venv/bin/flash` of this repository. Exit codes: 0 success, 2 an error that is named, 130 an interrupt, 141
+an output that nobody reads. `KEY=VALUE`: [configuration](configuration.md). `flash COMMAND --help` says the same.
 """
 
 
@@ -36,7 +35,7 @@ def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
             yield f"{_sentence(helps[name])}\n"
             rows = list(_rows(command))
             if rows:
-                yield "| argument | meaning |\n| --- | --- |"
+                yield "| argument | meaning |\n|---|---|"
                 yield from rows
                 yield ""
             yield from _commands(command)

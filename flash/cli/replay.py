@@ -27,10 +27,10 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("replay", help="train again, offline, what a run has trained")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("config", nargs="*", metavar="KEY=VALUE", help="e.g. algorithm.objective=cispo")
-    parser.add_argument("--from-step", type=int, metavar="N", help="a version of which there is a checkpoint, or 0")
-    parser.add_argument("--to-step", type=int, metavar="N", help="the version to end with; default: as far as it goes")
+    parser.add_argument("--from-step", type=int, metavar="N", help="a version with a checkpoint, or 0")
+    parser.add_argument("--to-step", type=int, metavar="N", help="the last version; default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the metrics and the comparisons")
-    parser.add_argument("--export", type=Path, metavar="FOLDER", help="write the last weights as a Hugging Face folder")
+    parser.add_argument("--export", type=Path, metavar="FOLDER", help="write the weights as a Hugging Face folder")
     return parser
 
 

@@ -40,15 +40,15 @@ class Under(NamedTuple):
 
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("rhythm", help="look at what algorithm.rhythm sees in a text or in a run's samples")
-    parser.add_argument("what", metavar="MODEL|RUN_DIR", help="a model folder or hub id, with --text; or a run")
+    parser.add_argument("what", metavar="MODEL|RUN_DIR", help="a model, with --text; or a run")
     parser.add_argument("config", nargs="*", metavar="KEY=VALUE", help="of [algorithm.rhythm], e.g. window=5")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="the response, but for a newline at its end")
-    parser.add_argument("--prompt", type=Path, metavar="FILE", help="what comes before it, read alike")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="the response")
+    parser.add_argument("--prompt", type=Path, metavar="FILE", help="what comes before it")
     parser.add_argument("--model", metavar="PATH", help="weights for a run's samples; default: its newest ones")
     parser.add_argument("--step", type=int, metavar="N", help="the recorded batch; default: the newest")
     parser.add_argument("--samples", type=int, metavar="K", help=f"how many of the batch; default: {SAMPLES}")
-    parser.add_argument("--show", type=int, default=0, metavar="N", help="which response is printed and drawn, from 0")
-    parser.add_argument("--at", type=int, default=0, metavar="N", help="its first token that is drawn, from 0")
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="which response to show, from 0")
+    parser.add_argument("--at", type=int, default=0, metavar="N", help="its first drawn token, from 0")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw that response's maps and signals")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was seen")
     return parser

@@ -39,13 +39,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "config",
         nargs="*",
         metavar="CONFIG|RUN_DIR|MODEL|KEY=VALUE",
-        help="as for train; or a run directory; or, with --env, a model folder, hub id or GGUF file",
+        help="as for train; a run; or, with --env, a model",
     )
+    parser.add_argument("--env", metavar="MODULE:CLASS", help="of a model; env.options.KEY=VALUE its options")
     parser.add_argument(
-        "--env", metavar="MODULE:CLASS", help="a model's environment; env.options.KEY=VALUE its options"
-    )
-    parser.add_argument(
-        "--model", metavar="PATH", help="a model folder, hub id, GGUF file, checkpoint or run; default: model.path"
+        "--model", metavar="PATH", help="folder, hub id, GGUF file, checkpoint or run; default: model.path"
     )
     parser.add_argument("--transcripts", type=Path, metavar="FILE.jsonl", help="write every episode, readably")
 

@@ -20,7 +20,7 @@ def add_parser(commands: Commands) -> argparse.ArgumentParser:
     parser.add_argument(
         "run_dir", nargs="*", type=Path, metavar="RUN_DIR", help=f"default: all runs in {OUTPUTS}, the newest one shown"
     )
-    parser.add_argument("--port", type=int, default=PORT, help=f"of this machine; 0: any free one; default: {PORT}")
+    parser.add_argument("--port", type=int, default=PORT, help=f"0: any free one; default: {PORT}")
     return parser
 
 

@@ -15,7 +15,7 @@ EVERY_S = 1.0
 def add_parser(commands: Commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("watch", help="show a run in the terminal, while it goes on and afterwards")
     parser.add_argument("run_dir", nargs="?", type=Path, help=f"default: the newest run in {OUTPUTS}")
-    parser.add_argument("--once", action="store_true", help="print one picture, as where the terminal is none or dumb")
+    parser.add_argument("--once", action="store_true", help="print one picture")
     return parser
 
 

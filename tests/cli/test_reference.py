@@ -31,7 +31,7 @@ def test_arguments_are_shown_as_they_are_written() -> None:
         "Play a game.",
         "",
         "| argument | meaning |",
-        "| --- | --- |",
+        "|---|---|",
         r"| `FOLDER\|NAME…` | default: 100 % |",
         "| `--quiet`, `-q` |  |",
         "| `--port PORT` | default: 8 |",
