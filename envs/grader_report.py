@@ -106,49 +106,54 @@ def library() -> Any:
         return importlib.import_module("reasoning_gym")
 
 
-def certify(family: str, settings: dict[str, Any]) -> Report:
-    """Try a family's grader on right and bad answers. Runs in a worker's main thread: it sets its alarm."""
+def certify(
+    family: str, settings: dict[str, Any], make: Callable[..., Any] | None = None, most_s: float = GRADE_S
+) -> Report:
+    """Try a family's grader on right and bad answers. Runs in a worker's main thread: it sets its alarm.
+
+    `make` makes problems, by default as the package does; a grade may take `most_s`.
+    """
     before = signal.getsignal(signal.SIGALRM)
     signal.signal(signal.SIGALRM, _ring)
     try:
-        return Report(family, _faults(family, settings))
+        return Report(family, _faults(make or library().create_dataset, family, settings, most_s))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
-def _faults(family: str, settings: dict[str, Any]) -> list[str]:
+def _faults(make: Callable[..., Any], family: str, settings: dict[str, Any], most_s: float) -> list[str]:
     try:
-        problems, again = (_problems(family, settings) for _ in range(2))
+        problems, again = (_problems(make, family, settings) for _ in range(2))
     except Exception as error:  # the boundary to code that is not ours
         return [f"it makes no problems: {type(error).__name__}: {error}"[:200]]
     if [entry["question"] for _, entry in problems] != [entry["question"] for _, entry in again]:
         return ["its problems change from one call to the next"]
     faults: dict[str, dict[str, None]] = {}
     for grader, entry in problems:
-        right = _grade(grader, entry["answer"], entry)
+        right = _grade(grader, entry["answer"], entry, most_s)
         if right != "gives full marks":
             faults.setdefault(right, {})["the answer that comes with a problem"] = None
         for name, bad in BAD_ANSWERS.items():
-            given = "" if same(bad(entry), entry["answer"]) else _grade(grader, bad(entry), entry)
+            given = "" if same(bad(entry), entry["answer"]) else _grade(grader, bad(entry), entry, most_s)
             if given not in HARMLESS:
                 faults.setdefault(given, {})[name] = None
     return [f"{what} on {', '.join(answers)}" for what, answers in faults.items()]
 
 
-def _problems(family: str, settings: dict[str, Any]) -> list[tuple[Any, Entry]]:
-    made = [library().create_dataset(family, **settings, seed=64 * number, size=64) for number in range(PROBLEMS)]
+def _problems(make: Callable[..., Any], family: str, settings: dict[str, Any]) -> list[tuple[Any, Entry]]:
+    made = [make(family, **settings, seed=64 * number, size=64) for number in range(PROBLEMS)]
     return [(grader, grader[number]) for number, grader in enumerate(made)]
 
 
-def _grade(grader: Any, answer: object, entry: Entry) -> str:
+def _grade(grader: Any, answer: object, entry: Entry, most_s: float) -> str:
     """What happened, as a part of a sentence."""
     builtins.__dict__.pop(RAN, None)
-    signal.setitimer(signal.ITIMER_REAL, GRADE_S)
+    signal.setitimer(signal.ITIMER_REAL, most_s)
     try:
         given = float(grader.score_answer(answer, entry))
     except _TooLong:
-        return f"does not end within {GRADE_S:g} s"
+        return f"does not end within {most_s:g} s"
     except Exception as error:  # the boundary to code that is not ours
         return f"raises {type(error).__name__}"
     finally:

@@ -89,13 +89,18 @@ class ReasoningGym:
         Raises:
             ConfigError: a family is not there, or its grader was refused; or the package is not the one of the report.
         """
-        reports = read_reports()
         try:
             installed = version(PACKAGE)
             version("pycosat")
         except PackageNotFoundError as error:
             how = "`make env` installs it where there is a C compiler, or pip install -e '.[environments]'"
             raise ConfigError(f"{error.name} is not installed: {how} in Flash's folder") from None
+        cls.check_families(options, installed)
+
+    @staticmethod
+    def check_families(options: ReasoningGymOptions, installed: str) -> None:
+        """The same, of a package of which this version is installed."""
+        reports = read_reports()
         if installed != reports.version:
             raise ConfigError(
                 f"{PACKAGE} {installed} is installed, and graders were certified of {reports.version}: install that one"

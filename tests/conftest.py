@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,17 @@ def anyio_backend(request: pytest.FixtureRequest) -> str | tuple[str, dict[str, 
     if request.node.get_closest_marker("virtual"):
         return "asyncio", {"loop_factory": VirtualLoop}
     return "asyncio"
+
+
+@pytest.fixture
+def imports(tmp_path: Path) -> Iterator[None]:
+    """What the test adds to the import path is gone after it, and so are the modules of its folder."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "")).startswith(f"{tmp_path}{os.sep}"):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,11 +24,9 @@ Overrides = Callable[[Path], list[str]]
 
 
 @pytest.fixture
-def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Overrides:
+def overrides(tmp_path: Path, imports: None, monkeypatch: pytest.MonkeyPatch) -> Overrides:
     """A folder without outputs, and what stands in for the data that an example wants."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     rows = [{"problem": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(20)]
     data = tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -48,14 +49,14 @@ class Alfworld(TextGame[AlfworldOptions]):
         super().__init__(options)
 
     @classmethod
-    def check(cls, options: AlfworldOptions) -> None:
-        """Look whether the files and the packages are there.
+    def check(cls, options: AlfworldOptions, find: Callable[[str], object] = importlib.util.find_spec) -> None:
+        """Look whether the files and the packages are there; `find` finds no package of None.
 
         Raises:
             ConfigError: they are not.
         """
         for package in ("textworld", "fast_downward"):
-            if importlib.util.find_spec(package) is None:
+            if find(package) is None:
                 how = "pip install -e '.[environments]' 'textworld[pddl]' in Flash's folder"
                 raise ConfigError(f"{package} is not installed: {how}")
         _games(options)

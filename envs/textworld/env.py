@@ -88,14 +88,16 @@ class TextWorld(TextGame[TextWorldOptions]):
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Show the beginning of the game of this seed."""
-        options = self._options
+        return await self._begin(await self._generated(self._options.game_of(seed))), {}
+
+    async def _generated(self, game: GameOf) -> str:
+        """The file of a game, once it is there."""
         try:
-            file = await in_worker(GENERATE_S, generate, options.game_of(seed), options.place)
+            return await in_worker(GENERATE_S, generate, game, self._options.place)
         except TimeoutError:
             raise EnvError(f"the game was not generated within {GENERATE_S:g} s") from None
         except anyio.BrokenWorkerProcess:
             raise EnvError("the process that generates the game died") from None
-        return await self._begin(file), {}
 
     def solved_examples(self, count: int, seed: int) -> list[SolvedExample]:
         """`count` training games, each by its own solution. Generates and plays them in a process of its own."""

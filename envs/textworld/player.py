@@ -42,8 +42,8 @@ class _StuckError(Exception):
 class Player:
     """One process, and its successors. Made by `open_player`."""
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self._command = command
+    def __init__(self, command: Sequence[str], start_s: float, message_s: float) -> None:
+        self._command, self._start_s, self._message_s = command, start_s, message_s
         self._lock = anyio.Lock()
         self._numbers = itertools.count()
         self._process: Process | None = None
@@ -73,7 +73,7 @@ class Player:
             request = Play(next(self._numbers), episode, file, list(commands))
             try:
                 with anyio.fail_after(timeout):
-                    return await _asked(process, answers, request)
+                    return await self._asked(process, answers, request)
             except TimeoutError:
                 await self.end()
                 raise EnvError(f"the game did not answer {last} within {timeout:g} s") from None
@@ -94,12 +94,12 @@ class Player:
         if not self._loaded:
             program = " ".join(self._command)
             try:
-                with anyio.fail_after(START_S):
+                with anyio.fail_after(self._start_s):
                     await self._answers.receive_exactly(LENGTH.size)
             except TimeoutError:
                 await self.end()
-                message = f"the games' process did not load TextWorld within {START_S:g} s: is the machine overloaded?"
-                raise EnvError(f"{message} It is `{program}`") from None
+                message = f"the games' process did not load TextWorld within {self._start_s:g} s"
+                raise EnvError(f"{message}: is the machine overloaded? It is `{program}`") from None
             except _GONE:
                 await self.end()
                 message = f"the games' process died while it loaded TextWorld: `{program}` says why"
@@ -116,35 +116,35 @@ class Player:
                     process.kill()
                 await process.aclose()
 
+    async def _asked(self, process: Process, answers: BufferedByteReceiveStream, request: Play) -> Shown:
+        assert process.stdin is not None
+        message = msgspec.msgpack.encode(request)
+        # Half a request would be the beginning of the next one.
+        with anyio.move_on_after(self._message_s, shield=True) as passing:
+            await process.stdin.send(LENGTH.pack(len(message)) + message)
+        if passing.cancelled_caught:
+            raise _StuckError
+        while (shown := await self._answer(answers)).number != request.number:
+            pass  # that of a request which was cancelled
+        return shown
 
-async def _asked(process: Process, answers: BufferedByteReceiveStream, request: Play) -> Shown:
-    assert process.stdin is not None
-    message = msgspec.msgpack.encode(request)
-    # Half a request would be the beginning of the next one.
-    with anyio.move_on_after(MESSAGE_S, shield=True) as passing:
-        await process.stdin.send(LENGTH.pack(len(message)) + message)
-    if passing.cancelled_caught:
-        raise _StuckError
-    while (shown := await _answer(answers)).number != request.number:
-        pass  # that of a request which was cancelled
-    return shown
-
-
-async def _answer(answers: BufferedByteReceiveStream) -> Shown:
-    (length,) = LENGTH.unpack(await answers.receive_exactly(LENGTH.size))
-    message = b""
-    # Half an answer would be the beginning of the next one.
-    with anyio.move_on_after(MESSAGE_S, shield=True) as passing:
-        message = await answers.receive_exactly(length)
-    if passing.cancelled_caught:
-        raise _StuckError
-    return msgspec.msgpack.decode(message, type=Shown)
+    async def _answer(self, answers: BufferedByteReceiveStream) -> Shown:
+        (length,) = LENGTH.unpack(await answers.receive_exactly(LENGTH.size))
+        message = b""
+        # Half an answer would be the beginning of the next one.
+        with anyio.move_on_after(self._message_s, shield=True) as passing:
+            message = await answers.receive_exactly(length)
+        if passing.cancelled_caught:
+            raise _StuckError
+        return msgspec.msgpack.decode(message, type=Shown)
 
 
 @asynccontextmanager
-async def open_player(command: Sequence[str] = COMMAND) -> AsyncGenerator[Player]:
-    """A player that is ended with the block."""
-    player = Player(command)
+async def open_player(
+    command: Sequence[str] = COMMAND, start_s: float = START_S, message_s: float = MESSAGE_S
+) -> AsyncGenerator[Player]:
+    """A player that is ended with the block. Times are of a process's start and of one message, in seconds."""
+    player = Player(command, start_s, message_s)
     try:
         yield player
     finally:

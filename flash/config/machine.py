@@ -20,7 +20,7 @@ NVIDIA_SMI_TIMEOUT = 30.0
 """Seconds; the tool takes a few where the driver has to wake up."""
 
 
-def count_gpus() -> int:
+def count_gpus(driver: Path = NVIDIA_DRIVER) -> int:
     """NVIDIA GPUs that CUDA would show to a process of this machine, found without CUDA."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -30,8 +30,8 @@ def count_gpus() -> int:
                 break
             count += 1
         return count
-    if NVIDIA_DRIVER.is_dir():
-        return sum(1 for _ in NVIDIA_DRIVER.iterdir())
+    if driver.is_dir():
+        return sum(1 for _ in driver.iterdir())
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return 0
@@ -46,6 +46,9 @@ def count_gpus() -> int:
 
 COMPILER = "g++"
 """What torch's inductor calls on Linux, unless CXX names another program."""
+
+HEADERS = Path(sysconfig.get_path("include"), "Python.h")
+"""The first of Python's headers, where there are any."""
 
 COMPILER_TIMEOUT_S = 20.0
 """For a compiler's version; it may lie on a file system that is slow to wake up."""
@@ -66,15 +69,14 @@ def why_eager(config: Config) -> str | None:
     )
 
 
-def lacks() -> str | None:
+def lacks(headers: Path = HEADERS) -> str | None:
     """What this machine lacks to compile graphs for the CPU; None: nothing."""
     name = compiler()
     if not _answers(name, os.environ.get("PATH", os.defpath)):
         named = f"{name!r}, which CXX names, is none" if "CXX" in os.environ else f"{name} is not on PATH"
         return f"torch finds no C++ compiler ({named})"
-    folder = Path(sysconfig.get_path("include"))
-    if not (folder / "Python.h").is_file():
-        return f"Python's headers are not installed ({folder / 'Python.h'})"
+    if not headers.is_file():
+        return f"Python's headers are not installed ({headers})"
     return None
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -20,18 +18,14 @@ from flash.errors import ConfigError
 
 @pytest.fixture
 def project(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Generator[tuple[Path, str]]:
+    tmp_path: Path, imports: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[Path, str]:
     """A project in a path with spaces, which is the working directory, and what was said of it."""
     folder = tmp_path / "my first project"
     monkeypatch.delenv("VIRTUAL_ENV", raising=False)
     assert main(["init", str(folder)]) == 0
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    yield folder, capsys.readouterr().out
-    for module in ("my_env", "my_reward"):
-        sys.modules.pop(module, None)
+    return folder, capsys.readouterr().out
 
 
 def test_it_writes_a_config_that_a_run_takes_and_says_how_to_go_on(

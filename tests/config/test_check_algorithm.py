@@ -1,7 +1,6 @@
 """Combinations of `[algorithm]` and `[critic]` that are refused before anything starts."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,11 +30,9 @@ class Choosy(Objective):
 
 
 @pytest.fixture(autouse=True)
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def project(tmp_path: Path, imports: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A current directory with a user's module, a model folder and a smallest configuration."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "my_objectives_for_check", raising=False)
     (tmp_path / "my_objectives_for_check.py").write_text(MODULE)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({}))

@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-from flash.config import machine as hardware
 from flash.config.machine import count_gpus
 
 
@@ -20,8 +19,7 @@ def test_gpus_are_counted_from_the_driver(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for bus in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / "gpus" / bus).mkdir(parents=True)
-    monkeypatch.setattr(hardware, "NVIDIA_DRIVER", tmp_path / "gpus")
-    assert count_gpus() == 2
+    assert count_gpus(tmp_path / "gpus") == 2
 
 
 @pytest.mark.parametrize(
@@ -29,17 +27,15 @@ def test_gpus_are_counted_from_the_driver(monkeypatch, tmp_path):
 )
 def test_gpus_are_counted_by_nvidia_smi(monkeypatch, tmp_path, script, count):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(hardware, "NVIDIA_DRIVER", tmp_path / "no-driver")
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
-    assert count_gpus() == count
+    assert count_gpus(tmp_path / "no-driver") == count
 
 
 def test_a_machine_without_nvidia_has_no_gpus(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(hardware, "NVIDIA_DRIVER", tmp_path / "no-driver")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert count_gpus() == 0
+    assert count_gpus(tmp_path / "no-driver") == 0

@@ -36,11 +36,9 @@ class Speechless:
 
 
 @pytest.fixture(autouse=True)
-def project(tmp_path, monkeypatch):
+def project(tmp_path, imports, monkeypatch):
     """A current directory with a user's module, a model folder and a smallest configuration."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "my_module_for_config", raising=False)
     (tmp_path / "my_module_for_config.py").write_text(MODULE)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 8192}))

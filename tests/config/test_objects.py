@@ -80,14 +80,10 @@ class TakesStructAndMore:
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def here(tmp_path, imports, monkeypatch):
     """An empty current directory, and the import state put back afterwards."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    before = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+    return tmp_path
 
 
 def test_an_import_path_gives_the_object():
@@ -158,7 +154,7 @@ def test_what_one_process_imports_another_one_can(here, monkeypatch):
     (here / "deep" / "in_a_folder.py").write_text("class Mine: ...")
     import_from([str(here / "deep")])
     share_import_path()
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(here / "deep")])
+    sys.path.remove(str(here / "deep"))
     take_import_path()
     assert load_object("in_a_folder:Mine").__name__ == "Mine"
     assert "PYTHONPATH" not in os.environ or str(here) not in os.environ["PYTHONPATH"]

@@ -21,6 +21,7 @@ cluster = { gpus_per_node = 0 }
 MODULE = "class Mine:" + "".join(f"\n    def {name}(self): ..." for name in ("reset", "step", "close"))
 
 
+@pytest.mark.usefixtures("imports")
 def test_a_recorded_configuration_is_read_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -30,7 +31,6 @@ def test_a_recorded_configuration_is_read_from_any_folder(tmp_path: Path, monkey
     (project / "my_recorded_env.py").write_text(MODULE)
     (project / "run.toml").write_text(CONFIG)
     imported = list(sys.path)
-    monkeypatch.setattr(sys, "path", [*imported])
     monkeypatch.chdir(project)
     config = recorded(load("run.toml"))
     assert config.run_dir == project / "outputs" / "a-run"
@@ -44,7 +44,6 @@ def test_a_recorded_configuration_is_read_from_any_folder(tmp_path: Path, monkey
 
     (elsewhere / "config.toml").write_text(dump(config))
     del sys.modules["my_recorded_env"]
-    monkeypatch.setattr(sys, "path", imported)
+    sys.path[:] = imported
     monkeypatch.chdir(elsewhere)
     assert load("config.toml") == config
-    del sys.modules["my_recorded_env"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,10 @@ def block(words: str) -> str:
 
 
 @pytest.fixture
-def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def beside(tmp_path: Path, imports: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that modules are found in."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.delitem(sys.modules, "my_env", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import anyio.to_thread
@@ -32,25 +31,22 @@ class Problems:
         return 1.0 if answer == entry["answer"] else self._grader(answer)
 
 
-@pytest.fixture
-def graded(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], float]], list[str]]:
+def found(problems: Problems, most_s: float = 5.0) -> list[str]:
+    """What is found out about a family."""
+    return certify("sums", {}, lambda family, **settings: problems, most_s).refused
+
+
+def graded(grader: Callable[[str], float], most_s: float = 5.0) -> list[str]:
     """What is found out about a grader of wrong answers."""
-
-    def faults(grader: Callable[[str], float]) -> list[str]:
-        module = ModuleType("reasoning_gym")
-        module.create_dataset = lambda family, **settings: Problems(grader)  # type: ignore[attr-defined]
-        monkeypatch.setattr(grader_report, "library", lambda: module)
-        return certify("sums", {}).refused
-
-    return faults
+    return found(Problems(grader), most_s)
 
 
-def test_a_grader_that_takes_right_answers_and_no_others_is_certified(graded: Any) -> None:
+def test_a_grader_that_takes_right_answers_and_no_others_is_certified() -> None:
     assert graded(lambda answer: 0.0) == []
     assert graded(lambda answer: 0.9 * (len(answer) > 3)) == []
 
 
-def test_a_grader_that_takes_a_bad_answer_is_refused(graded: Any) -> None:
+def test_a_grader_that_takes_a_bad_answer_is_refused() -> None:
     assert graded(lambda answer: float(not answer)) == ["gives full marks on an empty answer"]
     assert graded(lambda answer: float("42" in answer)) == ["gives full marks on the answer among others"]
     assert graded(lambda answer: float(len(answer) > 9999)) == [
@@ -58,7 +54,7 @@ def test_a_grader_that_takes_a_bad_answer_is_refused(graded: Any) -> None:
     ]
 
 
-def test_a_grader_that_raises_or_runs_answers_is_refused(graded: Any) -> None:
+def test_a_grader_that_raises_or_runs_answers_is_refused() -> None:
     assert graded(lambda answer: float(int(answer or "0") == 7))[0].startswith("raises ValueError on white space, garb")
 
     def runs(answer: str) -> float:
@@ -69,29 +65,24 @@ def test_a_grader_that_raises_or_runs_answers_is_refused(graded: Any) -> None:
     assert graded(runs) == ["runs it as a program on a program"]
 
 
-def test_a_grader_that_does_not_end_is_refused(graded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grader_report, "GRADE_S", 0.01)
-
+def test_a_grader_that_does_not_end_is_refused() -> None:
     def hangs(answer: str) -> float:
         while "**" in answer:
             pass
         return 0.0
 
-    assert graded(hangs) == ["does not end within 0.01 s on a power without end"]
+    assert graded(hangs, 0.01) == ["does not end within 0.01 s on a power without end"]
 
 
-def test_a_grader_that_refuses_the_right_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grader_that_refuses_the_right_answer_is_refused() -> None:
     class Deaf(Problems):
         def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
             return 0.5
 
-    module = ModuleType("reasoning_gym")
-    module.create_dataset = lambda family, **settings: Deaf(float)  # type: ignore[attr-defined]
-    monkeypatch.setattr(grader_report, "library", lambda: module)
-    assert certify("sums", {}).refused == ["gives less than full marks on the answer that comes with a problem"]
+    assert found(Deaf(float)) == ["gives less than full marks on the answer that comes with a problem"]
 
 
-def test_problems_that_change_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_that_change_are_refused() -> None:
     calls: list[int] = []
 
     class Changing(Problems):
@@ -99,10 +90,7 @@ def test_problems_that_change_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
             calls.append(index)
             return super().__getitem__(len(calls))
 
-    module = ModuleType("reasoning_gym")
-    module.create_dataset = lambda family, **settings: Changing(lambda answer: 0.0)  # type: ignore[attr-defined]
-    monkeypatch.setattr(grader_report, "library", lambda: module)
-    assert certify("sums", {}).refused == ["its problems change from one call to the next"]
+    assert found(Changing(lambda answer: 0.0)) == ["its problems change from one call to the next"]
 
 
 @pytest.mark.parametrize(
@@ -135,28 +123,18 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
         ReasoningGymOptions(**options)
 
 
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if all that it needs were there, part of which a compiler makes."""
-    whole = read_reports().version
-    monkeypatch.setattr("envs.reasoning_gym.version", lambda package: whole)
-
-
-@pytest.mark.usefixtures("installed")
 def test_families_that_are_not_there_or_refused_are_refused_before_a_run() -> None:
-    ReasoningGym.check(ReasoningGymOptions(families=["all"]))
+    installed = read_reports().version
+    ReasoningGym.check_families(ReasoningGymOptions(families=["all"]), installed)
     with pytest.raises(ConfigError, match="there is no family 'sums', only ab, "):
-        ReasoningGym.check(ReasoningGymOptions(families=["sums"]))
+        ReasoningGym.check_families(ReasoningGymOptions(families=["sums"]), installed)
     with pytest.raises(ConfigError, match=r"the grader of spiral_matrix is refused: .*runs it as a program"):
-        ReasoningGym.check(ReasoningGymOptions(families=["spiral_matrix"]))
+        ReasoningGym.check_families(ReasoningGymOptions(families=["spiral_matrix"]), installed)
 
 
-@pytest.mark.usefixtures("installed")
-def test_another_version_of_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = msgspec.structs.replace(read_reports(), version="0.0.1")
-    monkeypatch.setattr("envs.reasoning_gym.read_reports", lambda: other)
-    with pytest.raises(ConfigError, match=r"graders were certified of 0\.0\.1"):
-        ReasoningGym.check(ReasoningGymOptions(families=["gcd"]))
+def test_another_version_of_the_package_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"reasoning.gym 0\.0\.1 is installed, and graders were certified of \d"):
+        ReasoningGym.check_families(ReasoningGymOptions(families=["gcd"]), "0.0.1")
 
 
 def test_families_take_turns() -> None:

@@ -16,6 +16,7 @@ from envs.textworld.player import Player, open_player
 from flash.environment import HELD_OUT, Environment, WarmStart, sharing
 from flash.errors import ConfigError, EnvError
 from flash.types import Message
+from tests.envs.players import played_by
 
 FAKE = (sys.executable, str(Path(__file__).parent / "textworld_fake.py"))
 
@@ -67,9 +68,8 @@ async def test_an_answer_to_a_request_that_was_cancelled_is_nobody_elses(tmp_pat
 
 @pytest.mark.integration
 @pytest.mark.anyio
-async def test_a_player_that_stops_in_the_middle_of_an_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("envs.textworld.player.MESSAGE_S", 0.5)
-    async with open_player(FAKE) as player:
+async def test_a_player_that_stops_in_the_middle_of_an_answer_is_replaced() -> None:
+    async with open_player(FAKE, message_s=0.5) as player:
         with anyio.fail_after(60), pytest.raises(EnvError, match="in the middle of a message over 'half'"):
             await player.play(1, "", ["half"], 30)
         assert (await player.play(2, "", ["x"], 30)).text == "['x'] 1"
@@ -95,11 +95,8 @@ async def test_the_deadline_of_a_game_counts_from_when_its_process_is_loaded() -
         ("fails", "died while it loaded TextWorld: `.* fails` says why"),
     ],
 )
-async def test_a_process_that_does_not_load_is_named_as_that(
-    monkeypatch: pytest.MonkeyPatch, loading: str, message: str
-) -> None:
-    monkeypatch.setattr("envs.textworld.player.START_S", 0.5 if loading == "hangs" else 30)
-    async with open_player((*FAKE, loading)) as player:
+async def test_a_process_that_does_not_load_is_named_as_that(loading: str, message: str) -> None:
+    async with open_player((*FAKE, loading), start_s=0.5 if loading == "hangs" else 30) as player:
         with anyio.fail_after(60), pytest.raises(EnvError, match=message):
             await player.play(1, "", ["a"], 30)
 
@@ -120,25 +117,24 @@ def shown(text: str, score: float, *, won: bool = False, lost: bool = False) -> 
     return Shown(0, text, ["go east", "look"], [], score, won, lost)
 
 
-async def episode(monkeypatch: pytest.MonkeyPatch, player: Player, commands: list[str], **options: Any) -> list[Any]:
+class Generated(TextWorld):
+    """Whose games are there."""
+
+    async def _generated(self, game: GameOf) -> str:
+        return f"/games/{game.name}"
+
+
+async def episode(player: Player, commands: list[str], **options: Any) -> list[Any]:
     """All that the environment says of one game."""
-
-    async def generated(timeout: float, function: Any, game: GameOf, folder: str) -> str:
-        return f"{folder}/{game.name}"
-
-    async def ours(key: str, opened: Any) -> Player:
-        return player
-
-    monkeypatch.setattr("envs.textworld.env.in_worker", generated)
-    monkeypatch.setattr("envs.textworld.game.shared", ours)
-    env = TextWorld(TextWorldOptions(template="plain", folder="/games", **options))
-    return [await env.reset(7), *[await env.step(command) for command in commands]]
+    env = Generated(TextWorldOptions(template="plain", **options))
+    async with played_by(player):
+        return [await env.reset(7), *[await env.step(command) for command in commands]]
 
 
 @pytest.mark.anyio
-async def test_progress_is_what_a_step_adds_to_the_score(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_progress_is_what_a_step_adds_to_the_score() -> None:
     player = Told(shown("begin", 0), shown("A", 0.5), shown("B", 0.25), shown("C", 1, won=True))
-    first, *steps = await episode(monkeypatch, player, ["think\n> go east \n", "look", "x"], games=5)
+    first, *steps = await episode(player, ["think\n> go east \n", "look", "x"], games=5)
     assert first == ("begin\n\nCommands: go east, look\n> ", {})
     assert steps == [
         ("\nA\n\nCommands: go east, look\n> ", 0.5, False, False, {}),
@@ -150,16 +146,16 @@ async def test_progress_is_what_a_step_adds_to_the_score(monkeypatch: pytest.Mon
 
 
 @pytest.mark.anyio
-async def test_the_end_may_be_all_that_counts_and_moves_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_end_may_be_all_that_counts_and_moves_run_out() -> None:
     player = Told(shown("begin", 0), shown("A", 0.5), shown("B", 1, won=True))
-    steps = await episode(monkeypatch, player, ["x", "y"], reward="end", admissible=False)
+    steps = await episode(player, ["x", "y"], reward="end", admissible=False)
     assert [step[1] for step in steps[1:]] == [0.0, 1.0]
     assert steps[1][0] == "\nA\n> "
     player = Told(shown("begin", 0), shown("A", 0.5), shown("B", 0.5))
-    steps = await episode(monkeypatch, player, ["x", "y"], max_moves=2)
+    steps = await episode(player, ["x", "y"], max_moves=2)
     assert steps[2] == ("", 0.0, True, False, {"metrics": {"won": 0.0, "moves": 2.0}})
     player = Told(shown("begin", 0), shown("burnt", 0.5, lost=True))
-    assert (await episode(monkeypatch, player, ["cook"]))[1][1:3] == (0.5, True)
+    assert (await episode(player, ["cook"]))[1][1:3] == (0.5, True)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from flash.observe.alarms import Given
-from flash.observe.trackers import alarm_command
-from flash.observe.trackers.alarm_command import AlarmCommand
+from flash.observe.trackers.alarm_command import SAID, AlarmCommand
 
 
 def test_it_is_given_the_name_and_the_text(tmp_path: Path) -> None:
@@ -36,16 +35,14 @@ def test_what_goes_wrong_is_told_once(words: str, fault: str) -> None:
     assert command.warnings() == []
 
 
-def test_one_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alarm_command, "COMMAND_S", 0.05)
-    command = AlarmCommand("sleep 1000")
+def test_one_that_does_not_end_is_ended() -> None:
+    command = AlarmCommand("sleep 1000", 0.05)
     command.call(Given("stale", "text"))
     assert command.warnings() + command.close() == ["alarms.command took longer than 0.05 s and was ended"]
 
 
-def test_one_that_does_not_end_takes_what_it_started_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(alarm_command, "COMMAND_S", 0.5)
-    command = AlarmCommand(f"sh -c 'sleep 1000 & echo $! > {tmp_path}/child; wait'")
+def test_one_that_does_not_end_takes_what_it_started_with_it(tmp_path: Path) -> None:
+    command = AlarmCommand(f"sh -c 'sleep 1000 & echo $! > {tmp_path}/child; wait'", 0.5)
     command.call(Given("stale", "text"))
     assert len(command.warnings() + command.close()) == 1
     child = int((tmp_path / "child").read_text())
@@ -74,4 +71,4 @@ def test_of_megabytes_that_it_says_only_the_first_are_told() -> None:
     command = AlarmCommand("sh -c 'head -c 20000000 /dev/zero | tr \\\\0 x >&2; exit 4'")
     command.call(Given("stale", "text"))
     (told,) = command.warnings() + command.close()
-    assert told == f"alarms.command ended with code 4: {alarm_command.SAID * 'x'}"
+    assert told == f"alarms.command ended with code 4: {SAID * 'x'}"

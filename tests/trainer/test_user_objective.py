@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,12 +47,9 @@ class Bare(Powered, frozen=True):
 
 
 @pytest.fixture
-def settings(tmp_path: Path, tied_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def settings(tmp_path: Path, tied_model: Path, imports: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package in the current directory, and a run that names its objective."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in [name for name in sys.modules if name.startswith("my_objectives")]:
-        monkeypatch.delitem(sys.modules, name)
     package = tmp_path / "my_objectives"
     package.mkdir()
     (package / "__init__.py").write_text("")

@@ -31,10 +31,11 @@ class AlarmCommand:
 
     Args:
         command: a program and its arguments, as a shell would split them.
+        most_s: what a call may take.
     """
 
-    def __init__(self, command: str) -> None:
-        self._words = shlex.split(command)
+    def __init__(self, command: str, most_s: float = COMMAND_S) -> None:
+        self._words, self._most_s = shlex.split(command), most_s
         self._caller = ThreadPoolExecutor(1, thread_name_prefix="alarms")
         self._calls: list[Future[str]] = []
 
@@ -69,16 +70,16 @@ class AlarmCommand:
         except (OSError, ValueError) as error:
             return f"alarms.command cannot be called: {error}"
         with process:
-            said = _end_of(process, f"{alarm.text}\n".encode())
+            said = _end_of(process, f"{alarm.text}\n".encode(), self._most_s)
         if said is None:
-            return f"alarms.command took longer than {COMMAND_S:g} s and was ended"
+            return f"alarms.command took longer than {self._most_s:g} s and was ended"
         if process.returncode == 0:
             return ""
         words = said.decode("utf-8", "replace").strip()
         return f"alarms.command ended with code {process.returncode}: {words}"
 
 
-def _end_of(process: subprocess.Popen[bytes], text: bytes) -> bytes | None:
+def _end_of(process: subprocess.Popen[bytes], text: bytes, most_s: float) -> bytes | None:
     """The first that it says on its error output until it ends; None: it did not in time, and was ended with its kin.
 
     What it has started may go on, and hold that output open: only its own end counts.
@@ -89,7 +90,7 @@ def _end_of(process: subprocess.Popen[bytes], text: bytes) -> bytes | None:
         process.stdin.write(text)
         process.stdin.close()
     os.set_blocking(process.stderr.fileno(), False)
-    deadline, said = time.monotonic() + COMMAND_S, b""
+    deadline, said = time.monotonic() + most_s, b""
     while (code := process.poll()) is None and time.monotonic() < deadline:
         with suppress(subprocess.TimeoutExpired):
             process.wait(LOOK_S)

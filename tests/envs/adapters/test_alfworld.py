@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from flash.environment import HELD_OUT, Environment, sharing
 from flash.errors import ConfigError, EnvError
 from flash.types import Message
 from tests.envs.adapters.alfworld_folder import write_game
+from tests.envs.players import played_by
 
 pytestmark = pytest.mark.anyio
 
@@ -30,14 +32,10 @@ class Told(Player):
 
 
 @pytest.fixture
-def player(monkeypatch: pytest.MonkeyPatch) -> Told:
+async def player() -> AsyncIterator[Told]:
     player = Told()
-
-    async def ours(key: str, opened: Any) -> Player:
-        return player
-
-    monkeypatch.setattr("envs.textworld.game.shared", ours)
-    return player
+    async with played_by(player):
+        yield player
 
 
 async def test_each_side_has_its_games_and_some_are_left_out(tmp_path: Path, player: Told) -> None:
@@ -68,18 +66,17 @@ async def test_games_that_nobody_can_solve_are_an_error(tmp_path: Path, player: 
     assert player.asked == []
 
 
-def test_what_is_missing_is_said_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_said_before_a_run(tmp_path: Path) -> None:
     found = {"textworld": object(), "fast_downward": object()}
-    monkeypatch.setattr("importlib.util.find_spec", found.get)
     write_game(tmp_path, "train", "pick-Apple-1")
     options = AlfworldOptions(folder=str(tmp_path))
     with pytest.raises(ConfigError, match=r"no games of ALFWorld in .*json_2\.1\.1/valid_unseen: .*alfworld-download"):
-        Alfworld.check(options)
+        Alfworld.check(options, found.get)
     write_game(tmp_path, "valid_unseen", "pick-Apple-1")
-    Alfworld.check(options)
+    Alfworld.check(options, found.get)
     del found["fast_downward"]
     with pytest.raises(ConfigError, match=r"fast_downward is not installed: .*textworld\[pddl\]"):
-        Alfworld.check(options)
+        Alfworld.check(options, found.get)
 
 
 def test_things_are_called_by_kind_and_number() -> None:

@@ -53,8 +53,8 @@ def agent(options: VerifiersOptions) -> Agent:
     return Agent(made)
 
 
-def policy() -> Policy:
-    return Policy(lambda _: [*b"42", END], seconds=0.01)
+def policy(says: bytes = b"42") -> Policy:
+    return Policy(lambda _: [*says, END], seconds=0.01)
 
 
 async def test_an_episode_is_played_by_the_server_and_rewarded_by_it() -> None:
@@ -92,33 +92,20 @@ async def test_what_a_limit_of_the_run_ends_is_truncated_and_earns_nothing() -> 
     assert (played.outcome, played.reward) == (Outcome.TRUNCATED, 0.0)
 
 
-async def test_an_episode_that_fails_there_is_an_error_here(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def told(*given: Any) -> list[str]:
-        raise RuntimeError("out of paper")
-
-    monkeypatch.setattr(package.Env, "_told", told)
+async def test_an_episode_that_fails_there_is_an_error_here() -> None:
     async with served() as options:
-        played = await play(agent(options), policy(), in_process=False)
+        played = await play(agent(options), policy(b"fail"), in_process=False)
     assert isinstance(played, Failure)
     assert played.outcome == Outcome.ENV_ERROR
     assert "it raised EnvError: verifiers: 500" in played.message
 
 
-async def test_an_episode_that_is_closed_ends_at_the_server_too(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = anyio.Event()
-
-    async def told(*given: Any) -> list[str]:
-        begun.set()
-        return await anyio.sleep_forever()
-
-    monkeypatch.setattr(package.Env, "_told", told)
+async def test_an_episode_that_is_closed_ends_at_the_server_too(package: Any) -> None:
     async with served() as options, sharing("test"), anyio.create_task_group() as tasks:
-        env = agent(options)
-        tasks.start_soon(env.reset, 5)
-        await begun.wait()
+        tasks.start_soon(live, agent(options), policy(b"wait"))
+        await package.waits.wait()
         tasks.cancel_scope.cancel()
         with anyio.CancelScope(shield=True), anyio.fail_after(20):
-            await env.close()
             await package.over.wait()
 
 

@@ -1,4 +1,7 @@
-"""A task set of sums. Its harness asks each twice, streamed, at the address that the client's config names."""
+"""A task set of sums. Its harness asks each twice, streamed, at the address that the client's config names.
+
+One who says `fail` makes it fail, and one who says `wait` makes it ask no more.
+"""
 
 import asyncio
 import json
@@ -9,6 +12,8 @@ from typing import Any
 
 import httpx
 
+waits = asyncio.Event()
+"""Set when one was told to."""
 over = asyncio.Event()
 """Set when an episode is, however it ended."""
 
@@ -76,6 +81,11 @@ class Env:
                 events = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line != "data: [DONE]"]
                 deltas = [json.loads(event)["choices"][0]["delta"] for event in events if event]
                 said.append("".join(delta.get("content") or "" for delta in deltas))
+                if said[-1] == "fail":
+                    raise RuntimeError("out of paper")
+                if said[-1] == "wait":
+                    waits.set()
+                    await asyncio.sleep(1000)
                 messages.append({"role": "assistant", "content": said[-1]})
         return said
 
