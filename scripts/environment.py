@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -152,7 +152,17 @@ def alone() -> Generator[None]:
         os.close(descriptor)
 
 
-def make() -> None:
+def install() -> None:
+    """Fill the empty environment, and try whether it works."""
+    if packages.has_nvidia_gpu():
+        packages.install_for_gpu()
+        import_once(FIRST_IMPORTS)
+    else:
+        packages.install_for_cpu()
+        import_once(f"{FIRST_IMPORTS}, {FIRST_IMPORTS_CPU}")
+
+
+def make(install: Callable[[], None] = install) -> None:
     """Make the environment, or what is missing of it."""
     start = time.monotonic()
     sys.stdout.write(f"Making {commands.VENV} (once), with Python {'.'.join(map(str, sys.version_info[:3]))}:\n")
@@ -163,18 +173,13 @@ def make() -> None:
     refuse_other_folders()
     shutil.rmtree(commands.SCRATCH, ignore_errors=True)
     commands.SCRATCH.mkdir()
-    if packages.has_nvidia_gpu():
-        packages.install_for_gpu()
-        import_once(FIRST_IMPORTS)
-    else:
-        packages.install_for_cpu()
-        import_once(f"{FIRST_IMPORTS}, {FIRST_IMPORTS_CPU}")
+    install()
     shutil.rmtree(commands.SCRATCH, ignore_errors=True)
     commands.STAMP.write_text(fingerprint())
     sys.stdout.write(f"Ready after {time.monotonic() - start:.0f} s.\n")
 
 
-def main() -> int:
+def main(make: Callable[[], None] = make) -> int:
     """Make the environment, or leave it as it is when it is current."""
     if is_current():  # also where nothing may be written
         return 0

@@ -11,21 +11,21 @@ import sys
 OLDEST_PYTHON = (3, 11)
 
 
-def too_old():
+def too_old(oldest):
     """Why this Python is not taken; empty: it is."""
-    if sys.version_info >= OLDEST_PYTHON:
+    if sys.version_info >= oldest:
         return ""
-    found, wanted = (".".join(map(str, version[:2])) for version in (sys.version_info, OLDEST_PYTHON))
+    found, wanted = (".".join(map(str, version[:2])) for version in (sys.version_info, oldest))
     return (
         "Flash needs Python " + wanted + " or newer; " + sys.executable + " is " + found + ". "
         "Name another one: make env PYTHON=/path/to/python3.12, or PYTHON=/path/to/python3.12 ./launch.sh"
     )
 
 
-def start():
+def start(oldest=OLDEST_PYTHON):
     """Make the environment, or leave it as it is when it is current; the exit code."""
-    if too_old():
-        sys.stderr.write("error: " + too_old() + "\n")
+    if too_old(oldest):
+        sys.stderr.write("error: " + too_old(oldest) + "\n")
         return 1
     import environment
 

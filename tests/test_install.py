@@ -30,35 +30,40 @@ class Scripts(NamedTuple):
     install: Any
 
 
-@pytest.fixture
-def scripts(tmp_path, monkeypatch):
-    """The scripts as modules, with their environment in a temporary folder."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    found = Scripts(*map(import_module, MODULES))
-    module = found.commands
-    venv = tmp_path / ".venv"
-    (venv / "bin").mkdir(parents=True)
-    (venv / "bin" / "python").symlink_to(sys.executable)
-    monkeypatch.setattr(module, "VENV", venv)
-    monkeypatch.setattr(module, "PYTHON", venv / "bin" / "python")
-    monkeypatch.setattr(module, "STAMP", venv / "stamp")
-    monkeypatch.setattr(module, "LOG", venv / "log")
-    monkeypatch.setattr(module, "SCRATCH", venv)
-    return found
+def clone(folder):
+    """What an environment is made from."""
+    for name in (*(f"scripts/{module}.py" for module in MODULES), "pyproject.toml"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(SCRIPTS.parent / name, folder / name)
+    shutil.copytree(SCRIPTS.parent / "requirements", folder / "requirements")
 
 
 @pytest.fixture
-def bare(tmp_path, monkeypatch):
-    """The Python of an environment that has pip and nothing else, and an index without a package for it."""
+def scripts(tmp_path, imports, monkeypatch):
+    """The scripts of a clone in a temporary folder as modules; its environment has a Python and nothing else."""
+    clone(tmp_path)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "tmp").mkdir()
+    (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    for module in MODULES:
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path / "scripts"))
+    return Scripts(*map(import_module, MODULES))
+
+
+@pytest.fixture
+def bare(scripts, tmp_path, monkeypatch):
+    """The Python of that environment with pip and nothing else, and an index without a package for it."""
     for name in ("FIND_LINKS", "EXTRA_INDEX_URL", "CONSTRAINT", "NO_INDEX"):
         monkeypatch.delenv(f"PIP_{name}", raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_INDEX_URL", listing(tmp_path / "ordinary"))
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
-    packages = next((tmp_path / "bare" / "lib").glob("python*/site-packages"))
+    subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", scripts.commands.VENV], check=True)
+    scripts.commands.SCRATCH.mkdir()
+    packages = next((scripts.commands.VENV / "lib").glob("python*/site-packages"))
     # Imported here, pip would have setuptools leave the old distutils in place, with which vLLM does not start.
     (packages / "pip").symlink_to(Path(str(importlib.metadata.distribution("pip").locate_file("pip"))))
-    return tmp_path / "bare" / "bin" / "python"
+    return scripts.commands.PYTHON
 
 
 def listing(folder, *files):
@@ -80,12 +85,11 @@ def put_torch(python, name, text):
     file.write_text(text)
 
 
-def test_a_finished_environment_is_current_until_what_it_depends_on_changes(scripts, monkeypatch, tmp_path):
+def test_a_finished_environment_is_current_until_what_it_depends_on_changes(scripts):
     assert not scripts.environment.is_current()
     scripts.commands.STAMP.write_text(scripts.environment.fingerprint())
     assert scripts.environment.is_current()
-    (tmp_path / "lock.txt").write_text("numpy==1.0")
-    monkeypatch.setattr(scripts.packages, "LOCK", tmp_path / "lock.txt")
+    scripts.packages.LOCK.write_text("numpy==1.0")
     assert not scripts.environment.is_current()
 
 
@@ -109,45 +113,42 @@ def test_an_environment_knows_whether_it_was_made_where_it_is(scripts, tmp_path,
     assert scripts.environment.made_elsewhere() == Path(f"{tmp_path}-2/.venv")
 
 
-def test_a_finished_environment_is_not_current_in_another_folder(scripts, monkeypatch, tmp_path):
-    scripts.commands.STAMP.write_text(scripts.environment.fingerprint())
-    assert scripts.environment.is_current()
-    for name in ("pyproject.toml", "requirements"):
-        (tmp_path / name).symlink_to(scripts.commands.ROOT / name)
-    monkeypatch.setattr(scripts.environment, "ROOT", tmp_path)
-    assert not scripts.environment.is_current()
+def test_a_finished_environment_is_not_current_in_another_folder(scripts, tmp_path):
+    clone(tmp_path / "there")
+    shutil.copytree(tmp_path / ".venv", tmp_path / "there" / ".venv", symlinks=True)
+    asked = "import environment; print(environment.is_current(), environment.fingerprint())"
+
+    def asks(folder):
+        done = subprocess.run([sys.executable, "-c", asked], cwd=folder / "scripts", capture_output=True, check=True)
+        return done.stdout.decode().split()
+
+    for folder in (tmp_path, tmp_path / "there"):
+        (folder / ".venv" / scripts.commands.STAMP.name).write_text(asks(tmp_path)[1])
+    assert [asks(folder)[0] for folder in (tmp_path, tmp_path / "there")] == ["True", "False"]
 
 
 @pytest.mark.integration
-def test_an_environment_that_was_moved_is_made_anew_and_a_line_says_it(scripts, monkeypatch, tmp_path, capsys):
+def test_an_environment_that_was_moved_is_made_anew_and_a_line_says_it(scripts, tmp_path):
     there = tmp_path / "there" / ".venv"
     subprocess.run([sys.executable, "-m", "venv", there], check=True)
     shutil.rmtree(tmp_path / ".venv")
     there.rename(tmp_path / ".venv")
-    (tmp_path / ".venv" / "stamp").write_text(scripts.environment.fingerprint())
-    for name in ("install_for_gpu", "install_for_cpu"):
-        monkeypatch.setattr(scripts.packages, name, lambda: None)
-    monkeypatch.setattr(scripts.environment, "import_once", lambda modules: None)
-    monkeypatch.setattr(scripts.environment, "is_current", lambda: False)
-    monkeypatch.setattr(scripts.commands, "SCRATCH", tmp_path / ".venv" / "tmp")
-    # As of launch.sh, which calls it with the Python that is there.
-    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
-    assert scripts.environment.main() == 0
-    assert capsys.readouterr().out.count(f"What is there was made as {there} and works nowhere else: it is") == 1
+    # As launch.sh does it, with the Python that is there.
+    made = [scripts.commands.PYTHON, "-c", "import environment; environment.make(install=lambda: None)"]
+    done = subprocess.run(made, cwd=tmp_path / "scripts", capture_output=True, text=True, check=True)
+    assert done.stdout.count(f"What is there was made as {there} and works nowhere else: it is") == 1
     subprocess.run([tmp_path / ".venv" / "bin" / "pip", "--version"], check=True, capture_output=True)
     assert scripts.environment.made_elsewhere() is None
 
 
-def test_a_call_beside_another_one_says_what_it_waits_for(scripts, monkeypatch, capsys):
+def test_a_call_beside_another_one_says_what_it_waits_for(scripts, capsys):
     made, let_go = threading.Event(), threading.Event()
 
     def make():
         made.set()
         let_go.wait()
 
-    monkeypatch.setattr(scripts.environment, "make", make)
-    monkeypatch.setattr(scripts.environment, "is_current", lambda: False)
-    first, second = (threading.Thread(target=scripts.environment.main) for _ in range(2))
+    first, second = (threading.Thread(target=scripts.environment.main, args=(make,)) for _ in range(2))
     first.start()
     made.wait()
     second.start()
@@ -167,9 +168,8 @@ def test_a_current_environment_is_left_alone(scripts, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_an_old_python_is_refused_with_what_to_do(scripts, monkeypatch, capsys):
-    monkeypatch.setattr(scripts.install, "OLDEST_PYTHON", (4, 0))
-    assert scripts.install.start() == 1
+def test_an_old_python_is_refused_with_what_to_do(scripts, capsys):
+    assert scripts.install.start(oldest=(4, 0)) == 1
     told = capsys.readouterr().err
     assert re.match(r"error: Flash needs Python 4\.0 or newer; .* is 3\.\d+\. Name another one: make env PYTHON=", told)
 
@@ -222,7 +222,6 @@ def test_a_network_that_is_missing_is_named(scripts, told):
 
 @pytest.mark.integration
 def test_pip_says_so_of_an_index_that_cannot_be_reached(scripts, bare, monkeypatch):
-    monkeypatch.setattr(scripts.commands, "PYTHON", bare)
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_RETRIES", "1")
     with pytest.raises(scripts.commands.InstallError, match="No connection"):
@@ -312,9 +311,8 @@ def test_what_torch_requires_and_the_lock_has_not_is_found_in_its_own_metadata(s
 
 
 @pytest.mark.integration
-def test_a_broken_torch_is_named_with_its_cause(scripts, bare, monkeypatch):
+def test_a_broken_torch_is_named_with_its_cause(scripts, bare):
     put_torch(bare, "torch/__init__.py", "raise ImportError('libcudnn.so.9: cannot open shared object file')")
-    monkeypatch.setattr(scripts.commands, "PYTHON", bare)
     with pytest.raises(
         scripts.commands.InstallError, match=r"(?s)torch cannot be imported: ImportError: libcudnn\.so\.9: .*rm -rf"
     ):
@@ -323,7 +321,6 @@ def test_a_broken_torch_is_named_with_its_cause(scripts, bare, monkeypatch):
 
 @pytest.mark.integration
 def test_a_configuration_that_installs_elsewhere_is_refused(scripts, bare, monkeypatch, tmp_path):
-    monkeypatch.setattr(scripts.commands, "PYTHON", bare)
     scripts.environment.refuse_other_folders()
     (tmp_path / "pip.conf").write_text("[global]\ntarget = /elsewhere\n")
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
