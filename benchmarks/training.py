@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ class Measured(msgspec.Struct, frozen=True):
         """A metric, averaged over the steps."""
         rows = self.metrics[steps]
         return sum(row[name] for row in rows) / len(rows)
+
+
+Train = Callable[[Path, str, list[str]], Measured]
+"""As `train`."""
 
 
 def run(workload: Path, name: str, overrides: list[str]) -> Path:

@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
 import anyio
@@ -64,11 +64,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     keep: Path | None
 
 
+RunCell = Callable[[Cell, Path, int | None], Awaitable[str]]
+"""Of a cell, the folder for its result and the core it is to have; `run_cell`."""
+
+
 class Pool:
     """Runs the cells that are missing, one process each, one core each."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, run_cell: RunCell) -> None:
         self._plan = plan
+        self._run_cell = run_cell
         self._folder = Folder(plan.folder)
         self._started = time.monotonic()
         self._longest = 0.0
@@ -94,7 +99,7 @@ class Pool:
             begun = time.monotonic()
             if begun - self._started + self._longest > self._plan.limit_s:
                 return
-            problem = await run_cell(cell, self._plan.folder, core)
+            problem = await self._run_cell(cell, self._plan.folder, core)
             took = time.monotonic() - begun
             self._longest = max(self._longest, took)
             self._report(cell, took, problem)
@@ -109,9 +114,9 @@ class Pool:
         print(f"[{done}/{len(self._plan.cells)}] {case}: {said} in {took:.0f} s", flush=True)
 
 
-async def run_cell(cell: Cell, folder: Path, core: int | None) -> str:
+async def run_cell(cell: Cell, folder: Path, core: int | None, python: str = sys.executable) -> str:
     """Run one cell to its end, or to ours; returns the end of what it wrote to standard error."""
-    command = [sys.executable, "-m", "benchmarks.offpolicy.harness", str(folder)]
+    command = [python, "-m", "benchmarks.offpolicy.harness", str(folder)]
     command += [] if core is None else ["--core", str(core)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     # One that is interrupted while it starts would be forgotten.
@@ -161,15 +166,21 @@ def make_model(cell: Cell) -> None:
 class Comparison:
     """Runs a plan and reports it."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        run_cell: RunCell = run_cell,
+        make_model: Callable[[Cell], object] = make_model,
+    ) -> None:
         self._options = options
+        self._run_cell, self._make_model = run_cell, make_model
         self._results: list[Result] = []
 
     def measure(self, args: Args) -> list[Row]:
         """Run what is missing, then sum up what is there."""
         plan = self._plan(args.quick)
-        make_model(plan.cells[0])
-        pool = Pool(plan)
+        self._make_model(plan.cells[0])
+        pool = Pool(plan, self._run_cell)
         anyio.run(pool.run)
         self._results = Folder(plan.folder).finished(plan.cells)
         for failure in pool.failures:

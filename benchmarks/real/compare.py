@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.form import Args, Row
-from benchmarks.training import PINNED, train
+from benchmarks.training import PINNED, Train, train
 
 SYNCHRONOUS = [
     "train.async_ratio=0",
@@ -37,7 +37,7 @@ def comparison(
     return lambda args: compare(workload, quick_steps if args.quick else steps, goal, reference)
 
 
-def compare(workload: Path, steps: int, goal: float, reference: float) -> list[Row]:
+def compare(workload: Path, steps: int, goal: float, reference: float, train: Train = train) -> list[Row]:
     """All modes, and the rows they give. `reference` is the paper's speed-up."""
     runs = {
         case: train(workload, f"bench-{workload.stem}-{number}", [*PINNED, *overrides, f"run.steps={steps}"])

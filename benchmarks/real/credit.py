@@ -22,7 +22,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import anyio
@@ -30,7 +30,7 @@ import msgspec
 
 from benchmarks.form import Args, Row, main
 from benchmarks.offpolicy.cells import Cell, Folder, Method, Result, Setting, write_lines
-from benchmarks.offpolicy.run import Plan, Pool, cell_options, make_model
+from benchmarks.offpolicy.run import Plan, Pool, RunCell, cell_options, make_model, run_cell
 from benchmarks.offpolicy.summary import Summary, accuracy_table, half_width, summarise
 from benchmarks.real.objective_cost import apart, make_tiny_model, random_shard, step_config
 
@@ -93,8 +93,14 @@ def grid(setting: Setting, methods: Sequence[str], alphas: Sequence[int], seeds:
 class Comparison:
     """Runs what is missing of a grid and reports it, and then what critics cost."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        run_cell: RunCell = run_cell,
+        make_model: Callable[[Cell], object] = make_model,
+    ) -> None:
         self._options = options
+        self._run_cell, self._make_model = run_cell, make_model
 
     def measure(self, args: Args) -> list[Row]:
         """The grid, then the cost."""
@@ -112,8 +118,8 @@ class Comparison:
             keep=options.keep,
         )
         for cell in {cell.method.key: cell for cell in plan.cells}.values():
-            make_model(cell)
-        pool = Pool(plan)
+            self._make_model(cell)
+        pool = Pool(plan, self._run_cell)
         anyio.run(pool.run)
         results = Folder(plan.folder).finished(plan.cells)
         for failure in pool.failures:

@@ -36,25 +36,39 @@ class RemoteOptions(TextWorldOptions, frozen=True, kw_only=True):
         parse_spread(self.latency)
 
 
+class Delays:
+    """How late each answer of one episode is."""
+
+    def __init__(self, latency: str, instances: Counter[int] = _instances) -> None:
+        self._latency, self._instances = parse_spread(latency), instances
+        self._key = (0, 0)
+        self._turn = 0
+        self._late = False
+
+    def begin(self, seed: int) -> None:
+        """Another instance of this problem begins."""
+        self._key, self._turn, self._late = (seed, self._instances[seed]), 0, not is_held_out(seed)
+        self._instances[seed] += 1
+
+    def next_s(self) -> float:
+        """Of the next turn's answer, in seconds."""
+        self._turn += 1
+        return self._latency.draw(uniform(*self._key, self._turn - 1)) if self._late else 0.0
+
+
 class RemoteTextWorld(TextWorld):
     """One game, far away."""
 
     def __init__(self, options: RemoteOptions) -> None:
         super().__init__(options)
-        self._latency = parse_spread(options.latency)
-        self._key = (0, 0)
-        self._turn = 0
-        self._late = False
+        self._delays = Delays(options.latency)
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Show the beginning, at once."""
-        self._key, self._turn, self._late = (seed, _instances[seed]), 0, not is_held_out(seed)
-        _instances[seed] += 1
+        self._delays.begin(seed)
         return await super().reset(seed)
 
     async def step(self, action: str) -> StepResult:
         """Give a command, and wait for its answer."""
-        if self._late:
-            await anyio.sleep(self._latency.draw(uniform(*self._key, self._turn)))
-        self._turn += 1
+        await anyio.sleep(self._delays.next_s())
         return await super().step(action)

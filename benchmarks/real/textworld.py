@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from benchmarks.form import WORKLOADS, Args, Row, main
-from benchmarks.training import PINNED, Measured, train
+from benchmarks.training import PINNED, Measured, Train, train
 from flash.observe.stats import Interval, mean_interval
 
 WORKLOAD = WORKLOADS / "real_textworld.toml"
@@ -48,7 +48,7 @@ def compare(args: Args) -> list[Row]:
     return rows_of([one_round(number, steps) for number in range(1 if args.quick else ROUNDS)])
 
 
-def one_round(number: int, steps: int) -> Round:
+def one_round(number: int, steps: int, train: Train = train) -> Round:
     """Every mode once; another one begins each time."""
     first = number % len(MODES)
     order = [*MODES, *MODES][first : first + len(MODES)]

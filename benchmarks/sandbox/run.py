@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from uuid import uuid4
 
 import anyio
@@ -221,7 +221,13 @@ async def _peer(backend: Backend, url: str, labels: dict[str, str], wanted: bool
         yield peer
 
 
-def measure(cases: Sequence[str], with_swerex: bool, args: Args) -> list[Row]:
+def measure(
+    cases: Sequence[str],
+    with_swerex: bool,
+    args: Args,
+    engine: Callable[[], AbstractContextManager[str]] = engine,
+    scheduler: Callable[[bool], list[Row]] = scheduler,
+) -> list[Row]:
     """Run these cases; the rows of all of them."""
     rows: list[Row] = []
     in_engine = [case for case in cases if case in CASES]

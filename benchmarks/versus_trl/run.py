@@ -21,7 +21,7 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -136,9 +136,31 @@ def train_flash(case: str, seed: int, quick: bool, own: Sequence[str]) -> Traine
     )
 
 
-def measured(case: str, system: str, seed: int, quick: bool) -> Curve:
+Choices = TrlChoices | list[str]
+"""What TRL is told, or Flash's own overrides."""
+OneRun = Callable[[str, str, int, bool, Choices, Config], tuple[Trained, list[Point]]]
+
+
+def one_run(
+    case: str, system: str, seed: int, quick: bool, choices: Choices, config: Config
+) -> tuple[Trained, list[Point]]:
+    """Train, and evaluate what was saved."""
+    make_missing_model(config)
+    with_trl = isinstance(choices, TrlChoices)
+    trained = train_trl(case, seed, quick, choices) if with_trl else train_flash(case, seed, quick, choices)
+    return trained, list(evaluated(config, trained, f"{system}, {case}"))
+
+
+def measured(
+    case: str,
+    system: str,
+    seed: int,
+    quick: bool,
+    others: Mapping[str, Mapping[str, Choices]] = OTHERS,
+    run: OneRun = one_run,
+) -> Curve:
     """One run with its evaluation; a finished one of the same configuration is not repeated."""
-    choices = OTHERS[case].get(system, [])
+    choices = others[case].get(system, [])
     _, _, config = configured(case, seed, quick, [] if isinstance(choices, TrlChoices) else choices)
     recipe = [str(RECIPE), dump(config), repr(choices), *environment.requirements()]
     fingerprint = hashlib.sha256("\n".join(recipe).encode()).hexdigest()[:16]
@@ -148,9 +170,7 @@ def measured(case: str, system: str, seed: int, quick: bool) -> Curve:
         if curve.fingerprint == fingerprint:
             print(f"{system}, {case}: kept from an earlier call in {kept}", flush=True)
             return curve
-    make_missing_model(config)
-    with_trl = isinstance(choices, TrlChoices)
-    trained = train_trl(case, seed, quick, choices) if with_trl else train_flash(case, seed, quick, choices)
+    trained, points = run(case, system, seed, quick, choices, config)
     curve = Curve(
         case=case,
         system=system,
@@ -159,7 +179,7 @@ def measured(case: str, system: str, seed: int, quick: bool) -> Curve:
         software=trained.software,
         samples=trained.samples,
         mean_tokens=trained.mean_tokens,
-        points=list(evaluated(config, trained, f"{system}, {case}")),
+        points=points,
     )
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_bytes(msgspec.json.encode(curve))
@@ -181,7 +201,13 @@ def results(quick: bool) -> Path:
     return OUT / "quick.json" if quick else CURVES
 
 
-def compare(cases: Sequence[str], systems: Sequence[str], seeds: Sequence[int], args: Args) -> list[Row]:
+def compare(
+    cases: Sequence[str],
+    systems: Sequence[str],
+    seeds: Sequence[int],
+    args: Args,
+    measured: Callable[[str, str, int, bool], Curve] = measured,
+) -> list[Row]:
     """Measure these cases; the rows of all runs that are kept, those of earlier calls too."""
     new = [
         measured(case, system, seed, args.quick)

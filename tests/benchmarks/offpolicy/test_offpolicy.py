@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 import os
-import sys
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -14,7 +14,7 @@ from benchmarks.offpolicy import confirm as offpolicy_confirm
 from benchmarks.offpolicy import run as offpolicy
 from benchmarks.offpolicy.cells import Cell, Folder, Method, Point, Result, Setting, read_lines, write_lines
 from benchmarks.offpolicy.harness import Problems, Rollouts, batches, lagged, make_shard, make_trajectory, mixed
-from benchmarks.offpolicy.run import METHODS, SETTING, Comparison, Plan, Pool, grid, own_options
+from benchmarks.offpolicy.run import METHODS, SETTING, Comparison, Plan, Pool, grid, own_options, run_cell
 from benchmarks.offpolicy.sampler import Answer, Sampler
 from benchmarks.offpolicy.summary import TARGET, accuracy_table, draw, half_width, rows, steps_table, summarise
 from benchmarks.training import PINNED, Measured
@@ -229,18 +229,17 @@ def a_plan(folder: Path, limit_s: float = math.inf) -> Plan:
     return Plan(cells=cells, folder=folder, workers=2, limit_s=limit_s, keep=None)
 
 
-def test_a_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grid_goes_on_where_it_stopped(tmp_path: Path) -> None:
     plan = a_plan(tmp_path)
     fake = FakeCells(fails=8)
-    monkeypatch.setattr(offpolicy, "run_cell", fake)
-    first = Pool(plan)
+    first = Pool(plan, fake)
     anyio.run(first.run)
     assert sorted(fake.ran) == sorted(cell.name for cell in plan.cells)
     assert len(first.failures) == 4
     assert all("out of luck" in failure for failure in first.failures)
 
     fake.ran, fake.fails = [], None
-    second = Pool(plan)
+    second = Pool(plan, fake)
     missing = second.missing()
     assert [cell.alpha for cell in missing] == [8] * 4
     anyio.run(second.run)
@@ -248,17 +247,16 @@ def test_a_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mon
     assert second.missing() == []
 
 
-def test_a_cell_ends_with_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_ends_with_the_grid(tmp_path: Path) -> None:
     sleeper = tmp_path / "python"
     sleeper.write_text(f"#!/bin/sh\necho $$ >>{tmp_path}/pids; exec sleep 300\n")
     sleeper.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(sleeper))
     pids = tmp_path / "pids"
     pids.touch()
 
     async def interrupted() -> None:
         async with anyio.create_task_group() as group:
-            group.start_soon(Pool(a_plan(tmp_path)).run)
+            group.start_soon(Pool(a_plan(tmp_path), partial(run_cell, python=str(sleeper))).run)
             while len(pids.read_text().split()) < 2:  # noqa: ASYNC110 (nothing tells when a process has begun)
                 await anyio.sleep(0.01)
             group.cancel_scope.cancel()
@@ -269,10 +267,9 @@ def test_a_cell_ends_with_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             os.kill(pid, 0)
 
 
-def test_no_cell_is_started_past_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cell_is_started_past_the_limit(tmp_path: Path) -> None:
     fake = FakeCells()
-    monkeypatch.setattr(offpolicy, "run_cell", fake)
-    anyio.run(Pool(a_plan(tmp_path, limit_s=-1.0)).run)
+    anyio.run(Pool(a_plan(tmp_path, limit_s=-1.0), fake).run)
     assert fake.ran == []
 
 
@@ -307,16 +304,12 @@ def test_an_unknown_method_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "grop" in capsys.readouterr().err
 
 
-def test_a_comparison_reports_what_is_there_and_keeps_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_comparison_reports_what_is_there_and_keeps_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks.form import Args
 
-    monkeypatch.setattr(offpolicy, "run_cell", FakeCells(fails=8))
-    monkeypatch.setattr(offpolicy, "make_model", lambda cell: None)
     kept = tmp_path / "kept.jsonl"
     options, _ = own_options(["--cells", str(tmp_path / "cells"), "--workers", "1", "--keep", str(kept)])
-    comparison = Comparison(options)
+    comparison = Comparison(options, FakeCells(fails=8), lambda cell: None)
     measured = comparison.measure(Args(quick=True))
     assert {row.case for row in measured} == {"grpo, α = 0", "decoupled_ppo, α = 0"}
     assert len(read_lines(kept)) == 2
@@ -422,7 +415,6 @@ def test_the_plot_is_drawn_also_of_a_part_of_the_grid(tmp_path: Path) -> None:
 
 def test_a_confirming_run_learns_the_same_as_the_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     cells = offpolicy_confirm.cells(quick=False)
     assert [(cell.method.key, cell.alpha) for cell in cells] == [(key, 8) for key in offpolicy_confirm.CONFIRMED]
     for cell in cells:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -181,7 +180,6 @@ def test_the_workload_keeps_every_batch_and_is_no_other_run_than_the_tiny_exampl
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     struck, tiny = load([WORKLOAD], []), load([ROOT / "examples" / "tiny.toml"], [])
     assert struck.checkpoint.batches == "all"
     for section in ("model", "tiny_model", "env", "rollout", "algorithm"):

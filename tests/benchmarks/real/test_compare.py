@@ -1,9 +1,6 @@
-import os
-
 import pytest
 
 from benchmarks.real import agentic as real_agentic
-from benchmarks.real import compare as real
 from benchmarks.real import rlvr as real_rlvr
 from benchmarks.real.compare import MODES, compare
 from benchmarks.training import PINNED, Measured
@@ -13,9 +10,8 @@ WORKLOADS = [real_rlvr.WORKLOAD, real_agentic.WORKLOAD]
 
 
 @pytest.fixture(autouse=True)
-def two_cores_and_no_models(tmp_path, monkeypatch):
+def no_models(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.stem)
@@ -42,10 +38,9 @@ def measured(seconds, low, high):
 
 
 @pytest.mark.parametrize(("low", "agree"), [(0.55, 1.0), (0.65, 0.0)])
-def test_the_rows_compare_the_first_mode_with_the_others(monkeypatch, low, agree):
+def test_the_rows_compare_the_first_mode_with_the_others(low, agree):
     runs = iter([measured(90.0, 0.5, 0.6), measured(60.0, 0.5, 0.6), measured(30.0, low, 0.7)])
-    monkeypatch.setattr(real, "train", lambda *_: next(runs))
-    rows = compare(real_rlvr.WORKLOAD, 4, goal=2.5, reference=2.24)
+    rows = compare(real_rlvr.WORKLOAD, 4, goal=2.5, reference=2.24, train=lambda *_: next(runs))
     assert [(row.metric, row.ours) for row in rows[:3]] == [("speedup", 3.0), ("speedup", 1.5), ("overlap", agree)]
     assert rows[0].met
     assert (rows[2].met is True) == (agree == 1.0)

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.form import Args
-from benchmarks.offpolicy import run as offpolicy
 from benchmarks.offpolicy.cells import Cell, Folder, Method, Point, Result, read_lines
 from benchmarks.offpolicy.summary import summarise
-from benchmarks.real import credit
 from benchmarks.real.credit import (
     AGAINST,
     ALPHAS,
@@ -100,9 +98,7 @@ def test_a_table_and_rows_say_the_mean_difference_and_its_interval() -> None:
     assert found["grpo, α = 0", "seeds"] == 3
 
 
-def test_a_grid_is_run_piece_by_piece_and_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_grid_is_run_piece_by_piece_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ran: list[str] = []
 
     async def run_cell(cell: Cell, folder: Path, core: int | None) -> str:
@@ -112,8 +108,6 @@ def test_a_grid_is_run_piece_by_piece_and_kept(
         Folder(folder).save(msgspec.structs.replace(a_result(cell.method.key, 0.5), cell=cell))
         return ""
 
-    monkeypatch.setattr(offpolicy, "run_cell", run_cell)
-    monkeypatch.setattr(credit, "make_model", lambda cell: None)
     kept = tmp_path / "kept.jsonl"
     own, rest = own_options(
         ["--cells", str(tmp_path / "cells"), "--workers", "1", "--keep", str(kept), "--no-cost", "--json", "rows"]
@@ -121,7 +115,7 @@ def test_a_grid_is_run_piece_by_piece_and_kept(
     assert rest == ["--json", "rows"]
     for expected in (["grpo 0", "random 0", "grpo 2", "random 2"], ["grpo 2", "random 2"]):
         ran.clear()
-        rows = Comparison(own).measure(Args(quick=True))
+        rows = Comparison(own, run_cell, lambda cell: None).measure(Args(quick=True))
         assert ran == expected
     assert len(read_lines(kept)) == 2
     assert {row.case for row in rows} == {"grpo, α = 0", "random, α = 0", "random less grpo, α = 0"}

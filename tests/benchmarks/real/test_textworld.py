@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,20 +8,21 @@ import anyio
 import msgspec
 import pytest
 
-from benchmarks.real import remote_textworld, textworld
-from benchmarks.real.remote_textworld import RemoteOptions, RemoteTextWorld
+from benchmarks.real import textworld
+from benchmarks.real.remote_textworld import Delays, RemoteOptions, RemoteTextWorld
 from benchmarks.real.textworld import ASYNC, LOCK_STEP, MODES, OWN, REDUNDANT, WORKLOAD, Round, rows_of
 from benchmarks.training import PINNED, Measured
-from envs.textworld import TextWorld
+from envs.textworld.games import GameOf, Shown
+from envs.textworld.player import Player
 from flash.config.check import check
 from flash.config.load import load
 from flash.environment import HELD_OUT
 from flash.errors import ConfigError
+from tests.envs.players import played_by
 
 
 def test_the_modes_differ_in_nothing_but_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     modes = {mode: load([WORKLOAD], [*PINNED, *overrides]) for mode, overrides in MODES.items()}
     compared = [(one.train.async_ratio, one.rollout.env_async, one.rollout.extra_groups) for one in modes.values()]
     assert compared == [(0, False, 0), (0, True, 0), (1, True, 0), (1, True, 1)]
@@ -67,50 +67,61 @@ def test_accuracies_of_all_rounds_together_are_compared_with_those_of_lock_step(
     assert 0.08 < last["final_accuracy_high"] - last["final_accuracy_low"] < 0.14
 
 
-def test_each_round_begins_with_another_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_round_begins_with_another_mode() -> None:
     trained: list[list[str]] = []
 
     def train(_: Path, name: str, overrides: list[str]) -> Measured:
         trained.append(overrides)
         return measured(1.0, 0.5)
 
-    monkeypatch.setattr(textworld, "train", train)
-    assert set(textworld.one_round(1, steps=5)) == set(MODES)
+    assert set(textworld.one_round(1, steps=5, train=train)) == set(MODES)
     assert trained[0] == [*PINNED, *MODES[OWN], "run.steps=5", "run.seed=1"]
     assert trained[-1] == [*PINNED, *MODES[LOCK_STEP], "run.steps=5", "run.seed=1"]
 
 
-async def delays(monkeypatch: pytest.MonkeyPatch, *seeds: int) -> list[float]:
-    """How long each of two steps of these episodes waits in a process of their own, whose games take no time."""
-
-    async def reset(self: TextWorld, seed: int) -> tuple[str, dict[str, Any]]:
-        return "", {}
-
-    async def step(self: TextWorld, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        return "", 0.0, False, False, {}
-
-    monkeypatch.setattr(TextWorld, "reset", reset)
-    monkeypatch.setattr(TextWorld, "step", step)
-    monkeypatch.setattr(remote_textworld, "_instances", Counter())
-    waited: list[float] = []
+def drawn(*seeds: int) -> list[float]:
+    """How late two answers of each of these episodes are, in a process of their own."""
+    delays, late = Delays("lognormal(1, 1)", Counter()), list[float]()
     for seed in seeds:
-        env = RemoteTextWorld(RemoteOptions(latency="lognormal(1, 1)"))
-        await env.reset(seed)
-        for _ in range(2):
-            before = anyio.current_time()
-            await env.step("look")
-            waited.append(round(anyio.current_time() - before, 6))
-    return waited
+        delays.begin(seed)
+        late += [delays.next_s(), delays.next_s()]
+    return late
+
+
+def test_delays_follow_from_the_seed_the_instance_and_the_turn() -> None:
+    late = drawn(3, 3, 4)
+    assert len(set(late)) == 6
+    assert min(late) > 0
+    assert drawn(3, 4, 3) == [*late[:2], *late[4:], *late[2:4]]
+    assert drawn(HELD_OUT + 3) == [0, 0]
+
+
+class At(RemoteTextWorld):
+    """A game that is there and over with the first command."""
+
+    async def _generated(self, game: GameOf) -> str:
+        return game.name
+
+
+class Over(Player):
+    """Plays it."""
+
+    def __init__(self) -> None: ...
+
+    async def play(self, episode: int, file: str, commands: Any, timeout: float) -> Shown:
+        return Shown(0, file, [], [], 0.0, False, bool(commands))
 
 
 @pytest.mark.virtual
 @pytest.mark.anyio
-async def test_delays_follow_from_the_seed_the_instance_and_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = await delays(monkeypatch, 3, 3, 4)
-    assert len(set(drawn)) == 6
-    assert min(drawn) > 0
-    assert await delays(monkeypatch, 3, 4, 3) == [*drawn[:2], *drawn[4:], *drawn[2:4]]
-    assert await delays(monkeypatch, HELD_OUT + 3) == [0, 0]
+async def test_an_answer_is_waited_for_and_the_beginning_is_not() -> None:
+    env = At(RemoteOptions(latency="constant(7)", template="plain"))
+    async with played_by(Over()):
+        begun = anyio.current_time()
+        await env.reset(3)
+        assert anyio.current_time() == begun
+        assert (await env.step("look"))[2]
+        assert anyio.current_time() == begun + 7
 
 
 def test_a_delay_that_is_no_distribution_is_refused() -> None:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +58,14 @@ def test_the_command_line_names_parts_and_leaves_the_rest_to_the_form() -> None:
         bench_run.arguments(["--case", "unknown"])
 
 
-def test_the_scheduler_alone_needs_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_run, "engine", lambda: pytest.fail("an engine was started"))
-    monkeypatch.setattr(bench_run, "scheduler", lambda quick: [Row("a", "placements_per_s", "1/s", float(quick))])
-    assert bench_run.measure(["scheduler"], False, Args(quick=True))[0].ours == 1.0
+def test_the_scheduler_alone_needs_no_engine() -> None:
+    def engine() -> AbstractContextManager[str]:
+        pytest.fail("an engine was started")
+
+    def scheduler(quick: bool) -> list[Row]:
+        return [Row("a", "placements_per_s", "1/s", float(quick))]
+
+    assert bench_run.measure(["scheduler"], False, Args(quick=True), engine, scheduler)[0].ours == 1.0
 
 
 # -- our half, on agents without containers --------------------------------------------------------------------------
@@ -169,9 +173,9 @@ async def test_its_client_is_asked_line_by_line_and_its_end_is_noticed(tmp_path:
 # -- the engine ------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_is_named_is_used_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_is_named_is_used_and_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///somewhere")
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("an engine was started"))
+    monkeypatch.setenv("PATH", str(tmp_path))  # without Podman, of which it would be told
     with sandbox_engine.engine() as url:
         assert url == "unix:///somewhere"
 

@@ -1,5 +1,4 @@
 import math
-import os
 import random
 import warnings
 
@@ -26,9 +25,8 @@ BOTH = pytest.mark.parametrize("case", list(CASES))
 
 
 @pytest.fixture(autouse=True)
-def two_cores_and_no_models(tmp_path, monkeypatch):
+def no_models(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
 
 
 def workload(case, *overrides):
@@ -353,39 +351,31 @@ def test_lagged_sums_need_a_problem_before_an_answer():
 # -- pieces ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_finished_run_is_not_repeated_unless_its_configuration_changed(monkeypatch):
+def test_a_finished_run_is_not_repeated_unless_its_configuration_changed():
     calls = []
 
-    def train(case, seed, quick, *choices):
-        calls.append((seed, *choices))
-        return versus_trl.Trained([1.0, 2.0], [(2, None)], 8, 16.0, {})
+    def run(case, system, seed, quick, choices, config):
+        calls.append((seed, choices))
+        return versus_trl.Trained([1.0, 2.0], [(2, None)], 8, 16.0, {}), [Point(2, 2.0, 0.5, 0.4, 0.6)]
 
-    def evaluated(config, trained, title):
-        return [Point(2, trained.seconds[1], 0.5, 0.4, 0.6)]
-
-    for name, stand_in in (("train_trl", train), ("train_flash", train), ("evaluated", evaluated)):
-        monkeypatch.setattr(versus_trl, name, stand_in)
-    monkeypatch.setattr(versus_trl, "make_missing_model", lambda config: None)
-    first = measured("short", "TRL", 0, True)
-    assert measured("short", "TRL", 0, True) == first
-    measured("short", "TRL", 1, True)
-    measured("short", "Flash", 0, True)
+    first = measured("short", "TRL", 0, True, run=run)
+    assert measured("short", "TRL", 0, True, run=run) == first
+    measured("short", "TRL", 1, True, run=run)
+    measured("short", "Flash", 0, True, run=run)
     usual, other = OTHERS["short"]["TRL"], TrlChoices(micro_batches=16)
-    monkeypatch.setattr(versus_trl, "OTHERS", {"short": {"TRL": other}})
-    again = measured("short", "TRL", 0, True)
+    again = measured("short", "TRL", 0, True, {"short": {"TRL": other}}, run)
     assert calls == [(0, usual), (1, usual), (0, []), (0, other)]
     assert again.fingerprint != first.fingerprint
     assert msgspec.structs.replace(again, fingerprint=first.fingerprint) == first
 
 
-def test_the_rows_cover_the_runs_of_earlier_calls_too(monkeypatch):
+def test_the_rows_cover_the_runs_of_earlier_calls_too():
     def stand_in(case, system, seed, quick):
         return curve(system, (0, 0.2), (2 if system == "Flash" else 6, 0.9), case=case, seed=seed)
 
-    monkeypatch.setattr(versus_trl, "measured", stand_in)
-    versus_trl.compare(["short"], ["Flash", "TRL"], [1], Args(quick=True))
-    versus_trl.compare(["long"], ["TRL"], [0], Args(quick=True))
-    found = versus_trl.compare(["long"], ["Flash"], [0], Args(quick=True))
+    versus_trl.compare(["short"], ["Flash", "TRL"], [1], Args(quick=True), stand_in)
+    versus_trl.compare(["long"], ["TRL"], [0], Args(quick=True), stand_in)
+    found = versus_trl.compare(["long"], ["Flash"], [0], Args(quick=True), stand_in)
     speedups = {row.case: row.ours for row in found if row.metric == "speedup"}
     assert speedups == pytest.approx({"short, seed 1, over TRL": 3.0, "long, over TRL": 3.0})
 
