@@ -34,9 +34,7 @@ async def run_command(command: list[str], base_url: str, api_key: str, task: str
         EnvError: it failed.
     """
     variables = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
-    process = await anyio.open_process(
-        [*LAUNCHER, *command], stdin=PIPE, stdout=PIPE, stderr=PIPE, env=variables, start_new_session=True
-    )
+    process = await _begin([*LAUNCHER, *command], variables)
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -60,6 +58,15 @@ async def run_command(command: list[str], base_url: str, api_key: str, task: str
     if len(written) > OUTPUT_BYTES:
         raise too_long(command)
     return written.decode("utf-8", "replace")
+
+
+async def _begin(command: list[str], variables: dict[str, str]) -> Process:
+    """Start a program. Cancelled half-way, it would be one that nobody knows, with pipes that nobody closes."""
+    with anyio.CancelScope(shield=True):
+        return await anyio.open_process(
+            command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=variables, start_new_session=True
+        )
+    raise AssertionError("nothing cancels the block")
 
 
 def too_long(command: list[str]) -> EnvError:

@@ -86,9 +86,12 @@ class Player:
 
     async def _load(self) -> tuple[Process, BufferedByteReceiveStream]:
         if self._process is None or self._answers is None:
-            process = await anyio.open_process(self._command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
-            assert process.stdout is not None
-            self._process, self._answers = process, BufferedByteReceiveStream(process.stdout)
+            # Cancelled half-way, it would leave a process that nobody knows, and pipes that nobody closes.
+            with anyio.CancelScope(shield=True):
+                self._process = await anyio.open_process(self._command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+            assert self._process is not None
+            assert self._process.stdout is not None
+            self._answers = BufferedByteReceiveStream(self._process.stdout)
             self._loaded = False
             self.started += 1
         if not self._loaded:
