@@ -16,11 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from flash.cli.main import main
 from flash.config.load import load
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.sample_files import read_samples, sampled_steps
 from flash.run.models.models import model_folder
-from tests.integration.whole_run import CONFIG, FROM_PYTHON, NO_TINY_MODEL, REPOSITORY, Run, balanced
+from tests.integration.whole_run import CONFIG, FROM_PYTHON, NO_TINY_MODEL, Run, balanced
 from tests.metrics_page import unlisted
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -58,7 +59,9 @@ def test_a_run_trains_an_agent_of_the_official_client(start: Callable[..., Run])
     run.nothing_left()
 
 
-def test_a_run_leaves_metrics_summary_plots_model_and_no_process(start: Callable[..., Run]) -> None:
+def test_a_run_leaves_metrics_summary_plots_model_and_no_process(
+    start: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+) -> None:
     run = start()
     assert run.wait() == 0, run.text()
     assert [row["step"] for row in run.rows()] == list(range(6))
@@ -92,40 +95,46 @@ def test_a_run_leaves_metrics_summary_plots_model_and_no_process(start: Callable
     assert "Triton" not in run.text()
     run.nothing_left()
     evaluated_alike(run)
-    trained_again_alike(run)
+    trained_again_alike(run, capsys)
 
 
-def test_a_run_with_two_small_critics_ends_with_what_its_batches_make_again(
-    start: Callable[..., Run], tmp_path: Path
+def test_a_run_with_two_small_critics_and_rhythm_is_resumed_and_ends_with_what_its_batches_make_again(
+    start: Callable[..., Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = start(
+    overrides = (
         *("algorithm.objective=asyppo", "algorithm.entropy_bonus=0.001", "train.updates_per_batch=2"),
         f"critic={{path='{tmp_path / 'critic'}', tiny_layers=1, clip='none', learning_rate=1e-2, warmup_steps=1}}",
-        *("run.steps=4", "eval.every=0"),
+        "algorithm.rhythm={credit='coupled', top=0.4, nearest=1, farthest=4, reach=2, heads='first'}",
+        *("checkpoint.every=1", "eval.every=0"),
     )
+    run = start(*overrides, "run.steps=3")
     assert run.wait() == 0, run.text()
-    rows = run.rows()
+    run.nothing_left()
+    resumed = start(*overrides, "run.steps=4", "run.resume=true")
+    assert resumed.wait() == 0, resumed.text()
+    rows = resumed.rows()
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert [row["critic_warmup"] for row in rows] == [1.0, 0.0, 0.0, 0.0]
     assert rows[0]["deviation_max"] == 0.0
     assert rows[-1]["deviation_mean"] > 0.0
     assert 0.8 <= rows[-1]["learned_mean"] < 1.0
+    assert all(0 < row["rhythm_share"] < 1 for row in rows)
     assert unlisted({name for row in rows for name in row}) == []
-    replay = (sys.executable, "-m", "flash", "replay", str(run.directory))
-    again = subprocess.run(replay, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert main(["replay", str(run.directory)]) == 0
+    again = capsys.readouterr().out
     assert "version 4: every weight equals the checkpoint's (step-000004), bit for bit" in again
-    run.nothing_left()
+    resumed.nothing_left()
 
 
-def trained_again_alike(run: Run) -> None:
+def trained_again_alike(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """The recorded batches make the run's last weights again, bit for bit, and other ones with another objective."""
-    replay = (sys.executable, "-m", "flash", "replay", str(run.directory))
-    (same, other) = (
-        subprocess.run([*replay, *more], capture_output=True, text=True, check=True, timeout=120).stdout
-        for more in ((), ("algorithm.objective=cispo", "--to-step", "6"))
-    )
+    capsys.readouterr()
+    assert main(["replay", str(run.directory)]) == 0
+    same = capsys.readouterr().out
     assert "training steps 4 to 5 again" in same
     assert "version 6: every weight equals the checkpoint's (step-000006), bit for bit" in same
-    assert "version 6: weights differ from the checkpoint's (step-000006) by at most" in other
+    assert main(["replay", str(run.directory), "algorithm.objective=cispo", "--to-step", "6"]) == 0
+    assert "version 6: weights differ from the checkpoint's (step-000006) by at most" in capsys.readouterr().out
 
 
 def evaluated_alike(run: Run) -> None:
@@ -135,8 +144,7 @@ def evaluated_alike(run: Run) -> None:
     with model_folder(str(run.directory), config) as exported:
         assert exported == str(run.directory / "model")
     written = run.folder / "exported"
-    command = (sys.executable, "-m", "flash", "export", str(checkpoint), str(written))
-    subprocess.run(command, check=True, timeout=200, env=os.environ | {"FLASH_TEST_RUN": str(run.folder)})
+    assert main(["export", str(checkpoint), str(written)]) == 0
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (written, Path(exported)))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -154,41 +162,6 @@ def evaluated_alike(run: Run) -> None:
     run.nothing_left()
 
 
-def test_the_example_of_rhythm_runs_to_its_end_and_is_resumed_with_its_heads(
-    start: Callable[..., Run], tmp_path: Path
-) -> None:
-    text = (REPOSITORY / "examples" / "rhythm.toml").read_text().replace("{", "{{").replace("}", "}}")
-    overrides = (
-        *("run.name=run", f"run.output_dir={tmp_path}", f"model.path={tmp_path}/model", "checkpoint.every=1"),
-        *("tiny_model.warm_start_steps=40", "eval.problems=16", "algorithm.rhythm.heads=first"),
-    )
-    run = start(*overrides, "run.steps=3", text=text)
-    assert run.wait() == 0, run.text()
-    assert [row["step"] for row in run.rows()] == [0, 1, 2]
-    assert all(0 < row["rhythm_share"] < 1 for row in run.rows())
-    assert all(unlisted(row) == [] for row in run.rows())
-    run.nothing_left()
-
-    resumed = start(*overrides, "run.steps=4", "run.resume=true", text=text)
-    assert resumed.wait() == 0, resumed.text()
-    assert [row["step"] for row in resumed.rows()] == [0, 1, 2, 3]
-
-
-def test_an_interrupt_ends_everything_in_time_and_the_run_can_be_resumed(start: Callable[..., Run]) -> None:
-    run = start("run.steps=1000", "checkpoint.every=1000")
-    run.until(lambda: len(run.rows()) >= 2)
-    os.killpg(run.process.pid, signal.SIGINT)
-    assert run.wait(30) == 130, run.text()
-    run.nothing_left()
-    done = len(run.rows())
-    assert "--resume" in run.text()
-    assert "signal" not in run.text()
-    again = start(f"run.steps={done + 2}", "--resume")
-    assert again.wait() == 0, again.text()
-    assert [row["step"] for row in again.rows()] == list(range(done + 2))
-    assert balanced(again.summary()["ledger"])
-
-
 def test_an_interrupt_while_there_is_no_hub_ends_the_ranks_that_wait_for_one(start: Callable[..., Run]) -> None:
     run = start("run.steps=1000", "cluster.trainer_ranks=2", "deadlines.shutdown=60")
     run.until(lambda: len(run.rows()) >= 1)
@@ -199,7 +172,7 @@ def test_an_interrupt_while_there_is_no_hub_ends_the_ranks_that_wait_for_one(sta
     run.nothing_left()
 
 
-def test_a_killed_launcher_takes_its_run_along_in_order_and_only_then_lets_another_have_it(
+def test_a_killed_launcher_takes_its_run_along_before_another_has_it_which_an_interrupt_ends_in_time_to_be_resumed(
     start: Callable[..., Run],
 ) -> None:
     run = start("run.steps=1000", "checkpoint.every=1000")
@@ -211,16 +184,27 @@ def test_a_killed_launcher_takes_its_run_along_in_order_and_only_then_lets_anoth
     assert run.directory.is_dir()
     assert not run.directory.with_name("run.1").exists()
     run.process.kill()
-    again = start(f"run.steps={len(run.rows()) + 20}", "--resume")
+
+    again = start("run.steps=1000", "checkpoint.every=1000", "--resume")
     again.until(lambda: "continuing" in again.text())
     assert f"process {run.process.pid}, which started this run, is gone" in again.text()
     done = max(int(path.name.removeprefix("step-")) for path in (run.directory / "checkpoints").iterdir())
     assert f"continuing {run.directory} from version {done}" in again.text()
+    again.until(lambda: len(again.rows()) > done)
+    told = len(again.text())
     os.killpg(again.process.pid, signal.SIGINT)
-    assert again.wait(60) == 130, again.text()
-    assert [row["step"] for row in again.rows()] == list(range(len(again.rows())))
+    assert again.wait(30) == 130, again.text()
     again.nothing_left()
     assert not scratch.exists()
+    assert "--resume" in again.text()[told:]
+    assert "signal" not in again.text()[told:]
+
+    done = len(again.rows())
+    assert [row["step"] for row in again.rows()] == list(range(done))
+    last = start(f"run.steps={done + 1}", "--resume")
+    assert last.wait() == 0, last.text()
+    assert [row["step"] for row in last.rows()] == list(range(done + 1))
+    assert balanced(last.summary()["ledger"])
 
 
 def test_an_error_that_a_restart_cannot_mend_ends_the_run_with_one_clear_line(
