@@ -10,7 +10,6 @@ GPU_CHECK ?=
 # order: see tests/conftest.py.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
-ALONE := $(BIN)/python -m pytest -v --exitfirst --last-failed --last-failed-no-failures none
 
 .PHONY: env check unit test lint bench gpu-check docs site clean
 
@@ -25,10 +24,10 @@ check: env
 unit: env
 	$(PYTEST) -m "not integration"
 
-# Everything: also real engines, process groups and, where an engine for them answers, containers. What fails beside
-# others is run again by itself: if it passes then it is a race, told above and to be mended, but no broken change.
+# Everything: also real engines, process groups and, where an engine for them answers, containers. Nothing is run a second
+# time: a test that fails has failed, also one that passes by itself, whose race is to be mended.
 test: env
-	$(PYTEST) || { [ $$? = 1 ] && $(ALONE); }
+	$(PYTEST)
 	@$(MAKE) --no-print-directory lint
 
 lint: env
