@@ -44,7 +44,8 @@ bench: env
 gpu-check: env
 	$(BIN)/python -m benchmarks.gpu $(GPU_CHECK)
 
-# docs/configuration.md, from the docstrings of flash/config/tree.py, and docs/commands.md, from the parsers in flash/cli.
+# docs/configuration.md, from the docstrings of flash/config/tree.py; docs/commands.md, from the parsers in flash/cli; the
+# tables of docs/metrics.md, from flash/observe/columns/; docs/grafana.json, from the charts.
 docs: env
 	$(BIN)/python scripts/reference_docs.py
 

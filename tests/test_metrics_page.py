@@ -1,4 +1,4 @@
-"""The page of the metrics. That rows have no other names is tested where rows are made, with `tests.metrics_page`."""
+"""The table of columns, and the page of it. That rows have no other names is tested where rows are made."""
 
 from __future__ import annotations
 
@@ -6,20 +6,47 @@ from pathlib import Path
 
 import pytest
 
-from tests.metrics_page import PLACEHOLDERS, listed, unlisted
+from flash.observe.columns.page import TABLES, page
+from flash.observe.columns.table import CHARTS, GROUPS, column_of, columns
+from tests.metrics_page import unlisted
 
-SOURCES = "\n".join(path.read_text(encoding="utf-8") for path in Path(__file__).parents[1].glob("flash/**/*.py"))
+ROOT = Path(__file__).parents[1]
+SHOWING = ("observe", "view")
+"""Rooms that show rows, and make none."""
+SOURCES = "\n".join(
+    path.read_text(encoding="utf-8")
+    for path in ROOT.glob("flash/**/*.py")
+    if path.relative_to(ROOT / "flash").parts[0] not in SHOWING
+)
+WRITTEN_BY_THE_RECORDER = {"wall_s", "sink_lost"}
 
 
-@pytest.mark.parametrize("name", sorted({*listed("metrics.jsonl"), *listed("evals.jsonl")}))
-def test_what_the_page_lists_is_made_somewhere(name: str) -> None:
-    if not any(placeholder in name for placeholder in PLACEHOLDERS):
-        assert f'"{name}"' in SOURCES
+def test_the_page_is_current() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert page(text) == text, "run `make docs`"
+    assert all(f"<!-- made: {name} -->" in text for name in TABLES)
 
 
-def test_a_name_is_listed_once() -> None:
-    for file in ("metrics.jsonl", "evals.jsonl"):
-        assert len(set(listed(file))) == len(listed(file))
+@pytest.mark.parametrize(
+    "name", sorted({column.name for kind in GROUPS for column in columns(kind) if not column.of_kinds})
+)
+def test_what_the_table_lists_is_made_somewhere(name: str) -> None:
+    made = name in WRITTEN_BY_THE_RECORDER or name.endswith("_mean")
+    assert made or f'"{name}"' in SOURCES
+
+
+def test_a_name_is_listed_once_and_leads_to_its_column() -> None:
+    for kind in GROUPS:
+        names = [column.name for column in columns(kind)]
+        assert len(set(names)) == len(names)
+        assert all(column_of(column.name, kind) is column for column in columns(kind))
+
+
+def test_every_chart_draws_something_and_every_column_is_in_a_chart_that_there_is() -> None:
+    assert len({chart.id for chart in CHARTS}) == len(CHARTS)
+    assert all(chart.columns for chart in CHARTS)
+    named = {column.chart for kind in GROUPS for column in columns(kind)}
+    assert named - {""} == {chart.id for chart in CHARTS}
 
 
 def test_placeholders_stand_for_names_and_nothing_else() -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from flash.config.tree import Config
+from flash.observe.columns.column import Column
+from flash.observe.columns.table import named
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.summary import Summary, domains_of, number
 from flash.observe.stats import BestOf
@@ -27,12 +29,40 @@ RECENT_STEPS = 10
 """Steps whose pace predicts the time left."""
 
 
-class Column(NamedTuple):
-    """One number of the step line."""
+class Cell(NamedTuple):
+    """A place in the line of a step: one column, or two with a slash between them."""
 
-    title: str
+    columns: tuple[Column, ...]
     width: int
-    cell: Callable[[Row], str]
+
+    @property
+    def title(self) -> str:
+        return "/".join(column.title for column in self.columns).rjust(self.width)
+
+    def text(self, row: Row) -> str:
+        return "/".join(column.text(_value(row, column.name), "") for column in self.columns).rjust(self.width)
+
+
+HELD_OUT = named("mean_reward", "evaluation")
+LINE = (
+    Cell((named("step"),), 5),
+    Cell((named("reward_mean"),), 6),
+    Cell((HELD_OUT,), 5),
+    Cell((named("loss"),), 7),
+    Cell((named("entropy"),), 7),
+    Cell((named("ratio_mean"),), 5),
+    Cell((named("clip_fraction"),), 5),
+    Cell((named("ess"),), 5),
+    Cell((named("mismatch_kl"),), 8),
+    Cell((named("grad_norm"),), 6),
+    Cell((named("age_mean"), named("age_max")), 7),
+    Cell((named("stale_share"),), 5),
+    Cell((named("failures"),), 4),
+    Cell((named("tokens_per_second"),), 6),
+    Cell((named("trainer_wait_share"),), 5),
+    Cell((named("learning_rate"),), 7),
+)
+"""The numbers people look for, in the order in which they stand there."""
 
 
 class Console:
@@ -71,11 +101,11 @@ class Console:
     def step(self, row: Row) -> None:
         """Print the line of a committed step, the titles above every page of them, and move the bar on."""
         if self._lines % HEADER_EVERY == 0:
-            self._print(" ".join(column.title.rjust(column.width) for column in COLUMNS), "bold")
+            self._print(" ".join(cell.title for cell in LINE), "bold")
         self._lines += 1
-        shown = {**row, "accuracy": self._accuracy}
+        shown = {**row, HELD_OUT.name: self._accuracy}
         self._accuracy = None
-        self._print(" ".join(column.cell(shown).rjust(column.width) for column in COLUMNS), "default")
+        self._print(" ".join(cell.text(shown) for cell in LINE), "default")
         if domains := domain_line(row):
             self._print(domains, "dim")
         if (wall := number(row, "wall_s")) is not None:
@@ -267,35 +297,7 @@ def _whole(row: Row, key: str) -> str:
     return plain(number(row, key), ".0f")
 
 
-def _tiny(row: Row, key: str) -> str:
-    return plain(number(row, key), ".1e")
-
-
-def _percent(row: Row, key: str) -> str:
-    share = number(row, key)
-    return BLANK if share is None else f"{100 * share:.1f}"
-
-
-def _age(row: Row) -> str:
-    return f"{fixed(row, 'age_mean', 1)}/{_whole(row, 'age_max')}"
-
-
-COLUMNS = (
-    Column("step", 5, lambda row: _whole(row, "step")),
-    Column("reward", 6, lambda row: fixed(row, "reward_mean", 3)),
-    Column("eval", 5, lambda row: fixed(row, "accuracy", 3)),
-    Column("loss", 7, lambda row: fixed(row, "loss", 4)),
-    Column("entropy", 7, lambda row: fixed(row, "entropy", 3)),
-    Column("ratio", 5, lambda row: fixed(row, "ratio_mean", 3)),
-    Column("clip%", 5, lambda row: _percent(row, "clip_fraction")),
-    Column("ess%", 5, lambda row: _percent(row, "ess")),
-    Column("kl", 8, lambda row: _tiny(row, "mismatch_kl")),
-    Column("grad", 6, lambda row: fixed(row, "grad_norm", 3)),
-    Column("age/max", 7, _age),
-    Column("old%", 5, lambda row: _percent(row, "stale_share")),
-    Column("fail", 4, lambda row: _whole(row, "failures")),
-    Column("tok/s", 6, lambda row: short(number(row, "tokens_per_second"))),
-    Column("wait%", 5, lambda row: _percent(row, "trainer_wait_share")),
-    Column("lr", 7, lambda row: _tiny(row, "learning_rate")),
-)
-"""The numbers people look for. `accuracy` is put into the row by the console; shares are shown in percent."""
+def _value(row: Row, key: str) -> float | None:
+    """A number as a person must see it: also where it is not finite."""
+    value = row.get(key)
+    return value if isinstance(value, (int, float)) else None

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
@@ -16,12 +16,13 @@ from flash.config.load import load
 from flash.errors import ConfigError
 from flash.observe.alarms import Alarms
 from flash.observe.cluster_file import read_cluster
+from flash.observe.columns.table import named
 from flash.observe.console import RECENT_STEPS, domain_line, evaluation_line
 from flash.observe.progress import facts, has_ended
 from flash.observe.rundir.follow import Followed, opened
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.summary import number
-from flash.observe.text import BLANK, clean, clock, short
+from flash.observe.text import clean, clock
 from flash.observe.watch_cluster import cluster_lines
 
 Row = Mapping[str, Any]
@@ -38,34 +39,18 @@ VALUES, NARROWEST = 52, 8
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-class Number(NamedTuple):
-    """A line of the table."""
-
-    title: str
-    key: str
-    digits: int = 3
-    percent: bool = False
-
-
-HELD_OUT = Number("held out", "mean_reward")
+HELD_OUT = named("mean_reward", "evaluation")
 """The one that evaluations have, and not steps."""
 NUMBERS = (
-    Number("reward", "reward_mean"),
+    named("reward_mean"),
     HELD_OUT,
-    Number("entropy", "entropy"),
-    Number("gradient norm", "grad_norm"),
-    Number("effective sample size", "ess", 1, percent=True),
-    Number("clipped", "clip_fraction", 1, percent=True),
-    Number("age of tokens, mean", "age_mean", 2),
-    Number("too old", "stale_share", 1, percent=True),
-    Number("engine from trainer, age 0", "mismatch_k3_age_0", -1),
-    Number("tokens/s", "tokens_per_second", 0),
+    *map(named, ("entropy", "grad_norm", "ess", "clip_fraction", "age_mean", "stale_share", "mismatch_k3_age_0")),
+    named("tokens_per_second"),
 )
-WAITS = (("trainer waits", "trainer_wait_share"), ("engines idle", "engine_idle_share"))
+WAITS = tuple(map(named, ("trainer_wait_share", "engine_idle_share")))
 COUNTS = (
-    *(("engines", "engines"), ("samples in flight", "in_flight"), ("groups ready", "queue_ready_groups")),
-    *(("attempts failed", "failures"), ("given up", "given_up"), ("filtered", "filtered")),
-    *(("engine restarts", "engine_restarts"), ("trainer restarts", "trainer_restarts")),
+    *map(named, ("engines", "in_flight", "queue_ready_groups", "failures", "given_up", "filtered")),
+    *map(named, ("engine_restarts", "trainer_restarts")),
 )
 
 
@@ -159,40 +144,31 @@ def numbers(rows: Sequence[Row], evals: Sequence[Row], width: int) -> Table:
     if room >= NARROWEST:
         table.add_column("so far", no_wrap=True)
     for line in NUMBERS:
-        values = [_value(row, line.key) for row in (evals if line is HELD_OUT else rows)]
+        values = [_value(row, line.name) for row in (evals if line is HELD_OUT else rows)]
         recent = [value for value in values[-MEAN_OF:] if value is not None]
         if not recent:
             continue
         mean = None if line is HELD_OUT else sum(recent) / len(recent)
-        cells = [line.title, shown(line, values[-1]), shown(line, mean)]
+        cells = [line.label, line.text(values[-1]), line.text(mean)]
         table.add_row(*cells, *([sparkline(values, room)] if room >= NARROWEST else []))
     return table
 
 
-def shown(line: Number, value: float | None) -> str:
-    """A value as its line shows it."""
-    if value is None:
-        return BLANK
-    if line.percent:
-        return f"{100 * value:.{line.digits}f} %"
-    if line.digits < 0:
-        return f"{value:.1e}"
-    return f"{value:.{line.digits}f}" if line.digits else short(value)
-
-
 def waits(rows: Sequence[Row]) -> Iterator[Text]:
     """Who waits for whom, as shares of the time of these steps."""
-    for title, key in WAITS:
-        values = [value for row in rows if (value := number(row, key)) is not None]
+    for column in WAITS:
+        values = [value for row in rows if (value := number(row, column.name)) is not None]
         if values:
             share = sum(values) / len(values)
-            yield Text(f"{title:14}{100 * share:4.0f} % {bar(share)}")
+            yield Text(f"{column.label:14}{100 * share:4.0f} % {bar(share)}")
 
 
 def counts(row: Row) -> Text:
     """The counters of the last step, but for those that are zero from the third on."""
-    known = [(title, value) for title, key in COUNTS if (value := number(row, key)) is not None]
-    return Text("  ".join(f"{title} {value:.0f}" for place, (title, value) in enumerate(known) if value or place < 3))
+    known = [(one, value) for one in COUNTS if (value := number(row, one.name)) is not None]
+    return Text(
+        "  ".join(f"{one.label} {one.text(value)}" for place, (one, value) in enumerate(known) if value or place < 3)
+    )
 
 
 def bar(share: float) -> str:

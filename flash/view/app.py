@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flash.errors import FlashError
 from flash.observe.text import escaped
-from flash.view.charts import CHARTS, Chart
+from flash.view.charts import DRAWN, Drawn
 from flash.view.prometheus import MEDIA_TYPE, Latest, exposition
 from flash.view.runs import Rows, ShownCluster, ViewedRun
 from flash.view.samples import Findings, Query, ShownGroup, find, show_group
@@ -89,7 +89,7 @@ class Contents(msgspec.Struct, frozen=True):
     """What the page begins with."""
 
     runs: list[RunFacts]
-    charts: Sequence[Chart]
+    charts: Sequence[Drawn]
 
 
 def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
@@ -100,7 +100,7 @@ def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
             RunFacts(run.name, escaped(str(run.directory.path)), number < shown, run.facts())
             for number, run in enumerate(runs)
         ]
-        return Contents(told, CHARTS)
+        return Contents(told, DRAWN)
 
     def rows(request: Request) -> Rows:
         life = request.query_params.get("life", "")

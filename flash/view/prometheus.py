@@ -1,13 +1,13 @@
 """The last numbers of runs in Prometheus's text format, and a Grafana dashboard that draws them.
 
-The columns are those of the charts. A chart's curve over several columns, as failures by reason, is one metric with a
-label. Format: "Exposition formats", version 0.0.4, in Prometheus's documentation.
+Each column of the table is a metric, one whose name holds a kind, as failures by reason, with that as a label. All are
+gauges: a run that goes back takes counters back with it. Format: "Exposition formats", version 0.0.4, in Prometheus's
+documentation.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,22 +15,19 @@ import msgspec
 
 from flash.observe.cluster import Cluster
 from flash.observe.cluster_counts import COUNTS, Count
+from flash.observe.columns.column import Column, plain
+from flash.observe.columns.table import CHARTS, GROUPS, Chart, Kind, column_of, columns
 from flash.observe.rundir.summary import number
-from flash.view.charts import CHARTS, Chart, Line
+from flash.view.charts import DRAWN, Drawn
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-STANDING = {
-    "step": "Number of the last step that was trained.",
-    "version": "Policy version that it made.",
-    "time": "Unix seconds of its end; time() minus this is how long the run has been silent.",
-}
-"""Columns of steps that no chart draws."""
-EVALUATED = ("step", "low", "high")
-"""The same of evaluations."""
 KIND = "kind"
-"""The label of what a curve over several columns has behind their common name."""
+"""The label of what a metric of several columns has in the place of the kind."""
 PANELS_PER_ROW, WIDTH, HEIGHT = 2, 12, 8
 """Grafana's grid has 24 columns."""
+
+Values = Callable[["Latest"], Iterable[tuple[str, float]]]
+"""Of a run: each value with its kind, which is empty where there are none."""
 
 
 class Latest(msgspec.Struct, frozen=True):
@@ -46,20 +43,14 @@ class Latest(msgspec.Struct, frozen=True):
 
 def exposition(runs: Sequence[Latest]) -> str:
     """One answer to a scrape."""
-    lines = ["# HELP flash_ended 1: the run is over.", "# TYPE flash_ended gauge"]
-    lines += [f'flash_ended{{run="{_escaped(run.name)}"}} {int(run.ended)}' for run in runs]
-    for metric, help_, column, of in _metrics():
-        samples = [sample for run in runs for sample in _samples(metric, column, run, of)]
-        if samples:
-            lines += [f"# HELP {metric} {help_}", f"# TYPE {metric} gauge", *samples]
-    for metric, help_, values in _of_clusters():
+    lines: list[str] = []
+    for metric, help_, values in _metrics():
         samples = [
             f'{metric}{{run="{_escaped(run.name)}"{_of_kind(kind)}}} {value!r}'
             for run in runs
-            if run.cluster is not None
-            for kind, value in values(run.cluster).items()
+            for kind, value in values(run)
         ]
-        if samples:
+        if samples or metric == ENDED:
             lines += [f"# HELP {metric} {help_}", f"# TYPE {metric} gauge", *samples]
     return "\n".join([*lines, ""])
 
@@ -87,59 +78,52 @@ def dashboard() -> dict[str, Any]:
             ]
         },
         "panels": [
-            *(_panel(place, chart) for place, chart in enumerate(CHARTS)),
-            *(_cluster_panel(len(CHARTS) + place, count) for place, count in enumerate(COUNTS)),
+            *(_panel(place, *chart) for place, chart in enumerate(zip(CHARTS, DRAWN, strict=True))),
+            *(_cluster_panel(len(DRAWN) + place, count) for place, count in enumerate(COUNTS)),
         ],
     }
 
 
-def _metrics() -> Iterator[tuple[str, str, str, str]]:
-    """Of each metric: its name, its help, its column with a star where it is several, the rows it is in."""
-    for column, help_ in STANDING.items():
-        yield f"flash_{column}", help_, column, "steps"
-    for column in EVALUATED:
-        yield f"flash_eval_{column}", f"Of the last evaluation: `{column}`.", column, "evals"
-    told: set[str] = set()
-    for chart in CHARTS:
-        for line in chart.lines:
-            metric = _metric(chart, line)
-            if metric not in told:
-                told.add(metric)
-                yield metric, chart.means.replace("\n", " "), line.key, chart.of
+ENDED = "flash_ended"
 
 
-def _of_clusters() -> Iterator[tuple[str, str, Callable[[Cluster], Mapping[str, float]]]]:
-    """Of each metric of clusters: its name, its help, and its values by kind."""
+def _metrics() -> Iterator[tuple[str, str, Values]]:
+    """Of each metric its name, its help and its values."""
+    yield ENDED, "1: the run is over.", lambda run: [("", int(run.ended))]
+    for of in GROUPS:
+        for column in columns(of):
+            help_ = plain(f"{column.means} ({column.unit})" if column.unit else column.means)
+            yield _metric(column, of), help_.replace("\\", r"\\"), _of_column(column, of)
     for count in COUNTS:
-        yield f"flash_cluster_{count.name}", count.means, count.of
+        yield f"flash_cluster_{count.name}", count.means, _of_cluster(count.of)
     help_ = "Unix seconds of the last failure of each kind; its message is on the page and in `flash watch`."
-    yield "flash_cluster_failed_at", help_, lambda it: {each.kind: each.last for each in it.failures}
+    yield "flash_cluster_failed_at", help_, _of_cluster(lambda it: {each.kind: each.last for each in it.failures})
     help_ = "Unix seconds of the cluster's picture; time() minus this is how long nothing was heard of it."
-    yield "flash_cluster_time", help_, lambda it: {} if it.ended else {"": it.at}
+    yield "flash_cluster_time", help_, _of_cluster(lambda it: {} if it.ended else {"": it.at})
+
+
+def _of_cluster(of: Callable[[Cluster], Mapping[str, float]]) -> Values:
+    return lambda run: () if run.cluster is None else of(run.cluster).items()
+
+
+def _of_column(column: Column, of: Kind) -> Values:
+    def values(run: Latest) -> Iterator[tuple[str, float]]:
+        row = run.steps if of == "step" else run.evals
+        for key in row if column.of_kinds else [column.name]:
+            if column_of(key, of) is column and (value := number(row, key)) is not None:
+                yield column.kind(key) or "", value
+
+    return values
+
+
+def _metric(column: Column, of: Kind) -> str:
+    """A valid name; where a column is one and also begins several, as `failures`, the several are told apart."""
+    name = re.sub(r"[^a-z0-9]+", "_", re.sub("STAT", "stat", column.name)).strip("_")
+    return f"flash_{'eval_' if of == 'evaluation' else ''}{name}{'_by_kind' if column.of_kinds else ''}"
 
 
 def _of_kind(kind: str) -> str:
     return f',{KIND}="{_escaped(kind)}"' if kind else ""
-
-
-def _metric(chart: Chart, line: Line) -> str:
-    """A valid name; where a column is one and also begins several, as `failures`, the several are told apart."""
-    name = re.sub(r"[^a-zA-Z0-9_]+", "_", line.key.removesuffix("*")).strip("_")
-    part = "eval_" if chart.of == "evals" else ""
-    return f"flash_{part}{name}{'_by_kind' if line.key.endswith('*') else ''}"
-
-
-def _samples(metric: str, column: str, run: Latest, of: str) -> Iterator[str]:
-    row = run.steps if of == "steps" else run.evals
-    name = _escaped(run.name)
-    if not column.endswith("*"):
-        if (value := number(row, column)) is not None:
-            yield f'{metric}{{run="{name}"}} {value!r}'
-        return
-    begin = column.removesuffix("*")
-    for key in row:
-        if key.startswith(begin) and (value := number(row, key)) is not None:
-            yield f'{metric}{{run="{name}",{KIND}="{_escaped(key.removeprefix(begin))}"}} {value!r}'
 
 
 def _escaped(label: str) -> str:
@@ -168,41 +152,34 @@ def _cluster_panel(place: int, count: Count) -> dict[str, Any]:
     }
 
 
-def _panel(place: int, chart: Chart) -> dict[str, Any]:
-    unit = "percentunit" if chart.percent else "none"
-    return _frame(place, chart.title, chart.means, chart.worry) | {
+def _panel(place: int, chart: Chart, drawn: Drawn) -> dict[str, Any]:
+    unit = "percentunit" if drawn.percent else "none"
+    return _frame(place, drawn.title, drawn.means, drawn.worry) | {
         "fieldConfig": {
             "defaults": {
                 "unit": unit,
                 "custom": {
-                    "scaleDistribution": {"type": "log", "log": 10} if chart.log else {"type": "linear"},
-                    "thresholdsStyle": {"mode": "off" if chart.limit is None else "dashed"},
+                    "scaleDistribution": {"type": "log", "log": 10} if drawn.log else {"type": "linear"},
+                    "thresholdsStyle": {"mode": "off" if drawn.limit is None else "dashed"},
                 },
-                "thresholds": {"mode": "absolute", "steps": list(_thresholds(chart))},
+                "thresholds": {"mode": "absolute", "steps": list(_thresholds(drawn.limit))},
             },
             "overrides": [],
         },
         "targets": [
             {
-                "refId": chr(ord("A") + number_),
-                "expr": f'{_metric(chart, line)}{{run=~"$run"}}',
-                "legendFormat": _legend(line),
+                "refId": chr(ord("A") + place),
+                "expr": f'{_metric(column, chart.of)}{{run=~"$run"}}',
+                "legendFormat": " ".join(
+                    filter(None, ("{{run}}", line.name, f"{{{{{KIND}}}}}" if column.of_kinds else ""))
+                ),
             }
-            for number_, line in enumerate(chart.lines)
+            for place, (column, line) in enumerate(zip(chart.columns, drawn.lines, strict=True))
         ],
     }
 
 
-def _thresholds(chart: Chart) -> Iterable[dict[str, Any]]:
+def _thresholds(limit: float | None) -> Iterable[dict[str, Any]]:
     yield {"color": "transparent", "value": None}
-    if chart.limit is not None:
-        yield {"color": "orange", "value": chart.limit}
-
-
-def _legend(line: Line) -> str:
-    several = f"{{{{{KIND}}}}}" if line.key.endswith("*") else ""
-    return " ".join(part for part in ("{{run}}", line.name, several) if part)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(dashboard())).decode() + "\n")
+    if limit is not None:
+        yield {"color": "orange", "value": limit}

@@ -18,7 +18,7 @@ from flash.observe.rundir.follow import Followed
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.text import escaped
 from flash.types import Activity
-from flash.view.charts import drawn
+from flash.view.charts import values
 from flash.view.prometheus import Latest
 
 MOST_ROWS = 5000
@@ -77,8 +77,8 @@ class ViewedRun:
             new_steps, new_evals = self._steps.rows[steps:], self._evals.rows[evals:]
         return Rows(
             life=now,
-            steps=drawn(new_steps[:MOST_ROWS], "steps"),
-            evals=drawn(new_evals[:MOST_ROWS], "evals"),
+            steps=values(new_steps[:MOST_ROWS], "step"),
+            evals=values(new_evals[:MOST_ROWS], "evaluation"),
             more=max(len(new_steps), len(new_evals)) > MOST_ROWS,
             ended=has_ended(self.directory),
             gone=not self.directory.path.exists(),

@@ -269,7 +269,7 @@ async def test_what_environments_measure_is_averaged_over_each_batch_and_each_ev
     assert {name: row[name] for name in row if name.startswith("env/")} == {"env/moves": 4.0, "env/won": 0.5}
     assert (row["samples"], row["loss"]) == (4, 0.1)
     assert unlisted(row) == []
-    assert unlisted(driver.observer.evaluations[0], "evals.jsonl") == []
+    assert unlisted(driver.observer.evaluations[0], "evaluation") == []
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

@@ -68,7 +68,7 @@ def test_kinds_have_means_of_their_own_and_an_unnamed_one_has_none() -> None:
     row = at_once(means(map(measured, samples)))
     assert row == {"domain/a/reward": 1, "domain/a/tokens": 2, "domain/b/reward": 1, "domain/b/tokens": 2}
     assert unlisted({*row, "domain/a/share", "share_drift"}) == []
-    assert unlisted(row, "evals.jsonl") == []
+    assert unlisted(row, "evaluation") == []
     assert measured(trajectory(Task(0, 0, 0, 0), 0)) == {}
 
 

@@ -20,10 +20,9 @@ from flash.config.tree import Config
 from flash.observe.recorder import Recorder
 from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.trackers.feed import TrackFeed
-from flash.observe.trackers.names import tracked
 from flash.observe.trackers.process import AGAIN_S, Telling
 from flash.observe.trackers.trackers import TRACKERS, not_installed
-from flash.observe.trackers.tracking import held, place_of
+from flash.observe.trackers.tracking import held, place_of, tracked
 from tests.observe.sample_rows import eval_row, metrics_row
 
 FAKES = Path(__file__).parent / "fake_trackers"

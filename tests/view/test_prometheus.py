@@ -14,9 +14,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from flash.observe.cluster_counts import COUNTS
+from flash.observe.columns.table import CHARTS
 from flash.observe.rundir.rundir import RunDirectory
 from flash.view.app import make_app
-from flash.view.charts import CHARTS
 from flash.view.prometheus import MEDIA_TYPE, Latest, dashboard, exposition
 from flash.view.runs import open_runs
 from tests.observe.clusters import cluster, failure, hub_now
@@ -70,9 +70,9 @@ def test_a_run_without_a_row_is_told_too_and_none_is_no_error() -> None:
 
 
 def test_the_dashboard_in_the_docs_is_this_one_and_draws_what_is_told() -> None:
-    """`python -m flash.view.prometheus > docs/grafana.json` writes it."""
+    """`make docs` writes it."""
     assert json.loads(DASHBOARD.read_text(encoding="utf-8")) == dashboard()
-    columns = {line.key.replace("*", "x"): 1.0 for chart in CHARTS for line in chart.lines}
+    columns = {column.key.replace("*", "x"): 1.0 for chart in CHARTS for column in chart.columns}
     picture = cluster(1e9, hub_now(1e9), failures=[failure("env_error", 1e9, "boom")])
     latest = Latest("run", metrics_row(0) | columns, eval_row(0, 0.5) | columns, ended=False, cluster=picture)
     told = {name for name, _, _ in scraped(exposition([latest]))}

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flash.config.alarms import MISMATCH
+from flash.observe.columns.column import LIMITS
+from flash.observe.columns.table import named
 from flash.observe.plots.series import (
     IDLE,
     AgeSeries,
@@ -203,9 +204,9 @@ def draw_offpolicy(series: OffPolicySeries) -> Figure:
     weights, ratios, shares, policy = plain_axes(figure, 2, 2)
     _line(weights, series.steps, 100 * series.ess, BLUE)
     weights.set_ylim(0, 105)
-    weights.set_ylabel("effective sample size, %")
+    weights.set_ylabel(named("ess").axis)
     _draw_ratios(ratios, series)
-    _line(shares, series.steps, 100 * series.clipped, ORANGE, "clipped")
+    _line(shares, series.steps, 100 * series.clipped, ORANGE, named("clip_fraction").label)
     for (reason, share), colour in zip(series.masked.items(), MASK_COLOURS, strict=False):
         _line(shares, series.steps, 100 * share, colour, f"masked: {reason}")
     shares.set_ylim(0, max(1.0, 1.1 * shares.get_ylim()[1]))
@@ -215,14 +216,14 @@ def draw_offpolicy(series: OffPolicySeries) -> Figure:
     )
     _line(policy, series.steps, series.entropy, BLUE)
     policy.set_ylim(0, None)
-    policy.set_ylabel("entropy, nats", color=BLUE)
+    policy.set_ylabel(named("entropy").axis, color=BLUE)
     norms = policy.twinx()
     norms.spines[["top", "left"]].set_visible(False)
     norms.spines[["right", "bottom"]].set_color(FAINT)
     norms.tick_params(colors=INK, labelsize=10)
     _line(norms, series.steps, series.grad_norm, ORANGE)
     norms.set_ylim(0, None)
-    norms.set_ylabel("gradient norm", color=ORANGE)
+    norms.set_ylabel(named("grad_norm").axis, color=ORANGE)
     for axes in (weights, shares, policy):
         axes.set_xlabel("step")
         axes.locator_params(axis="x", integer=True)
@@ -236,10 +237,11 @@ def draw_mismatch(series: MismatchSeries) -> Figure:
     axes.set_yscale("symlog", linthresh=SMALL_MISMATCH)
     for (name, values), colour in zip(series.by_environment.items(), cycle((BLUE, *MASK_COLOURS, ORANGE))):
         _line(axes, series.steps, values, colour, name)
-    axes.axhline(MISMATCH, color=FAINT, linewidth=1, linestyle="--")
-    axes.set_ylim(0, 1.5 * max(MISMATCH, axes.get_ylim()[1]))
+    limit = LIMITS.mismatch or 0.0
+    axes.axhline(limit, color=FAINT, linewidth=1, linestyle="--")
+    axes.set_ylim(0, 1.5 * max(limit, axes.get_ylim()[1]))
     axes.set_xlabel("step")
-    axes.set_ylabel("mean of w − 1 − log w, age 0")
+    axes.set_ylabel(named("mismatch_k3_age_0").axis)
     axes.locator_params(axis="x", integer=True)
     handles, labels = axes.get_legend_handles_labels()
     if labels:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flash.observe.alarms import BY_ENVIRONMENT
+from flash.observe.columns.table import named
 from flash.observe.rundir.summary import by_step, domains_of, number
 from flash.types import Activity
 
@@ -29,13 +29,9 @@ ZOOM_STEPS = 8
 MAX_AGES = 8
 """Ages shown one by one; older ones share the last place."""
 
-MASKS = {
-    "masked_old_share": "too old",
-    "masked_correction_share": "correction",
-    "masked_cap_share": "cap",
-}
-"""Shares of tokens that were left out, by their key, and why."""
-
+MASKS = tuple(map(named, ("masked_old_share", "masked_correction_share", "masked_cap_share")))
+"""Shares of tokens that were left out."""
+MISMATCH, BY_ENVIRONMENT = named("mismatch_k3_age_0"), named("mismatch_k3_env_NAME")
 _AGE_KEY = re.compile(r"age_(\d+)")
 _RATIO_KEY = re.compile(r"ratio_p50_age_(\d+)")
 
@@ -193,7 +189,7 @@ def offpolicy_series(metrics: Sequence[Row]) -> OffPolicySeries | None:
     if not rows:
         return None
     ages = sorted({int(match[1]) for row in rows for key in row if (match := _RATIO_KEY.fullmatch(key)) is not None})
-    masked = {reason: _column(rows, key) for key, reason in MASKS.items()}
+    masked = {column.label: _column(rows, column.name) for column in MASKS}
     return OffPolicySeries(
         steps=_column(rows, "step"),
         ess=_column(rows, "ess"),
@@ -208,12 +204,12 @@ def offpolicy_series(metrics: Sequence[Row]) -> OffPolicySeries | None:
 
 def mismatch_series(metrics: Sequence[Row]) -> MismatchSeries | None:
     """Prepare the mismatch; None when no step trained a token of age 0."""
-    rows = [row for row in by_step(metrics) if number(row, "mismatch_k3_age_0") is not None]
+    rows = [row for row in by_step(metrics) if number(row, MISMATCH.name) is not None]
     if not rows:
         return None
-    kinds = sorted({key for row in rows for key in row if key.startswith(BY_ENVIRONMENT)})
-    named = {key.removeprefix(BY_ENVIRONMENT): key for key in kinds} or {"": "mismatch_k3_age_0"}
-    return MismatchSeries(_column(rows, "step"), {name: _column(rows, key) for name, key in named.items()})
+    kinds = {kind: key for row in rows for key in row if (kind := BY_ENVIRONMENT.kind(key)) is not None}
+    shown = {kind: kinds[kind] for kind in sorted(kinds)} or {"": MISMATCH.name}
+    return MismatchSeries(_column(rows, "step"), {kind: _column(rows, key) for kind, key in shown.items()})
 
 
 def domain_series(metrics: Sequence[Row], evaluations: Sequence[Row]) -> DomainSeries | None:

@@ -11,8 +11,9 @@ writing that down. Nothing is dropped: what was not told stays in the run's own 
 from __future__ import annotations
 
 import fcntl
+import re
 import tomllib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,15 @@ import msgspec
 
 from flash.config.track import TrackConfig, TrackerName
 from flash.errors import ConfigError, RunDirectoryError
+from flash.observe.columns.table import APART, Kind, column_of
 from flash.observe.rundir.follow import Followed
 from flash.observe.rundir.rundir import RunDirectory, write_atomically, writing
 from flash.observe.rundir.summary import number
-from flash.observe.trackers.names import Kind, tracked
 from flash.observe.trackers.trackers import TRACKERS, Opening, Tracker
+
+LONGEST = 200
+"""Characters of a name."""
+_STRANGE = re.compile(r"[^\w.-]")
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -146,3 +151,18 @@ def _read_place(file: Path) -> Place:
         raise RunDirectoryError(
             f"{file} cannot be read: {error}; remove it to have all told again, as another run"
         ) from error
+
+
+def tracked(kind: Kind, row: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of a row, by the names that trackers have for them."""
+    known = {key: value for key in row if key not in APART and (value := number(row, key)) is not None}
+    return {_tracked_name(kind, key): float(value) for key, value in known.items()}
+
+
+def _tracked_name(kind: Kind, key: str) -> str:
+    """One that every tracker takes: environments name their metrics as they like, and MLflow reads them as paths."""
+    if (column := column_of(key, kind)) is not None and column.tracked:
+        return column.tracked
+    parts = (_STRANGE.sub("_", part) for part in key.split("/"))
+    name = "/".join("_" if part in ("", ".", "..") else part for part in parts)
+    return f"{'train' if kind == 'step' else 'eval'}/{name[:LONGEST]}"

@@ -1,0 +1,141 @@
+"""What a step tells of the run's speed, and of its books."""
+
+from __future__ import annotations
+
+from flash.observe.columns.column import Alarm, Column, Group, Row
+from flash.observe.rundir.summary import number
+
+
+def _seconds(row: Row) -> float:
+    return number(row, "interval_s") or 0.0
+
+
+def _attempts(row: Row) -> float:
+    return (number(row, "failures") or 0.0) + (number(row, "samples") or 0.0)
+
+
+def _failed(row: Row) -> float:
+    return (number(row, "failures") or 0.0) / max(_attempts(row), 1.0)
+
+
+SPEED = Group(
+    "Speed and books. Counters are totals of the run, across restarts.",
+    (
+        Column("time", "Unix seconds at the end of the step", "s"),
+        Column("wall_s", "since the run began", "s", tracked="perf/wall_time"),
+        Column(
+            "interval_s",
+            "since the last step ended; while a resumed run has no engine yet, of the training alone",
+            "s",
+            label="from step to step",
+            chart="seconds",
+            worry="it is far above what the training takes: somebody waits",
+            tracked="perf/step_time",
+        ),
+        Column(
+            "trainer_step_s",
+            "of these what the training itself took",
+            "s",
+            label="training",
+            chart="seconds",
+            tracked="perf/train_time",
+        ),
+        Column("trainer_wait_s", "of these the trainer waited for a batch", "s", tracked="perf/wait_time"),
+        Column(
+            "trainer_wait_share",
+            "share of `interval_s` in which the trainer waited for a batch; the summary has that of the whole run",
+            "share",
+            label="trainer waits",
+            title="wait%",
+            chart="waits",
+            worry="it is large",
+            helps="give more of the devices to engines, or raise `train.async_ratio`; `flash simulate` says how many",
+            alarm=Alarm("trainer_waits", "of its time the trainer waited for batches", weight=_seconds),
+            tracked="perf/wait_share",
+        ),
+        Column(
+            "engines",
+            "engines that the run has; fewer while one that died starts again, or when its node is gone",
+            form=".0f",
+            label="engines",
+            tracked="perf/engines",
+        ),
+        Column(
+            "engine_restarts",
+            "engines that came back after a death, since the last step",
+            form=".0f",
+            label="engine restarts",
+        ),
+        Column(
+            "trainer_restarts",
+            "how often the trainer ranks came back after the loss of one, since the last step",
+            form=".0f",
+            label="trainer restarts",
+        ),
+        Column(
+            "engine_idle_share",
+            "share of their time that the engines had no request, since their first weights",
+            "share",
+            label="engines idle",
+            chart="waits",
+            worry="it is large",
+            helps="give more of the devices to the trainer, or raise `train.async_ratio` or `rollout.max_concurrent`",
+            alarm=Alarm("engines_idle", "of their time the engines had no request", weight=_seconds),
+            tracked="perf/engine_idle_share",
+        ),
+        Column(
+            "tokens_per_second",
+            "tokens that arrived in this interval; 0 in a last step whose tokens were there before, and none while no "
+            "engine is there yet",
+            "tokens/s",
+            label="tokens/s",
+            title="tok/s",
+            chart="throughput",
+            worry="it falls while nothing else changes: answers grew, an engine is gone, or environments became slow",
+            tracked="perf/tokens_per_second",
+        ),
+        Column(
+            "queue_ready_groups",
+            "complete groups that wait to be trained",
+            form=".0f",
+            label="groups ready",
+            tracked="perf/ready_groups",
+        ),
+        Column(
+            "in_flight",
+            "samples that were issued and are not trained, filtered or given up yet",
+            form=".0f",
+            label="samples in flight",
+            tracked="perf/in_flight",
+        ),
+        Column("generated_tokens", "counter: response tokens that were sampled", "tokens"),
+        Column(
+            "failures",
+            "attempts at a sample that failed since the last step, tried again or given up",
+            form=".0f",
+            label="attempts failed",
+            title="fail",
+            chart="failures",
+            worry="they come at every step: the first of each kind is printed with its error in the terminal",
+            helps="`failures_WHY` in `metrics.jsonl` counts them by reason",
+            alarm=Alarm(
+                "failures",
+                "of the episodes failed and were tried again or given up",
+                weight=_attempts,
+                number=_failed,
+                looks_at="`failures` of all attempts at a sample",
+            ),
+        ),
+        Column(
+            "failures_WHY",
+            "the same by reason (`env_error`, `env_timeout`, `reward_error`, `engine_error`, `engine_killed`, under "
+            "which engines died, and `cancelled`, whose node was lost) where there were any",
+            chart="failures",
+        ),
+        Column("stale_tokens", "counter: tokens that were thrown away as too old", "tokens"),
+        Column("wasted_tokens", "counter: tokens that were thrown away for any reason", "tokens"),
+        Column("sink_lost", "counter, with `observe.sink`: rows that it did not take since this process began"),
+        Column("filtered", "counter: samples that a filter took out", form=".0f", label="filtered"),
+        Column("given_up", "counter: samples that failed too often", form=".0f", label="given up"),
+    ),
+)
