@@ -1,26 +1,21 @@
 """Recorder: the observer of a real run. It writes the run directory and talks to the terminal.
 
 It takes what the hub observes in order, adds the run's wall time to each row, and at the end makes summary and plots.
-A tracker's sink (`observe.sink`) is given the same rows, and then the summary, or the error that ended the run; the
-processes of `track.to` read the run directory.
+Outsiders are told the same rows, and then the summary, or the error that ended the run.
 """
 
 from __future__ import annotations
 
 import math
-import time
-import tomllib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from types import TracebackType
 from typing import Any, ParamSpec
 
 import msgspec
 
 from flash.config.load import dump
-from flash.config.objects import is_sink, load_sink
 from flash.config.recorded import recorded
 from flash.config.tree import Config
 from flash.errors import AlarmError, RunDirectoryError
@@ -33,9 +28,7 @@ from flash.observe.rundir import recording
 from flash.observe.rundir.rundir import RunDirectory, sample_times
 from flash.observe.rundir.sample_writer import SampleWriter, TokenText
 from flash.observe.rundir.summary import summarise
-from flash.observe.trackers.alarm_command import AlarmCommand
-from flash.observe.trackers.feed import TrackFeed
-from flash.observe.trackers.sink import Sink, SinkFeed
+from flash.observe.trackers.outsiders import Outsiders
 from flash.trained import TrainedSample
 from flash.types import Activity, Batch
 from flash.waiting import first_error
@@ -64,7 +57,6 @@ class Recorder:
         self._begun = now() - (float(earlier[-1].get("wall_s", 0.0)) if earlier else 0.0)
         self._console = Console(config)
         self._alarms = Alarms(config.alarms)
-        self._alarm_command = None if config.alarms.command is None else AlarmCommand(config.alarms.command)
         self.stopped: AlarmError | None = None
         """Why the run is to end early."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
@@ -72,12 +64,7 @@ class Recorder:
         self._samples = SampleWriter(self.directory, config.run, tokenizer)
         self._cluster = ClusterFile(self.directory, self._writer)
         self._canary = 0.0
-        self._sink = (
-            None
-            if config.observe.sink is None
-            else SinkFeed(config.observe.sink, partial(make_sink, config.observe.sink, config, resume_at))
-        )
-        self._trackers = TrackFeed(self.directory, config.track.to)
+        self._outsiders = Outsiders(config, self.directory, resume_at)
         if resume_at is not None:
             self.note(f"continuing {config.run_dir} from version {resume_at}")
 
@@ -94,25 +81,22 @@ class Recorder:
                 told = first_error(error) if isinstance(error, BaseExceptionGroup) else error
                 row = {"error": type(told).__name__, "message": str(told)}
                 self._cluster.end("failed", f"{row['error']}: {row['message']}")
-                self._end_sinks("error", row, interrupted=True)
+                self._tell_last("error", row, interrupted=True)
         finally:
             self._writer.submit(self._samples.end)
             self._writer.shutdown()
-            if self._alarm_command is not None:
-                self._warn_all(self._alarm_command.close())
+            self._close_outsiders(interrupted=True)
             self._console.close()
 
     def step(self, row: Mapping[str, float]) -> Wish | None:
         """Write the metrics of a committed step, with the run's wall time, and print its line; what alarms want."""
-        full = {**row, "wall_s": self._now() - self._begun}
-        if self._sink is not None:
-            full["sink_lost"] = self._sink.lost
+        full = {**row, "wall_s": self._now() - self._begun, **self._outsiders.lost()}
         canary = row.get("canary_error", 0.0)
         self._canary = max(self._canary, 0.0 if math.isnan(canary) else canary)
         self.directory.append_metrics(full)
         self._console.stage("training")
         self._console.step(full)
-        self._give("step", full)
+        self._tell("step", full)
         last = row["step"] + 1 >= self._config.run.steps
         return self._alarmed(self._alarms.step(full), last=last)
 
@@ -129,10 +113,7 @@ class Recorder:
                 wish, follows = wish or "checkpoint", "; alarms.checkpoint has one written after the next step"
             self._cluster.told(f"alarm: {alarm.text}{follows}")
             self._console.warn(alarm.text + follows)
-            if self._alarm_command is not None:
-                self._alarm_command.call(alarm)
-        if self._alarm_command is not None:
-            self._warn_all(self._alarm_command.warnings())
+            self._outsiders.alarm(alarm)
         return wish
 
     def _warn_all(self, texts: Sequence[str]) -> None:
@@ -144,26 +125,20 @@ class Recorder:
         full = {**row, "wall_s": self._now() - self._begun}
         self.directory.append_evaluation(full)
         self._console.evaluation(full)
-        self._give("evaluation", full)
+        self._tell("evaluation", full)
 
-    def _give(self, kind: str, row: Mapping[str, Any]) -> None:
-        self._warn_all(self._trackers.warnings())
-        if kind == "step":
-            self._warn_all(self._trackers.awaited(int(row["step"])))
-        if self._sink is not None:
-            self._sink.put(kind, row)
-            self._warn_all(self._sink.warnings())
+    def _tell(self, kind: str, row: Mapping[str, Any]) -> None:
+        self._outsiders.row(kind, row)
+        self._warn_all(self._outsiders.warnings())
 
-    def _end_sinks(self, kind: str, row: Mapping[str, Any], *, interrupted: bool) -> None:
-        """Give it the last row, and wait until it and the trackers have all."""
+    def _tell_last(self, kind: str, row: Mapping[str, Any], *, interrupted: bool) -> None:
+        """Tell outsiders how the run ended, and wait until they have all."""
+        self._outsiders.row(kind, row, last=True)
+        self._close_outsiders(interrupted=interrupted)
+
+    def _close_outsiders(self, *, interrupted: bool) -> None:
         deadlines = self._config.deadlines
-        seconds = min(deadlines.sink, deadlines.close) if interrupted else deadlines.sink
-        begun = time.monotonic()
-        self._trackers.end(failed=kind == "error")
-        if self._sink is not None:
-            self._sink.put(kind, row, last=True)
-            self._warn_all(self._sink.close(seconds))
-        self._warn_all(self._trackers.close(seconds - (time.monotonic() - begun)))
+        self._warn_all(self._outsiders.close(min(deadlines.sink, deadlines.close) if interrupted else deadlines.sink))
 
     def evaluated(self) -> set[int]:
         """The versions that earlier lives of the run have evaluated."""
@@ -260,19 +235,5 @@ class Recorder:
             except RunDirectoryError as problem:  # all that they are drawn from is there
                 self._console.warn(f"{problem}; `flash plot {self.directory.path}` draws them at any time")
         self._cluster.end("interrupted" if interrupted else "finished")
-        self._end_sinks("summary", msgspec.to_builtins(summary), interrupted=interrupted)
+        self._tell_last("summary", msgspec.to_builtins(summary), interrupted=interrupted)
         self._console.finish(summary)
-
-
-def make_sink(path: str, config: Config, resume_at: int | None) -> Sink:
-    """Call what `observe.sink` names.
-
-    Raises:
-        ConfigError: there is none.
-        TypeError: what it made is no sink.
-        Exception: whatever it raises.
-    """
-    made = load_sink(path)(tomllib.loads(dump(config)), resume_at)
-    if not is_sink(made):
-        raise TypeError(f"it returned {made!r}, which cannot be called as `sink(kind, row)`")
-    return made

@@ -9,14 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from flash.observe.alarms import Given
 from flash.observe.trackers.alarm_command import SAID, AlarmCommand
+from flash.observe.trackers.feed import Feed
+
+WAIT_S = 30.0
+
+
+MISSED = "alarms.command missed 1 of 1: 1 failed, 0 dropped"
+
+
+def called(command: str, name: str = "stale", text: str = "text", seconds: float = 20.0) -> list[str]:
+    """What is told of a call."""
+    feed = Feed(AlarmCommand(command, seconds))
+    feed.put("alarm", {"name": name, "text": text})
+    return feed.close(WAIT_S)
 
 
 def test_it_is_given_the_name_and_the_text(tmp_path: Path) -> None:
-    command = AlarmCommand(f"sh -c 'echo $FLASH_ALARM >> \"$0\"; cat >> \"$0\"' '{tmp_path}/to ld'")
-    command.call(Given("ess", "30% is little"))
-    assert (command.warnings() + command.close()) == []
+    command = f"sh -c 'echo $FLASH_ALARM >> \"$0\"; cat >> \"$0\"' '{tmp_path}/to ld'"
+    assert called(command, "ess", "30% is little") == []
     assert (tmp_path / "to ld").read_text() == "ess\n30% is little\n"
 
 
@@ -27,28 +38,42 @@ def test_it_is_given_the_name_and_the_text(tmp_path: Path) -> None:
         ("/no/such/program", "alarms.command cannot be called: "),
     ],
 )
-def test_what_goes_wrong_is_told_once(words: str, fault: str) -> None:
-    command = AlarmCommand(words)
-    command.call(Given("stale", "text"))
-    (told,) = command.warnings() + command.close()
+def test_what_goes_wrong_is_told_once_and_counted(words: str, fault: str) -> None:
+    feed = Feed(AlarmCommand(words))
+    for _ in range(2):
+        feed.put("alarm", {"name": "stale", "text": "text"})
+    told, counted = feed.close(WAIT_S)
     assert told.startswith(fault)
-    assert command.warnings() == []
+    assert counted == "alarms.command missed 2 of 2: 2 failed, 0 dropped"
 
 
 def test_one_that_does_not_end_is_ended() -> None:
-    command = AlarmCommand("sleep 1000", 0.05)
-    command.call(Given("stale", "text"))
-    assert command.warnings() + command.close() == ["alarms.command took longer than 0.05 s and was ended"]
+    assert called("sleep 1000", seconds=0.05) == ["alarms.command took longer than 0.05 s and was ended", MISSED]
 
 
 def test_one_that_does_not_end_takes_what_it_started_with_it(tmp_path: Path) -> None:
-    command = AlarmCommand(f"sh -c 'sleep 1000 & echo $! > {tmp_path}/child; wait'", 0.5)
-    command.call(Given("stale", "text"))
-    assert len(command.warnings() + command.close()) == 1
+    assert len(called(f"sh -c 'sleep 1000 & echo $! > {tmp_path}/child; wait'", seconds=2.0)) == 2
     child = int((tmp_path / "child").read_text())
     deadline = time.monotonic() + 20
     while (state := state_of(child)) not in ("", "Z"):
         assert time.monotonic() < deadline, f"{child} lives on: {state}"
+        time.sleep(0.01)
+
+
+def test_at_the_end_of_the_run_it_is_ended_and_alarms_that_wait_are_dropped(tmp_path: Path) -> None:
+    feed = Feed(AlarmCommand(f"sh -c 'echo $$ > {tmp_path}/pid; sleep 1000'", 1000.0))
+    for _ in range(3):
+        feed.put("alarm", {"name": "stale", "text": "text"})
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert feed.close(0.0) == [
+        "alarms.command did not end in time: see deadlines.sink",
+        "alarms.command missed 3 of 3: 0 failed, 3 dropped",
+    ]
+    while state_of(int((tmp_path / "pid").read_text())) not in ("", "Z"):
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
@@ -61,14 +86,10 @@ def state_of(process: int) -> str:
 
 
 def test_one_that_leaves_something_running_has_ended(tmp_path: Path) -> None:
-    command = AlarmCommand(f"sh -c 'sleep 60 & echo $! > {tmp_path}/child; cat > /dev/null'")
-    command.call(Given("stale", "text"))
-    assert command.warnings() + command.close() == []
+    assert called(f"sh -c 'sleep 60 & echo $! > {tmp_path}/child; cat > /dev/null'") == []
     os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
 
 
 def test_of_megabytes_that_it_says_only_the_first_are_told() -> None:
-    command = AlarmCommand("sh -c 'head -c 20000000 /dev/zero | tr \\\\0 x >&2; exit 4'")
-    command.call(Given("stale", "text"))
-    (told,) = command.warnings() + command.close()
+    told, _ = called("sh -c 'head -c 20000000 /dev/zero | tr \\\\0 x >&2; exit 4'")
     assert told == f"alarms.command ended with code 4: {SAID * 'x'}"

@@ -15,7 +15,8 @@ import pytest
 from flash.config.tree import Config
 from flash.errors import BreakerError
 from flash.observe.recorder import Recorder
-from flash.observe.trackers.sink import WAITING, SinkFeed
+from flash.observe.trackers.feed import SILENT_S, WAITING, Feed
+from flash.observe.trackers.outsiders import SinkOutlet
 from flash.simulate.clock import run_virtual
 from tests.observe.sample_rows import eval_row, metrics_row
 
@@ -140,7 +141,7 @@ def test_a_failing_sink_is_told_once_and_counted_and_gets_the_next_rows(
     assert sink.rows[-1][0] == "summary"
     told = capsys.readouterr().out
     assert told.count("no tracker for step") == told.count("no tracker for step 1") == 1
-    assert "Failing missed 2 of 6 rows: 2 failed, 0 dropped" in told
+    assert "Failing missed 2 of 6: 2 failed, 0 dropped" in told
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_a_run_goes_on_without_a_sink_that_cannot_be_made(
     play(tmp_path, sink, end=finish)
     told = capsys.readouterr().out
     assert told.count(why) == 1
-    assert f"{sink} missed 6 of 6 rows: 6 failed, 0 dropped" in told
+    assert f"{sink} missed 6 of 6: 6 failed, 0 dropped" in told
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
 
 
@@ -177,16 +178,37 @@ def test_a_slow_sink_holds_nothing_up_and_what_it_has_no_room_for_is_told_and_co
     assert sink.rows[-1][0] == "summary"
     told = capsys.readouterr().out
     assert told.count("rows behind") == 1
-    assert f"Slow missed {dropped} of {steps + 2} rows: 0 failed, {dropped} dropped" in told
+    assert f"Slow missed {dropped} of {steps + 2}: 0 failed, {dropped} dropped" in told
 
 
 def test_a_sink_that_never_ends_is_left_behind_after_its_deadline() -> None:
-    feed = SinkFeed("mine", lambda: Slow({}, None))
+    feed = Feed(SinkOutlet("mine", lambda: Slow({}, None)))
     for step in range(3):
         feed.put("step", {"step": step})
     told = feed.close(0.01)
     Slow.may.set()
     assert told == [
-        "the sink mine did not end within 0.01 s: see deadlines.sink",
-        "the sink mine missed 3 of 3 rows: 0 failed, 3 dropped",
+        "the sink mine did not end in time: see deadlines.sink",
+        "the sink mine missed 3 of 3: 0 failed, 3 dropped",
     ]
+    assert feed.close(WAIT_S) == []
+
+
+def test_a_sink_that_hangs_is_told_of_once_while_the_run_goes_on() -> None:
+    clock, inside = [1000.0], threading.Event()
+
+    class Hanging(Good):
+        def __call__(self, kind: str, row: dict[str, Any]) -> None:
+            inside.set()
+            assert Slow.may.wait(WAIT_S)
+
+    feed = Feed(SinkOutlet("mine", lambda: Hanging({}, None)), lambda: clock[0])
+    feed.put("step", {"step": 0})
+    assert inside.wait(WAIT_S)
+    assert feed.warnings() == []
+    clock[0] += SILENT_S + 10
+    (line,) = feed.warnings()
+    assert line.startswith("the sink mine has not answered for 70 s: it hangs, or cannot be reached; the run goes on")
+    assert feed.warnings() == []
+    Slow.may.set()
+    assert feed.close(WAIT_S) == []

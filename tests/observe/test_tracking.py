@@ -19,10 +19,10 @@ from flash.config.track import TrackConfig, TrackerName
 from flash.config.tree import Config
 from flash.observe.recorder import Recorder
 from flash.observe.rundir.rundir import RunDirectory
-from flash.observe.trackers.feed import TrackFeed
-from flash.observe.trackers.process import AGAIN_S, Telling
+from flash.observe.trackers.feed import Feed
+from flash.observe.trackers.teller import TrackerOutlet
 from flash.observe.trackers.trackers import TRACKERS, not_installed
-from flash.observe.trackers.tracking import held, place_of, tracked
+from flash.observe.trackers.tracking import held, tracked
 from tests.observe.sample_rows import eval_row, metrics_row
 
 FAKES = Path(__file__).parent / "fake_trackers"
@@ -174,54 +174,18 @@ def test_names_are_such_that_every_tracker_takes_them() -> None:
     assert tracked("evaluation", {"step": 1, "mean_reward": 0.5, "k": 4}) == {"eval/reward": 0.5, "eval/k": 4.0}
 
 
-class Away:
-    """A tracking that fails so often, and then tells."""
-
-    def __init__(self, failures: int) -> None:
-        self.failures = failures
-        self.calls = 0
-        self.closed: bool | None = None
-
-    def send(self) -> None:
-        self.calls += 1
-        if self.calls <= self.failures:
-            raise TimeoutError("away")
-
-    def left(self) -> int:
-        return 0
-
-    def close(self, *, failed: bool) -> None:
-        self.closed = failed
-
-
-def test_one_that_is_away_is_tried_ever_more_seldom_and_told_of_once() -> None:
-    away, warnings = Away(1000), list[str]()
-    telling = Telling(away, "wandb", warnings.append)
-    for second in range(1, 200):
-        telling.look(float(second))
-    tried = sum(AGAIN_S[:-1])
-    assert away.calls == len(AGAIN_S) + (199 - 1 - tried) // AGAIN_S[-1]
-    assert warnings == ["the tracker wandb failed: TimeoutError: away; the run goes on, and it is tried again"]
-
-
-@pytest.mark.parametrize(("failures", "calls", "seconds"), [(0, 1, 0.0), (3, 4, 3.0), (1000, 11, 10.0)])
-def test_at_the_end_it_is_tried_until_it_has_all_or_the_time_is_over(failures: int, calls: int, seconds: float) -> None:
-    away, clock = Away(failures), [0.0]
-    telling = Telling(away, "wandb", lambda _: None)
-    telling.end(failed=True, now=lambda: clock[0], sleep=lambda gone: clock.__setitem__(0, clock[0] + gone), limit=10.0)
-    assert (away.calls, clock[0], away.closed) == (calls, seconds, True)
-
-
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_process_tells_while_the_run_goes_on_and_how_it_ended(
     failed: bool, calls: Calls, tracked_run: RunDirectory
 ) -> None:
-    feed = TrackFeed(tracked_run, ["wandb", "wandb"])
+    feed = Feed(TrackerOutlet(tracked_run, "wandb"))
+    feed.put("step", {})
     until(lambda: calls.steps() == [0, 1, 2])
     written(tracked_run, [3])
+    feed.put("step", {})
     until(lambda: calls.steps() == [0, 1, 2, 3])
     written(tracked_run, [4])
-    feed.end(failed=failed)
+    feed.put("error" if failed else "summary", {}, last=True)
     assert feed.warnings() + feed.close(WAIT_S) == []
     assert calls.steps() == [0, 1, 2, 3, 4]
     assert [told["failed"] for told in calls.of("finish")] == [failed]
@@ -231,7 +195,7 @@ def test_a_process_tells_while_the_run_goes_on_and_how_it_ended(
 @pytest.mark.parametrize(
     ("ill", "told", "missed"),
     [
-        ("raise log", "the tracker wandb failed: ConnectionError: no route to the tracker  [31m; the run goes on", 4),
+        ("raise log", "the tracker wandb failed: ConnectionError: no route to the tracker  [31m; it is tried again", 4),
         ("hang init", "the tracker wandb did not end in time: see deadlines.sink", 4),
         ("hang finish", "the tracker wandb did not end in time: see deadlines.sink", 0),
         ("exit log", "the tracker wandb ended with code 7: see ", 4),
@@ -241,31 +205,22 @@ def test_one_that_is_ill_is_told_of_and_what_it_missed(
     ill: str, told: str, missed: int, calls: Calls, tracked_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_TRACKER", ill)
-    feed = TrackFeed(tracked_run, ["wandb"])
+    feed = Feed(TrackerOutlet(tracked_run, "wandb"))
+    feed.put("step", {})
     warnings: list[str] = []
     if "hang" in ill:
         log = tracked_run.path / "track/wandb.log"
         until(lambda: log.exists() and "prints" in log.read_text() and bool(missed or calls.steps("eval/reward")))
     else:
         until(lambda: bool(warnings.extend(feed.warnings()) or warnings))
-    feed.end(failed=False)
+    feed.put("summary", {}, last=True)
     warnings += feed.close(3)
     assert any(warning.startswith(told) for warning in warnings), warnings
+    assert len([warning for warning in warnings if "was not told" not in warning]) <= 2
     again = f"`flash track {tracked_run.path} --to wandb` tells them"
     rest = [f"the tracker wandb was not told {missed} rows: {again}"] if missed else []
     assert [warning for warning in warnings if "was not told" in warning] == rest
-    feed.end(failed=False)
     assert feed.close(3) == []
-
-
-class Clock:
-    """Goes on when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.mark.parametrize("ill", ["hang init", "hang log"])
@@ -273,54 +228,44 @@ def test_one_that_hangs_is_told_of_once_while_the_run_goes_on(
     ill: str, calls: Calls, tracked_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_TRACKER", ill)
-    clock = Clock()
-    feed = TrackFeed(tracked_run, ["wandb"], clock)
+    clock = [1000.0]
+    feed = Feed(TrackerOutlet(tracked_run, "wandb"), lambda: clock[0])
+    feed.put("step", {})
+    log = tracked_run.path / "track/wandb.log"
+    until(lambda: log.exists() and "prints" in log.read_text())
     told: list[str] = []
     for step in range(3, 40):
         written(tracked_run, [step])
-        told += [*feed.warnings(), *feed.awaited(step)]
-        clock.now += 10
+        feed.put("step", {})
+        time.sleep(0.01)
+        told += feed.warnings()
+        clock[0] += 10
     (line,) = told
-    assert line.startswith("the tracker wandb has not answered for 70 s: it hangs, or cannot be reached")
+    assert line.startswith("the tracker wandb has not answered for ")
     assert f"`flash track {tracked_run.path} --to wandb` tells later" in line
-    feed.end(failed=False)
     feed.close(0)
 
 
-def test_one_that_takes_each_row_before_the_next_is_never_silent_however_long_steps_take(
-    calls: Calls, tracked_run: RunDirectory
+def test_one_that_fails_once_is_told_the_rest_at_the_next_step(
+    calls: Calls, tracked_run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock()
-    feed = TrackFeed(tracked_run, ["wandb"], clock)
-    for step in range(3, 7):
-        written(tracked_run, [step])
-        assert feed.awaited(step) == []
-        until(lambda step=step: step in calls.steps())
-        until(lambda step=step: place_of(tracked_run, "wandb").step >= step)
-        clock.now += 5000
-    feed.end(failed=False)
-    assert feed.close(20) == []
+    monkeypatch.setenv("FAKE_TRACKER", f"raise log once {tracked_run.path}/failed")
+    feed = Feed(TrackerOutlet(tracked_run, "wandb"))
+    feed.put("step", {})
+    told: list[str] = []
+    until(lambda: bool(told.extend(feed.warnings()) or told))
+    feed.put("step", {})
+    until(lambda: calls.steps() == [0, 1, 2])
+    feed.put("summary", {}, last=True)
+    assert feed.close(WAIT_S) == []
+    assert len(told) == 1
 
 
-def test_steps_that_were_told_before_are_not_waited_for(calls: Calls, tracked_run: RunDirectory) -> None:
-    clock = Clock()
-    feed = TrackFeed(tracked_run, ["wandb"], clock)
-    until(lambda: 2 in calls.steps())
-    until(lambda: place_of(tracked_run, "wandb").step >= 2)
-    for _ in range(20):
-        assert feed.awaited(1) == []
-        clock.now += 30
-    feed.end(failed=False)
-    feed.close(20)
-
-
-def test_a_process_whose_run_was_killed_tells_what_is_left_and_ends(
-    calls: Calls, tracked_run: RunDirectory, tmp_path: Path
-) -> None:
+def test_a_process_whose_run_was_killed_tells_what_is_left_and_ends(calls: Calls, tracked_run: RunDirectory) -> None:
     code = (
         "import os, sys; from pathlib import Path; from flash.observe.rundir.rundir import RunDirectory; "
-        "from flash.observe.trackers.feed import TrackFeed; "
-        "TrackFeed(RunDirectory(Path(sys.argv[1])), ['wandb']); os._exit(1)"
+        "from flash.observe.trackers.teller import TrackerOutlet; "
+        "TrackerOutlet(RunDirectory(Path(sys.argv[1])), 'wandb').open(); os._exit(1)"
     )
     os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code, str(tracked_run.path)])
     until(lambda: len(calls.of("finish")) == 1)

@@ -1,127 +1,148 @@
-"""The processes beside a run that tell its trackers: it starts them, and waits for them at its end.
+"""A feed of what a run measures to one outsider: its tracker, the user's own sink, the command that alarms call.
 
-The run never waits for a tracker before its end, and fails with none.
+A run neither waits for an outsider nor fails with one: events wait in a queue, and a thread gives them to its outlet.
+Law: given = taken + failed + dropped, once a feed is closed. What an outsider misses is told.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
 
-from flash.config.track import TrackerName
-from flash.errors import FlashError
-from flash.observe.rundir.rundir import RunDirectory, writing
-from flash.observe.trackers.process import ENDED, FAILED
-from flash.observe.trackers.tracking import Tracking, folder_of, place_of
-
-MOST = 1 << 16
-"""Bytes of a process's warnings that are read at once."""
+WAITING = 1000
+"""Events that may wait for a slow outlet; those that come while so many do are dropped."""
 SILENT_S = 60.0
-"""Until a tracker that has not taken a step's row is told of: its import and its first connection take some of it."""
+"""Until one that has not taken an event is told of: importing and connecting take some of it."""
 
 
-class TrackFeed:
-    """Start it with a run, read what went wrong, close it with the run. `now` gives seconds."""
+class Fault(Exception):
+    """What is wrong with an outlet, in words that go on after its name."""
 
-    def __init__(
-        self, directory: RunDirectory, names: Sequence[TrackerName], now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._directory = directory
+
+class Outlet:
+    """How an outsider is told."""
+
+    after = "; the run goes on, and its directory has all rows"
+    """What follows from a failure."""
+    catches_up = False
+    """Whether an event makes up for those before it: then no more than one needs to wait."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    # The feed's thread calls these: they may take their time, and raise anything.
+
+    def open(self) -> None:
+        """Begin."""
+
+    def tell(self, kind: str, row: dict[str, Any]) -> None:
+        """Give it an event."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """There is no other event."""
+
+    # The others are called from outside.
+
+    def stop(self) -> None:
+        """Its time is over: end what was started, while another call may be under way."""
+
+    def missed(self, given: int, failed: int, dropped: int) -> str:
+        """What it was not told, in a sentence; empty: nothing."""
+        missed = failed + dropped
+        return f"{self.name} missed {missed} of {given}: {failed} failed, {dropped} dropped" if missed else ""
+
+
+class Feed:
+    """Feed it events, read what went wrong. `now` gives seconds."""
+
+    def __init__(self, outlet: Outlet, now: Callable[[], float] = time.monotonic) -> None:
+        self._outlet = outlet
         self._now = now
-        self._awaited: dict[TrackerName, tuple[int, float]] = {}
-        """A step whose row each is to take, and since when."""
-        self._silent: set[TrackerName] = set()
-        """Those that were told of for their silence, or for another failure."""
-        self._processes: dict[TrackerName, subprocess.Popen[bytes]] = {}
-        for name in dict.fromkeys(names):
-            self._processes[name] = self._start(name)
-        self._over: set[TrackerName] = set()
+        self._events: SimpleQueue[tuple[str, dict[str, Any]] | None] = SimpleQueue()
+        self._given = self._dropped = 0
+        self._told: set[str] = set()
+        self._closed = self._late = False
+        # Written by the thread alone.
+        self._taken = self._failed = 0
+        self._faults: SimpleQueue[str] = SimpleQueue()
+        self._calling_since: float | None = None
+        self._thread = threading.Thread(target=self._run, name=outlet.name, daemon=True)
+        self._thread.start()
+
+    @property
+    def lost(self) -> int:
+        """Events so far that it failed on, or that were dropped."""
+        return self._failed + self._dropped
+
+    def put(self, kind: str, row: Mapping[str, Any], *, last: bool = False) -> None:
+        """Give it an event, at once. The last one of a run finds room in any case."""
+        waiting = self._events.qsize()
+        if self._outlet.catches_up and waiting and not last:
+            return
+        self._given += 1
+        if waiting >= WAITING and not last:
+            self._dropped += 1
+        else:
+            self._events.put((kind, dict(row)))
 
     def warnings(self) -> list[str]:
-        """What has gone wrong since the last time."""
-        return [line for name, process in self._processes.items() for line in self._heard(name, process)]
-
-    def awaited(self, step: int) -> list[str]:
-        """The row of a step is there to be told; who has not taken that of an earlier one for long, once each."""
-        return [line for name in self._processes for line in self._late(name, step)]
-
-    def _late(self, name: TrackerName, step: int) -> Iterator[str]:
-        first, since = self._awaited.setdefault(name, (step, self._now()))
-        with suppress(FlashError):  # what is wrong with its files is told at the end
-            if place_of(self._directory, name).step >= first:
-                self._awaited[name] = step, self._now()
-                return
-        seconds = self._now() - since
-        if seconds > SILENT_S and name not in self._silent | self._over:
-            self._silent.add(name)
-            again = f"`flash track {self._directory.path} --to {name}`"
-            yield (
-                f"the tracker {name} has not answered for {seconds:.0f} s: it hangs, or cannot be reached; the run "
-                f"goes on without it, and {again} tells later what it misses"
-            )
-
-    def end(self, *, failed: bool) -> None:
-        """Have all of them tell what is left, and how the run ended. Call `close` then."""
-        for process in self._processes.values():
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):
-                process.stdin.write(FAILED if failed else ENDED)
-            process.stdin.close()
-
-    def close(self, seconds: float) -> list[str]:
-        """Wait for them, so long at most. What went wrong, and what was not told."""
-        processes, self._processes = self._processes, {}
-        limit = time.monotonic() + seconds
-        found: list[str] = []
-        for name, process in processes.items():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, limit - time.monotonic()))
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                self._over.add(name)
-                found.append(f"the tracker {name} did not end in time: see deadlines.sink")
-            found += [*self._heard(name, process), *self._missed(name)]
-            assert process.stdout is not None
-            process.stdout.close()
+        """What has gone wrong, and was not told yet."""
+        name, found = self._outlet.name, [self._faults.get() for _ in range(self._faults.qsize())]
+        if self._dropped and self._once("behind"):
+            found.append(f"{name} is {WAITING} rows behind: new ones are dropped until it has caught up")
+        seconds = 0.0 if (since := self._calling_since) is None else self._now() - since
+        if seconds > SILENT_S and "fault" not in self._told and self._once("silent"):
+            hangs = f"{name} has not answered for {seconds:.0f} s: it hangs, or cannot be reached"
+            found.append(f"{hangs}{self._outlet.after}")
         return found
 
-    def _start(self, name: TrackerName) -> subprocess.Popen[bytes]:
-        folder = folder_of(self._directory)
-        with writing(folder):
-            folder.mkdir(exist_ok=True)
-            log = (folder / f"{name}.log").open("ab")
-        with log:
-            command = [sys.executable, "-m", "flash.observe.trackers.process", str(self._directory.path), name]
-            pipe = subprocess.PIPE
-            # In a session of its own: an interrupt is for the run, which then says that it is over.
-            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, bufsize=0, start_new_session=True)
-        assert process.stdout is not None
-        os.set_blocking(process.stdout.fileno(), False)
-        return process
+    def close(self, seconds: float) -> list[str]:
+        """Wait so long for it to take what is left, and drop the rest. What was not told yet, and the total."""
+        if self._closed:
+            return []
+        self._closed = True
+        self._events.put(None)
+        self._thread.join(max(0.0, seconds))
+        self._late = self._thread.is_alive()
+        if self._late:
+            self._outlet.stop()
+        told = self.warnings()
+        if self._late:
+            told.append(f"{self._outlet.name} did not end in time: see deadlines.sink")
+        dropped = self._given - self._taken - self._failed
+        missed = self._outlet.missed(self._given, self._failed, dropped)
+        return [*told, missed] if missed else told
 
-    def _heard(self, name: TrackerName, process: subprocess.Popen[bytes]) -> Iterator[str]:
-        assert process.stdout is not None
-        code = process.poll()
-        for line in (process.stdout.read(MOST) or b"").decode("utf-8", "replace").splitlines():
-            self._silent.add(name)
-            yield line
-        if code and name not in self._over:
-            self._over.add(name)
-            log = folder_of(self._directory) / f"{name}.log"
-            yield f"the tracker {name} ended with code {code}: see {log}; the run goes on"
+    def _once(self, what: str) -> bool:
+        new = what not in self._told
+        self._told.add(what)
+        return new
 
-    def _missed(self, name: TrackerName) -> Iterator[str]:
+    def _run(self) -> None:
+        """Consumes events. Waits for the next, or the end. Produces calls."""
+        self._call(self._outlet.open)
+        while (event := self._events.get()) is not None and not self._late:
+            if self._call(partial(self._outlet.tell, *event)):
+                self._taken += 1
+            else:
+                self._failed += 1
+        self._call(self._outlet.close)
+
+    def _call(self, what: Callable[[], None]) -> bool:
+        """Whether it went well."""
+        self._calling_since = self._now()
         try:
-            left = Tracking(self._directory, name).left()
-        except FlashError as error:
-            yield f"the tracker {name}: {error}"
-            return
-        if left:
-            again = f"`flash track {self._directory.path} --to {name}`"
-            yield f"the tracker {name} was not told {left} rows: {again} tells them"
+            what()
+        except BaseException as error:  # an outsider's code: whatever it raises is its failure, not the run's
+            if not self._late and self._once("fault"):
+                said = f"{error}" if isinstance(error, Fault) else f"failed: {type(error).__name__}: {error}"
+                self._faults.put(f"{self._outlet.name} {said}{self._outlet.after}")
+            return False
+        finally:
+            self._calling_since = None
+        return True

@@ -121,21 +121,16 @@ def settings(directory: RunDirectory) -> dict[str, Any]:
         raise ConfigError(f"{directory.config} cannot be read: {error}") from error
 
 
-def place_of(directory: RunDirectory, name: TrackerName) -> Place:
-    """How far a tracker has been told. Raises RunDirectoryError."""
-    return _read_place(folder_of(directory) / f"{name}.json")
-
-
 @contextmanager
-def held(directory: RunDirectory, name: TrackerName) -> Generator[bool]:
-    """Whether this process alone tells the tracker inside the block; False: another one does."""
+def held(directory: RunDirectory, name: TrackerName, *, wait: bool = False) -> Generator[bool]:
+    """Whether this process alone tells the tracker inside the block; False: another one does, and is not waited for."""
     folder = folder_of(directory)
     with writing(folder):
         folder.mkdir(exist_ok=True)
         lock = (folder / f"{name}.lock").open("ab")
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             yield False
         else:
