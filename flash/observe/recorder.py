@@ -7,11 +7,10 @@ Outsiders are told the same rows, and then the summary, or the error that ended 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, ParamSpec
+from typing import Any
 
 import msgspec
 
@@ -24,16 +23,14 @@ from flash.observe.cluster import HubNow
 from flash.observe.cluster_file import ClusterFile
 from flash.observe.console import Console
 from flash.observe.observer import Wish
-from flash.observe.rundir import recording
-from flash.observe.rundir.rundir import RunDirectory, sample_times
-from flash.observe.rundir.sample_writer import SampleWriter, TokenText
+from flash.observe.rundir.batches import Batches
+from flash.observe.rundir.rundir import RunDirectory
+from flash.observe.rundir.sample_writer import TokenText
 from flash.observe.rundir.summary import summarise
 from flash.observe.trackers.outsiders import Outsiders
 from flash.trained import TrainedSample
 from flash.types import Activity, Batch
 from flash.waiting import first_error
-
-P = ParamSpec("P")
 
 
 class Recorder:
@@ -60,8 +57,7 @@ class Recorder:
         self.stopped: AlarmError | None = None
         """Why the run is to end early."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
-        self._writing: deque[Future[None]] = deque()
-        self._samples = SampleWriter(self.directory, config.run, tokenizer)
+        self.batches = Batches(config, self.directory, tokenizer, self._writer)
         self._cluster = ClusterFile(self.directory, self._writer)
         self._canary = 0.0
         self._outsiders = Outsiders(config, self.directory, resume_at)
@@ -76,14 +72,14 @@ class Recorder:
     ) -> None:
         try:
             if error is None:
-                self.written()
+                self.batches.written()
             else:
                 told = first_error(error) if isinstance(error, BaseExceptionGroup) else error
                 row = {"error": type(told).__name__, "message": str(told)}
                 self._cluster.end("failed", f"{row['error']}: {row['message']}")
                 self._tell_last("error", row, interrupted=True)
         finally:
-            self._writer.submit(self._samples.end)
+            self.batches.end()
             self._writer.shutdown()
             self._close_outsiders(interrupted=True)
             self._console.close()
@@ -140,59 +136,21 @@ class Recorder:
         deadlines = self._config.deadlines
         self._warn_all(self._outsiders.close(min(deadlines.sink, deadlines.close) if interrupted else deadlines.sink))
 
-    def evaluated(self) -> set[int]:
-        """The versions that earlier lives of the run have evaluated."""
-        return {int(row["step"]) for row in self.directory.read_evaluations()}
-
     def activities(self, rows: Sequence[Activity]) -> None:
         """Record bars of the timeline."""
         self.directory.append_spans(rows)
 
     def batch(self, batch: Batch) -> None:
-        """Record what a step trains on: as it is, and its samples in numbers.
-
-        A thread writes it, in order, since there may be much. Raises what an earlier call met.
-        """
-        self._write(self._write_batch, batch)
+        """Record what a step trains on. Raises what the writing of an earlier one met."""
+        self.batches.begin(batch)
 
     def trained(self, step: int, seen: Sequence[TrainedSample]) -> None:
-        """Record a few samples of a step readably, with what the trainer found at their tokens; as `batch`."""
-        self._write(self._samples.commit, step, seen)
-
-    def _write(self, what: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        while self._writing and self._writing[0].done():
-            self._writing.popleft().result()
-        self._writing.append(self._writer.submit(what, *args, **kwargs))
-
-    def recorded_steps(self) -> list[int]:
-        """The steps whose batches are recorded, those handed over so far included. Blocks until they are written."""
-        return self._writer.submit(recording.recorded_steps, self.directory.batches).result()
-
-    def recorded_batch(self, step: int) -> Batch:
-        """What a step has trained. Blocks as above. Raises RecordingError."""
-        return self._writer.submit(recording.read_batch, self.directory.batches, step).result()
-
-    def written(self) -> None:
-        """Block until all samples that were handed over are written. Raises what the thread met."""
-        while self._writing:
-            self._writing.popleft().result()
-
-    def _write_batch(self, batch: Batch) -> None:
-        """The batch comes last: where it is there, so is the rest.
-
-        A sample whose tokens are all too old counts in the baseline of its group alone: the ledger books it as given
-        up, so it is no row.
-        """
-        step = batch.step
-        trained = [t for t in batch.trajectories if t.trained_tokens(batch.min_version) > 0]
-        self.directory.append_samples(sample_times(t, step) for t in trained)
-        self._samples.hold(batch)
-        if self._config.checkpoint.batches != "none":
-            self.directory.write_batch(batch, keep_all=self._config.checkpoint.batches == "all")
+        """Record a few samples of a committed step; as `batch`."""
+        self.batches.commit(step, seen)
 
     def ledger(self, totals: Mapping[str, int]) -> None:
         """Write the totals that belong to a checkpoint: a run that is killed leaves them."""
-        self.directory.write_ledger(totals)
+        self.directory.write_totals(self.directory.ledger, totals)
 
     def stage(self, text: str) -> None:
         """Say what the run is doing now."""
@@ -215,8 +173,8 @@ class Recorder:
     def finish(self, ledger: Mapping[str, int], *, interrupted: bool) -> None:
         """Write summary and ledger and print the closing table; an interrupted run has no time for plots."""
         self._console.stage("writing the summary")
-        self.written()
-        self.directory.write_ledger(ledger)
+        self.batches.written()
+        self.directory.write_totals(self.directory.ledger, ledger)
         summary = summarise(
             self._config,
             self.directory.read_metrics(),
@@ -226,7 +184,7 @@ class Recorder:
             restarts=self._restarts,
             canary_error=self._canary,
         )
-        self.directory.write_summary(summary)
+        self.directory.write_totals(self.directory.summary, summary)
         if not interrupted:
             from flash.observe.plots.plots import write_plots
 

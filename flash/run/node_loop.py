@@ -122,9 +122,9 @@ async def _first_node(rank: Rank, config: Config, token: str | None, now: Callab
         for note in (*notes, *kept.notes):
             recorder.note(note)
         env = LoadedEnvironment(config.env.path, config.env.options)
-        evaluated = recorder.evaluated()
+        evaluated = {int(row["step"]) for row in recorder.directory.read_evaluations()}
         home = Origin(os.getcwd(), tuple(own_folders()), os.environ[LAUNCHER])
-        life = recorder.directory.begin_life()
+        life = recorder.directory.lives.begin()
         journal = None
         if config.checkpoint.journal != "off":
             to_disk = config.checkpoint.journal == "fsync"
@@ -138,7 +138,7 @@ async def _first_node(rank: Rank, config: Config, token: str | None, now: Callab
             domains=env.domains(),
             evaluated=evaluated,
             origin=home,
-            keep_state=partial(keep_hub_state, config.run_dir, recorder.written),
+            keep_state=partial(keep_hub_state, config.run_dir, recorder.batches.written),
             journal=journal or NO_JOURNAL,
             life=life,
             start=kept.start,

@@ -128,12 +128,12 @@ def test_a_sample_is_written_with_what_its_step_found_once_that_is_committed(tmp
     with make_recorder(tmp_path, tokenizer) as recorder:
         batch = [trajectory(Task(0, 0, member, 0), 0) for member in range(2)]
         recorder.batch(Batch(0, 0, batch, []))
-        recorder.written()
+        recorder.batches.written()
         assert sampled_steps(recorder.directory) == []
         count = batch[0].action_count
         numbers = bytes(4 * count)
         recorder.trained(0, [TrainedSample(0, numbers, numbers, numbers, bytes([TokenUse.CLIPPED] * count))])
-        recorder.written()
+        recorder.batches.written()
         (sample,) = read_samples(recorder.directory, 0)
     assert sample.values.uses == [TokenUse.CLIPPED] * count
     assert sample.group_rewards == [one.reward for one in batch]

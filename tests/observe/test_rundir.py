@@ -56,13 +56,13 @@ def test_a_row_is_on_disk_when_the_call_returns(directory: RunDirectory) -> None
 
 
 def test_each_hub_of_a_run_has_a_higher_number_than_those_before_it(directory: RunDirectory) -> None:
-    assert [directory.begin_life() for _ in range(3)] == [1, 2, 3]
+    assert [directory.lives.begin() for _ in range(3)] == [1, 2, 3]
     again = RunDirectory.open(directory.path, "", resume_at=0)
-    assert again.begin_life() == 4
-    again.lives.write_text("four")
+    assert again.lives.begin() == 4
+    (again.path / "hub-lives").write_text("four")
     with pytest.raises(RunDirectoryError, match=r"hub-lives, which counts .* cannot be read: .*delete it once"):
-        again.begin_life()
-    assert RunDirectory.open(directory.path, "").begin_life() == 1
+        again.lives.begin()
+    assert RunDirectory.open(directory.path, "").lives.begin() == 1
 
 
 def test_the_resolved_configuration_is_written(directory: RunDirectory) -> None:
@@ -120,7 +120,7 @@ def test_a_new_run_in_an_old_directory_starts_empty_and_loses_nothing(directory:
     directory.append_metrics(metrics_row(0))
     directory.append_evaluation(eval_row(0, 0.3))
     directory.append_spans(spans(1))
-    directory.write_ledger({"issued": 3})
+    directory.write_totals(directory.ledger, {"issued": 3})
     (directory.checkpoints / "version-1").mkdir()
 
     fresh = RunDirectory.open(directory.path, "")
@@ -182,10 +182,10 @@ def test_a_line_that_the_disk_took_in_part_is_taken_back_and_does_not_join_the_n
 
 
 def test_a_full_disk_leaves_the_previous_file_whole(directory: RunDirectory) -> None:
-    directory.write_ledger({"issued": 1})
+    directory.write_totals(directory.ledger, {"issued": 1})
     Path(f"{directory.ledger}.tmp").symlink_to("/dev/full")
     with pytest.raises(RunDirectoryError, match=r"ledger\.json: No space left on device; free space"):
-        directory.write_ledger({"issued": 2})
+        directory.write_totals(directory.ledger, {"issued": 2})
     assert json.loads(directory.ledger.read_text()) == {"issued": 1}
     assert not Path(f"{directory.ledger}.tmp").is_symlink()
 
@@ -267,7 +267,7 @@ def test_resuming_rolls_the_samples_back_with_their_steps(directory: RunDirector
 
 def test_the_summary_is_written_with_its_documented_keys(directory: RunDirectory, config: Config) -> None:
     summary = summarise(config, [metrics_row(0)], [], ledger={"issued": 64}, restarts=0, canary_error=None)
-    directory.write_summary(summary)
+    directory.write_totals(directory.summary, summary)
     written = json.loads(directory.summary.read_text())
     assert written["ledger"] == {"issued": 64}
     assert set(written) >= {

@@ -102,7 +102,9 @@ class Life:
         state = HubState.of(self.version, self.buffer.snapshot(), self.config, self.journal.begin(self.version))
         try:
             prepare(aside)
-            kept = await keep_hub_state(self.run_dir, self.recorder.written, self.version, encoded_pieces(state))
+            kept = await keep_hub_state(
+                self.run_dir, self.recorder.batches.written, self.version, encoded_pieces(state)
+            )
             manifest = Manifest(self.version, 0, [FileEntry(HUB_STATE, kept.size, kept.crc32)])
             (aside / MANIFEST).write_bytes(msgspec.json.encode(manifest))
             sync(aside / MANIFEST)
@@ -136,7 +138,7 @@ async def test_a_disk_that_fills_at_any_byte_loses_nothing(seed: int, tmp_path: 
         again = Life(config, kept, resumed=True)
         if not life.notes:  # the journal has all that was written beside it, but perhaps the last commit
             assert again.version >= min(life.version - 1, reached)
-        recorded, rows = again.recorder.recorded_steps(), again.recorder.directory.read_metrics()
+        recorded, rows = again.recorder.batches.steps(), again.recorder.directory.read_metrics()
         assert set(range(kept.start.version, again.version)) <= set(recorded)
         assert [row["step"] for row in rows] == list(range(again.version))
         await again.to(STEPS, disk, None)

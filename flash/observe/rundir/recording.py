@@ -91,6 +91,12 @@ def step_named(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def checkpointed(folder: Path) -> list[int]:
+    """The versions of which there are checkpoints, whole or not, in order."""
+    named = (step_named(entry.name) for entry in folder.glob("*"))
+    return sorted(version for version in named if version is not None)
+
+
 def recorded_steps(folder: Path) -> list[int]:
     """The steps whose batches are there, in order."""
     named = (step_named(file.stem) for file in folder.glob(f"*{_SUFFIX}"))

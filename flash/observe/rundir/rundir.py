@@ -111,6 +111,33 @@ def _oldest_versions(trajectory: Trajectory) -> list[int]:
     return found
 
 
+class HubLives:
+    """The numbers of a run's hubs, in a file that counts them."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def begin(self) -> int:
+        """The number of the hub that begins now, higher than those before it, and recorded before anybody hears of it.
+
+        Raises:
+            RunDirectoryError: it cannot be read or written.
+        """
+        number = self.last() + 1
+        write_atomically(self._file, f"{number}\n".encode())
+        return number
+
+    def last(self) -> int:
+        """The number of the last hub, 0 where there was none. Raises RunDirectoryError: it cannot be read."""
+        try:
+            return int(self._file.read_text()) if self._file.exists() else 0
+        except (OSError, ValueError) as error:
+            raise RunDirectoryError(
+                f"{self._file}, which counts the run's hubs, cannot be read: {error}; delete it once no process of the "
+                "run is left, and they are counted anew"
+            ) from error
+
+
 class RunDirectory:
     """Paths, readers and writers of one run directory.
 
@@ -133,7 +160,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.plots = path / "plots"
         self.earlier = path / "earlier"
-        self.lives = path / "hub-lives"
+        self.lives = HubLives(path / "hub-lives")
 
     @classmethod
     def open(cls, path: Path, config_text: str, resume_at: int | None = None) -> RunDirectory:
@@ -153,26 +180,6 @@ class RunDirectory:
                 directory._roll_back(resume_at)
         write_atomically(directory.config, config_text.encode())
         return directory
-
-    def begin_life(self) -> int:
-        """The number of the hub that begins now, higher than those before it, and recorded before anybody hears of it.
-
-        Raises:
-            RunDirectoryError: it cannot be read or written.
-        """
-        number = self.last_life() + 1
-        write_atomically(self.lives, f"{number}\n".encode())
-        return number
-
-    def last_life(self) -> int:
-        """The number of the last hub, 0 where there was none. Raises RunDirectoryError: it cannot be read."""
-        try:
-            return int(self.lives.read_text()) if self.lives.exists() else 0
-        except (OSError, ValueError) as error:
-            raise RunDirectoryError(
-                f"{self.lives}, which counts the run's hubs, cannot be read: {error}; delete it once no process of the "
-                "run is left, and they are counted anew"
-            ) from error
 
     def append_metrics(self, row: Row) -> None:
         """Append the row of a committed step."""
@@ -194,21 +201,12 @@ class RunDirectory:
         """Write what a step trains; without `keep_all` what lies before the oldest checkpoint goes."""
         with writing(self.batches):
             recording.write_batch(self.batches, batch)
-            if not keep_all and (versions := self.checkpointed()):
+            if not keep_all and (versions := recording.checkpointed(self.checkpoints)):
                 recording.forget_before(self.batches, versions[0])
 
-    def checkpointed(self) -> list[int]:
-        """The versions of which there are checkpoints, whole or not, in order."""
-        named = (recording.step_named(folder.name) for folder in self.checkpoints.glob("*"))
-        return sorted(version for version in named if version is not None)
-
-    def write_ledger(self, totals: Row) -> None:
-        """Replace the ledger's totals."""
-        write_atomically(self.ledger, _pretty(totals))
-
-    def write_summary(self, summary: Summary) -> None:
-        """Replace the summary as a whole, so that readers never see half of one."""
-        write_atomically(self.summary, _pretty(summary))
+    def write_totals(self, file: Path, totals: Row | Summary) -> None:
+        """Replace its `ledger` or its `summary` as a whole, so that readers never see half of one."""
+        write_atomically(file, _pretty(totals))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All steps, in the order they were recorded."""

@@ -54,7 +54,7 @@ class RecordedHistory:
         for note in notes:
             self._recorder.note(note)
         held = read_manifest(checkpoint).version if checkpoint is not None else 0
-        recorded = await run_sync(self._recorder.recorded_steps)
+        recorded = await run_sync(self._recorder.batches.steps)
         if missing := sorted(set(range(held, version)) - set(recorded)):
             steps = ", ".join(map(str, missing))
             raise RecordingError(
@@ -64,7 +64,7 @@ class RecordedHistory:
 
     async def batch(self, step: int) -> Batch:
         """What a step has trained. Raises RecordingError."""
-        return await run_sync(self._recorder.recorded_batch, step)
+        return await run_sync(self._recorder.batches.of, step)
 
     def same_weights(self, one: Published, other: Published) -> bool:
         """Whether the fingerprints of both are equal."""

@@ -23,6 +23,7 @@ from anyio.to_thread import run_sync
 
 from flash.errors import RecordingError
 from flash.observe.rundir.frames import HEADER, append_frame, read_frames, whole_frame_after
+from flash.observe.rundir.recording import checkpointed
 from flash.observe.rundir.rundir import RunDirectory
 from flash.samples.journal import Event
 from flash.samples.replay import Replay
@@ -182,7 +183,7 @@ class _Files:
 
     def _forget(self) -> None:
         """Delete what no checkpoint needs."""
-        kept = RunDirectory(self._run_dir).checkpointed()
+        kept = checkpointed(RunDirectory(self._run_dir).checkpoints)
         for file, version in _files(self._folder).values():
             if kept and version < kept[0]:
                 file.unlink(missing_ok=True)
