@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from flash.observe.columns.column import Column, plain, sentence
+from flash.observe.columns.column import Column, capital, plain
 from flash.observe.columns.table import CHARTS, Chart, Kind
 from flash.observe.rundir.summary import number
 
@@ -66,7 +66,7 @@ def _drawn(chart: Chart) -> Drawn:
             for place, column in enumerate(found)
         ],
         means=_told((column, column.means) for column in found),
-        worry=_told((column, ": ".join(filter(None, (column.worry, column.helps)))) for column in found),
+        worry=_told((column, ". ".join(filter(None, (column.worry, capital(column.helps))))) for column in found),
         of="steps" if chart.of == "step" else "evals",
         unit="" if unit == "share" else unit,
         percent=unit == "share",
@@ -83,9 +83,9 @@ def _told(texts: Iterable[tuple[Column, str]]) -> str:
         if text:
             by_text.setdefault(text, []).append(column.label)
     if len(by_text) == 1:
-        return sentence(plain(*by_text))
+        return f"{capital(plain(*by_text))}."
     named = ((", ".join(filter(None, labels)), plain(text)) for text, labels in by_text.items())
-    return " ".join(sentence(f"{labels}: {text}" if labels else text) for labels, text in named)
+    return " ".join(f"{capital(f'{labels}: {text}' if labels else text)}." for labels, text in named)
 
 
 DRAWN = [_drawn(chart) for chart in CHARTS]

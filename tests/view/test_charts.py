@@ -10,7 +10,7 @@ from flash.view.charts import DRAWN, values
 def test_a_chart_says_what_its_columns_mean_and_when_to_worry() -> None:
     charts = {chart.id: chart for chart in DRAWN}
     assert charts["ess"].means.startswith("Kish's effective sample size")
-    assert charts["ess"].worry.endswith("no longer count: lower train.async_ratio or train.learning_rate.")
+    assert charts["ess"].worry.endswith("no longer count. Lower train.async_ratio or train.learning_rate.")
     assert (charts["ess"].percent, charts["ess"].limit, [line.name for line in charts["ess"].lines]) == (
         True,
         0.5,

@@ -138,6 +138,6 @@ def plain(text: str) -> str:
     return text.replace("`", "").replace("\\|", "|")
 
 
-def sentence(text: str) -> str:
-    """It, as one."""
-    return f"{text[:1].upper()}{text[1:]}." if text else ""
+def capital(text: str) -> str:
+    """A text as a sentence begins."""
+    return f"{text[:1].upper()}{text[1:]}"

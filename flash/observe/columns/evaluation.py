@@ -40,6 +40,6 @@ EVALUATION = Group(
         Column("domain/NAME/reward", "as of a step"),
         Column("domain/NAME/tokens", "as of a step", "tokens"),
         Column("time", "Unix seconds at its end", "s"),
-        Column("wall_s", "since the run began", "s"),
+        Column("wall_s", "time since the run began", "s"),
     ),
 )

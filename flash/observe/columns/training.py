@@ -40,7 +40,7 @@ BATCH = Group(
         Column("step", "number of the step, from 0", form=".0f", title="step"),
         Column("version", "policy version that it made"),
         Column("samples", "samples of which a token was trained; those whose tokens are all too old do not count"),
-        Column("tokens", "of the batch, prompts included", "tokens"),
+        Column("tokens", "tokens of the batch, prompts included", "tokens"),
         Column("trained_tokens", "response tokens that entered the loss", "tokens"),
         Column(
             "reward_mean",
@@ -67,7 +67,7 @@ BATCH = Group(
         ),
         Column(
             "age_mean",
-            "mean age of the trained tokens: versions that the trainer was ahead of the policy that sampled them",
+            "age of the trained tokens in the mean: versions that the trainer was ahead of the policy that sampled them",
             "versions",
             label="mean age",
             title="age",
@@ -76,7 +76,7 @@ BATCH = Group(
             helps="lower `train.async_ratio`, or add engines",
             alarm=Alarm("age", "versions is the mean age of the trained tokens"),
         ),
-        Column("age_max", "greatest of these ages", "versions", ".0f", label="oldest", title="max", chart="ages"),
+        Column("age_max", "the greatest of these ages", "versions", ".0f", label="oldest", title="max", chart="ages"),
         Column("age_N", "share of the trained tokens that is N versions old", "share"),
         Column(
             "stale_share",
@@ -134,8 +134,8 @@ LOSS = Group(
         ),
         Column(
             "entropy",
-            "of the policy's next-token distribution, at the sampling temperature; with several minibatches or updates "
-            "of each, in the mean over them, each as the updates before it have left the policy",
+            "entropy of the policy's next-token distribution, at the sampling temperature; with several minibatches or "
+            "updates of each, in the mean over them, each as the updates before it have left the policy",
             "nats",
             label="entropy",
             title="entropy",
@@ -147,14 +147,14 @@ LOSS = Group(
         ),
         Column(
             "grad_norm",
-            "of the gradient before it is clipped, mean over updates",
+            "norm of the gradient before it is clipped, mean over updates",
             label="gradient norm",
             title="grad",
             chart="grad_norm",
             worry="it jumps, above all together with the reward's fall",
             helps="look in `plots/offpolicy.png` for what moved first",
         ),
-        Column("learning_rate", "of this step, as scheduled", form=".1e", title="lr"),
+        Column("learning_rate", "learning rate of this step, as scheduled", form=".1e", title="lr"),
         Column(SKIPPED, "updates of the whole run that were left out for a non-finite gradient"),
         Column(
             "loss_scale",
@@ -226,7 +226,7 @@ OFF_POLICY = Group(
         ),
         Column(
             "mismatch_kl",
-            "engine against trainer: mean of −log w. Over the tokens of age 0; over all where there are none, and then "
+            "engine against trainer, mean of −log w: over the tokens of age 0; over all where there are none, and then "
             "the policy's own drift is in it",
             "nats",
             ".1e",
@@ -239,7 +239,7 @@ OFF_POLICY = Group(
         Column("mismatch_max", r"the largest \|log w\| of them", form=".1e"),
         Column(
             "mismatch_k3_age_0",
-            "engine against trainer at equal weights: mean of w − 1 − log w over the tokens of age 0 only; left out "
+            "engine against trainer at equal weights, mean of w − 1 − log w over the tokens of age 0 only; left out "
             "where there are none",
             form=".1e",
             label="engine from trainer, age 0",
