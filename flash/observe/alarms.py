@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from flash.config.alarms import AlarmName, AlarmsConfig
-from flash.observe.columns.column import Alarm, Column, Row, plain
+from flash.observe.columns.column import Alarm, Column, Row, without_marks
 from flash.observe.columns.table import columns, named
 from flash.observe.columns.training import SKIPPED, SKIPPED_NOW
 from flash.observe.rundir.summary import number
@@ -68,7 +68,7 @@ class Alarms:
                 last = f"the last {count} steps" if count > 1 else "the last step"
                 shown = f"{found:.0%}" if alarm.is_share(column) else f"{found:.2g}"
                 where = "" if key == column.name else f" in {BY_ENVIRONMENT.kind(key)!r}"
-                said = f"{shown} {alarm.says.format(where)}: {plain(column.helps)} ({last})"
+                said = f"{shown} {alarm.says.format(where)}: {without_marks(column.helps)} ({last})"
                 yield Given(alarm.name, said)
 
     def _skipped_now(self, row: Row) -> float:

@@ -40,7 +40,7 @@ class Cell(NamedTuple):
         return "/".join(column.title for column in self.columns).rjust(self.width)
 
     def text(self, row: Row) -> str:
-        return "/".join(column.text(_value(row, column.name), "") for column in self.columns).rjust(self.width)
+        return "/".join(column.text(column.of(row), "") for column in self.columns).rjust(self.width)
 
 
 HELD_OUT = named("mean_reward", "evaluation")
@@ -103,7 +103,7 @@ class Console:
         if self._lines % HEADER_EVERY == 0:
             self._print(" ".join(cell.title for cell in LINE), "bold")
         self._lines += 1
-        shown = {**row, HELD_OUT.name: self._accuracy}
+        shown = {**row} if self._accuracy is None else {**row, HELD_OUT.name: self._accuracy}
         self._accuracy = None
         self._print(" ".join(cell.text(shown) for cell in LINE), "default")
         if domains := domain_line(row):
@@ -295,9 +295,3 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
 
 def _whole(row: Row, key: str) -> str:
     return plain(number(row, key), ".0f")
-
-
-def _value(row: Row, key: str) -> float | None:
-    """A number as a person must see it: also where it is not finite."""
-    value = row.get(key)
-    return value if isinstance(value, (int, float)) else None

@@ -89,8 +89,7 @@ class Watched:
         for row in rows[self._looked_at :]:
             if self._alarms is not None:
                 step = f"step {number(row, 'step') or 0:.0f}"
-                values = {key: _value(row, key) for key in row}
-                self._said.extend(f"{step}: {alarm.text}" for alarm in self._alarms.step(values))
+                self._said.extend(f"{step}: {alarm.text}" for alarm in self._alarms.step(row))
         self._looked_at = len(rows)
         cluster = read_cluster(self._directory)
         return Group(*self._parts(rows, evals, now, width), *(() if cluster is None else cluster_lines(cluster, now)))
@@ -144,7 +143,7 @@ def numbers(rows: Sequence[Row], evals: Sequence[Row], width: int) -> Table:
     if room >= NARROWEST:
         table.add_column("so far", no_wrap=True)
     for line in NUMBERS:
-        values = [_value(row, line.name) for row in (evals if line is HELD_OUT else rows)]
+        values = [line.of(row) for row in (evals if line is HELD_OUT else rows)]
         recent = [value for value in values[-MEAN_OF:] if value is not None]
         if not recent:
             continue
@@ -191,14 +190,6 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     finite = [mean for mean in means if mean is not None and math.isfinite(mean)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     return "".join(_block(mean, low, high) for mean in means)
-
-
-def _value(row: Row, key: str) -> float | None:
-    """JSON has null for what is not finite, and a person must see that."""
-    value = row.get(key, "")
-    if value is None or isinstance(value, (int, float)):
-        return math.nan if (known := number(row, key)) is None else known
-    return None
 
 
 def _block(mean: float | None, low: float, high: float) -> str:

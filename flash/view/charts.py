@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from flash.observe.columns.column import Column, capital, plain
+from flash.observe.columns.column import Column, capital, without_marks
 from flash.observe.columns.table import CHARTS, Chart, Kind
 from flash.observe.rundir.summary import number
 
@@ -83,8 +83,8 @@ def _told(texts: Iterable[tuple[Column, str]]) -> str:
         if text:
             by_text.setdefault(text, []).append(column.label)
     if len(by_text) == 1:
-        return f"{capital(plain(*by_text))}."
-    named = ((", ".join(filter(None, labels)), plain(text)) for text, labels in by_text.items())
+        return f"{capital(without_marks(*by_text))}."
+    named = ((", ".join(filter(None, labels)), without_marks(text)) for text, labels in by_text.items())
     return " ".join(f"{capital(f'{labels}: {text}' if labels else text)}." for labels, text in named)
 
 

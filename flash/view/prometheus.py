@@ -15,7 +15,7 @@ import msgspec
 
 from flash.observe.cluster import Cluster
 from flash.observe.cluster_counts import COUNTS, Count
-from flash.observe.columns.column import Column, plain
+from flash.observe.columns.column import Column, without_marks
 from flash.observe.columns.table import CHARTS, GROUPS, Chart, Kind, column_of, columns
 from flash.observe.rundir.summary import number
 from flash.view.charts import DRAWN, Drawn
@@ -92,7 +92,7 @@ def _metrics() -> Iterator[tuple[str, str, Values]]:
     yield ENDED, "1: the run is over.", lambda run: [("", int(run.ended))]
     for of in GROUPS:
         for column in columns(of):
-            help_ = plain(f"{column.means} ({column.unit})" if column.unit else column.means)
+            help_ = without_marks(f"{column.means} ({column.unit})" if column.unit else column.means)
             yield _metric(column, of), help_.replace("\\", r"\\"), _of_column(column, of)
     for count in COUNTS:
         yield f"flash_cluster_{count.name}", count.means, _of_cluster(count.of)

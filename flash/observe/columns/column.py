@@ -100,6 +100,13 @@ class Column(msgspec.Struct, frozen=True, dict=True):
         found = self._shape.fullmatch(key)
         return None if found is None else "_".join(found.groups())
 
+    def of(self, row: Row) -> float | None:
+        """Its value in a row, NaN for what is not finite: JSON has null for it, and a person must see that."""
+        value = row.get(self.name, "")
+        if value is None or isinstance(value, (int, float)):
+            return math.nan if (known := number(row, self.name)) is None else known
+        return None
+
     def text(self, value: float | None, percent: str = " %") -> str:
         """A value as people read it, with what stands behind a percentage."""
         if value is None:
@@ -133,7 +140,7 @@ class Group(NamedTuple):
     columns: tuple[Column, ...]
 
 
-def plain(text: str) -> str:
+def without_marks(text: str) -> str:
     """Of a text for documents what a terminal or a page shows."""
     return text.replace("`", "").replace("\\|", "|")
 

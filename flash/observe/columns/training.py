@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from flash.observe.columns.column import LIMITS, Alarm, Column, Group, Row, steps, tokens
 from flash.observe.rundir.summary import number
 
@@ -25,7 +23,7 @@ def _nothing_to_learn(row: Row) -> float:
 
 
 def _nonfinite(row: Row) -> float:
-    bad = any(isinstance(value := row.get(key), float) and not math.isfinite(value) for key in FINITE)
+    bad = any(key in row and number(row, key) is None for key in FINITE)
     return float(bad or (number(row, SKIPPED_NOW) or 0.0) > 0)
 
 
@@ -67,7 +65,7 @@ BATCH = Group(
         ),
         Column(
             "age_mean",
-            "age of the trained tokens in the mean: versions that the trainer was ahead of the policy that sampled them",
+            "mean age of the trained tokens: versions that the trainer was ahead of the policy that sampled them",
             "versions",
             label="mean age",
             title="age",

@@ -18,6 +18,9 @@ WAITING = 1000
 SILENT_S = 60.0
 """Until one that has not taken an event is told of: importing and connecting take some of it."""
 
+STOPPED_S = 0.5
+"""For one that was stopped to let go; the user's own sink cannot be stopped."""
+
 
 class Fault(Exception):
     """What is wrong with an outlet, in words that go on after its name."""
@@ -111,6 +114,7 @@ class Feed:
         self._late = self._thread.is_alive()
         if self._late:
             self._outlet.stop()
+            self._thread.join(STOPPED_S)
         told = self.warnings()
         if self._late:
             told.append(f"{self._outlet.name} did not end in time: see deadlines.sink")
@@ -129,7 +133,7 @@ class Feed:
         while (event := self._events.get()) is not None and not self._late:
             if self._call(partial(self._outlet.tell, *event)):
                 self._taken += 1
-            else:
+            elif not self._late:
                 self._failed += 1
         self._call(self._outlet.close)
 
