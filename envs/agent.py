@@ -30,8 +30,6 @@ from envs.judging.judge import SandboxOpener
 from envs.programs import run_command
 from envs.relay.boxed import BoxOptions, box_of, run_boxed, try_box
 from envs.sandbox.open import open_sandboxes
-from envs.sandbox.service.limits import Limits
-from envs.sandbox.service.server import Address, open_socket, serving
 from envs.wrapped import load_tasks
 from flash.config.objects import load_object
 from flash.environment import (
@@ -49,6 +47,8 @@ from flash.environment import (
 )
 from flash.environment.results import check_reset_result, check_step_result
 from flash.errors import ConfigError, EnvError
+from flash.http.connections import HttpLimits
+from flash.http.server import HttpAddress, open_socket, serving
 from flash.service.app import make_app
 from flash.service.bodies import before
 from flash.service.chat import Answer
@@ -60,7 +60,7 @@ from flash.types import ASSISTANT, Message, Observation
 HOST = "envs.agent"
 """What the episodes of a node share their endpoint under."""
 
-LIMITS = Limits(strangers=4096)
+LIMITS = HttpLimits(strangers=4096)
 """Of the endpoint's server: all agents of a node may arrive at once, before any of them has shown its key."""
 
 
@@ -137,7 +137,7 @@ class Host(msgspec.Struct, frozen=True):
 @asynccontextmanager
 async def open_host() -> AsyncGenerator[Host]:
     """An endpoint at any free port of the loopback."""
-    sessions, address = Sessions(), Address(port=0)
+    sessions, address = Sessions(), HttpAddress()
     async with serving(make_app(sessions), open_socket(address), address, LIMITS) as url:
         yield Host(f"{url}/v1", sessions)
 

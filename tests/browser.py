@@ -1,4 +1,4 @@
-"""Headless Chromium over its DevTools protocol: enough to open a page, type, and look."""
+"""Headless Chromium over its DevTools protocol: enough to open a page, and look."""
 
 from __future__ import annotations
 
@@ -87,23 +87,6 @@ class Page:
                 ):
                     return value
                 await anyio.sleep(0.05)
-
-    async def type(self, text: str) -> None:
-        for character in text:
-            key = (
-                {"key": "Enter", "text": "\r", "windowsVirtualKeyCode": 13}
-                if character == "\n"
-                else {"key": character, "text": character}
-            )
-            await self.ask("Input.dispatchKeyEvent", type="keyDown", **key)
-            await self.ask("Input.dispatchKeyEvent", type="keyUp", **key)
-
-    async def log_in(self, url: str, token: str) -> None:
-        """Give the token to the login form of the service at `url`."""
-        await self.open(url)
-        await self.until("document.querySelector('input[name=token]')")
-        await self.value(f"document.querySelector('input').value = {json.dumps(token)}, document.forms[0].submit()")
-        await self.until("document.getElementById('tiles')")
 
     async def screenshot(self) -> bytes:
         """The whole page."""

@@ -17,8 +17,8 @@ APART = {"agent", "project"}
 FLOORS = [
     {"errors", "types", "trained", "foreign"},
     {"waiting", "config"},
-    {"transport", "environment", "observe", "profile", "service"},
-    {"weights", "samples", "view"},
+    {"transport", "environment", "observe", "profile", "http"},
+    {"weights", "samples", "service", "view"},
     {"hub"},
     {"rollout", "trainer"},
     {"simulate", "run"},
@@ -33,8 +33,8 @@ MOST_FILES = 20
 REGISTRIES = {"cli"}
 """Rooms of one file for each command."""
 
-GROUND = {"errors", "types", "waiting", "config", "environment", "service"}
-"""What of `flash` environments may use: the contract, what lies below it, and the endpoint for agents."""
+GROUND = {"errors", "types", "waiting", "config", "environment", "http", "service"}
+"""What of `flash` environments may use: the contract, what lies below it, the server and the endpoint for agents."""
 
 
 def imports() -> dict[str, set[str]]:

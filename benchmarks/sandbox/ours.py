@@ -23,10 +23,10 @@ from envs.sandbox.pool.ownership import PREFIX, OwnerLock
 from envs.sandbox.pool.pool import Pool, open_pool
 from envs.sandbox.protocol.tokens import ADMIN, Token, Tokens
 from envs.sandbox.remote.client import SandboxClient
-from envs.sandbox.service.server import Address, open_socket, serving
 from envs.sandbox.service.service import open_service
 from envs.sandbox.service.web import make_app
 from flash.errors import SandboxError
+from flash.http.server import HttpAddress, open_socket, serving
 
 SPEC = Spec(image=IMAGE)
 SMALL = Spec(image=IMAGE, cpus=0.25, memory_mib=128)
@@ -123,11 +123,11 @@ async def open_local_pool(
 @asynccontextmanager
 async def over_http(backend: Backend) -> AsyncGenerator[Sandbox]:
     """A sandbox of a service, used over HTTP at loopback. Service and client are in this process."""
-    token, address = uuid4().hex, Address(port=0)
+    token, address = uuid4().hex, HttpAddress(port=0)
     async with (
         open_local_pool(backend, ONLY_FIXED) as opened,
         open_service(opened.pool, Tokens({ADMIN: Token(token)})) as service,
-        serving(make_app(service), open_socket(address), address) as url,
+        serving(make_app(service), open_socket(address), address, websockets=True) as url,
         SandboxClient(url, token) as client,
         client.acquire(SPEC, deadline=READY_S) as sandbox,
     ):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from envs.sandbox.api import Spec
     from envs.sandbox.pool.host import Host
     from envs.sandbox.remote.client import SandboxClient
-    from envs.sandbox.service.server import Address
+    from flash.http.server import HttpAddress
 
 DEFAULT_URL = "http://127.0.0.1:8700"
 FAILED = 125
@@ -178,9 +178,9 @@ async def _serve(arguments: argparse.Namespace) -> int:
     from envs.sandbox.pool.pool import open_pool
     from envs.sandbox.protocol.tokens import Tokens, read_tokens
     from envs.sandbox.service.logs import write_to_stderr
-    from envs.sandbox.service.server import open_socket, serving
     from envs.sandbox.service.service import open_service
     from envs.sandbox.service.web import make_app
+    from flash.http.server import open_socket, serving
 
     write_to_stderr()
     # Each client and each sandbox takes a few descriptors; the usual 1,024 are for programs with neither.
@@ -202,7 +202,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
         hosts = await _hosts(arguments, stack, _service_id(state), lock)
         pool = await stack.enter_async_context(open_pool(hosts, journal=journal))
         service = await stack.enter_async_context(open_service(pool, tokens, os.uname().nodename))
-        url = await stack.enter_async_context(serving(make_app(service), bound, address))
+        url = await stack.enter_async_context(serving(make_app(service), bound, address, websockets=True))
         sys.stdout.write(f"sandboxes at {url}, tokens in {state / 'tokens'}\n")
         sys.stdout.flush()
         async for _ in stops:
@@ -262,16 +262,16 @@ def _warm(text: str) -> tuple[Spec, int]:
     return Spec(image=image), int(number)
 
 
-def parse_address(listen: str, certificate: Path | None, key: Path | None) -> Address:
+def parse_address(listen: str, certificate: Path | None, key: Path | None) -> HttpAddress:
     """Where to listen. Raises ConfigError."""
-    from envs.sandbox.service.server import Address
+    from flash.http.server import HttpAddress
 
     if listen.startswith("unix:"):
-        return Address(unix=Path(listen.removeprefix("unix:")), certificate=certificate, key=key)
+        return HttpAddress(unix=Path(listen.removeprefix("unix:")), certificate=certificate, key=key)
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"--listen {listen!r}: expected HOST:PORT or unix:PATH")
-    return Address(host=host.strip("[]"), port=int(port), certificate=certificate, key=key)
+    return HttpAddress(host=host.strip("[]"), port=int(port), certificate=certificate, key=key)
 
 
 # ---- its clients

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
 
 from flash.cli.commands import Commands
 from flash.cli.files import OUTPUTS, run_directory, runs_in
 from flash.errors import ConfigError
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
 
 PORT = 8710
 NEEDED = ("starlette", "uvicorn", "plotly")
@@ -38,16 +45,20 @@ def run(arguments: argparse.Namespace) -> int:
         )
     from flash.view.app import make_app
     from flash.view.runs import open_runs
-    from flash.view.server import open_port, serve, url_of
 
     runs = open_runs(paths)
-    bound = open_port(arguments.port)
     shown = "; ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs)} runs"
-    hello = f"[showing {shown} at {url_of(bound)} - Ctrl-C ends it]\n"
-    serve(make_app(runs, len(runs) if named else 1), bound, lambda: _say(hello))
+    anyio.run(_serve, make_app(runs, len(runs) if named else 1), arguments.port, shown)
     return 0
 
 
-def _say(line: str) -> None:
-    sys.stdout.write(line)
-    sys.stdout.flush()
+async def _serve(app: Starlette, port: int, shown: str) -> None:
+    from flash.http.server import HttpAddress, open_socket, serving
+
+    address = HttpAddress(port=port)
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as stops:
+        async with serving(app, open_socket(address), address) as url:
+            sys.stdout.write(f"[showing {shown} at {url}/ - Ctrl-C ends it]\n")
+            sys.stdout.flush()
+            async for _ in stops:
+                return

@@ -1,8 +1,8 @@
 """The service over HTTP, for who has the key of an episode: chat completions, completions, responses, models, and the
 reward that an agent gives itself.
 
-Nothing is read of a request without a key. A request's body is bounded in size and in time; how many connections there
-are, and how slowly they may take their answers, is for the server to bound.
+Nothing is read of a request without a key. How many connections there are, and how slowly they may send their requests
+and take their answers, is for the server to bound: see `flash.http`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from flash.http.bodies import read_body
 from flash.service import chat, completions, responses
 from flash.service.bodies import decoded
 from flash.service.chat import Answer, Asked
@@ -31,15 +32,8 @@ from flash.waiting import unwrapped_group
 BODY_BYTES = 16 << 20
 """Largest request: far longer than any context."""
 
-BRACKETS = 400_000
-"""Lists and objects of a request, or signs in its texts that look like one's beginning: each takes memory, and time in
-which a node does nothing else."""
-
 RETRIES = "x-stainless-retry-count"
 """In which OpenAI's clients say how often they have sent a request before."""
-
-BODY_S = 30.0
-"""Seconds for a request to arrive in."""
 
 _Handler = Callable[[Request, Session], Awaitable[Response]]
 
@@ -53,6 +47,8 @@ def make_app(sessions: Sessions) -> Starlette:
                 return await handler(request, _session(sessions, request))
             except ApiError as error:
                 return _refusal(error)
+            except HTTPException as error:
+                return _refusal(ApiError(error.status_code, f"The request is refused: {error.detail}."))
             except ClientDisconnect:
                 return Response(status_code=400)  # nobody reads it
 
@@ -204,16 +200,7 @@ def _session(sessions: Sessions, request: Request) -> Session:
 async def _body(request: Request) -> bytes:
     if (coding := request.headers.get("content-encoding", "identity")) != "identity":
         raise ApiError(415, f"Bodies are not compressed here, but this one is {coding[:100]!r}.")
-    body = bytearray()
-    with anyio.move_on_after(BODY_S):
-        async for piece in request.stream():
-            body += piece
-            if len(body) > BODY_BYTES:
-                raise ApiError(413, f"The request has more than {BODY_BYTES} bytes.")
-        if body.count(b"[") + body.count(b"{") > BRACKETS:
-            raise ApiError(413, f"The request has more than {BRACKETS} lists and objects.")
-        return bytes(body)
-    raise ApiError(408, f"The request did not arrive within {BODY_S:g} s.")
+    return await read_body(request, BODY_BYTES)
 
 
 def _json(content: bytes) -> Response:

@@ -20,9 +20,10 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flash.errors import FlashError
+from flash.http.server import with_headers
 from flash.observe.text import escaped
 from flash.view.charts import DRAWN, Drawn
 from flash.view.prometheus import MEDIA_TYPE, Latest, exposition
@@ -208,12 +209,4 @@ class _WithHeaders:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                said = {name.lower() for name, _ in message["headers"]}
-                more = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-                message["headers"] = [*message["headers"], *(header for header in more if header[0] not in said)]
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)
+        await self._app(scope, receive, with_headers(send, HEADERS))

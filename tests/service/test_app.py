@@ -6,7 +6,8 @@ import anyio
 import httpx
 import pytest
 
-from flash.service.app import BRACKETS, make_app
+from flash.http.bodies import SIGNS
+from flash.service.app import make_app
 from flash.service.errors import ApiError
 from flash.service.sessions import Heard, Sessions
 
@@ -39,12 +40,12 @@ async def test_countless_lists_are_refused_before_they_are_read_and_an_empty_key
     sessions = Sessions()
     session, key = sessions.open()
     headers = {"authorization": f"Bearer {key}"}
-    lists = b'{"model": "policy", "prompt": [' + b"[]," * BRACKETS + b"[]]}"
+    lists = b'{"model": "policy", "prompt": [' + b"[]," * SIGNS + b"[]]}"
     body = {"model": "policy", "messages": [{"role": "user", "content": "1+1="}], "n": 2}
     transport = httpx.ASGITransport(make_app(sessions))
     async with httpx.AsyncClient(transport=transport, base_url="http://agents", headers=headers) as client:
         reply = await client.post("/v1/completions", content=lists)
-        assert (reply.status_code, "lists and objects" in reply.text) == (413, True)
+        assert (reply.status_code, "lists, objects and keys" in reply.text) == (413, True)
         async with anyio.create_task_group() as calls:
             calls.start_soon(lambda: client.post("/v1/chat/completions", json=body, headers={"idempotency-key": ""}))
             for _ in range(2):

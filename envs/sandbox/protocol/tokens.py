@@ -1,10 +1,9 @@
-"""Who may use the service, and what for: bearer tokens, and the cookie that stands for one in a browser.
+"""Who may use the service, and what for: bearer tokens.
 
 A token file has one `name token` per line, with what the token is granted behind it, is readable by its owner only, and
 is made with a random token when it does not exist. The token named `admin` may use every sandbox and have any kind,
 any other only its own, and only `strict` ones without a network unless it is granted more. Comparisons take the same
-time whatever was sent. A browser sends its token once, in a form, and gets a cookie that is signed with it, unreadable
-for scripts and never sent along from other sites.
+time whatever was sent.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import os
 import re
 import secrets
 import stat
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -29,9 +27,6 @@ ADMIN = "admin"
 TOKEN_BYTES = 32
 MIN_TOKEN_CHARS = 22
 """Shorter ones could be guessed: 128 bits in base64."""
-COOKIE = "flash_sandbox"
-COOKIE_S = 12 * 3600
-"""Seconds that a browser stays logged in."""
 
 GRANTS = ("build", "compat", "bridge", "runtime")
 """The profiles beyond `strict`, the network, and the choice of a container runtime."""
@@ -73,7 +68,7 @@ class Token(msgspec.Struct, frozen=True):
 class Tokens:
     """The tokens of a service."""
 
-    def __init__(self, tokens: Mapping[str, Token], *, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, tokens: Mapping[str, Token]) -> None:
         """`tokens` by name.
 
         Raises:
@@ -95,7 +90,6 @@ class Tokens:
         self._digests = {name: _digest(token.secret) for name, token in tokens.items()}
         if len(set(self._digests.values())) < len(tokens):
             raise ConfigError("two names have the same token; whose request it is could not be told")
-        self._wall = wall
 
     def named(self, name: str) -> Token:
         """The token of this name; one without grants for a name that was taken out of the file."""
@@ -109,24 +103,6 @@ class Tokens:
             if hmac.compare_digest(digest, given):
                 found = name
         return found
-
-    def cookie_for(self, name: str) -> str:
-        """What a browser keeps instead of the token."""
-        until = int(self._wall()) + COOKIE_S
-        return f"{name}|{until}|{self._sign(name, until)}"
-
-    def name_of_cookie(self, cookie: str) -> str | None:
-        """Whose cookie this is, while it is valid."""
-        name, _, rest = cookie.partition("|")
-        until, _, signature = rest.partition("|")
-        if name not in self._digests or not until.isascii() or not until.isdecimal() or len(until) > 12:
-            return None
-        if not hmac.compare_digest(self._sign(name, int(until)).encode(), signature.encode()):
-            return None
-        return name if int(until) >= self._wall() else None
-
-    def _sign(self, name: str, until: int) -> str:
-        return hmac.new(self._digests[name], f"cookie|{name}|{until}".encode(), hashlib.sha256).hexdigest()
 
 
 def _digest(token: str) -> bytes:

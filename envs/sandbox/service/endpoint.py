@@ -15,17 +15,18 @@ from urllib.parse import parse_qsl
 
 import anyio
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from envs.sandbox.api import Sandbox
 from envs.sandbox.pool.lease import Lease
-from envs.sandbox.protocol.problems import ProblemError, problem_of
-from envs.sandbox.protocol.wire import MSGPACK, Body
-from envs.sandbox.service.guard import problem_response
+from envs.sandbox.protocol.problems import MEDIA_TYPE, ProblemError, problem_of
+from envs.sandbox.protocol.wire import MSGPACK, Body, Problem
 from envs.sandbox.service.service import Service
 from flash.errors import FlashError, SandboxLostError
+from flash.http.bodies import read_body
 
 _log = logging.getLogger(__name__)
 
@@ -141,6 +142,9 @@ class _Dispatcher:
                 result = await _unless_left(request, endpoint.handler, call)
         except ClientDisconnect:
             return None
+        except HTTPException as error:
+            cause = _CAUSES.get(error.status_code, "")
+            return problem_response(ProblemError(error.status_code, error.detail, cause).problem)
         except ProblemError as error:
             return problem_response(error.problem)
         except FlashError as error:
@@ -154,6 +158,8 @@ class _Dispatcher:
 
 
 _LEFT = object()
+_CAUSES = {413: "SandboxLimitError", 503: "SandboxBusyError"}
+"""What our errors call what the server refuses."""
 
 
 async def _unless_left(request: Request, handler: Handler, call: ApiCall) -> Any:
@@ -201,18 +207,23 @@ async def _body(endpoint: Endpoint, request: Request) -> Any:
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind not in ("application/json", MSGPACK):
         raise ProblemError(415, f"expected application/json or {MSGPACK}, not {kind[:100]}")
-    if int(request.headers.get("content-length") or 0) > JSON_BYTES:
-        raise ProblemError(413, f"the body has more than {JSON_BYTES} bytes", "SandboxLimitError")
-    data = bytearray()
-    async for piece in request.stream():
-        data += piece
-        if len(data) > JSON_BYTES:
-            raise ProblemError(413, f"the body has more than {JSON_BYTES} bytes", "SandboxLimitError")
+    data = await read_body(request, JSON_BYTES, json=kind != MSGPACK)
     decode = msgspec.msgpack.decode if kind == MSGPACK else msgspec.json.decode
     try:
-        return decode(bytes(data), type=endpoint.body)
+        return decode(data, type=endpoint.body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ProblemError(400, f"body: {error}", "SandboxRefusedError") from None
+
+
+def problem_response(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
+    """An error as an answer."""
+    more = {"retry-after": "1"} if problem.status == 503 else {}
+    return Response(
+        msgspec.json.encode(problem),
+        status_code=problem.status,
+        media_type=MEDIA_TYPE,
+        headers={**more, **(headers or {})},
+    )
 
 
 def encoded(request: Request, value: Any, status: int) -> Response:

@@ -30,8 +30,7 @@ from envs.sandbox.protocol.wire import (
     StreamLine,
     WaitQuery,
 )
-from envs.sandbox.service.endpoint import ApiCall, Endpoint, once
-from envs.sandbox.service.guard import problem_response
+from envs.sandbox.service.endpoint import ApiCall, Endpoint, once, problem_response
 from envs.sandbox.text import from_wire
 from flash.errors import FlashError
 

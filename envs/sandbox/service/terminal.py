@@ -15,7 +15,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from envs.sandbox.api import Terminal
 from envs.sandbox.protocol.problems import ProblemError
 from envs.sandbox.protocol.wire import TERMINAL_ENDED, TERMINAL_FAILED, TerminalQuery
-from envs.sandbox.service.guard import problem_response
+from envs.sandbox.service.endpoint import problem_response
 from envs.sandbox.service.service import Service
 from flash.errors import FlashError
 

@@ -1,45 +1,37 @@
-"""The whole application: the API, its OpenAPI document, the live page and its terminals, behind the guard."""
+"""The whole application: the API, its OpenAPI document and the terminals, behind the guard."""
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from envs.sandbox.protocol.problems import TITLES, ProblemError
-from envs.sandbox.protocol.tokens import COOKIE
+from envs.sandbox.protocol.tokens import Tokens
 from envs.sandbox.service import routes, routes_commands, routes_files
+from envs.sandbox.service.endpoint import problem_response
 from envs.sandbox.service.endpoint import routes as routes_of
-from envs.sandbox.service.guard import Guard, problem_response
-from envs.sandbox.service.limits import Limits
 from envs.sandbox.service.openapi import document
 from envs.sandbox.service.service import Service
 from envs.sandbox.service.terminal import serve_terminal
-
-STATIC = Path(__file__).parent / "static"
-ASSETS = {
-    "/": ("index.html", "text/html"),
-    "/static/page.js": ("page.js", "text/javascript"),
-    "/static/terminal.js": ("terminal.js", "text/javascript"),
-    "/static/page.css": ("page.css", "text/css"),
-}
-"""Every file that is served. By name: no path of a request ever reaches the file system."""
+from flash.http.server import with_headers
 
 ENDPOINTS = (*routes.ENDPOINTS, *routes_commands.ENDPOINTS, *routes_files.ENDPOINTS)
 
+HEADERS = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
+"""On every answer."""
 
-def make_app(service: Service, limits: Limits | None = None) -> ASGIApp:
-    """The ASGI application of a service."""
+
+def make_app(service: Service) -> ASGIApp:
+    """The ASGI application of a service, for `flash.http.server.serving` with websockets."""
     app = Starlette(routes=make_routes(service), exception_handlers={HTTPException: _http_problem})
-    return Guard(app, service.tokens, limits or Limits(), service.boot)
+    return Guard(app, service.tokens, service.boot)
 
 
 def make_routes(service: Service) -> list[BaseRoute]:
@@ -49,25 +41,14 @@ def make_routes(service: Service) -> list[BaseRoute]:
     async def describe(_: Request) -> Response:
         return Response(described, media_type="application/json")
 
-    async def log_out(_: Request) -> Response:
-        answer = RedirectResponse("/", status_code=303)
-        answer.delete_cookie(COOKIE)
-        return answer
-
     async def terminal(socket: WebSocket) -> None:
         await serve_terminal(service, socket)
 
     return [
         *routes_of(service, ENDPOINTS),
-        *(Route(path, partial(_asset, *asset), methods=["GET"]) for path, asset in ASSETS.items()),
         Route("/v1/openapi.json", describe, methods=["GET"]),
-        Route("/logout", log_out, methods=["POST"]),
         WebSocketRoute("/v1/sandboxes/{id}/terminal", terminal),
     ]
-
-
-async def _asset(name: str, media_type: str, _: Request) -> Response:
-    return Response((STATIC / name).read_bytes(), media_type=media_type)
 
 
 async def _http_problem(request: Request, error: Exception) -> Response:
@@ -77,3 +58,31 @@ async def _http_problem(request: Request, error: Exception) -> Response:
     return problem_response(
         ProblemError(status, f"{request.method} {request.url.path[:200]}: {TITLES[status]}").problem
     )
+
+
+class Guard:
+    """The gate in front of every request, ASGI middleware; gives `scope["state"]["token"]` the name of the caller's
+    token. Nothing behind it runs without a valid one, and nothing is read of a body: not even for a health check."""
+
+    def __init__(self, app: ASGIApp, tokens: Tokens, boot: str) -> None:
+        """`boot` is told in each answer to a known caller: another one after each start of the service."""
+        self._app = app
+        self._tokens = tokens
+        self._boot = boot
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, or one websocket."""
+        name = self._caller(Headers(scope=scope))
+        send = with_headers(send, {**HEADERS, "flash-boot": self._boot} if name is not None else HEADERS)
+        if name is None:
+            problem = ProblemError(401, "a valid bearer token is needed: Authorization: Bearer …").problem
+            await problem_response(problem, {"www-authenticate": "Bearer"})(scope, receive, send)
+        else:
+            scope.setdefault("state", {})["token"] = name
+            await self._app(scope, receive, send)
+
+    def _caller(self, headers: Headers) -> str | None:
+        """The name of the caller's token."""
+        given = headers.getlist("authorization")
+        scheme, _, token = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+        return self._tokens.name_of(token.strip()) if scheme.lower() == "bearer" else None

@@ -1,8 +1,7 @@
 """What sandbox tests share: an engine where one answers, and a backend that must not leak.
 
 A test that takes `bench` runs twice: on `FakeBackend`, which needs nothing, and on real containers, where it skips when
-no engine answers. A test of the live page takes `chromium`. With FLASH_REQUIRE_CONTAINERS=1 and FLASH_REQUIRE_BROWSER=1
-they fail instead: CI must not skip them.
+no engine answers. With FLASH_REQUIRE_CONTAINERS=1 it fails instead: CI must not skip it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from envs.sandbox.engines.docker import DockerBackend, find_engine
 from envs.sandbox.engines.fake import FakeBackend
 from envs.sandbox.local.sandbox import LocalSandbox
 from flash.errors import ConfigError, SandboxError
-from tests.browser import find_browser, missing
+from tests.browser import missing
 
 IMAGE = "flash-sandbox-python"
 MINIMAL_IMAGE = "flash-sandbox-minimal"
@@ -41,12 +40,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name in REAL and item.path.parent.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.integration)
-
-
-@pytest.fixture(scope="session")
-def chromium() -> str:
-    """The path of a browser."""
-    return find_browser()
 
 
 @pytest.fixture(scope="session")

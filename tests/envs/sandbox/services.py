@@ -19,10 +19,10 @@ from envs.sandbox.pool.pool import Pool, open_pool
 from envs.sandbox.pool.state import PoolSettings
 from envs.sandbox.protocol.tokens import ADMIN, Token, Tokens
 from envs.sandbox.remote.client import SandboxClient
-from envs.sandbox.service.limits import Limits
-from envs.sandbox.service.server import Address, open_socket, serving
 from envs.sandbox.service.service import Service, open_service
 from envs.sandbox.service.web import make_app
+from flash.http.connections import HttpLimits
+from flash.http.server import HttpAddress, open_socket, serving
 
 TOKEN = "t" * 32
 OTHER_TOKEN = "o" * 32
@@ -46,8 +46,8 @@ async def running(
     *,
     backend: Backend | None = None,
     journal: Journal | None = None,
-    limits: Limits | None = None,
-    address: Address | None = None,
+    limits: HttpLimits | None = None,
+    address: HttpAddress | None = None,
     settings: PoolSettings | None = None,
     host_settings: HostSettings = NO_WARM,
     warm: Any = (),
@@ -55,20 +55,17 @@ async def running(
     tokens: Tokens | None = None,
 ) -> AsyncIterator[Running]:
     """A service and a client of it."""
-    address = address or Address(unix=folder / "s")
+    address = address or HttpAddress(unix=folder / "s")
     identity = Identity("test", str(folder / "lock"), "machine", "run")
     async with (
         _backend(backend) as engine,
         open_engine_host(engine, identity, name="here", settings=host_settings, warm=warm) as host,
         open_pool([host], journal=journal, settings=settings) as pool,
         open_service(pool, tokens or Tokens({ADMIN: Token(TOKEN), "other": Token(OTHER_TOKEN)})) as service,
+        serving(make_app(service), open_socket(address), address, limits, websockets=True) as url,
+        SandboxClient(url, TOKEN, verify=verify) as client,
     ):
-        app = make_app(service, limits)
-        async with (
-            serving(app, open_socket(address), address, limits) as url,
-            SandboxClient(url, TOKEN, verify=verify) as client,
-        ):
-            yield Running(url, client, service, pool, engine)
+        yield Running(url, client, service, pool, engine)
 
 
 @asynccontextmanager

@@ -14,14 +14,14 @@ import anyio.to_thread
 import pytest
 from websockets.asyncio.client import unix_connect
 
-from envs.sandbox.service.limits import Limits
-from envs.sandbox.service.server import Address
+from flash.http.connections import HttpLimits
+from flash.http.server import HttpAddress
 from tests.envs.sandbox.raw import END_S, bare, bearer, connected, head
 from tests.envs.sandbox.services import SPEC, TOKEN, running
 
 pytestmark = pytest.mark.anyio
 
-QUICK = Limits(head_s=0.3, receive_s=0.3, stall_s=0.3, idle_s=1.0, strangers=20)
+QUICK = HttpLimits(head_s=0.3, receive_s=0.3, stall_s=0.3, idle_s=1.0, strangers=20)
 """What a client may do in a test."""
 
 
@@ -108,7 +108,7 @@ async def test_a_stream_that_is_not_read_ends_with_its_command(tmp_path, takes):
 
 
 async def test_a_large_answer_is_given_to_a_client_that_takes_its_time(tmp_path):
-    limits = Limits(stall_s=0.3)
+    limits = HttpLimits(stall_s=0.3)
     async with (
         running(tmp_path, limits=limits) as world,
         world.client.acquire(SPEC) as sandbox,
@@ -155,7 +155,7 @@ async def test_a_terminal_that_is_not_read_ends_with_its_program(tmp_path):
 
 
 async def test_many_idle_strangers_keep_nobody_out(tmp_path):
-    limits = Limits(strangers=20, head_s=3600.0)
+    limits = HttpLimits(strangers=20, head_s=3600.0)
     async with (
         running(tmp_path, limits=limits) as world,
         world.client.acquire(SPEC) as sandbox,
@@ -173,7 +173,7 @@ async def test_many_idle_strangers_keep_nobody_out(tmp_path):
 
 
 @pytest.fixture
-def tls(tmp_path) -> Address:
+def tls(tmp_path) -> HttpAddress:
     """Loopback with a certificate of its own."""
     certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
     made = [
@@ -190,7 +190,7 @@ def tls(tmp_path) -> Address:
     ]
     made += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     subprocess.run([*made, "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    return Address(port=0, certificate=certificate, key=key)
+    return HttpAddress(port=0, certificate=certificate, key=key)
 
 
 async def test_the_same_holds_under_tls(tmp_path, tls):

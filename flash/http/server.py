@@ -13,27 +13,29 @@ import resource
 import socket
 import ssl
 import stat
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Send
 
-from envs.sandbox.service.connections import Strangers, accepting, protocols
-from envs.sandbox.service.limits import Limits
 from flash.errors import ConfigError
+from flash.http.bodies import BoundedBodies
+from flash.http.connections import ACCEPTED, HttpLimits, HttpStrangers, accepting, http_protocol
 
 SHUTDOWN_S = 3
 """Seconds for requests in progress when the service ends."""
 
 
-class Address(msgspec.Struct, frozen=True, kw_only=True):
+class HttpAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a service listens: a port of this machine or a unix socket, with or without TLS."""
 
     host: str = "127.0.0.1"
-    port: int = 8700
+    port: int = 0
     """0 takes any free one."""
     unix: Path | None = None
     """A socket of this name instead of a port."""
@@ -42,7 +44,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     key: Path | None = None
 
 
-def open_socket(address: Address) -> socket.socket:
+def open_socket(address: HttpAddress) -> socket.socket:
     """A bound socket.
 
     Raises:
@@ -69,7 +71,9 @@ def open_socket(address: Address) -> socket.socket:
         bound.bind(place)
     except OSError as error:
         bound.close()
-        raise ConfigError(f"cannot listen at {address.host}:{address.port}: {error}; choose another port") from error
+        raise ConfigError(
+            f"cannot listen at {address.host}:{address.port}: {error.strerror or error}; choose another port"
+        ) from error
     return bound
 
 
@@ -107,19 +111,32 @@ def _only_owner() -> Generator[None]:
 
 @asynccontextmanager
 async def serving(
-    app: ASGIApp, bound: socket.socket, address: Address, limits: Limits | None = None
+    app: ASGIApp,
+    bound: socket.socket,
+    address: HttpAddress,
+    limits: HttpLimits | None = None,
+    *,
+    websockets: bool = False,
 ) -> AsyncGenerator[str]:
-    """Serve for the time of the block. Yields the URL.
+    """Serve for the time of the block, from its beginning on. Yields the URL.
+
+    Args:
+        app: tells `scope["state"]["token"]` of the requests whose callers it knows, and answers each `HTTPException`.
+        bound: of `open_socket`.
+        address: of it.
+        limits: what clients may do.
+        websockets: whether there are any.
 
     Raises:
         ConfigError: the certificate cannot be used.
     """
-    limits = limits or Limits()
+    limits = limits or HttpLimits()
     connections = min(limits.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-    strangers = Strangers(min(limits.strangers, connections // 2))
+    strangers = HttpStrangers(min(limits.strangers, connections // 2))
     config = uvicorn.Config(
-        app,
-        **protocols(limits, strangers),
+        BoundedBodies(app, limits),
+        http=http_protocol(limits, strangers),
+        ws=_websockets(limits) if websockets else "none",
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -127,6 +144,7 @@ async def serving(
         proxy_headers=False,
         ssl_certfile=address.certificate,
         ssl_keyfile=address.key,
+        backlog=ACCEPTED,
         limit_concurrency=connections,
         timeout_keep_alive=max(1, int(limits.idle_s)),
         timeout_graceful_shutdown=SHUTDOWN_S,
@@ -147,7 +165,27 @@ async def serving(
             address.unix.unlink(missing_ok=True)
 
 
-def _url(bound: socket.socket, address: Address) -> str:
+def with_headers(send: Send, headers: Mapping[str, str]) -> Send:
+    """Sends an answer with these headers; what it says for itself stays."""
+
+    async def send_with_headers(message: Message) -> None:
+        # A websocket that is refused gets an answer of HTTP.
+        if message["type"] in ("http.response.start", "websocket.http.response.start"):
+            given = MutableHeaders(scope=message)
+            for name, value in headers.items():
+                given.setdefault(name, value)
+        await send(message)
+
+    return send_with_headers
+
+
+def _websockets(limits: HttpLimits) -> Any:
+    from flash.http.websocket import websocket_protocol  # its package is needed by who serves some
+
+    return websocket_protocol(limits)
+
+
+def _url(bound: socket.socket, address: HttpAddress) -> str:
     if address.unix is not None:
         return f"unix:{address.unix}"
     host, port = bound.getsockname()[:2]

@@ -1,42 +1,75 @@
-"""Connections that give up on clients who are too slow or too many, over HTTP and on websockets.
+"""Connections that give up on clients who are too slow or too many.
 
 Law: what a client holds open is bounded in time by its own progress, and in number until it has shown a token. Heads,
 bodies that nobody wants any more and answers that are not taken each have a timer; a stranger, a connection that has
 shown no valid token yet, can be ended at any time to make room for the next one.
 
-Everything that uvicorn has, but does not promise, is touched here and nowhere else:
+Everything that uvicorn has, but does not promise, is touched here and in `websocket`, and nowhere else:
 
     H11Protocol              made with config, server_state, app_state, _loop; conn (of h11), scope, loop, transport;
                              on_response_complete, handle_websocket_upgrade, send_400_response; cycle, with
                              disconnected, message_event, response_complete
     WebSocketsSansIOProtocol made in the same way; conn (with logger and debug), transport
     Config                   http, ws: may be any callable that makes a protocol
-    Server                   capture_signals, should_exit, serve(sockets)
+    Server                   capture_signals, startup, should_exit, serve(sockets)
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Iterable
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, Literal
 
+import anyio
 import h11
+import msgspec
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from envs.sandbox.service.limits import Limits
 from flash.waiting import unwrapped_group
 
-_QUIET = logging.getLogger(__name__)
-_QUIET.setLevel(logging.INFO)
+PIECE = 2 << 10
+"""Bytes that are read of a client at once: as chunks of one byte they keep the loop for 7 ms."""
+COUNTED_PIECE = 256 << 10
+"""Of a body whose length was said, which is not looked at byte by byte."""
+
+ACCEPTED = 64
+"""Connections that are taken at once."""
+WAITING = 2048
+"""That wait to be taken."""
 
 
-class Strangers:
+class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds on requests and connections. The defaults suit the internet; tests make them small."""
+
+    head_bytes: int = 32 << 10
+    """Largest head of a request."""
+    head_s: float = 10.0
+    """Seconds for the head of a request to arrive, and for the rest of a body that nobody wants any more."""
+    body_bytes: int = 64 << 20
+    """Largest request body."""
+    held_bytes: int = 2 << 30
+    """Of the bodies of all requests that are not answered yet. Beyond them requests get 503."""
+    receive_s: float = 15.0
+    """Seconds between two pieces of a request body."""
+    bytes_per_s: int = 4096
+    """Slowest average at which a body may arrive, or an answer be taken: a byte now and then holds nothing open."""
+    stall_s: float = 30.0
+    """Seconds over which the taking of an answer is measured."""
+    idle_s: float = 75.0
+    """Seconds for which a connection may stay open between two requests."""
+    message_bytes: int = 1 << 20
+    """Largest message on a websocket."""
+    connections: int = 4096
+    """Open at a time, or half of what the process may open, if that is less. Beyond them requests get 503."""
+    strangers: int = 512
+    """Of these, connections that have not shown a valid token yet; one more ends the oldest of them."""
+
+
+class HttpStrangers:
     """The connections that have shown no token yet, oldest first."""
 
     def __init__(self, most: int) -> None:
@@ -57,10 +90,10 @@ class Strangers:
         self._waiting.pop(connection, None)
 
 
-class _Taking:
+class Taking:
     """Watches whether a client takes what is sent to it, from the first byte that waits until none does."""
 
-    def __init__(self, transport: asyncio.Transport, limits: Limits) -> None:
+    def __init__(self, transport: asyncio.Transport, limits: HttpLimits) -> None:
         self._transport = transport
         self._limits = limits
         self._left = 0
@@ -88,10 +121,10 @@ class _Taking:
             self.begin()
 
 
-class _Measured(asyncio.BaseProtocol):
+class MeasuredConnection(asyncio.BaseProtocol):
     """A connection whose client is watched while it takes what is sent to it."""
 
-    _taking: _Taking
+    _taking: Taking
 
     def pause_writing(self) -> None:
         self._taking.begin()
@@ -102,12 +135,20 @@ class _Measured(asyncio.BaseProtocol):
         super().resume_writing()
 
 
-class HttpConnection(_Measured, H11Protocol):
-    """HTTP/1.1 for one client."""
+class HttpConnection(MeasuredConnection, H11Protocol, asyncio.BufferedProtocol):
+    """HTTP/1.1 for one client, read in pieces of our size: asyncio would hand on a quarter of a megabyte at once."""
 
-    def __init__(self, *args: Any, limits: Limits, strangers: Strangers, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, limits: HttpLimits, strangers: HttpStrangers, into: memoryview, **options: Any
+    ) -> None:
+        """`into`: what a piece is read into; may be shared, for it is left before the next one is read."""
         super().__init__(*args, **options)
         self._limits = limits
+        self._into = into
+        self._due = 0
+        """Bytes of the body that were said to come still."""
+        self._due_of: Any = None
+        """The request that it is of."""
         self._strangers = strangers
         self._awaited: Literal["head", "rest"] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -120,13 +161,23 @@ class HttpConnection(_Measured, H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._taking = _Taking(transport, self._limits)
+        self._taking = Taking(transport, self._limits)
         self._taking.watch()
         self._strangers.arrived(self)
         self._watch()
 
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next piece is read into: no more than a piece beyond a body whose length was said."""
+        if self.conn.their_state is not h11.SEND_BODY:
+            self._due = 0
+        elif self._due_of is not self.scope:
+            self._due_of, self._due = self.scope, _length(self.scope["headers"])
+        return self._into[: max(PIECE, min(self._due, COUNTED_PIECE))]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """A piece has come."""
+        self._due -= nbytes
+        self.data_received(bytes(self._into[:nbytes]))
         self._watch()
 
     def on_response_complete(self) -> None:
@@ -177,49 +228,45 @@ class HttpConnection(_Measured, H11Protocol):
             self._timer = self.loop.call_later(self._limits.head_s, self.transport.abort)
 
 
-class WebSocketConnection(_Measured, WebSocketsSansIOProtocol):
-    """A websocket for one client."""
-
-    def __init__(self, *args: Any, limits: Limits, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._limits = limits
-        # It would log the heads of requests, and with them the tokens, where somebody asks for details.
-        self.conn.logger, self.conn.debug = _QUIET, False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self._taking = _Taking(self.transport, self._limits)
-        self._taking.watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._taking.end()
-        super().connection_lost(exc)
+def _length(headers: Iterable[tuple[bytes, bytes]]) -> int:
+    """The length of a body as h11, which has checked it, takes it: one that comes in chunks has none."""
+    said = dict(headers)
+    return 0 if b"transfer-encoding" in said else int(said.get(b"content-length", b"0"))
 
 
 class _Server(uvicorn.Server):
     """Leaves the process's signals to their owner."""
 
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = anyio.Event()
+
     @contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
 
-def protocols(limits: Limits, strangers: Strangers) -> dict[str, Any]:
+
+def http_protocol(limits: HttpLimits, strangers: HttpStrangers) -> Any:
     """What a `uvicorn.Config` needs to know of these connections."""
-    return {
-        "http": partial(HttpConnection, limits=limits, strangers=strangers),
-        "ws": partial(WebSocketConnection, limits=limits),
-    }
+    into = memoryview(bytearray(COUNTED_PIECE))
+    return partial(HttpConnection, limits=limits, strangers=strangers, into=into)
 
 
 @asynccontextmanager
 async def accepting(config: uvicorn.Config, bound: socket.socket) -> AsyncGenerator[None]:
-    """Take connections at this socket for the time of the block.
+    """Take connections at this socket for the time of the block, from its beginning on.
 
     Then requests in progress have the time that the configuration gives them; uvicorn cancels the rest.
     """
     server = _Server(config)
     async with unwrapped_group() as tasks:
         tasks.start_soon(server.serve, [bound])
+        await server.listening.wait()
+        # asyncio would take as many of them at once as may wait, which keeps the loop for half a second.
+        bound.listen(WAITING)
         yield
         server.should_exit = True

@@ -1,0 +1,123 @@
+"""What one client can do to a server, and to the others: how much is read of it at once, and how much is held."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.lowlevel
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from flash.http.bodies import SIGNS, read_body
+from flash.http.connections import COUNTED_PIECE, PIECE, HttpLimits
+from flash.http.server import HttpAddress, open_socket, serving
+
+pytestmark = pytest.mark.anyio
+
+END_S = 30.0
+
+
+class App:
+    """Reads bodies, and answers when it may."""
+
+    def __init__(self) -> None:
+        self.may = anyio.Event()
+        self.may.set()
+        self.passes = 0
+        """Of the loop, for whoever else is on it."""
+        self.came = anyio.Event()
+        """A body has."""
+        self.read: list[int] = []
+        """Passes that a body took."""
+        self.app = Starlette(routes=[Route("/", self._answer, methods=["POST"])])
+
+    async def count(self) -> None:
+        while True:
+            self.passes += 1
+            await anyio.lowlevel.checkpoint()
+
+    async def _answer(self, request: Request) -> Response:
+        before = self.passes
+        data = await read_body(request, 1 << 24)
+        self.read.append(self.passes - before)
+        self.came.set()
+        await self.may.wait()
+        return Response(str(len(data)))
+
+
+@asynccontextmanager
+async def served(app: App, limits: HttpLimits | None = None) -> AsyncIterator[str]:
+    address = HttpAddress()
+    async with anyio.create_task_group() as tasks, serving(app.app, open_socket(address), address, limits) as url:
+        tasks.start_soon(app.count)
+        with anyio.fail_after(END_S):
+            yield url
+        tasks.cancel_scope.cancel()
+
+
+async def test_chunks_of_one_byte_leave_the_loop_to_others_after_each_piece():
+    app, count = App(), COUNTED_PIECE
+    async with served(app) as url:
+        port = int(url.rpartition(":")[2])
+        async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+            head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+            await stream.send(head + b"1\r\nx\r\n" * count + b"0\r\n\r\n")
+            got = b""
+            while str(count).encode() not in got:
+                got += await stream.receive()
+    assert app.read[0] >= count * len(b"1\r\nx\r\n") // PIECE
+
+
+async def test_what_follows_a_counted_body_is_read_in_small_pieces_again():
+    """A body of five bytes opens no door for a quarter of a megabyte."""
+    app, count = App(), COUNTED_PIECE // 8
+    async with served(app) as url:
+        port = int(url.rpartition(":")[2])
+        async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+            await stream.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n1234")
+            await anyio.sleep(0.1)
+            head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+            await stream.send(b"5" + head + b"1\r\nx\r\n" * count + b"0\r\n\r\n")
+            got = b""
+            while str(count).encode() not in got:
+                got += await stream.receive()
+    assert app.read[1] >= count * len(b"1\r\nx\r\n") // PIECE // 2
+
+
+async def test_bodies_are_held_up_to_a_limit_until_they_are_answered():
+    app, large = App(), b"x" * 800
+    app.may = anyio.Event()
+    async with served(app, HttpLimits(held_bytes=1000)) as url, httpx.AsyncClient(base_url=url) as client:
+        async with anyio.create_task_group() as first:
+
+            async def ask() -> None:
+                assert (await client.post("/", content=large)).text == "800"
+
+            first.start_soon(ask)
+            await app.came.wait()
+            refused = await client.post("/", content=large)
+            assert (refused.status_code, "try again later" in refused.text) == (503, True)
+            app.may.set()
+        assert (await client.post("/", content=large)).text == "800"
+
+
+async def test_a_server_answers_from_the_first_moment_of_its_block():
+    app = App()
+    async with served(app) as url, httpx.AsyncClient() as client:
+        assert (await client.post(url, content=b"xyz")).text == "3"
+
+
+@pytest.mark.parametrize("sign", [b"[", b"{", b'"":'])
+async def test_a_body_of_countless_lists_objects_or_keys_is_refused_before_it_is_decoded(sign):
+    async def receive():
+        return {"type": "http.request", "body": sign * (SIGNS + 1)}
+
+    with pytest.raises(HTTPException, match="lists, objects and keys"):
+        await read_body(Request({"type": "http", "headers": []}, receive), 1 << 24)
