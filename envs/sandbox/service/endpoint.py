@@ -25,6 +25,7 @@ from envs.sandbox.pool.lease import Lease
 from envs.sandbox.protocol.problems import MEDIA_TYPE, ProblemError, problem_of
 from envs.sandbox.protocol.wire import MSGPACK, Body, Problem
 from envs.sandbox.service.service import Service
+from envs.sandbox.service.work import LeaseWork
 from flash.errors import FlashError, SandboxLostError
 from flash.http.bodies import read_body
 
@@ -69,6 +70,11 @@ class ApiCall:
         return self.service.pool.handle(self.lease)
 
     @property
+    def work(self) -> LeaseWork:
+        """What its clients have open."""
+        return self.service.work(self.lease)
+
+    @property
     def key(self) -> str:
         """The idempotency key, "" without one."""
         key = self.request.headers.get("idempotency-key", "")
@@ -99,11 +105,11 @@ async def once(call: ApiCall, lease: Lease, work: Callable[[], Awaitable[_T]]) -
     if not call.key:
         return await work()
     expected = call.request.headers.get("flash-boot", "")
-    if expected and expected != call.service.boot and not call.service.knows_call(lease, call.key):
+    if expected and expected != call.service.boot and not call.service.work(lease).knows_call(call.key):
         # Sent again after a restart: whether the first attempt was carried out is not known any more.
         raise SandboxLostError("the service was restarted meanwhile; the call may or may not have been carried out")
     asked = hashlib.sha256(msgspec.msgpack.encode((call.request.scope["path"], call.body))).digest()
-    return await call.service.once(lease, call.key, asked, work)
+    return await call.service.work(lease).once(call.key, asked, work)
 
 
 def routes(service: Service, endpoints: Sequence[Endpoint]) -> list[Route]:

@@ -56,7 +56,7 @@ async def _run(call: ApiCall) -> Result:
 
 
 async def _cancel(call: ApiCall) -> None:
-    await call.service.cancel_call(call.lease, call.path["key"])
+    await call.work.cancel_call(call.path["key"])
 
 
 async def _stream(call: ApiCall) -> LineStream:
@@ -114,17 +114,17 @@ async def _until_left(receive: Receive, scope: anyio.CancelScope) -> None:
 
 
 async def _open_session(call: ApiCall) -> SessionInfo:
-    session = await call.service.open_session(call.lease, _name(call))
+    session = await call.work.open_session(_name(call))
     return SessionInfo(session.name, session.restarts)
 
 
 async def _sessions(call: ApiCall) -> list[SessionInfo]:
-    return [SessionInfo(session.name, session.restarts) for session in call.service.sessions(call.lease)]
+    return [SessionInfo(session.name, session.restarts) for session in call.work.sessions()]
 
 
 async def _run_in_session(call: ApiCall) -> SessionResult:
     lease, body = call.lease, cast("RunInSession", call.body)
-    session = call.service.session(lease, _name(call))
+    session = call.service.work(lease).session(_name(call))
 
     async def run() -> SessionResult:
         result = await session.run(from_wire(body.command), timeout=body.timeout)
@@ -134,11 +134,11 @@ async def _run_in_session(call: ApiCall) -> SessionResult:
 
 
 async def _interrupt(call: ApiCall) -> Interrupted:
-    return Interrupted(await call.service.session(call.lease, _name(call)).interrupt())
+    return Interrupted(await call.work.session(_name(call)).interrupt())
 
 
 async def _close_session(call: ApiCall) -> None:
-    await call.service.close_session(call.lease, _name(call))
+    await call.work.close_session(_name(call))
 
 
 def _name(call: ApiCall) -> str:
@@ -156,14 +156,14 @@ async def _start_job(call: ApiCall) -> JobInfo:
 
     async def start() -> JobInfo:
         job = await sandbox.start_exec(exec)
-        call.service.add_job(lease, job)
+        call.service.work(lease).add_job(job)
         return JobInfo(job.job_id)
 
     return await once(call, lease, start)
 
 
 async def _poll(call: ApiCall) -> JobStatus:
-    job = call.service.job(call.lease, call.path["job"])
+    job = call.work.job(call.path["job"])
     if call.query.wait:
         with anyio.move_on_after(call.query.wait):
             await job.wait(call.query.wait + 1.0)
@@ -171,11 +171,11 @@ async def _poll(call: ApiCall) -> JobStatus:
 
 
 async def _signal(call: ApiCall) -> None:
-    await call.service.job(call.lease, call.path["job"]).signal(call.body.name)
+    await call.work.job(call.path["job"]).signal(call.body.name)
 
 
 async def _output(call: ApiCall) -> Output:
-    job = call.service.job(call.lease, call.path["job"])
+    job = call.work.job(call.path["job"])
     query = cast("OutputQuery", call.query)
     return await job.output(query.stream, offset=query.offset, limit=query.limit)
 

@@ -1,69 +1,34 @@
-"""What the HTTP service keeps beside the pool: open shells, background jobs, and the answers to repeated calls.
+"""The service behind the routes: who may use which lease, its snapshots, and how the whole stands.
 
-A shell or a job belongs to a lease and ends with it. A call that carries an idempotency key is carried out once, in a
-task of the service: a client whose connection broke sends it again and gets the same answer.
+What the clients of one lease have open, shells, jobs and calls, is its `LeaseWork`.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
 from uuid import uuid4
 
-import anyio
-from anyio.abc import TaskGroup, TaskStatus
+from anyio.abc import TaskGroup
 
-from envs.sandbox.api import Job, Result, Session, Snapshot
+from envs.sandbox.api import Snapshot
 from envs.sandbox.pool.journal import KeptSnapshot
 from envs.sandbox.pool.lease import Lease
 from envs.sandbox.pool.pool import Pool
 from envs.sandbox.pool.snapshots import names_snapshot
 from envs.sandbox.protocol.problems import ProblemError, problem_of
 from envs.sandbox.protocol.tokens import ADMIN, Tokens
-from envs.sandbox.protocol.wire import HostStatus, Info, Order, SessionResult, Status
-from flash.errors import FlashError, SandboxBusyError, SandboxRefusedError
+from envs.sandbox.protocol.wire import HostStatus, Info, Order, Status
+from envs.sandbox.service.work import LeaseWork
+from flash.errors import SandboxRefusedError
 from flash.waiting import unwrapped_group
 
-_log = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
-
-ANSWERS_KEPT = 32
-"""Answers to calls with a key, kept per sandbox for a client that asks again."""
-ANSWERS_KEPT_BYTES = 1 << 24
-"""Of output in them; the newest answer is kept whatever it holds."""
-JOBS_KEPT = 256
-"""Background jobs of one sandbox that can be asked for."""
 OTHERS = "others"
 """Owners whose names a token may not know."""
-SESSIONS_OPEN = 64
-"""Shells of one sandbox."""
 _ID = re.compile(r"(sha256:)?[0-9a-f]{1,64}", re.IGNORECASE)
 _WHOLE_ID = re.compile(r"(sha256:)?[0-9a-f]{64}", re.IGNORECASE)
-
-
-class _Answer:
-    def __init__(self, asked: bytes) -> None:
-        self.asked = asked
-        self.done = anyio.Event()
-        self.scope = anyio.CancelScope()
-        self.result: Any = None
-        self.error: FlashError | ProblemError | None = None
-
-
-class _ClientState:
-    """What the clients of one lease have open."""
-
-    def __init__(self) -> None:
-        self.sessions: dict[str, Session] = {}
-        self.closing: dict[str, anyio.Event] = {}
-        self.closed: dict[str, anyio.Event] = {}
-        self.jobs: dict[str, Job] = {}
-        self.answers: dict[str, _Answer] = {}
 
 
 class Service:
@@ -75,7 +40,8 @@ class Service:
         self.name = name
         self.boot = uuid4().hex[:12]
         self._tasks = tasks
-        self._client_states: dict[str, _ClientState] = {}
+        self._works: dict[str, LeaseWork] = {}
+        """By lease: what its clients have open."""
         self._snapshots_begun: Counter[str] = Counter()
         """By token: those that are being made."""
 
@@ -185,141 +151,19 @@ class Service:
             if kept.snapshot_id == snapshot_id:
                 await self.pool.forget(kept)
 
-    # ---- shells
+    # ---- what is open in them
 
-    async def open_session(self, lease: Lease, name: str) -> Session:
-        """Open a shell that lives until it is closed, or the lease ends."""
-        clients = self._client_state(lease)
-        if name in clients.closed:
-            raise SandboxBusyError(f"a session {name!r} is open already; close it, or use another name")
-        if len(clients.closed) >= SESSIONS_OPEN:
-            raise SandboxRefusedError(f"{SESSIONS_OPEN} sessions are open; close one")
-        clients.closing[name], clients.closed[name] = anyio.Event(), anyio.Event()
-        outcome = await self._tasks.start(self._hold_session, lease, clients, name)
-        if isinstance(outcome, FlashError | ProblemError):
-            raise outcome
-        return outcome
-
-    async def _hold_session(
-        self,
-        lease: Lease,
-        clients: _ClientState,
-        name: str,
-        *,
-        task_status: TaskStatus[FlashError | ProblemError | Session],
-    ) -> None:
-        """Waits for the shell to be closed, or for the end of the lease's sandbox."""
-        started = False
-        try:
-            sandbox = lease.sandbox
-            async with self.pool.handle(lease).session(name) as session:
-                clients.sessions[name] = session
-                started = True
-                task_status.started(session)
-                await _first_of(clients.closing[name].wait, lease.done.wait, *([sandbox.wait_ended] if sandbox else ()))
-        except FlashError as error:
-            if not started:
-                task_status.started(error)
-        except Exception:  # the boundary of a shell
-            _log.exception("shell %r of sandbox %s failed", name, lease.id)
-            if not started:
-                task_status.started(_failed())
-        finally:
-            clients.sessions.pop(name, None)
-            clients.closing.pop(name)
-            clients.closed.pop(name).set()
-
-    def session(self, lease: Lease, name: str) -> Session:
-        """The open shell of this name. Raises ProblemError when there is none."""
-        session = self._client_state(lease).sessions.get(name)
-        if session is None:
-            raise ProblemError(404, f"no session {name!r} is open in sandbox {lease.id}", "SandboxClosedError")
-        return session
-
-    def sessions(self, lease: Lease) -> list[Session]:
-        return list(self._client_state(lease).sessions.values())
-
-    async def close_session(self, lease: Lease, name: str) -> None:
-        """Close a shell and wait for it. Nothing when none is open."""
-        clients = self._client_state(lease)
-        if (closed := clients.closed.get(name)) is not None:
-            clients.closing[name].set()
-            await closed.wait()
-
-    # ---- jobs
-
-    def add_job(self, lease: Lease, job: Job) -> None:
-        """Remember a job for later questions."""
-        jobs = self._client_state(lease).jobs
-        jobs[job.job_id] = job
-        if len(jobs) > JOBS_KEPT:
-            del jobs[next(iter(jobs))]
-
-    def job(self, lease: Lease, job_id: str) -> Job:
-        """A job that was started."""
-        job = self._client_state(lease).jobs.get(job_id)
-        if job is None:
-            raise ProblemError(404, f"there is no job {job_id} in sandbox {lease.id}", "SandboxRefusedError")
-        return job
-
-    # ---- calls that are carried out once
-
-    async def once(self, lease: Lease, key: str, asked: bytes, call: Callable[[], Awaitable[_T]]) -> _T:
-        """The answer to the call with this key: carried out if it is new, waited for if it is known.
-
-        Raises:
-            SandboxRefusedError: what was `asked` with this key before is something else.
-            SandboxError: as of the call.
-        """
-        answers = self._client_state(lease).answers
-        answer = answers.get(key)
-        if answer is None:
-            answer = answers[key] = _Answer(asked)
-            self._tasks.start_soon(self._carry_out, answers, answer, call)
-        elif answer.asked != asked:
-            raise SandboxRefusedError(f"the idempotency key {key!r} was used for another call; use a new one")
-        await answer.done.wait()
-        if answer.error is not None:
-            raise answer.error
-        return answer.result
-
-    async def _carry_out(
-        self, answers: dict[str, _Answer], answer: _Answer, call: Callable[[], Awaitable[Any]]
-    ) -> None:
-        try:
-            with answer.scope:
-                answer.result = await call()
-            if answer.scope.cancelled_caught:
-                answer.error = SandboxRefusedError("the call was cancelled by its caller")
-        except FlashError as error:
-            answer.error = error
-        except Exception:  # the boundary of a call: a bug ends this call, not the service
-            _log.exception("a call failed")
-            answer.error = _failed()
-        finally:
-            answer.done.set()
-            _drop_old(answers)
-
-    def knows_call(self, lease: Lease, key: str) -> bool:
-        """Whether a call with this key was begun."""
-        return key in self._client_state(lease).answers
-
-    async def cancel_call(self, lease: Lease, key: str) -> None:
-        """Cancel a call and wait for its end; its command is killed."""
-        if (answer := self._client_state(lease).answers.get(key)) is not None:
-            answer.scope.cancel()
-            await answer.done.wait()
-
-    def _client_state(self, lease: Lease) -> _ClientState:
-        if lease.id not in self._client_states:
-            self._client_states[lease.id] = _ClientState()
+    def work(self, lease: Lease) -> LeaseWork:
+        """The shells, jobs and calls of a lease."""
+        if lease.id not in self._works:
+            self._works[lease.id] = LeaseWork(self.pool, lease, self._tasks)
             self._tasks.start_soon(self._clear, lease)
-        return self._client_states[lease.id]
+        return self._works[lease.id]
 
     async def _clear(self, lease: Lease) -> None:
         """Forget what was open in a lease once it has ended."""
         await lease.done.wait()
-        self._client_states.pop(lease.id, None)
+        self._works.pop(lease.id, None)
 
     # ---- the whole
 
@@ -378,41 +222,9 @@ def _queue_for(token: str, queue: dict[str, int]) -> dict[str, int]:
     return shown
 
 
-def _failed() -> ProblemError:
-    return ProblemError(500, "the service failed; its log says why")
-
-
-async def _first_of(*waits: Callable[[], Awaitable[object]]) -> None:
-    async with anyio.create_task_group() as tasks:
-
-        async def wait(one: Callable[[], Awaitable[object]]) -> None:
-            await one()
-            tasks.cancel_scope.cancel()
-
-        for each in waits:
-            tasks.start_soon(wait, each)
-
-
 @asynccontextmanager
 async def open_service(pool: Pool, tokens: Tokens, name: str = "sandboxes") -> AsyncGenerator[Service]:
     """A service over a pool for the time of the block. Calls in progress are cancelled at its end."""
     async with unwrapped_group() as tasks:
         yield Service(pool, tokens, tasks, name)
         tasks.cancel_scope.cancel()
-
-
-def _drop_old(answers: dict[str, _Answer]) -> None:
-    """Keep the newest answers, as many as are to be kept and as large."""
-    given = [(key, answer) for key, answer in reversed(answers.items()) if answer.done.is_set()]
-    size = 0
-    for place, (key, answer) in enumerate(given):
-        size += _output(answer.result)
-        if place >= ANSWERS_KEPT or (place and size > ANSWERS_KEPT_BYTES):
-            del answers[key]
-
-
-def _output(result: object) -> int:
-    """Bytes of output in the answer to a call."""
-    if isinstance(result, SessionResult):
-        result = result.result
-    return len(result.stdout) + len(result.stderr) if isinstance(result, Result) else 0

@@ -1,0 +1,208 @@
+"""What the clients of one lease have open: shells, background jobs, and the answers to repeated calls.
+
+All of it ends with the lease. A call that carries an idempotency key is carried out once, in a task of the service: a
+client whose connection broke sends it again and gets the same answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import anyio
+from anyio.abc import TaskGroup, TaskStatus
+
+from envs.sandbox.api import Job, Result, Session
+from envs.sandbox.pool.lease import Lease
+from envs.sandbox.pool.pool import Pool
+from envs.sandbox.protocol.problems import ProblemError
+from envs.sandbox.protocol.wire import SessionResult
+from flash.errors import FlashError, SandboxBusyError, SandboxRefusedError
+
+_log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+ANSWERS_KEPT = 32
+"""Answers to calls with a key, kept per sandbox for a client that asks again."""
+ANSWERS_KEPT_BYTES = 1 << 24
+"""Of output in them; the newest answer is kept whatever it holds."""
+JOBS_KEPT = 256
+"""Background jobs of one sandbox that can be asked for."""
+SESSIONS_OPEN = 64
+"""Shells of one sandbox."""
+
+
+class _Answer:
+    def __init__(self, asked: bytes) -> None:
+        self.asked = asked
+        self.done = anyio.Event()
+        self.scope = anyio.CancelScope()
+        self.result: Any = None
+        self.error: FlashError | ProblemError | None = None
+
+
+class LeaseWork:
+    """Of one lease. Made by `Service`."""
+
+    def __init__(self, pool: Pool, lease: Lease, tasks: TaskGroup) -> None:
+        self._pool = pool
+        self._lease = lease
+        self._tasks = tasks
+        self._sessions: dict[str, Session] = {}
+        self._closing: dict[str, anyio.Event] = {}
+        self._closed: dict[str, anyio.Event] = {}
+        self._jobs: dict[str, Job] = {}
+        self._answers: dict[str, _Answer] = {}
+
+    # ---- shells
+
+    async def open_session(self, name: str) -> Session:
+        """Open a shell that lives until it is closed, or the lease ends."""
+        if name in self._closed:
+            raise SandboxBusyError(f"a session {name!r} is open already; close it, or use another name")
+        if len(self._closed) >= SESSIONS_OPEN:
+            raise SandboxRefusedError(f"{SESSIONS_OPEN} sessions are open; close one")
+        self._closing[name], self._closed[name] = anyio.Event(), anyio.Event()
+        outcome = await self._tasks.start(self._hold_session, name)
+        if isinstance(outcome, FlashError | ProblemError):
+            raise outcome
+        return outcome
+
+    async def _hold_session(
+        self,
+        name: str,
+        *,
+        task_status: TaskStatus[FlashError | ProblemError | Session],
+    ) -> None:
+        """Waits for the shell to be closed, or for the end of the lease's sandbox."""
+        started = False
+        try:
+            sandbox = self._lease.sandbox
+            async with self._pool.handle(self._lease).session(name) as session:
+                self._sessions[name] = session
+                started = True
+                task_status.started(session)
+                await _first_of(
+                    self._closing[name].wait, self._lease.done.wait, *([sandbox.wait_ended] if sandbox else ())
+                )
+        except FlashError as error:
+            if not started:
+                task_status.started(error)
+        except Exception:  # the boundary of a shell
+            _log.exception("shell %r of sandbox %s failed", name, self._lease.id)
+            if not started:
+                task_status.started(_failed())
+        finally:
+            self._sessions.pop(name, None)
+            self._closing.pop(name)
+            self._closed.pop(name).set()
+
+    def session(self, name: str) -> Session:
+        """The open shell of this name. Raises ProblemError when there is none."""
+        session = self._sessions.get(name)
+        if session is None:
+            raise ProblemError(404, f"no session {name!r} is open in sandbox {self._lease.id}", "SandboxClosedError")
+        return session
+
+    def sessions(self) -> list[Session]:
+        return list(self._sessions.values())
+
+    async def close_session(self, name: str) -> None:
+        """Close a shell and wait for it. Nothing when none is open."""
+        if (closed := self._closed.get(name)) is not None:
+            self._closing[name].set()
+            await closed.wait()
+
+    # ---- jobs
+
+    def add_job(self, job: Job) -> None:
+        """Remember a job for later questions."""
+        jobs = self._jobs
+        jobs[job.job_id] = job
+        if len(jobs) > JOBS_KEPT:
+            del jobs[next(iter(jobs))]
+
+    def job(self, job_id: str) -> Job:
+        """A job that was started."""
+        job = self._jobs.get(job_id)
+        if job is None:
+            raise ProblemError(404, f"there is no job {job_id} in sandbox {self._lease.id}", "SandboxRefusedError")
+        return job
+
+    # ---- calls that are carried out once
+
+    async def once(self, key: str, asked: bytes, call: Callable[[], Awaitable[_T]]) -> _T:
+        """The answer to the call with this key: carried out if it is new, waited for if it is known.
+
+        Raises:
+            SandboxRefusedError: what was `asked` with this key before is something else.
+            SandboxError: as of the call.
+        """
+        answer = self._answers.get(key)
+        if answer is None:
+            answer = self._answers[key] = _Answer(asked)
+            self._tasks.start_soon(self._carry_out, answer, call)
+        elif answer.asked != asked:
+            raise SandboxRefusedError(f"the idempotency key {key!r} was used for another call; use a new one")
+        await answer.done.wait()
+        if answer.error is not None:
+            raise answer.error
+        return answer.result
+
+    async def _carry_out(self, answer: _Answer, call: Callable[[], Awaitable[Any]]) -> None:
+        try:
+            with answer.scope:
+                answer.result = await call()
+            if answer.scope.cancelled_caught:
+                answer.error = SandboxRefusedError("the call was cancelled by its caller")
+        except FlashError as error:
+            answer.error = error
+        except Exception:  # the boundary of a call: a bug ends this call, not the service
+            _log.exception("a call failed")
+            answer.error = _failed()
+        finally:
+            answer.done.set()
+            self._drop_old()
+
+    def knows_call(self, key: str) -> bool:
+        """Whether a call with this key was begun."""
+        return key in self._answers
+
+    async def cancel_call(self, key: str) -> None:
+        """Cancel a call and wait for its end; its command is killed."""
+        if (answer := self._answers.get(key)) is not None:
+            answer.scope.cancel()
+            await answer.done.wait()
+
+    def _drop_old(self) -> None:
+        """Keep the newest answers, as many as are to be kept and as large."""
+        given = [(key, answer) for key, answer in reversed(self._answers.items()) if answer.done.is_set()]
+        size = 0
+        for place, (key, answer) in enumerate(given):
+            size += _output(answer.result)
+            if place >= ANSWERS_KEPT or (place and size > ANSWERS_KEPT_BYTES):
+                del self._answers[key]
+
+
+def _failed() -> ProblemError:
+    return ProblemError(500, "the service failed; its log says why")
+
+
+async def _first_of(*waits: Callable[[], Awaitable[object]]) -> None:
+    async with anyio.create_task_group() as tasks:
+
+        async def wait(one: Callable[[], Awaitable[object]]) -> None:
+            await one()
+            tasks.cancel_scope.cancel()
+
+        for each in waits:
+            tasks.start_soon(wait, each)
+
+
+def _output(result: object) -> int:
+    """Bytes of output in the answer to a call."""
+    if isinstance(result, SessionResult):
+        result = result.result
+    return len(result.stdout) + len(result.stderr) if isinstance(result, Result) else 0
