@@ -61,20 +61,29 @@ class Asked(msgspec.Struct, frozen=True):
     """Which of them this one asks for."""
     common: bytes = b""
     """What `digest` is made of beside the choice, where that is known: to read megabytes takes milliseconds."""
+    size: int = 0
+    """Bytes that it takes, where they are known; the choices share them."""
 
     def each(self) -> list[Asked]:
         """A request for each answer that is wanted."""
-        common = self._common()
-        return [msgspec.structs.replace(self, choice=choice, common=common) for choice in range(self.choices)]
+        shown = self._shown()
+        common, size = _digest(shown), len(shown)
+        return [
+            msgspec.structs.replace(self, choice=choice, common=common, size=0 if choice else size)
+            for choice in range(self.choices)
+        ]
 
     def digest(self) -> bytes:
         """Equal for requests that ask the same."""
-        return (self.common or self._common()) + bytes([self.choice])
+        return (self.common or _digest(self._shown())) + bytes([self.choice])
 
-    def _common(self) -> bytes:
+    def _shown(self) -> bytes:
         shown = self.messages, self.tools, self.calling, self.parallel
-        asked = *shown, self.max_tokens, self.logprobs, self.stop
-        return blake2b(msgspec.json.encode(asked), digest_size=16).digest()
+        return msgspec.json.encode((*shown, self.max_tokens, self.logprobs, self.stop))
+
+
+def _digest(shown: bytes) -> bytes:
+    return blake2b(shown, digest_size=16).digest()
 
 
 class Answer(msgspec.Struct, frozen=True):

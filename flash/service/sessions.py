@@ -39,6 +39,8 @@ agent that wants another answer."""
 
 MOST_OPEN = 1024
 """Requests of one episode that wait for their answers."""
+OPEN_BYTES = 64 << 20
+"""Of these requests, together: who has left may ask again, so that they are kept without a connection, too."""
 
 OVER = "The episode of this key is over."
 
@@ -53,6 +55,7 @@ class Call:
         self.key = key
         """By which it is known, where the request has one."""
         self.digest = asked.digest()
+        self.size = asked.size
         self.repeats = 0
         """Requests beyond the first that were taken for it by their content."""
         self.waiting = 0
@@ -109,13 +112,17 @@ class Call:
     def answered(self, answer: Answer) -> Answer:
         """It has come to its end. Returns it as it was told."""
         told = msgspec.structs.replace(answer, message=self._telling.ends(answer.message))
-        self._outcome = told
-        self._tell()
+        self._end(told)
         return told
 
     def refused(self, error: ApiError) -> None:
         """There is none."""
-        self._outcome = error
+        self._end(error)
+
+    def _end(self, outcome: Answer | ApiError) -> None:
+        self._outcome = outcome
+        # The call is kept for who asks again, what it asked is not: each request repeats all that was said.
+        self.asked = msgspec.structs.replace(self.asked, messages=[], tools=())
         self._tell()
 
     def _tell(self) -> None:
@@ -191,7 +198,7 @@ class Session:
             alike = self._by_content.get(call.digest, [])
             known = _made_again(alike, again)
             if known is None:
-                self._check_room()
+                self._check_room(call)
                 known = call
                 self._by_content.setdefault(call.digest, []).append(call)
         if known is call:
@@ -204,15 +211,15 @@ class Session:
     def _known(self, key: bytes, call: Call) -> Call:
         """The call of this key, which is this one where there is none."""
         if key not in self._by_key:
-            self._check_room()
+            self._check_room(call)
             self._by_key[key] = call
         return self._by_key[key]
 
-    def _check_room(self) -> None:
-        if len(self._open) >= MOST_OPEN:
-            raise ApiError(
-                429, f"{MOST_OPEN} requests of this episode wait for their answers already.", "too_many_requests"
-            )
+    def _check_room(self, more: Call) -> None:
+        size = more.size + sum(call.size for call in self._open)
+        if len(self._open) >= MOST_OPEN or (self._open and size > OPEN_BYTES):
+            message = f"{len(self._open)} requests of this episode wait for their answers already."
+            raise ApiError(429, message, "too_many_requests")
 
     def _forget(self, call: Call) -> None:
         """It was not answered, and may be made again."""
@@ -260,9 +267,9 @@ class Session:
     def answer(self, answer: Answer) -> None:
         """Answer the call that was heard last."""
         assert self._heard is not None, "no call was heard"
-        heard = self._heard
+        place, tools = self._heard.place, self._heard.call.asked.tools
         told = self._take_first().answered(answer)
-        self._history.answer(heard.place, told.message, heard.call.asked.tools)
+        self._history.answer(place, told.message, tools)
 
     def refuse(self, error: ApiError) -> None:
         """Refuse the first open call: nothing of it was shown, and it may be made again."""

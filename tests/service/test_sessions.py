@@ -11,7 +11,7 @@ import pytest
 
 from flash.service.chat import Answer, Asked
 from flash.service.errors import ApiError
-from flash.service.sessions import KEY_BYTES, MOST_OPEN, MOST_REPEATS, Session, Sessions
+from flash.service.sessions import KEY_BYTES, MOST_OPEN, MOST_REPEATS, OPEN_BYTES, Session, Sessions
 from flash.simulate.clock import run_virtual
 from flash.types import Message, Tool
 
@@ -332,6 +332,18 @@ def test_an_episode_has_so_many_open_calls_and_forgets_each_that_is_refused(keye
     session.end()
     with pytest.raises(ApiError, match="over"):
         session.call(asked(*user("x")))
+
+
+def test_open_calls_of_an_episode_have_so_many_bytes_together_and_answered_ones_have_none() -> None:
+    session, size = Session(), OPEN_BYTES // 4 + 1
+    calls = [session.call(msgspec.structs.replace(asked(*user(f"{n}")), size=size)) for n in range(3)]
+    with pytest.raises(ApiError, match="3 requests of this episode wait") as caught:
+        session.call(msgspec.structs.replace(asked(*user("x")), size=size))
+    assert caught.value.status == 429
+    session.refuse(ApiError(400, "no"))
+    assert calls[0].asked.messages == []
+    session.call(msgspec.structs.replace(asked(*user("x")), size=size))
+    session.end()
 
 
 def test_a_client_that_leaves_takes_no_answer_with_it() -> None:
