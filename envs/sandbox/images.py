@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,7 +34,7 @@ USER_ID = 1000
 
 _MERGED = ("bin", "sbin", "lib", "lib64")
 """Links into /usr, as on every Debian."""
-_NEVER = ("dpkg", "debconf", "usrmerge", "init-system-helpers", "perl-modules-5.36", "perl", "libperl5.36")
+_NEVER = re.compile(r"dpkg|debconf|usrmerge|init-system-helpers|perl|libperl[\d.]+|perl-modules-[\d.]+")
 """Needed by maintainer scripts only, which do not run here; perl-base stays."""
 _UNNEEDED = ("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/info", "usr/share/lintian")
 
@@ -59,7 +60,7 @@ def download(packages: Sequence[str], cache: Path = CACHE) -> list[Path]:
             [*apt, "--print-uris", "--reinstall", "install", *packages, "-o", "Dir::Cache::archives=/nowhere"]
         )
     names = [line.split()[1] for line in listing.splitlines() if line.startswith("'")]
-    return [cache / name for name in names if name.split("_")[0] not in _NEVER]
+    return [cache / name for name in names if not _NEVER.fullmatch(name.split("_")[0])]
 
 
 def unpack(debs: Sequence[Path], root: Path) -> None:
