@@ -12,7 +12,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from flash.http.connections import HttpLimits, MeasuredConnection, Taking
 
 _QUIET = logging.getLogger(__name__)
-_QUIET.setLevel(logging.INFO)
+_QUIET.setLevel(logging.WARNING)
 
 
 class WebSocketConnection(MeasuredConnection, WebSocketsSansIOProtocol):

@@ -17,7 +17,7 @@ from envs.sandbox.remote.http import HttpClient
 from flash.errors import SandboxLostError, SandboxRefusedError
 
 _QUIET = logging.getLogger(__name__)
-_QUIET.setLevel(logging.INFO)
+_QUIET.setLevel(logging.WARNING)
 """Where somebody asks for details, the heads of requests are logged, and with them the tokens: not here."""
 
 OPEN_S = 30.0
