@@ -50,14 +50,14 @@ from flash.errors import ConfigError, EnvError
 from flash.http.connections import HttpLimits
 from flash.http.server import HttpAddress, open_socket, serving
 from flash.service.app import make_app
-from flash.service.bodies import before
-from flash.service.chat import Answer
+from flash.service.chat import PolicyAnswer
 from flash.service.errors import ApiError
-from flash.service.sessions import Heard, Session, Sessions
+from flash.service.fields import before
+from flash.service.sessions import EpisodeSession, EpisodeSessions, PendingCall
 from flash.service.tools import is_well_formed
 from flash.types import ASSISTANT, Message, Observation
 
-HOST = "envs.agent"
+ENDPOINT = "envs.agent"
 """What the episodes of a node share their endpoint under."""
 
 LIMITS = HttpLimits(strangers=4096)
@@ -126,20 +126,20 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return in_thread
 
 
-class Host(msgspec.Struct, frozen=True):
+class AgentEndpoint(msgspec.Struct, frozen=True):
     """What the episodes of a node share."""
 
     url: str
     """The agents' base URL."""
-    sessions: Sessions
+    sessions: EpisodeSessions
 
 
 @asynccontextmanager
-async def open_host() -> AsyncGenerator[Host]:
+async def open_endpoint() -> AsyncGenerator[AgentEndpoint]:
     """An endpoint at any free port of the loopback."""
-    sessions, address = Sessions(), HttpAddress()
+    sessions, address = EpisodeSessions(), HttpAddress()
     async with serving(make_app(sessions), open_socket(address), address, LIMITS) as url:
-        yield Host(f"{url}/v1", sessions)
+        yield AgentEndpoint(f"{url}/v1", sessions)
 
 
 class Agent:
@@ -149,15 +149,15 @@ class Agent:
     """Opens the sandboxes of a node."""
 
     _episode: EpisodeView
-    _session: Session
+    _session: EpisodeSession
     _key: str
-    _host: Host
+    _endpoint: AgentEndpoint
 
     def __init__(self, options: AgentOptions) -> None:
         self._options = options
         self._tasks: Environment | None = None
         self._run: AgentRun | None = None
-        self._heard: Heard | None = None
+        self._pending: PendingCall | None = None
         """What the policy answers."""
         self._limited = False
         """Whether a call was refused for a limit of the run."""
@@ -183,7 +183,7 @@ class Agent:
         await wrapped.prepare(*options.environment)
         if options.boxed is not None:
             await try_box(options.boxed, cls.opener)
-        await shared(HOST, open_host)
+        await shared(ENDPOINT, open_endpoint)
 
     def inform(self, episode: EpisodeView) -> None:
         """Know of tokens."""
@@ -193,31 +193,31 @@ class Agent:
         """Give the agent its task, and show what it asks first."""
         self._tasks = wrap(self._make())
         task = _as_text(check_reset_result(await self._tasks.reset(seed))[0])
-        self._host = await shared(HOST, open_host)
-        self._session, self._key = self._host.sessions.open(rewarding=self._options.own_reward)
+        self._endpoint = await shared(ENDPOINT, open_endpoint)
+        self._session, self._key = self._endpoint.sessions.open(rewarding=self._options.own_reward)
         self._session.queued = self._expect
-        self._run = AgentRun(self._agent(), (self._host.url, self._key, task), self._session)
+        self._run = AgentRun(self._agent(), (self._endpoint.url, self._key, task), self._session)
         self._run.begin()
-        self._heard = await self._asked()
-        if self._heard is None:
+        self._pending = await self._asked()
+        if self._pending is None:
             raise EnvError(f"the agent ended before it had asked anything{self._run.why}")
-        return self._heard.shown, {}
+        return self._pending.shown, {}
 
     async def step(self, action: str) -> StepResult:
         """Answer the agent, and show what it asks next; judge it when it has ended."""
         self._session.answer(self._answer(action))
-        self._heard = await self._asked()
-        if self._heard is not None:
-            return self._heard.shown, 0.0, False, False, self._counted({})
+        self._pending = await self._asked()
+        if self._pending is not None:
+            return self._pending.shown, 0.0, False, False, self._counted({})
         return await self._judged()
 
-    def _answer(self, action: str) -> Answer:
+    def _answer(self, action: str) -> PolicyAnswer:
         """The last response as the agent is told it, its calls counted."""
-        assert self._heard is not None
-        asked, said = self._heard.call.asked, self._episode.last
+        assert self._pending is not None
+        asked, said = self._pending.call.asked, self._episode.last
         self._cut = said.cut
         scored = self._episode.scored() if asked.logprobs else None
-        if isinstance(self._heard.shown, str):
+        if isinstance(self._pending.shown, str):
             content, stop = before(action, asked.stop)
             message = Message(ASSISTANT, content)
         else:
@@ -228,7 +228,7 @@ class Agent:
             self._malformed += spoken.malformed + sum(not is_well_formed(call, asked.tools) for call in calls)
             if not asked.parallel:
                 message = msgspec.structs.replace(message, tool_calls=calls[:1])
-        return Answer(message, said.cut, said.prompt_tokens, said.tokens, scored, stop)
+        return PolicyAnswer(message, said.cut, said.prompt_tokens, said.tokens, scored, stop)
 
     def _counted(self, info: Info) -> Info:
         if not self._calls:
@@ -240,37 +240,37 @@ class Agent:
         """End the agent, and whatever it still asks."""
         try:
             if self._run is not None:
-                self._host.sessions.close(self._key)
+                self._endpoint.sessions.close(self._key)
                 await self._run.end()
         finally:
             if self._tasks is not None:
                 await self._tasks.close()
 
-    async def _asked(self) -> Heard | None:
+    async def _asked(self) -> PendingCall | None:
         """The next call that can be answered; None when the agent has ended."""
-        while (heard := await self._session.heard()) is not None:
-            asked, place = heard.call.asked, heard.place
+        while (pending := await self._session.next_call()) is not None:
+            asked, place = pending.call.asked, pending.place
             self._episode.go_on(place.branch, place.answers)
-            refusal = self._refusal(heard)
+            refusal = self._refusal(pending)
             if refusal is None:
                 if asked.max_tokens is not None:
                     self._episode.limit(asked.max_tokens)
                 self._episode.stop_at(asked.stop)
-                self._episode.comes(heard.call.name)
+                self._episode.comes(pending.call.name)
                 if asked.stream:
-                    self._episode.listen(heard.call.hears, calling=asked.calling)
-                return heard
+                    self._episode.listen(pending.call.add, calling=asked.calling)
+                return pending
             self._session.refuse(refusal)
             await anyio.lowlevel.checkpoint()  # an agent may have asked for thousands at once
         return None
 
-    def _expect(self, heard: Heard) -> None:
+    def _expect(self, pending: PendingCall) -> None:
         """What is asked at once is sampled at once."""
-        asked, place = heard.call.asked, heard.place
-        hear = heard.call.hears if asked.stream else None
+        asked, place = pending.call.asked, pending.place
+        hear = pending.call.add if asked.stream else None
         self._episode.expect(
             Expected(
-                *(heard.call.name, heard.shown, place.branch, place.answers, asked.tools),
+                *(pending.call.name, pending.shown, place.branch, place.answers, asked.tools),
                 tokens=asked.max_tokens,
                 stop=asked.stop,
                 hear=hear,
@@ -278,11 +278,11 @@ class Agent:
             )
         )
 
-    def _refusal(self, heard: Heard) -> ApiError | None:
+    def _refusal(self, pending: PendingCall) -> ApiError | None:
         if self._episode.turns_left < 1:
             self._limited = True
             return ApiError(400, "The episode has had all its answers (rollout.max_turns).", "turns_exhausted")
-        if heard.place.begins and self._episode.branches_left < 1:
+        if pending.place.begins and self._episode.branches_left < 1:
             self._limited = True
             message = (
                 "The messages do not go on from what was said, and the episode has had all its branches "
@@ -290,12 +290,12 @@ class Agent:
             )
             return ApiError(400, message, "branches_exhausted", "messages")
         try:
-            if not heard.place.answers:
-                self._episode.offer(heard.call.asked.tools)
+            if not pending.place.answers:
+                self._episode.offer(pending.call.asked.tools)
         except EnvError as error:
             return ApiError(400, str(error), "unsupported_parameter", "tools")
         try:
-            room = self._episode.room(heard.shown)
+            room = self._episode.room(pending.shown)
         except EnvError as error:
             return ApiError(400, str(error), None, "messages")
         if room < 1:

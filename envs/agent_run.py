@@ -16,7 +16,7 @@ from typing import cast
 import anyio
 
 from flash.environment.calls import is_theirs, told_of
-from flash.service.sessions import Session
+from flash.service.sessions import EpisodeSession
 
 END_S = 5.0
 """Seconds in which an agent that is cancelled may put itself in order."""
@@ -30,7 +30,7 @@ Function = Callable[[str, str, str], Awaitable[str] | str]
 class AgentRun:
     """An agent at work, once it is begun."""
 
-    def __init__(self, agent: Function, arguments: tuple[str, str, str], session: Session) -> None:
+    def __init__(self, agent: Function, arguments: tuple[str, str, str], session: EpisodeSession) -> None:
         self._agent = agent
         self._arguments = arguments
         self._session = session

@@ -22,11 +22,11 @@ from starlette.routing import Route
 
 from flash.http.bodies import read_body
 from flash.service import chat, completions, responses
-from flash.service.bodies import decoded
-from flash.service.chat import Answer, Asked
+from flash.service.chat import AgentRequest, PolicyAnswer
 from flash.service.errors import ApiError
-from flash.service.sessions import Session, Sessions
-from flash.service.streamed import Events, Streamed
+from flash.service.fields import decoded
+from flash.service.sessions import EpisodeSession, EpisodeSessions
+from flash.service.sse import EventFormat, EventStream
 from flash.waiting import unwrapped_group
 
 BODY_BYTES = 16 << 20
@@ -35,10 +35,10 @@ BODY_BYTES = 16 << 20
 RETRIES = "x-stainless-retry-count"
 """In which OpenAI's clients say how often they have sent a request before."""
 
-_Handler = Callable[[Request, Session], Awaitable[Response]]
+_Handler = Callable[[Request, EpisodeSession], Awaitable[Response]]
 
 
-def make_app(sessions: Sessions) -> Starlette:
+def make_app(sessions: EpisodeSessions) -> Starlette:
     """The ASGI application of a node's sessions."""
 
     def known(handler: _Handler) -> Callable[[Request], Awaitable[Response]]:
@@ -67,39 +67,39 @@ def make_app(sessions: Sessions) -> Starlette:
     )
 
 
-async def _chat(request: Request, session: Session) -> Response:
+async def _chat(request: Request, session: EpisodeSession) -> Response:
     asked = chat.read(await _body(request))
 
     def form(name: str) -> _Form:
-        events = chat.Events(name, with_usage=asked.with_usage)
+        events = chat.ChatEvents(name, with_usage=asked.with_usage)
         return _Form(events, lambda answers: chat.completion(answers, name), lambda _: None)
 
     return await _answered(request, session, asked, form)
 
 
-async def _complete(request: Request, session: Session) -> Response:
+async def _complete(request: Request, session: EpisodeSession) -> Response:
     wanted = completions.read(await _body(request), session.kept)
     asked = wanted.asked
 
     def form(name: str) -> _Form:
-        events = completions.Events(name, with_usage=asked.with_usage)
+        events = completions.CompletionEvents(name, with_usage=asked.with_usage)
         return _Form(events, lambda answers: completions.completion(answers, name), keep)
 
-    def keep(answer: Answer) -> None:
+    def keep(answer: PolicyAnswer) -> None:
         session.kept.answered(wanted.text, asked.messages, answer.message, answer.stop)
 
     return await _answered(request, session, asked, form)
 
 
-async def _respond(request: Request, session: Session) -> Response:
+async def _respond(request: Request, session: EpisodeSession) -> Response:
     wanted = responses.read(await _body(request), session.kept.responses)
 
     def form(name: str) -> _Form:
-        def keep(answer: Answer) -> None:
+        def keep(answer: PolicyAnswer) -> None:
             session.kept.responses[responses.name_of(name)] = [*wanted.said, answer.message]
 
         whole = partial(responses.response, name=name, wanted=wanted)
-        return _Form(responses.Events(name, wanted), whole, keep)
+        return _Form(responses.ResponseEvents(name, wanted), whole, keep)
 
     return await _answered(request, session, wanted.asked, form)
 
@@ -107,13 +107,15 @@ async def _respond(request: Request, session: Session) -> Response:
 class _Form(NamedTuple):
     """How the answer to a request is written."""
 
-    events: Events
-    whole: Callable[[Sequence[Answer]], bytes]
-    keep: Callable[[Answer], None]
+    events: EventFormat
+    whole: Callable[[Sequence[PolicyAnswer]], bytes]
+    keep: Callable[[PolicyAnswer], None]
     """Told each answer before the client has all of it."""
 
 
-async def _answered(request: Request, session: Session, asked: Asked, form: Callable[[str], _Form]) -> Response:
+async def _answered(
+    request: Request, session: EpisodeSession, asked: AgentRequest, form: Callable[[str], _Form]
+) -> Response:
     """The answer to a request, in one piece or as it comes.
 
     Raises:
@@ -129,8 +131,8 @@ async def _answered(request: Request, session: Session, asked: Asked, form: Call
             waits.enter_context(call.waited_for())
         if asked.stream:
             await _here(request, calls[0].begun)
-            return Streamed(calls, events, keep, waits.pop_all())
-        answers: list[Answer] = []
+            return EventStream(calls, events, keep, waits.pop_all())
+        answers: list[PolicyAnswer] = []
         for call in calls:
             await _here(request, call.answer)
             answers.append(await call.answer())
@@ -161,17 +163,17 @@ class _Earned(msgspec.Struct):
 _earned = msgspec.json.Decoder(_Earned)
 
 
-async def _reward(request: Request, session: Session) -> Response:
+async def _reward(request: Request, session: EpisodeSession) -> Response:
     earned = decoded(_earned, await _body(request))
     session.reward_with(earned.reward)
     return _json(msgspec.json.encode({"object": "episode.reward", "reward": earned.reward}))
 
 
-async def _models(request: Request, _: Session) -> Response:
+async def _models(request: Request, _: EpisodeSession) -> Response:
     return _json(chat.models())
 
 
-async def _model(request: Request, _: Session) -> Response:
+async def _model(request: Request, _: EpisodeSession) -> Response:
     return _json(chat.model(request.path_params["name"]))
 
 
@@ -189,7 +191,7 @@ async def _broken(request: Request, error: Exception) -> Response:
     return _refusal(ApiError(500, f"The service failed: {type(error).__name__}.", "internal_error"))
 
 
-def _session(sessions: Sessions, request: Request) -> Session:
+def _session(sessions: EpisodeSessions, request: Request) -> EpisodeSession:
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     session = sessions.of_key(key.strip() if scheme.lower() == "bearer" else "")
     # The server keeps connections apart from strangers' by it.

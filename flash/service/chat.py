@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 
 from flash.service import tools
-from flash.service.bodies import (
+from flash.service.errors import MASKED, TOP, ApiError, unsupported
+from flash.service.fields import (
     MODEL,
-    Part,
+    ContentPart,
     StreamOptions,
     Unserved,
     check_limit,
@@ -29,14 +30,13 @@ from flash.service.bodies import (
     stops,
     text_of,
 )
-from flash.service.errors import MASKED, TOP, ApiError, unsupported
 from flash.types import ASSISTANT, TOOL, Message, Piece, Tool
 
 ROLES = {"system": "system", "developer": "system", "user": "user", ASSISTANT: ASSISTANT, TOOL: TOOL}
 """Who may speak, and what chat templates call it."""
 
 
-class Asked(msgspec.Struct, frozen=True):
+class AgentRequest(msgspec.Struct, frozen=True):
     """One request for an answer."""
 
     messages: list[Message]
@@ -64,7 +64,7 @@ class Asked(msgspec.Struct, frozen=True):
     size: int = 0
     """Bytes that it takes, where they are known; the choices share them."""
 
-    def each(self) -> list[Asked]:
+    def each(self) -> list[AgentRequest]:
         """A request for each answer that is wanted."""
         shown = self._shown()
         common, size = _digest(shown), len(shown)
@@ -86,7 +86,7 @@ def _digest(shown: bytes) -> bytes:
     return blake2b(shown, digest_size=16).digest()
 
 
-class Answer(msgspec.Struct, frozen=True):
+class PolicyAnswer(msgspec.Struct, frozen=True):
     """What the policy said."""
 
     message: Message
@@ -102,7 +102,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 class _Spoken(msgspec.Struct):
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     """The same, by its newer name."""
@@ -140,7 +140,7 @@ class _Body(Unserved, kw_only=True):
 _decoder = msgspec.json.Decoder(_Body)
 
 
-def read(body: bytes) -> Asked:
+def read(body: bytes) -> AgentRequest:
     """A request.
 
     Raises:
@@ -155,7 +155,7 @@ def read(body: bytes) -> Asked:
     check_limit(asked.max_tokens, "max_tokens")
     check_limit(asked.max_completion_tokens, "max_completion_tokens")
     limits = [limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None]
-    return Asked(
+    return AgentRequest(
         messages=_messages(asked.messages),
         max_tokens=min(limits, default=None),
         stream=bool(asked.stream),
@@ -220,7 +220,7 @@ def _message(spoken: _Spoken, place: str) -> Message:
     )
 
 
-def completion(answers: Sequence[Answer], name: str) -> bytes:
+def completion(answers: Sequence[PolicyAnswer], name: str) -> bytes:
     """Answers in one piece. `name` is the first call's own."""
     choices: list[dict[str, Any]] = []
     for index, answer in enumerate(answers):
@@ -230,7 +230,7 @@ def completion(answers: Sequence[Answer], name: str) -> bytes:
     return msgspec.json.encode({**_head(name, "chat.completion"), "choices": choices, "usage": usage(answers)})
 
 
-class Events:
+class ChatEvents:
     """Answers as server-sent events. Calls and log-probs come with the end of each, counts with that of all."""
 
     def __init__(self, name: str, *, with_usage: bool) -> None:
@@ -246,7 +246,7 @@ class Events:
         delta = {"content": piece.content} if piece.content else {}
         return self._event(_choice(index, delta | _thought(piece.reasoning)))
 
-    def said(self, answer: Answer, index: int) -> bytes:
+    def said(self, answer: PolicyAnswer, index: int) -> bytes:
         """All was said."""
         calls = enumerate(tools.shown(answer.message.tool_calls))
         events = [self._event(_choice(index, {"tool_calls": [{"index": place, **call}]})) for place, call in calls]
@@ -255,7 +255,7 @@ class Events:
         events.append(self._event(_choice(index, {}, finish_reason=_finish(answer))))
         return b"".join(events)
 
-    def end(self, answers: Sequence[Answer]) -> bytes:
+    def end(self, answers: Sequence[PolicyAnswer]) -> bytes:
         """All answers were."""
         counts = self._event([], usage=usage(answers)) if self._with_usage else b""
         return counts + b"data: [DONE]\n\n"
@@ -316,7 +316,7 @@ def _head(name: str, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{name}", "object": kind, "created": int(time.time()), "model": MODEL}
 
 
-def _logprobs(answer: Answer) -> dict[str, Any] | None:
+def _logprobs(answer: PolicyAnswer) -> dict[str, Any] | None:
     if answer.logprobs is None:
         return None
     told = [
@@ -325,13 +325,13 @@ def _logprobs(answer: Answer) -> dict[str, Any] | None:
     return {"content": told, "refusal": None}
 
 
-def _finish(answer: Answer) -> str:
+def _finish(answer: PolicyAnswer) -> str:
     if answer.cut:
         return "length"
     return "tool_calls" if answer.message.tool_calls else "stop"
 
 
-def usage(answers: Sequence[Answer]) -> dict[str, int]:
+def usage(answers: Sequence[PolicyAnswer]) -> dict[str, int]:
     """The count of tokens of the answers to one request."""
     prompt, said = answers[0].prompt_tokens, sum(answer.tokens for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}

@@ -12,7 +12,9 @@ from typing import Any
 
 import msgspec
 
-from flash.service.bodies import (
+from flash.service.chat import AgentRequest, PolicyAnswer, event, usage
+from flash.service.errors import TOP, ApiError, unsupported
+from flash.service.fields import (
     MODEL,
     StreamOptions,
     Unserved,
@@ -24,16 +26,14 @@ from flash.service.bodies import (
     refuse_unserved,
     stops,
 )
-from flash.service.chat import Answer, Asked, event, usage
-from flash.service.errors import TOP, ApiError, unsupported
-from flash.service.kept import Kept
+from flash.service.history import EarlierAnswers
 from flash.types import Piece
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class CompletionRequest(msgspec.Struct, frozen=True):
     """A request for what comes after a text."""
 
-    asked: Asked
+    asked: AgentRequest
     text: str
 
 
@@ -57,7 +57,7 @@ class _Body(Unserved, kw_only=True):
 _decoder = msgspec.json.Decoder(_Body)
 
 
-def read(body: bytes, kept: Kept) -> Wanted:
+def read(body: bytes, kept: EarlierAnswers) -> CompletionRequest:
     """A request.
 
     Raises:
@@ -76,7 +76,7 @@ def read(body: bytes, kept: Kept) -> Wanted:
         raise unsupported("prompt", "it must be one text")
     if not prompt:
         raise ApiError(400, "There is no text.", None, "prompt")
-    asked = Asked(
+    asked = AgentRequest(
         messages=kept.parts(prompt),
         max_tokens=given.max_tokens,
         stream=bool(given.stream),
@@ -85,16 +85,16 @@ def read(body: bytes, kept: Kept) -> Wanted:
         stop=stops(given.stop),
         choices=choices(given.n),
     )
-    return Wanted(asked, prompt)
+    return CompletionRequest(asked, prompt)
 
 
-def completion(answers: Sequence[Answer], name: str) -> bytes:
+def completion(answers: Sequence[PolicyAnswer], name: str) -> bytes:
     """Answers in one piece."""
     choices = [_choice(answer, index) for index, answer in enumerate(answers)]
     return msgspec.json.encode({**_head(name), "choices": choices, "usage": usage(answers)})
 
 
-class Events:
+class CompletionEvents:
     """Answers as server-sent events. Log-probs come with the end of each, counts with that of all."""
 
     def __init__(self, name: str, *, with_usage: bool) -> None:
@@ -109,11 +109,11 @@ class Events:
         """More was said."""
         return self._event([{"index": index, "text": piece.content, "logprobs": None, "finish_reason": None}])
 
-    def said(self, answer: Answer, index: int) -> bytes:
+    def said(self, answer: PolicyAnswer, index: int) -> bytes:
         """All was said."""
         return self._event([{**_choice(answer, index), "text": ""}])
 
-    def end(self, answers: Sequence[Answer]) -> bytes:
+    def end(self, answers: Sequence[PolicyAnswer]) -> bytes:
         """All answers were."""
         counts = self._event([], usage=usage(answers)) if self._with_usage else b""
         return counts + b"data: [DONE]\n\n"
@@ -130,12 +130,12 @@ def _head(name: str) -> dict[str, Any]:
     return {"id": f"cmpl-{name}", "object": "text_completion", "created": int(time.time()), "model": MODEL}
 
 
-def _choice(answer: Answer, index: int) -> dict[str, Any]:
+def _choice(answer: PolicyAnswer, index: int) -> dict[str, Any]:
     finish = "length" if answer.cut else "stop"
     return {"index": index, "text": answer.message.content, "logprobs": _logprobs(answer), "finish_reason": finish}
 
 
-def _logprobs(answer: Answer) -> dict[str, Any] | None:
+def _logprobs(answer: PolicyAnswer) -> dict[str, Any] | None:
     if answer.logprobs is None:
         return None
     texts = [text for text, _ in answer.logprobs]

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from flash.service.bodies import Part, invalid, text_of
-from flash.service.chat import ROLES, Answer
+from flash.service.chat import ROLES, PolicyAnswer
 from flash.service.errors import ApiError, in_short
+from flash.service.fields import ContentPart, invalid, text_of
 from flash.types import ASSISTANT, TOOL, Message, ToolCall
 
 THOUGHT, MESSAGE = "reasoning", "message"
@@ -24,7 +24,7 @@ Event = tuple[str, dict[str, Any]]
 
 class _Spoken(msgspec.Struct):
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
 
 
 class _Called(msgspec.Struct):
@@ -35,12 +35,12 @@ class _Called(msgspec.Struct):
 
 class _Returned(msgspec.Struct):
     call_id: str
-    output: str | list[Part]
+    output: str | list[ContentPart]
 
 
 class _Thought(msgspec.Struct):
-    summary: list[Part] = []
-    content: list[Part] | None = None
+    summary: list[ContentPart] = []
+    content: list[ContentPart] | None = None
 
 
 _Item = _Spoken | _Called | _Returned | _Thought
@@ -126,7 +126,7 @@ def _item(item: dict[str, Any], place: str) -> _Item:
 # -- written ---------------------------------------------------------------------------------------------------------
 
 
-def items(answer: Answer, name: str) -> Iterator[dict[str, Any]]:
+def items(answer: PolicyAnswer, name: str) -> Iterator[dict[str, Any]]:
     """What was thought, said and called, an item each. `name` is the call's."""
     message, status = answer.message, "incomplete" if answer.cut else "completed"
     if message.reasoning:

@@ -12,7 +12,9 @@ from typing import Any
 import msgspec
 
 from flash.service import tools
-from flash.service.bodies import (
+from flash.service.chat import AgentRequest, PolicyAnswer
+from flash.service.errors import MASKED, ApiError, unsupported
+from flash.service.fields import (
     MODEL,
     Unserved,
     check_limit,
@@ -22,8 +24,6 @@ from flash.service.bodies import (
     refuse_given,
     refuse_unserved,
 )
-from flash.service.chat import Answer, Asked
-from flash.service.errors import MASKED, ApiError, unsupported
 from flash.service.items import (
     MESSAGE,
     THOUGHT,
@@ -40,10 +40,10 @@ from flash.service.items import (
 from flash.types import ASSISTANT, Message, Piece, Tool
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class ResponseRequest(msgspec.Struct, frozen=True):
     """A request for a response."""
 
-    asked: Asked
+    asked: AgentRequest
     said: list[Message]
     """Its messages without the instructions, which the next one has again."""
     previous: str | None
@@ -88,7 +88,7 @@ class _Body(Unserved, kw_only=True):
 _decoder = msgspec.json.Decoder(_Body)
 
 
-def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> Wanted:
+def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> ResponseRequest:
     """A request; `earlier` holds what was said up to each response of the episode.
 
     Raises:
@@ -119,7 +119,7 @@ def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> Wanted:
         before = earlier[given.previous_response_id]
     said = [*before, *_messages(given.input, before)]
     instructions = [Message("system", given.instructions)] if given.instructions else []
-    asked = Asked(
+    asked = AgentRequest(
         messages=instructions + said,
         max_tokens=given.max_output_tokens,
         stream=bool(given.stream),
@@ -127,7 +127,7 @@ def read(body: bytes, earlier: Mapping[str, Sequence[Message]]) -> Wanted:
         calling=tools.may_call(given.tool_choice),
         parallel=given.parallel_tool_calls is not False,
     )
-    return Wanted(asked, said, given.previous_response_id)
+    return ResponseRequest(asked, said, given.previous_response_id)
 
 
 def _pieces(given: _Body) -> Iterator[Sequence[Any]]:
@@ -156,7 +156,7 @@ def _messages(given: str | list[dict[str, Any]], before: Sequence[Message]) -> l
 # -- the answer ------------------------------------------------------------------------------------------------------
 
 
-_NOTHING = Answer(Message(ASSISTANT, ""), cut=False, prompt_tokens=0, tokens=0)
+_NOTHING = PolicyAnswer(Message(ASSISTANT, ""), cut=False, prompt_tokens=0, tokens=0)
 
 
 def name_of(name: str) -> str:
@@ -164,16 +164,16 @@ def name_of(name: str) -> str:
     return f"resp_{name}"
 
 
-def response(answers: Sequence[Answer], name: str, wanted: Wanted) -> bytes:
+def response(answers: Sequence[PolicyAnswer], name: str, wanted: ResponseRequest) -> bytes:
     """The one answer, in one piece."""
     (answer,) = answers
     return msgspec.json.encode(_response(answer, name, wanted))
 
 
-class Events:
+class ResponseEvents:
     """A response as server-sent events. Its calls come with its end."""
 
-    def __init__(self, name: str, wanted: Wanted) -> None:
+    def __init__(self, name: str, wanted: ResponseRequest) -> None:
         self._name = name
         self._wanted = wanted
         self._number = 0
@@ -198,11 +198,11 @@ class Events:
             events += self._more(spoken(self._name, piece.content, "completed"), piece.content)
         return self._events(events)
 
-    def said(self, answer: Answer, index: int) -> bytes:
+    def said(self, answer: PolicyAnswer, index: int) -> bytes:
         """All was said, which the end tells."""
         return b""
 
-    def end(self, answers: Sequence[Answer]) -> bytes:
+    def end(self, answers: Sequence[PolicyAnswer]) -> bytes:
         """The one answer was."""
         (answer,) = answers
         whole = _response(answer, self._name, self._wanted)
@@ -246,7 +246,7 @@ class Events:
         return b"".join(lines)
 
 
-def _response(answer: Answer, name: str, wanted: Wanted) -> dict[str, Any]:
+def _response(answer: PolicyAnswer, name: str, wanted: ResponseRequest) -> dict[str, Any]:
     asked = wanted.asked
     return {
         "id": name_of(name),

@@ -1,8 +1,8 @@
 """Sessions: one episode's calls, between the agent that makes them and the environment that takes them.
 
-The agent's side is `call`, once per request, and what is told of it; the environment's is `heard`, then `answer` or
+The agent's side is `call`, once per request, and what is told of it; the environment's is `next_call`, then `answer` or
 `refuse`, at last `end`.
-Any number of calls are open, that is, wait for their answers; they are heard one after the other, in the order in which
+Any number of calls are open, that is, wait for their answers; they are taken one after the other, in the order in which
 they came. A call that is made again is not a second one: it gets the answer of the first, also when that is still to
 come. Whether it is made again is told by its key; else by what the client says, as OpenAI's do; else by its content.
 
@@ -23,11 +23,10 @@ from typing import NamedTuple
 import anyio
 import msgspec
 
-from flash.service.chat import Answer, Asked
+from flash.service.chat import AgentRequest, PolicyAnswer
+from flash.service.deltas import AnswerDeltas
 from flash.service.errors import ApiError, unsupported
-from flash.service.history import History, Place
-from flash.service.kept import TEXT, Kept
-from flash.service.telling import Telling
+from flash.service.history import TEXT, Continuation, EarlierAnswers, History
 from flash.types import ASSISTANT, Observation, Piece
 
 KEY_BYTES = 16
@@ -48,7 +47,7 @@ OVER = "The episode of this key is over."
 class Call:
     """One request of the agent's, and what becomes of it."""
 
-    def __init__(self, name: str, asked: Asked, key: bytes | None) -> None:
+    def __init__(self, name: str, asked: AgentRequest, key: bytes | None) -> None:
         self.name = name
         """Its own among all calls of the service."""
         self.asked = asked
@@ -62,8 +61,8 @@ class Call:
         """Requests that wait for the answer, or for the rest of it."""
         self.told = False
         """Whether one of them has got it."""
-        self._telling = Telling(asked.stop)
-        self._outcome: Answer | ApiError | None = None
+        self._deltas = AnswerDeltas(asked.stop)
+        self._outcome: PolicyAnswer | ApiError | None = None
         self._news = anyio.Event()
 
     @contextmanager
@@ -75,7 +74,7 @@ class Call:
         finally:
             self.waiting -= 1
 
-    async def answer(self) -> Answer:
+    async def answer(self) -> PolicyAnswer:
         """The answer, once it is there. Raises ApiError where the request is refused, or the episode has ended."""
         while self._outcome is None:
             await self._news.wait()
@@ -86,14 +85,14 @@ class Call:
 
     async def begun(self) -> None:
         """Wait until there is something to tell. Raises ApiError as `answer` does."""
-        while not (self._telling.pieces or self._outcome):
+        while not (self._deltas.pieces or self._outcome):
             await self._news.wait()
-        if isinstance(self._outcome, ApiError) and not self._telling.pieces:
+        if isinstance(self._outcome, ApiError) and not self._deltas.pieces:
             raise self._outcome
 
     async def pieces(self) -> AsyncGenerator[Piece]:
         """What is told, from its beginning on and as it comes; ends with the answer. Raises ApiError as that does."""
-        told, pieces = 0, self._telling.pieces
+        told, pieces = 0, self._deltas.pieces
         while True:
             while told < len(pieces):
                 told += 1
@@ -104,14 +103,14 @@ class Call:
         if isinstance(self._outcome, ApiError):
             raise self._outcome
 
-    def hears(self, piece: Piece) -> None:
+    def add(self, piece: Piece) -> None:
         """The answer goes on."""
-        self._telling.hears(piece)
+        self._deltas.add(piece)
         self._tell()
 
-    def answered(self, answer: Answer) -> Answer:
+    def answered(self, answer: PolicyAnswer) -> PolicyAnswer:
         """It has come to its end. Returns it as it was told."""
-        told = msgspec.structs.replace(answer, message=self._telling.ends(answer.message))
+        told = msgspec.structs.replace(answer, message=self._deltas.finish(answer.message))
         self._end(told)
         return told
 
@@ -119,7 +118,7 @@ class Call:
         """There is none."""
         self._end(error)
 
-    def _end(self, outcome: Answer | ApiError) -> None:
+    def _end(self, outcome: PolicyAnswer | ApiError) -> None:
         self._outcome = outcome
         # The call is kept for who asks again, what it asked is not: each request repeats all that was said.
         self.asked = msgspec.structs.replace(self.asked, messages=[], tools=())
@@ -130,11 +129,11 @@ class Call:
         news.set()
 
 
-class Heard(NamedTuple):
+class PendingCall(NamedTuple):
     """A call that is to be answered next, and where it goes on."""
 
     call: Call
-    place: Place
+    place: Continuation
 
     @property
     def shown(self) -> Observation:
@@ -144,11 +143,11 @@ class Heard(NamedTuple):
         return "".join(texts) if texts and len(texts) == len(added) else added
 
 
-def _ignored(heard: Heard) -> None:
+def _ignored(pending: PendingCall) -> None:
     """Nobody looks ahead."""
 
 
-class Session:
+class EpisodeSession:
     """The calls of one episode.
 
     Args:
@@ -156,10 +155,10 @@ class Session:
     """
 
     def __init__(self, *, rewarding: bool = False) -> None:
-        self.kept = Kept()
+        self.kept = EarlierAnswers()
         self.reward: float | None = None
         """What the agent says that its episode was worth, which ends it."""
-        self.queued: Callable[[Heard], None] = _ignored
+        self.queued: Callable[[PendingCall], None] = _ignored
         """Told the calls that come while another one is answered, where they would go on as of now."""
         self._rewarding = rewarding
         self._history = History()
@@ -167,14 +166,14 @@ class Session:
         self._by_content: dict[bytes, list[Call]] = {}
         """Of those without a key, in the order in which they came; both without those that were refused."""
         self._open: deque[Call] = deque()
-        self._heard: Heard | None = None
+        self._pending: PendingCall | None = None
         self._agent_over = False
         self._ended = False
         self._news = anyio.Event()
 
     # -- the agent's side --------------------------------------------------------------------------------------------
 
-    def call(self, asked: Asked, key: str | None = None, *, again: bool | None = None) -> Call:
+    def call(self, asked: AgentRequest, key: str | None = None, *, again: bool | None = None) -> Call:
         """The call that a request is: a new one, or one that was made before.
 
         Args:
@@ -205,7 +204,7 @@ class Session:
             self._open.append(call)
             self._news.set()
             if len(self._open) > 1:
-                self.queued(Heard(call, self._history.place(asked.messages, asked.tools)))
+                self.queued(PendingCall(call, self._history.place(asked.messages, asked.tools)))
         return known
 
     def _known(self, key: bytes, call: Call) -> Call:
@@ -253,21 +252,21 @@ class Session:
 
     # -- the environment's side --------------------------------------------------------------------------------------
 
-    async def heard(self) -> Heard | None:
+    async def next_call(self) -> PendingCall | None:
         """The call that is to be answered next, once there is one; None when the agent has ended."""
         while not self._agent_over:
             if self._open:
                 call = self._open[0]
-                self._heard = Heard(call, self._history.place(call.asked.messages, call.asked.tools))
-                return self._heard
+                self._pending = PendingCall(call, self._history.place(call.asked.messages, call.asked.tools))
+                return self._pending
             self._news = anyio.Event()
             await self._news.wait()
         return None
 
-    def answer(self, answer: Answer) -> None:
-        """Answer the call that was heard last."""
-        assert self._heard is not None, "no call was heard"
-        place, tools = self._heard.place, self._heard.call.asked.tools
+    def answer(self, answer: PolicyAnswer) -> None:
+        """Answer the call that was taken last."""
+        assert self._pending is not None, "no call was taken"
+        place, tools = self._pending.place, self._pending.call.asked.tools
         told = self._take_first().answered(answer)
         self._history.answer(place, told.message, tools)
 
@@ -278,7 +277,7 @@ class Session:
         call.refused(error)
 
     def _take_first(self) -> Call:
-        self._heard = None
+        self._pending = None
         return self._open.popleft()
 
     def end(self) -> None:
@@ -302,15 +301,15 @@ def _made_again(alike: Sequence[Call], again: bool | None) -> Call | None:
     return last
 
 
-class Sessions:
+class EpisodeSessions:
     """All of a node, by the keys of their episodes."""
 
     def __init__(self) -> None:
-        self._by_digest: dict[bytes, Session] = {}
+        self._by_digest: dict[bytes, EpisodeSession] = {}
 
-    def open(self, *, rewarding: bool = False) -> tuple[Session, str]:
+    def open(self, *, rewarding: bool = False) -> tuple[EpisodeSession, str]:
         """A new one and its key."""
-        key, session = secrets.token_hex(KEY_BYTES), Session(rewarding=rewarding)
+        key, session = secrets.token_hex(KEY_BYTES), EpisodeSession(rewarding=rewarding)
         self._by_digest[_digest(key)] = session
         return session, key
 
@@ -320,7 +319,7 @@ class Sessions:
         if session is not None:
             session.end()
 
-    def of_key(self, key: str) -> Session:
+    def of_key(self, key: str) -> EpisodeSession:
         """The session of a key.
 
         Raises:

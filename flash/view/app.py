@@ -28,7 +28,7 @@ from flash.observe.text import escaped
 from flash.view.charts import DRAWN, Drawn
 from flash.view.prometheus import MEDIA_TYPE, Latest, exposition
 from flash.view.runs import Rows, ShownCluster, ViewedRun
-from flash.view.samples import Findings, Query, ShownGroup, find, show_group
+from flash.view.samples import FoundSamples, Query, ShownGroup, find, show_group
 from flash.view.timeline import Window, show_window
 
 STATIC = Path(__file__).parent / "static"
@@ -69,7 +69,7 @@ Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 """Unix seconds in which floats still tell moments apart."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class TimeRange(msgspec.Struct, frozen=True):
     """Of a run's time, in Unix seconds; None: its beginning, its end."""
 
     start: Seconds | None = None
@@ -110,14 +110,14 @@ def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:
     def run_of(request: Request) -> ViewedRun:
         return runs[_number(request, "run", len(runs))]
 
-    def samples(request: Request) -> Findings:
+    def samples(request: Request) -> FoundSamples:
         return find(run_of(request).directory, _decoded(request, Query))
 
     def group(request: Request) -> ShownGroup:
         return show_group(run_of(request).directory, _number(request, "step"), _number(request, "group"))
 
     def timeline(request: Request) -> Window | None:
-        part = _decoded(request, Part)
+        part = _decoded(request, TimeRange)
         return show_window(run_of(request).spans(), part.start, part.stop)
 
     def cluster(request: Request) -> ShownCluster:

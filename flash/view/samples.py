@@ -55,7 +55,7 @@ class Query(msgspec.Struct, frozen=True, kw_only=True):
     """In what was shown, said or noted; upper and lower case are the same."""
 
 
-class Found(msgspec.Struct, frozen=True):
+class FoundSample(msgspec.Struct, frozen=True):
     """A sample in the list."""
 
     step: int
@@ -72,10 +72,10 @@ class Found(msgspec.Struct, frozen=True):
     excerpt: str
 
 
-class Findings(msgspec.Struct, frozen=True):
+class FoundSamples(msgspec.Struct, frozen=True):
     """What a query has found, the newest first."""
 
-    samples: list[Found]
+    samples: list[FoundSample]
     searched_to: int | None
     """Ask again with `before` of this step; None: nothing older is left."""
     newest: int | None
@@ -125,7 +125,7 @@ class ShownGroup(msgspec.Struct, frozen=True):
     samples: list[ShownSample]
 
 
-def find(directory: RunDirectory, query: Query) -> Findings:
+def find(directory: RunDirectory, query: Query) -> FoundSamples:
     """The newest samples that a query means."""
     steps = sampled_steps(directory)
     newest = steps[-1] if steps else None
@@ -133,19 +133,19 @@ def find(directory: RunDirectory, query: Query) -> Findings:
         steps = [step for step in steps if step == query.step]
     if query.before is not None:
         steps = [step for step in steps if step < query.before]
-    found: list[Found] = []
+    found: list[FoundSample] = []
     left = MOST_BYTES
     for place, step in enumerate(reversed(steps)):
         if left <= 0 or place == MOST_STEPS or len(found) >= MOST_FOUND:
-            return Findings(found, step + 1, newest)
+            return FoundSamples(found, step + 1, newest)
         samples = read_glances(directory, step)
         left -= sum(len(turn.observation) + len(turn.action) for sample in samples for turn in sample.turns)
         found += [one for sample in samples if _meant(query, sample, one := _found(sample))]
-    return Findings(found, None, newest)
+    return FoundSamples(found, None, newest)
 
 
-def _found(sample: Glance) -> Found:
-    return Found(
+def _found(sample: Glance) -> FoundSample:
+    return FoundSample(
         step=sample.step,
         group_id=sample.group_id,
         sample_index=sample.sample_index,
@@ -159,7 +159,7 @@ def _found(sample: Glance) -> Found:
     )
 
 
-def _meant(query: Query, sample: Glance, found: Found) -> bool:
+def _meant(query: Query, sample: Glance, found: FoundSample) -> bool:
     within = (
         (query.reward_min, found.reward, query.reward_max),
         (query.tokens_min, found.tokens, query.tokens_max),

@@ -19,7 +19,7 @@ SHARES = 4
 """Bars of one bin of time, about."""
 
 
-class Bar(msgspec.Struct, frozen=True, array_like=True):
+class LaneBar(msgspec.Struct, frozen=True, array_like=True):
     """A rectangle: from when, how many seconds, and which part of the lane's height, from 0 to 1."""
 
     name: str
@@ -35,7 +35,7 @@ class ShownLane(msgspec.Struct, frozen=True):
     name: str
     busy: float
     """Share of the window spent on anything but waiting."""
-    bars: list[Bar]
+    bars: list[LaneBar]
     exact: bool
     """Each bar is one activity; else heights are shares of a bin of time."""
 
@@ -75,7 +75,7 @@ def _lane(name: str, spans: Sequence[Activity], start: float, stop: float, most:
     busy = sum(float(share[0]) for activity, share in whole.items() if activity not in IDLE)
     if len(spans) <= most:
         bars = [
-            Bar(span.name, max(span.start, start), min(span.stop, stop) - max(span.start, start), 0.0, 1.0)
+            LaneBar(span.name, max(span.start, start), min(span.stop, stop) - max(span.start, start), 0.0, 1.0)
             for span in spans
         ]
         return ShownLane(name, busy, bars, exact=True)
@@ -83,12 +83,12 @@ def _lane(name: str, spans: Sequence[Activity], start: float, stop: float, most:
     return ShownLane(name, busy, list(_stacked(lane_shares(spans, edges), edges)), exact=False)
 
 
-def _stacked(shares: dict[str, np.ndarray], edges: np.ndarray) -> Iterator[Bar]:
+def _stacked(shares: dict[str, np.ndarray], edges: np.ndarray) -> Iterator[LaneBar]:
     """In each bin the shares of its activities, work below, waiting on top."""
     width = float(edges[1] - edges[0])
     floor = np.zeros(len(edges) - 1)
     for name in sorted(shares, key=lambda name: name in IDLE):
         top = floor + shares[name]
         for place in np.flatnonzero(shares[name] > 0):
-            yield Bar(name, float(edges[place]), width, float(floor[place]), float(top[place]))
+            yield LaneBar(name, float(edges[place]), width, float(floor[place]), float(top[place]))
         floor = top

@@ -11,14 +11,14 @@ import anyio
 import httpx
 import msgspec
 
-from envs.agent import HOST, Agent, AgentOptions, Host
+from envs.agent import ENDPOINT, Agent, AgentEndpoint, AgentOptions
 from flash.environment import Environment, shared, sharing
 from flash.rollout.engine import EpisodeRequest, GenerateRequest, SamplingSettings
 from flash.rollout.episode.episode import Episode, EpisodeProgress, EpisodeSettings, Responder
 from flash.rollout.episode.phases import FreePhases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.service.app import make_app
-from flash.service.sessions import Sessions
+from flash.service.sessions import EpisodeSessions
 from flash.types import Completion, Failure, Lease, Message, Observation, Task, Tool, Trajectory, VersionRun
 
 END, ASSISTANT = 256, 257
@@ -125,12 +125,12 @@ class InProcess:
     """Reaches the endpoint of a node without a socket, for the virtual clock."""
 
     def __init__(self) -> None:
-        self.sessions = Sessions()
+        self.sessions = EpisodeSessions()
         self.app = make_app(self.sessions)
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[Host]:
-        yield Host("http://agents/v1", self.sessions)
+    async def open(self) -> AsyncIterator[AgentEndpoint]:
+        yield AgentEndpoint("http://agents/v1", self.sessions)
 
     def client(self, base_url: str, key: str) -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {key}"}
@@ -186,7 +186,7 @@ async def play(
     """One episode, in a node of its own."""
     async with sharing("test"):
         if in_process:
-            await shared(HOST, NODE.open)
+            await shared(ENDPOINT, NODE.open)
         played = await live(env, policy, seed, **changes)
     assert len(NODE.sessions) == 0
     return played

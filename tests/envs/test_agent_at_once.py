@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
-from envs.agent import HOST
+from envs.agent import ENDPOINT
 from flash.environment import shared, sharing
 from flash.errors import EngineError
 from flash.rollout.engine import GenerateRequest, SamplingSettings
@@ -118,7 +118,7 @@ def test_where_episodes_go_in_step_nothing_is_sampled_ahead() -> None:
 
     async def main() -> Trajectory | Failure:
         async with sharing("test"):
-            await shared(HOST, NODE.open)
+            await shared(ENDPOINT, NODE.open)
             episode = Episode(lambda kind: env, BYTES, policy, SETTINGS, LockStep(), now=anyio.current_time)
             return await episode.run(Lease(1, Task(5, 5, 0, 5), 0), EpisodeProgress())
 

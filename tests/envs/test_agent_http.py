@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from envs.agent import HOST, open_host
+from envs.agent import ENDPOINT, open_endpoint
 from envs.programs import OUTPUT_BYTES, run_command
 from flash.environment import shared, sharing
 from flash.errors import EnvError
@@ -232,7 +232,7 @@ async def test_hostile_requests_are_refused_and_the_agent_goes_on() -> None:
 
 async def test_a_key_is_of_no_use_for_another_episode() -> None:
     async with sharing("test"):
-        host = await shared(HOST, open_host)
+        host = await shared(ENDPOINT, open_endpoint)
         _, old = host.sessions.open()
         host.sessions.close(old)
         session, new = host.sessions.open()

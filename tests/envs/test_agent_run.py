@@ -11,7 +11,7 @@ import anyio
 import msgspec
 import pytest
 
-from envs.agent import HOST
+from envs.agent import ENDPOINT
 from flash.environment import shared
 from flash.hub.state import HubState
 from flash.rollout.fake_engine import FakeEngine
@@ -63,7 +63,7 @@ def world(alpha: float = 1.0, **more: Any) -> World:
     )
 
     async def prepare() -> None:
-        await shared(HOST, NODE.open)
+        await shared(ENDPOINT, NODE.open)
 
     return World(
         config,

@@ -9,15 +9,15 @@ import pytest
 from flash.http.bodies import SIGNS
 from flash.service.app import make_app
 from flash.service.errors import ApiError
-from flash.service.sessions import Heard, Sessions
+from flash.service.sessions import EpisodeSessions, PendingCall
 
 
 @pytest.mark.anyio
 async def test_a_bug_of_ours_is_answered_in_the_form_of_the_api() -> None:
-    def fails(heard: Heard) -> None:
+    def fails(pending: PendingCall) -> None:
         raise RuntimeError("a bug")
 
-    sessions = Sessions()
+    sessions = EpisodeSessions()
     session, key = sessions.open()
     session.queued = fails
     transport = httpx.ASGITransport(make_app(sessions), raise_app_exceptions=False)
@@ -37,7 +37,7 @@ async def test_a_bug_of_ours_is_answered_in_the_form_of_the_api() -> None:
 
 @pytest.mark.anyio
 async def test_countless_lists_are_refused_before_they_are_read_and_an_empty_key_is_none() -> None:
-    sessions = Sessions()
+    sessions = EpisodeSessions()
     session, key = sessions.open()
     headers = {"authorization": f"Bearer {key}"}
     lists = b'{"model": "policy", "prompt": [' + b"[]," * SIGNS + b"[]]}"
@@ -50,14 +50,14 @@ async def test_countless_lists_are_refused_before_they_are_read_and_an_empty_key
             calls.start_soon(lambda: client.post("/v1/chat/completions", json=body, headers={"idempotency-key": ""}))
             for _ in range(2):
                 with anyio.fail_after(5):
-                    assert await session.heard() is not None
+                    assert await session.next_call() is not None
                 session.refuse(ApiError(400, "no"))
     session.end()
 
 
 @pytest.mark.anyio
 async def test_a_wrong_method_a_compressed_body_and_a_call_of_another_kind_are_named() -> None:
-    sessions = Sessions()
+    sessions = EpisodeSessions()
     session, key = sessions.open()
     call = {"id": "1", "type": "custom", "function": {"name": "f", "arguments": "{}"}}
     said = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "x"}]

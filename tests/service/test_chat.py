@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from flash.service.bodies import before
-from flash.service.chat import Answer, Events, completion, read
+from flash.service.chat import ChatEvents, PolicyAnswer, completion, read
 from flash.service.errors import ApiError
+from flash.service.fields import before
 from flash.service.tools import is_well_formed
 from flash.types import Message, ToolCall
 from tests.service.told import told_in
@@ -218,7 +218,7 @@ def test_an_answer_without_tokens_is_refused(limit: int) -> None:
     assert refusal(body(max_tokens=limit))[1]["param"] == "max_tokens"
 
 
-ANSWER = Answer(Message("assistant", "four 🙂"), cut=True, prompt_tokens=7, tokens=3)
+ANSWER = PolicyAnswer(Message("assistant", "four 🙂"), cut=True, prompt_tokens=7, tokens=3)
 
 
 def test_an_answer_counts_its_tokens_and_says_that_it_was_cut() -> None:
@@ -230,7 +230,7 @@ def test_an_answer_counts_its_tokens_and_says_that_it_was_cut() -> None:
 
 
 CALLS = (ToolCall("c1", "add", '{"a": 1}'), ToolCall("c2", "add", "{}"))
-CALLING = Answer(Message("assistant", "", "hm", CALLS), cut=False, prompt_tokens=7, tokens=3)
+CALLING = PolicyAnswer(Message("assistant", "", "hm", CALLS), cut=False, prompt_tokens=7, tokens=3)
 
 
 def test_calls_and_reasoning_are_told_in_one_piece_and_in_events_alike() -> None:
@@ -238,7 +238,7 @@ def test_calls_and_reasoning_are_told_in_one_piece_and_in_events_alike() -> None
     assert choice["finish_reason"] == "tool_calls"
     assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == (None, "hm")
     assert choice["message"]["tool_calls"][0] == CALL
-    events = told_in(Events("1", with_usage=False), CALLING).split(b"\n\n")[:-2]
+    events = told_in(ChatEvents("1", with_usage=False), CALLING).split(b"\n\n")[:-2]
     deltas = [msgspec.json.decode(event.removeprefix(b"data: "))["choices"][0]["delta"] for event in events]
     assert [delta["reasoning"] for delta in deltas if "reasoning" in delta] == ["h", "m"]
     told = [call for delta in deltas for call in delta.get("tool_calls", [])]
@@ -248,7 +248,7 @@ def test_calls_and_reasoning_are_told_in_one_piece_and_in_events_alike() -> None
 
 def test_log_probs_are_those_that_were_recorded() -> None:
     assert read(body(logprobs=True, top_logprobs=0)).logprobs
-    answer = Answer(
+    answer = PolicyAnswer(
         Message("assistant", "ñ!"), cut=False, prompt_tokens=7, tokens=2, logprobs=[("ñ", -0.5), ("!", 0.0)]
     )
     told = msgspec.json.decode(completion([answer], "1"))["choices"][0]["logprobs"]["content"]
@@ -260,7 +260,7 @@ def test_log_probs_are_those_that_were_recorded() -> None:
 
 @pytest.mark.parametrize("with_usage", [False, True])
 def test_a_stream_says_the_same_in_events(with_usage: bool) -> None:
-    *events, last = told_in(Events("1", with_usage=with_usage), ANSWER).removesuffix(b"\n\n").split(b"\n\n")
+    *events, last = told_in(ChatEvents("1", with_usage=with_usage), ANSWER).removesuffix(b"\n\n").split(b"\n\n")
     assert last == b"data: [DONE]"
     chunks = [msgspec.json.decode(event.removeprefix(b"data: ")) for event in events]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]

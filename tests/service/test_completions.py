@@ -7,16 +7,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from flash.service.chat import Answer
-from flash.service.completions import Events, Wanted, completion, read
+from flash.service.chat import PolicyAnswer
+from flash.service.completions import CompletionEvents, CompletionRequest, completion, read
 from flash.service.errors import ApiError
-from flash.service.kept import TEXT, Kept
+from flash.service.history import TEXT, EarlierAnswers
 from flash.types import Message
 from tests.service.told import told_in
 
 
-def wanted(kept: Kept | None = None, **fields: Any) -> Wanted:
-    return read(msgspec.json.encode({"model": "policy", "prompt": "one", **fields}), kept or Kept())
+def wanted(kept: EarlierAnswers | None = None, **fields: Any) -> CompletionRequest:
+    return read(msgspec.json.encode({"model": "policy", "prompt": "one", **fields}), kept or EarlierAnswers())
 
 
 def text(content: str) -> Message:
@@ -24,7 +24,7 @@ def text(content: str) -> Message:
 
 
 def test_a_text_goes_on_from_the_longest_that_it_begins_with() -> None:
-    kept, two, four = Kept(), Message("assistant", " two"), Message("assistant", " four")
+    kept, two, four = EarlierAnswers(), Message("assistant", " two"), Message("assistant", " four")
     assert wanted(kept).asked.messages == [text("one")]
     kept.answered("one", [text("one")], two, "")
     second = wanted(kept, prompt="one two three")
@@ -37,13 +37,15 @@ def test_a_text_goes_on_from_the_longest_that_it_begins_with() -> None:
 
 
 def test_the_text_that_ended_an_answer_is_not_shown_again() -> None:
-    kept, look = Kept(), Message("assistant", " look")
+    kept, look = EarlierAnswers(), Message("assistant", " look")
     kept.answered("one", [text("one")], look, "\nResult:")
     assert wanted(kept, prompt="one look\nResult: 4").asked.messages == [text("one"), look, text(" 4")]
     assert wanted(kept, prompt="one look, two").asked.messages == [text("one"), look, text(", two")]
 
 
-ANSWER = Answer(Message("assistant", "ñ!"), cut=True, prompt_tokens=7, tokens=2, logprobs=[("ñ", -0.5), ("!", 0.0)])
+ANSWER = PolicyAnswer(
+    Message("assistant", "ñ!"), cut=True, prompt_tokens=7, tokens=2, logprobs=[("ñ", -0.5), ("!", 0.0)]
+)
 
 
 def test_an_answer_says_its_text_and_its_log_probs() -> None:
@@ -60,7 +62,7 @@ def test_an_answer_says_its_text_and_its_log_probs() -> None:
 
 def test_a_stream_says_the_same() -> None:
     asked = wanted(stream=True, stream_options={"include_usage": True}).asked
-    *events, last = told_in(Events("1", with_usage=asked.with_usage), ANSWER).split(b"\n\n")[:-1]
+    *events, last = told_in(CompletionEvents("1", with_usage=asked.with_usage), ANSWER).split(b"\n\n")[:-1]
     chunks = [msgspec.json.decode(event.removeprefix(b"data: ")) for event in events]
     assert last == b"data: [DONE]"
     assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == "ñ!"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash.rollout.episode.transcript import Limits, Transcript
-from flash.service.history import History, Place
+from flash.service.history import Continuation, History
 from flash.trainer.packing import pack
 from flash.types import (
     ASSISTANT,
@@ -147,7 +147,7 @@ class Conversation:
         self.tools[transcript.branch] = request.tools
         self.branches[transcript.branch] = [*before, *((message, False) for message in place.added), (answer, True)]
 
-    def _check(self, place: Place, messages: list[Message], tools: list[Tool]) -> None:
+    def _check(self, place: Continuation, messages: list[Message], tools: list[Tool]) -> None:
         """It goes on in the branch of which most was said, if it begins with all of one and has the same tools."""
         whole = [
             branch

@@ -7,23 +7,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from flash.service.chat import Answer
+from flash.service.chat import PolicyAnswer
 from flash.service.errors import ApiError
-from flash.service.responses import Events, Wanted, read, response
+from flash.service.responses import ResponseEvents, ResponseRequest, read, response
 from flash.types import Message, ToolCall
 from tests.service.told import told_in
 
 ADD = {"type": "function", "name": "add", "description": "Adds.", "parameters": {"type": "object"}, "strict": True}
 CALLS = (ToolCall("c1", "add", '{"a": 1}'), ToolCall("c2", "add", "{}"))
 SAID = Message("assistant", "two", "hm", CALLS)
-ANSWER = Answer(SAID, cut=False, prompt_tokens=7, tokens=3)
+ANSWER = PolicyAnswer(SAID, cut=False, prompt_tokens=7, tokens=3)
 
 
-def wanted(earlier: dict[str, list[Message]] | None = None, **fields: Any) -> Wanted:
+def wanted(earlier: dict[str, list[Message]] | None = None, **fields: Any) -> ResponseRequest:
     return read(msgspec.json.encode({"model": "policy", "input": "hello", **fields}), earlier or {})
 
 
-def told(answer: Answer = ANSWER, **fields: Any) -> dict[str, Any]:
+def told(answer: PolicyAnswer = ANSWER, **fields: Any) -> dict[str, Any]:
     return msgspec.json.decode(response([answer], "1", wanted(**fields)))
 
 
@@ -112,9 +112,11 @@ def test_an_answer_that_was_cut_is_incomplete() -> None:
     assert told()["usage"]["total_tokens"] == 10
 
 
-@pytest.mark.parametrize("answer", [ANSWER, Answer(Message("assistant", ""), cut=True, prompt_tokens=1, tokens=1)])
-def test_a_stream_says_the_same_in_events(answer: Answer) -> None:
-    events = [event.split(b"\ndata: ") for event in told_in(Events("1", wanted()), answer).split(b"\n\n")[:-1]]
+@pytest.mark.parametrize(
+    "answer", [ANSWER, PolicyAnswer(Message("assistant", ""), cut=True, prompt_tokens=1, tokens=1)]
+)
+def test_a_stream_says_the_same_in_events(answer: PolicyAnswer) -> None:
+    events = [event.split(b"\ndata: ") for event in told_in(ResponseEvents("1", wanted()), answer).split(b"\n\n")[:-1]]
     said = [msgspec.json.decode(data) for _, data in events]
     assert [kind.removeprefix(b"event: ").decode() for kind, _ in events] == [one["type"] for one in said]
     assert [one["sequence_number"] for one in said] == list(range(len(said)))

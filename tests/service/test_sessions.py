@@ -9,9 +9,9 @@ import anyio
 import msgspec
 import pytest
 
-from flash.service.chat import Answer, Asked
+from flash.service.chat import AgentRequest, PolicyAnswer
 from flash.service.errors import ApiError
-from flash.service.sessions import KEY_BYTES, MOST_OPEN, MOST_REPEATS, OPEN_BYTES, Session, Sessions
+from flash.service.sessions import KEY_BYTES, MOST_OPEN, MOST_REPEATS, OPEN_BYTES, EpisodeSession, EpisodeSessions
 from flash.simulate.clock import run_virtual
 from flash.types import Message, Tool
 
@@ -24,12 +24,12 @@ def assistant(content: str) -> Message:
     return Message("assistant", content)
 
 
-def asked(*messages: Message, most: int | None = None) -> Asked:
-    return Asked(list(messages), most)
+def asked(*messages: Message, most: int | None = None) -> AgentRequest:
+    return AgentRequest(list(messages), most)
 
 
-def answer(content: str) -> Answer:
-    return Answer(assistant(content), cut=False, prompt_tokens=1, tokens=1)
+def answer(content: str) -> PolicyAnswer:
+    return PolicyAnswer(assistant(content), cut=False, prompt_tokens=1, tokens=1)
 
 
 def code_of(error: ApiError) -> str | None:
@@ -39,11 +39,11 @@ def code_of(error: ApiError) -> str | None:
 class Agent:
     """Makes calls, and keeps what they come to."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: EpisodeSession) -> None:
         self._session = session
         self.got: list[str] = []
 
-    async def ask(self, request: Asked, key: str | None = None, again: bool | None = None) -> None:
+    async def ask(self, request: AgentRequest, key: str | None = None, again: bool | None = None) -> None:
         try:
             call = self._session.call(request, key, again=again)
             with call.waited_for():
@@ -54,14 +54,14 @@ class Agent:
             self.got.append(got.message.content)
 
 
-Play = Callable[[Session, Agent, Any], Awaitable[None]]
+Play = Callable[[EpisodeSession, Agent, Any], Awaitable[None]]
 
 
 def play(part: Play) -> list[str]:
     """What the agent got, in the order in which it came."""
 
     async def main() -> list[str]:
-        session = Session()
+        session = EpisodeSession()
         agent = Agent(session)
         async with anyio.create_task_group() as calls:
             await part(session, agent, calls)
@@ -70,15 +70,15 @@ def play(part: Play) -> list[str]:
     return run_virtual(main)
 
 
-async def hear(session: Session) -> list[str]:
+async def hear(session: EpisodeSession) -> list[str]:
     """What the next call adds."""
     with anyio.fail_after(1):
-        heard = await session.heard()
-    assert heard is not None
-    return [message.content for message in heard.place.added]
+        pending = await session.next_call()
+    assert pending is not None
+    return [message.content for message in pending.place.added]
 
 
-async def first_turn(session: Session, agent: Agent, calls: Any) -> None:
+async def first_turn(session: EpisodeSession, agent: Agent, calls: Any) -> None:
     calls.start_soon(agent.ask, asked(*user("one")))
     assert await hear(session) == ["one"]
     session.answer(answer(" two\n"))
@@ -86,7 +86,7 @@ async def first_turn(session: Session, agent: Agent, calls: Any) -> None:
 
 
 def test_a_call_shows_only_what_it_adds() -> None:
-    async def part(session: Session, agent: Agent, calls: Any) -> None:
+    async def part(session: EpisodeSession, agent: Agent, calls: Any) -> None:
         await first_turn(session, agent, calls)
         calls.start_soon(agent.ask, asked(*user("one"), assistant(" two\n"), *user("three", "four")))
         assert await hear(session) == ["three", "four"]
@@ -96,7 +96,7 @@ def test_a_call_shows_only_what_it_adds() -> None:
 
 
 def test_an_answer_that_comes_back_stripped_is_the_same() -> None:
-    async def part(session: Session, agent: Agent, calls: Any) -> None:
+    async def part(session: EpisodeSession, agent: Agent, calls: Any) -> None:
         await first_turn(session, agent, calls)
         calls.start_soon(agent.ask, asked(*user("one"), assistant("two"), *user("three")))
         assert await hear(session) == ["three"]
@@ -106,7 +106,7 @@ def test_an_answer_that_comes_back_stripped_is_the_same() -> None:
 
 
 def test_a_call_that_is_made_again_is_answered_once() -> None:
-    async def part(session: Session, agent: Agent, calls: Any) -> None:
+    async def part(session: EpisodeSession, agent: Agent, calls: Any) -> None:
         for _ in range(3):
             calls.start_soon(agent.ask, asked(*user("one")))
         assert await hear(session) == ["one"]
@@ -114,14 +114,14 @@ def test_a_call_that_is_made_again_is_answered_once() -> None:
         await anyio.wait_all_tasks_blocked()
         await agent.ask(asked(*user("one")))
         with anyio.move_on_after(1) as nothing:
-            await session.heard()
+            await session.next_call()
         assert nothing.cancelled_caught
 
     assert play(part) == ["two"] * 4
 
 
 def test_an_agent_that_asks_the_same_again_and_again_wants_another_answer() -> None:
-    async def part(session: Session, agent: Agent, calls: Any) -> None:
+    async def part(session: EpisodeSession, agent: Agent, calls: Any) -> None:
         await first_turn(session, agent, calls)
         for _ in range(MOST_REPEATS):
             await agent.ask(asked(*user("one")))
@@ -135,7 +135,7 @@ def test_an_agent_that_asks_the_same_again_and_again_wants_another_answer() -> N
 
 
 def test_a_client_that_says_which_calls_are_new_has_each_answered() -> None:
-    async def part(session: Session, agent: Agent, calls: Any) -> None:
+    async def part(session: EpisodeSession, agent: Agent, calls: Any) -> None:
         for _ in range(3):
             calls.start_soon(agent.ask, asked(*user("one")), None, False)
         await anyio.wait_all_tasks_blocked()
@@ -153,7 +153,7 @@ def test_a_client_that_says_which_calls_are_new_has_each_answered() -> None:
 def test_a_client_that_asks_again_gets_what_it_had_left_without(left: int, answered: bool) -> None:
     """Of three calls alike one loses its connection, before or after its answer is there."""
 
-    async def part(session: Session, agent: Agent, calls: Any) -> None:
+    async def part(session: EpisodeSession, agent: Agent, calls: Any) -> None:
         scopes = [anyio.CancelScope() for _ in range(3)]
 
         async def ask(number: int) -> None:
@@ -169,19 +169,19 @@ def test_a_client_that_asks_again_gets_what_it_had_left_without(left: int, answe
             calls.start_soon(agent.ask, asked(*user("one")), None, True)
             await anyio.wait_all_tasks_blocked()
         for number in range(3):
-            await session.heard()
+            await session.next_call()
             session.answer(answer(f"answer {number}"))
             await anyio.wait_all_tasks_blocked()
         if answered:
             await agent.ask(asked(*user("one")), None, True)
         session.agent_ended()
-        assert await session.heard() is None
+        assert await session.next_call() is None
 
     assert sorted(play(part)) == ["answer 0", "answer 1", "answer 2"]
 
 
 def test_a_key_makes_calls_the_same_and_may_not_be_used_for_another() -> None:
-    async def part(session: Session, agent: Agent, calls: Any) -> None:
+    async def part(session: EpisodeSession, agent: Agent, calls: Any) -> None:
         calls.start_soon(agent.ask, asked(*user("one")), "k")
         assert await hear(session) == ["one"]
         session.answer(answer("two"))
@@ -208,35 +208,35 @@ TWO = assistant("two")
     ],
 )
 def test_history_that_is_not_as_it_was_begins_a_branch(messages: list[Message]) -> None:
-    async def part(session: Session, agent: Agent, calls: Any) -> None:
+    async def part(session: EpisodeSession, agent: Agent, calls: Any) -> None:
         await first_turn(session, agent, calls)
         calls.start_soon(agent.ask, asked(*messages))
-        heard = await session.heard()
-        assert heard is not None
-        assert heard.place == (0, 0, True, messages)
+        pending = await session.next_call()
+        assert pending is not None
+        assert pending.place == (0, 0, True, messages)
         session.answer(answer("four"))
         await anyio.wait_all_tasks_blocked()
         calls.start_soon(agent.ask, asked(*messages, assistant("four"), *user("five")))
-        heard = await session.heard()
-        assert heard is not None
-        assert heard.place == (1, 1, False, user("five"))
+        pending = await session.next_call()
+        assert pending is not None
+        assert pending.place == (1, 1, False, user("five"))
         session.answer(answer("six"))
 
     assert play(part) == [" two\n", "four", "six"]
 
 
 def test_other_tools_are_another_conversation() -> None:
-    async def part(session: Session, agent: Agent, calls: Any) -> None:
+    async def part(session: EpisodeSession, agent: Agent, calls: Any) -> None:
         await first_turn(session, agent, calls)
         tools: Tool = {"type": "function", "function": {"name": "add"}}
         messages = [*user("one"), TWO, *user("three")]
-        calls.start_soon(agent.ask, Asked(messages, None, tools=(tools,)))
-        heard = await session.heard()
-        assert heard is not None
-        assert heard.place == (0, 0, True, messages)
+        calls.start_soon(agent.ask, AgentRequest(messages, None, tools=(tools,)))
+        pending = await session.next_call()
+        assert pending is not None
+        assert pending.place == (0, 0, True, messages)
         session.answer(answer("four"))
         await anyio.wait_all_tasks_blocked()
-        calls.start_soon(agent.ask, Asked([*messages, assistant("four"), *user("five")], None, tools=(tools,)))
+        calls.start_soon(agent.ask, AgentRequest([*messages, assistant("four"), *user("five")], None, tools=(tools,)))
         assert await hear(session) == ["five"]
         session.answer(answer("six"))
 
@@ -244,7 +244,7 @@ def test_other_tools_are_another_conversation() -> None:
 
 
 def test_calls_at_once_are_answered_in_the_order_in_which_they_came() -> None:
-    async def part(session: Session, agent: Agent, calls: Any) -> None:
+    async def part(session: EpisodeSession, agent: Agent, calls: Any) -> None:
         for content in ("one", "another", "a third"):
             calls.start_soon(agent.ask, asked(*user(content)))
             await anyio.wait_all_tasks_blocked()
@@ -253,13 +253,13 @@ def test_calls_at_once_are_answered_in_the_order_in_which_they_came() -> None:
             session.answer(answer(f"to {content}"))
             await anyio.wait_all_tasks_blocked()
         session.agent_ended()
-        assert await session.heard() is None
+        assert await session.next_call() is None
 
     assert play(part) == ["to one", "to another", "to a third"]
 
 
 def test_of_calls_at_once_one_may_be_refused_and_the_others_go_on() -> None:
-    async def part(session: Session, agent: Agent, calls: Any) -> None:
+    async def part(session: EpisodeSession, agent: Agent, calls: Any) -> None:
         for content in ("one", "another"):
             calls.start_soon(agent.ask, asked(*user(content)))
             await anyio.wait_all_tasks_blocked()
@@ -272,7 +272,7 @@ def test_of_calls_at_once_one_may_be_refused_and_the_others_go_on() -> None:
 
 
 def test_the_same_question_with_another_limit_is_another_call() -> None:
-    async def part(session: Session, agent: Agent, calls: Any) -> None:
+    async def part(session: EpisodeSession, agent: Agent, calls: Any) -> None:
         await first_turn(session, agent, calls)
         calls.start_soon(agent.ask, asked(*user("one"), most=3))
         assert await hear(session) == ["one"]
@@ -283,17 +283,17 @@ def test_the_same_question_with_another_limit_is_another_call() -> None:
 
 @pytest.mark.parametrize("more", [[], [*user("three"), assistant("no")]])
 def test_a_request_must_end_with_something_to_answer(more: list[Message]) -> None:
-    async def part(session: Session, agent: Agent, calls: Any) -> None:
+    async def part(session: EpisodeSession, agent: Agent, calls: Any) -> None:
         await first_turn(session, agent, calls)
         await agent.ask(asked(*user("one"), TWO, *more))
         session.agent_ended()
-        assert await session.heard() is None
+        assert await session.next_call() is None
 
     assert play(part) == [" two\n", "400 None"]
 
 
 def test_a_refused_call_was_not_shown_and_may_be_made_again() -> None:
-    async def part(session: Session, agent: Agent, calls: Any) -> None:
+    async def part(session: EpisodeSession, agent: Agent, calls: Any) -> None:
         for reply in ("no", "yes"):
             calls.start_soon(agent.ask, asked(*user("one")))
             assert await hear(session) == ["one"]
@@ -307,7 +307,7 @@ def test_a_refused_call_was_not_shown_and_may_be_made_again() -> None:
 
 
 def test_the_end_refuses_what_is_open_and_what_comes() -> None:
-    async def part(session: Session, agent: Agent, calls: Any) -> None:
+    async def part(session: EpisodeSession, agent: Agent, calls: Any) -> None:
         calls.start_soon(agent.ask, asked(*user("one")))
         calls.start_soon(agent.ask, asked(*user("another")))
         assert await hear(session) == ["one"]
@@ -320,7 +320,7 @@ def test_the_end_refuses_what_is_open_and_what_comes() -> None:
 
 @pytest.mark.parametrize("keyed", [True, False])
 def test_an_episode_has_so_many_open_calls_and_forgets_each_that_is_refused(keyed: bool) -> None:
-    session = Session()
+    session = EpisodeSession()
     calls = [session.call(asked(*user("x")), f"key {n}" if keyed else None, again=False) for n in range(MOST_OPEN)]
     assert len({id(call) for call in calls}) == MOST_OPEN
     with pytest.raises(ApiError) as caught:
@@ -335,7 +335,7 @@ def test_an_episode_has_so_many_open_calls_and_forgets_each_that_is_refused(keye
 
 
 def test_open_calls_of_an_episode_have_so_many_bytes_together_and_answered_ones_have_none() -> None:
-    session, size = Session(), OPEN_BYTES // 4 + 1
+    session, size = EpisodeSession(), OPEN_BYTES // 4 + 1
     calls = [session.call(msgspec.structs.replace(asked(*user(f"{n}")), size=size)) for n in range(3)]
     with pytest.raises(ApiError, match="3 requests of this episode wait") as caught:
         session.call(msgspec.structs.replace(asked(*user("x")), size=size))
@@ -347,7 +347,7 @@ def test_open_calls_of_an_episode_have_so_many_bytes_together_and_answered_ones_
 
 
 def test_a_client_that_leaves_takes_no_answer_with_it() -> None:
-    async def part(session: Session, agent: Agent, calls: Any) -> None:
+    async def part(session: EpisodeSession, agent: Agent, calls: Any) -> None:
         with anyio.move_on_after(1):
             await session.call(asked(*user("one"))).answer()
         assert await hear(session) == ["one"]
@@ -359,7 +359,7 @@ def test_a_client_that_leaves_takes_no_answer_with_it() -> None:
 
 def test_a_key_is_of_128_bits_and_of_one_episode() -> None:
     async def main() -> None:
-        sessions = Sessions()
+        sessions = EpisodeSessions()
         (one, key), (other, other_key) = sessions.open(), sessions.open()
         assert len(bytes.fromhex(key)) == KEY_BYTES == 16
         assert sessions.of_key(key) is one

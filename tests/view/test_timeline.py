@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flash.types import Activity
-from flash.view.timeline import MOST_BARS, Bar, show_window
+from flash.view.timeline import MOST_BARS, LaneBar, show_window
 
 
 def test_bars_are_cut_at_the_window_and_lanes_without_any_stay() -> None:
@@ -18,7 +18,7 @@ def test_bars_are_cut_at_the_window_and_lanes_without_any_stay() -> None:
     assert window is not None
     assert [lane.name for lane in window.lanes] == ["engine 0", "trainer 0"]
     assert [lane.busy for lane in window.lanes] == [0.0, 0.5]
-    assert window.lanes[1].bars == [Bar("wait", 2.0, 2.0, 0.0, 1.0), Bar("train", 4.0, 2.0, 0.0, 1.0)]
+    assert window.lanes[1].bars == [LaneBar("wait", 2.0, 2.0, 0.0, 1.0), LaneBar("train", 4.0, 2.0, 0.0, 1.0)]
     assert list(window.colours) == ["wait", "train"]
 
 

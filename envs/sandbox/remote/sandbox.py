@@ -73,7 +73,7 @@ _NOTICE_S = 1.0
 _IN_MEMORY = 1 << 20
 
 
-class Client(Protocol):
+class ServiceClient(Protocol):
     """What a sandbox asks of the client that it is from."""
 
     @property
@@ -95,7 +95,7 @@ class Client(Protocol):
 class RemoteSandbox(Sandbox):
     """See the module. Made by `SandboxClient`."""
 
-    def __init__(self, client: Client, info: Info) -> None:
+    def __init__(self, client: ServiceClient, info: Info) -> None:
         self._client = client
         self.http = client.http
         self._info = info

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from flash.service.bodies import before
+from flash.service.fields import before
 from flash.types import Message, Piece
 
 
-class Telling:
+class AnswerDeltas:
     """One answer.
 
     Args:
@@ -31,7 +31,7 @@ class Telling:
         self.pieces: list[Piece] = []
         """What was told so far."""
 
-    def hears(self, piece: Piece) -> None:
+    def add(self, piece: Piece) -> None:
         """More of it was sampled."""
         self._tell(Piece(self._certain(piece.content), piece.reasoning))
 
@@ -48,7 +48,7 @@ class Telling:
         self._held = content[at:]
         return content[:at]
 
-    def ends(self, message: Message) -> Message:
+    def finish(self, message: Message) -> Message:
         """It is this, by its end. Returns it as it was told."""
         rest = Piece(_rest(self._content, message.content), _rest(self._reasoning, message.reasoning))
         self._tell(rest)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash.service.matching import says_the_same
+from flash.service.history import says_the_same
 from flash.types import Message, ToolCall
 
 VALUES = st.recursive(

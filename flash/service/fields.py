@@ -15,7 +15,7 @@ MODEL = "policy"
 """The name of the one model there is."""
 
 
-class Part(msgspec.Struct):
+class ContentPart(msgspec.Struct):
     """A part of a content."""
 
     type: str
@@ -155,7 +155,7 @@ def refuse_given(fields: dict[str, Any]) -> None:
             raise unsupported(name)
 
 
-def text_of(content: str | list[Part] | None, place: str) -> str:
+def text_of(content: str | list[ContentPart] | None, place: str) -> str:
     """A content, or its parts as one text. Raises ApiError where one is no text."""
     if isinstance(content, list):
         if any(part.type not in TEXT_PARTS for part in content):

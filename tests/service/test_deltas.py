@@ -7,8 +7,8 @@ import random
 import pytest
 
 from flash.rollout.episode.reading import UNKNOWN, PlainReading
-from flash.service.bodies import before
-from flash.service.telling import Telling
+from flash.service.deltas import AnswerDeltas
+from flash.service.fields import before
 from flash.types import Message, Piece
 from tests.envs.agents import BYTES
 
@@ -26,21 +26,21 @@ def test_the_pieces_are_the_answer_whatever_ends_it(seed: int) -> None:
     text = "".join(dice.choices(LETTERS, k=dice.randrange(30)))
     stops = ["".join(dice.choices(LETTERS, k=dice.randrange(1, 4))) for _ in range(dice.randrange(3))]
     content, _ = before(text, stops)
-    telling, told = Telling(stops), ""
+    deltas, told = AnswerDeltas(stops), ""
     for piece in cut_at_random(text, dice):
-        telling.hears(Piece(piece))
-        told = "".join(one.content for one in telling.pieces)
+        deltas.add(Piece(piece))
+        told = "".join(one.content for one in deltas.pieces)
         assert content.startswith(told), "nothing is told that the answer does not have"
     assert len(content) - len(told) < max(map(len, stops), default=1), "nothing is held back for long"
-    assert telling.ends(Message("assistant", content)).content == content
-    assert "".join(one.content for one in telling.pieces) == content
+    assert deltas.finish(Message("assistant", content)).content == content
+    assert "".join(one.content for one in deltas.pieces) == content
 
 
 def test_a_text_to_stop_at_may_be_far_longer_than_the_answer() -> None:
-    telling = Telling(("7" * 1_000_000,))
+    deltas = AnswerDeltas(("7" * 1_000_000,))
     for _ in range(100):
-        telling.hears(Piece("46"))
-    assert telling.ends(Message("assistant", "46" * 100)).content == "46" * 100
+        deltas.add(Piece("46"))
+    assert deltas.finish(Message("assistant", "46" * 100)).content == "46" * 100
 
 
 @pytest.mark.parametrize(
@@ -56,13 +56,13 @@ def test_a_text_to_stop_at_may_be_far_longer_than_the_answer() -> None:
 def test_what_was_told_stands_where_the_whole_is_read_otherwise(
     pieces: list[Piece], whole: Message, told: tuple[str, str]
 ) -> None:
-    telling = Telling(())
+    deltas = AnswerDeltas(())
     for piece in pieces:
-        telling.hears(piece)
-    message = telling.ends(whole)
+        deltas.add(piece)
+    message = deltas.finish(whole)
     assert (message.content, message.reasoning) == told
-    assert "".join(one.content for one in telling.pieces) == told[0]
-    assert "".join(one.reasoning for one in telling.pieces) == told[1]
+    assert "".join(one.content for one in deltas.pieces) == told[0]
+    assert "".join(one.reasoning for one in deltas.pieces) == told[1]
 
 
 @pytest.mark.parametrize("seed", range(200))

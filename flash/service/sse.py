@@ -9,13 +9,13 @@ from typing import Protocol
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from flash.service.chat import Answer
+from flash.service.chat import PolicyAnswer
 from flash.service.errors import ApiError
 from flash.service.sessions import Call
 from flash.types import Piece
 
 
-class Events(Protocol):
+class EventFormat(Protocol):
     """How the answers to a request are written: one after the other, counted from 0, and then an end."""
 
     def begin(self, index: int) -> bytes:
@@ -26,11 +26,11 @@ class Events(Protocol):
         """More was said."""
         ...
 
-    def said(self, answer: Answer, index: int) -> bytes:
+    def said(self, answer: PolicyAnswer, index: int) -> bytes:
         """All was said."""
         ...
 
-    def end(self, answers: Sequence[Answer]) -> bytes:
+    def end(self, answers: Sequence[PolicyAnswer]) -> bytes:
         """All answers were."""
         ...
 
@@ -39,7 +39,7 @@ class Events(Protocol):
         ...
 
 
-class Streamed(StreamingResponse):
+class EventStream(StreamingResponse):
     """The answers to a request.
 
     Args:
@@ -52,7 +52,7 @@ class Streamed(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(
-        self, calls: Sequence[Call], events: Events, ended: Callable[[Answer], None], waits: ExitStack
+        self, calls: Sequence[Call], events: EventFormat, ended: Callable[[PolicyAnswer], None], waits: ExitStack
     ) -> None:
         self._lines = _lines(calls, events, ended)
         super().__init__(self._lines, headers={"cache-control": "no-store"})
@@ -65,8 +65,10 @@ class Streamed(StreamingResponse):
                 await super().__call__(scope, receive, send)
 
 
-async def _lines(calls: Sequence[Call], events: Events, ended: Callable[[Answer], None]) -> AsyncGenerator[bytes]:
-    answers: list[Answer] = []
+async def _lines(
+    calls: Sequence[Call], events: EventFormat, ended: Callable[[PolicyAnswer], None]
+) -> AsyncGenerator[bytes]:
+    answers: list[PolicyAnswer] = []
     try:
         for index, call in enumerate(calls):
             yield events.begin(index)
