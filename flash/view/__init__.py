@@ -1,0 +1,9 @@
+"""`flash view`: runs in the browser, from what they have written into their directories.
+
+app         the page over HTTP, which `flash.http` serves; way in: `make_app`
+runs        the runs that are shown; way in: `open_runs`
+charts      which charts there are, and what they mean
+samples     samples to look for, and the groups they are of
+timeline    what each process did when
+prometheus  the newest numbers, for a monitoring system
+"""

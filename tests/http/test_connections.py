@@ -55,7 +55,7 @@ class App:
 @asynccontextmanager
 async def served(app: App, limits: HttpLimits | None = None) -> AsyncIterator[str]:
     address = HttpAddress()
-    async with anyio.create_task_group() as tasks, serving(app.app, open_socket(address), address, limits) as url:
+    async with serving(app.app, open_socket(address), address, limits) as url, anyio.create_task_group() as tasks:
         tasks.start_soon(app.count)
         with anyio.fail_after(END_S):
             yield url
@@ -112,6 +112,25 @@ async def test_a_server_answers_from_the_first_moment_of_its_block():
     app = App()
     async with served(app) as url, httpx.AsyncClient() as client:
         assert (await client.post(url, content=b"xyz")).text == "3"
+
+
+async def test_a_request_in_progress_is_answered_before_its_server_ends():
+    app, answers = App(), list[str]()
+    app.may = anyio.Event()
+    async with anyio.create_task_group() as clients, httpx.AsyncClient() as client:
+
+        async def ask(url: str) -> None:
+            answers.append((await client.post(url, content=b"xyz")).text)
+
+        async def allow() -> None:
+            await anyio.sleep(0.3)
+            app.may.set()
+
+        async with served(app) as url:
+            clients.start_soon(ask, url)
+            await app.came.wait()
+            clients.start_soon(allow)
+    assert answers == ["3"]
 
 
 @pytest.mark.parametrize("sign", [b"[", b"{", b'"":'])
