@@ -13,7 +13,7 @@ import anyio
 import msgspec
 
 from benchmarks.sandbox.engine import IMAGE
-from envs.sandbox.api import Result, Sandbox, Session, Spec
+from envs.sandbox.api import Result, Session, Spec
 from envs.sandbox.engines.backend import Backend
 from envs.sandbox.local.sandbox import LocalSandbox
 from envs.sandbox.pool.engine_maker import open_engine_host
@@ -23,6 +23,7 @@ from envs.sandbox.pool.ownership import PREFIX, OwnerLock
 from envs.sandbox.pool.pool import Pool, open_pool
 from envs.sandbox.protocol.tokens import ADMIN, Token, Tokens
 from envs.sandbox.remote.client import SandboxClient
+from envs.sandbox.sandbox import Sandbox
 from envs.sandbox.service.service import open_service
 from envs.sandbox.service.web import make_app
 from flash.errors import SandboxError

@@ -20,8 +20,9 @@ import anyio.to_thread
 from envs.adapters.harbor_tasks import HarborTask, load_tasks
 from envs.data.split import Split
 from envs.judging.judge import shared_judge
-from envs.sandbox.api import Result, Sandbox, Session, Spec
+from envs.sandbox.api import Result, Session, Spec
 from envs.sandbox.endings import ending
+from envs.sandbox.sandbox import Sandbox
 from envs.swe.shell import SUBMIT, ShellEnv, ShellOptions
 from flash.environment import Info, StepResult
 from flash.errors import ConfigError, RewardError, SandboxFileError, SandboxLimitError

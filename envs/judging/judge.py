@@ -17,9 +17,10 @@ import msgspec
 
 from envs.judging.options import JudgePool, Language, Limits, Suite, spec_of
 from envs.judging.tests import LostInTestError, Verdict, find_program, run_tests
-from envs.sandbox.api import Sandbox, Spec
+from envs.sandbox.api import Spec
 from envs.sandbox.open import Location, SandboxProvider, open_sandboxes
 from envs.sandbox.reuse.pool import ReusePool, open_reuse_pool
+from envs.sandbox.sandbox import Sandbox
 from flash.environment import run_name, shared
 from flash.errors import SandboxBusyError, SandboxError, SandboxRefusedError
 from flash.types import Stock

@@ -22,7 +22,8 @@ import msgspec
 
 from envs.judging.calls import question, returned_this
 from envs.judging.options import MARK, Case, Language, Limits, Suite
-from envs.sandbox.api import Result, Sandbox
+from envs.sandbox.api import Result
+from envs.sandbox.sandbox import Sandbox
 from flash.errors import SandboxFileError, SandboxLimitError, SandboxLostError
 
 Cause = Literal[

@@ -13,9 +13,10 @@ from envs.judging.judge import SandboxOpener, shared_judge
 from envs.judging.options import judge_pool_of, limits_of
 from envs.programs import STDERR_SHOWN, too_long
 from envs.relay.outside import open_relay
-from envs.sandbox.api import Sandbox, Spec
+from envs.sandbox.api import Spec
 from envs.sandbox.endings import ending
 from envs.sandbox.open import open_sandboxes
+from envs.sandbox.sandbox import Sandbox
 from flash.config.objects import check_options
 from flash.errors import EnvError
 

@@ -15,7 +15,8 @@ from anyio.abc import SocketStream, TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from envs.relay.inside import HEADER, MARK, PIECE
-from envs.sandbox.api import Shells, Terminal
+from envs.sandbox.api import Terminal
+from envs.sandbox.sandbox import Shells
 from flash.errors import SandboxLostError, SandboxStartError
 from flash.waiting import unwrapped_group
 

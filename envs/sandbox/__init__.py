@@ -13,26 +13,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from envs.sandbox.api import (
         Chunk,
-        Commands,
         Exec,
         FileInfo,
-        Files,
         Job,
         JobStatus,
-        Lifecycle,
         Output,
         Result,
-        Sandbox,
-        SandboxProvider,
         Session,
-        Shells,
         Snapshot,
-        Snapshots,
         Spec,
         Terminal,
     )
     from envs.sandbox.open import Location, open_sandboxes
     from envs.sandbox.remote.client import SandboxClient
+    from envs.sandbox.sandbox import Commands, Files, Lifecycle, Sandbox, SandboxProvider, Shells, Snapshots
     from flash.errors import (
         SandboxBusyError,
         SandboxClosedError,
@@ -86,7 +80,9 @@ _ELSEWHERE = {
     "Location": "envs.sandbox.open",
     "open_sandboxes": "envs.sandbox.open",
     "SandboxClient": "envs.sandbox.remote.client",
-}
+} | dict.fromkeys(
+    ("Sandbox", "SandboxProvider", "Commands", "Shells", "Files", "Snapshots", "Lifecycle"), "envs.sandbox.sandbox"
+)
 """Modules of the names that are neither of `envs.sandbox.api` nor errors."""
 
 

@@ -1,7 +1,7 @@
-"""What a sandbox is to its users: the types and interfaces that the local class, the service and its client share.
+"""What is asked of sandboxes and what comes back: the types that the local class, the service and its client share.
 
-A `Sandbox` is had over a container engine of this machine (`envs.sandbox.local`), from a pool of them, or over HTTP
-from a service. Code written against this module runs with each.
+A sandbox itself is `envs.sandbox.sandbox:Sandbox`, had over a container engine of this machine, from a pool of them, or
+over HTTP from a service. Code written against it runs with each.
 
 Every answer is final and true: a `Result` is what the operating system said of the command; a call that has none raises
 an error of `flash.errors.SandboxError`. An error never stands for a result, so that a failure of the infrastructure
@@ -10,10 +10,7 @@ cannot be scored as a wrong answer. Units: seconds, bytes, MiB where the name sa
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -26,6 +23,8 @@ Profile = Literal["strict", "build", "compat"]
 State = Literal["starting", "ready", "lost", "closed"]
 """`lost`: its container or its agent is gone without our asking; `closed`: ended by its owner or by a limit."""
 StreamName = Literal["stdout", "stderr"]
+OnLost = Literal["fail", "recreate"]
+"""What becomes of a lease whose sandbox is lost: it ends with the error, or gets another sandbox, which is empty."""
 Command = str | Sequence[str]
 """Text is run by `bash -c` (`sh -c` where the image has no bash), a sequence as it is, without a shell."""
 
@@ -265,200 +264,3 @@ class Terminal(Protocol):
         ...
 
     async def resize(self, rows: int, columns: int) -> None: ...
-
-
-class Commands(Protocol):
-    """Runs programs.
-
-    Callers use `run`, `stream` and `start`, which make an `Exec` of their arguments; a sandbox implements the other
-    three, which carry it out.
-    """
-
-    async def run(
-        self,
-        command: Command,
-        *,
-        timeout: float,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-    ) -> Result:
-        """Run a command in a process group of its own, to its end or for `timeout` seconds.
-
-        What is left of the group is killed when the command has ended; use `start` for what shall go on. `env` is added
-        to the sandbox's own.
-        """
-        return await self.run_exec(Exec(command=command, timeout=timeout, stdin=stdin, env=env, cwd=cwd))
-
-    def stream(
-        self,
-        command: Command,
-        *,
-        timeout: float,
-        stdin: bytes = b"",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-    ) -> AsyncGenerator[Chunk | Result]:
-        """The same, with the output as it comes and uncapped; the `Result`, without output, is the last item.
-
-        Leaving the loop early kills the command. Close the iterator (`contextlib.aclosing`) to have that at once.
-        """
-        return self.stream_exec(Exec(command=command, timeout=timeout, stdin=stdin, env=env, cwd=cwd))
-
-    async def start(
-        self,
-        command: Command,
-        *,
-        timeout: float | None = None,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-    ) -> Job:
-        """Start a command in the background; without a timeout it may run for as long as the sandbox lives."""
-        return await self.start_exec(Exec(command=command, timeout=timeout, env=env, cwd=cwd))
-
-    @abstractmethod
-    async def run_exec(self, exec: Exec) -> Result:
-        """What `run` does. Raises SandboxRefusedError without a timeout."""
-        ...
-
-    @abstractmethod
-    def stream_exec(self, exec: Exec) -> AsyncGenerator[Chunk | Result]:
-        """What `stream` does. Raises SandboxRefusedError without a timeout."""
-        ...
-
-    @abstractmethod
-    async def start_exec(self, exec: Exec) -> Job:
-        """What `start` does. Raises SandboxRefusedError with an input, which a job cannot have."""
-        ...
-
-
-class Shells(Protocol):
-    """Programs that are talked with."""
-
-    @abstractmethod
-    def session(self, name: str = "main") -> AbstractAsyncContextManager[Session]:
-        """A shell for the time of the block. Raises SandboxBusyError when one of this name is open."""
-        ...
-
-    @abstractmethod
-    def terminal(
-        self, command: Command | None = None, *, rows: int = 24, columns: int = 80
-    ) -> AbstractAsyncContextManager[Terminal]:
-        """A program (a shell by default) on a pseudo-terminal for the time of the block."""
-        ...
-
-
-class Files(Protocol):
-    """Files and trees. Relative paths start at the working directory."""
-
-    @abstractmethod
-    async def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
-        """Bytes of a regular file, fewer than `limit` at its end.
-
-        Raises SandboxFileError when it cannot be read, SandboxLimitError when more is asked for than one call may give.
-        """
-        ...
-
-    @abstractmethod
-    async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
-        """Replace a file in one step, or append to it; missing folders are made.
-
-        Nobody in the sandbox sees half of a replaced file, also when the call is cancelled.
-        """
-        ...
-
-    @abstractmethod
-    async def list(self, path: str = ".") -> list[FileInfo]:
-        """The entries of a folder, by name; of a file, its own."""
-        ...
-
-    @abstractmethod
-    async def remove(self, path: str) -> None:
-        """Remove a file, a link, or a folder with everything in it. Nothing when it does not exist."""
-        ...
-
-    @abstractmethod
-    async def upload(self, source: Path, path: str) -> None:
-        """Copy a local file to the file `path`, or what is in a local folder into the folder `path`.
-
-        Links are copied as links. Raises SandboxLimitError above the caps on size and entries.
-        """
-        ...
-
-    @abstractmethod
-    async def download(self, path: str, target: Path) -> None:
-        """The other way round. Nothing is written outside of `target`, whatever the sandbox sends.
-
-        Links that lead out of the tree, devices and pipes raise SandboxLimitError, as do too many bytes or entries.
-        """
-        ...
-
-
-class Snapshots(Protocol):
-    """Keeps the files of a sandbox, and makes more sandboxes of them."""
-
-    @abstractmethod
-    async def snapshot(self) -> Snapshot:
-        """Keep the files as they are now. The snapshot outlives the sandbox; its owner removes it."""
-        ...
-
-    @abstractmethod
-    async def fork(self, count: int) -> Sequence[Sandbox]:
-        """`count` new sandboxes with the same files. They are closed with this one at the latest."""
-        ...
-
-
-class Lifecycle(Protocol):
-    """What a sandbox is, and until when."""
-
-    @property
-    @abstractmethod
-    def sandbox_id(self) -> str: ...
-
-    @property
-    @abstractmethod
-    def spec(self) -> Spec: ...
-
-    @property
-    @abstractmethod
-    def state(self) -> State: ...
-
-    @abstractmethod
-    async def wait_ended(self) -> None:
-        """Return once the state is `lost` or `closed`. The pool waits here for every sandbox it has given out."""
-        ...
-
-    @abstractmethod
-    async def close(self) -> None:
-        """End it and remove its container. May be called more than once."""
-        ...
-
-
-class Sandbox(Commands, Shells, Files, Snapshots, Lifecycle, Protocol):
-    """One sandbox, here or on another machine. Who needs only a part of it asks for that part."""
-
-
-OnLost = Literal["fail", "recreate"]
-"""What becomes of a lease whose sandbox is lost: it ends with the error, or gets another sandbox, which is empty."""
-
-
-class SandboxProvider(Protocol):
-    """Gives out sandboxes: a pool in this process, or the client of a service."""
-
-    def acquire(
-        self, spec: Spec, *, owner: str = "", priority: int = 0, deadline: float = 600.0, on_lost: OnLost = "fail"
-    ) -> AbstractAsyncContextManager[Sandbox]:
-        """A sandbox for the time of the block.
-
-        Args:
-            spec: what kind.
-            owner: who shares fairly with the others.
-            priority: larger is sooner, among this owner's requests.
-            deadline: seconds to wait for it.
-            on_lost: `recreate` makes a lost sandbox again, empty; the holder is told by a SandboxLostError.
-
-        Raises:
-            SandboxBusyError: there was no room within the deadline.
-            SandboxError: it cannot be made, or who gives it out cannot be reached.
-        """
-        ...

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import msgspec
 
-from envs.sandbox.api import SandboxProvider
+from envs.sandbox.sandbox import SandboxProvider
 from flash.errors import ConfigError
 
 LOCAL = "local"

@@ -27,7 +27,8 @@ import msgspec
 from envs.judging.judge import shared_judge
 from envs.judging.options import Language, Limits, limits_of, spec_of
 from envs.judging.tests import Outcome, Verdict, run_cases, verdict_of
-from envs.sandbox.api import Result, Sandbox
+from envs.sandbox.api import Result
+from envs.sandbox.sandbox import Sandbox
 from envs.swe.shell import SUBMIT, ShellEnv, ShellOptions
 from envs.swe.tasks import SHIPPED, SweTask, load_tasks
 from flash.environment import Info, SolvedExample, StepResult

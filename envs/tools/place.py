@@ -11,7 +11,8 @@ from anyio.abc import TaskGroup
 
 from envs.judging.judge import Judge, SandboxOpener, shared_judge
 from envs.judging.options import JudgePool
-from envs.sandbox.api import Sandbox, Spec
+from envs.sandbox.api import Spec
+from envs.sandbox.sandbox import Sandbox
 from flash.environment import shared
 
 TASKS = "envs.tools"

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from envs.sandbox.api import Result, Sandbox
+from envs.sandbox.api import Result
 from envs.sandbox.endings import told, unusable_command, unusable_path
+from envs.sandbox.sandbox import Sandbox
 from envs.tools.place import Place
 from envs.tools.runner import SANDBOX, Cut, Runner, schema, within
 from flash.errors import ConfigError, SandboxFileError, SandboxLimitError, encodable

@@ -1,4 +1,4 @@
-"""The commands of a sandbox: what `api.Commands` promises, over the channel to its agent."""
+"""The commands and shells of a sandbox, over the channel to its agent."""
 
 from __future__ import annotations
 
@@ -10,18 +10,7 @@ from typing import Protocol
 import anyio
 import msgspec
 
-from envs.sandbox.api import (
-    Chunk,
-    Command,
-    Commands,
-    Exec,
-    JobStatus,
-    Output,
-    Result,
-    Shells,
-    Spec,
-    StreamName,
-)
+from envs.sandbox.api import Chunk, Command, Exec, JobStatus, Output, Result, Spec, StreamName
 from envs.sandbox.local.channel import OUTPUT_WINDOW, AgentCall, Channel, decode, in_time
 from envs.sandbox.local.frames import PIECE
 from envs.sandbox.text import check_path
@@ -210,85 +199,87 @@ class AgentTerminal:
         await self._call.post("window", [rows, columns])
 
 
-class AgentCommands(Commands, Shells, HasAgent):
-    """Commands and shells over the channel to the agent."""
+async def run_command(agent: HasAgent, exec: Exec) -> Result:
+    """A command to its end."""
+    seconds, limit, short = exec.seconds, agent.spec.output_limit, len(exec.stdin) <= PIECE
+    asked = argument_of(exec, limit, stdin=exec.stdin if short else b"", feed=not short)
+    channel = await agent.channel()
+    async with channel.call("run", asked, seconds + ANSWER_SECONDS, room=2 * limit) as call:
+        if short:
+            return to_result(*await call.result(Ending))
+        async with sending(call, exec.stdin):
+            return to_result(*await call.result(Ending))
 
-    async def run_exec(self, exec: Exec) -> Result:
-        seconds, limit, short = exec.seconds, self.spec.output_limit, len(exec.stdin) <= PIECE
-        asked = argument_of(exec, limit, stdin=exec.stdin if short else b"", feed=not short)
-        channel = await self.channel()
-        async with channel.call("run", asked, seconds + ANSWER_SECONDS, room=2 * limit) as call:
-            if short:
-                return to_result(*await call.result(Ending))
-            async with sending(call, exec.stdin):
-                return to_result(*await call.result(Ending))
 
-    async def stream_exec(self, exec: Exec) -> AsyncGenerator[Chunk | Result]:
-        if len(exec.stdin) > PIECE:
-            raise SandboxLimitError(f"a stream takes {PIECE} bytes of input; write more to a file")
-        deadline = anyio.current_time() + exec.seconds + ANSWER_SECONDS
-        asked = argument_of(exec, self.spec.output_limit, stdin=exec.stdin, stream=True, credit=OUTPUT_WINDOW)
-        channel = await self.channel()
-        # No cancel scope may be open while the caller has a piece: it would not be the innermost one any more.
-        call = await channel.open("run", asked, room=2 * OUTPUT_WINDOW)
-        try:
-            while True:
-                with in_time("stream", max(ANSWER_SECONDS, deadline - anyio.current_time())):
-                    piece = await call.next()
-                if isinstance(piece, msgspec.Raw):
-                    yield to_result(decode(piece, Ending), {})
-                    return
-                name, data = piece[0], decode(piece[1], bytes)
-                if name not in STREAMS:
-                    raise SandboxLostError(f"the agent sent output of {name!r}")
-                yield Chunk("stdout" if name == "stdout" else "stderr", data)
-                await call.grant(data)
-        finally:
-            await channel.finish(call)
+async def stream_command(agent: HasAgent, exec: Exec) -> AsyncGenerator[Chunk | Result]:
+    """A command with its output as it comes."""
+    if len(exec.stdin) > PIECE:
+        raise SandboxLimitError(f"a stream takes {PIECE} bytes of input; write more to a file")
+    deadline = anyio.current_time() + exec.seconds + ANSWER_SECONDS
+    asked = argument_of(exec, agent.spec.output_limit, stdin=exec.stdin, stream=True, credit=OUTPUT_WINDOW)
+    channel = await agent.channel()
+    # No cancel scope may be open while the caller has a piece: it would not be the innermost one any more.
+    call = await channel.open("run", asked, room=2 * OUTPUT_WINDOW)
+    try:
+        while True:
+            with in_time("stream", max(ANSWER_SECONDS, deadline - anyio.current_time())):
+                piece = await call.next()
+            if isinstance(piece, msgspec.Raw):
+                yield to_result(decode(piece, Ending), {})
+                return
+            name, data = piece[0], decode(piece[1], bytes)
+            if name not in STREAMS:
+                raise SandboxLostError(f"the agent sent output of {name!r}")
+            yield Chunk("stdout" if name == "stdout" else "stderr", data)
+            await call.grant(data)
+    finally:
+        await channel.finish(call)
 
-    async def start_exec(self, exec: Exec) -> AgentJob:
-        if exec.stdin:
-            raise SandboxRefusedError("a job has no input; write it to a file")
-        asked = argument_of(exec, self.spec.output_limit)
-        channel = await self.channel()
-        # Cancelled here, nobody would know of the job: so its start is not.
-        job_id = ""
+
+async def start_job(agent: HasAgent, exec: Exec) -> AgentJob:
+    """A command in the background."""
+    if exec.stdin:
+        raise SandboxRefusedError("a job has no input; write it to a file")
+    asked = argument_of(exec, agent.spec.output_limit)
+    channel = await agent.channel()
+    # Cancelled here, nobody would know of the job: so its start is not.
+    job_id = ""
+    with anyio.CancelScope(shield=True):
+        job_id, _ = await channel.ask("start", asked, str, ANSWER_SECONDS)
+    return AgentJob(agent, job_id)
+
+
+@asynccontextmanager
+async def open_session(agent: HasAgent, name: str) -> AsyncGenerator[AgentSession]:
+    """A shell for the time of the block."""
+    channel = await agent.channel()
+    session = AgentSession(agent, name)
+    try:
+        # A cancellation between the shell's start and our knowing of it would leave it behind.
         with anyio.CancelScope(shield=True):
-            job_id, _ = await channel.ask("start", asked, str, ANSWER_SECONDS)
-        return AgentJob(self, job_id)
+            await channel.ask("session_open", {"name": name}, int, ANSWER_SECONDS)
+        yield session
+    finally:
+        with anyio.CancelScope(shield=True):
+            await _ignore_loss(session.close)
 
-    def job(self, job_id: str) -> AgentJob:
-        """A job that was started earlier, perhaps by another process."""
-        return AgentJob(self, job_id)
 
-    @asynccontextmanager
-    async def session(self, name: str = "main") -> AsyncGenerator[AgentSession]:
-        channel = await self.channel()
-        session = AgentSession(self, name)
-        try:
-            # A cancellation between the shell's start and our knowing of it would leave it behind.
-            with anyio.CancelScope(shield=True):
-                await channel.ask("session_open", {"name": name}, int, ANSWER_SECONDS)
-            yield session
-        finally:
-            with anyio.CancelScope(shield=True):
-                await _ignore_loss(session.close)
-
-    @asynccontextmanager
-    async def terminal(
-        self, command: Command | None = None, *, rows: int = 24, columns: int = 80
-    ) -> AsyncGenerator[AgentTerminal]:
-        shell: Sequence[str] = ("/bin/sh", "-c", "exec $(command -v bash || echo sh) -i")
-        exec = Exec(command=command or shell, env={"TERM": "xterm-256color"})
-        asked = argument_of(
-            exec, self.spec.output_limit, tty=True, rows=rows, columns=columns, stream=True, credit=OUTPUT_WINDOW
-        )
-        channel = await self.channel()
-        call = await channel.open("run", asked, room=2 * OUTPUT_WINDOW)
-        try:
-            yield AgentTerminal(call)
-        finally:
-            await channel.finish(call)
+@asynccontextmanager
+async def open_terminal(
+    agent: HasAgent, command: Command | None, rows: int, columns: int
+) -> AsyncGenerator[AgentTerminal]:
+    """A program on a pseudo-terminal for the time of the block."""
+    shell: Sequence[str] = ("/bin/sh", "-c", "exec $(command -v bash || echo sh) -i")
+    exec = Exec(command=command or shell, env={"TERM": "xterm-256color"})
+    asked = argument_of(
+        exec, agent.spec.output_limit, tty=True, rows=rows, columns=columns, stream=True, credit=OUTPUT_WINDOW
+    )
+    channel = await agent.channel()
+    call = await channel.open("run", asked, room=2 * OUTPUT_WINDOW)
+    try:
+        yield AgentTerminal(call)
+    finally:
+        await channel.finish(call)
 
 
 @asynccontextmanager

@@ -1,23 +1,18 @@
-"""The files of a sandbox: what `api.Files` promises, over the channel to its agent."""
+"""The files of a sandbox, over the channel to its agent."""
 
 from __future__ import annotations
 
-import builtins
 import errno
-import functools
 import math
 import os
-import tempfile
 from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import IO, Literal
 
 import anyio
-import anyio.to_thread
 import msgspec
 
 from envs.sandbox import trees
-from envs.sandbox.api import FileInfo, Files
+from envs.sandbox.api import FileInfo
 from envs.sandbox.local.channel import OUTPUT_WINDOW, Channel, decode, in_time
 from envs.sandbox.local.commands import ANSWER_SECONDS, Ending, HasAgent, encoded_path
 from envs.sandbox.trees import TreeLimits
@@ -35,131 +30,118 @@ TREE_SECONDS = 600.0
 """For a tree to be copied or removed."""
 ARCHIVE_BYTES = 1 << 26
 """That an archive may have beyond twice the size of its files: each has a head of up to 2 KiB."""
-MEMORY_BYTES = 1 << 20
-"""Trees up to this size are kept in memory on their way, larger ones in a temporary file."""
-
 _NO_ROOM = ("No space left", f"Errno {errno.EFBIG}")
 """What workers say of limits."""
 _Entry = tuple[bytes, Literal["file", "folder", "link", "other"], int, int, float]
 
 
-class AgentFiles(Files, HasAgent):
-    """Files over the channel to the agent."""
-
-    tree_limits = TreeLimits()
-    """Caps on uploads and downloads."""
-
-    async def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
-        if offset < 0 or (limit is not None and limit < 0):
-            raise SandboxFileError(f"{path}: offset and limit cannot be negative")
-        if limit is not None and limit > READ_LIMIT:
-            raise SandboxLimitError(f"{path}: one read gives {READ_LIMIT} bytes, not {limit}; read it in ranges")
-        channel = await self.channel()
-        wanted = READ_LIMIT + 1 if limit is None else limit
-        data, first = bytearray(), None
-        while len(data) < wanted or first is None:
-            size = min(wanted - len(data), READ_PIECE)
-            asked = {"path": encoded_path(path), "offset": offset + len(data), "limit": size}
-            identity, output = await channel.ask("read", asked, list[int], ANSWER_SECONDS, room=size)
-            if first not in (None, identity):
-                raise SandboxFileError(f"{path}: changed while it was read; try again")
-            first, piece = identity, output.get("stdout", b"")
-            data += piece
-            if len(piece) < size or not size:
-                break
-        if len(data) > READ_LIMIT:
-            raise SandboxLimitError(f"{path}: has more than the {READ_LIMIT} bytes of one read; read it in ranges")
-        return bytes(data)
-
-    async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
-        if len(data) > WRITE_LIMIT:
-            raise SandboxLimitError(f"{path}: one write takes {WRITE_LIMIT} bytes, not {len(data)}")
-        channel = await self.channel()
-        asked = {"path": encoded_path(path), "mode": mode & 0o7777, "append": append}
-        timeout = ANSWER_SECONDS + len(data) / (1 << 20)
-        async with channel.call("write", asked, timeout) as call:
-            await call.send(data, last=True)
-            await call.result(type(None))
-
-    async def list(self, path: str = ".") -> builtins.list[FileInfo]:
-        channel = await self.channel()
-        entries: builtins.list[FileInfo] = []
-        async with channel.call("list", {"path": encoded_path(path)}, ANSWER_SECONDS, room=LIST_ROOM) as call:
-            while not isinstance(piece := await call.next(), msgspec.Raw):
-                batch = decode(piece[1], builtins.list[_Entry])
-                if any(b"/" in name or b"\0" in name for name, *_ in batch):
-                    raise SandboxLostError(f"{path}: the agent sent a name that no file can have")
-                entries += [FileInfo(os.fsdecode(name), kind, size, mode, at) for name, kind, size, mode, at in batch]
-        return entries
-
-    async def remove(self, path: str) -> None:
-        if path.rstrip("/") in ("", ".", ".."):
-            raise SandboxFileError(f"{path!r}: not a path that can be removed")
-        await _work(self, await self.channel(), "remove", path)
-
-    async def upload(self, source: Path, path: str) -> None:
-        with tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES) as archive:
-            await _in_thread(trees.pack, Path(source), archive, self.tree_limits)
-            archive.seek(0)
-            await _receive(self, path, archive)
-
-    async def download(self, path: str, target: Path) -> None:
-        with tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES) as archive:
-            # A tar archive pads each entry.
-            room = self.tree_limits.total + 2048 * self.tree_limits.entries
-            async for piece in send_tree(self, path):
-                room -= len(piece)
-                if room < 0:
-                    raise SandboxLimitError(f"{path}: more than {self.tree_limits.total} bytes")
-                archive.write(piece)
-            archive.seek(0)
-            await _in_thread(trees.unpack, archive, Path(target), self.tree_limits)
+async def read_file(agent: HasAgent, path: str, offset: int, limit: int | None) -> bytes:
+    """Bytes of a regular file."""
+    if offset < 0 or (limit is not None and limit < 0):
+        raise SandboxFileError(f"{path}: offset and limit cannot be negative")
+    if limit is not None and limit > READ_LIMIT:
+        raise SandboxLimitError(f"{path}: one read gives {READ_LIMIT} bytes, not {limit}; read it in ranges")
+    channel = await agent.channel()
+    wanted = READ_LIMIT + 1 if limit is None else limit
+    data, first = bytearray(), None
+    while len(data) < wanted or first is None:
+        size = min(wanted - len(data), READ_PIECE)
+        asked = {"path": encoded_path(path), "offset": offset + len(data), "limit": size}
+        identity, output = await channel.ask("read", asked, list[int], ANSWER_SECONDS, room=size)
+        if first not in (None, identity):
+            raise SandboxFileError(f"{path}: changed while it was read; try again")
+        first, piece = identity, output.get("stdout", b"")
+        data += piece
+        if len(piece) < size or not size:
+            break
+    if len(data) > READ_LIMIT:
+        raise SandboxLimitError(f"{path}: has more than the {READ_LIMIT} bytes of one read; read it in ranges")
+    return bytes(data)
 
 
-async def _in_thread(function: object, *args: object) -> None:
-    """Run to its end, also when cancelled: it is bounded by its caps, and must not work on what is closed."""
-    await anyio.to_thread.run_sync(functools.partial(function, *args))  # type: ignore[arg-type]
+async def write_file(agent: HasAgent, path: str, data: bytes, mode: int, append: bool) -> None:
+    """Replace a file in one step, or append to it."""
+    if len(data) > WRITE_LIMIT:
+        raise SandboxLimitError(f"{path}: one write takes {WRITE_LIMIT} bytes, not {len(data)}")
+    channel = await agent.channel()
+    asked = {"path": encoded_path(path), "mode": mode & 0o7777, "append": append}
+    timeout = ANSWER_SECONDS + len(data) / (1 << 20)
+    async with channel.call("write", asked, timeout) as call:
+        await call.send(data, last=True)
+        await call.result(type(None))
 
 
-def _argument(sandbox: HasAgent, function: str, path: str, **more: object) -> dict[str, object]:
+async def list_folder(agent: HasAgent, path: str) -> list[FileInfo]:
+    """The entries of a folder."""
+    channel = await agent.channel()
+    entries: list[FileInfo] = []
+    async with channel.call("list", {"path": encoded_path(path)}, ANSWER_SECONDS, room=LIST_ROOM) as call:
+        while not isinstance(piece := await call.next(), msgspec.Raw):
+            batch = decode(piece[1], list[_Entry])
+            if any(b"/" in name or b"\0" in name for name, *_ in batch):
+                raise SandboxLostError(f"{path}: the agent sent a name that no file can have")
+            entries += [FileInfo(os.fsdecode(name), kind, size, mode, at) for name, kind, size, mode, at in batch]
+    return entries
+
+
+async def remove_path(agent: HasAgent, path: str) -> None:
+    """Remove a file, a link or a folder."""
+    if path.rstrip("/") in ("", ".", ".."):
+        raise SandboxFileError(f"{path!r}: not a path that can be removed")
+    await _work(agent, await agent.channel(), "remove", path)
+
+
+def _argument(agent: HasAgent, function: str, path: str, **more: object) -> dict[str, object]:
     """What the agent is asked for: one of its own functions on a path."""
-    limit = sandbox.spec.output_limit
+    limit = agent.spec.output_limit
     return {"timeout": TREE_SECONDS, "limit": limit, "function": function, "path": encoded_path(path), **more}
 
 
-async def _receive(sandbox: HasAgent, path: str, archive: IO[bytes]) -> None:
-    channel = await sandbox.channel()
-    asked = _argument(sandbox, "receive", path, feed=True)
-    async with channel.call("work", asked, TREE_SECONDS + ANSWER_SECONDS, room=2 * sandbox.spec.output_limit) as call:
+async def put_archive(agent: HasAgent, path: str, archive: IO[bytes]) -> None:
+    """Unpack an archive in the sandbox."""
+    channel = await agent.channel()
+    asked = _argument(agent, "receive", path, feed=True)
+    async with channel.call("work", asked, TREE_SECONDS + ANSWER_SECONDS, room=2 * agent.spec.output_limit) as call:
         while piece := archive.read(trees.COPY_BYTES):
             await call.send(piece)
         await call.send(b"", last=True)
         _check(path, (await call.result(Ending))[0])
 
 
-async def _work(sandbox: HasAgent, channel: Channel, function: str, path: str) -> None:
-    asked = _argument(sandbox, function, path)
+async def get_archive(agent: HasAgent, path: str, archive: IO[bytes], limits: TreeLimits) -> None:
+    """Write a file or tree of the sandbox to a file, as a tar archive. Raises SandboxLimitError."""
+    # A tar archive pads each entry.
+    room = limits.total + 2048 * limits.entries
+    async for piece in send_tree(agent, path):
+        room -= len(piece)
+        if room < 0:
+            raise SandboxLimitError(f"{path}: more than {limits.total} bytes")
+        archive.write(piece)
+
+
+async def _work(agent: HasAgent, channel: Channel, function: str, path: str) -> None:
+    asked = _argument(agent, function, path)
     ending, _ = await channel.ask(
-        "work", asked, Ending, TREE_SECONDS + ANSWER_SECONDS, room=2 * sandbox.spec.output_limit
+        "work", asked, Ending, TREE_SECONDS + ANSWER_SECONDS, room=2 * agent.spec.output_limit
     )
     _check(path, ending)
 
 
-async def restore(sandbox: HasAgent, channel: Channel, workdir: str) -> None:
+async def restore(agent: HasAgent, channel: Channel, workdir: str) -> None:
     """Fill the working directory with the files of the snapshot that the image is, if they lie beside it."""
-    await _work(sandbox, channel, "restore", workdir)
+    await _work(agent, channel, "restore", workdir)
 
 
-async def send_tree(sandbox: HasAgent, path: str, most: int | None = None) -> AsyncGenerator[bytes]:
+async def send_tree(agent: HasAgent, path: str, most: int | None = None) -> AsyncGenerator[bytes]:
     """A file or tree of the sandbox as a tar stream. `most`: bytes that its files may have, holes included.
 
     Raises:
         SandboxLimitError: they have more, naming the file; or the stream does, whatever the agent says.
     """
-    channel = await sandbox.channel()
+    channel = await agent.channel()
     more = {} if most is None else {"most": most}
     room = math.inf if most is None else 2 * most + ARCHIVE_BYTES
-    asked = _argument(sandbox, "send", path, stream=True, credit=OUTPUT_WINDOW, **more)
+    asked = _argument(agent, "send", path, stream=True, credit=OUTPUT_WINDOW, **more)
     deadline = anyio.current_time() + TREE_SECONDS
     call = await channel.open("work", asked, room=2 * OUTPUT_WINDOW)
     transcript = b""

@@ -14,48 +14,60 @@ import logging
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, suppress
-from pathlib import Path
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, suppress
 from types import TracebackType
-from typing import Self
-from uuid import uuid4
+from typing import Any, Self, TypeVar, cast
 
 import anyio
-import anyio.lowlevel
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
-from envs.sandbox.api import Sandbox, Snapshot, Spec, State
+from envs.sandbox.api import Snapshot, Spec, State
 from envs.sandbox.engines import profiles
-from envs.sandbox.engines.backend import AGENT_SECRET, Backend, Link, Surroundings
+from envs.sandbox.engines.backend import Backend, Link, Surroundings
 from envs.sandbox.engines.bundle import Options
-from envs.sandbox.local import watches
+from envs.sandbox.local import commands, files, watches
 from envs.sandbox.local.channel import Channel
-from envs.sandbox.local.commands import AgentCommands
-from envs.sandbox.local.files import AgentFiles, restore, send_tree
+from envs.sandbox.local.container import FIRST_PAUSE, LAST_PAUSE, SandboxContainer
 from envs.sandbox.local.forks import Forks
 from envs.sandbox.local.greeting import Hello, NoLink, with_deadline
 from envs.sandbox.local.shell_channel import ShellChannel
 from envs.sandbox.local.snapshots import INSTANCE, INSTANCE_LABEL, SNAPSHOT_LABEL, SNAPSHOT_NAME, from_snapshot
+from envs.sandbox.sandbox import (
+    GetArchive,
+    ListFolder,
+    MakeForks,
+    OpenSession,
+    OpenTerminal,
+    PutArchive,
+    ReadFile,
+    RemovePath,
+    RunCommand,
+    Sandbox,
+    SandboxFacts,
+    SandboxOpening,
+    SandboxRequest,
+    StartJob,
+    StreamCommand,
+    TakeSnapshot,
+    WriteFile,
+    refused,
+)
 from flash.errors import (
     SandboxClosedError,
     SandboxError,
     SandboxLostError,
     SandboxRefusedError,
     SandboxStartError,
-    SandboxTimeoutError,
 )
 from flash.waiting import unwrapped_group
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
 LIFE_MARGIN = 5.0
 """Seconds that an agent lives longer than its host lets it."""
-FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
-"""Seconds between attempts to reach the engine or the agent again."""
-LATE_LOOKS = 6
-"""How often a container is removed whose creation was not answered in time: an engine that was stopped and goes on
-creates it beside the first removal, or after it."""
 FORGET_SECONDS = 5.0
 """For removing the image of a snapshot that failed or was cancelled."""
 
@@ -77,7 +89,7 @@ class SandboxSettings(msgspec.Struct, frozen=True, kw_only=True):
     """For removing the container, also when the block was cancelled."""
 
 
-class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
+class LocalSandbox(Sandbox):
     """See the module. An asynchronous context manager; or a task: `await tasks.start(sandbox.keep)`.
 
     Args:
@@ -104,12 +116,8 @@ class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
         profiles.check(spec)
         self._backend = backend
         self._spec = spec
-        self._name = name or f"flash-{uuid4().hex[:20]}"
-        self._labels = dict(labels or {})
+        self._container = SandboxContainer(backend, spec, name, labels, adopt)
         self._settings = settings or SandboxSettings()
-        self._secret = secrets.token_hex(32)
-        self._container_id = adopt or ""
-        self._adopted = adopt is not None
         self._state: State = "starting"
         self._reason = "the sandbox was not started"
         self._channel = Channel(NoLink())
@@ -118,28 +126,19 @@ class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
         self._ending = anyio.Event()
         self._ended = anyio.Event()
         self._uses = 0
-        self._removals = 1
         self._unwanted: list[str] = []
         self._forks: TaskGroup
         self._stack = AsyncExitStack()
 
     @property
-    def sandbox_id(self) -> str:
-        """The name of its container."""
-        return self._name
+    def facts(self) -> SandboxFacts:
+        """How it stands now; its id is the name of its container."""
+        return SandboxFacts(self._container.name, self._spec, self._state)
 
     @property
     def container_id(self) -> str:
         """The engine's id of its container; empty before it exists."""
-        return self._container_id
-
-    @property
-    def spec(self) -> Spec:
-        return self._spec
-
-    @property
-    def state(self) -> State:
-        return self._state
+        return self._container.id
 
     @property
     def reason(self) -> str:
@@ -195,15 +194,58 @@ class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
         """What a call is told that came too late."""
         return SandboxClosedError(self._reason) if self._state == "closed" else SandboxLostError(self._reason)
 
-    async def snapshot(self) -> Snapshot:
+    async def ask(self, request: SandboxRequest[T]) -> T:
+        return cast("T", await self._answer(request))
+
+    async def _answer(self, request: SandboxRequest[Any]) -> object:
+        """What each request comes to."""
+        match request:
+            case RunCommand(exec):
+                return await commands.run_command(self, exec)
+            case StartJob(exec):
+                return await commands.start_job(self, exec)
+            case ReadFile(path, offset, limit):
+                return await files.read_file(self, path, offset, limit)
+            case WriteFile(path, data, mode, append):
+                return await files.write_file(self, path, data, mode, append)
+            case ListFolder(path):
+                return await files.list_folder(self, path)
+            case RemovePath(path):
+                return await files.remove_path(self, path)
+            case PutArchive(path, archive):
+                return await files.put_archive(self, path, archive)
+            case GetArchive(path, archive, limits):
+                return await files.get_archive(self, path, archive, limits)
+            case TakeSnapshot():
+                return await self._snapshot()
+            case MakeForks(count):
+                return await self._fork(count)
+            case _:
+                raise refused(request)
+
+    def open(self, opening: SandboxOpening[T]) -> AbstractAsyncContextManager[T]:
+        return cast("AbstractAsyncContextManager[T]", self._opened(opening))
+
+    def _opened(self, opening: SandboxOpening[Any]) -> AbstractAsyncContextManager[object]:
+        match opening:
+            case StreamCommand(exec):
+                return aclosing(commands.stream_command(self, exec))
+            case OpenSession(name):
+                return commands.open_session(self, name)
+            case OpenTerminal(command, rows, columns):
+                return commands.open_terminal(self, command, rows, columns)
+            case _:
+                raise refused(opening)
+
+    async def _snapshot(self) -> Snapshot:
         (await self.channel()).check()
         tag = secrets.token_hex(16)
         name = f"{SNAPSHOT_NAME}:{tag}"
         most = profiles.disk_mib(self._spec) * profiles.MIB
-        files = send_tree(self, self.hello.workdir, most) if self._surroundings.files_apart else None
-        labels = {**self._labels, SNAPSHOT_LABEL: self._name, INSTANCE_LABEL: INSTANCE}
+        tree = files.send_tree(self, self.hello.workdir, most) if self._surroundings.files_apart else None
+        labels = {**self._container.labels, SNAPSHOT_LABEL: self._container.name, INSTANCE_LABEL: INSTANCE}
         try:
-            size = await self._backend.commit(self._container_id, name=name, labels=labels, files=files, most=most)
+            size = await self._backend.commit(self._container.id, name=name, labels=labels, files=tree, most=most)
         except BaseException as error:
             # The engine may have made it all the same, or still be at it.
             self._unwanted.append(name)
@@ -220,11 +262,14 @@ class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
                 with suppress(SandboxError):
                     await self._backend.remove_image(name)
 
-    async def fork(self, count: int) -> list[LocalSandbox]:
+    async def _fork(self, count: int) -> list[LocalSandbox]:
         if count < 1:
             raise SandboxRefusedError(f"at least one fork must be asked for, not {count}")
-        spec = (await self.snapshot()).spec
-        forks = [LocalSandbox(self._backend, spec, labels=self._labels, settings=self._settings) for _ in range(count)]
+        spec = (await self._snapshot()).spec
+        forks = [
+            LocalSandbox(self._backend, spec, labels=self._container.labels, settings=self._settings)
+            for _ in range(count)
+        ]
         group = Forks(self._backend, forks, self._settings.removal)
         if self._ending.is_set():
             await group.forget()
@@ -256,83 +301,46 @@ class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
         finally:
             self._end("closed", "the sandbox was closed")
             with anyio.move_on_after(self._settings.removal, shield=True) as removal:
-                await self._remove()
+                await self._container.remove()
             await self._forget_unwanted()
             if removal.cancelled_caught:
-                _log.error("container %s could not be removed in %g s", self._name, self._settings.removal)
+                _log.error("container %s could not be removed in %g s", self._container.name, self._settings.removal)
             self._ended.set()
 
     async def _connect(self, scope: anyio.CancelScope, task_status: TaskStatus[None]) -> None:
         """Make the container, and hold a link to it until it is ended; a link that broke is replaced."""
-        opener = self._backend.take_over
-        if not self._adopted:
-            opener = self._backend.attach
-            await self._make()
-        else:
-            await self._find()
-        self._surroundings = self._backend.surroundings(self._container_id, self._spec)
+        await self._container.begin()
+        opener = self._backend.take_over if self._container.adopted else self._backend.attach
+        self._surroundings = self._backend.surroundings(self._container.id, self._spec)
         pause = FIRST_PAUSE
         while not self._ending.is_set():
             try:
-                async with opener(self._container_id) as link:
+                async with opener(self._container.id) as link:
                     channel = await self._introduce(link, fresh=opener == self._backend.attach)
                     await self._serve(channel, scope, task_status)
                     pause = FIRST_PAUSE
             except SandboxError as error:
                 if self._state == "starting":
                     raise
-                _log.warning("sandbox %s: %s", self._name, error)
+                _log.warning("sandbox %s: %s", self._container.name, error)
             if self._ending.is_set():
                 return
             if self._connected.is_set():
                 self._connected = anyio.Event()
             scope.deadline = min(scope.deadline, anyio.current_time() + self._settings.reconnect)
-            await self._check_container()
-            if not self._surroundings.address:
+            if gone := await self._container.why_gone():
+                self._end("lost", gone)
+            elif not self._surroundings.address:
                 self._end("lost", "its link broke, and a sandbox of its profile is not taken over")
                 return
             opener = self._backend.take_over
             await anyio.sleep(pause)
             pause = min(2 * pause, LAST_PAUSE)
 
-    async def _make(self) -> None:
-        """Create and start the container. A creation is not cut off: its container could not be found again."""
-        runtime = self._spec.runtime
-        if runtime is not None and runtime not in (info := await self._backend.info()).runtimes:
-            raise SandboxRefusedError(
-                f"{info.name} has no runtime {runtime!r}, only {', '.join(info.runtimes) or 'its default'}"
-            )
-        labels = {**self._labels, AGENT_SECRET: self._secret}
-        with anyio.CancelScope(shield=True):
-            try:
-                self._container_id = await self._backend.create(self._spec, name=self._name, labels=labels)
-            except SandboxTimeoutError:
-                self._removals = LATE_LOOKS
-                raise
-        await anyio.lowlevel.checkpoint()
-        await self._backend.start(self._container_id)
-        if runtime is not None:
-            found = await self._backend.inspect(self._container_id, runtime=True)
-            if found is None or Path(found.runtime).name != runtime:
-                raise SandboxRefusedError(
-                    f"the engine runs the sandbox under {found.runtime if found else 'nothing'!r} instead of "
-                    f"{runtime!r}; Podman takes its runtime from containers.conf"
-                )
-
-    async def _find(self) -> None:
-        """The container that is to be taken over."""
-        found = await self._backend.inspect(self._container_id)
-        if found is None or not found.running or AGENT_SECRET not in found.labels:
-            raise SandboxLostError(f"container {self._container_id[:20]} does not run, or is no sandbox")
-        self._name, self._secret = found.name, found.labels[AGENT_SECRET]
-        # What is made of it has to be found like what it was made as; the image's labels are among its own.
-        own = (AGENT_SECRET, SNAPSHOT_LABEL, INSTANCE_LABEL)
-        self._labels = {name: value for name, value in found.labels.items() if name not in own}
-
     async def _introduce(self, link: Link, *, fresh: bool) -> Channel:
         """Start the agent, or prove to it that it may trust us."""
         if not fresh:
-            await link.send(self._secret.encode())
+            await link.send(self._container.secret.encode())
             return Channel(link)
         around = self._surroundings
         options = Options(
@@ -341,7 +349,7 @@ class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
             orphan=self._settings.orphan,
             cgroup=around.cgroup,
             address=around.address,
-            secret=self._secret,
+            secret=self._container.secret,
         )
         kind, detail, rest = await with_deadline(link, options, self._settings.start, around.prelude)
         if kind == "shell":
@@ -360,8 +368,8 @@ class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
             tasks.start_soon(until, self._ending.wait)
             try:
                 self.hello, _ = await channel.ask("hello", {}, Hello, self._settings.start)
-                if self._state == "starting" and not self._adopted and from_snapshot(self._spec):
-                    await restore(self, channel, self.hello.workdir)
+                if self._state == "starting" and not self._container.adopted and from_snapshot(self._spec):
+                    await files.restore(self, channel, self.hello.workdir)
                 if self._state == "starting":
                     # Shells of an earlier host: nobody can close them any more, but their names would be taken.
                     for name in self.hello.sessions:
@@ -385,7 +393,7 @@ class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
                 tasks.start_soon(watches.idle, self._spec.idle_s, self._use, self._end)
             if not self._surroundings.disk_enforced:
                 disk = profiles.disk_mib(self._spec)
-                tasks.start_soon(watches.disk, self._backend, self._container_id, disk, self._end)
+                tasks.start_soon(watches.disk, self._backend, self._container.id, disk, self._end)
         if not self._connected.is_set():
             channel.check()
 
@@ -393,38 +401,12 @@ class LocalSandbox(AgentCommands, AgentFiles, Sandbox):
         """How often it was used, and whether it is now."""
         return self._uses, self.busy
 
-    async def _check_container(self) -> None:
-        """Say that the sandbox is lost, and why, when its container does not run."""
-        try:
-            found = await self._backend.inspect(self._container_id)
-        except SandboxError:
-            return  # The engine cannot be reached; the container may well run.
-        if found is None:
-            self._end("lost", "its container was removed by somebody else")
-        elif not found.running:
-            memory = ", for want of memory" if found.oom_killed else ""
-            self._end("lost", f"its container ended with exit code {found.exit_code}{memory}")
-
     def _end(self, state: State, reason: str) -> None:
         """Decide how it ends; the first decision stands."""
         if self._ending.is_set():
             return
-        self._state, self._reason = state, f"sandbox {self._name}: {reason}"
+        self._state, self._reason = state, f"sandbox {self._container.name}: {reason}"
         self._ending.set()
         self._connected.set()
         error = SandboxLostError if state == "lost" else SandboxClosedError
         self._channel.break_off(error(self._reason))
-
-    async def _remove(self) -> None:
-        """Remove the container, though the engine may fail meanwhile; by name when its creation was not answered."""
-        pause = FIRST_PAUSE
-        while True:
-            try:
-                await self._backend.delete(self._container_id or self._name)
-                self._removals -= 1
-                if self._removals <= 0:
-                    return
-            except SandboxError as error:
-                _log.warning("removing container %s: %s", self._name, error)
-            await anyio.sleep(pause)
-            pause = min(2 * pause, LAST_PAUSE)

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
-from envs.sandbox.api import Sandbox, Spec
+from envs.sandbox.api import Spec
 from envs.sandbox.engines.backend import Backend
 from envs.sandbox.engines.machine import Load, MachineMeter
 from envs.sandbox.local.sandbox import LocalSandbox, SandboxSettings
@@ -22,6 +22,7 @@ from envs.sandbox.pool.host import Container, HostSettings, Identity
 from envs.sandbox.pool.local_host import LocalHost
 from envs.sandbox.pool.ownership import PREFIX
 from envs.sandbox.pool.placement import Demand
+from envs.sandbox.sandbox import Sandbox
 from flash.errors import SandboxError, SandboxStartError
 from flash.waiting import unwrapped_group
 

@@ -13,10 +13,11 @@ from uuid import uuid4
 import msgspec
 from anyio.abc import TaskStatus
 
-from envs.sandbox.api import Sandbox, Spec
+from envs.sandbox.api import Spec
 from envs.sandbox.engines.machine import Load
 from envs.sandbox.pool.ownership import OwnerLock, machine
 from envs.sandbox.pool.placement import NOTHING, Demand
+from envs.sandbox.sandbox import Sandbox
 
 
 class Ticket(msgspec.Struct, frozen=True):

@@ -19,8 +19,9 @@ from typing import Literal
 
 import anyio
 
-from envs.sandbox.api import Commands, OnLost, Result, Sandbox, Spec
+from envs.sandbox.api import OnLost, Result, Spec
 from envs.sandbox.pool.timeline import Timeline
+from envs.sandbox.sandbox import Commands, Sandbox
 from flash.errors import SandboxClosedError, SandboxError, SandboxLostError, SandboxTimeoutError
 
 LeaseState = Literal["queued", "starting", "ready", "failed", "closed"]

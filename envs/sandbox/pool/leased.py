@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
-from pathlib import Path
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Protocol, TypeVar, cast
 
-from envs.sandbox.api import (
-    Chunk,
-    Command,
-    Exec,
-    Files,
-    Job,
-    JobStatus,
-    Output,
-    Result,
+from envs.sandbox.api import Chunk, Job, JobStatus, Output, Result, Session, Snapshot, State, StreamName
+from envs.sandbox.pool.lease import Lease, Use
+from envs.sandbox.pool.timeline import described, shown
+from envs.sandbox.sandbox import (
+    MakeForks,
+    OpenSession,
     Sandbox,
-    Session,
-    Snapshot,
-    Spec,
-    State,
-    StreamName,
-    Terminal,
+    SandboxFacts,
+    SandboxOpening,
+    SandboxRequest,
+    StartJob,
+    StreamCommand,
+    TakeSnapshot,
 )
-from envs.sandbox.pool.lease import Lease
-from envs.sandbox.pool.timeline import shown
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 class Lessor(Protocol):
@@ -46,17 +40,6 @@ class Lessor(Protocol):
         ...
 
 
-def _on_path(method: _Method) -> _Method:
-    """A method of `Files` that begins with a path: asks the sandbox of the lease, in a use that shows the path."""
-    name = method.__name__
-
-    async def ask(self: LeasedSandbox, path: str = ".", *rest: object, **options: object) -> object:
-        async with self.lease.use(name, path) as use:
-            return await getattr(use.sandbox, name)(path, *rest, **options)
-
-    return cast("_Method", ask)
-
-
 class LeasedSandbox(Sandbox):
     """A sandbox under a lease of a pool."""
 
@@ -65,20 +48,15 @@ class LeasedSandbox(Sandbox):
         self.lease = lease
 
     @property
-    def sandbox_id(self) -> str:
-        return self.lease.id
-
-    @property
-    def spec(self) -> Spec:
-        return self.lease.spec
+    def facts(self) -> SandboxFacts:
+        return SandboxFacts(self.lease.id, self.lease.spec, self._state())
 
     @property
     def generation(self) -> int:
         """How often the sandbox was made again after a loss."""
         return self.lease.generation
 
-    @property
-    def state(self) -> State:
+    def _state(self) -> State:
         match self.lease.state:
             case "queued" | "starting":
                 return "starting"
@@ -89,70 +67,54 @@ class LeasedSandbox(Sandbox):
             case "closed":
                 return "closed"
 
-    async def run_exec(self, exec: Exec) -> Result:
-        async with self.lease.use("run", shown(exec.command)) as use:
-            return use.ended(await use.sandbox.run_exec(exec))
+    async def ask(self, request: SandboxRequest[T]) -> T:
+        return cast("T", await self._answer(request))
 
-    async def stream_exec(self, exec: Exec) -> AsyncGenerator[Chunk | Result]:
-        async with (
-            self.lease.use("stream", shown(exec.command)) as use,
-            aclosing(use.sandbox.stream_exec(exec)) as items,
-        ):
-            async for item in items:
-                if isinstance(item, Result):
-                    use.ended(item)
-                yield item
+    async def _answer(self, request: SandboxRequest[Any]) -> object:
+        match request:
+            case TakeSnapshot():
+                return await self._pool.snapshot(self.lease)
+            case MakeForks(count):
+                # On the same host, closed with this one at the latest.
+                return [LeasedSandbox(self._pool, lease) for lease in await self._pool.fork(self.lease, count)]
+            case _:
+                pass
+        async with self.lease.use(*described(request)) as use:
+            answer = await use.sandbox.ask(request)
+            if isinstance(answer, Result):
+                return use.ended(answer)
+            if isinstance(request, StartJob):
+                use.outcome = "started"
+                return LeasedJob(answer, f"{self.lease.generation}.{answer.job_id}")
+            return answer
 
-    async def start_exec(self, exec: Exec) -> Job:
-        async with self.lease.use("job", shown(exec.command)) as use:
-            use.outcome = "started"
-            job = await use.sandbox.start_exec(exec)
-            return LeasedJob(job, f"{self.lease.generation}.{job.job_id}")
-
-    @asynccontextmanager
-    async def session(self, name: str = "main") -> AsyncGenerator[Session]:
-        async with self.lease.use("session", f"open {name}") as use:
-            sandbox = use.sandbox
-        async with sandbox.session(name) as session:
-            yield LeasedSession(self.lease, session)
+    def open(self, opening: SandboxOpening[T]) -> AbstractAsyncContextManager[T]:
+        return cast("AbstractAsyncContextManager[T]", self._opened(opening))
 
     @asynccontextmanager
-    async def terminal(
-        self, command: Command | None = None, *, rows: int = 24, columns: int = 80
-    ) -> AsyncGenerator[Terminal]:
-        text = "a shell" if command is None else shown(command)
-        async with (
-            self.lease.use("terminal", text) as use,
-            use.sandbox.terminal(command, rows=rows, columns=columns) as terminal,
-        ):
-            yield terminal
-
-    read = _on_path(Files.read)
-    list = _on_path(Files.list)
-    remove = _on_path(Files.remove)
-    download = _on_path(Files.download)
-
-    async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
-        async with self.lease.use("write", f"{path} ({len(data)} bytes)") as use:
-            await use.sandbox.write(path, data, mode=mode, append=append)
-
-    async def upload(self, source: Path, path: str) -> None:
-        async with self.lease.use("upload", path) as use:
-            await use.sandbox.upload(source, path)
+    async def _opened(self, opening: SandboxOpening[Any]) -> AsyncGenerator[object]:
+        if isinstance(opening, OpenSession):
+            # Its commands are uses of their own.
+            async with self.lease.use(*described(opening)) as use:
+                sandbox = use.sandbox
+            async with sandbox.open(opening) as session:
+                yield LeasedSession(self.lease, session)
+            return
+        async with self.lease.use(*described(opening)) as use, use.sandbox.open(opening) as held:
+            yield _noted(held, use) if isinstance(opening, StreamCommand) else held
 
     async def wait_ended(self) -> None:
         await self.lease.done.wait()
 
-    async def snapshot(self) -> Snapshot:
-        return await self._pool.snapshot(self.lease)
-
-    async def fork(self, count: int) -> list[Sandbox]:
-        """New sandboxes with the same files, on the same host, closed with this one at the latest."""
-        return [LeasedSandbox(self._pool, lease) for lease in await self._pool.fork(self.lease, count)]
-
     async def close(self) -> None:
         """End the lease, and wait until nothing is left of the sandbox."""
         await self._pool.release(self.lease)
+
+
+async def _noted(items: AsyncIterator[Chunk | Result], use: Use) -> AsyncGenerator[Chunk | Result]:
+    """The same items; how the command ended is the outcome of the use."""
+    async for item in items:
+        yield use.ended(item) if isinstance(item, Result) else item
 
 
 class LeasedJob:

@@ -17,7 +17,7 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
-from envs.sandbox.api import Sandbox, Spec
+from envs.sandbox.api import Spec
 from envs.sandbox.engines.machine import Load
 from envs.sandbox.local.snapshots import from_snapshot
 from envs.sandbox.pool.host import (
@@ -38,6 +38,7 @@ from envs.sandbox.pool.placement import NOTHING, Demand
 from envs.sandbox.pool.quarantine import Quarantine
 from envs.sandbox.pool.reaper import Reaper
 from envs.sandbox.pool.warm import WarmPolicy
+from envs.sandbox.sandbox import Sandbox
 from flash.errors import SandboxError, SandboxStartError
 
 _log = logging.getLogger(__name__)

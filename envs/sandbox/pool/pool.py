@@ -20,7 +20,7 @@ from uuid import uuid4
 import anyio
 from anyio.abc import TaskGroup
 
-from envs.sandbox.api import OnLost, Sandbox, Snapshot, Spec
+from envs.sandbox.api import OnLost, Snapshot, Spec
 from envs.sandbox.pool.entries import entry_of, lease_of
 from envs.sandbox.pool.host import Host, Ticket, new_sandbox_id
 from envs.sandbox.pool.journal import Entry, Journal, KeptSnapshot, MemoryJournal
@@ -28,6 +28,7 @@ from envs.sandbox.pool.lease import Lease
 from envs.sandbox.pool.leased import LeasedSandbox
 from envs.sandbox.pool.snapshots import SnapshotBook
 from envs.sandbox.pool.state import PoolSettings, PoolState
+from envs.sandbox.sandbox import Sandbox
 from flash.errors import (
     SandboxBusyError,
     SandboxClosedError,

@@ -9,21 +9,31 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeVar, cast
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import anyio
 import msgspec
 
-from envs.sandbox.api import Commands, Exec, Files, Result, Sandbox, Shells, Snapshot, Snapshots, Spec, State
+from envs.sandbox.api import Exec, Result, Snapshot, Spec, State
 from envs.sandbox.engines.machine import Load
 from envs.sandbox.local.snapshots import INSTANCE, INSTANCE_LABEL, SNAPSHOT_LABEL, SNAPSHOT_NAME
 from envs.sandbox.pool.host import Container
 from envs.sandbox.pool.placement import Demand
-from flash.errors import SandboxClosedError, SandboxLostError, SandboxRefusedError, SandboxStartError
+from envs.sandbox.sandbox import (
+    RunCommand,
+    Sandbox,
+    SandboxFacts,
+    SandboxOpening,
+    SandboxRequest,
+    TakeSnapshot,
+    refused,
+)
+from flash.errors import SandboxClosedError, SandboxLostError, SandboxStartError
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 class SimulatedMaker:
@@ -101,15 +111,6 @@ class SimulatedMaker:
         return mean * math.exp(self._random.gauss(0.0, self._spread)) if self._spread else mean
 
 
-def _refused(method: _Method) -> _Method:
-    """A method of sandboxes that a simulated one does not have."""
-
-    def refuse(*_: object, **__: object) -> NoReturn:
-        raise SandboxRefusedError("a simulated sandbox has neither files nor shells")
-
-    return cast("_Method", refuse)
-
-
 class SimulatedSandbox(Sandbox):
     """A sandbox in which only time passes."""
 
@@ -125,16 +126,8 @@ class SimulatedSandbox(Sandbox):
         self._ended = anyio.Event()
 
     @property
-    def sandbox_id(self) -> str:
-        return self._id
-
-    @property
-    def spec(self) -> Spec:
-        return self._spec
-
-    @property
-    def state(self) -> State:
-        return self._state
+    def facts(self) -> SandboxFacts:
+        return SandboxFacts(self._id, self._spec, self._state)
 
     def end(self, state: State) -> None:
         """It ends in this state."""
@@ -147,7 +140,21 @@ class SimulatedSandbox(Sandbox):
         self._maker.sandboxes.pop(self.container_id, None)
         self.end("lost")
 
-    async def run_exec(self, exec: Exec) -> Result:
+    async def ask(self, request: SandboxRequest[T]) -> T:
+        """Commands and snapshots; the pool forks."""
+        asked: SandboxRequest[Any] = request
+        match asked:
+            case RunCommand(exec):
+                return cast("T", await self._run(exec))
+            case TakeSnapshot():
+                return cast("T", self._snapshot())
+            case _:
+                raise refused(request)
+
+    def open(self, opening: SandboxOpening[T]) -> AbstractAsyncContextManager[T]:
+        raise refused(opening)
+
+    async def _run(self, exec: Exec) -> Result:
         """`sleep SECONDS`; anything else takes no time."""
         command, timeout = exec.command, exec.seconds
         words = command.split() if isinstance(command, str) else list(command)
@@ -171,23 +178,10 @@ class SimulatedSandbox(Sandbox):
             max_rss=0,
         )
 
-    stream_exec = _refused(Commands.stream_exec)
-    start_exec = _refused(Commands.start_exec)
-    session = _refused(Shells.session)
-    terminal = _refused(Shells.terminal)
-    read = _refused(Files.read)
-    write = _refused(Files.write)
-    list = _refused(Files.list)
-    remove = _refused(Files.remove)
-    upload = _refused(Files.upload)
-    download = _refused(Files.download)
-    fork = _refused(Snapshots.fork)
-    """The pool forks."""
-
     async def wait_ended(self) -> None:
         await self._ended.wait()
 
-    async def snapshot(self) -> Snapshot:
+    def _snapshot(self) -> Snapshot:
         """An image that starts like its own."""
         self._check()
         name = f"{SNAPSHOT_NAME}:{uuid4().hex[:20]}"

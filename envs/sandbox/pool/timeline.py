@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
+from envs.sandbox.sandbox import (
+    GetArchive,
+    ListFolder,
+    OpenSession,
+    OpenTerminal,
+    PutArchive,
+    ReadFile,
+    RemovePath,
+    RunCommand,
+    SandboxOpening,
+    SandboxRequest,
+    StartJob,
+    StreamCommand,
+    WriteFile,
+)
 from envs.sandbox.text import one_line
 
 KEPT = 300
@@ -47,3 +63,32 @@ class Timeline:
 def shown(command: str | Sequence[str]) -> str:
     """A command as one line of text."""
     return (command if isinstance(command, str) else " ".join(command))[:TEXT_CHARS].replace("\n", " ⏎ ")
+
+
+def described(asked: SandboxRequest[Any] | SandboxOpening[Any]) -> tuple[str, str]:
+    """The kind and the text of the event that a request is."""
+    match asked:
+        case RunCommand(exec):
+            return "run", shown(exec.command)
+        case StreamCommand(exec):
+            return "stream", shown(exec.command)
+        case StartJob(exec):
+            return "job", shown(exec.command)
+        case OpenSession(name):
+            return "session", f"open {name}"
+        case OpenTerminal(command):
+            return "terminal", "a shell" if command is None else shown(command)
+        case ReadFile(path):
+            return "read", path
+        case WriteFile(path, data):
+            return "write", f"{path} ({len(data)} bytes)"
+        case ListFolder(path):
+            return "list", path
+        case RemovePath(path):
+            return "remove", path
+        case PutArchive(path):
+            return "upload", path
+        case GetArchive(path):
+            return "download", path
+        case _:
+            return type(asked).__name__, ""

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 import anyio
 from anyio.abc import TaskStatus
 
-from envs.sandbox.api import Sandbox, Spec
+from envs.sandbox.api import Spec
 from envs.sandbox.engines.machine import Load
 from envs.sandbox.pool.host import Report, Settled, Ticket, ignore
 from envs.sandbox.pool.placement import NOTHING, Demand
 from envs.sandbox.protocol.wire import Info, Order, Status
 from envs.sandbox.remote.client import LEASE_S, POLL_S, SandboxClient
+from envs.sandbox.sandbox import Sandbox
 from flash.errors import SandboxError
 
 _log = logging.getLogger(__name__)

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import builtins
-import tempfile
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
-from functools import partial
-from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
+from typing import Any, Protocol, TypeVar, cast
 from urllib.parse import quote
 from uuid import uuid4
 
 import anyio
-import anyio.to_thread
 import httpx
 import msgspec
 
-from envs.sandbox.api import (
-    Chunk,
-    Command,
-    Exec,
-    FileInfo,
-    JobStatus,
-    Output,
-    Result,
-    Sandbox,
-    Snapshot,
-    Spec,
-    State,
-    StreamName,
-    Terminal,
-    check_timeout,
-)
+from envs.sandbox.api import Chunk, Exec, JobStatus, Output, Result, Snapshot, State, StreamName, check_timeout
 from envs.sandbox.protocol.problems import error_of
 from envs.sandbox.protocol.wire import (
     TAR,
@@ -52,8 +32,27 @@ from envs.sandbox.protocol.wire import (
     StreamLine,
 )
 from envs.sandbox.remote.http import HttpClient
+from envs.sandbox.sandbox import (
+    GetArchive,
+    ListFolder,
+    MakeForks,
+    OpenSession,
+    OpenTerminal,
+    PutArchive,
+    ReadFile,
+    RemovePath,
+    RunCommand,
+    Sandbox,
+    SandboxFacts,
+    SandboxOpening,
+    SandboxRequest,
+    StartJob,
+    StreamCommand,
+    TakeSnapshot,
+    WriteFile,
+    refused,
+)
 from envs.sandbox.text import from_wire, to_wire
-from envs.sandbox.trees import TreeLimits, pack, unpack
 from flash.errors import SandboxError, SandboxLostError, SandboxTimeoutError
 
 _T = TypeVar("_T")
@@ -70,7 +69,6 @@ _LOOK_S = 5.0
 """Seconds for the service to say how a sandbox stands of which a call said that it is lost."""
 _NOTICE_S = 1.0
 """Seconds in which the service itself comes to know of that loss: a call may hear of it first."""
-_IN_MEMORY = 1 << 20
 
 
 class ServiceClient(Protocol):
@@ -104,16 +102,8 @@ class RemoteSandbox(Sandbox):
         self._state: State = "ready"
 
     @property
-    def sandbox_id(self) -> str:
-        return self._info.id
-
-    @property
-    def spec(self) -> Spec:
-        return self._info.spec
-
-    @property
-    def state(self) -> State:
-        return self._state
+    def facts(self) -> SandboxFacts:
+        return SandboxFacts(self._info.id, self._info.spec, self._state)
 
     @property
     def generation(self) -> int:
@@ -145,10 +135,57 @@ class RemoteSandbox(Sandbox):
                     self._end("lost" if self._info.state == "failed" else "closed")
         return None
 
-    async def run_exec(self, exec: Exec) -> Result:
-        return await self.once("run", Result, exec.converted(to_wire), exec.seconds)
+    async def ask(self, request: SandboxRequest[_T]) -> _T:
+        return cast("_T", await self._answer(request))
 
-    async def stream_exec(self, exec: Exec) -> AsyncGenerator[Chunk | Result]:
+    async def _answer(self, request: SandboxRequest[Any]) -> object:
+        """What each request comes to at the service."""
+        match request:
+            case RunCommand(exec):
+                return await self.once("run", Result, exec.converted(to_wire), exec.seconds)
+            case StartJob(exec):
+                return RemoteJob(self, (await self.once("jobs", JobInfo, exec.converted(to_wire), 0.0)).job_id)
+            case ReadFile(path, offset, limit):
+                query = {"path": path, "offset": offset} | ({} if limit is None else {"limit": limit})
+                return await self.http.get_bytes(f"{self.path}/files", query)
+            case WriteFile(path, data, mode, append):
+                query = {"path": path, "mode": mode, "append": str(append).lower()}
+                return await self.http.put_bytes(f"{self.path}/files", query, data)
+            case ListFolder(path):
+                listing = await self.http.ask("GET", f"{self.path}/entries", Listing, query={"path": path})
+                return [msgspec.structs.replace(entry, name=from_wire(entry.name)) for entry in listing.entries]
+            case RemovePath(path):
+                return await self.http.ask("DELETE", f"{self.path}/files", type(None), query={"path": path})
+            case PutArchive(path, archive):
+                return await self.http.put_bytes(f"{self.path}/tree", {"path": path}, archive.read(), media_type=TAR)
+            case GetArchive(path, archive):
+                archive.write(await self.http.get_bytes(f"{self.path}/tree", {"path": path}))
+                return None
+            case TakeSnapshot():
+                return await self.http.ask("POST", f"{self.path}/snapshot", Snapshot, seconds=600.0)
+            case MakeForks(count):
+                forks = await self.once("fork", SandboxList, Fork(count=count), 600.0)
+                return [self._client.attach(info) for info in forks.sandboxes]
+            case _:
+                raise refused(request)
+
+    def open(self, opening: SandboxOpening[_T]) -> AbstractAsyncContextManager[_T]:
+        return cast("AbstractAsyncContextManager[_T]", self._opened(opening))
+
+    def _opened(self, opening: SandboxOpening[Any]) -> AbstractAsyncContextManager[object]:
+        match opening:
+            case StreamCommand(exec):
+                return aclosing(self._stream(exec))
+            case OpenSession(name):
+                return self._session(name)
+            case OpenTerminal(command, rows, columns):
+                from envs.sandbox.remote.terminal import open_terminal
+
+                return open_terminal(self.http, f"{self.path}/terminal", command, rows, columns)
+            case _:
+                raise refused(opening)
+
+    async def _stream(self, exec: Exec) -> AsyncGenerator[Chunk | Result]:
         async with self.http.lines(f"{self.path}/stream", exec.converted(to_wire), 0.0) as response:
             try:
                 async for text in response.aiter_lines():
@@ -167,12 +204,8 @@ class RemoteSandbox(Sandbox):
                 raise SandboxLostError(f"the stream of {self.path} broke: {error}") from error
         raise SandboxLostError(f"the stream of {self.path} ended without a result")
 
-    async def start_exec(self, exec: Exec) -> RemoteJob:
-        info = await self.once("jobs", JobInfo, exec.converted(to_wire), 0.0)
-        return RemoteJob(self, info.job_id)
-
     @asynccontextmanager
-    async def session(self, name: str = "main") -> AsyncGenerator[RemoteSession]:
+    async def _session(self, name: str) -> AsyncGenerator[RemoteSession]:
         info = await self.http.ask("PUT", f"{self.path}/sessions/{quote(name, safe='')}", SessionInfo)
         session = RemoteSession(self, info)
         try:
@@ -181,49 +214,8 @@ class RemoteSandbox(Sandbox):
             with anyio.move_on_after(_CANCEL_S, shield=True):
                 await session.close()
 
-    @asynccontextmanager
-    async def terminal(
-        self, command: Command | None = None, *, rows: int = 24, columns: int = 80
-    ) -> AsyncGenerator[Terminal]:
-        """The service offers shells only."""
-        from envs.sandbox.remote.terminal import open_terminal
-
-        async with open_terminal(self.http, f"{self.path}/terminal", command, rows, columns) as terminal:
-            yield terminal
-
-    async def read(self, path: str, *, offset: int = 0, limit: int | None = None) -> bytes:
-        query = {"path": path, "offset": offset} | ({} if limit is None else {"limit": limit})
-        return await self.http.get_bytes(f"{self.path}/files", query)
-
-    async def write(self, path: str, data: bytes, *, mode: int = 0o644, append: bool = False) -> None:
-        query = {"path": path, "mode": mode, "append": str(append).lower()}
-        await self.http.put_bytes(f"{self.path}/files", query, data)
-
-    async def list(self, path: str = ".") -> builtins.list[FileInfo]:
-        listing = await self.http.ask("GET", f"{self.path}/entries", Listing, query={"path": path})
-        return [msgspec.structs.replace(entry, name=from_wire(entry.name)) for entry in listing.entries]
-
-    async def remove(self, path: str) -> None:
-        await self.http.ask("DELETE", f"{self.path}/files", type(None), query={"path": path})
-
-    async def upload(self, source: Path, path: str) -> None:
-        with tempfile.SpooledTemporaryFile(_IN_MEMORY) as archive:
-            data = await anyio.to_thread.run_sync(partial(_packed, source, archive))
-        await self.http.put_bytes(f"{self.path}/tree", {"path": path}, data, media_type=TAR)
-
-    async def download(self, path: str, target: Path) -> None:
-        data = await self.http.get_bytes(f"{self.path}/tree", {"path": path})
-        await anyio.to_thread.run_sync(partial(_unpacked, data, target))
-
     async def wait_ended(self) -> None:
         await self._ended.wait()
-
-    async def snapshot(self) -> Snapshot:
-        return await self.http.ask("POST", f"{self.path}/snapshot", Snapshot, seconds=600.0)
-
-    async def fork(self, count: int) -> Sequence[Sandbox]:
-        forks = await self.once("fork", SandboxList, Fork(count=count), 600.0)
-        return [self._client.attach(info) for info in forks.sandboxes]
 
     async def close(self) -> None:
         try:
@@ -329,16 +321,3 @@ class RemoteJob:
     async def output(self, stream: StreamName = "stdout", *, offset: int = 0, limit: int = 1 << 16) -> Output:
         query = {"stream": stream, "offset": offset, "limit": limit}
         return await self._http.ask("GET", f"{self._path}/output", Output, query=query)
-
-
-def _packed(source: Path, archive: IO[bytes]) -> bytes:
-    pack(source, archive, TreeLimits())
-    archive.seek(0)
-    return archive.read()
-
-
-def _unpacked(data: bytes, target: Path) -> None:
-    with tempfile.SpooledTemporaryFile(_IN_MEMORY) as archive:
-        archive.write(data)
-        archive.seek(0)
-        unpack(archive, target, TreeLimits())

@@ -16,8 +16,9 @@ from contextlib import asynccontextmanager, suppress
 import anyio
 from anyio.abc import TaskGroup
 
-from envs.sandbox.api import Sandbox, SandboxProvider, Spec
+from envs.sandbox.api import Spec
 from envs.sandbox.reuse.wipe import Look, look, wipe
+from envs.sandbox.sandbox import Sandbox, SandboxProvider
 from flash.errors import SandboxBusyError, SandboxClosedError, SandboxError
 from flash.types import Stock
 from flash.waiting import unwrapped_group

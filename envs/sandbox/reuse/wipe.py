@@ -22,7 +22,7 @@ from __future__ import annotations
 import anyio
 import msgspec
 
-from envs.sandbox.api import Commands, Sandbox
+from envs.sandbox.sandbox import Commands, Sandbox
 
 SECONDS = 10.0
 """For one look."""

@@ -20,10 +20,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from envs.sandbox.api import Sandbox
 from envs.sandbox.pool.lease import Lease
 from envs.sandbox.protocol.problems import MEDIA_TYPE, ProblemError, problem_of
 from envs.sandbox.protocol.wire import MSGPACK, Body, Problem
+from envs.sandbox.sandbox import Sandbox
 from envs.sandbox.service.service import Service
 from envs.sandbox.service.work import LeaseWork
 from flash.errors import FlashError, SandboxLostError

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from typing import cast
 
 import anyio
@@ -30,6 +30,7 @@ from envs.sandbox.protocol.wire import (
     StreamLine,
     WaitQuery,
 )
+from envs.sandbox.sandbox import RunCommand, StartJob, StreamCommand
 from envs.sandbox.service.endpoint import ApiCall, Endpoint, once, problem_response
 from envs.sandbox.text import from_wire
 from flash.errors import FlashError
@@ -50,7 +51,7 @@ async def _run(call: ApiCall) -> Result:
     sandbox, lease, exec = call.sandbox, call.lease, _awaited(call)
 
     async def run() -> Result:
-        return await sandbox.run_exec(exec)
+        return await sandbox.ask(RunCommand(exec))
 
     return await once(call, lease, run)
 
@@ -60,7 +61,7 @@ async def _cancel(call: ApiCall) -> None:
 
 
 async def _stream(call: ApiCall) -> LineStream:
-    return LineStream(call.sandbox.stream_exec(_awaited(call)))
+    return LineStream(call.sandbox.open(StreamCommand(_awaited(call))))
 
 
 class LineStream(Response):
@@ -69,7 +70,7 @@ class LineStream(Response):
     One task runs the command from its beginning to its end: what it holds is closed by who opened it.
     """
 
-    def __init__(self, items: AsyncGenerator[Chunk | Result]) -> None:
+    def __init__(self, items: AbstractAsyncContextManager[AsyncIterator[Chunk | Result]]) -> None:
         super().__init__(media_type=NDJSON)
         self._items = items
 
@@ -88,12 +89,12 @@ class LineStream(Response):
             tasks.cancel_scope.cancel()
 
     async def _pump(self, into: MemoryObjectSendStream[StreamLine]) -> None:
-        async with aclosing(self._items):
-            try:
-                async for item in self._items:
+        try:
+            async with self._items as items:
+                async for item in items:
                     await into.send(Piece(item) if isinstance(item, Chunk) else Last(item))
-            except FlashError as error:
-                await into.send(Broken(problem_of(error)))
+        except FlashError as error:
+            await into.send(Broken(problem_of(error)))
 
     async def _send(self, line: StreamLine, lines: MemoryObjectReceiveStream[StreamLine], send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", NDJSON.encode())]})
@@ -155,7 +156,7 @@ async def _start_job(call: ApiCall) -> JobInfo:
     exec = exec.converted(from_wire)
 
     async def start() -> JobInfo:
-        job = await sandbox.start_exec(exec)
+        job = await sandbox.ask(StartJob(exec))
         call.service.work(lease).add_job(job)
         return JobInfo(job.job_id)
 

@@ -11,7 +11,7 @@ import envs.sandbox
 
 LAYERS = (
     ("api", "text", "trees"),
-    ("agent", "endings"),
+    ("agent", "endings", "sandbox"),
     ("engines",),
     ("local", "images"),
     ("pool", "doctor"),

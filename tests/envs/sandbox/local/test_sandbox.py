@@ -6,6 +6,7 @@ import anyio
 import pytest
 
 from envs.sandbox.api import Result
+from envs.sandbox.local.commands import AgentJob
 from envs.sandbox.local.sandbox import LocalSandbox, SandboxSettings
 from envs.sandbox.local.snapshots import SNAPSHOT_LABEL
 from flash.errors import (
@@ -311,7 +312,7 @@ async def test_another_host_takes_over_with_jobs_and_files_as_they_were(bench):
             assert second.sandbox_id == first.sandbox_id
             assert await second.read("file") == b"kept"
             await second.write("go", b"")
-            assert (await second.job(job.job_id).wait(LIMIT)).stdout == b"working\ndone\n"
+            assert (await AgentJob(second, job.job_id).wait(LIMIT)).stdout == b"working\ndone\n"
             assert (await second.run("echo mine", timeout=LIMIT)).stdout == b"mine\n"
             # Killing all of a command leaves the process that joins the new host with the agent.
             assert (await second.run("trap '' TERM; while true; do sleep 1; done", timeout=0.5)).timed_out

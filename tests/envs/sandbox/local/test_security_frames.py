@@ -16,7 +16,7 @@ from envs.sandbox.agent import wire
 from envs.sandbox.api import Result
 from envs.sandbox.local.channel import OUTPUT_WINDOW, Channel
 from envs.sandbox.local.commands import Ending
-from envs.sandbox.local.files import AgentFiles
+from envs.sandbox.local.files import list_folder
 from envs.sandbox.local.frames import MAX_FRAME, Decoder, encode
 from envs.sandbox.local.shell_channel import ShellChannel
 from flash.errors import SandboxError, SandboxLimitError, SandboxLostError, SandboxRefusedError
@@ -116,8 +116,8 @@ async def test_frames_of_calls_that_are_not_there_are_nobodys():
         tasks.cancel_scope.cancel()
 
 
-class Hostile(AgentFiles):
-    """Files behind an agent that says this."""
+class Hostile:
+    """An agent that says this."""
 
     spec = SPEC
 
@@ -135,7 +135,7 @@ async def test_names_that_no_file_can_have_are_not_passed_on(name):
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(channel.run)
         with pytest.raises(SandboxLostError, match="no file can have"):
-            await Hostile(channel).list()
+            await list_folder(Hostile(channel), ".")
         tasks.cancel_scope.cancel()
 
 

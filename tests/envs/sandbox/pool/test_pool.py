@@ -8,13 +8,14 @@ import anyio
 import msgspec
 import pytest
 
-from envs.sandbox.api import Sandbox, Spec
+from envs.sandbox.api import Spec
 from envs.sandbox.engines.machine import Load
 from envs.sandbox.pool.host import HostSettings
 from envs.sandbox.pool.journal import MemoryJournal
 from envs.sandbox.pool.ownership import Alive, Labels
 from envs.sandbox.pool.placement import Demand
 from envs.sandbox.pool.simulated import SimulatedMaker, SimulatedSandbox
+from envs.sandbox.sandbox import Sandbox
 from flash.errors import (
     SandboxBusyError,
     SandboxClosedError,

@@ -246,10 +246,10 @@ class Linked(SimulatedSandbox):
 
     broken_until = 0.0
 
-    async def run_exec(self, exec):
+    async def ask(self, request):
         if self.broken_until > anyio.current_time():
             raise SandboxLostError("the channel to the sandbox ended")
-        return await super().run_exec(exec)
+        return await super().ask(request)
 
 
 def ready_lease(sandbox: SimulatedSandbox, on_lost="recreate") -> Lease:

@@ -58,8 +58,8 @@ async def test_a_bug_in_a_call_ends_this_call_only(tmp_path, monkeypatch, caplog
 
     async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox, sandbox.session("other") as other:
         with monkeypatch.context() as patch:
-            patch.setattr(LocalSandbox, "run_exec", fail)
-            patch.setattr(LocalSandbox, "session", lambda *_: (_ for _ in ()).throw(AssertionError("a bug")))
+            patch.setattr(LocalSandbox, "ask", fail)
+            patch.setattr(LocalSandbox, "open", lambda *_: (_ for _ in ()).throw(AssertionError("a bug")))
             with pytest.raises(SandboxError, match="its log says why"):
                 await sandbox.run("true", timeout=LIMIT)
             with pytest.raises(SandboxError, match="its log says why"):
