@@ -57,18 +57,18 @@ def engine() -> Generator[str]:
         yield url
 
 
-async def ensure_image(engine: Images, name: str = IMAGE) -> None:
+async def ensure_image(kept: Images, name: str = IMAGE) -> None:
     """Make an image, unless the engine has it.
 
     Raises:
         ConfigError: its packages cannot be had.
     """
-    there = await engine.list_images({})
+    there = await kept.list({})
     if any(name in known for known in there):
         return
     print(f"making image {name} (once per engine)", flush=True)
     archive = await anyio.to_thread.run_sync(_archive, name)
-    await engine.import_image(archive, name)
+    await kept.make(archive, name)
 
 
 def _archive(name: str) -> Path:

@@ -31,7 +31,7 @@ from benchmarks.form import Args, Row
 from benchmarks.form import main as benchmark
 from benchmarks.sandbox.faults_engine import PodmanEngine, Process, send_kill
 from benchmarks.sandbox.faults_tally import GRACE_S, Tally
-from envs.sandbox.engines.docker import DockerBackend
+from envs.sandbox.engines.engine import open_engine
 from envs.sandbox.local.snapshots import SNAPSHOT_LABEL
 from envs.sandbox.pool.ownership import PREFIX
 from envs.sandbox.remote.client import LEASE_S, SandboxClient, service_token
@@ -207,12 +207,12 @@ async def _settle(engine: PodmanEngine, serving: Serving) -> float:
     """Wait until the service has given up every sandbox, and the engine has only those that stand ready; seconds."""
     begin = time.monotonic()
     token = service_token(serving.tokens)
-    async with DockerBackend(engine.url) as backend, SandboxClient(serving.url, token) as client:
+    async with open_engine(engine.url) as backend, SandboxClient(serving.url, token) as client:
         while time.monotonic() - begin < SETTLE_S:
             with suppress(SandboxError):
                 status = await client.status()
-                sandboxes = await backend.list({f"{PREFIX}service": ""})
-                snapshots = await backend.list_images({SNAPSHOT_LABEL: ""})
+                sandboxes = await backend.containers.list({f"{PREFIX}service": ""})
+                snapshots = await backend.images.list({SNAPSHOT_LABEL: ""})
                 warm = sum(host.warm for host in status.hosts)
                 if not status.sandboxes and not snapshots and len(sandboxes) <= warm:
                     break
@@ -222,9 +222,9 @@ async def _settle(engine: PodmanEngine, serving: Serving) -> float:
 
 async def _left(engine: PodmanEngine) -> tuple[list[str], list[str]]:
     """What the engine still has, and which processes outlived their containers."""
-    async with DockerBackend(engine.url) as backend:
-        leaked = [f"container {sandbox.name} ({sandbox.labels})" for sandbox in await backend.list({})]
-        leaked += [f"snapshot {name}" for name in await backend.list_images({SNAPSHOT_LABEL: ""})]
+    async with open_engine(engine.url) as backend:
+        leaked = [f"container {sandbox.name} ({sandbox.labels})" for sandbox in await backend.containers.list({})]
+        leaked += [f"snapshot {name}" for name in await backend.images.list({SNAPSHOT_LABEL: ""})]
     leaked += [f"storage of {name}" for name in await anyio.to_thread.run_sync(engine.external)]
     processes: list[Process] = []
     with anyio.move_on_after(END_S):

@@ -22,7 +22,7 @@ import httpx
 import msgspec
 
 from benchmarks.sandbox.engine import IMAGE, ensure_image
-from envs.sandbox.engines.docker import DockerBackend
+from envs.sandbox.engines.engine import open_engine
 
 ANSWER_S = 60.0
 """Seconds for a service that was started to answer."""
@@ -128,9 +128,9 @@ class PodmanEngine:
             return False
 
     async def _make_images(self) -> None:
-        async with DockerBackend(self.url) as backend:
+        async with open_engine(self.url) as backend:
             for name in self._names:
-                await ensure_image(backend, name)
+                await ensure_image(backend.images, name)
 
     def _environment(self) -> dict[str, str]:
         # Podman leaves a copy of each imported image in its folder for temporary files.

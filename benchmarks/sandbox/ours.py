@@ -80,13 +80,13 @@ async def cold_start(backend: Backend, labels: dict[str, str]) -> float:
 async def engine_start(backend: Backend, labels: dict[str, str]) -> float:
     """Seconds that the engine takes to make and start the same container, without anything of ours in it."""
     begin = time.perf_counter()
-    container_id = await backend.create(SPEC, name=f"bare-{uuid4().hex[:20]}", labels=labels)
+    container_id = await backend.containers.create(SPEC, name=f"bare-{uuid4().hex[:20]}", labels=labels)
     try:
-        await backend.start(container_id)
+        await backend.containers.start(container_id)
         return time.perf_counter() - begin
     finally:
         with anyio.CancelScope(shield=True):
-            await backend.delete(container_id)
+            await backend.containers.delete(container_id)
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -181,7 +181,7 @@ async def crowd(backend: Backend, count: int, at_once: int) -> Crowd:
                 tasks.start_soon(work)
         seen.seconds = time.perf_counter() - begin
         label = opened.label
-    seen.left = len(await backend.list(label))
+    seen.left = len(await backend.containers.list(label))
     return seen
 
 

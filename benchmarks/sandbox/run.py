@@ -31,7 +31,7 @@ from benchmarks.sandbox.engine import IMAGE, engine, ensure_image
 from benchmarks.sandbox.scheduler import scheduler
 from benchmarks.sandbox.swerex import SWEREX, SweRex, connected
 from envs.sandbox.engines.backend import Backend
-from envs.sandbox.engines.docker import DockerBackend
+from envs.sandbox.engines.engine import open_engine
 from envs.sandbox.local.sandbox import LocalSandbox
 
 ROUND_TRIP_MS = 1.0
@@ -192,15 +192,15 @@ async def in_containers(url: str, cases: Sequence[str], with_swerex: bool, size:
     """The rows of these cases. Raises RuntimeError when a container is left behind."""
     rows: list[Row] = []
     labels = {LABEL: uuid4().hex}
-    async with DockerBackend(url) as backend:
-        await ensure_image(backend)
+    async with open_engine(url) as backend:
+        await ensure_image(backend.images)
         info = await backend.info()
         print(f"  engine   {info.name}, {info.default_runtime}, {info.cpus} cores; image {IMAGE}")
         async with _peer(backend, url, labels, with_swerex and any(case in WITH_SWEREX for case in cases)) as peer:
             bed = Bed(backend, labels, peer, size)
             for case in cases:
                 rows += await CASES[case](bed)
-        left = await backend.list(labels)
+        left = await backend.containers.list(labels)
         if left:
             raise RuntimeError(
                 f"{len(left)} containers were left behind: {', '.join(sandbox.name for sandbox in left)}"

@@ -215,7 +215,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
 
 async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: str, lock: Any) -> list[Host]:
     """This machine's engine, or the services that were named."""
-    from envs.sandbox.engines.docker import DockerBackend
+    from envs.sandbox.engines.engine import open_engine
     from envs.sandbox.engines.users import USERS, parse_users
     from envs.sandbox.pool.engine_maker import open_engine_host
     from envs.sandbox.pool.host import Identity
@@ -229,7 +229,7 @@ async def _hosts(arguments: argparse.Namespace, stack: AsyncExitStack, service: 
         hosts.append(RemoteHost(name, await stack.enter_async_context(client), service))
     if not hosts:
         users = parse_users(arguments.users) if arguments.users else USERS
-        backend = await stack.enter_async_context(DockerBackend(arguments.engine, users=users))
+        backend = await stack.enter_async_context(open_engine(arguments.engine, users=users))
         warm = [_warm(text) for text in arguments.warm]
         hosts.append(await stack.enter_async_context(open_engine_host(backend, Identity.of(service, lock), warm=warm)))
     return hosts
@@ -345,9 +345,9 @@ async def _remove(arguments: argparse.Namespace) -> int:
 
 async def _doctor(arguments: argparse.Namespace) -> int:
     from envs.sandbox.doctor import doctor, lines
-    from envs.sandbox.engines.docker import DockerBackend
+    from envs.sandbox.engines.engine import open_engine
 
-    async with DockerBackend(arguments.engine) as backend:
+    async with open_engine(arguments.engine) as backend:
         diagnosis = await doctor(backend, _spec(arguments))
     for line in lines(diagnosis):
         sys.stdout.write(f"{line}\n")

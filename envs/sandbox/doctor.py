@@ -14,7 +14,7 @@ import msgspec
 from envs.sandbox.api import Result, Spec
 from envs.sandbox.engines import profiles
 from envs.sandbox.engines.backend import Backend
-from envs.sandbox.engines.docker import DockerBackend
+from envs.sandbox.engines.engine import open_engine
 from envs.sandbox.local.sandbox import LocalSandbox
 from flash.errors import SandboxError
 
@@ -161,8 +161,9 @@ async def engine_name() -> str:
         ConfigError: there is none.
         SandboxError: it does not answer.
     """
-    async with DockerBackend() as backend:
-        return f"{(await backend.info()).name} at {backend.url}"
+    async with open_engine() as engine:
+        info = await engine.info()
+        return f"{info.name} at {info.address}"
 
 
 async def doctor(backend: Backend, spec: Spec) -> Diagnosis:
@@ -176,7 +177,7 @@ async def doctor(backend: Backend, spec: Spec) -> Diagnosis:
         # The probe tries to break out; here it would be let.
         return Diagnosis(info.name, False, spec, info.default_runtime, [])
     async with LocalSandbox(backend, spec) as sandbox:
-        found = await backend.inspect(sandbox.container_id, runtime=True)
+        found = await backend.containers.inspect(sandbox.container_id, runtime=True)
         runtime = found.runtime if found else ""
         checks = [
             Check(

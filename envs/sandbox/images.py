@@ -130,14 +130,14 @@ def _run(command: Sequence[str], stdin: object = None) -> str:
 
 
 async def _main(names: Sequence[str]) -> None:
-    from envs.sandbox.engines.docker import DockerBackend
+    from envs.sandbox.engines.engine import open_engine
 
-    async with DockerBackend() as engine:
+    async with open_engine() as engine:
         for name in names:
             with tempfile.TemporaryDirectory(prefix="flash-image-") as folder:
                 archive = Path(folder) / "root.tar"
                 await asyncio.to_thread(build, RECIPES[name], archive)
-                await engine.import_image(archive, name)
+                await engine.images.make(archive, name)
             sys.stdout.write(f"{name}\n")
 
 

@@ -62,13 +62,13 @@ async def open_sandboxes(location: Location, owner: str) -> AsyncGenerator[Sandb
 
 
 async def _pool(stack: AsyncExitStack) -> SandboxProvider:
-    from envs.sandbox.engines.docker import DockerBackend
+    from envs.sandbox.engines.engine import open_engine
     from envs.sandbox.pool.engine_maker import open_engine_host
     from envs.sandbox.pool.host import Identity
     from envs.sandbox.pool.ownership import OwnerLock, runtime_folder
     from envs.sandbox.pool.pool import open_pool
 
-    backend = await stack.enter_async_context(DockerBackend())
+    backend = await stack.enter_async_context(open_engine())
     # Asked once before anything else: a pool would wait for an engine that does not answer.
     await backend.info()
     service = uuid4().hex

@@ -85,4 +85,4 @@ async def local_processes(source, owner):
     async with FakeBackend() as backend:
         async with open_maker(backend) as maker, open_pool([host("here", maker)]) as pool:
             yield pool
-        assert not backend.containers, "leaked"
+        assert not backend.containers.kept, "leaked"

@@ -1,7 +1,8 @@
-"""What a sandbox needs of a container engine.
+"""What a sandbox needs of a container engine: a `Backend`, which has `Containers`, `Images` and the way to `Agents`.
 
-`Backend` is implemented by `envs.sandbox.engines.docker.DockerBackend` over Docker or Podman, and by
+It is implemented by `envs.sandbox.engines.docker.DockerBackend` over Docker or Podman, and by
 `envs.sandbox.engines.fake.FakeBackend`, which runs the same agent as a local process without any isolation, for tests.
+Which class an address means is decided in `envs.sandbox.engines.engine`.
 
 Every method answers within the deadline of its implementation, or raises a `SandboxError`; none leaves anything behind
 when it fails or is cancelled, except `create`, whose container is found by its labels.
@@ -29,6 +30,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
     name: str
     """For instance `podman 4.3.1`."""
+    address: str
+    """Where it answers."""
     isolated: bool
     """False: commands run with the rights of this process, as files and network of this machine. For tests only."""
     runtimes: tuple[str, ...]
@@ -58,16 +61,6 @@ class ContainerInfo(msgspec.Struct, frozen=True):
     """What it really runs under; empty when not asked for."""
     layer_size: int | None = None
     """Bytes written to its own layer; None when not asked for."""
-
-
-class ContainerStats(msgspec.Struct, frozen=True):
-    """What a container uses now."""
-
-    cpu_s: float
-    """Since its start."""
-    memory: int
-    """Bytes."""
-    pids: int
 
 
 class Surroundings(msgspec.Struct, frozen=True):
@@ -128,8 +121,8 @@ class Containers(Protocol):
         """Kill and remove it. Nothing when it is gone already."""
         ...
 
-    async def stats(self, container_id: str) -> ContainerStats:
-        """What it uses. Raises SandboxLostError when it is gone."""
+    async def kill(self, container_id: str) -> None:
+        """Kill everything in it, without removing it."""
         ...
 
 
@@ -150,25 +143,21 @@ class Images(Protocol):
         """
         ...
 
-    async def import_image(self, archive: Path, name: str) -> None:
+    async def make(self, archive: Path, name: str) -> None:
         """Make an image of a root file system."""
         ...
 
-    async def list_images(self, labels: Mapping[str, str]) -> dict[str, Mapping[str, str]]:
+    async def list(self, labels: Mapping[str, str]) -> dict[str, Mapping[str, str]]:
         """Names of the images with these labels, and all their labels."""
         ...
 
-    async def remove_image(self, name: str) -> None:
+    async def remove(self, name: str) -> None:
         """Remove it. Nothing when it is gone already."""
         ...
 
 
-class Backend(Containers, Images, Protocol):
-    """A container engine: its containers, its images, and the way to their agents."""
-
-    async def info(self) -> EngineInfo:
-        """What it is. Raises SandboxStartError when it does not answer."""
-        ...
+class Agents(Protocol):
+    """The way to the agents of containers."""
 
     def surroundings(self, container_id: str, spec: Spec) -> Surroundings:
         """Where the agent of this container runs."""
@@ -182,6 +171,19 @@ class Backend(Containers, Images, Protocol):
         """A new link to an agent whose host is gone, after which the agent expects its secret."""
         ...
 
-    async def kill(self, container_id: str) -> None:
-        """Kill everything in it, without removing it."""
+
+class Backend(Protocol):
+    """A container engine."""
+
+    @property
+    def containers(self) -> Containers: ...
+
+    @property
+    def images(self) -> Images: ...
+
+    @property
+    def agents(self) -> Agents: ...
+
+    async def info(self) -> EngineInfo:
+        """What it is. Raises SandboxStartError when it does not answer."""
         ...

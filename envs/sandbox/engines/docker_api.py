@@ -106,19 +106,19 @@ class DockerApi:
     _connector: aiohttp.BaseConnector
 
     def __init__(self, url: str, request_s: float) -> None:
-        self._url = url
+        self.url = url
         self._request_s = request_s
         self._executing = anyio.CapacityLimiter(EXECS)
 
     async def __aenter__(self) -> Self:
-        path = self._url.removeprefix("unix://")
+        path = self.url.removeprefix("unix://")
         # Without a limit of its own: with aiohttp's default, 100 attached containers block every other request.
-        if path != self._url:
+        if path != self.url:
             self._connector = aiohttp.UnixConnector(path, limit=0)
             self._docker = aiodocker.Docker(url="http://localhost", connector=self._connector)
         else:
             self._connector = aiohttp.TCPConnector(limit=0)
-            self._docker = aiodocker.Docker(url=self._url.replace("tcp://", "http://"), connector=self._connector)
+            self._docker = aiodocker.Docker(url=self.url.replace("tcp://", "http://"), connector=self._connector)
         return self
 
     async def __aexit__(
@@ -191,4 +191,4 @@ class DockerApi:
         return msgspec.json.decode(content) if content.lstrip()[:1] in (b"{", b"[") and b"\n{" not in content else None
 
     def _failing(self, error: type[SandboxError], what: str) -> Failing:
-        return Failing(error, what, self._url)
+        return Failing(error, what, self.url)

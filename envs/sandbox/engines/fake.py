@@ -28,7 +28,7 @@ from anyio.abc import Process
 from envs.sandbox.agent.files import remove
 from envs.sandbox.api import Spec
 from envs.sandbox.engines import bundle
-from envs.sandbox.engines.backend import ContainerInfo, ContainerStats, EngineInfo, Surroundings
+from envs.sandbox.engines.backend import ContainerInfo, EngineInfo, Surroundings
 from flash.errors import SandboxLostError, SandboxStartError
 
 _PATH = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
@@ -45,7 +45,9 @@ class Faults(msgspec.Struct):
     create_delay: float = 0.0
 
 
-class _Container:
+class FakeContainer:
+    """One of them."""
+
     def __init__(self, container_id: str, name: str, spec: Spec, labels: Mapping[str, str], folder: Path) -> None:
         self.container_id = container_id
         self.name = name
@@ -86,60 +88,83 @@ class _ProcessLink:
         await self._input.aclose()
 
 
-class FakeBackend:
-    """See the module.
+class FakeImages:
+    """Folders of files that stand for images: any name exists, snapshots are kept."""
 
-    Args:
-        prelude: source that runs in each agent before its own.
-    """
+    def __init__(self, folder: Path) -> None:
+        self.kept: dict[str, tuple[Path, Mapping[str, str]]] = {}
+        """Snapshots and what was made, by name: a test that ends with one in here has a leak."""
+        self._folder = folder
 
-    def __init__(self, *, prelude: str = "") -> None:
-        self.prelude = prelude
-        self.faults = Faults()
-        self.containers: dict[str, _Container] = {}
+    async def commit(
+        self, container_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None, most: int
+    ) -> int:
+        folder = self._folder / f"image-{len(self.kept)}-{name.replace('/', '-').replace(':', '-')}"
+        folder.mkdir()
+        content = io.BytesIO()
+        if files is not None:
+            async for piece in files:
+                content.write(piece)
+            content.seek(0)
+            with tarfile.open(fileobj=content) as archive:
+                archive.extractall(folder, filter="tar")
+        self.kept[name] = (folder, dict(labels))
+        return content.tell()
+
+    async def make(self, archive: Path, name: str) -> None:
+        folder = self._folder / f"image-{len(self.kept)}"
+        folder.mkdir()
+        self.kept[name] = (folder, {})
+
+    async def list(self, labels: Mapping[str, str]) -> dict[str, Mapping[str, str]]:
+        return {name: found for name, (_, found) in self.kept.items() if _match(found, labels)}
+
+    async def remove(self, name: str) -> None:
+        folder, _ = self.kept.pop(name, (None, None))
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class FakeContainers:
+    """Processes that stand for containers."""
+
+    def __init__(self, folder: Path, images: FakeImages, faults: Faults) -> None:
+        self.kept: dict[str, FakeContainer] = {}
         """What exists, by id: a test that ends with one in here has a leak."""
-        self.images: dict[str, tuple[Path, Mapping[str, str]]] = {}
-        self._folder = Path(tempfile.mkdtemp(prefix="flash-fake-"))
+        self._folder = folder
+        self._images = images
+        self._faults = faults
         self._numbers = 0
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with anyio.CancelScope(shield=True):
-            for container_id in list(self.containers):
-                await self._remove(container_id)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    async def info(self) -> EngineInfo:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return EngineInfo("fake", False, ("none",), "none", os.cpu_count() or 1, memory, here=True)
+    def known(self, container_id: str) -> FakeContainer:
+        """One of them. Raises SandboxLostError."""
+        if container_id not in self.kept:
+            raise SandboxLostError(f"there is no container {container_id}")
+        return self.kept[container_id]
 
     async def create(self, spec: Spec, *, name: str, labels: Mapping[str, str]) -> str:
-        await anyio.sleep(self.faults.create_delay)
-        if self.faults.create is not None:
-            raise self.faults.create
+        await anyio.sleep(self._faults.create_delay)
+        if self._faults.create is not None:
+            raise self._faults.create
         self._numbers += 1
         container_id = f"fake-{self._numbers}"
         folder = self._folder / container_id
-        image = self.images.get(spec.image)
+        image = self._images.kept.get(spec.image)
         if image is not None:
             shutil.copytree(image[0], folder, symlinks=True)
         else:
             folder.mkdir()
         # As engines do, with the labels of the image.
-        self.containers[container_id] = _Container(
+        self.kept[container_id] = FakeContainer(
             container_id, name, spec, {**(image[1] if image else {}), **labels}, folder
         )
         return container_id
 
     async def start(self, container_id: str) -> None:
-        await anyio.sleep(self.faults.start_delay)
-        if self.faults.start is not None:
-            raise self.faults.start
-        container = self._container(container_id)
+        await anyio.sleep(self._faults.start_delay)
+        if self._faults.start is not None:
+            raise self._faults.start
+        container = self.known(container_id)
         env = {"PATH": _PATH, "HOME": str(container.folder), **container.spec.env}
         # Cancelled half-way, it would leave a process that nobody knows.
         with anyio.CancelScope(shield=True):
@@ -153,9 +178,52 @@ class FakeBackend:
                 start_new_session=True,
             )
 
+    async def inspect(self, container_id: str, *, runtime: bool = False, size: bool = False) -> ContainerInfo | None:
+        container = self.kept.get(container_id) or next((b for b in self.kept.values() if b.name == container_id), None)
+        return None if container is None else container.info()
+
+    async def list(self, labels: Mapping[str, str]) -> list[ContainerInfo]:
+        return [container.info() for container in self.kept.values() if _match(container.labels, labels)]
+
+    async def kill(self, container_id: str) -> None:
+        """As if the kernel had killed everything in it."""
+        process = self.known(container_id).process
+        if process is not None and process.returncode is None:
+            # The agent first, so that it cannot report the death of a command.
+            pids = [process.pid, *_descendants(process.pid)]
+            for pid in pids:
+                _kill(pid)
+
+    async def delete(self, container_id: str) -> None:
+        if self._faults.delete is not None:
+            raise self._faults.delete
+        container = await self.inspect(container_id)
+        if container is not None:
+            await self._remove(container.container_id)
+
+    async def _remove(self, container_id: str) -> None:
+        await self.kill(container_id)
+        container = self.kept.pop(container_id)
+        if container.process is not None:
+            with anyio.move_on_after(_WAIT_SECONDS):
+                await container.process.aclose()
+        with suppress(OSError):
+            remove(str(container.folder))
+
+
+class FakeAgents:
+    """The way to the agents, which are those processes."""
+
+    def __init__(self, containers: FakeContainers, prelude: str) -> None:
+        self._containers = containers
+        self.prelude = prelude
+
+    def surroundings(self, container_id: str, spec: Spec) -> Surroundings:
+        return Surroundings(str(self._containers.known(container_id).folder), files_apart=True, prelude=self.prelude)
+
     @asynccontextmanager
     async def attach(self, container_id: str) -> AsyncGenerator[_ProcessLink]:
-        process = self._container(container_id).process
+        process = self._containers.known(container_id).process
         if process is None:
             raise SandboxStartError(f"{container_id} was not started")
         link = _ProcessLink(process)
@@ -170,80 +238,36 @@ class FakeBackend:
         raise SandboxLostError("a local process ends with its host and cannot be taken over")
         yield
 
-    def surroundings(self, container_id: str, spec: Spec) -> Surroundings:
-        return Surroundings(str(self._container(container_id).folder), files_apart=True, prelude=self.prelude)
 
-    async def inspect(self, container_id: str, *, runtime: bool = False, size: bool = False) -> ContainerInfo | None:
-        container = self.containers.get(container_id) or next(
-            (b for b in self.containers.values() if b.name == container_id), None
-        )
-        return None if container is None else container.info()
+class FakeBackend:
+    """See the module.
 
-    async def list(self, labels: Mapping[str, str]) -> list[ContainerInfo]:
-        return [container.info() for container in self.containers.values() if _match(container.labels, labels)]
+    Args:
+        prelude: source that runs in each agent before its own.
+    """
 
-    async def stats(self, container_id: str) -> ContainerStats:
-        process = self._container(container_id).process
-        assert process is not None
-        return ContainerStats(0.0, 0, 1 + len(_descendants(process.pid)))
+    def __init__(self, *, prelude: str = "") -> None:
+        self.faults = Faults()
+        self.folder = Path(tempfile.mkdtemp(prefix="flash-fake-"))
+        self.images = FakeImages(self.folder)
+        self.containers = FakeContainers(self.folder, self.images, self.faults)
+        self.agents = FakeAgents(self.containers, prelude)
 
-    async def kill(self, container_id: str) -> None:
-        """As if the kernel had killed everything in it."""
-        process = self._container(container_id).process
-        if process is not None and process.returncode is None:
-            # The agent first, so that it cannot report the death of a command.
-            pids = [process.pid, *_descendants(process.pid)]
-            for pid in pids:
-                _kill(pid)
+    async def __aenter__(self) -> Self:
+        return self
 
-    async def delete(self, container_id: str) -> None:
-        if self.faults.delete is not None:
-            raise self.faults.delete
-        container = await self.inspect(container_id)
-        if container is not None:
-            await self._remove(container.container_id)
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.faults.delete = None
+        with anyio.CancelScope(shield=True):
+            for container_id in list(self.containers.kept):
+                await self.containers.delete(container_id)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
-    async def _remove(self, container_id: str) -> None:
-        await self.kill(container_id)
-        container = self.containers.pop(container_id)
-        if container.process is not None:
-            with anyio.move_on_after(_WAIT_SECONDS):
-                await container.process.aclose()
-        with suppress(OSError):
-            remove(str(container.folder))
-
-    async def commit(
-        self, container_id: str, *, name: str, labels: Mapping[str, str], files: AsyncIterator[bytes] | None, most: int
-    ) -> int:
-        folder = self._folder / f"image-{len(self.images)}-{name.replace('/', '-').replace(':', '-')}"
-        folder.mkdir()
-        content = io.BytesIO()
-        if files is not None:
-            async for piece in files:
-                content.write(piece)
-            content.seek(0)
-            with tarfile.open(fileobj=content) as archive:
-                archive.extractall(folder, filter="tar")
-        self.images[name] = (folder, dict(labels))
-        return content.tell()
-
-    async def import_image(self, archive: Path, name: str) -> None:
-        folder = self._folder / f"image-{len(self.images)}"
-        folder.mkdir()
-        self.images[name] = (folder, {})
-
-    async def list_images(self, labels: Mapping[str, str]) -> dict[str, Mapping[str, str]]:
-        return {name: found for name, (_, found) in self.images.items() if _match(found, labels)}
-
-    async def remove_image(self, name: str) -> None:
-        folder, _ = self.images.pop(name, (None, None))
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _container(self, container_id: str) -> _Container:
-        if container_id not in self.containers:
-            raise SandboxLostError(f"there is no container {container_id}")
-        return self.containers[container_id]
+    async def info(self) -> EngineInfo:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return EngineInfo("fake", "this process", False, ("none",), "none", os.cpu_count() or 1, memory, here=True)
 
 
 def _match(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:

@@ -65,14 +65,14 @@ class SandboxContainer:
         labels = {**self.labels, AGENT_SECRET: self.secret}
         with anyio.CancelScope(shield=True):
             try:
-                self.id = await self._backend.create(self._spec, name=self.name, labels=labels)
+                self.id = await self._backend.containers.create(self._spec, name=self.name, labels=labels)
             except SandboxTimeoutError:
                 self._removals = LATE_LOOKS
                 raise
         await anyio.lowlevel.checkpoint()
-        await self._backend.start(self.id)
+        await self._backend.containers.start(self.id)
         if runtime is not None:
-            found = await self._backend.inspect(self.id, runtime=True)
+            found = await self._backend.containers.inspect(self.id, runtime=True)
             if found is None or Path(found.runtime).name != runtime:
                 raise SandboxRefusedError(
                     f"the engine runs the sandbox under {found.runtime if found else 'nothing'!r} instead of "
@@ -81,7 +81,7 @@ class SandboxContainer:
 
     async def _find(self) -> None:
         """The container that is to be taken over."""
-        found = await self._backend.inspect(self.id)
+        found = await self._backend.containers.inspect(self.id)
         if found is None or not found.running or AGENT_SECRET not in found.labels:
             raise SandboxLostError(f"container {self.id[:20]} does not run, or is no sandbox")
         self.name, self.secret = found.name, found.labels[AGENT_SECRET]
@@ -92,7 +92,7 @@ class SandboxContainer:
     async def why_gone(self) -> str:
         """Why it does not run; empty while it does, and where the engine cannot be reached: it may well run."""
         try:
-            found = await self._backend.inspect(self.id)
+            found = await self._backend.containers.inspect(self.id)
         except SandboxError:
             return ""
         if found is None:
@@ -105,7 +105,7 @@ class SandboxContainer:
         pause = FIRST_PAUSE
         while True:
             try:
-                await self._backend.delete(self.id or self.name)
+                await self._backend.containers.delete(self.id or self.name)
                 self._removals -= 1
                 if self._removals <= 0:
                     return

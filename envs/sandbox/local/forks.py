@@ -10,7 +10,7 @@ import anyio
 from anyio.abc import TaskStatus
 
 from envs.sandbox.api import Spec
-from envs.sandbox.engines.backend import Backend
+from envs.sandbox.engines.backend import Images
 from flash.errors import SandboxClosedError, SandboxError
 from flash.waiting import unwrapped_group
 
@@ -32,13 +32,13 @@ class Forks:
     """The forks of one sandbox, and the image that they began from, which is removed with the last of them.
 
     Args:
-        backend: their engine.
+        images: of their engine.
         forks: not started yet.
         removal: seconds for removing the image.
     """
 
-    def __init__(self, backend: Backend, forks: Sequence[Fork], removal: float) -> None:
-        self._backend = backend
+    def __init__(self, images: Images, forks: Sequence[Fork], removal: float) -> None:
+        self._images = images
         self._forks = forks
         self._removal = removal
         self._scope = anyio.CancelScope()
@@ -98,6 +98,6 @@ class Forks:
         """Remove the image that they began from; one that cannot be removed is left to the host's next look."""
         with anyio.move_on_after(self._removal, shield=True):
             try:
-                await self._backend.remove_image(self._forks[0].spec.image)
+                await self._images.remove(self._forks[0].spec.image)
             except SandboxError as error:
                 _log.warning("removing image %s: %s", self._forks[0].spec.image, error)

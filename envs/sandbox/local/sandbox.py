@@ -245,7 +245,9 @@ class LocalSandbox(Sandbox):
         tree = files.send_tree(self, self.hello.workdir, most) if self._surroundings.files_apart else None
         labels = {**self._container.labels, SNAPSHOT_LABEL: self._container.name, INSTANCE_LABEL: INSTANCE}
         try:
-            size = await self._backend.commit(self._container.id, name=name, labels=labels, files=tree, most=most)
+            size = await self._backend.images.commit(
+                self._container.id, name=name, labels=labels, files=tree, most=most
+            )
         except BaseException as error:
             # The engine may have made it all the same, or still be at it.
             self._unwanted.append(name)
@@ -260,7 +262,7 @@ class LocalSandbox(Sandbox):
         with anyio.move_on_after(FORGET_SECONDS, shield=True):
             for name in self._unwanted:
                 with suppress(SandboxError):
-                    await self._backend.remove_image(name)
+                    await self._backend.images.remove(name)
 
     async def _fork(self, count: int) -> list[LocalSandbox]:
         if count < 1:
@@ -270,7 +272,7 @@ class LocalSandbox(Sandbox):
             LocalSandbox(self._backend, spec, labels=self._container.labels, settings=self._settings)
             for _ in range(count)
         ]
-        group = Forks(self._backend, forks, self._settings.removal)
+        group = Forks(self._backend.images, forks, self._settings.removal)
         if self._ending.is_set():
             await group.forget()
             raise self._over()
@@ -310,13 +312,13 @@ class LocalSandbox(Sandbox):
     async def _connect(self, scope: anyio.CancelScope, task_status: TaskStatus[None]) -> None:
         """Make the container, and hold a link to it until it is ended; a link that broke is replaced."""
         await self._container.begin()
-        opener = self._backend.take_over if self._container.adopted else self._backend.attach
-        self._surroundings = self._backend.surroundings(self._container.id, self._spec)
+        opener = self._backend.agents.take_over if self._container.adopted else self._backend.agents.attach
+        self._surroundings = self._backend.agents.surroundings(self._container.id, self._spec)
         pause = FIRST_PAUSE
         while not self._ending.is_set():
             try:
                 async with opener(self._container.id) as link:
-                    channel = await self._introduce(link, fresh=opener == self._backend.attach)
+                    channel = await self._introduce(link, fresh=opener == self._backend.agents.attach)
                     await self._serve(channel, scope, task_status)
                     pause = FIRST_PAUSE
             except SandboxError as error:
@@ -333,7 +335,7 @@ class LocalSandbox(Sandbox):
             elif not self._surroundings.address:
                 self._end("lost", "its link broke, and a sandbox of its profile is not taken over")
                 return
-            opener = self._backend.take_over
+            opener = self._backend.agents.take_over
             await anyio.sleep(pause)
             pause = min(2 * pause, LAST_PAUSE)
 
@@ -393,7 +395,7 @@ class LocalSandbox(Sandbox):
                 tasks.start_soon(watches.idle, self._spec.idle_s, self._use, self._end)
             if not self._surroundings.disk_enforced:
                 disk = profiles.disk_mib(self._spec)
-                tasks.start_soon(watches.disk, self._backend, self._container.id, disk, self._end)
+                tasks.start_soon(watches.disk, self._backend.containers, self._container.id, disk, self._end)
         if not self._connected.is_set():
             channel.check()
 

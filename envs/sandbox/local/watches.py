@@ -7,7 +7,7 @@ from collections.abc import Callable
 import anyio
 
 from envs.sandbox.api import State
-from envs.sandbox.engines.backend import Backend
+from envs.sandbox.engines.backend import Containers
 from envs.sandbox.engines.profiles import MIB
 from envs.sandbox.local.channel import Channel
 from flash.errors import SandboxError, SandboxTimeoutError
@@ -52,12 +52,12 @@ async def idle(idle_s: float, use: Callable[[], tuple[int, bool]], end: End) -> 
             end("closed", f"it was idle for {idle_s:g} s")
 
 
-async def disk(backend: Backend, container_id: str, disk_mib: int, end: End) -> None:
+async def disk(containers: Containers, container_id: str, disk_mib: int, end: End) -> None:
     """Close it when its layer has grown over its limit: engines can seldom enforce that themselves."""
     while True:
         await anyio.sleep(DISK_LOOK_SECONDS)
         try:
-            found = await backend.inspect(container_id, size=True)
+            found = await containers.inspect(container_id, size=True)
         except SandboxError:
             continue  # The link says whether the sandbox is gone.
         if found is not None and (found.layer_size or 0) > disk_mib * MIB:

@@ -67,8 +67,8 @@ class EngineMaker:
 
     async def containers(self) -> list[Container]:
         """Every container and snapshot of ours."""
-        containers = await self._backend.list({f"{PREFIX}service": ""})
-        images = await self._backend.list_images({SNAPSHOT_LABEL: ""})
+        containers = await self._backend.containers.list({f"{PREFIX}service": ""})
+        images = await self._backend.images.list({SNAPSHOT_LABEL: ""})
         return [
             *(Container(each.container_id, each.labels, each.running) for each in containers),
             *(Container(name, labels, False, image=True) for name, labels in images.items()),
@@ -76,9 +76,9 @@ class EngineMaker:
 
     async def remove(self, id: str, *, image: bool) -> None:
         if image:
-            await self._backend.remove_image(id)
+            await self._backend.images.remove(id)
         else:
-            await self._backend.delete(id)
+            await self._backend.containers.delete(id)
 
     async def _keep(self, sandbox: LocalSandbox) -> LocalSandbox:
         """Let a sandbox live in a task of its own. A caller that is cancelled before it is ready ends it."""

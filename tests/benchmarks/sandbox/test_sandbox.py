@@ -77,7 +77,7 @@ async def test_sandboxes_are_timed_from_nothing_and_from_the_pool_and_all_are_re
         assert await sandbox_ours.cold_start(backend, LABELS) > 0
         assert await sandbox_ours.engine_start(backend, LABELS) > 0
         assert len(await sandbox_ours.warm_starts(backend, 2)) == 2
-        assert backend.containers == {}
+        assert backend.containers.kept == {}
 
 
 @pytest.mark.anyio
@@ -88,7 +88,7 @@ async def test_round_trips_are_timed_in_shells_and_by_themselves_here_and_over_h
             assert len(await sandbox_ours.fresh(sandbox, 2)) == 2
         async with sandbox_ours.over_http(backend) as remote, remote.session() as remote_shell:
             assert len(await sandbox_ours.session(remote_shell, 2)) == 2
-        assert backend.containers == {}
+        assert backend.containers.kept == {}
 
 
 @pytest.mark.anyio
@@ -103,7 +103,7 @@ async def test_each_of_the_crowd_is_served_and_nothing_is_left() -> None:
     async with FakeBackend() as backend:
         seen = await sandbox_ours.crowd(backend, count=3, at_once=2)
         assert (len(seen.first_results_s), seen.errors, seen.left) == (3, [], 0)
-        assert backend.containers == {}
+        assert backend.containers.kept == {}
 
 
 # -- the scheduler ---------------------------------------------------------------------------------------------------

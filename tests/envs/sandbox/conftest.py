@@ -66,13 +66,13 @@ def engine_url() -> str:
 
 async def _make_images(url: str) -> None:
     async with DockerBackend(url) as engine:
-        there = " ".join(await engine.list_images({}))
+        there = " ".join(await engine.images.list({}))
         for name in (IMAGE, MINIMAL_IMAGE):
             if name not in there:
                 with tempfile.TemporaryDirectory() as folder:
                     archive = Path(folder) / "root.tar"
                     await anyio.to_thread.run_sync(images.build, images.RECIPES[name], archive)
-                    await engine.import_image(archive, name)
+                    await engine.images.make(archive, name)
 
 
 @pytest.fixture
@@ -81,12 +81,12 @@ async def containers(engine_url) -> AsyncIterator[tuple[DockerBackend, dict[str,
     labels = {TEST_LABEL: uuid4().hex}
     async with DockerBackend(engine_url) as engine:
         yield engine, labels
-        left = await engine.list(labels)
+        left = await engine.containers.list(labels)
         for sandbox in left:
-            await engine.delete(sandbox.container_id)
-        snapshots = await engine.list_images(labels)
+            await engine.containers.delete(sandbox.container_id)
+        snapshots = await engine.images.list(labels)
         for name in snapshots:
-            await engine.remove_image(name)
+            await engine.images.remove(name)
         assert not left, f"leaked containers: {left}"
         assert not snapshots, f"leaked images: {snapshots}"
 
@@ -122,12 +122,12 @@ async def bench(kind, _engine_if_needed) -> AsyncIterator[Bench]:
     if kind == "fake":
         async with FakeBackend() as backend:
             yield Bench(backend, labels)
-            assert not backend.containers
-            assert not backend.images
+            assert not backend.containers.kept
+            assert not backend.images.kept
         return
     async with DockerBackend(_engine_if_needed) as engine:
         yield Bench(engine, labels)
-        left = await engine.list(labels)
+        left = await engine.containers.list(labels)
         for sandbox in left:
-            await engine.delete(sandbox.container_id)
+            await engine.containers.delete(sandbox.container_id)
         assert not left, f"leaked containers: {left}"

@@ -75,5 +75,5 @@ async def _backend(backend: Backend | None) -> AsyncIterator[Backend]:
         return
     async with FakeBackend() as made:
         yield made
-        assert made.containers == {}
-        assert made.images == {}
+        assert made.containers.kept == {}
+        assert made.images.kept == {}

@@ -65,7 +65,7 @@ class Place:
     async def containers(self, engine: str) -> int:
         label = {f"{PREFIX}service": (self.folder / "service").read_text()}
         async with DockerBackend(engine) as backend:
-            return len(await backend.list(label))
+            return len(await backend.containers.list(label))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 
 async def _containers(url: str) -> set[str]:
     async with DockerBackend(url) as engine:
-        return {sandbox.container_id for sandbox in await engine.list({f"{PREFIX}service": ""})}
+        return {sandbox.container_id for sandbox in await engine.containers.list({f"{PREFIX}service": ""})}
 
 
 @pytest.mark.integration

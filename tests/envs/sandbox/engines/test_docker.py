@@ -53,7 +53,7 @@ KNOWN = [
 
 async def test_one_container_that_the_engine_cannot_describe_does_not_hide_the_others(tmp_path):
     async with engine(tmp_path, {**VERSION, **BROKEN, "/libpod/containers/json": (200, KNOWN)}) as backend:
-        found = await backend.list({"flash.sandbox.service": ""})
+        found = await backend.containers.list({"flash.sandbox.service": ""})
     assert [(sandbox.container_id[:1], sandbox.name, sandbox.running) for sandbox in found] == [
         ("1", "flash-a", True),
         ("2", "flash-b", False),
@@ -64,7 +64,7 @@ async def test_one_container_that_the_engine_cannot_describe_does_not_hide_the_o
 @pytest.mark.integration
 async def test_the_stand_in_answers_in_the_form_of_the_real_engine(tmp_path, containers):
     real, labels = containers
-    created = await real.create(Spec(image=IMAGE), name=f"flash-{uuid4().hex[:20]}", labels=labels)
+    created = await real.containers.create(Spec(image=IMAGE), name=f"flash-{uuid4().hex[:20]}", labels=labels)
     async with LocalSandbox(real, Spec(image=IMAGE), labels=labels) as sandbox:
         wanted = {
             "all": "true",
@@ -84,25 +84,25 @@ async def test_the_stand_in_answers_in_the_form_of_the_real_engine(tmp_path, con
                         assert isinstance(entry[name], type(value)), (path, name, entry[name])
                 # What the real engine says, said by the stand-in, is understood alike; Podman's order varies.
                 async with engine(tmp_path, {**VERSION, "/v1.41/containers/json": (200, found)}) as copy:
-                    said = [sorted(await each.list(labels), key=repr) for each in (copy, real)]
+                    said = [sorted(await each.containers.list(labels), key=repr) for each in (copy, real)]
                 assert said[0] == said[1]
             async with http.get("http://engine/v1.41/containers/nothing/json") as answer:
                 assert answer.status == 404
                 assert isinstance((await answer.json())["message"], str)
         assert sandbox.state == "ready"
-    await real.delete(created)
+    await real.containers.delete(created)
 
 
 async def test_an_engine_that_only_fails_is_told(tmp_path):
     async with engine(tmp_path, {**VERSION, **BROKEN}) as backend:
         with pytest.raises(SandboxLostError, match="container not known"):
-            await backend.list({})
+            await backend.containers.list({})
 
 
 async def test_an_engine_that_is_gone_is_not_said_to_refuse(tmp_path):
     async with DockerBackend(f"unix://{tmp_path / 'nothing'}") as backend:
         with pytest.raises(SandboxLostError, match="cannot be reached"):
-            await backend.list({})
+            await backend.containers.list({})
 
 
 @pytest.mark.parametrize("url", ["engine", "/run/podman/podman.sock", "ssh://host", "unix:run/podman.sock"])

@@ -10,7 +10,7 @@ import pytest
 from envs.sandbox.agent.command import Refusal
 from envs.sandbox.agent.files import list_folder
 from envs.sandbox.api import Spec
-from envs.sandbox.engines.fake import FakeBackend
+from envs.sandbox.engines.fake import FakeBackend, FakeImages
 from envs.sandbox.local.sandbox import LocalSandbox
 from envs.sandbox.trees import TreeLimits
 from flash.errors import SandboxClosedError, SandboxError, SandboxFileError, SandboxLimitError
@@ -187,19 +187,16 @@ async def test_a_snapshot_holds_a_tree_however_deep_and_names_what_it_cannot_hol
                 await keep()
 
 
-class Slow(FakeBackend):
-    """Is asked for a snapshot when the container is on its way out already."""
+class LateImages(FakeImages):
+    """Asked for a snapshot when the container is on its way out already."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.deleted = anyio.Event()
-
-    async def delete(self, container_id) -> None:
-        await super().delete(container_id)
-        self.deleted.set()
+    def __init__(self, backend: FakeBackend) -> None:
+        super().__init__(backend.folder)
+        self._containers = backend.containers
 
     async def commit(self, container_id, *, name, labels, files, most) -> int:
-        await self.deleted.wait()
+        while self._containers.kept:  # noqa: ASYNC110  # a fake tells nobody
+            await anyio.sleep(0.01)
         raise SandboxError("the engine refused POST commit: no such container")
 
 
@@ -209,10 +206,11 @@ async def test_a_snapshot_beside_the_end_of_its_sandbox_says_that_it_ended():
             await call()
 
     async with (
-        Slow() as backend,
+        FakeBackend() as backend,
         anyio.create_task_group() as tasks,
         LocalSandbox(backend, Spec(image=IMAGE)) as sandbox,
     ):
+        backend.images = LateImages(backend)
         tasks.start_soon(keep, sandbox.snapshot)
         tasks.start_soon(keep, lambda: sandbox.fork(2))
         await anyio.sleep(0.05)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from envs.sandbox.api import Spec
-from envs.sandbox.engines.fake import FakeBackend
+from envs.sandbox.engines.fake import FakeBackend, FakeContainers
 from envs.sandbox.local.sandbox import LocalSandbox
 from flash.errors import SandboxTimeoutError
 
 pytestmark = pytest.mark.anyio
 
 
-class Stopped(FakeBackend):
+class LateContainers(FakeContainers):
     """Answers no creation in time, and carries it out after the first removal."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, backend: FakeBackend) -> None:
+        super().__init__(backend.folder, backend.images, backend.faults)
         self.late: list = []
 
     async def create(self, spec, *, name, labels) -> str:
@@ -31,9 +31,10 @@ class Stopped(FakeBackend):
 
 
 async def test_a_container_that_comes_after_its_removal_is_removed_too():
-    async with Stopped() as backend:
+    async with FakeBackend() as backend:
+        backend.containers = late = LateContainers(backend)
         with pytest.raises(SandboxTimeoutError):
             async with LocalSandbox(backend, Spec(image="any")):
                 raise AssertionError
-        assert not backend.late
-        assert not backend.containers
+        assert not late.late
+        assert not backend.containers.kept

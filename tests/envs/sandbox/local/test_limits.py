@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from envs.sandbox.local.commands import AgentJob
 from flash.errors import SandboxError, SandboxFileError, SandboxLimitError, SandboxRefusedError
 
 pytestmark = pytest.mark.anyio
@@ -55,7 +56,7 @@ async def test_nothing_that_cannot_be_sent_ends_the_sandbox(bench):
         for ask in (
             lambda: sandbox.session("s" * 300_000).__aenter__(),
             lambda: sandbox.session("\ud800").__aenter__(),
-            lambda: sandbox.job("j" * 300_000).poll(),
+            lambda: AgentJob(sandbox, "j" * 300_000).poll(),
             lambda: job.signal("SIG" * 100_000),
             lambda: job.output(offset=1 << 70),
             lambda: sandbox.read("f", offset=1 << 70),

@@ -240,7 +240,7 @@ async def test_a_killed_agent_ends_every_call_and_the_sandbox_says_that_it_is_lo
             tasks.start_soon(expect_loss, sandbox.run("sleep 100", timeout=200))
             tasks.start_soon(expect_loss, session.run("sleep 100", timeout=200))
             await anyio.sleep(0.3)
-            await bench.backend.kill(sandbox.container_id)
+            await bench.backend.containers.kill(sandbox.container_id)
         assert len(errors) == 2
         await sandbox.wait_ended()
         assert sandbox.state == "lost"

@@ -187,7 +187,7 @@ async def test_closing_ends_calls_in_progress_and_removes_the_container(bench):
         tasks.start_soon(call)
         await anyio.sleep(0.2)
         await sandbox.close()
-        assert await bench.backend.inspect(sandbox.container_id) is None
+        assert await bench.backend.containers.inspect(sandbox.container_id) is None
         await sandbox.close()
 
 
@@ -196,7 +196,7 @@ async def test_cancelling_the_start_at_any_moment_leaves_nothing(bench, delay):
     with anyio.move_on_after(delay):
         async with bench.sandbox() as sandbox, sandbox.session() as session:
             await session.run("sleep 100", timeout=60)
-    assert not await bench.backend.list(bench.labels)
+    assert not await bench.backend.containers.list(bench.labels)
 
 
 @pytest.mark.parametrize("step", range(40))
@@ -218,8 +218,8 @@ async def test_cancelling_at_each_await_leaves_nothing(bench, step):
             await anyio.lowlevel.checkpoint()
         await anyio.sleep(0.002 * step)
         tasks.cancel_scope.cancel()
-    assert not bench.backend.containers
-    assert not bench.backend.images
+    assert not bench.backend.containers.kept
+    assert not bench.backend.images.kept
 
 
 @FAKE
@@ -229,11 +229,11 @@ async def test_a_failure_to_start_is_typed_and_leaves_nothing(bench):
         async with bench.sandbox():
             raise AssertionError
     bench.backend.faults.start = None
-    bench.backend.prelude = "import sys; sys.exit('broken image')"
+    bench.backend.agents.prelude = "import sys; sys.exit('broken image')"
     with pytest.raises(SandboxStartError):
         async with bench.sandbox():
             raise AssertionError
-    bench.backend.prelude = "import time; time.sleep(30)"
+    bench.backend.agents.prelude = "import time; time.sleep(30)"
     with pytest.raises((SandboxStartError, SandboxTimeoutError), match=r"not ready|waited"):
         async with bench.sandbox(settings=SandboxSettings(start=0.5)):
             raise AssertionError
@@ -250,14 +250,14 @@ async def test_an_engine_that_cannot_remove_at_first_is_asked_again(bench):
         async with bench.sandbox():
             bench.backend.faults.delete = SandboxLostError("the engine restarts")
             tasks.start_soon(recover)
-    assert not bench.backend.containers
+    assert not bench.backend.containers.kept
 
 
 @FAKE
 async def test_a_silent_agent_is_given_up(bench):
-    bench.backend.prelude = "import os\n"
+    bench.backend.agents.prelude = "import os\n"
     async with bench.sandbox(settings=SandboxSettings(heartbeat=0.2, silence=0.3)) as sandbox:
-        process = bench.backend.containers[sandbox.container_id].process
+        process = bench.backend.containers.kept[sandbox.container_id].process
         process.send_signal(19)
         with pytest.raises(SandboxLostError, match="did not answer"):
             await sandbox.run("true", timeout=LIMIT)
@@ -275,7 +275,7 @@ async def test_forks_have_the_files_and_go_their_own_ways(bench):
         await forks[0].close()
         assert forks[1].state == "ready"
     assert forks[1].state == "closed"
-    assert not await bench.backend.list_images(bench.labels)
+    assert not await bench.backend.images.list(bench.labels)
 
 
 async def test_a_snapshot_outlives_its_sandbox(bench):
@@ -286,7 +286,7 @@ async def test_a_snapshot_outlives_its_sandbox(bench):
         async with LocalSandbox(bench.backend, snapshot.spec, labels=bench.labels) as again:
             assert await again.read("kept") == b"data"
     finally:
-        await bench.backend.remove_image(snapshot.spec.image)
+        await bench.backend.images.remove(snapshot.spec.image)
 
 
 @CONTAINERS
@@ -329,9 +329,9 @@ async def test_what_is_made_of_a_sandbox_that_was_taken_over_is_found_by_its_lab
         first = await tasks.start(bench.sandbox().keep)
         async with LocalSandbox(bench.backend, first.spec, adopt=first.container_id) as second:
             (fork,) = await second.fork(1)
-            (image,) = (await bench.backend.list_images(bench.labels)).values()
+            (image,) = (await bench.backend.images.list(bench.labels)).values()
             assert image[SNAPSHOT_LABEL] == first.sandbox_id
-            found = {sandbox.name for sandbox in await bench.backend.list(bench.labels)}
+            found = {sandbox.name for sandbox in await bench.backend.containers.list(bench.labels)}
             assert found == {first.sandbox_id, fork.sandbox_id}
         tasks.cancel_scope.cancel()
 
@@ -394,8 +394,8 @@ async def test_a_fork_whose_origin_ends_meanwhile_is_answered_and_leaves_nothing
             tasks.start_soon(fork, sandbox)
             await anyio.sleep(delay)
     assert len(answers) == 1
-    assert not await bench.backend.list(bench.labels)
-    assert not await bench.backend.list_images(bench.labels)
+    assert not await bench.backend.containers.list(bench.labels)
+    assert not await bench.backend.images.list(bench.labels)
 
 
 @FAKE

@@ -202,12 +202,12 @@ async def test_a_cancelled_call_kills_its_command(tmp_path):
 
 async def test_a_lost_sandbox_is_told_and_made_again(tmp_path):
     async with running(tmp_path) as world, world.client.acquire(SPEC, on_lost="recreate") as sandbox:
-        [id] = world.backend.containers
+        [id] = world.backend.containers.kept
         async with anyio.create_task_group() as tasks:
 
             async def kill() -> None:
                 await anyio.sleep(0.3)
-                await world.backend.kill(id)
+                await world.backend.containers.kill(id)
 
             tasks.start_soon(kill)
             with pytest.raises(SandboxLostError):
@@ -217,8 +217,8 @@ async def test_a_lost_sandbox_is_told_and_made_again(tmp_path):
 
 async def test_a_client_knows_of_a_loss_when_its_call_has_said_so(tmp_path):
     async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
-        [id] = world.backend.containers
-        await world.backend.kill(id)
+        [id] = world.backend.containers.kept
+        await world.backend.containers.kill(id)
         with pytest.raises(SandboxLostError):
             await sandbox.run("true", timeout=10)
         assert sandbox.state == "lost"
@@ -261,15 +261,15 @@ async def test_open_maker_removes_what_is_left():
     async with FakeBackend() as backend:
         async with open_maker(backend) as maker:
             await maker.make(SPEC, "flash-x", {"flash.sandbox.service": "s"})
-            assert len(backend.containers) == 1
-        assert backend.containers == {}
+            assert len(backend.containers.kept) == 1
+        assert backend.containers.kept == {}
 
 
 async def test_a_job_of_a_lost_sandbox_is_not_taken_for_one_of_the_next(tmp_path):
     async with running(tmp_path) as world, world.client.acquire(SPEC, on_lost="recreate") as sandbox:
         before = await sandbox.start("echo before", timeout=10)
-        [id] = world.backend.containers
-        await world.backend.kill(id)
+        [id] = world.backend.containers.kept
+        await world.backend.containers.kill(id)
         with pytest.raises(SandboxLostError):
             await sandbox.run("sleep 60", timeout=60)
         after = await sandbox.start("echo after", timeout=10)

@@ -59,13 +59,13 @@ async def test_forks_of_a_remote_sandbox_are_on_its_host_and_end_with_it(tmp_pat
             for fork in forks:
                 assert await pool.handle(fork).read("where") == lease.host.encode()
                 assert (await pool.handle(fork).run("cat where", timeout=20)).stdout == lease.host.encode()
-        assert [len(each.backend.containers) for each in services] == [3, 3]
+        assert [len(each.backend.containers.kept) for each in services] == [3, 3]
         await pool.release(leases[0])
         here = services["ab".index(leases[0].host)]
-        assert here.backend.containers == {}
-        assert here.backend.images == {}
+        assert here.backend.containers.kept == {}
+        assert here.backend.images.kept == {}
         assert len(pool.state.leases()) == 3
-    assert [each.backend.containers for each in services] == [{}, {}]
+    assert [each.backend.containers.kept for each in services] == [{}, {}]
 
 
 async def test_a_front_that_restarts_attaches_to_what_runs_and_ends_what_it_does_not_know(tmp_path):
@@ -76,13 +76,13 @@ async def test_a_front_that_restarts_attaches_to_what_runs_and_ends_what_it_does
         await sandbox.write("kept", b"still here")
         await before.start(forgotten)
         other = await RemoteHost("a", service.client, "other-front").start(Ticket("box-other", "l", "x", SPEC))
-        assert len(service.backend.containers) == 3
+        assert len(service.backend.containers.kept) == 3
         async with SandboxClient(service.url, TOKEN) as client:
             after = RemoteHost("a", client, "front")
             found = await after.recover([known, Ticket("box-gone", "l", "x", SPEC)])
             assert set(found) == {"box-known"}
             assert await found["box-known"].read("kept") == b"still here"
-            assert len(service.backend.containers) == 2
+            assert len(service.backend.containers.kept) == 2
             assert (await other.run("echo untouched", timeout=20)).stdout == b"untouched\n"
 
 
@@ -129,14 +129,14 @@ async def test_a_start_that_is_cancelled_leaves_nothing_on_the_host(tmp_path):
             if sandbox is not None:
                 await sandbox.close()
         assert await service.client.list() == []
-        assert service.backend.containers == {}
+        assert service.backend.containers.kept == {}
 
 
 async def test_a_sandbox_whose_container_is_killed_is_lost_at_the_front_too(tmp_path):
     async with machines(tmp_path, 1) as [service], front([service]) as pool:
         lease = await held(pool)
-        [id] = service.backend.containers
-        await service.backend.kill(id)
+        [id] = service.backend.containers.kept
+        await service.backend.containers.kill(id)
         with pytest.raises(SandboxLostError):
             await pool.handle(lease).run("true", timeout=20)
         with anyio.fail_after(30):

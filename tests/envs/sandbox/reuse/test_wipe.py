@@ -127,7 +127,7 @@ async def test_attributes_of_folders_that_stay_tell_nothing_of_the_program_befor
             assert await look(sandbox) != new
             assert await wipe(sandbox, new)
             assert (await sandbox.run(["python3", "-c", _ATTRIBUTES.format("get", "")], timeout=20)).stdout == b""
-        await engine.remove_image(spec.image)
+        await engine.images.remove(spec.image)
 
 
 @pytest.mark.anyio

@@ -92,7 +92,7 @@ async def test_a_snapshot_belongs_to_its_token(tmp_path):
         assert listed.expires_at == pytest.approx(listed.made_at + PoolSettings().snapshot_s)
         await mine.forget(snapshot.snapshot_id)
         assert await mine.snapshots() == []
-        assert world.backend.images == {}
+        assert world.backend.images.kept == {}
         with pytest.raises(SandboxRefusedError, match="no snapshot"):
             await order(world, OTHER_TOKEN, snapshot.spec)
 
@@ -130,7 +130,7 @@ async def test_snapshots_are_known_after_a_restart_and_removed_when_their_time_i
             world.pool.snapshots.add(short)
             with anyio.fail_after(10):
                 await journal.dropped.wait()
-            assert backend.images == {}
+            assert backend.images.kept == {}
             assert await world.client.snapshots() == []
         assert await journal.load_snapshots() == []
         journal.close()

@@ -1,0 +1,175 @@
+"""The containers of Docker or Podman."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from envs.sandbox.api import Spec
+from envs.sandbox.engines import profiles
+from envs.sandbox.engines.archives import folder_in_tar
+from envs.sandbox.engines.backend import ContainerInfo, EngineInfo
+from envs.sandbox.engines.docker_api import DockerApi, status_of
+from envs.sandbox.engines.leftovers import kill_leftovers, remove_groups
+from envs.sandbox.engines.seccomp import filter_text, podman_filter
+from envs.sandbox.engines.users import USER_LABEL, Users
+from flash.errors import SandboxLostError, SandboxStartError
+
+_log = logging.getLogger(__name__)
+
+CREATES = 8
+"""Containers made at a time; more only wait for the engine's own locks."""
+NEVER_RAN = ("created", "configured", "initialized", "unknown")
+"""States of containers whose start was perhaps cut off."""
+HTTP_FAILED = 500
+
+
+class DockerContainers:
+    """See the module.
+
+    Args:
+        api: of the engine.
+        info: what the engine is.
+        start_s: seconds for the engine to start one.
+        users: for sandboxes, one for each.
+    """
+
+    def __init__(self, api: DockerApi, info: Callable[[], Awaitable[EngineInfo]], start_s: float, users: range) -> None:
+        self._api = api
+        self._ask_info = info
+        self._start_s = start_s
+        self._by_socket = api.url.startswith("unix://")
+        self._creating = anyio.CapacityLimiter(CREATES)
+        self._info: EngineInfo | None = None
+        self._asking = anyio.Lock()
+        self._users = Users(users)
+        self._half_started: set[str] = set()
+        """Containers of which the engine may not know all processes."""
+
+    async def create(self, spec: Spec, *, name: str, labels: Mapping[str, str]) -> str:
+        async with self._asking:
+            # Once: Podman asks the package manager for the versions of its parts, which takes a second of CPU.
+            self._info = self._info or await self._ask_info()
+        podman = self._info.name.startswith("podman")
+        seccomp = self._filter(profiles.check(spec).families, podman=podman)
+        number = self._users.draw() if profiles.check(spec).own_user and self._info.users else None
+        own = {} if number is None else {USER_LABEL: str(number)}
+        config = profiles.container(
+            spec, {**labels, **own}, user=number, owned_tmpfs=not podman, seccomp=seccomp, mask_option=podman
+        )
+        try:
+            return await self._create(spec, name, config, number)
+        finally:
+            if number is not None:
+                self._users.give_up(number)
+
+    async def _create(self, spec: Spec, name: str, config: dict[str, object], user: int | None) -> str:
+        async with self._creating:
+            answer = await self._api.json(
+                "containers/create", SandboxStartError, method="POST", params={"name": name}, data=config
+            )
+            container_id = str(answer["Id"])
+            if user is not None:
+                self._users.keep(container_id, user)
+            if owner := profiles.owner_of_work(spec):
+                await self._api.json(
+                    f"containers/{container_id}/archive",
+                    SandboxStartError,
+                    method="PUT",
+                    params={"path": "/"},
+                    data=folder_in_tar(spec.workdir.lstrip("/"), owner),
+                    headers={"Content-Type": "application/x-tar"},
+                )
+        return container_id
+
+    def _filter(self, families: Sequence[int], *, podman: bool) -> str | None:
+        """Our system call filter, as the engine takes it; None where there is none for it."""
+        if not podman:
+            content = filter_text(families)
+            return None if content is None else content.decode()
+        return str(podman_filter(families)) if self._by_socket else None
+
+    async def start(self, container_id: str) -> None:
+        self._half_started.add(container_id)
+        await self._api.json(
+            f"containers/{container_id}/start", SandboxStartError, method="POST", timeout=self._start_s
+        )
+        self._half_started.discard(container_id)
+
+    async def inspect(self, container_id: str, *, runtime: bool = False, size: bool = False) -> ContainerInfo | None:
+        params = {"size": "true"} if size else None
+        found = await self._api.json(f"containers/{container_id}/json", SandboxLostError, params=params, missing=None)
+        if found is None:
+            return None
+        state = found["State"]
+        running = bool(state["Running"])
+        return ContainerInfo(
+            container_id=str(found["Id"]),
+            name=str(found["Name"]).lstrip("/"),
+            running=running,
+            labels=found["Config"].get("Labels") or {},
+            exit_code=None if running else int(state.get("ExitCode", -1)),
+            oom_killed=bool(state.get("OOMKilled")),
+            runtime=await self._runtime(found) if runtime else "",
+            layer_size=int(found.get("SizeRw") or 0) if size else None,
+        )
+
+    async def _runtime(self, found: Mapping[str, Any]) -> str:
+        """Docker does what HostConfig says. Podman ignores it, and tells the truth only in its own API."""
+        name = str(found["HostConfig"].get("Runtime") or "")
+        if name != "oci":
+            return name
+        own = await self._api.json(f"libpod/containers/{found['Id']}/json", SandboxLostError)
+        return str(own.get("OCIRuntime", ""))
+
+    async def list(self, labels: Mapping[str, str]) -> list[ContainerInfo]:
+        filters = [name if value == "" else f"{name}={value}" for name, value in labels.items()]
+        params = {"all": "true", "filters": msgspec.json.encode({"label": filters}).decode()}
+        try:
+            found = await self._api.json("containers/json", SandboxLostError, params=params)
+        except SandboxLostError as error:
+            # Podman that was killed while it removed a container does not list any, until that one is removed. It still
+            # does in its own API; Docker has none.
+            if status_of(error) != HTTP_FAILED:
+                raise
+            found = await self._api.json("libpod/containers/json", SandboxLostError, params=params, missing=None)
+            if found is None:
+                raise
+        # What was started and does not run is not `created` but `exited`.
+        for entry in found:
+            if (user := (entry.get("Labels") or {}).get(USER_LABEL, "")).isdecimal():
+                self._users.keep(str(entry["Id"]), int(user))
+        self._half_started |= {str(entry["Id"]) for entry in found if entry.get("State") in NEVER_RAN}
+        return [
+            ContainerInfo(
+                container_id=str(entry["Id"]),
+                name=str((entry.get("Names") or [""])[0]).lstrip("/"),
+                running=entry.get("State") == "running",
+                labels=entry.get("Labels") or {},
+            )
+            for entry in found
+        ]
+
+    async def kill(self, container_id: str) -> None:
+        await self._api.json(
+            f"containers/{container_id}/kill", SandboxLostError, method="POST", params={"signal": "SIGKILL"}
+        )
+
+    async def delete(self, container_id: str) -> None:
+        params = {"force": "true", "v": "true"}
+        await self._api.json(
+            f"containers/{container_id}", SandboxLostError, method="DELETE", params=params, missing=None
+        )
+        if container_id in self._half_started and self._by_socket:
+            count = await anyio.to_thread.run_sync(kill_leftovers, [container_id])
+            if count:
+                _log.info("container %s is removed; its engine had left %d of its processes", container_id[:12], count)
+        if self._by_socket:
+            await anyio.to_thread.run_sync(remove_groups, container_id)
+        self._half_started.discard(container_id)
+        self._users.release(container_id)
