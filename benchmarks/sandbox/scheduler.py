@@ -121,7 +121,7 @@ async def _compete(scale: Scale) -> Seen:
             # Without the end: that thousands are closed in one instant is no part of what is measured.
             seen.real_s = time.perf_counter() - begin
             seen.over = True
-            for lease in pool.state.leases():
+            for lease in pool.state.leases.all():
                 lease.end("the run is over")
         # A start that was cut off may leave its sandbox to its host's next look.
         await anyio.sleep(2 * HostSettings().look_s)
@@ -151,7 +151,7 @@ async def _watch(pool: Pool, scale: Scale, seen: Seen, makers: Sequence[Simulate
     whole = Demand(1000 * CPUS * scale.hosts, scale.hosts << 20)
     await anyio.sleep(WARM_UP * scale.seconds)
     while anyio.current_time() < scale.seconds:
-        usage, waiting = pool.state.usage(), pool.state.queue()
+        usage, waiting = pool.state.admission.usage(), pool.state.admission.waiting()
         seen.shares += [usage.get(owner, NOTHING).share_of(whole) * OWNERS for owner in waiting]
         seen.most = max(seen.most, sum(len(maker.sandboxes) for maker in makers))
         await anyio.sleep(1)

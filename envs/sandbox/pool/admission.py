@@ -3,7 +3,7 @@
 Laws, each tested under its name:
 
 - **Capacity.** What is granted on a host never exceeds what the host has.
-- **Answered.** Every request is in exactly one state: waiting, granted, or gone (`withdraw`, `release`).
+- **Answered.** Every request is in exactly one state: waiting, granted, or gone (`remove`).
 - **Fair share.** Between payers, the one with the smallest share of the whole comes first, and so between the owners of
   each; an owner's own requests go by priority, then by age. Who pays stands before the slash of an owner's name: a
   token may call its owners what it likes, and gets no more by having many.
@@ -27,7 +27,7 @@ from envs.sandbox.pool.placement import NOTHING, Demand, HostView, choose, could
 from flash.errors import SandboxBusyError, SandboxRefusedError
 
 
-class SandboxRequest(msgspec.Struct, frozen=True):
+class PlaceRequest(msgspec.Struct, frozen=True):
     """A wish for one sandbox."""
 
     id: str
@@ -49,7 +49,7 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class _Waiting(msgspec.Struct):
-    request: SandboxRequest
+    request: PlaceRequest
     arrival: int
     late_at: int
     """Number of its owner's grants from which the request is late."""
@@ -63,7 +63,7 @@ class _Waiting(msgspec.Struct):
 
 
 class _Granted(msgspec.Struct):
-    request: SandboxRequest
+    request: PlaceRequest
     arrival: int
     host: str
 
@@ -122,7 +122,7 @@ class Admission:
 
     # ---- requests
 
-    def submit(self, request: SandboxRequest) -> None:
+    def submit(self, request: PlaceRequest) -> None:
         """Let a request wait.
 
         Raises:
@@ -148,15 +148,14 @@ class Admission:
         self._enter(waiting)
         self._overdue[id] = waiting
 
-    def withdraw(self, id: str) -> None:
-        """Forget a waiting request."""
-        self._leave(self._waiting[id])
+    def remove(self, id: str) -> None:
+        """Forget a request: it waits no longer, or its sandbox is gone."""
+        if (waiting := self._waiting.get(id)) is not None:
+            self._leave(waiting)
+        else:
+            self._end(id)
 
-    def release(self, id: str) -> None:
-        """A granted request's sandbox is gone."""
-        self._end(id)
-
-    def restore(self, request: SandboxRequest, host: str) -> None:
+    def restore(self, request: PlaceRequest, host: str) -> None:
         """Record what was granted in an earlier run, without asking whether it fits."""
         self._grant(_Waiting(request, next(self._arrivals), 0), self._hosts[host], counted=False)
 
@@ -212,7 +211,7 @@ class Admission:
                 elif (kept := self._host_to_keep(waiting.request, closed)) is not None:
                     closed.add(kept.name)
 
-    def _host_to_keep(self, request: SandboxRequest, closed: set[str]) -> HostView | None:
+    def _host_to_keep(self, request: PlaceRequest, closed: set[str]) -> HostView | None:
         """The host on which this request will fit soonest: the one with the most room among those large enough."""
         large = [
             host
@@ -352,7 +351,7 @@ class Admission:
                 for records in (self._last_grant, self._turns, self._alarms):
                     records.pop(owner, None)
 
-    def _too_large(self, request: SandboxRequest) -> str:
+    def _too_large(self, request: PlaceRequest) -> str:
         hosts = ", ".join(f"{host.name} {host.capacity}" for host in self._hosts.values())
         where = f" on host {request.only}" if request.only else ""
         return f"a sandbox of {request.demand} fits nowhere{where}, not even alone; the hosts have {hosts or 'nothing'}"
@@ -363,5 +362,5 @@ def payer(owner: str) -> str:
     return owner.partition("/")[0]
 
 
-def _shape(request: SandboxRequest) -> _Shape:
+def _shape(request: PlaceRequest) -> _Shape:
     return request.demand, request.only, request.warm_key

@@ -101,7 +101,7 @@ class Pool:
         """
         if only is None and (kept := self.snapshots.find(spec.image)) is not None:
             only = kept.host
-        if (known := self.state.find_by_key(token, key)) is not None:
+        if (known := self.state.leases.find_by_key(token, key)) is not None:
             if known.spec != spec:
                 raise SandboxRefusedError(f"the idempotency key {key!r} was used for another sandbox; use a new one")
             return known
@@ -259,7 +259,7 @@ class Pool:
             self._hand_out(lease, sandbox)
             await sandbox.wait_ended()
             error = SandboxLostError(f"sandbox {lease.id} on {lease.host} is gone: its container or its agent ended")
-            self.state.failed(error, lease.host)
+            self.state.failures.failed(error, lease.host)
             lease.lost(sandbox, error)
             if lease.on_lost != "recreate" or lease.generation >= self._settings.recreate_attempts:
                 raise error
@@ -288,17 +288,17 @@ class Pool:
             except SandboxRefusedError:
                 raise
             except SandboxError as error:
-                if self.state.start_failed(lease, error):
+                if self.state.failures.start_failed(lease, error):
                     self._tasks.start_soon(self._reopen, lease.host)
                 avoid.add(lease.host)
                 lease.starts += 1
                 if lease.starts >= self._settings.start_attempts:
                     raise
             else:
-                self.state.started(lease)
+                self.state.failures.started(lease)
                 lease.starts = 0
                 return sandbox
-            self.state.refuse_bad_kind(lease.spec)
+            self.state.failures.refuse_bad_kind(lease.spec)
             lease.set("queued", "to be tried again")
             self.state.put_back(lease, avoid)
 
@@ -345,7 +345,7 @@ class Pool:
     async def _reopen(self, name: str) -> None:
         """Leave a host alone while it is in quarantine, then ask it again."""
         self.state.refresh(name)
-        await anyio.sleep(self.state.quarantine_left(name))
+        await anyio.sleep(self.state.failures.quarantine_left(name))
         self.state.refresh(name)
 
     async def _note(self, lease: Lease) -> None:
@@ -369,7 +369,7 @@ class Pool:
             elif entry.parent:
                 lease.end("the sandbox it was forked from ended")
             if entry.ready and entry.host in placed:
-                self.state.add(lease)
+                self.state.leases.add(lease)
                 placed[entry.host].append((entry, lease))
             else:
                 origin = entries.get(entry.parent)
@@ -442,7 +442,7 @@ class Pool:
 
     def _lost_in_restart(self, lease: Lease) -> None:
         error = SandboxLostError(f"sandbox {lease.id} did not outlive the restart of its service")
-        self.state.failed(error, lease.host)
+        self.state.failures.failed(error, lease.host)
         lease.lost(None, error)
         lease.generation += 1
         lease.granted.set()

@@ -26,7 +26,7 @@ from envs.sandbox.api import (
     Timeout,
 )
 from envs.sandbox.engines.machine import Load
-from envs.sandbox.pool.state import Failure
+from envs.sandbox.pool.failures import PoolFailure
 from envs.sandbox.pool.timeline import Event
 
 BINARY = "application/octet-stream"
@@ -246,7 +246,7 @@ class Status(msgspec.Struct, frozen=True):
     """Share of the starts that were served by a ready sandbox."""
     failures: dict[str, int]
     """By cause, since the start of the service."""
-    recent_failures: list[Failure]
+    recent_failures: list[PoolFailure]
     """These, and the images, only to `admin`: messages name what others use."""
     images_put_aside: dict[str, str]
     sandboxes: list[Info]

@@ -91,14 +91,14 @@ class Service:
 
     def look_at(self, id: str, token: str) -> Lease:
         """The same without a use: who only watches keeps nothing alive."""
-        lease = self.pool.state.find(id)
+        lease = self.pool.state.leases.find(id)
         if lease is None or not may_use(lease, token):
             raise ProblemError(404, f"there is no sandbox {id}", "SandboxClosedError")
         return lease
 
     def visible(self, token: str) -> list[Lease]:
         """The leases that a token may use."""
-        return [lease for lease in self.pool.state.leases() if may_use(lease, token)]
+        return [lease for lease in self.pool.state.leases.all() if may_use(lease, token)]
 
     def info(self, lease: Lease) -> Info:
         """A lease, as it is shown."""
@@ -188,7 +188,7 @@ class Service:
             for host in state.hosts()
         ]
         states: dict[str, int] = {}
-        for lease in state.leases():
+        for lease in state.leases.all():
             states[lease.state] = states.get(lease.state, 0) + 1
         hits, asked = sum(host.hits for host in hosts), sum(host.hits + host.misses for host in hosts)
         return Status(
@@ -197,11 +197,11 @@ class Service:
             boot=self.boot,
             hosts=hosts,
             states=states,
-            queue=_queue_for(token, state.queue()),
+            queue=_queue_for(token, state.admission.waiting()),
             hit_rate=hits / asked if asked else None,
-            failures=dict(state.failures),
-            recent_failures=list(state.recent_failures)[-10:] if token == ADMIN else [],
-            images_put_aside=state.images_put_aside() if token == ADMIN else {},
+            failures=dict(state.failures.counts),
+            recent_failures=list(state.failures.recent)[-10:] if token == ADMIN else [],
+            images_put_aside=state.failures.images_put_aside() if token == ADMIN else {},
             sandboxes=[self.info(lease) for lease in self.visible(token)],
         )
 

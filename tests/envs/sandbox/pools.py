@@ -68,7 +68,7 @@ class Crash:
 
 def sandbox_of(pool: Pool, id: str) -> SimulatedSandbox:
     """The simulated sandbox behind a lease."""
-    lease = pool.state.find(id)
+    lease = pool.state.leases.find(id)
     assert lease is not None
     assert isinstance(lease.sandbox, SimulatedSandbox)
     return lease.sandbox

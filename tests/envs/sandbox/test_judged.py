@@ -127,4 +127,4 @@ async def test_a_service_judges_as_well_as_a_pool_of_our_own(tmp_path):
         prompt, _ = await env.reset(3)
         one, x, y = (int(value) for value in re.findall(r"=(\d+)", str(prompt)))
         assert (await env.step(f"read x y; echo $((x*{x - one}+y*{y - one}+{one}))"))[1] == 1.0
-        assert {lease.owner for lease in service.pool.state.leases()} == {"admin/remote-run"}
+        assert {lease.owner for lease in service.pool.state.leases.all()} == {"admin/remote-run"}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from envs.sandbox.pool.admission import Admission, SandboxRequest
+from envs.sandbox.pool.admission import Admission, PlaceRequest
 from envs.sandbox.pool.placement import Demand
 from flash.errors import SandboxBusyError, SandboxRefusedError
 
@@ -47,14 +47,14 @@ class Machine(RuleBasedStateMachine):
     def submit(self, owner, size, priority):
         id = str(self.number)
         self.number += 1
-        self.admission.submit(SandboxRequest(id, owner, many(size), priority))
+        self.admission.submit(PlaceRequest(id, owner, many(size), priority))
         self.waiting[id] = many(size)
 
     @precondition(lambda self: self.granted)
     @rule(data=st.data())
     def release(self, data):
         id = data.draw(st.sampled_from(sorted(self.granted)))
-        self.admission.release(id)
+        self.admission.remove(id)
         del self.granted[id]
 
     @precondition(lambda self: self.granted)
@@ -69,7 +69,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def withdraw(self, data):
         id = data.draw(st.sampled_from(sorted(self.waiting)))
-        self.admission.withdraw(id)
+        self.admission.remove(id)
         del self.waiting[id]
 
     @rule(host=st.sampled_from("ab"), accepts=st.booleans())
@@ -106,7 +106,7 @@ class Machine(RuleBasedStateMachine):
         for _ in range(2 * self.number + 1):
             self.decide()
             for id in list(self.granted):
-                self.admission.release(id)
+                self.admission.remove(id)
                 del self.granted[id]
         assert not self.waiting
 
@@ -120,11 +120,11 @@ def overtaken_unfairly(size: int, priority: int, ahead: int, stream: list[tuple[
     admission = make({"a": many(4)})
     held: list[tuple[str, str]] = []
     for number in range(ahead):
-        admission.submit(SandboxRequest(f"ahead{number}", "x", ONE))
-    admission.submit(SandboxRequest("mine", "x", many(size), priority))
+        admission.submit(PlaceRequest(f"ahead{number}", "x", ONE))
+    admission.submit(PlaceRequest("mine", "x", many(size), priority))
     overtaken = 0
     for number, (other, urgent, owner) in enumerate(stream):
-        admission.submit(SandboxRequest(f"{owner}{number}", owner, many(other), urgent))
+        admission.submit(PlaceRequest(f"{owner}{number}", owner, many(other), urgent))
         shares = Counter({name: usage.millicpus for name, usage in admission.usage().items()})
         for grant in admission.decide():
             if grant.id == "mine":
@@ -134,7 +134,7 @@ def overtaken_unfairly(size: int, priority: int, ahead: int, stream: list[tuple[
             shares[owner_of] = admission.usage()[owner_of].millicpus
             held.append((grant.id, owner_of))
         if held:
-            admission.release(held.pop(0)[0])
+            admission.remove(held.pop(0)[0])
     raise AssertionError("never granted")
 
 
@@ -168,34 +168,34 @@ def test_fair_share_also_with_a_flood(priorities, sizes):
     admission = make({"a": many(4), "b": many(4)})
     for number in range(400):
         demand, priority = many(sizes[number % len(sizes)]), priorities[number % len(priorities)]
-        admission.submit(SandboxRequest(f"x{number}", "x", demand, priority))
+        admission.submit(PlaceRequest(f"x{number}", "x", demand, priority))
     held: list[str] = []
     had: Counter[str] = Counter()
     for number in range(200):
         while admission.waiting().get("y", 0) < 4:
-            admission.submit(SandboxRequest(f"y{number}.{admission.waiting().get('y', 0)}", "y", ONE))
+            admission.submit(PlaceRequest(f"y{number}.{admission.waiting().get('y', 0)}", "y", ONE))
         held += granted(admission)
         if number > 20:
             had.update({owner: usage.millicpus for owner, usage in admission.usage().items()})
-        admission.release(held.pop(0))
+        admission.remove(held.pop(0))
     assert had["y"] >= 0.8 * had["x"]
 
 
 def test_fair_share_gives_the_next_place_to_who_has_least():
     admission = make({"a": many(4)}, patience=1000)
     for number in range(6):
-        admission.submit(SandboxRequest(f"x{number}", "x", ONE))
+        admission.submit(PlaceRequest(f"x{number}", "x", ONE))
     for number in range(2):
-        admission.submit(SandboxRequest(f"y{number}", "y", ONE))
+        admission.submit(PlaceRequest(f"y{number}", "y", ONE))
     assert Counter(id[0] for id in granted(admission)) == {"x": 2, "y": 2}
 
 
 def test_fair_share_is_of_who_pays_whatever_names_its_owners_have():
     admission = make({"a": many(24)}, patience=1000)
     for number in range(24):
-        admission.submit(SandboxRequest(f"x{number}", f"greedy/name{number}", ONE))
+        admission.submit(PlaceRequest(f"x{number}", f"greedy/name{number}", ONE))
     for number in range(24):
-        admission.submit(SandboxRequest(f"y{number}", f"honest/name{number % 2}", ONE))
+        admission.submit(PlaceRequest(f"y{number}", f"honest/name{number % 2}", ONE))
     assert Counter(id[0] for id in granted(admission)) == {"x": 12, "y": 12}
     held = {owner: usage.millicpus // ONE.millicpus for owner, usage in admission.usage().items()}
     assert [held["honest/name0"], held["honest/name1"]] == [6, 6]
@@ -203,33 +203,33 @@ def test_fair_share_is_of_who_pays_whatever_names_its_owners_have():
 
 def test_a_share_is_the_larger_of_cpu_and_memory():
     admission = make({"a": Demand(10_000, 10_000)}, patience=1000)
-    admission.submit(SandboxRequest("x0", "x", Demand(100, 8_000)))
-    admission.submit(SandboxRequest("y0", "y", Demand(4_000, 100)))
+    admission.submit(PlaceRequest("x0", "x", Demand(100, 8_000)))
+    admission.submit(PlaceRequest("y0", "y", Demand(4_000, 100)))
     granted(admission)
-    admission.submit(SandboxRequest("x1", "x", Demand(100, 100)))
-    admission.submit(SandboxRequest("y1", "y", Demand(100, 100)))
+    admission.submit(PlaceRequest("x1", "x", Demand(100, 100)))
+    admission.submit(PlaceRequest("y1", "y", Demand(100, 100)))
     assert granted(admission) == ["y1", "x1"]
 
 
 def test_priority_orders_the_requests_of_one_owner_only():
     admission = make({"a": many(1)}, patience=1000)
-    admission.submit(SandboxRequest("low", "x", ONE, 0))
-    admission.submit(SandboxRequest("high", "x", ONE, 5))
-    admission.submit(SandboxRequest("other", "y", ONE, 0))
+    admission.submit(PlaceRequest("low", "x", ONE, 0))
+    admission.submit(PlaceRequest("high", "x", ONE, 5))
+    admission.submit(PlaceRequest("other", "y", ONE, 0))
     order = []
     while taken := granted(admission):
         order += taken
-        admission.release(taken[0])
+        admission.remove(taken[0])
     assert order.index("high") < order.index("low")
     assert order.index("other") < 2
 
 
 def test_a_small_request_passes_a_large_one_that_does_not_fit():
     admission = make({"a": many(2)}, patience=10)
-    admission.submit(SandboxRequest("first", "x", ONE))
+    admission.submit(PlaceRequest("first", "x", ONE))
     assert granted(admission) == ["first"]
-    admission.submit(SandboxRequest("large", "x", many(2)))
-    admission.submit(SandboxRequest("small", "x", ONE))
+    admission.submit(PlaceRequest("large", "x", many(2)))
+    admission.submit(PlaceRequest("small", "x", ONE))
     assert granted(admission) == ["small"]
 
 
@@ -238,25 +238,25 @@ def test_what_can_never_fit_is_refused_at_once():
     with pytest.raises(
         SandboxRefusedError, match=r"3 CPUs and 1536 MiB fits nowhere, not even alone; the hosts have a 2"
     ):
-        admission.submit(SandboxRequest("r", "x", many(3)))
+        admission.submit(PlaceRequest("r", "x", many(3)))
     with pytest.raises(SandboxRefusedError, match="on host b"):
-        admission.submit(SandboxRequest("r", "x", many(2), only="b"))
+        admission.submit(PlaceRequest("r", "x", many(2), only="b"))
 
 
 def test_a_full_queue_says_so():
     admission = make({"a": many(1)}, max_waiting=2)
     for number in range(2):
-        admission.submit(SandboxRequest(str(number), "x", ONE))
+        admission.submit(PlaceRequest(str(number), "x", ONE))
     with pytest.raises(SandboxBusyError, match="2 requests wait"):
-        admission.submit(SandboxRequest("r", "x", ONE))
+        admission.submit(PlaceRequest("r", "x", ONE))
 
 
 def test_a_ready_sandbox_attracts_its_kind_and_an_even_load_the_rest():
     admission = make({"a": many(4), "b": many(4)})
     admission.set_host("b", many(4), warm={"k": 1})
-    admission.submit(SandboxRequest("r0", "x", ONE, warm_key="k"))
-    admission.submit(SandboxRequest("r1", "x", ONE, warm_key="k"))
-    admission.submit(SandboxRequest("r2", "x", ONE, warm_key="k"))
+    admission.submit(PlaceRequest("r0", "x", ONE, warm_key="k"))
+    admission.submit(PlaceRequest("r1", "x", ONE, warm_key="k"))
+    admission.submit(PlaceRequest("r2", "x", ONE, warm_key="k"))
     assert {grant.id: grant.host for grant in admission.decide()} == {"r0": "b", "r1": "a", "r2": "a"}
     loads = [host.granted.millicpus for host in admission.hosts()]
     assert sorted(loads) == [1000, 2000]
@@ -264,9 +264,9 @@ def test_a_ready_sandbox_attracts_its_kind_and_an_even_load_the_rest():
 
 def test_a_put_back_request_comes_first_and_prefers_another_host():
     admission = make({"a": many(1), "b": many(1)})
-    admission.submit(SandboxRequest("r0", "x", ONE))
+    admission.submit(PlaceRequest("r0", "x", ONE))
     [grant] = admission.decide()
-    admission.submit(SandboxRequest("r1", "x", ONE, priority=9))
+    admission.submit(PlaceRequest("r1", "x", ONE, priority=9))
     admission.put_back("r0", avoid={grant.host})
     hosts = {grant.id: grant.host for grant in admission.decide()}
     assert hosts["r0"] != grant.host
@@ -276,7 +276,7 @@ def test_a_put_back_request_comes_first_and_prefers_another_host():
 def test_a_waiting_request_can_say_why():
     admission = make({"a": many(1)})
     for id in "rs":
-        admission.submit(SandboxRequest(id, "x", ONE))
+        admission.submit(PlaceRequest(id, "x", ONE))
     granted(admission)
     assert admission.why_waiting("s") == (
         "0 of 1 waiting requests are older, 1 sandboxes are in use, 1 of 1 hosts take new ones"
@@ -286,9 +286,9 @@ def test_a_waiting_request_can_say_why():
 def test_no_books_are_kept_for_owners_that_left():
     admission = make({"a": many(1)})
     for number in range(20):
-        admission.submit(SandboxRequest(str(number), f"owner{number}", ONE))
+        admission.submit(PlaceRequest(str(number), f"owner{number}", ONE))
         granted(admission)
-        admission.release(str(number))
+        admission.remove(str(number))
     assert admission.usage() == {}
     assert admission.waiting() == {}
     assert not vars(admission)["_paid"]

@@ -37,7 +37,7 @@ async def test_a_sandbox_is_there_for_the_block_and_nothing_is_left_after_it():
             assert (await sandbox.run("true", timeout=1)).ok
             assert len(maker.sandboxes) == 1
         assert maker.sandboxes == {}
-        assert pool.state.leases() == []
+        assert pool.state.leases.all() == []
         with pytest.raises(SandboxClosedError, match="it was given back"):
             await sandbox.run("true", timeout=1)
 
@@ -70,7 +70,7 @@ def test_nothing_leaks_on_cancellation_at_any_time(milliseconds):
                 async def use() -> None:
                     async with pool.acquire(SPEC) as sandbox:
                         await sandbox.run("sleep 0.05", timeout=10)
-                        await pool.fork(pool.state.leases()[0], 1)
+                        await pool.fork(pool.state.leases.all()[0], 1)
 
                 for _ in range(4):
                     tasks.start_soon(use)
@@ -78,10 +78,10 @@ def test_nothing_leaks_on_cancellation_at_any_time(milliseconds):
                 tasks.cancel_scope.cancel()
             # A start that was cut off may leave its container to the next look.
             await anyio.sleep(FEW_WARM.look_s + 1)
-            assert pool.state.leases() == []
+            assert pool.state.leases.all() == []
             assert [maker.sandboxes for maker in makers] == [{}, {}]
             assert [maker.snapshots for maker in makers] == [{}, {}]
-            assert pool.state.usage() == {}
+            assert pool.state.admission.usage() == {}
 
     run_virtual(main)
 
@@ -119,7 +119,7 @@ async def test_without_room_the_deadline_is_kept_and_says_what_was_waited_for():
             async with pool.acquire(SPEC, deadline=5):
                 pass
         assert anyio.current_time() - start == pytest.approx(5)
-        assert pool.state.queue() == {}
+        assert pool.state.admission.waiting() == {}
 
 
 async def test_what_can_never_fit_is_refused_at_once():
@@ -210,8 +210,8 @@ async def test_a_lost_sandbox_ends_its_lease_with_a_typed_error():
                 await sandbox.run("true", timeout=1)
             await sandbox.wait_ended()
             assert sandbox.state == "lost"
-        assert pool.state.failures == {"SandboxLostError": 1}
-        assert pool.state.usage() == {}
+        assert pool.state.failures.counts == {"SandboxLostError": 1}
+        assert pool.state.admission.usage() == {}
 
 
 async def test_a_lost_sandbox_is_made_again_and_the_holder_is_told_once():
@@ -258,7 +258,7 @@ async def test_a_failed_start_is_tried_on_another_host():
     bad.bad_images.add("img")
     async with pool_of(bad, good) as pool, pool.acquire(SPEC):
         assert len(good.sandboxes) == 1
-        assert pool.state.failures == {"SandboxStartError": 1}
+        assert pool.state.failures.counts == {"SandboxStartError": 1}
 
 
 async def test_an_image_that_only_fails_is_answered_at_once_and_tried_again_later():
@@ -280,7 +280,7 @@ async def test_an_image_that_only_fails_is_answered_at_once_and_tried_again_late
         await anyio.sleep(31)
         maker.bad_images.clear()
         async with pool.acquire(SPEC):
-            assert pool.state.images_put_aside() == {}
+            assert pool.state.failures.images_put_aside() == {}
 
 
 async def test_a_host_that_fails_where_others_do_not_is_put_aside_and_comes_back():
@@ -326,7 +326,7 @@ async def test_who_asks_for_what_cannot_be_puts_neither_a_host_nor_an_image_asid
             async with pool.acquire(wrong):
                 pass
         async with pool.acquire(SPEC, deadline=5):
-            assert pool.state.images_put_aside() == {"img": "user 1000 cannot write to /bin"}
+            assert pool.state.failures.images_put_aside() == {"img": "user 1000 cannot write to /bin"}
             assert [each.why_not for each in pool.state.hosts()] == [""]
 
 
@@ -386,7 +386,7 @@ async def test_a_lease_whose_holder_vanished_while_it_waited_ends_too():
         lease = pool.order(SPEC, owner="x", lease_s=10)
         await anyio.sleep(11)
         assert lease.done.is_set()
-        assert pool.state.queue() == {}
+        assert pool.state.admission.waiting() == {}
 
 
 async def test_the_life_of_a_sandbox_is_limited_from_when_it_is_ready():
@@ -475,10 +475,10 @@ def test_a_restarted_service_goes_on_with_its_sandboxes():
             await anyio.sleep(2)
             assert sandbox_of(pool, ids[0]) is sandboxes[0]
             assert pool.order(SPEC, owner="x", token="t", key="k0").id == ids[0]
-            lost = pool.state.find(ids[1])
+            lost = pool.state.leases.find(ids[1])
             assert lost is not None
             assert lost.state == "failed"
-            remade = pool.state.find(ids[2])
+            remade = pool.state.leases.find(ids[2])
             assert remade is not None
             with pytest.raises(SandboxLostError, match="did not outlive the restart"):
                 await pool.handle(remade).run("true", timeout=1)
@@ -506,9 +506,9 @@ def test_after_a_restart_a_lease_ends_unless_it_is_renewed_and_its_life_goes_on(
         await anyio.sleep(60)
         async with pool_of(maker, journal=journal) as pool:
             await anyio.sleep(31)
-            assert [lease.id for lease in pool.state.leases()] == [kept.id]
+            assert [lease.id for lease in pool.state.leases.all()] == [kept.id]
             await anyio.sleep(10)
-            assert pool.state.leases() == []
+            assert pool.state.leases.all() == []
             assert maker.sandboxes == {}
 
     run_virtual(main)
@@ -538,7 +538,7 @@ async def test_while_a_host_cannot_be_reached_after_a_restart_its_leases_wait():
     crash.over()
     maker.down = True
     async with pool_of(maker, journal=journal) as pool:
-        again = pool.state.find(lease.id)
+        again = pool.state.leases.find(lease.id)
         assert again is not None
         await anyio.sleep(20)
         assert again.state == "queued"

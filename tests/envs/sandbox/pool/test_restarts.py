@@ -47,7 +47,7 @@ class Instance:
 
 
 def find(pool, id) -> Lease:
-    lease = pool.state.find(id)
+    lease = pool.state.leases.find(id)
     assert lease is not None
     return lease
 
@@ -110,7 +110,7 @@ def test_forks_end_with_their_origin_also_after_a_restart():
         async with instance.last() as pool:
             assert all(sandbox_of(pool, id).state == "ready" for id in forks)
             await pool.release(find(pool, lease.id))
-            assert pool.state.leases() == []
+            assert pool.state.leases.all() == []
             assert instance.maker.sandboxes == {}
             assert instance.maker.snapshots == {}
 
@@ -172,7 +172,7 @@ def test_forks_whose_origin_ended_before_the_restart_end_too():
             await pool.fork(lease, 2)
         del instance.journal.entries[lease.id]
         async with instance.last() as pool:
-            assert pool.state.leases() == []
+            assert pool.state.leases.all() == []
 
     run_virtual(main)
 
@@ -317,7 +317,7 @@ async def test_a_fork_whose_origin_ends_while_it_starts_says_so():
             with pytest.raises(SandboxClosedError, match="ended while it was forked: it was given back"):
                 await pool.fork(lease, 2)
         await lease.done.wait()
-        assert pool.state.leases() == []
+        assert pool.state.leases.all() == []
 
 
 class Doomed(SimulatedSandbox):
@@ -344,7 +344,7 @@ async def test_a_fork_whose_origin_ends_meanwhile_leaves_nothing():
         with pytest.raises(SandboxClosedError, match="ended while it was forked: somebody else"):
             await pool.fork(lease, 2)
         await lease.done.wait()
-        assert pool.state.leases() == []
+        assert pool.state.leases.all() == []
         assert maker.sandboxes == {}
         assert maker.snapshots == {}
 

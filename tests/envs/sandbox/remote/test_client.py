@@ -226,7 +226,7 @@ async def test_a_client_knows_of_a_loss_when_its_call_has_said_so(tmp_path):
 
 async def test_a_client_learns_that_its_sandbox_ended(tmp_path):
     async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
-        await world.pool.release(world.pool.state.leases()[0])
+        await world.pool.release(world.pool.state.leases.all()[0])
         with anyio.fail_after(10):
             await sandbox.wait_ended()
         assert sandbox.state == "closed"
@@ -252,7 +252,7 @@ async def test_waiting_without_room_keeps_the_deadline(tmp_path):
             async with world.client.acquire(SPEC, deadline=0.3):
                 pass
         world.backend.faults.create_delay = 0.0
-        for lease in world.pool.state.leases():
+        for lease in world.pool.state.leases.all():
             with anyio.fail_after(10):
                 await lease.done.wait()
 

@@ -64,7 +64,7 @@ async def test_forks_of_a_remote_sandbox_are_on_its_host_and_end_with_it(tmp_pat
         here = services["ab".index(leases[0].host)]
         assert here.backend.containers.kept == {}
         assert here.backend.images.kept == {}
-        assert len(pool.state.leases()) == 3
+        assert len(pool.state.leases.all()) == 3
     assert [each.backend.containers.kept for each in services] == [{}, {}]
 
 

@@ -68,7 +68,7 @@ async def test_the_service_refuses_what_was_not_granted_before_it_makes_anything
     async with running(tmp_path) as world:
         with pytest.raises(SandboxRefusedError, match=r"compat and bridge.*other TOKEN compat bridge"):
             await order(world, OTHER_TOKEN, changed(profile="compat", network="bridge"))
-        assert world.pool.state.leases() == []
+        assert world.pool.state.leases.all() == []
         await order(world, TOKEN, changed(profile="compat"))
 
 

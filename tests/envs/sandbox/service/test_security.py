@@ -88,7 +88,7 @@ async def test_no_request_without_a_valid_token_succeeds(tmp_path):
                         assert answer.status_code == 401, (headers, method, path)
                         assert sandbox.sandbox_id not in answer.text
                         assert "flash-boot" not in answer.headers
-        assert len(world.pool.state.leases()) == 1
+        assert len(world.pool.state.leases.all()) == 1
         assert (await sandbox.run("true", timeout=10)).ok
 
 
@@ -129,7 +129,7 @@ async def test_a_token_reaches_only_its_own_sandboxes(tmp_path):
             assert await other.list() == []
             whole = world.pool.state.hosts()[0].report.capacity.millicpus / 1000
             full = world.pool.order(msgspec.structs.replace(SPEC, cpus=whole), owner="admin/plan", token=ADMIN)
-            world.pool.state.failed(SandboxError("of image private:1"), "here")
+            world.pool.state.failures.failed(SandboxError("of image private:1"), "here")
             status = await other.status()
             assert status.sandboxes == []
             assert (status.queue, status.failures) == ({"others": 1}, {"SandboxError": 1})
@@ -226,7 +226,7 @@ async def test_a_head_that_can_be_read_in_two_ways_is_refused(tmp_path, line):
     async with running(tmp_path) as world, connected(world) as connection:
         await connection.stream.send(head("POST", "/v1/sandboxes", "content-type: application/json", line))
         await connection.until(b"HTTP/1.1 400 ")
-        assert world.pool.state.leases() == []
+        assert world.pool.state.leases.all() == []
 
 
 async def test_a_log_has_one_line_per_record_and_no_token(tmp_path, caplog):

@@ -262,7 +262,7 @@ async def test_a_name_means_the_same_file_everywhere(tmp_path):
         for number, name in enumerate(NAMES):
             await sandbox.write(name, str(number).encode())
         assert {entry.name for entry in await sandbox.list()} == set(NAMES)
-        [lease] = world.pool.state.leases()
+        [lease] = world.pool.state.leases.all()
         inside = world.pool.handle(lease)
         assert {entry.name for entry in await inside.list()} == set(NAMES)
         for number, name in enumerate(NAMES):
