@@ -1,0 +1,158 @@
+"""What an earlier run of a pool left: leases go on with their sandboxes, or are served like any lost one."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import anyio
+from anyio.abc import TaskGroup
+
+from envs.sandbox.pool.entries import lease_of
+from envs.sandbox.pool.host import Host, Ticket
+from envs.sandbox.pool.journal import Entry, Journal
+from envs.sandbox.pool.lease import Lease
+from envs.sandbox.pool.serving import LeaseServer
+from envs.sandbox.pool.snapshots import SnapshotBook
+from envs.sandbox.pool.state import PoolState
+from envs.sandbox.sandbox import Sandbox
+from flash.errors import SandboxError, SandboxLostError
+
+_log = logging.getLogger(__name__)
+
+
+class Recovery:
+    """See the module.
+
+    Args:
+        state: of the pool, whose hosts work from `begin` on.
+        snapshots: of the pool.
+        server: of its leases.
+        tasks: in which hosts work.
+        journal: of the earlier run and of this one.
+        wall: gives the unix time.
+        retry_s: seconds between two attempts to reach a host.
+    """
+
+    def __init__(
+        self,
+        state: PoolState,
+        snapshots: SnapshotBook,
+        server: LeaseServer,
+        tasks: TaskGroup,
+        journal: Journal,
+        wall: Callable[[], float],
+        retry_s: float,
+    ) -> None:
+        self._state = state
+        self._snapshots = snapshots
+        self._server = server
+        self._tasks = tasks
+        self._journal = journal
+        self._wall = wall
+        self._retry_s = retry_s
+
+    async def begin(self, hosts: Sequence[Host]) -> None:
+        """Know the leases of an earlier run, and let the hosts work."""
+        entries = {entry.lease: entry for entry in await self._journal.load()}
+        leases = {id: lease_of(entry, self._wall()) for id, entry in entries.items()}
+        placed: dict[str, list[tuple[Entry, Lease]]] = {host.name: [] for host in hosts}
+        for id, lease in leases.items():
+            entry = entries[id]
+            if (parent := leases.get(entry.parent)) is not None:
+                parent.children.append(lease)
+            elif entry.parent:
+                lease.end("the sandbox it was forked from ended")
+            if entry.ready and entry.host in placed:
+                self._state.leases.add(lease)
+                placed[entry.host].append((entry, lease))
+            else:
+                origin = entries.get(entry.parent)
+                await self._resume(lease, entry, origin.host if origin else None)
+        for host in hosts:
+            self._tasks.start_soon(self._run_host, host, placed[host.name], name=f"host {host.name}")
+
+    async def _run_host(self, host: Host, placed: Sequence[tuple[Entry, Lease]]) -> None:
+        """Go on with what an earlier run left on a host, then let it work.
+
+        Consumes the journal's entries of this host. Waits for the host to answer. Produces leases with their old
+        sandboxes; those whose sandbox is gone are served like any lost one.
+        """
+        tickets = [
+            Ticket(e.sandbox_id, e.lease, e.owner, e.spec, (*dict(e.snapshots), *self._snapshots.made_of(e.lease)))
+            for e, _ in placed
+        ]
+        left = {entry.sandbox_id: lease for entry, lease in placed}
+
+        places = [*left.values()]
+
+        def answered() -> None:
+            # Their places first: others are given what is left.
+            while places:
+                self._state.restore(places.pop(), host.name)
+            self._state.refresh(host.name)
+
+        def settled(sandbox_id: str, sandbox: Sandbox | None) -> None:
+            if (lease := left.pop(sandbox_id, None)) is not None:
+                self._go_on(lease, sandbox)
+
+        try:
+            while True:
+                try:
+                    sandboxes = await host.recover(tickets, answered=answered, settled=settled)
+                    break
+                except (SandboxError, TimeoutError) as error:
+                    _log.warning("host %s cannot be reached: %s", host.name, error or "no answer")
+                await anyio.sleep(self._retry_s)
+        except BaseException:
+            # The pool ends: what they are forks of must not wait for them. The next start goes on with them.
+            for lease in left.values():
+                lease.done.set()
+            raise
+        answered()
+        for sandbox_id in [*left]:
+            settled(sandbox_id, sandboxes.get(sandbox_id))
+        await host.run(partial(self._state.refresh, host.name), task_status=anyio.TASK_STATUS_IGNORED)
+
+    def _go_on(self, lease: Lease, sandbox: Sandbox | None) -> None:
+        """Serve a lease of an earlier run, with its sandbox if that still lives."""
+        lease.sandbox = sandbox
+        if sandbox is None:
+            self._lost_in_restart(lease)
+        elif lease.generation:
+            # Whether its holder was told that it is not the first one died with the earlier run.
+            lease.lost(None, SandboxLostError(f"sandbox {lease.id} was made again, before its service restarted"))
+        self._server.serve(lease)
+
+    def _lost_in_restart(self, lease: Lease) -> None:
+        error = SandboxLostError(f"sandbox {lease.id} did not outlive the restart of its service")
+        self._state.failures.failed(error, lease.host)
+        lease.lost(None, error)
+        lease.generation += 1
+        lease.granted.set()
+        if lease.on_lost != "recreate":
+            lease.end(str(error), error)
+
+    async def _resume(self, lease: Lease, entry: Entry, only: str | None) -> None:
+        """A lease of an earlier run that had no sandbox yet, or whose host is no longer ours: it waits again."""
+        if entry.ready or entry.generation:
+            self._lost_in_restart(lease)
+        lease.sandbox_id, lease.hard_until, lease.granted = "", math.inf, anyio.Event()
+        # Those that its forks began from before it was lost: removed with it, as far as their hosts are still ours.
+        ours = {host.name for host in self._state.hosts()}
+        lease.snapshots[:] = [(image, host) for image, host in lease.snapshots if host in ours]
+        try:
+            self._state.submit(lease, only)
+        except SandboxError as error:
+            _log.warning("lease %s of an earlier run is given up: %s", lease.id, error)
+            # Not here: an engine that does not answer must not hold up the start of the service.
+            self._tasks.start_soon(self._give_up, lease, name=f"lease {lease.id}")
+            return
+        self._server.serve(lease)
+
+    async def _give_up(self, lease: Lease) -> None:
+        await self._server.forget_snapshots(lease)
+        await self._journal.drop(lease.id)
+        lease.done.set()

@@ -1,0 +1,170 @@
+"""One lease from its order to its end, in a task of its own.
+
+Law: when a lease is `done`, its sandbox is closed, its place on its host is free and the journal has forgotten it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+import anyio
+from anyio.abc import TaskGroup
+
+from envs.sandbox.pool.entries import entry_of
+from envs.sandbox.pool.host import Ticket, new_sandbox_id
+from envs.sandbox.pool.journal import Journal
+from envs.sandbox.pool.lease import Lease
+from envs.sandbox.pool.state import PoolSettings, PoolState
+from envs.sandbox.sandbox import Sandbox
+from flash.errors import SandboxError, SandboxLostError, SandboxRefusedError
+
+_log = logging.getLogger(__name__)
+
+
+class LeaseServer:
+    """See the module."""
+
+    def __init__(
+        self, state: PoolState, tasks: TaskGroup, settings: PoolSettings, journal: Journal, wall: Callable[[], float]
+    ) -> None:
+        self._state = state
+        self._tasks = tasks
+        self._settings = settings
+        self._journal = journal
+        self._wall = wall
+
+    def serve(self, lease: Lease) -> None:
+        """Serve a lease from now on."""
+        self._tasks.start_soon(self._serve, lease, name=f"lease {lease.id}")
+
+    async def _serve(self, lease: Lease) -> None:
+        """One lease from its order to its end.
+
+        Consumes its grants. Waits for a host, for the sandbox to start, and then for its end: lost, given back, not
+        renewed, idle, or at the end of its life. Produces a ready sandbox, and in the end nothing: all is closed.
+        """
+        try:
+            with lease.scope:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._keep_time, lease)
+                    try:
+                        await self.note(lease)
+                        await self._keep_serving(lease)
+                    except SandboxError as error:
+                        lease.end(str(error), error)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._finish(lease)
+
+    async def _keep_time(self, lease: Lease) -> None:
+        """End the lease when one of its times is over. Unblocked by them, and by changes of its state."""
+        while True:
+            due, reason = lease.due()
+            if due <= anyio.current_time():
+                lease.end(reason)
+                return
+            with anyio.CancelScope(deadline=due):
+                await lease.change()
+
+    async def _keep_serving(self, lease: Lease) -> None:
+        """Returns only by an error, or by the end of the lease."""
+        while True:
+            sandbox = lease.sandbox or await self._obtain(lease)
+            self._hand_out(lease, sandbox)
+            await sandbox.wait_ended()
+            error = SandboxLostError(f"sandbox {lease.id} on {lease.host} is gone: its container or its agent ended")
+            self._state.failures.failed(error, lease.host)
+            lease.lost(sandbox, error)
+            if lease.on_lost != "recreate" or lease.generation >= self._settings.recreate_attempts:
+                raise error
+            lease.generation += 1
+            lease.set("starting", str(error))
+            await self._close_sandbox(sandbox)
+            lease.sandbox = None
+            self._state.put_back(lease, avoid=set())
+
+    def _hand_out(self, lease: Lease, sandbox: Sandbox) -> None:
+        lease.sandbox = sandbox
+        if math.isinf(lease.hard_until):
+            lease.hard_until = anyio.current_time() + lease.spec.deadline_s
+        again = f", made again ({lease.generation})" if lease.generation else ""
+        lease.set("ready", f"on {lease.host}{again}")
+        self._state.changed()
+
+    async def _obtain(self, lease: Lease) -> Sandbox:
+        """A started sandbox, tried on several hosts."""
+        avoid: set[str] = set()
+        while True:
+            await lease.granted.wait()
+            lease.set("starting", f"on {lease.host}")
+            try:
+                sandbox = await self._start(lease)
+            except SandboxRefusedError:
+                raise
+            except SandboxError as error:
+                if self._state.failures.start_failed(lease, error):
+                    self._tasks.start_soon(self._reopen, lease.host)
+                avoid.add(lease.host)
+                lease.starts += 1
+                if lease.starts >= self._settings.start_attempts:
+                    raise
+            else:
+                self._state.failures.started(lease)
+                lease.starts = 0
+                return sandbox
+            self._state.failures.refuse_bad_kind(lease.spec)
+            lease.set("queued", "to be tried again")
+            self._state.put_back(lease, avoid)
+
+    async def _start(self, lease: Lease) -> Sandbox:
+        host = self._state.host(lease.host)
+        sandbox = host.take(lease.spec)
+        lease.sandbox = sandbox
+        lease.sandbox_id = sandbox.sandbox_id if sandbox else new_sandbox_id()
+        # Announced before it is made: after a crash in between, the container is found by its label.
+        await self.note(lease)
+        if sandbox is None:
+            sandbox = lease.sandbox = await host.start(Ticket(lease.sandbox_id, lease.id, lease.owner, lease.spec))
+            await self.note(lease)
+        return sandbox
+
+    async def _finish(self, lease: Lease) -> None:
+        """Close what is left of a lease, in the order: forks, sandbox, snapshots, journal, state."""
+        for child in lease.children:
+            child.end("the sandbox it was forked from ended")
+        lease.set("failed" if lease.error is not None else "closed", lease.ending)
+        for child in lease.children:
+            await child.done.wait()
+        if lease.sandbox is not None:
+            await self._close_sandbox(lease.sandbox)
+        lease.cleared = True
+        await self.forget_snapshots(lease)
+        await self._journal.drop(lease.id)
+        lease.sandbox = None
+        self._state.remove(lease)
+        lease.done.set()
+
+    async def forget_snapshots(self, lease: Lease) -> None:
+        for image, host in lease.snapshots:
+            await self._state.host(host).forget(image)
+
+    async def _close_sandbox(self, sandbox: Sandbox) -> None:
+        try:
+            with anyio.fail_after(self._settings.close_s):
+                await sandbox.close()
+        except (SandboxError, TimeoutError) as error:
+            # Its host still lists the container, and removes what no lease has.
+            _log.warning("sandbox %s could not be closed: %s", sandbox.sandbox_id, error or "no answer")
+
+    async def _reopen(self, name: str) -> None:
+        """Leave a host alone while it is in quarantine, then ask it again."""
+        self._state.refresh(name)
+        await anyio.sleep(self._state.failures.quarantine_left(name))
+        self._state.refresh(name)
+
+    async def note(self, lease: Lease) -> None:
+        """Write to the journal how the lease stands now."""
+        if not lease.cleared:
+            await self._journal.put(entry_of(lease, self._wall()))
