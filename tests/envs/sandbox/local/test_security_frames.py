@@ -269,7 +269,7 @@ async def test_a_command_cannot_pose_as_the_host(bench):
     async with bench.sandbox() as sandbox:
         look = "env; cat /proc/*/environ /proc/*/cmdline; grep -r . /tmp /run /work /var/tmp; true"
         said = await sandbox.run(look, timeout=LIMIT)
-        assert sandbox._secret.encode() not in said.stdout + said.stderr
+        assert sandbox._container.secret.encode() not in said.stdout + said.stderr
         async with anyio.create_task_group() as tasks:
             posing: list[Result] = []
 

@@ -70,16 +70,12 @@ async def test_a_bug_in_a_call_ends_this_call_only(tmp_path, monkeypatch, caplog
         assert (await other.run("echo on", timeout=LIMIT)).stdout == b"on\n"
 
 
-async def test_a_bug_in_a_sandbox_ends_this_one_only(tmp_path, monkeypatch, caplog):
-    async def fail(*_, **__):
-        raise AssertionError("a bug")
-
+async def test_a_bug_in_a_sandbox_ends_this_one_only(tmp_path, caplog):
     async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox:
-        with monkeypatch.context() as patch:
-            patch.setattr(LocalSandbox, "_make", fail)
-            with pytest.raises(SandboxStartError, match="the log says why"):
-                async with world.client.acquire(SPEC):
-                    pass
+        world.backend.faults.create = AssertionError("a bug")
+        with pytest.raises(SandboxStartError, match="the log says why"):
+            async with world.client.acquire(SPEC):
+                pass
         assert "AssertionError: a bug" in caplog.text
         assert (await sandbox.run("echo on", timeout=LIMIT)).stdout == b"on\n"
 
