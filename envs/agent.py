@@ -27,10 +27,10 @@ import msgspec
 from envs import wrapped
 from envs.agent_run import AgentRun, Function
 from envs.judging.judge import SandboxOpener
+from envs.nested import load_tasks
 from envs.programs import run_command
 from envs.relay.boxed import BoxOptions, box_of, run_boxed, try_box
 from envs.sandbox.open import open_sandboxes
-from envs.wrapped import load_tasks
 from flash.config.objects import load_object
 from flash.environment import (
     Environment,

@@ -1,7 +1,7 @@
 """Arithmetic: sums, differences and products of numbers with a fixed count of digits, one turn each.
 
 The prompt is the bare problem, `12+34=`, or a question for models that chat; the reward is 1.0 for the right number and
-0.0 for anything else. How problems are divided into training and held-out ones is in `envs.made`.
+0.0 for anything else. How problems are divided into training and held-out ones is in `envs.generated`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from envs.made import OneTurn, in_held_out_part
+from envs.generated import OneTurn, in_held_out_part
 from flash.environment import SolvedExample
 from flash.errors import ConfigError
 from flash.types import Message, Observation

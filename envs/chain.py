@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import anyio
 import msgspec
 
-from envs.made import in_held_out_part
+from envs.generated import in_held_out_part
 from flash.environment import Info, SolvedExample, StepResult, is_held_out
 from flash.errors import ConfigError, EnvError
 

@@ -25,8 +25,8 @@ from envs.data.tables import column_names, read_rows
 from envs.judging.judge import SandboxOpener, shared_judge
 from envs.judging.options import (
     JudgePool,
+    JudgingLimits,
     Language,
-    Limits,
     Suite,
     check_suite,
     judge_pool_of,
@@ -69,7 +69,7 @@ class CodeOptions(SplitOptions, frozen=True, kw_only=True, dict=True):
     reward: Literal["all", "share"] = "all"
     """`all`, for passing all tests, or the `share` of tests that pass."""
     limits: dict[str, Any] = msgspec.field(default_factory=dict)
-    """What a program may use: see `envs.judging.options.Limits`."""
+    """What a program may use: see `envs.judging.options.JudgingLimits`."""
     sandboxes: dict[str, Any] = msgspec.field(default_factory=dict)
     """Where programs run: see `envs.judging.options.JudgePool`."""
 
@@ -90,7 +90,7 @@ class CodeOptions(SplitOptions, frozen=True, kw_only=True, dict=True):
         return languages_with(self.languages)
 
     @functools.cached_property
-    def program_limits(self) -> Limits:
+    def program_limits(self) -> JudgingLimits:
         """The defaults, and `limits`."""
         return limits_of(self.limits)
 

@@ -18,7 +18,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from envs.made import in_held_out_part
+from envs.generated import in_held_out_part
 from flash.environment import HELD_OUT, Info, SolvedExample, StepResult, is_held_out
 from flash.errors import ConfigError, EnvError
 from flash.types import Message, Observation
@@ -73,7 +73,7 @@ class CountdownOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"operators must be one or more of {''.join(LEVELS)}, each once, not {self.operators!r}")
 
 
-class Problem(msgspec.Struct, frozen=True):
+class CountdownProblem(msgspec.Struct, frozen=True):
     """One problem with a solution."""
 
     numbers: tuple[int, ...]
@@ -104,7 +104,7 @@ class Countdown:
 
     def __init__(self, options: CountdownOptions) -> None:
         self._options = options
-        self._problem: Problem | None = None
+        self._problem: CountdownProblem | None = None
 
     @classmethod
     def check(cls, options: CountdownOptions) -> None:
@@ -144,7 +144,7 @@ class Countdown:
         told = _told((1, 2), 3) if self._options.template == "chat" else ""
         return "".join(dict.fromkeys(signs + told))
 
-    def _text(self, problem: Problem) -> str:
+    def _text(self, problem: CountdownProblem) -> str:
         if self._options.template == "plain":
             return problem.prompt
         return _told(problem.numbers, problem.target)
@@ -157,7 +157,7 @@ def _told(numbers: tuple[int, ...], target: int) -> str:
     )
 
 
-def draw(rng: random.Random, options: CountdownOptions, *, held_out: bool) -> Problem:
+def draw(rng: random.Random, options: CountdownOptions, *, held_out: bool) -> CountdownProblem:
     """A problem of one side of the division.
 
     Raises:
@@ -173,7 +173,7 @@ def draw(rng: random.Random, options: CountdownOptions, *, held_out: bool) -> Pr
     )
 
 
-def _combined(rng: random.Random, numbers: list[int], options: CountdownOptions) -> Problem | None:
+def _combined(rng: random.Random, numbers: list[int], options: CountdownOptions) -> CountdownProblem | None:
     """Join two at a time, in whole numbers above 0, until what is to be reached is left; None where that fails."""
     left = [(number, str(number), 3) for number in numbers]
     steps: list[str] = []
@@ -192,7 +192,7 @@ def _combined(rng: random.Random, numbers: list[int], options: CountdownOptions)
     ((target, expression, _),) = left
     if not options.lowest <= target <= options.highest or target in numbers:
         return None
-    return Problem(tuple(numbers), target, tuple(steps), expression)
+    return CountdownProblem(tuple(numbers), target, tuple(steps), expression)
 
 
 def _value(sign: str, left: Fraction, right: Fraction) -> Fraction | None:

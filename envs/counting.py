@@ -5,7 +5,7 @@ prompt from further on for hundreds of signs. Every item follows from the one be
 long answers too: the next sign down, and the last digit plus the number of signs that are left.
 
 The reward is the share of characters that are right, at their place, of the longer one of answer and solution. How
-problems are divided into training and held-out ones is in `envs.made`.
+problems are divided into training and held-out ones is in `envs.generated`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import random
 
 import msgspec
 
-from envs.made import OneTurn, in_held_out_part
+from envs.generated import OneTurn, in_held_out_part
 from flash.environment import SolvedExample
 from flash.errors import ConfigError
 

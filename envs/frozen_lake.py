@@ -19,7 +19,7 @@ from collections import deque
 
 import msgspec
 
-from envs.grids import MOVES, GridGame, Replay, Template, check_common, neighbours, rows
+from envs.grids import MOVES, GridGame, ReplayedGame, Template, check_common, neighbours, rows
 from flash.environment import HELD_OUT
 from flash.errors import ConfigError
 
@@ -157,7 +157,7 @@ class FrozenLake(GridGame):
         return SIDES[move][drawn < self._options.slip / 2] if drawn < self._options.slip else move
 
 
-class FrozenLakeReplay(Replay, FrozenLake):
+class FrozenLakeReplay(ReplayedGame, FrozenLake):
     """One walk, for an agent that walks by itself: see `envs.grids.Replay`."""
 
     @classmethod

@@ -69,7 +69,7 @@ BAD_ANSWERS: Final[dict[str, Callable[[Entry], str]]] = {
 }
 
 
-class Report(msgspec.Struct, frozen=True):
+class GraderReport(msgspec.Struct, frozen=True):
     """What was found out about the grader of a family."""
 
     family: str
@@ -86,7 +86,7 @@ class Reports(msgspec.Struct, frozen=True):
 
     version: str
     """Of the package."""
-    families: list[Report]
+    families: list[GraderReport]
 
 
 class _TooLong(BaseException):
@@ -108,7 +108,7 @@ def library() -> Any:
 
 def certify(
     family: str, settings: dict[str, Any], make: Callable[..., Any] | None = None, most_s: float = GRADE_S
-) -> Report:
+) -> GraderReport:
     """Try a family's grader on right and bad answers. Runs in a worker's main thread: it sets its alarm.
 
     `make` makes problems, by default as the package does; a grade may take `most_s`.
@@ -116,7 +116,7 @@ def certify(
     before = signal.getsignal(signal.SIGALRM)
     signal.signal(signal.SIGALRM, _ring)
     try:
-        return Report(family, _faults(make or library().create_dataset, family, settings, most_s))
+        return GraderReport(family, _faults(make or library().create_dataset, family, settings, most_s))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -176,20 +176,20 @@ def _ring(signum: int, frame: FrameType | None) -> None:
     raise _TooLong
 
 
-async def certified(family: str, settings: dict[str, Any]) -> Report:
+async def certified(family: str, settings: dict[str, Any]) -> GraderReport:
     """What a worker process finds out about a family's grader."""
     try:
         return await in_worker(CERTIFY_S, certify, family, settings)
     except TimeoutError:
-        return Report(family, [f"it was not done within {CERTIFY_S:g} s"])
+        return GraderReport(family, [f"it was not done within {CERTIFY_S:g} s"])
     except anyio.BrokenWorkerProcess:
-        return Report(family, ["its process died"])
+        return GraderReport(family, ["its process died"])
 
 
 async def main(arguments: list[str]) -> None:
     """Certify the families that are named, or all."""
     names = [name for name in arguments if name != "--write"] or families()
-    reports: list[Report] = []
+    reports: list[GraderReport] = []
     for name in names:
         reports.append(await certified(name, {}))
         sys.stdout.write(f"{name}: {'; '.join(reports[-1].refused) or 'certified'}\n")

@@ -17,7 +17,7 @@ from typing import ClassVar, Final, Literal, Protocol
 
 import msgspec
 
-from envs.made import in_held_out_part
+from envs.generated import in_held_out_part
 from flash.environment import Info, SolvedExample, StepResult, is_held_out
 from flash.errors import ConfigError, EnvError
 from flash.types import Message, Observation
@@ -156,7 +156,7 @@ class GridGame(ABC):
         return f"{rules}{board.show()}\n"
 
 
-class Replay(GridGame):
+class ReplayedGame(GridGame):
     """The same games for an agent that plays them by itself: its one answer is all the moves that it has made.
 
     The task is the first map. The moves, letters in one word, are made one after the other, and what they come to is

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from envs.made import in_held_out_part
+from envs.generated import in_held_out_part
 from flash.environment import Info, StepResult, is_held_out
 from flash.errors import ConfigError, EnvError
 from flash.types import Message, Observation
@@ -153,7 +153,7 @@ class InstructionOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"rules must be a whole number from 1 to {MOST_RULES}, but is {self.rules!r}")
 
 
-class Problem(NamedTuple):
+class InstructionProblem(NamedTuple):
     """What is asked of one sentence."""
 
     topic: str
@@ -174,7 +174,7 @@ class Problem(NamedTuple):
         return next((rule.text for rule in self.rules if not rule.kept(text)), None)
 
 
-def draw(rng: random.Random, topics: list[str], options: InstructionOptions) -> Problem:
+def draw(rng: random.Random, topics: list[str], options: InstructionOptions) -> InstructionProblem:
     """A topic and rules that can be kept together."""
     topic = rng.choice(topics)
     chosen: list[str] = []
@@ -184,7 +184,7 @@ def draw(rng: random.Random, topics: list[str], options: InstructionOptions) -> 
     rules: list[Rule] = []
     for kind in (kind for kind in KINDS if kind in chosen):
         rules.append(KINDS[kind](rng, " ".join([topic, *(rule.needed for rule in rules)])))
-    return Problem(topic, rules)
+    return InstructionProblem(topic, rules)
 
 
 class Instructions:
@@ -192,7 +192,7 @@ class Instructions:
 
     def __init__(self, options: InstructionOptions) -> None:
         self._options = options
-        self._problem: Problem | None = None
+        self._problem: InstructionProblem | None = None
 
     async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Ask what this seed asks."""

@@ -2,7 +2,7 @@
 
 `00=3 10=5 01=4:` asks for a program that reads x and y and prints f(x,y), where f(0,0) is 3, f(1,0) is 5 and f(0,1) is
 4: any program that prints 2x+y+3. The tests ask for other, larger inputs. How problems are divided into training and
-held-out ones is in `envs.made`.
+held-out ones is in `envs.generated`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import random
 
 import msgspec
 
-from envs.judging.options import Case
-from envs.made import in_held_out_part
+from envs.generated import in_held_out_part
+from envs.judging.options import SuiteCase
 from flash.environment import SolvedExample
 from flash.errors import ConfigError
 
@@ -42,10 +42,10 @@ class Linear(msgspec.Struct, frozen=True):
         """The prompt with a right program."""
         return SolvedExample(self.prompt, PROGRAMS[language].format(f"{self.x}*x+{self.y}*y+{self.one}"))
 
-    def cases(self, count: int, rng: random.Random) -> list[Case]:
+    def cases(self, count: int, rng: random.Random) -> list[SuiteCase]:
         """Hidden inputs with their outputs."""
         drawn = [(rng.randint(2, MOST), rng.randint(2, MOST)) for _ in range(count)]
-        return [Case(stdin=f"{x} {y}\n", stdout=str(self.x * x + self.y * y + self.one)) for x, y in drawn]
+        return [SuiteCase(stdin=f"{x} {y}\n", stdout=str(self.x * x + self.y * y + self.one)) for x, y in drawn]
 
 
 def check_linear(language: str, largest: int, tests: int) -> None:

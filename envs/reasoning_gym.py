@@ -22,8 +22,8 @@ from typing import Any, Literal
 import anyio
 import msgspec
 
+from envs.generated import in_held_out_part
 from envs.grader_report import PACKAGE, certified, library, read_reports
-from envs.made import in_held_out_part
 from envs.rewards.verifier import verify
 from envs.workers import in_worker
 from flash.environment import HELD_OUT, Info, SolvedExample, StepResult, is_held_out

@@ -19,7 +19,7 @@ from collections import deque
 
 import msgspec
 
-from envs.grids import MOVES, GridGame, Replay, Template, check_common, neighbours, rows
+from envs.grids import MOVES, GridGame, ReplayedGame, Template, check_common, neighbours, rows
 from flash.environment import HELD_OUT
 from flash.errors import ConfigError
 
@@ -172,7 +172,7 @@ class Sokoban(GridGame):
         return Room(options.size, walls, targets, rng.choice(fitting)) if fitting else None
 
 
-class SokobanReplay(Replay, Sokoban):
+class SokobanReplay(ReplayedGame, Sokoban):
     """One map, for an agent that plays it by itself: see `envs.grids.Replay`."""
 
 

@@ -20,7 +20,7 @@ from envs.sandbox.pool.engine_maker import open_engine_host
 from envs.sandbox.pool.host import HostSettings, Identity
 from envs.sandbox.pool.local_host import LocalHost
 from envs.sandbox.pool.ownership import PREFIX, OwnerLock
-from envs.sandbox.pool.pool import Pool, open_pool
+from envs.sandbox.pool.pool import SandboxPool, open_pool
 from envs.sandbox.protocol.tokens import ADMIN, Token, Tokens
 from envs.sandbox.remote.client import SandboxClient
 from envs.sandbox.sandbox import Sandbox
@@ -92,7 +92,7 @@ async def engine_start(backend: Backend, labels: dict[str, str]) -> float:
 class Opened(msgspec.Struct, frozen=True):
     """A pool over one engine."""
 
-    pool: Pool
+    pool: SandboxPool
     host: LocalHost
     label: dict[str, str]
     """On every container of it."""
@@ -185,7 +185,7 @@ async def crowd(backend: Backend, count: int, at_once: int) -> Crowd:
     return seen
 
 
-async def _use(pool: Pool, number: int, seen: Crowd) -> None:
+async def _use(pool: SandboxPool, number: int, seen: Crowd) -> None:
     """A few commands, whose results must be this sandbox's own."""
     begin = time.perf_counter()
     async with pool.acquire(SMALL, owner=f"owner-{number % 4}", deadline=600.0) as sandbox:

@@ -23,9 +23,9 @@ from benchmarks.form import Row
 from envs.sandbox.api import MAX_TIMEOUT_S, Spec
 from envs.sandbox.pool.host import HostSettings, Identity
 from envs.sandbox.pool.local_host import LocalHost
-from envs.sandbox.pool.ownership import Alive, Labels
+from envs.sandbox.pool.ownership import Labels, OwnerAlive
 from envs.sandbox.pool.placement import NOTHING, Demand
-from envs.sandbox.pool.pool import Pool, open_pool
+from envs.sandbox.pool.pool import SandboxPool, open_pool
 from envs.sandbox.pool.simulated import SimulatedMaker
 from envs.sandbox.pool.state import PoolSettings, PoolState
 from flash.errors import SandboxError
@@ -129,7 +129,7 @@ async def _compete(scale: Scale) -> Seen:
     return seen
 
 
-async def _client(pool: Pool, owner: int, draw: random.Random, seen: Seen) -> None:
+async def _client(pool: SandboxPool, owner: int, draw: random.Random, seen: Seen) -> None:
     """One rollout after another, each in a sandbox of its own."""
     first, last = HOLD_S
     mean = first + (last - first) * owner / (OWNERS - 1)
@@ -146,7 +146,7 @@ async def _client(pool: Pool, owner: int, draw: random.Random, seen: Seen) -> No
                 raise
 
 
-async def _watch(pool: Pool, scale: Scale, seen: Seen, makers: Sequence[SimulatedMaker]) -> None:
+async def _watch(pool: SandboxPool, scale: Scale, seen: Seen, makers: Sequence[SimulatedMaker]) -> None:
     """Look at the shares once a second, until the time is over."""
     whole = Demand(1000 * CPUS * scale.hosts, scale.hosts << 20)
     await anyio.sleep(WARM_UP * scale.seconds)
@@ -172,8 +172,8 @@ def timed_decisions(state: PoolState) -> list[float]:
 
 
 def _host(name: str, maker: SimulatedMaker) -> LocalHost:
-    def unknown(labels: Labels, machine: str) -> Alive:
-        return Alive.UNKNOWN
+    def unknown(labels: Labels, machine: str) -> OwnerAlive:
+        return OwnerAlive.UNKNOWN
 
     # Promised is what there is, and nothing is kept ready: every placement is a decision on a full house.
     settings = HostSettings(cpu_factor=1.0, memory_factor=1.0, warm_max=0, starts_at_once=CPUS)

@@ -8,7 +8,7 @@ Counted sums: as in `envs.counting` the answer recites an alphabet backwards fro
 a digit, so that the length has a long tail; each digit is the last digit of the sum of the two before it. `D12` asks
 for `C3B5A8`. The reward is that of `envs.counting`, the share of right characters.
 
-How problems are divided into training and held-out ones is in `envs.made`.
+How problems are divided into training and held-out ones is in `envs.generated`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import random
 import msgspec
 
 from envs.counting import Counting
-from envs.made import OneTurn, in_held_out_part
+from envs.generated import OneTurn, in_held_out_part
 from flash.environment import SolvedExample
 from flash.errors import ConfigError
 

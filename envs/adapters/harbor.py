@@ -21,7 +21,7 @@ from envs.adapters.harbor_tasks import HarborTask, load_tasks
 from envs.data.split import Split
 from envs.judging.judge import shared_judge
 from envs.sandbox.api import Result, Session, Spec
-from envs.sandbox.endings import ending
+from envs.sandbox.explain import how_ended
 from envs.sandbox.sandbox import Sandbox
 from envs.swe.shell import SUBMIT, ShellEnv, ShellOptions
 from flash.environment import Info, StepResult
@@ -151,7 +151,7 @@ class Harbor(ShellEnv[HarborOptions, HarborTask]):
             numbers, note = {}, f"the tests cannot be put into the sandbox: {error}"
         else:
             numbers = {} if text is None or ran.timed_out else read_reward(text)
-            note = f"{ending(ran)}: {numbers or f'no number in {REWARDS}'}"
+            note = f"{how_ended(ran)}: {numbers or f'no number in {REWARDS}'}"
         wanted = self._options.reward
         if numbers and wanted not in numbers:
             raise RewardError(f"{task.name} has no reward {wanted!r}, only {', '.join(numbers)}: name one in `reward`")

@@ -34,7 +34,7 @@ DEFAULT_WORKDIR = "/app"
 _Positive = Annotated[float, Meta(gt=0)]
 
 
-class Verifier(msgspec.Struct, frozen=True):
+class HarborVerifier(msgspec.Struct, frozen=True):
     """`[verifier]`."""
 
     timeout_sec: _Positive = 600.0
@@ -43,13 +43,13 @@ class Verifier(msgspec.Struct, frozen=True):
     environment_mode: str = "shared"
 
 
-class Agent(msgspec.Struct, frozen=True):
+class HarborAgent(msgspec.Struct, frozen=True):
     """`[agent]`."""
 
     user: str | int | None = None
 
 
-class Machine(msgspec.Struct, frozen=True):
+class HarborMachine(msgspec.Struct, frozen=True):
     """`[environment]`."""
 
     docker_image: str | None = None
@@ -78,9 +78,9 @@ class Machine(msgspec.Struct, frozen=True):
 class _File(msgspec.Struct, frozen=True):
     """A task.toml."""
 
-    verifier: Verifier = Verifier()
-    agent: Agent = Agent()
-    environment: Machine = Machine()
+    verifier: HarborVerifier = HarborVerifier()
+    agent: HarborAgent = HarborAgent()
+    environment: HarborMachine = HarborMachine()
     steps: list[Any] = []
 
 
@@ -93,8 +93,8 @@ class HarborTask(msgspec.Struct, frozen=True):
     image: str
     workdir: str
     tests: Path
-    verifier: Verifier
-    machine: Machine
+    verifier: HarborVerifier
+    machine: HarborMachine
 
 
 def read_task(folder: Path, image: str) -> HarborTask:

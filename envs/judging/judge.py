@@ -15,8 +15,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import anyio
 import msgspec
 
-from envs.judging.options import JudgePool, Language, Limits, Suite, spec_of
-from envs.judging.tests import LostInTestError, Verdict, find_program, run_tests
+from envs.judging.options import JudgePool, JudgingLimits, Language, Suite, spec_of
+from envs.judging.tests import LostInTestError, SuiteVerdict, find_program, run_tests
 from envs.sandbox.api import Spec
 from envs.sandbox.open import Location, SandboxProvider, open_sandboxes
 from envs.sandbox.reuse.pool import ReusePool, open_reuse_pool
@@ -46,8 +46,8 @@ class Judge:
         self._usable: set[Language] = set()
 
     async def judge(
-        self, answer: str, suite: Suite, languages: Mapping[str, Language], limits: Limits, *, every: bool
-    ) -> Verdict:
+        self, answer: str, suite: Suite, languages: Mapping[str, Language], limits: JudgingLimits, *, every: bool
+    ) -> SuiteVerdict:
         """The verdict on the program in an answer. A sandbox that fails is replaced, a few times.
 
         Raises:
@@ -61,7 +61,7 @@ class Judge:
             memory_mib=suite.memory_mib or limits.memory_mib,
         )
 
-        async def judged(sandbox: Sandbox) -> Verdict:
+        async def judged(sandbox: Sandbox) -> SuiteVerdict:
             await self.look_for(language, sandbox)
             return await run_tests(sandbox, program, language, suite, limits, every=every)
 
@@ -72,8 +72,8 @@ class Judge:
         return self.sandboxes.stock()
 
     async def try_in(
-        self, spec: Spec, judged: Callable[[Sandbox], Awaitable[Verdict]], tests: int, total: float
-    ) -> Verdict:
+        self, spec: Spec, judged: Callable[[Sandbox], Awaitable[SuiteVerdict]], tests: int, total: float
+    ) -> SuiteVerdict:
         """What `judged` finds in a clean sandbox. One that fails is replaced, a few times.
 
         Args:
@@ -100,7 +100,7 @@ class Judge:
                 last = last or (losses > 1 and anyio.current_time() - begin > total)
                 own = last and 1 < losses == attempt + 1 and await self._others_live(spec, anyio.current_time() - start)
                 if own:
-                    return Verdict(error.passed, tests, "sandbox lost", str(error))
+                    return SuiteVerdict(error.passed, tests, "sandbox lost", str(error))
                 if last:
                     raise
             except SandboxError:
@@ -118,7 +118,7 @@ class Judge:
         except SandboxError:
             return False
 
-    async def try_out(self, language: Language, limits: Limits) -> None:
+    async def try_out(self, language: Language, limits: JudgingLimits) -> None:
         """Start one sandbox of a language.
 
         Raises:

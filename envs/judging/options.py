@@ -74,7 +74,7 @@ LANGUAGES: dict[str, Language] = {
 """Those that are known without being configured. The images are made by `python -m envs.sandbox.images`."""
 
 
-class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class SuiteCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """An input with the output that it must give, a call with what it must return, or a test program."""
 
     stdin: str = ""
@@ -99,14 +99,14 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Suite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What judges a program."""
 
-    tests: Annotated[list[Case], Meta(min_length=1)]
+    tests: Annotated[list[SuiteCase], Meta(min_length=1)]
     language: str
     timeout: _Seconds | None = None
     """Seconds for each test, where it is not the usual."""
     memory_mib: Annotated[int, Meta(ge=16)] | None = None
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JudgingLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a program may use."""
 
     timeout: _Seconds = 5.0
@@ -149,13 +149,13 @@ def _language(name: str, table: Mapping[str, Any]) -> Language:
     return language
 
 
-def limits_of(table: Mapping[str, Any]) -> Limits:
+def limits_of(table: Mapping[str, Any]) -> JudgingLimits:
     """The limits that a table `limits` describes.
 
     Raises:
         ConfigError: naming the option that is wrong.
     """
-    return Limits(**check_options(Limits, table, "limits"))
+    return JudgingLimits(**check_options(JudgingLimits, table, "limits"))
 
 
 def judge_pool_of(table: Mapping[str, Any]) -> JudgePool:
@@ -194,6 +194,6 @@ def check_suite(suite: Suite, languages: Mapping[str, Language], *, test_program
         raise ConfigError(f"{suite.language} has no calls: give it `call`, or use stdout")
 
 
-def spec_of(language: Language, limits: Limits) -> Spec:
+def spec_of(language: Language, limits: JudgingLimits) -> Spec:
     """The sandbox for programs of a language."""
     return Spec(image=language.image, memory_mib=limits.memory_mib, pids=limits.pids, cpus=limits.cpus)

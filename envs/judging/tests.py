@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import msgspec
 
 from envs.judging.calls import question, returned_this
-from envs.judging.options import MARK, Case, Language, Limits, Suite
+from envs.judging.options import MARK, JudgingLimits, Language, Suite, SuiteCase
 from envs.sandbox.api import Result
 from envs.sandbox.sandbox import Sandbox
 from flash.errors import SandboxFileError, SandboxLimitError, SandboxLostError
@@ -43,7 +43,7 @@ class LostInTestError(SandboxLostError):
         self.passed = passed
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class CaseOutcome(msgspec.Struct, frozen=True):
     """How one test ended."""
 
     cause: Cause
@@ -56,7 +56,7 @@ class Outcome(msgspec.Struct, frozen=True):
         return self.cause == "passed"
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class SuiteVerdict(msgspec.Struct, frozen=True):
     """How a program did in a suite."""
 
     passed: int
@@ -113,8 +113,8 @@ def find_block(answer: str, names: tuple[str, ...]) -> str | None:
 
 
 async def run_tests(
-    sandbox: Sandbox, program: str, language: Language, suite: Suite, limits: Limits, *, every: bool
-) -> Verdict:
+    sandbox: Sandbox, program: str, language: Language, suite: Suite, limits: JudgingLimits, *, every: bool
+) -> SuiteVerdict:
     """Judge a program in a clean sandbox; with `every`, all tests run, otherwise none after the first that fails.
 
     Raises:
@@ -122,32 +122,32 @@ async def run_tests(
     """
     total = len(suite.tests)
     if not program.strip():
-        return Verdict(0, total, "no program")
+        return SuiteVerdict(0, total, "no program")
     # Read-only against its own slips; what matters is that nothing in the sandbox decides about a test.
     await sandbox.write(language.file, program.encode("utf-8", "replace") + b"\n", mode=0o444)
     if language.compile is not None:
         built = await sandbox.run(language.compile, timeout=3 * limits.timeout)
         if not built.ok:
-            return Verdict(0, total, "compile", _shown(built.stderr or built.stdout))
+            return SuiteVerdict(0, total, "compile", _shown(built.stderr or built.stdout))
     outcomes = await run_cases(sandbox, language, suite.tests, limits, every=every)
     return verdict_of(outcomes, total)
 
 
 async def run_cases(
-    sandbox: Sandbox, language: Language, cases: Sequence[Case], limits: Limits, *, every: bool
-) -> list[Outcome]:
+    sandbox: Sandbox, language: Language, cases: Sequence[SuiteCase], limits: JudgingLimits, *, every: bool
+) -> list[CaseOutcome]:
     """Run tests in order on what is in the sandbox: with `every`, until the time is used up, else until one fails.
 
     Raises:
         LostInTestError: the sandbox was lost while a test ran.
         SandboxError: the sandbox failed.
     """
-    outcomes: list[Outcome] = []
+    outcomes: list[CaseOutcome] = []
     used = 0.0
     for case in cases:
         left = limits.total - used
         if left <= 0:
-            outcomes.append(Outcome("timeout"))
+            outcomes.append(CaseOutcome("timeout"))
             break
         try:
             outcome = await _run_test(sandbox, language, case, min(limits.timeout, left))
@@ -155,7 +155,7 @@ async def run_cases(
             if not outcomes:
                 raise
             # It could run a program, until this one had run: no process or folder is left for another.
-            outcome = Outcome("crash", str(error))
+            outcome = CaseOutcome("crash", str(error))
         except SandboxLostError as error:
             raise LostInTestError(str(error), sum(one.passed for one in outcomes)) from error
         outcomes.append(outcome)
@@ -165,13 +165,13 @@ async def run_cases(
     return outcomes
 
 
-def verdict_of(outcomes: Sequence[Outcome], total: int) -> Verdict:
+def verdict_of(outcomes: Sequence[CaseOutcome], total: int) -> SuiteVerdict:
     """One verdict of the tests that ran, of `total`: those that did not have failed."""
-    first = next((one for one in outcomes if not one.passed), Outcome("passed"))
-    return Verdict(sum(one.passed for one in outcomes), total, first.cause, first.detail)
+    first = next((one for one in outcomes if not one.passed), CaseOutcome("passed"))
+    return SuiteVerdict(sum(one.passed for one in outcomes), total, first.cause, first.detail)
 
 
-async def _run_test(sandbox: Sandbox, language: Language, case: Case, timeout: float) -> Outcome:
+async def _run_test(sandbox: Sandbox, language: Language, case: SuiteCase, timeout: float) -> CaseOutcome:
     if case.program is not None:
         assert language.test is not None
         mark = secrets.token_hex(16)
@@ -185,7 +185,7 @@ async def _run_test(sandbox: Sandbox, language: Language, case: Case, timeout: f
     else:
         result = await sandbox.run(language.run, timeout=timeout, stdin=case.stdin.encode("utf-8", "replace"))
         right = _lines(result.stdout) == _lines((case.stdout or "").encode("utf-8", "replace"))
-    return Outcome(*_cause(result, right), result.wall_s)
+    return CaseOutcome(*_cause(result, right), result.wall_s)
 
 
 def _cause(result: Result, right: bool) -> tuple[Cause, str]:

@@ -14,7 +14,7 @@ from envs.judging.options import judge_pool_of, limits_of
 from envs.programs import STDERR_SHOWN, too_long
 from envs.relay.outside import open_relay
 from envs.sandbox.api import Spec
-from envs.sandbox.endings import ending
+from envs.sandbox.explain import how_ended
 from envs.sandbox.open import open_sandboxes
 from envs.sandbox.sandbox import Sandbox
 from flash.config.objects import check_options
@@ -34,7 +34,7 @@ class BoxOptions(msgspec.Struct, frozen=True, kw_only=True):
     image: str
     """With Python 3.6 or newer, and whatever the agent needs."""
     limits: dict[str, Any] = msgspec.field(default_factory=dict)
-    """What it may use: see `envs.judging.options.Limits`; its times are not looked at."""
+    """What it may use: see `envs.judging.options.JudgingLimits`; its times are not looked at."""
     sandboxes: dict[str, Any] = msgspec.field(default_factory=dict)
     """Where it comes from: see `envs.judging.options.JudgePool`."""
 
@@ -88,7 +88,7 @@ async def run_boxed(
         result = await sandbox.run(command, timeout=LIFE_S, stdin=task.encode("utf-8", "replace"), env=variables)
     if not result.ok:
         said = result.stderr.decode("utf-8", "replace").strip()[-STDERR_SHOWN:]
-        raise EnvError(f"`{command[0]}` failed ({ending(result)}): {said}")
+        raise EnvError(f"`{command[0]}` failed ({how_ended(result)}): {said}")
     if result.stdout_truncated:
         raise too_long(command)
     return result.stdout.decode("utf-8", "replace")

@@ -36,7 +36,7 @@ def code_verifier(
     Args:
         reward: 1 for passing `all` tests and 0 otherwise, or the `share` of tests that pass.
         languages: more languages by name, in the form of `envs.judging.options.Language`.
-        limits: what a program may use, in the form of `envs.judging.options.Limits`.
+        limits: what a program may use, in the form of `envs.judging.options.JudgingLimits`.
         sandboxes: where programs run, in the form of `envs.judging.options.JudgePool`.
         test_programs: allow tests of the form {program}, which an answer that is written to deceive them passes.
         opener: opens the sandboxes of a node.

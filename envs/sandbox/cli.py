@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import anyio
 
-from envs.sandbox.person import join, raw, standard_input, window
+from envs.sandbox.console import join, raw, standard_input, window
 from flash.errors import ConfigError, FlashError
 
 if TYPE_CHECKING:

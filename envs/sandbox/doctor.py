@@ -100,7 +100,7 @@ ADVICE = {
 """What to do about failed checks, by their names."""
 
 
-class Check(msgspec.Struct, frozen=True):
+class DoctorCheck(msgspec.Struct, frozen=True):
     """One thing that was measured."""
 
     name: str
@@ -109,7 +109,7 @@ class Check(msgspec.Struct, frozen=True):
     ok: bool
 
 
-class Facts(msgspec.Struct, frozen=True):
+class ProbeFacts(msgspec.Struct, frozen=True):
     """Settings as the kernel shows them; see `agent/probe.py`."""
 
     uid: int
@@ -132,10 +132,10 @@ class Facts(msgspec.Struct, frozen=True):
     kernel: str
 
 
-class Findings(msgspec.Struct, frozen=True):
+class ProbeFindings(msgspec.Struct, frozen=True):
     """What the probe prints."""
 
-    facts: Facts
+    facts: ProbeFacts
     attempts: dict[str, str]
 
 
@@ -146,7 +146,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
     isolated: bool
     spec: Spec
     runtime: str
-    checks: list[Check]
+    checks: list[DoctorCheck]
 
     @property
     def ok(self) -> bool:
@@ -180,7 +180,7 @@ async def doctor(backend: Backend, spec: Spec) -> Diagnosis:
         found = await backend.containers.inspect(sandbox.container_id, runtime=True)
         runtime = found.runtime if found else ""
         checks = [
-            Check(
+            DoctorCheck(
                 "agent hidden from commands", "yes", "yes" if sandbox.hello.protected else "no", sandbox.hello.protected
             )
         ]
@@ -188,30 +188,30 @@ async def doctor(backend: Backend, spec: Spec) -> Diagnosis:
             checks += await _probe(sandbox, info.users)
             checks += [await _fork_bomb(sandbox), await _memory_bomb(sandbox), *await _disk(sandbox)]
         else:
-            checks.append(Check("probe", "measured from inside", "the image has no Python", False))
+            checks.append(DoctorCheck("probe", "measured from inside", "the image has no Python", False))
         checks += await _session(sandbox)
         checks.append(await _timeout(sandbox))
     if spec.runtime:
-        checks.append(Check("runtime", spec.runtime, runtime, Path(runtime).name == spec.runtime))
+        checks.append(DoctorCheck("runtime", spec.runtime, runtime, Path(runtime).name == spec.runtime))
     return Diagnosis(info.name, True, spec, runtime, checks)
 
 
-async def _probe(sandbox: LocalSandbox, users: tuple[int, int] | None) -> list[Check]:
+async def _probe(sandbox: LocalSandbox, users: tuple[int, int] | None) -> list[DoctorCheck]:
     arguments = ["python3", "-IS", "-c", PROBE.read_text(), sandbox.spec.workdir, sandbox.spec.network]
     answer = await sandbox.run(arguments, timeout=PROBE_SECONDS)
     try:
-        findings = msgspec.json.decode(answer.stdout, type=Findings)
+        findings = msgspec.json.decode(answer.stdout, type=ProbeFindings)
     except msgspec.DecodeError as error:
         transcript = answer.stderr.decode("utf-8", "replace")[-300:]
-        return [Check("probe", "measured from inside", f"failed: {error}; {transcript}", False)]
+        return [DoctorCheck("probe", "measured from inside", f"failed: {error}; {transcript}", False)]
     return [*_settings(sandbox.spec, findings.facts, users), *_escapes(sandbox.spec, findings.attempts)]
 
 
-def _settings(spec: Spec, facts: Facts, users: tuple[int, int] | None) -> Iterator[Check]:
+def _settings(spec: Spec, facts: ProbeFacts, users: tuple[int, int] | None) -> Iterator[DoctorCheck]:
     profile = profiles.PROFILES[spec.profile]
     if profile.own_user and users:
         own = users[0] <= facts.uid <= users[1] and facts.gid == facts.uid
-        yield Check("user", "one of its own", f"{facts.uid}:{facts.gid}", own)
+        yield DoctorCheck("user", "one of its own", f"{facts.uid}:{facts.gid}", own)
     elif profile.user is not None:
         yield _same("user", profile.user, f"{facts.uid}:{facts.gid}")
     mask = sum(1 << CAPABILITY_BITS[name] for name in profile.capabilities)
@@ -238,37 +238,39 @@ def _settings(spec: Spec, facts: Facts, users: tuple[int, int] | None) -> Iterat
         yield _same("kernel", "gVisor", gvisor)
 
 
-def _same(name: str, wanted: str, measured: str) -> Check:
-    return Check(name, wanted, measured, wanted == measured)
+def _same(name: str, wanted: str, measured: str) -> DoctorCheck:
+    return DoctorCheck(name, wanted, measured, wanted == measured)
 
 
-def _escapes(spec: Spec, attempts: dict[str, str]) -> Iterator[Check]:
+def _escapes(spec: Spec, attempts: dict[str, str]) -> Iterator[DoctorCheck]:
     allowed = ALLOWED.get(spec.profile, {})
     for name, outcome in attempts.items():
         refused = outcome in REFUSALS
         if refused or name not in allowed:
-            yield Check(name, "refused", outcome, refused)
+            yield DoctorCheck(name, "refused", outcome, refused)
         else:
-            yield Check(name, f"allowed: {allowed[name]}", outcome, True)
+            yield DoctorCheck(name, f"allowed: {allowed[name]}", outcome, True)
 
 
-async def _fork_bomb(sandbox: LocalSandbox) -> Check:
+async def _fork_bomb(sandbox: LocalSandbox) -> DoctorCheck:
     answer = await sandbox.run(["python3", "-ISc", FORK_BOMB], timeout=BOMB_SECONDS)
     count = answer.stdout.decode().strip()
     alive = await _alive(sandbox)
-    return Check(
+    return DoctorCheck(
         "fork bomb", f"fewer than {sandbox.spec.pids} processes, then gone", f"{count or '?'}, {alive}",
         count.isdigit() and int(count) < sandbox.spec.pids and alive == "works",
     )  # fmt: skip
 
 
-async def _memory_bomb(sandbox: LocalSandbox) -> Check:
+async def _memory_bomb(sandbox: LocalSandbox) -> DoctorCheck:
     answer = await sandbox.run(["python3", "-ISc", MEMORY_BOMB, str(2 * sandbox.spec.memory_mib)], timeout=BOMB_SECONDS)
     outcome = f"{_how(answer)}, {await _alive(sandbox)}"
-    return Check("memory bomb", "killed for memory, sandbox works", outcome, outcome == "killed for memory, works")
+    return DoctorCheck(
+        "memory bomb", "killed for memory, sandbox works", outcome, outcome == "killed for memory, works"
+    )
 
 
-async def _disk(sandbox: LocalSandbox) -> list[Check]:
+async def _disk(sandbox: LocalSandbox) -> list[DoctorCheck]:
     if not profiles.work_in_memory(sandbox.spec):
         return []
     size = (profiles.disk_mib(sandbox.spec) + 8) * profiles.MIB
@@ -276,24 +278,24 @@ async def _disk(sandbox: LocalSandbox) -> list[Check]:
         f"head -c {size} /dev/zero > fill; code=$?; rm -f fill; exit $code", timeout=BOMB_SECONDS
     )
     full = b"No space left" in answer.stderr or answer.oom_killed
-    return [Check("fill the disk", "no space left", "no space left" if full else _how(answer), full)]
+    return [DoctorCheck("fill the disk", "no space left", "no space left" if full else _how(answer), full)]
 
 
-async def _session(sandbox: LocalSandbox) -> list[Check]:
+async def _session(sandbox: LocalSandbox) -> list[DoctorCheck]:
     """Root of the image may read everything of its sandbox."""
     if sandbox.hello.kind != "python" or not sandbox.hello.bash or sandbox.spec.profile == "compat":
         return []
     async with sandbox.session() as session:
         answer = await session.run(f"python3 -ISc '{READ_SHELL}'; :", timeout=BOMB_SECONDS)
     hidden = b"PermissionError" in answer.stderr
-    return [Check("shell of a session hidden from programs", "yes", "yes" if hidden else "no", hidden)]
+    return [DoctorCheck("shell of a session hidden from programs", "yes", "yes" if hidden else "no", hidden)]
 
 
-async def _timeout(sandbox: LocalSandbox) -> Check:
+async def _timeout(sandbox: LocalSandbox) -> DoctorCheck:
     answer = await sandbox.run("trap '' TERM; (setsid sleep 61 &); sleep 60", timeout=0.5)
     left = await sandbox.run("grep -lz '^6[01]$' /proc/[0-9]*/cmdline", timeout=BOMB_SECONDS)
     measured = "killed with all it started" if answer.timed_out and not left.stdout else "something lives on"
-    return Check("command that ignores its timeout", "killed with all it started", measured, "killed" in measured)
+    return DoctorCheck("command that ignores its timeout", "killed with all it started", measured, "killed" in measured)
 
 
 def _how(answer: Result) -> str:
@@ -331,7 +333,7 @@ def lines(diagnosis: Diagnosis) -> Iterator[str]:
         yield "- Sandboxes need a container engine: apt-get install podman runc, or name one with --engine."
 
 
-def _advice(check: Check) -> str:
+def _advice(check: DoctorCheck) -> str:
     """What a person can do about a failed check."""
     for names, advice in ADVICE.items():
         if check.name in names:

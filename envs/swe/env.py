@@ -25,8 +25,8 @@ import anyio.to_thread
 import msgspec
 
 from envs.judging.judge import shared_judge
-from envs.judging.options import Language, Limits, limits_of, spec_of
-from envs.judging.tests import Outcome, Verdict, run_cases, verdict_of
+from envs.judging.options import JudgingLimits, Language, limits_of, spec_of
+from envs.judging.tests import CaseOutcome, SuiteVerdict, run_cases, verdict_of
 from envs.sandbox.api import Result
 from envs.sandbox.sandbox import Sandbox
 from envs.swe.shell import SUBMIT, ShellEnv, ShellOptions
@@ -65,14 +65,14 @@ class SweOptions(ShellOptions, frozen=True, kw_only=True, dict=True):
     template: Literal["chat", "plain"] = "chat"
     """`chat`: messages, with commands in blocks. `plain`, for tiny models: text, and an answer is all commands."""
     limits: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Of the sandboxes and of the checks: see `envs.judging.options.Limits`."""
+    """Of the sandboxes and of the checks: see `envs.judging.options.JudgingLimits`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.allowed
 
     @functools.cached_property
-    def allowed(self) -> Limits:
+    def allowed(self) -> JudgingLimits:
         """The defaults, and `limits`."""
         return limits_of(self.limits)
 
@@ -144,18 +144,18 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
     async def _judged(self, task: SweTask, *, truncated: bool) -> StepResult:
         """Check the files as they are now."""
         options = self._options
-        outcomes: list[Outcome] = []
+        outcomes: list[CaseOutcome] = []
         async with _folder() as folder:
             try:
                 await self._take_out(task, folder)
             except (SandboxFileError, SandboxLimitError) as error:
-                verdict = Verdict(0, len(task.checks), "crash", f"the files cannot be taken out: {error}")
+                verdict = SuiteVerdict(0, len(task.checks), "crash", f"the files cannot be taken out: {error}")
             else:
                 # Given back first: an episode that held one while it waits for another could wait forever.
                 await self._held.aclose()
                 judge = await self._judge()
 
-                async def judged(sandbox: Sandbox) -> Verdict:
+                async def judged(sandbox: Sandbox) -> SuiteVerdict:
                     await judge.look_for(options.language, sandbox)
                     await sandbox.upload(folder, ".")
                     cases = [check.case for check in task.checks]
@@ -227,7 +227,7 @@ class SweEnv(ShellEnv[SweOptions, SweTask]):
         return SolvedExample(f"{self._question(task)}\n$ ", f"python3 - <<'E'\n{edits}E", (done,))
 
 
-def _shares(task: SweTask, outcomes: list[Outcome]) -> dict[str, float]:
+def _shares(task: SweTask, outcomes: list[CaseOutcome]) -> dict[str, float]:
     """Of the checks that failed before, those that pass; and of the others, those that still do."""
     shares: dict[str, float] = {}
     for name, broken in (("fixed", True), ("kept", False)):

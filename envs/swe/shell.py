@@ -17,7 +17,7 @@ from envs.judging.judge import Judge, SandboxOpener, shared_judge
 from envs.judging.options import JudgePool, judge_pool_of
 from envs.judging.tests import find_block
 from envs.sandbox.api import Result
-from envs.sandbox.endings import clipped, told, unusable_command
+from envs.sandbox.explain import clipped, result_text, unusable_command
 from envs.sandbox.open import open_sandboxes
 from flash.environment import EpisodeView, StepResult
 from flash.errors import ConfigError, EnvError
@@ -32,7 +32,7 @@ NOTHING = "There is no command in your answer: write it in a block that begins w
 """Where there are no blocks, up to the colon."""
 
 
-class Order(msgspec.Struct, frozen=True):
+class ShellOrder(msgspec.Struct, frozen=True):
     """What an answer asks for."""
 
     command: str = ""
@@ -41,7 +41,7 @@ class Order(msgspec.Struct, frozen=True):
     """The work is done then."""
 
 
-def read_order(answer: str, *, fenced: bool) -> Order | None:
+def read_order(answer: str, *, fenced: bool) -> ShellOrder | None:
     """The commands of an answer, in its last block or, unless it is to be `fenced`, all of it. None: there are none."""
     text = find_block(answer, FENCES) if fenced else answer
     if text is None:
@@ -51,7 +51,7 @@ def read_order(answer: str, *, fenced: bool) -> Order | None:
         lines.pop()
     submits = bool(lines) and lines[-1].strip() == SUBMIT
     command = "\n".join(lines[:-1] if submits else lines)
-    order = Order(command if command.strip() else "", submits)
+    order = ShellOrder(command if command.strip() else "", submits)
     return order if order.command or submits else None
 
 
@@ -123,7 +123,7 @@ class ShellEnv(ABC, Generic[_Options, _Task]):
         elif order.command:
             result = await self._run(self._task, order.command)
             self._counts["command_timeouts"] += result.timed_out
-            text = clipped(told(result), self._options.output)
+            text = clipped(result_text(result), self._options.output)
         if (order is not None and order.submits) or self._counts["turns"] >= self._options.turns:
             return await self._judged(self._task, truncated=False)
         shown = self._shown(text)

@@ -29,7 +29,7 @@ import msgspec
 from msgspec import Meta
 
 from envs.data.split import Split
-from envs.judging.options import Case
+from envs.judging.options import SuiteCase
 from flash.errors import ConfigError
 
 SHIPPED = Path(__file__).parent / "tasks"
@@ -46,7 +46,7 @@ class Edit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     new: str
 
 
-class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SweCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A script and what it must show."""
 
     run: _Text
@@ -56,9 +56,9 @@ class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """It fails before the bug is mended."""
 
     @property
-    def case(self) -> Case:
+    def case(self) -> SuiteCase:
         """For the judge."""
-        return Case(stdin=self.run, stdout=self.shows)
+        return SuiteCase(stdin=self.run, stdout=self.shows)
 
 
 class SweTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,7 +68,7 @@ class SweTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: Annotated[dict[str, str], Meta(min_length=1)]
     """By their paths in the repository."""
     solution: Annotated[tuple[Edit, ...], Meta(min_length=1)]
-    checks: Annotated[tuple[Check, ...], Meta(min_length=1)]
+    checks: Annotated[tuple[SweCheck, ...], Meta(min_length=1)]
     level: Annotated[int, Meta(ge=1)] = 1
     held_out: bool = False
 

@@ -7,7 +7,7 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-from envs.textworld.games import Shown
+from envs.textworld.games import ShownGame
 from envs.textworld.player import Player, open_player
 from flash.environment import StepResult, shared
 from flash.errors import ConfigError, EnvError
@@ -98,15 +98,15 @@ class TextGame(Generic[_Options]):
     async def close(self) -> None:
         """Nothing to release: the player closes games that are not played any more."""
 
-    async def _play(self) -> Shown:
+    async def _play(self) -> ShownGame:
         player: Player = await shared(PLAYER, open_player)
         return await player.play(self._episode, self._file, self._commands, self._options.timeout)
 
-    def _show(self, shown: Shown, *, first: bool) -> Observation:
+    def _show(self, shown: ShownGame, *, first: bool) -> Observation:
         text = self._text(shown, first=first)
         return text if self._options.template == "plain" else [Message("user", text)]
 
-    def _text(self, shown: Shown, *, first: bool) -> str:
+    def _text(self, shown: ShownGame, *, first: bool) -> str:
         commands = f"\n\nCommands: {', '.join(shown.commands)}" if self._options.admissible else ""
         if self._options.template == "plain":
             return f"{'' if first else chr(10)}{shown.text}{commands}\n> "

@@ -60,7 +60,7 @@ class Play(msgspec.Struct, frozen=True):
     commands: list[str]
 
 
-class Shown(msgspec.Struct, frozen=True):
+class ShownGame(msgspec.Struct, frozen=True):
     """What a game shows."""
 
     number: int
@@ -127,7 +127,7 @@ def generate(game: GameOf, folder: str) -> str:
     return str(file)
 
 
-Turn = tuple[Shown, str]
+Turn = tuple[ShownGame, str]
 """What is shown, and the command that is given to that."""
 
 
@@ -152,7 +152,7 @@ class Games:
         self._open: OrderedDict[int, tuple[Any, str, list[str], Any]] = OrderedDict()
         """For each episode its game, its file, the commands so far, and its state."""
 
-    def play(self, request: Play) -> Shown:
+    def play(self, request: Play) -> ShownGame:
         """Give a game the commands that it has not had."""
         game, file, had, state = self._open.pop(request.episode, (None, "", [], None))
         if game is None or file != request.file or had != request.commands[: len(had)]:
@@ -193,10 +193,10 @@ def names_of(things: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _shown(request: Play, state: Any) -> Shown:
+def _shown(request: Play, state: Any) -> ShownGame:
     whole = not request.commands and state.objective
     text = f"{state.objective}\n\n{state.description}" if whole else PROMPT.sub("", state.feedback)
-    return Shown(
+    return ShownGame(
         request.number,
         re.sub(r"\n\s*\n+", "\n\n", text).strip().encode("ascii", "replace").decode(),
         list(state.admissible_commands),

@@ -19,7 +19,7 @@ import msgspec
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from envs.textworld.games import LENGTH, Play, Shown
+from envs.textworld.games import LENGTH, Play, ShownGame
 from flash.errors import EnvError
 
 COMMAND = (sys.executable, "-m", "envs.textworld")
@@ -61,7 +61,7 @@ class Player:
         async with self._lock:
             await self._load()
 
-    async def play(self, episode: int, file: str, commands: Sequence[str], timeout: float) -> Shown:
+    async def play(self, episode: int, file: str, commands: Sequence[str], timeout: float) -> ShownGame:
         """What a game shows after these commands. The deadline counts from the moment the process is loaded and free.
 
         Raises:
@@ -119,7 +119,7 @@ class Player:
                     process.kill()
                 await process.aclose()
 
-    async def _asked(self, process: Process, answers: BufferedByteReceiveStream, request: Play) -> Shown:
+    async def _asked(self, process: Process, answers: BufferedByteReceiveStream, request: Play) -> ShownGame:
         assert process.stdin is not None
         message = msgspec.msgpack.encode(request)
         # Half a request would be the beginning of the next one.
@@ -131,7 +131,7 @@ class Player:
             pass  # that of a request which was cancelled
         return shown
 
-    async def _answer(self, answers: BufferedByteReceiveStream) -> Shown:
+    async def _answer(self, answers: BufferedByteReceiveStream) -> ShownGame:
         (length,) = LENGTH.unpack(await answers.receive_exactly(LENGTH.size))
         message = b""
         # Half an answer would be the beginning of the next one.
@@ -139,7 +139,7 @@ class Player:
             message = await answers.receive_exactly(length)
         if passing.cancelled_caught:
             raise _StuckError
-        return msgspec.msgpack.decode(message, type=Shown)
+        return msgspec.msgpack.decode(message, type=ShownGame)
 
 
 @asynccontextmanager

@@ -19,13 +19,13 @@ import msgspec
 from envs import wrapped
 from envs.judging.judge import SandboxOpener, shared_judge
 from envs.judging.options import JudgePool, Language, judge_pool_of, limits_of, spec_of
-from envs.sandbox.endings import clipped
+from envs.nested import load_tasks
+from envs.sandbox.explain import clipped
 from envs.sandbox.open import open_sandboxes
 from envs.tools.arguments import UNREADABLE, MalformedCallError, read_call
 from envs.tools.memory import Answers, Memory
-from envs.tools.place import Place, Work
+from envs.tools.place import ToolPlace, Work
 from envs.tools.runner import SANDBOX, Cut, Runner, Toolset
-from envs.wrapped import load_tasks
 from flash.config.objects import check_options, load_object
 from flash.environment import Environment, EpisodeView, Info, Informed, StepResult, shared, wrap
 from flash.environment.results import check_reset_result, check_step_result
@@ -64,7 +64,7 @@ class ToolOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     cache: bool = False
     """Use the answer of a call again where the same one was made in the same state, by any episode of the node."""
     limits: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Of the sandbox: see `envs.judging.options.Limits`."""
+    """Of the sandbox: see `envs.judging.options.JudgingLimits`."""
     sandboxes: dict[str, Any] = msgspec.field(default_factory=dict)
     """Where it comes from: see `envs.judging.options.JudgePool`."""
 
@@ -243,7 +243,7 @@ def _toolset(name: str, table: dict[str, Any]) -> tuple[type[Any], dict[str, Any
 
 async def _open(options: ToolOptions, held: AsyncExitStack, opener: SandboxOpener) -> dict[str, Runner]:
     """The tools of an episode by name, for as long as `held` is."""
-    place = Place(options.work(opener))
+    place = ToolPlace(options.work(opener))
     held.push_async_callback(place.close)
     runners: dict[str, Runner] = {}
     for name, (kind, kwargs) in options.toolsets.items():

@@ -15,7 +15,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from envs.tools.place import Place
+from envs.tools.place import ToolPlace
 from envs.tools.runner import Runner, within
 from flash.errors import ConfigError, EnvError
 from flash.waiting import first_error
@@ -65,7 +65,7 @@ class McpServer:
         """Of its life."""
         self._begun = False
 
-    async def open(self, place: Place) -> Sequence[Runner]:
+    async def open(self, place: ToolPlace) -> Sequence[Runner]:
         """Start the server, and ask it for its tools.
 
         Raises:

@@ -27,7 +27,7 @@ class Work(msgspec.Struct, frozen=True):
     opener: SandboxOpener
 
 
-class Place:
+class ToolPlace:
     """One episode's."""
 
     def __init__(self, work: Work) -> None:

@@ -1,7 +1,7 @@
 """What a tool is: a name, a schema, and a coroutine that takes arguments and gives text.
 
 A toolset makes the runners of one episode. What it needs of the node, a sandbox or a place for tasks of its own, it
-finds in the episode's `Place`. A fault that the policy can do something about, such as a file that is not there, is
+finds in the episode's `ToolPlace`. A fault that the policy can do something about, such as a file that is not there, is
 part of the text; what is wrong with the infrastructure is raised.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import anyio
 import msgspec
 
-from envs.tools.place import Place
+from envs.tools.place import ToolPlace
 from flash.service.tools import Function, described
 from flash.types import Tool
 
@@ -50,7 +50,7 @@ class Runner(msgspec.Struct, frozen=True, kw_only=True):
 class Toolset(Protocol):
     """Some tools of one episode. Its class is called with the options of the configuration."""
 
-    async def open(self, place: Place) -> Sequence[Runner]:
+    async def open(self, place: ToolPlace) -> Sequence[Runner]:
         """The tools. Raises FlashError where they cannot be had."""
         ...
 

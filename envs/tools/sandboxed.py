@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from envs.sandbox.api import Result
-from envs.sandbox.endings import told, unusable_command, unusable_path
+from envs.sandbox.explain import result_text, unusable_command, unusable_path
 from envs.sandbox.sandbox import Sandbox
-from envs.tools.place import Place
+from envs.tools.place import ToolPlace
 from envs.tools.runner import SANDBOX, Cut, Runner, schema, within
 from flash.errors import ConfigError, SandboxFileError, SandboxLimitError, encodable
 
@@ -39,7 +39,7 @@ class Python:
     def __init__(self, options: CommandOptions) -> None:
         self._options = options
 
-    async def open(self, place: Place) -> Sequence[Runner]:
+    async def open(self, place: ToolPlace) -> Sequence[Runner]:
         """One tool."""
 
         async def call(arguments: dict[str, Any]) -> str:
@@ -61,7 +61,7 @@ class Bash:
     def __init__(self, options: CommandOptions) -> None:
         self._options = options
 
-    async def open(self, place: Place) -> Sequence[Runner]:
+    async def open(self, place: ToolPlace) -> Sequence[Runner]:
         """One tool."""
 
         async def call(arguments: dict[str, Any]) -> str:
@@ -85,7 +85,7 @@ class Files:
     def __init__(self, options: CommandOptions) -> None:
         self._options = options
 
-    async def open(self, place: Place) -> Sequence[Runner]:
+    async def open(self, place: ToolPlace) -> Sequence[Runner]:
         """Three tools."""
 
         async def read(sandbox: Sandbox, arguments: dict[str, Any]) -> str:
@@ -108,7 +108,7 @@ class Files:
 
     def _runner(
         self,
-        place: Place,
+        place: ToolPlace,
         name: str,
         description: str,
         parameters: dict[str, Any],
@@ -142,4 +142,4 @@ async def _ran(running: Awaitable[Result]) -> str:
 
 
 def _answer(result: Result) -> str:
-    return Cut(told(result)) if result.timed_out else told(result)
+    return Cut(result_text(result)) if result.timed_out else result_text(result)

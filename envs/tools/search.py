@@ -20,7 +20,7 @@ from typing import Any
 import anyio.to_thread
 import msgspec
 
-from envs.tools.place import Place
+from envs.tools.place import ToolPlace
 from envs.tools.runner import Runner, within
 from flash.environment import shared
 from flash.errors import ConfigError
@@ -96,7 +96,7 @@ class Search:
     def __init__(self, options: SearchOptions) -> None:
         self._options = options
 
-    async def open(self, place: Place) -> Sequence[Runner]:
+    async def open(self, place: ToolPlace) -> Sequence[Runner]:
         """One tool. The texts are read once on a node."""
         options = self._options
 

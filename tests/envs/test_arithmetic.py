@@ -5,7 +5,7 @@ import anyio.lowlevel
 import pytest
 
 from envs.arithmetic import OPERATORS, Arithmetic, ArithmeticOptions, last_number
-from envs.made import in_held_out_part
+from envs.generated import in_held_out_part
 from flash.environment import HELD_OUT, Environment
 from flash.errors import ConfigError, EnvError
 

@@ -5,7 +5,7 @@ import anyio
 import pytest
 
 from envs.chain import ChainedSums, ChainOptions, _instances
-from envs.made import in_held_out_part
+from envs.generated import in_held_out_part
 from flash.environment import HELD_OUT, Environment, WarmStart
 from flash.errors import ConfigError, EnvError
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.countdown import Countdown, CountdownOptions, draw, what_is_wrong
-from envs.made import in_held_out_part
+from envs.generated import in_held_out_part
 from flash.environment import HELD_OUT, Environment, WarmStart
 from flash.errors import ConfigError, EnvError
 from flash.types import Message

@@ -3,7 +3,7 @@ import statistics
 import pytest
 
 from envs.counting import Counting, CountingOptions
-from envs.made import in_held_out_part
+from envs.generated import in_held_out_part
 from flash.environment import HELD_OUT, Environment, WarmStart
 from flash.errors import ConfigError, EnvError
 

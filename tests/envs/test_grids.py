@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from envs.frozen_lake import FrozenLake, FrozenLakeOptions, FrozenLakeReplay, Lake
+from envs.generated import in_held_out_part
 from envs.grids import MOVES, GridGame, read_move
-from envs.made import in_held_out_part
 from envs.sokoban import Room, Sokoban, SokobanOptions, SokobanReplay, distances
 from flash.environment import HELD_OUT, Environment, WarmStart
 from flash.errors import ConfigError, EnvError

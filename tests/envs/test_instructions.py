@@ -6,8 +6,18 @@ import random
 
 import pytest
 
-from envs.instructions import CONFLICTS, KINDS, TOPICS, InstructionOptions, Instructions, Problem, Rule, draw, words
-from envs.made import in_held_out_part
+from envs.generated import in_held_out_part
+from envs.instructions import (
+    CONFLICTS,
+    KINDS,
+    TOPICS,
+    InstructionOptions,
+    InstructionProblem,
+    Instructions,
+    Rule,
+    draw,
+    words,
+)
 from flash.environment import HELD_OUT, Environment
 from flash.errors import ConfigError, EnvError
 from flash.types import Message
@@ -40,7 +50,7 @@ RULES = [
 
 @pytest.mark.parametrize(("kind", "text", "kept", "broken"), RULES)
 def test_a_rule_is_kept_by_what_keeps_it_alone(kind: str, text: str, kept: str, broken: str) -> None:
-    problem = Problem("river", [rule(kind, text)])
+    problem = InstructionProblem("river", [rule(kind, text)])
     assert problem.asked() == f"Write one sentence about a river. {text}"
     assert problem.missing(f" {kept}\n") is None
     assert problem.missing(broken) is not None
@@ -50,11 +60,11 @@ def test_a_rule_is_kept_by_what_keeps_it_alone(kind: str, text: str, kept: str, 
     "answer", ["", "river", "river river river river", "A river runs. It is cold.", "A road is long."]
 )
 def test_without_one_sentence_about_the_topic_nothing_is_earned(answer: str) -> None:
-    assert Problem("river", []).missing("Two rivers, wide and cold, meet near St.Ives.") is None
-    assert Problem("river", []).missing(answer) is not None
+    assert InstructionProblem("river", []).missing("Two rivers, wide and cold, meet near St.Ives.") is None
+    assert InstructionProblem("river", []).missing(answer) is not None
 
 
-def solved(problem: Problem) -> str:
+def solved(problem: InstructionProblem) -> str:
     """A sentence that keeps all rules, put together from what they ask for."""
     texts = [one.text for one in problem.rules]
     asked = [word.strip('".') for text in texts for word in text.split() if word.startswith('"')]

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from envs import grader_report
-from envs.grader_report import Report, certify, read_reports, same
-from envs.made import in_held_out_part
+from envs.generated import in_held_out_part
+from envs.grader_report import GraderReport, certify, read_reports, same
 from envs.reasoning_gym import ReasoningGym, ReasoningGymOptions, final_answer
 from flash.environment import HELD_OUT, Environment, WarmStart
 from flash.errors import ConfigError, EnvError
@@ -192,4 +192,4 @@ async def test_the_table_says_what_is_found_out_now() -> None:
     kept = {report.family: report for report in read_reports().families}
     for family in ("chain_sum", "complex_arithmetic", "prime_factorization", "zebra_puzzles"):
         assert await grader_report.certified(family, {}) == kept[family]
-    assert kept["chain_sum"] == Report("chain_sum", [])
+    assert kept["chain_sum"] == GraderReport("chain_sum", [])

@@ -11,7 +11,7 @@ import pytest
 
 from envs.textworld import TextWorld, TextWorldOptions
 from envs.textworld.game import command_of
-from envs.textworld.games import GameOf, Play, Shown
+from envs.textworld.games import GameOf, Play, ShownGame
 from envs.textworld.player import Player, open_player
 from flash.environment import HELD_OUT, Environment, WarmStart, sharing
 from flash.errors import ConfigError, EnvError
@@ -104,17 +104,17 @@ async def test_a_process_that_does_not_load_is_named_as_that(loading: str, messa
 class Told(Player):
     """A player that shows what a test says."""
 
-    def __init__(self, *shown: Shown) -> None:
+    def __init__(self, *shown: ShownGame) -> None:
         self.shown = list(shown)
         self.asked: list[Play] = []
 
-    async def play(self, episode: int, file: str, commands: Any, timeout: float) -> Shown:
+    async def play(self, episode: int, file: str, commands: Any, timeout: float) -> ShownGame:
         self.asked.append(Play(0, episode, file, list(commands)))
         return self.shown.pop(0)
 
 
-def shown(text: str, score: float, *, won: bool = False, lost: bool = False) -> Shown:
-    return Shown(0, text, ["go east", "look"], [], score, won, lost)
+def shown(text: str, score: float, *, won: bool = False, lost: bool = False) -> ShownGame:
+    return ShownGame(0, text, ["go east", "look"], [], score, won, lost)
 
 
 class Generated(TextWorld):

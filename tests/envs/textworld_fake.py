@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from envs.textworld import games
-from envs.textworld.games import Play, Shown
+from envs.textworld.games import Play, ShownGame
 
 
 class Repeating(games.Games):
@@ -29,7 +29,7 @@ class Repeating(games.Games):
         self.had: dict[int, list[str]] = {}
         self.played = 0
 
-    def play(self, request: Play) -> Shown:
+    def play(self, request: Play) -> ShownGame:
         had = self.had.get(request.episode, [])
         new = request.commands[len(had) :] if request.commands[: len(had)] == had else request.commands
         for command in new:
@@ -44,7 +44,7 @@ class Repeating(games.Games):
             if command == "slow":
                 time.sleep(0.5)
         self.had[request.episode] = request.commands
-        return Shown(request.number, f"{request.commands} {self.played}", [], [], 0.0, False, False)
+        return ShownGame(request.number, f"{request.commands} {self.played}", [], [], 0.0, False, False)
 
 
 fake: Any = Repeating

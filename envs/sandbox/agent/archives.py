@@ -5,7 +5,7 @@ import os
 import stat
 
 from envs.sandbox.agent.files import FOLDER, Write
-from envs.sandbox.agent.paths import Places, locate
+from envs.sandbox.agent.paths import FolderChain, locate
 from envs.sandbox.agent.wire import PIECE
 
 SNAPSHOT_FILE = "/.flash-snapshot.tar"
@@ -15,7 +15,7 @@ SENT = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 MADE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Room:
+class BytesLeft:
     """Bytes that a tree may still have. Holes count as well: an archive has none."""
 
     def __init__(self, most: "int | None") -> None:
@@ -32,14 +32,14 @@ def send_tree(path: str, most: "int | None" = None) -> None:
     """Write a tree, or one file, to standard output as a tar stream. `most`: bytes that its files may have."""
     import tarfile
 
-    room = Room(most)
+    room = BytesLeft(most)
 
     with os.fdopen(1, "wb", PIECE) as sink, tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         folder, name = locate(path, True)
         if not stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
             send_entry(archive, folder, name, ".", room)
             return
-        places = Places(os.open(name, FOLDER, dir_fd=folder), False)
+        places = FolderChain(os.open(name, FOLDER, dir_fd=folder), False)
         folders = [""]
         while folders:
             inside = folders.pop()
@@ -57,7 +57,7 @@ def send_tree(path: str, most: "int | None" = None) -> None:
             os.close(here)
 
 
-def send_entry(archive: object, folder: int, name: str, member: str, room: Room) -> bool:
+def send_entry(archive: object, folder: int, name: str, member: str, room: BytesLeft) -> bool:
     """Send what has a name in an open folder; whether it is a folder. A file with several names is sent under each."""
     import tarfile
 
@@ -100,7 +100,7 @@ def receive_tree(path: str) -> None:
                     write.add(piece)
                 write.commit()
                 continue
-            places = places or Places(locate(path + "/", True, True)[0], True)
+            places = places or FolderChain(locate(path + "/", True, True)[0], True)
             receive_entry(archive, member, places)
             if member.isdir():
                 folders.append(member)
@@ -112,7 +112,7 @@ def receive_tree(path: str) -> None:
         os.utime(".", (member.mtime, member.mtime), dir_fd=here)
 
 
-def receive_entry(archive: object, member: object, places: Places) -> None:
+def receive_entry(archive: object, member: object, places: FolderChain) -> None:
     """Make what an entry says. What is there already is replaced, and not written to: it may be a link."""
     folder, _, name = member.name.rpartition("/")
     if ".." in member.name.split("/") or name in ("", "."):

@@ -5,7 +5,7 @@ import os
 import sys
 
 from envs.sandbox.agent.archives import receive_tree, restore_tree, send_tree
-from envs.sandbox.agent.command import CREDIT, RESULT, Command, Refusal, resize
+from envs.sandbox.agent.command import CREDIT, RESULT, CallRefusal, Command, resize
 from envs.sandbox.agent.files import (
     READ_LIMIT,
     Write,
@@ -59,7 +59,7 @@ def start(agent: object, call: int, argument: dict) -> None:
     while len(agent.jobs) >= MAX_JOBS:
         ended = [name for name, job in agent.jobs.items() if job.ended_body is not None]
         if not ended:
-            raise Refusal("limit", "{} jobs are running".format(MAX_JOBS))
+            raise CallRefusal("limit", "{} jobs are running".format(MAX_JOBS))
         del agent.jobs[ended[0]]
     argument["keep"] = True
     name = "{}-{}".format(agent.epoch, call)
@@ -88,7 +88,7 @@ def job_signal(agent: object, call: int, argument: dict) -> None:
     number = getattr(_signal, argument["signal"], None)
     # Not what is done about signals either: SIG_IGN has the number of SIGHUP.
     if not argument["signal"].startswith("SIG") or argument["signal"][3:4] == "_" or not isinstance(number, int):
-        raise Refusal("request", "there is no signal {}".format(argument["signal"]))
+        raise CallRefusal("request", "there is no signal {}".format(argument["signal"]))
     agent.job(argument).signal(number)
     agent.reply(call, RESULT, None)
 
@@ -107,7 +107,7 @@ def session_open(agent: object, call: int, argument: dict) -> None:
     name = argument["name"]
     if name in agent.shells:
         if not argument.get("again"):
-            raise Refusal("busy", "a session named {!r} is open".format(name))
+            raise CallRefusal("busy", "a session named {!r} is open".format(name))
     else:
         Shell(agent, name)
     agent.reply(call, RESULT, agent.shells[name].restarts)
@@ -116,7 +116,7 @@ def session_open(agent: object, call: int, argument: dict) -> None:
 def find_shell(agent: object, argument: dict) -> Shell:
     """The session that a call is about."""
     if argument["name"] not in agent.shells:
-        raise Refusal("gone", "there is no session named {!r}".format(argument["name"]))
+        raise CallRefusal("gone", "there is no session named {!r}".format(argument["name"]))
     return agent.shells[argument["name"]]
 
 

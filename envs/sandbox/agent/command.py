@@ -33,7 +33,7 @@ NO_SPACE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 """No process can be started for want of something."""
 
 
-class Refusal(Exception):
+class CallRefusal(Exception):
     """A call that cannot be carried out: a code for the host, and a message."""
 
     def __init__(self, code: str, message: str) -> None:
@@ -87,8 +87,8 @@ class Command:
             for fd in ours:
                 os.close(fd)
             if error.errno in NO_SPACE:
-                raise Refusal("limit", "no process can be started: {}".format(os.strerror(error.errno)))
-            raise Refusal("file", "{}: {}".format(request.get("cwd"), os.strerror(error.errno)))
+                raise CallRefusal("limit", "no process can be started: {}".format(os.strerror(error.errno)))
+            raise CallRefusal("file", "{}: {}".format(request.get("cwd"), os.strerror(error.errno)))
         finally:
             for fd in theirs:
                 os.close(fd)

@@ -9,7 +9,7 @@ import os
 import stat
 import sys
 
-from envs.sandbox.agent.command import Refusal
+from envs.sandbox.agent.command import CallRefusal
 from envs.sandbox.agent.paths import locate, on_proc, open_found
 
 READ_LIMIT = 1 << 20
@@ -20,10 +20,10 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """How a folder is opened whose content is removed: a link that stands where it was must not be followed."""
 
 
-def refuse(path: str, error: OSError) -> Refusal:
+def refuse(path: str, error: OSError) -> CallRefusal:
     """What to tell the host of a failure."""
     code = "limit" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.EMFILE) else "file"
-    return Refusal(code, "{}: {}".format(path, os.strerror(error.errno or 0)))
+    return CallRefusal(code, "{}: {}".format(path, os.strerror(error.errno or 0)))
 
 
 def read_file(path: str, offset: int, limit: int) -> "tuple[bytes, list]":
@@ -36,7 +36,7 @@ def read_file(path: str, offset: int, limit: int) -> "tuple[bytes, list]":
     try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
-            raise Refusal("file", "{}: not a regular file".format(path))
+            raise CallRefusal("file", "{}: not a regular file".format(path))
         data = bytearray()
         while len(data) < limit:
             piece = os.pread(fd, limit - len(data), offset + len(data))
@@ -59,7 +59,7 @@ class Write:
         self.folder = self.fd = -1
         self.name = self.temporary = ""
         if not os.path.basename(path):
-            raise Refusal("file", "{}: not the name of a file".format(path))
+            raise CallRefusal("file", "{}: not the name of a file".format(path))
         try:
             if append:
                 self.open(mode)
@@ -68,7 +68,7 @@ class Write:
         except OSError as error:
             self.drop()
             raise refuse(path, error)
-        except Refusal:
+        except CallRefusal:
             self.drop()
             raise
 
@@ -77,7 +77,7 @@ class Write:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
         self.fd = open_found(self.path, flags, mode, True)
         if not stat.S_ISREG(os.fstat(self.fd).st_mode) or on_proc(self.fd):
-            raise Refusal("file", "{}: not a regular file".format(self.path))
+            raise CallRefusal("file", "{}: not a regular file".format(self.path))
 
     def open_new(self, mode: int) -> None:
         """A file beside it. What a link points to is not replaced: the link itself is."""
@@ -85,7 +85,7 @@ class Write:
         # Short: a name has at most 255 bytes, and a character up to four of them.
         self.temporary = ".{}.{}".format(self.name[:48], binascii.hexlify(os.urandom(6)).decode())
         if is_folder(self.name, self.folder):
-            raise Refusal("file", "{}: is a folder".format(self.path))
+            raise CallRefusal("file", "{}: is a folder".format(self.path))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self.fd = os.open(self.temporary, flags, 0o600, dir_fd=self.folder)
         os.fchmod(self.fd, mode)
@@ -169,7 +169,7 @@ def names_in(here: int, path: str, limit: int) -> "list[str]":
     with os.scandir(here) as entries:
         for entry in entries:
             if len(names) == limit:
-                raise Refusal("limit", "{}: more than the {} entries of one listing".format(path, limit))
+                raise CallRefusal("limit", "{}: more than the {} entries of one listing".format(path, limit))
             names.append(entry.name)
     return names
 

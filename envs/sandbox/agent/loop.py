@@ -75,7 +75,7 @@ class Loop:
                     self.writers[fd]()
 
 
-class Channel:
+class HostChannel:
     """Frames to and from the host over two descriptors. Outgoing ones wait in memory while the host does not read."""
 
     def __init__(self, loop: Loop, source: int, sink: int, on_frame: object, on_lost: object) -> None:

@@ -13,10 +13,10 @@ import time
 from _operator import _compare_digest as compare_digest
 
 from envs.sandbox.agent.calls import OPERATIONS
-from envs.sandbox.agent.command import FAILURE, RESULT, Command, Refusal, kill_all
+from envs.sandbox.agent.command import FAILURE, RESULT, CallRefusal, Command, kill_all
 from envs.sandbox.agent.files import Write
 from envs.sandbox.agent.launcher import Launcher
-from envs.sandbox.agent.loop import Channel, Loop
+from envs.sandbox.agent.loop import HostChannel, Loop
 from envs.sandbox.agent.proc import Numbers, Stat, adopted, number_of, processes
 from envs.sandbox.agent.process import OomCounter, find_program, now, send_signal, unreadable_copy
 
@@ -29,7 +29,7 @@ BOOT_CLOCK = 7
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
 
-class Agent:
+class BoxAgent:
     """Everything the agent knows."""
 
     def __init__(self, options: dict) -> None:
@@ -92,9 +92,9 @@ class Agent:
             self.channel.close()
         self.epoch += 1
         self.loop.cancel(self.orphaned)
-        self.channel = Channel(self.loop, source, sink, self.take, self.lose)
+        self.channel = HostChannel(self.loop, source, sink, self.take, self.lose)
 
-    def lose(self, channel: Channel) -> None:
+    def lose(self, channel: HostChannel) -> None:
         """The host is gone. Calls in progress have nobody to answer to."""
         if channel is not self.channel:
             return
@@ -201,7 +201,7 @@ class Agent:
             ended.update((left - living).intersection(adopted()))
             send_signal(left & living, _signal.SIGKILL)
             time.sleep(LOOK_PAUSE)
-        raise Refusal("limit", "what an earlier command left behind multiplies faster than it can be ended")
+        raise CallRefusal("limit", "what an earlier command left behind multiplies faster than it can be ended")
 
     def leftovers(self, shell: object) -> "set[int]":
         """Of these, also those that have ended and were not reaped."""
@@ -220,7 +220,7 @@ class Agent:
         call, operation, argument = body
         try:
             OPERATIONS[operation](self, call, texts(argument) if isinstance(argument, dict) else argument)
-        except Refusal as refusal:
+        except CallRefusal as refusal:
             self.calls.pop(call, None)
             self.reply(call, FAILURE, [refusal.code, str(refusal)])
         except OSError as error:
@@ -270,7 +270,7 @@ class Agent:
         try:
             return self.jobs[argument["job"]]
         except KeyError:
-            raise Refusal("request", "there is no job {}".format(argument["job"]))
+            raise CallRefusal("request", "there is no job {}".format(argument["job"]))
 
 
 def texts(argument: dict) -> dict:
@@ -325,4 +325,4 @@ def protect() -> bool:
 
 def main(options: dict) -> None:
     """Entry point: what the loader calls."""
-    Agent(options).run()
+    BoxAgent(options).run()

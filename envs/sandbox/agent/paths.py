@@ -7,7 +7,7 @@ kernel shows there as links is only ever taken by its text. Who names /proc itse
 import errno
 import os
 
-from envs.sandbox.agent.command import Refusal
+from envs.sandbox.agent.command import CallRefusal
 
 MOST_LINKS = 40
 """That one path leads through, as in the kernel."""
@@ -33,7 +33,7 @@ def locate(path: str, follow: bool, make: bool = False, start: int = -1) -> "tup
     try:
         while True:
             if linked and on_proc(here):
-                raise Refusal("file", "{}: a link leads into /proc".format(path))
+                raise CallRefusal("file", "{}: a link leads into /proc".format(path))
             name = ahead.pop() or "."
             if name == "." and ahead:
                 continue
@@ -93,7 +93,7 @@ def open_found(path: str, flags: int, mode: int = 0o777, make: bool = False) -> 
         os.close(folder)
 
 
-class Places:
+class FolderChain:
     """Folders below an open one: the next is found from the last where it lies in that."""
 
     def __init__(self, top: int, follow: bool) -> None:

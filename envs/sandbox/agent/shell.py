@@ -16,7 +16,7 @@ import binascii
 import fcntl
 import os
 
-from envs.sandbox.agent.command import CHECK, FAILURE, GRACE, NO_SPACE, Refusal, ending, kill_all, send_result
+from envs.sandbox.agent.command import CHECK, FAILURE, GRACE, NO_SPACE, CallRefusal, ending, kill_all, send_result
 from envs.sandbox.agent.proc import Stat, tree
 from envs.sandbox.agent.process import Pipe, Ring, now, send_signal, spawn
 
@@ -78,7 +78,7 @@ class Shell:
 
     def __init__(self, agent: object, name: str) -> None:
         if agent.bash is None:
-            raise Refusal("request", "sessions need bash, which this image does not have")
+            raise CallRefusal("request", "sessions need bash, which this image does not have")
         self.agent = agent
         self.name = name
         self.number = agent.numbers.new()
@@ -131,7 +131,7 @@ class Shell:
             os.close(tells[0])
             self.pid = -1
             code = "limit" if error.errno in NO_SPACE else "file"
-            raise Refusal(code, "no shell can be started: {}".format(os.strerror(error.errno)))
+            raise CallRefusal(code, "no shell can be started: {}".format(os.strerror(error.errno)))
         finally:
             for fd in (asks[0], tells[1], tell, own, program):
                 if fd >= 0:
@@ -149,7 +149,7 @@ class Shell:
     def run(self, running: Running) -> None:
         """Take a command; it waits for the ones before it."""
         if "\0" in running.text:
-            raise Refusal("request", "a command cannot contain a zero byte")
+            raise CallRefusal("request", "a command cannot contain a zero byte")
         self.queue.append(running)
         running.timer = self.agent.loop.later(running.request["timeout"], lambda: self.give_up(running))
         self.proceed()
@@ -167,7 +167,7 @@ class Shell:
                 if self.pid < 0:
                     self.start()
                 self.begin(running)
-            except Refusal as refusal:
+            except CallRefusal as refusal:
                 self.agent.loop.cancel(running.timer)
                 running.reply(FAILURE, [refusal.code, str(refusal)])
 

@@ -35,7 +35,7 @@ _PATH = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
 _WAIT_SECONDS = 10.0
 
 
-class Faults(msgspec.Struct):
+class EngineFaults(msgspec.Struct):
     """What is to go wrong. Tests change it while containers run."""
 
     create: Exception | None = None
@@ -128,7 +128,7 @@ class FakeImages:
 class FakeContainers:
     """Processes that stand for containers."""
 
-    def __init__(self, folder: Path, images: FakeImages, faults: Faults) -> None:
+    def __init__(self, folder: Path, images: FakeImages, faults: EngineFaults) -> None:
         self.kept: dict[str, FakeContainer] = {}
         """What exists, by id: a test that ends with one in here has a leak."""
         self._folder = folder
@@ -247,7 +247,7 @@ class FakeBackend:
     """
 
     def __init__(self, *, prelude: str = "") -> None:
-        self.faults = Faults()
+        self.faults = EngineFaults()
         self.folder = Path(tempfile.mkdtemp(prefix="flash-fake-"))
         self.images = FakeImages(self.folder)
         self.containers = FakeContainers(self.folder, self.images, self.faults)

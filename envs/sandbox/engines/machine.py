@@ -26,12 +26,12 @@ class MachineMeter:
         self._proc = proc
         self._last = self._ticks()
 
-    def read(self) -> Load:
+    def read(self) -> MachineLoad:
         """CPUs that were busy since the last reading, and the memory in use now."""
         cpus = os.cpu_count() or 1
         memory = memory_bytes(self._proc)
         used = memory["MemTotal"] - memory["MemAvailable"]
-        return Load(self._busy(cpus), cpus, used // _MIB, memory["MemTotal"] // _MIB)
+        return MachineLoad(self._busy(cpus), cpus, used // _MIB, memory["MemTotal"] // _MIB)
 
     def _busy(self, cpus: int) -> float | None:
         busy, total = self._ticks()
@@ -54,7 +54,7 @@ def memory_bytes(proc: Path = Path("/proc")) -> dict[str, int]:
     return {row[0].rstrip(":"): int(row[1]) * _KIB for row in rows if row[-1] == "kB"}
 
 
-class Load(msgspec.Struct, frozen=True):
+class MachineLoad(msgspec.Struct, frozen=True):
     """What a host's machine does, measured, with everything that runs on it."""
 
     cpus_busy: float | None

@@ -19,7 +19,7 @@ import anyio
 import msgspec
 
 from envs.sandbox.engines.backend import Link
-from envs.sandbox.local.frames import PIECE, PIECE_COST, Decoder, FrameKind, encode
+from envs.sandbox.local.frames import PIECE, PIECE_COST, AgentFrameKind, Decoder, encode
 from flash import errors
 from flash.errors import SandboxError, SandboxLimitError, SandboxLostError, SandboxTimeoutError
 
@@ -58,14 +58,14 @@ class AgentCall:
 
     def take(self, kind: int, value: msgspec.Raw) -> None:
         """The channel has a frame for this call. Raises SandboxLostError when it may not have come."""
-        if kind == FrameKind.CREDIT:
+        if kind == AgentFrameKind.CREDIT:
             self._input_window += _COUNT.decode(value)
             self._room_for_input.set()
             return
         self._room -= max(len(value), PIECE_COST)
         if self._room < 0:
             raise SandboxLostError("the agent sent more output than it may")
-        self.ended = self.ended or kind in (FrameKind.RESULT, FrameKind.FAILURE)
+        self.ended = self.ended or kind in (AgentFrameKind.RESULT, AgentFrameKind.FAILURE)
         self._frames.append((kind, value))
         self._arrived.set()
 
@@ -85,9 +85,9 @@ class AgentCall:
             self._arrived = anyio.Event()
             await self._arrived.wait()
         kind, value = self._frames.popleft()
-        if kind == FrameKind.RESULT:
+        if kind == AgentFrameKind.RESULT:
             return value
-        if kind == FrameKind.CHUNK:
+        if kind == AgentFrameKind.CHUNK:
             return decode(value, tuple[str, msgspec.Raw])
         code, message = decode(value, tuple[str, str])
         raise _REFUSALS.get(code, errors.SandboxRefusedError)(message)

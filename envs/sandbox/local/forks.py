@@ -17,7 +17,7 @@ from flash.waiting import unwrapped_group
 _log = logging.getLogger(__name__)
 
 
-class Fork(Protocol):
+class UnstartedFork(Protocol):
     """A sandbox that is not started yet."""
 
     @property
@@ -37,7 +37,7 @@ class Forks:
         removal: seconds for removing the image.
     """
 
-    def __init__(self, images: Images, forks: Sequence[Fork], removal: float) -> None:
+    def __init__(self, images: Images, forks: Sequence[UnstartedFork], removal: float) -> None:
         self._images = images
         self._forks = forks
         self._removal = removal
@@ -81,7 +81,7 @@ class Forks:
         async with unwrapped_group() as tasks:
             failures: list[SandboxError] = []
 
-            async def start(fork: Fork) -> None:
+            async def start(fork: UnstartedFork) -> None:
                 try:
                     await tasks.start(fork.keep)
                 except SandboxError as error:

@@ -28,7 +28,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(tuple[int, int, msgspec.Raw])
 
 
-class FrameKind(IntEnum):
+class AgentFrameKind(IntEnum):
     """What a frame of the agent is: the end of a call, well or badly, output, or room for more input."""
 
     RESULT = 0

@@ -24,7 +24,7 @@ import msgspec
 from envs.sandbox.engines.backend import Link
 from envs.sandbox.local.channel import AgentCall, Channel
 from envs.sandbox.local.commands import ANSWER_SECONDS, Ending
-from envs.sandbox.local.frames import PIECE, FrameKind
+from envs.sandbox.local.frames import PIECE, AgentFrameKind
 from envs.sandbox.local.greeting import NoLink
 from flash.errors import SandboxLimitError, SandboxLostError, SandboxRefusedError
 
@@ -66,18 +66,18 @@ class ShellChannel(Channel):
             self._writes[number] = (argument, bytearray())
         elif operation in ("data", "eof") and number in self._writes and isinstance(argument, (bytes, memoryview)):
             self._writes[number][1].extend(argument)
-            self._take(number, FrameKind.CREDIT, len(argument))
+            self._take(number, AgentFrameKind.CREDIT, len(argument))
             if operation == "eof":
                 asked, data = self._writes.pop(number)
                 self._waiting.append((number, "write", {**asked, "data": bytes(data)}))
         elif operation == "session_close":
-            self._take(number, FrameKind.RESULT, None)
+            self._take(number, AgentFrameKind.RESULT, None)
         elif operation == "ping":
-            self._take(number, FrameKind.RESULT, 0)
+            self._take(number, AgentFrameKind.RESULT, 0)
         elif operation in ("run", "read", "hello") and isinstance(argument, dict):
             self._waiting.append((number, operation, argument))
         elif operation not in ("credit", "cancel"):
-            self._take(number, FrameKind.FAILURE, ("request", _REFUSED.format(operation)))
+            self._take(number, AgentFrameKind.FAILURE, ("request", _REFUSED.format(operation)))
         self._work.set()
 
     async def finish(self, call: AgentCall) -> None:
@@ -86,7 +86,7 @@ class ShellChannel(Channel):
         self._writes.pop(call.number, None)
         self._waiting = deque(entry for entry in self._waiting if entry[0] != call.number)
 
-    def _take(self, number: int, kind: FrameKind, value: object) -> None:
+    def _take(self, number: int, kind: AgentFrameKind, value: object) -> None:
         if (call := self._calls.get(number)) is not None:
             call.take(kind, msgspec.Raw(_ENCODE(value)))
 
@@ -108,9 +108,9 @@ class ShellChannel(Channel):
                     try:
                         await self._carry_out(number, operation, asked)
                     except SandboxLimitError as reason:
-                        self._take(number, FrameKind.FAILURE, ("limit", str(reason)))
+                        self._take(number, AgentFrameKind.FAILURE, ("limit", str(reason)))
                     except SandboxRefusedError as reason:
-                        self._take(number, FrameKind.FAILURE, ("request", str(reason)))
+                        self._take(number, AgentFrameKind.FAILURE, ("request", str(reason)))
                     except SandboxLostError as reason:
                         error = reason
                         tasks.cancel_scope.cancel()
@@ -134,7 +134,7 @@ class ShellChannel(Channel):
     async def _carry_out(self, number: int, operation: str, asked: dict[str, object]) -> None:
         if operation == "hello":
             _, out, _ = await self._ask("test -w . && echo yes", 10, 100)
-            self._take(number, FrameKind.RESULT, self._hello(out == b"yes\n"))
+            self._take(number, AgentFrameKind.RESULT, self._hello(out == b"yes\n"))
         elif operation == "run":
             await self._run(number, asked)
         else:
@@ -142,23 +142,23 @@ class ShellChannel(Channel):
             ending, out, _ = await self._ask(_script(operation, asked), ANSWER_SECONDS, limit + PIECE)
             if ending.exit_code != 0:
                 text = ending.stderr.decode("utf-8", "replace").strip()[-300:]
-                self._take(number, FrameKind.FAILURE, ("file", text or f"{operation} failed"))
+                self._take(number, AgentFrameKind.FAILURE, ("file", text or f"{operation} failed"))
                 return
             for at in range(0, len(out), PIECE):
-                self._take(number, FrameKind.CHUNK, ("stdout", out[at : at + PIECE]))
-            self._take(number, FrameKind.RESULT, [0] if operation == "read" else None)
+                self._take(number, AgentFrameKind.CHUNK, ("stdout", out[at : at + PIECE]))
+            self._take(number, AgentFrameKind.RESULT, [0] if operation == "read" else None)
 
     async def _run(self, number: int, asked: dict[str, object]) -> None:
         timeout = asked["timeout"]
         assert isinstance(timeout, (int, float))
         if asked.get("stream") or asked.get("feed"):
-            self._take(number, FrameKind.FAILURE, ("request", _REFUSED.format("streams, and long input")))
+            self._take(number, AgentFrameKind.FAILURE, ("request", _REFUSED.format("streams, and long input")))
             return
         ending, out, err = await self._ask(_script("run", asked), timeout, int(str(asked["limit"])))
         for name, data in (("stdout", out), ("stderr", err)):
             for at in range(0, len(data), PIECE):
-                self._take(number, FrameKind.CHUNK, (name, data[at : at + PIECE]))
-        self._take(number, FrameKind.RESULT, msgspec.structs.replace(ending, stdout=b"", stderr=b""))
+                self._take(number, AgentFrameKind.CHUNK, (name, data[at : at + PIECE]))
+        self._take(number, AgentFrameKind.RESULT, msgspec.structs.replace(ending, stdout=b"", stderr=b""))
 
     async def _ask(self, script: str, seconds: float, limit: int) -> tuple[Ending, bytes, bytes]:
         """Run a script; how it ended, and its output."""

@@ -74,7 +74,7 @@ _Fit = tuple[Demand, str | None]
 """What decides whether a request fits: if one does not, none of them does."""
 
 
-class Admission:
+class SandboxAdmission:
     """The queue of one pool, and what it has granted."""
 
     def __init__(self, *, max_waiting: int, patience: int) -> None:

@@ -15,7 +15,7 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.backend import Backend
-from envs.sandbox.engines.machine import Load, MachineMeter
+from envs.sandbox.engines.machine import MachineLoad, MachineMeter
 from envs.sandbox.local.sandbox import LocalSandbox, SandboxSettings
 from envs.sandbox.local.snapshots import SNAPSHOT_LABEL
 from envs.sandbox.pool.host import Container, HostSettings, Identity
@@ -50,7 +50,7 @@ class EngineMaker:
             self._meter = MachineMeter() if info.here else None
         return self._capacity
 
-    def load(self) -> Load | None:
+    def load(self) -> MachineLoad | None:
         """What the engine's machine does; None where that is not this machine."""
         return self._meter.read() if self._meter else None
 

@@ -7,10 +7,10 @@ import math
 import anyio
 
 from envs.sandbox.pool.journal import Entry
-from envs.sandbox.pool.lease import Lease
+from envs.sandbox.pool.lease import SandboxLease
 
 
-def entry_of(lease: Lease, wall: float) -> Entry:
+def entry_of(lease: SandboxLease, wall: float) -> Entry:
     """A lease as it is remembered."""
     left = lease.spec.deadline_s if math.isinf(lease.hard_until) else lease.hard_until - anyio.current_time()
     return Entry(
@@ -32,9 +32,9 @@ def entry_of(lease: Lease, wall: float) -> Entry:
     )
 
 
-def lease_of(entry: Entry, wall: float) -> Lease:
+def lease_of(entry: Entry, wall: float) -> SandboxLease:
     """A lease of an earlier run, as far as the journal knows it. It has no sandbox yet."""
-    lease = Lease(
+    lease = SandboxLease(
         entry.lease,
         entry.spec,
         owner=entry.owner,

@@ -12,7 +12,7 @@ import msgspec
 
 from envs.sandbox.api import Spec
 from envs.sandbox.pool.host import warm_key
-from envs.sandbox.pool.lease import Lease
+from envs.sandbox.pool.lease import SandboxLease
 from envs.sandbox.pool.quarantine import Quarantine
 from flash.errors import SandboxBusyError, SandboxError, SandboxStartError
 
@@ -68,14 +68,14 @@ class PoolFailures:
         remaining = self.quarantine_left(name)
         return f"in quarantine for {remaining:.0f} s: {self._bad_hosts.why(name)}" if remaining else ""
 
-    def started(self, lease: Lease) -> None:
+    def started(self, lease: SandboxLease) -> None:
         """A start succeeded: its host and its kind of sandbox are good again."""
         kind = _kind(lease.spec)
         self._good_kinds.add(kind)
         self._bad_hosts.succeeded(lease.host)
         self._bad_kinds.succeeded(kind)
 
-    def start_failed(self, lease: Lease, error: SandboxError) -> bool:
+    def start_failed(self, lease: SandboxLease, error: SandboxError) -> bool:
         """Book a failed start; whether the host is put aside by it.
 
         A kind of sandbox that never started is blamed itself: it may ask for what cannot be, and nobody else must

@@ -14,7 +14,7 @@ import msgspec
 from anyio.abc import TaskStatus
 
 from envs.sandbox.api import Spec
-from envs.sandbox.engines.machine import Load
+from envs.sandbox.engines.machine import MachineLoad
 from envs.sandbox.pool.ownership import OwnerLock, machine
 from envs.sandbox.pool.placement import NOTHING, Demand
 from envs.sandbox.sandbox import Sandbox
@@ -32,7 +32,7 @@ class Ticket(msgspec.Struct, frozen=True):
     """After a restart: the images made of it that somebody knows of."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class HostReport(msgspec.Struct, frozen=True):
     """A host at one moment."""
 
     capacity: Demand
@@ -46,7 +46,7 @@ class Report(msgspec.Struct, frozen=True):
     hits: int = 0
     misses: int = 0
     orphans_removed: int = 0
-    load: Load | None = None
+    load: MachineLoad | None = None
     """None where it is not measured."""
 
 
@@ -64,7 +64,7 @@ class Host(Protocol):
     @property
     def name(self) -> str: ...
 
-    def report(self) -> Report:
+    def report(self) -> HostReport:
         """What is known of it now."""
         ...
 
@@ -129,7 +129,7 @@ class Maker(Protocol):
         """What the engine's machine has. Raises SandboxError when the engine does not answer the first time."""
         ...
 
-    def load(self) -> Load | None:
+    def load(self) -> MachineLoad | None:
         """What the engine's machine does; None where that is not this machine."""
         ...
 

@@ -80,7 +80,7 @@ class KeptSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time at which it is removed."""
 
 
-class Journal(Protocol):
+class PoolJournal(Protocol):
     """Where the entries of leases are kept: each write is done when its call returns."""
 
     async def put(self, entry: Entry) -> None:
@@ -108,7 +108,7 @@ class Journal(Protocol):
         ...
 
 
-class MemoryJournal:
+class MemoryPoolJournal:
     """Remembers for as long as the process lives."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """A lease: one holder's right to a sandbox, from its order to its end, and the sandbox as the holder sees it.
 
-`Lease` is state without tasks; the pool moves it on. `LeasedSandbox` is what the holder uses: it puts each
+`SandboxLease` is state without tasks; the pool moves it on. `LeasedSandbox` is what the holder uses: it puts each
 call into the timeline, keeps the lease from idling while a call is in progress, and tells the holder of a loss exactly
 once. After a sandbox was made again, the next call raises SandboxLostError, unless a call was in progress and has told
 already: nobody goes on in an empty sandbox without knowing. A call that was cancelled has told nobody.
@@ -32,7 +32,7 @@ PROBE_S = 5.0
 """Seconds for a sandbox to answer whether it was lost, or only its link broke."""
 
 
-class Lease:
+class SandboxLease:
     """One right to one sandbox. Times are seconds on the loop's clock."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Lease:
         """Nothing is left of it."""
         self.parent = ""
         """The lease that it is a fork of."""
-        self.children: list[Lease] = []
+        self.children: list[SandboxLease] = []
         """Forks: they end with it."""
         self.snapshots: list[tuple[str, str]] = []
         """Images that its forks began from, and their hosts: removed after them."""

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Protocol, TypeVar, cast
 
 from envs.sandbox.api import Chunk, Job, JobStatus, Output, Result, Session, Snapshot, State, StreamName
-from envs.sandbox.pool.lease import Lease, Use
+from envs.sandbox.pool.lease import SandboxLease, Use
 from envs.sandbox.pool.timeline import described, shown
 from envs.sandbox.sandbox import (
     MakeForks,
@@ -27,15 +27,15 @@ T = TypeVar("T")
 class Lessor(Protocol):
     """What a leased sandbox asks of the pool that it is from."""
 
-    async def snapshot(self, lease: Lease) -> Snapshot:
+    async def snapshot(self, lease: SandboxLease) -> Snapshot:
         """Keep the files of the lease's sandbox. Raises SandboxError."""
         ...
 
-    async def fork(self, parent: Lease, count: int) -> Sequence[Lease]:
+    async def fork(self, parent: SandboxLease, count: int) -> Sequence[SandboxLease]:
         """Leases on sandboxes with the same files, all of them ready. Raises SandboxError; then there is none."""
         ...
 
-    async def release(self, lease: Lease) -> None:
+    async def release(self, lease: SandboxLease) -> None:
         """End the lease, and wait until nothing is left of its sandbox."""
         ...
 
@@ -43,7 +43,7 @@ class Lessor(Protocol):
 class LeasedSandbox(Sandbox):
     """A sandbox under a lease of a pool."""
 
-    def __init__(self, pool: Lessor, lease: Lease) -> None:
+    def __init__(self, pool: Lessor, lease: SandboxLease) -> None:
         self._pool = pool
         self.lease = lease
 
@@ -144,7 +144,7 @@ class LeasedJob:
 class LeasedSession:
     """A `Session` whose commands are booked."""
 
-    def __init__(self, lease: Lease, session: Session) -> None:
+    def __init__(self, lease: SandboxLease, session: Session) -> None:
         self.lease = lease
         self._session = session
 

@@ -18,14 +18,14 @@ import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
 from envs.sandbox.api import Spec
-from envs.sandbox.engines.machine import Load
+from envs.sandbox.engines.machine import MachineLoad
 from envs.sandbox.local.snapshots import from_snapshot
 from envs.sandbox.pool.host import (
     Container,
+    HostReport,
     HostSettings,
     Identity,
     Maker,
-    Report,
     Settled,
     Ticket,
     demand,
@@ -33,7 +33,7 @@ from envs.sandbox.pool.host import (
     new_sandbox_id,
     warm_key,
 )
-from envs.sandbox.pool.ownership import PREFIX, Alive, Labels, owner_alive
+from envs.sandbox.pool.ownership import PREFIX, Labels, OwnerAlive, owner_alive
 from envs.sandbox.pool.placement import NOTHING, Demand
 from envs.sandbox.pool.quarantine import Quarantine
 from envs.sandbox.pool.reaper import Reaper
@@ -62,7 +62,7 @@ class LocalHost:
         *,
         settings: HostSettings | None = None,
         warm: Sequence[tuple[Spec, int]] = (),
-        alive: Callable[[Labels, str], Alive] = owner_alive,
+        alive: Callable[[Labels, str], OwnerAlive] = owner_alive,
         wall: Callable[[], float] = time.time,
     ) -> None:
         """`warm`: how many of which kind to keep ready always. `alive` and `wall` are replaced in tests."""
@@ -81,7 +81,7 @@ class LocalHost:
         """Every sandbox of ours, from before it is made until its container is gone."""
         self._ready: list[_Ready] = []
         self._warming: dict[str, int] = {}
-        self._load: Load | None = None
+        self._load: MachineLoad | None = None
         self._reaper = Reaper(maker, identity, self._settings, alive=alive, wall=wall)
         self._starts = anyio.Semaphore(self._settings.starts_at_once)
         self._wake = anyio.Event()
@@ -94,13 +94,13 @@ class LocalHost:
     def name(self) -> str:
         return self._name
 
-    def report(self) -> Report:
+    def report(self) -> HostReport:
         """What is known of it now."""
         ready: dict[str, int] = {}
         for each in self._ready:
             ready[each.key] = ready.get(each.key, 0) + 1
         policy = self._policy
-        return Report(
+        return HostReport(
             self._capacity,
             NOTHING,
             not self._why,

@@ -66,7 +66,7 @@ class Labels(msgspec.Struct, frozen=True):
             return None
 
 
-class Alive(Enum):
+class OwnerAlive(Enum):
     """What is known of a container's owner."""
 
     YES = "yes"
@@ -75,7 +75,7 @@ class Alive(Enum):
     """It runs, or ran, on another machine."""
 
 
-class Verdict(Enum):
+class OwnerVerdict(Enum):
     """What to do with a container."""
 
     KEEP = "keep"
@@ -85,16 +85,16 @@ class Verdict(Enum):
     """Its time is over."""
 
 
-def verdict(labels: Labels, alive: Alive, now: float) -> Verdict:
+def verdict(labels: Labels, alive: OwnerAlive, now: float) -> OwnerVerdict:
     """What to do with somebody else's container at unix time `now`.
 
     A living owner is left alone, whatever the clock says: it keeps the deadlines itself, on a clock that does not jump.
     """
-    if alive is Alive.YES:
-        return Verdict.KEEP
-    if alive is Alive.NO:
-        return Verdict.ORPHAN
-    return Verdict.REMOVE if now > labels.deadline + MARGIN_S else Verdict.KEEP
+    if alive is OwnerAlive.YES:
+        return OwnerVerdict.KEEP
+    if alive is OwnerAlive.NO:
+        return OwnerVerdict.ORPHAN
+    return OwnerVerdict.REMOVE if now > labels.deadline + MARGIN_S else OwnerVerdict.KEEP
 
 
 def machine() -> str:
@@ -102,22 +102,22 @@ def machine() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def owner_alive(labels: Labels, this_machine: str) -> Alive:
+def owner_alive(labels: Labels, this_machine: str) -> OwnerAlive:
     """Whether the process that owns a container still runs."""
     if labels.machine != this_machine:
-        return Alive.UNKNOWN
+        return OwnerAlive.UNKNOWN
     try:
         descriptor = os.open(labels.lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
-        return Alive.NO
+        return OwnerAlive.NO
     except OSError:
-        return Alive.UNKNOWN
+        return OwnerAlive.UNKNOWN
     try:
         # Asked, not tried: a lock taken for a moment could make the owner's own start fail.
         found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
     finally:
         os.close(descriptor)
-    return Alive.NO if struct.unpack(_FLOCK, found)[0] == fcntl.F_UNLCK else Alive.YES
+    return OwnerAlive.NO if struct.unpack(_FLOCK, found)[0] == fcntl.F_UNLCK else OwnerAlive.YES
 
 
 def _whole_file(kind: int) -> bytes:

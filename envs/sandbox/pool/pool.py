@@ -20,8 +20,8 @@ from anyio.abc import TaskGroup
 
 from envs.sandbox.api import OnLost, Snapshot, Spec
 from envs.sandbox.pool.host import Host
-from envs.sandbox.pool.journal import Journal, KeptSnapshot, MemoryJournal
-from envs.sandbox.pool.lease import Lease
+from envs.sandbox.pool.journal import KeptSnapshot, MemoryPoolJournal, PoolJournal
+from envs.sandbox.pool.lease import SandboxLease
 from envs.sandbox.pool.leased import LeasedSandbox
 from envs.sandbox.pool.recovery import Recovery
 from envs.sandbox.pool.serving import LeaseServer
@@ -36,7 +36,7 @@ from flash.errors import (
 from flash.waiting import unwrapped_group
 
 
-class Pool:
+class SandboxPool:
     """Leases sandboxes. Made by `open_pool`."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Pool:
         hosts: Sequence[Host],
         tasks: TaskGroup,
         settings: PoolSettings,
-        journal: Journal,
+        journal: PoolJournal,
         wall: Callable[[], float],
     ) -> None:
         self.state = PoolState(hosts, settings, wall)
@@ -103,7 +103,7 @@ class Pool:
         lease_s: float = math.inf,
         key: str = "",
         only: str | None = None,
-    ) -> Lease:
+    ) -> SandboxLease:
         """Ask for a sandbox, and return at once. The same `key` of the same token gives the same lease.
 
         Raises:
@@ -117,7 +117,7 @@ class Pool:
             if known.spec != spec:
                 raise SandboxRefusedError(f"the idempotency key {key!r} was used for another sandbox; use a new one")
             return known
-        lease = Lease(
+        lease = SandboxLease(
             uuid4().hex[:16],
             spec,
             owner=owner,
@@ -132,7 +132,7 @@ class Pool:
         self.state.decide()
         return lease
 
-    async def wait_ready(self, lease: Lease, deadline: float) -> None:
+    async def wait_ready(self, lease: SandboxLease, deadline: float) -> None:
         """Wait until the lease has its sandbox. Ends the lease when it gets none in time.
 
         Raises:
@@ -149,13 +149,13 @@ class Pool:
         if lease.state != "ready":
             raise lease.error or SandboxStartError(f"sandbox {lease.id} was closed before it was ready: {lease.reason}")
 
-    async def release(self, lease: Lease, reason: str = "it was given back") -> None:
+    async def release(self, lease: SandboxLease, reason: str = "it was given back") -> None:
         """End a lease and wait until nothing is left of it, also when the caller is being cancelled."""
         lease.end(reason)
         with anyio.move_on_after(self._settings.close_s, shield=True):
             await lease.done.wait()
 
-    async def snapshot(self, lease: Lease) -> Snapshot:
+    async def snapshot(self, lease: SandboxLease) -> Snapshot:
         """Keep the files of a lease's sandbox. The image outlives the lease, by `PoolSettings.snapshot_s` at most.
 
         Raises:
@@ -186,7 +186,7 @@ class Pool:
             await self.state.host(kept.host).forget(kept.image)
         await self._journal.drop_snapshot(kept.image)
 
-    async def fork(self, parent: Lease, count: int) -> list[Lease]:
+    async def fork(self, parent: SandboxLease, count: int) -> list[SandboxLease]:
         """Sandboxes with the parent's files, on its host, which end with it at the latest.
 
         Raises:
@@ -200,7 +200,7 @@ class Pool:
                 # Its end may not have seen this snapshot, and would not see the forks.
                 await self.state.host(parent.host).forget(snapshot.spec.image)
                 raise _ended_early(parent)
-            forks: list[Lease] = []
+            forks: list[SandboxLease] = []
             try:
                 while len(forks) < count:
                     forks.append(self._order_fork(parent, snapshot.spec))
@@ -216,11 +216,11 @@ class Pool:
                 raise
             return forks
 
-    def handle(self, lease: Lease) -> LeasedSandbox:
+    def handle(self, lease: SandboxLease) -> LeasedSandbox:
         """The sandbox of a lease, for its holder."""
         return LeasedSandbox(self, lease)
 
-    def _order_fork(self, parent: Lease, spec: Spec) -> Lease:
+    def _order_fork(self, parent: SandboxLease, spec: Spec) -> SandboxLease:
         fork = self.order(
             spec,
             owner=parent.owner,
@@ -234,7 +234,7 @@ class Pool:
         return fork
 
 
-def _ended_early(parent: Lease) -> SandboxClosedError:
+def _ended_early(parent: SandboxLease) -> SandboxClosedError:
     return SandboxClosedError(f"sandbox {parent.id} ended while it was forked: {parent.ending}")
 
 
@@ -243,16 +243,16 @@ async def open_pool(
     hosts: Sequence[Host],
     *,
     settings: PoolSettings | None = None,
-    journal: Journal | None = None,
+    journal: PoolJournal | None = None,
     wall: Callable[[], float] = time.time,
-) -> AsyncGenerator[Pool]:
+) -> AsyncGenerator[SandboxPool]:
     """A pool for the time of the block. At its end every sandbox is closed.
 
     `wall` gives the unix time, for what outlives the process.
     """
-    journal = journal or MemoryJournal()
+    journal = journal or MemoryPoolJournal()
     async with unwrapped_group() as tasks:
-        pool = Pool(hosts, tasks, settings or PoolSettings(), journal, wall)
+        pool = SandboxPool(hosts, tasks, settings or PoolSettings(), journal, wall)
         await pool.begin(hosts)
         yield pool
         tasks.cancel_scope.cancel()

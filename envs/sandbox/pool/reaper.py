@@ -14,7 +14,7 @@ import anyio
 
 from envs.sandbox.local.snapshots import INSTANCE, INSTANCE_LABEL
 from envs.sandbox.pool.host import Container, HostSettings, Identity, Maker, Ticket
-from envs.sandbox.pool.ownership import PREFIX, Alive, Labels, Verdict, verdict
+from envs.sandbox.pool.ownership import PREFIX, Labels, OwnerAlive, OwnerVerdict, verdict
 from flash.errors import SandboxError
 
 _log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Reaper:
         identity: Identity,
         settings: HostSettings,
         *,
-        alive: Callable[[Labels, str], Alive],
+        alive: Callable[[Labels, str], OwnerAlive],
         wall: Callable[[], float],
     ) -> None:
         """`alive` and `wall` are replaced in tests."""
@@ -80,9 +80,9 @@ class Reaper:
                 return late or untold or container.id in self._forgotten
             return labels.sandbox_id not in known
         judged = verdict(labels, self._alive(labels, self._identity.machine), self._wall())
-        if judged is not Verdict.ORPHAN:
+        if judged is not OwnerVerdict.ORPHAN:
             self._orphans.pop(container.id, None)
-            return judged is Verdict.REMOVE
+            return judged is OwnerVerdict.REMOVE
         # Counted on the loop's clock from when it was seen: a jump of the wall clock removes nothing.
         now = anyio.current_time()
         return now - self._orphans.setdefault(container.id, now) >= self._settings.orphan_grace_s

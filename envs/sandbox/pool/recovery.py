@@ -12,8 +12,8 @@ from anyio.abc import TaskGroup
 
 from envs.sandbox.pool.entries import lease_of
 from envs.sandbox.pool.host import Host, Ticket
-from envs.sandbox.pool.journal import Entry, Journal
-from envs.sandbox.pool.lease import Lease
+from envs.sandbox.pool.journal import Entry, PoolJournal
+from envs.sandbox.pool.lease import SandboxLease
 from envs.sandbox.pool.serving import LeaseServer
 from envs.sandbox.pool.snapshots import SnapshotBook
 from envs.sandbox.pool.state import PoolState
@@ -42,7 +42,7 @@ class Recovery:
         snapshots: SnapshotBook,
         server: LeaseServer,
         tasks: TaskGroup,
-        journal: Journal,
+        journal: PoolJournal,
         wall: Callable[[], float],
         retry_s: float,
     ) -> None:
@@ -58,7 +58,7 @@ class Recovery:
         """Know the leases of an earlier run, and let the hosts work."""
         entries = {entry.lease: entry for entry in await self._journal.load()}
         leases = {id: lease_of(entry, self._wall()) for id, entry in entries.items()}
-        placed: dict[str, list[tuple[Entry, Lease]]] = {host.name: [] for host in hosts}
+        placed: dict[str, list[tuple[Entry, SandboxLease]]] = {host.name: [] for host in hosts}
         for id, lease in leases.items():
             entry = entries[id]
             if (parent := leases.get(entry.parent)) is not None:
@@ -74,7 +74,7 @@ class Recovery:
         for host in hosts:
             self._tasks.start_soon(self._run_host, host, placed[host.name], name=f"host {host.name}")
 
-    async def _run_host(self, host: Host, placed: Sequence[tuple[Entry, Lease]]) -> None:
+    async def _run_host(self, host: Host, placed: Sequence[tuple[Entry, SandboxLease]]) -> None:
         """Go on with what an earlier run left on a host, then let it work.
 
         Consumes the journal's entries of this host. Waits for the host to answer. Produces leases with their old
@@ -116,7 +116,7 @@ class Recovery:
             settled(sandbox_id, sandboxes.get(sandbox_id))
         await host.run(partial(self._state.refresh, host.name), task_status=anyio.TASK_STATUS_IGNORED)
 
-    def _go_on(self, lease: Lease, sandbox: Sandbox | None) -> None:
+    def _go_on(self, lease: SandboxLease, sandbox: Sandbox | None) -> None:
         """Serve a lease of an earlier run, with its sandbox if that still lives."""
         lease.sandbox = sandbox
         if sandbox is None:
@@ -126,7 +126,7 @@ class Recovery:
             lease.lost(None, SandboxLostError(f"sandbox {lease.id} was made again, before its service restarted"))
         self._server.serve(lease)
 
-    def _lost_in_restart(self, lease: Lease) -> None:
+    def _lost_in_restart(self, lease: SandboxLease) -> None:
         error = SandboxLostError(f"sandbox {lease.id} did not outlive the restart of its service")
         self._state.failures.failed(error, lease.host)
         lease.lost(None, error)
@@ -135,7 +135,7 @@ class Recovery:
         if lease.on_lost != "recreate":
             lease.end(str(error), error)
 
-    async def _resume(self, lease: Lease, entry: Entry, only: str | None) -> None:
+    async def _resume(self, lease: SandboxLease, entry: Entry, only: str | None) -> None:
         """A lease of an earlier run that had no sandbox yet, or whose host is no longer ours: it waits again."""
         if entry.ready or entry.generation:
             self._lost_in_restart(lease)
@@ -152,7 +152,7 @@ class Recovery:
             return
         self._server.serve(lease)
 
-    async def _give_up(self, lease: Lease) -> None:
+    async def _give_up(self, lease: SandboxLease) -> None:
         await self._server.forget_snapshots(lease)
         await self._journal.drop(lease.id)
         lease.done.set()

@@ -14,8 +14,8 @@ from anyio.abc import TaskGroup
 
 from envs.sandbox.pool.entries import entry_of
 from envs.sandbox.pool.host import Ticket, new_sandbox_id
-from envs.sandbox.pool.journal import Journal
-from envs.sandbox.pool.lease import Lease
+from envs.sandbox.pool.journal import PoolJournal
+from envs.sandbox.pool.lease import SandboxLease
 from envs.sandbox.pool.state import PoolSettings, PoolState
 from envs.sandbox.sandbox import Sandbox
 from flash.errors import SandboxError, SandboxLostError, SandboxRefusedError
@@ -27,7 +27,12 @@ class LeaseServer:
     """See the module."""
 
     def __init__(
-        self, state: PoolState, tasks: TaskGroup, settings: PoolSettings, journal: Journal, wall: Callable[[], float]
+        self,
+        state: PoolState,
+        tasks: TaskGroup,
+        settings: PoolSettings,
+        journal: PoolJournal,
+        wall: Callable[[], float],
     ) -> None:
         self._state = state
         self._tasks = tasks
@@ -35,11 +40,11 @@ class LeaseServer:
         self._journal = journal
         self._wall = wall
 
-    def serve(self, lease: Lease) -> None:
+    def serve(self, lease: SandboxLease) -> None:
         """Serve a lease from now on."""
         self._tasks.start_soon(self._serve, lease, name=f"lease {lease.id}")
 
-    async def _serve(self, lease: Lease) -> None:
+    async def _serve(self, lease: SandboxLease) -> None:
         """One lease from its order to its end.
 
         Consumes its grants. Waits for a host, for the sandbox to start, and then for its end: lost, given back, not
@@ -58,7 +63,7 @@ class LeaseServer:
             with anyio.CancelScope(shield=True):
                 await self._finish(lease)
 
-    async def _keep_time(self, lease: Lease) -> None:
+    async def _keep_time(self, lease: SandboxLease) -> None:
         """End the lease when one of its times is over. Unblocked by them, and by changes of its state."""
         while True:
             due, reason = lease.due()
@@ -68,7 +73,7 @@ class LeaseServer:
             with anyio.CancelScope(deadline=due):
                 await lease.change()
 
-    async def _keep_serving(self, lease: Lease) -> None:
+    async def _keep_serving(self, lease: SandboxLease) -> None:
         """Returns only by an error, or by the end of the lease."""
         while True:
             sandbox = lease.sandbox or await self._obtain(lease)
@@ -85,7 +90,7 @@ class LeaseServer:
             lease.sandbox = None
             self._state.put_back(lease, avoid=set())
 
-    def _hand_out(self, lease: Lease, sandbox: Sandbox) -> None:
+    def _hand_out(self, lease: SandboxLease, sandbox: Sandbox) -> None:
         lease.sandbox = sandbox
         if math.isinf(lease.hard_until):
             lease.hard_until = anyio.current_time() + lease.spec.deadline_s
@@ -93,7 +98,7 @@ class LeaseServer:
         lease.set("ready", f"on {lease.host}{again}")
         self._state.changed()
 
-    async def _obtain(self, lease: Lease) -> Sandbox:
+    async def _obtain(self, lease: SandboxLease) -> Sandbox:
         """A started sandbox, tried on several hosts."""
         avoid: set[str] = set()
         while True:
@@ -118,7 +123,7 @@ class LeaseServer:
             lease.set("queued", "to be tried again")
             self._state.put_back(lease, avoid)
 
-    async def _start(self, lease: Lease) -> Sandbox:
+    async def _start(self, lease: SandboxLease) -> Sandbox:
         host = self._state.host(lease.host)
         sandbox = host.take(lease.spec)
         lease.sandbox = sandbox
@@ -130,7 +135,7 @@ class LeaseServer:
             await self.note(lease)
         return sandbox
 
-    async def _finish(self, lease: Lease) -> None:
+    async def _finish(self, lease: SandboxLease) -> None:
         """Close what is left of a lease, in the order: forks, sandbox, snapshots, journal, state."""
         for child in lease.children:
             child.end("the sandbox it was forked from ended")
@@ -146,7 +151,7 @@ class LeaseServer:
         self._state.remove(lease)
         lease.done.set()
 
-    async def forget_snapshots(self, lease: Lease) -> None:
+    async def forget_snapshots(self, lease: SandboxLease) -> None:
         for image, host in lease.snapshots:
             await self._state.host(host).forget(image)
 
@@ -164,7 +169,7 @@ class LeaseServer:
         await anyio.sleep(self._state.failures.quarantine_left(name))
         self._state.refresh(name)
 
-    async def note(self, lease: Lease) -> None:
+    async def note(self, lease: SandboxLease) -> None:
         """Write to the journal how the lease stands now."""
         if not lease.cleared:
             await self._journal.put(entry_of(lease, self._wall()))

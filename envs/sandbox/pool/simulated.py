@@ -18,7 +18,7 @@ import anyio
 import msgspec
 
 from envs.sandbox.api import Exec, Result, Snapshot, Spec, State
-from envs.sandbox.engines.machine import Load
+from envs.sandbox.engines.machine import MachineLoad
 from envs.sandbox.local.snapshots import INSTANCE, INSTANCE_LABEL, SNAPSHOT_LABEL, SNAPSHOT_NAME
 from envs.sandbox.pool.host import Container
 from envs.sandbox.pool.placement import Demand
@@ -52,7 +52,7 @@ class SimulatedMaker:
         self.frozen = False
         """The process that uses the engine is dead: what it still does has no effect."""
         self.bad_images: set[str] = set()
-        self.measured: Load | None = None
+        self.measured: MachineLoad | None = None
         """What the machine does."""
         self.most = 0
         """Containers at once, at the worst."""
@@ -67,7 +67,7 @@ class SimulatedMaker:
         await self._answer(0.0)
         return self._whole
 
-    def load(self) -> Load | None:
+    def load(self) -> MachineLoad | None:
         return self.measured
 
     async def make(self, spec: Spec, sandbox_id: str, labels: Mapping[str, str]) -> Sandbox:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import anyio
 import msgspec
 
-from envs.sandbox.pool.admission import Admission, PlaceRequest
+from envs.sandbox.pool.admission import PlaceRequest, SandboxAdmission
 from envs.sandbox.pool.failures import PoolFailures
-from envs.sandbox.pool.host import Host, Report, demand, warm_key
-from envs.sandbox.pool.lease import Lease
+from envs.sandbox.pool.host import Host, HostReport, demand, warm_key
+from envs.sandbox.pool.lease import SandboxLease
 from envs.sandbox.pool.placement import NOTHING, Demand
 
 REASONS = 3
@@ -52,7 +52,7 @@ class HostState(msgspec.Struct, frozen=True):
     """One host as the pool sees it."""
 
     name: str
-    report: Report
+    report: HostReport
     granted: Demand
     """Promised by this pool."""
     why_not: str
@@ -64,33 +64,33 @@ class LeaseBook:
     """The leases of a pool, by their ids and idempotency keys."""
 
     def __init__(self) -> None:
-        self._leases: dict[str, Lease] = {}
-        self._ended: dict[str, Lease] = {}
-        self._by_key: dict[tuple[str, str], Lease] = {}
+        self._leases: dict[str, SandboxLease] = {}
+        self._ended: dict[str, SandboxLease] = {}
+        self._by_key: dict[tuple[str, str], SandboxLease] = {}
 
-    def all(self) -> list[Lease]:
+    def all(self) -> list[SandboxLease]:
         """Every lease that is not done, oldest first."""
         return list(self._leases.values())
 
-    def of(self, id: str) -> Lease:
+    def of(self, id: str) -> SandboxLease:
         """One that is not done."""
         return self._leases[id]
 
-    def find(self, id: str) -> Lease | None:
+    def find(self, id: str) -> SandboxLease | None:
         """A lease, also for a while after its end."""
         return self._leases.get(id) or self._ended.get(id)
 
-    def find_by_key(self, token: str, key: str) -> Lease | None:
+    def find_by_key(self, token: str, key: str) -> SandboxLease | None:
         """The lease that was ordered with this idempotency key."""
         return self._by_key.get((token, key)) if key else None
 
-    def add(self, lease: Lease) -> None:
+    def add(self, lease: SandboxLease) -> None:
         """Know a lease from now on."""
         self._leases[lease.id] = lease
         if lease.key:
             self._by_key[lease.token, lease.key] = lease
 
-    def end(self, lease: Lease) -> None:
+    def end(self, lease: SandboxLease) -> None:
         """Know it as one that has ended, for a while."""
         del self._leases[lease.id]
         self._ended[lease.id] = lease
@@ -104,7 +104,7 @@ class PoolState:
 
     def __init__(self, hosts: Sequence[Host], settings: PoolSettings, wall: Callable[[], float]) -> None:
         self._hosts = {host.name: host for host in hosts}
-        self.admission = Admission(max_waiting=settings.max_waiting, patience=settings.patience)
+        self.admission = SandboxAdmission(max_waiting=settings.max_waiting, patience=settings.patience)
         self.leases = LeaseBook()
         self.failures = PoolFailures(settings.quarantine_threshold, settings.quarantine_s, wall, self.changed)
         self.version = 0
@@ -116,14 +116,14 @@ class PoolState:
         """A host by its name."""
         return self._hosts[name]
 
-    def why_waiting(self, lease: Lease) -> str:
+    def why_waiting(self, lease: SandboxLease) -> str:
         """What a lease waits for."""
         if self.admission.is_waiting(lease.id):
             closed = [f"; {host.name}: {host.why_not}" for host in self.hosts() if host.why_not]
             return self.admission.why_waiting(lease.id) + "".join(closed[:REASONS])
         return f"it is starting on {lease.host}" if lease.host else "its host does not answer"
 
-    def position(self, lease: Lease) -> int | None:
+    def position(self, lease: SandboxLease) -> int | None:
         """How many requests in the queue are older; None when it is not in the queue."""
         return self.admission.position(lease.id) if self.admission.is_waiting(lease.id) else None
 
@@ -147,7 +147,7 @@ class PoolState:
 
     # ---- leases
 
-    def submit(self, lease: Lease, only: str | None = None) -> None:
+    def submit(self, lease: SandboxLease, only: str | None = None) -> None:
         """Let a lease wait for a host.
 
         Raises:
@@ -157,7 +157,7 @@ class PoolState:
         self.admission.submit(request_of(lease, only))
         self.leases.add(lease)
 
-    def restore(self, lease: Lease, host: str) -> None:
+    def restore(self, lease: SandboxLease, host: str) -> None:
         """A lease that had its place on this host before a restart."""
         lease.host = host
         # Nothing is decided yet: those that wait are given what is left.
@@ -165,13 +165,13 @@ class PoolState:
         self.admission.restore(request_of(lease), host)
         self.changed()
 
-    def put_back(self, lease: Lease, avoid: set[str]) -> None:
+    def put_back(self, lease: SandboxLease, avoid: set[str]) -> None:
         """A lease needs a host again, and keeps its place in the queue."""
         lease.granted = anyio.Event()
         self.admission.put_back(lease.id, avoid=avoid)
         self.decide()
 
-    def remove(self, lease: Lease) -> None:
+    def remove(self, lease: SandboxLease) -> None:
         """A lease has ended."""
         self.admission.remove(lease.id)
         self.leases.end(lease)
@@ -204,6 +204,6 @@ class PoolState:
         self.admission.set_host(name, report.capacity, others=report.others, accepts=accepts, warm=report.warm)
 
 
-def request_of(lease: Lease, only: str | None = None) -> PlaceRequest:
+def request_of(lease: SandboxLease, only: str | None = None) -> PlaceRequest:
     """A lease, as admission sees it."""
     return PlaceRequest(lease.id, lease.owner, demand(lease.spec), lease.priority, warm_key(lease.spec), only)

@@ -31,7 +31,7 @@ TEXT_CHARS = 200
 """Longest text of an event."""
 
 
-class Event(msgspec.Struct, frozen=True):
+class TimelineEvent(msgspec.Struct, frozen=True):
     """One call, or one change of state."""
 
     at: float
@@ -49,13 +49,13 @@ class Timeline:
     """The newest events of one sandbox."""
 
     def __init__(self) -> None:
-        self._events: deque[Event] = deque(maxlen=KEPT)
+        self._events: deque[TimelineEvent] = deque(maxlen=KEPT)
 
     def add(self, at: float, kind: str, text: str, seconds: float, outcome: str) -> None:
         """Keep one event; of its text only the beginning, on one line."""
-        self._events.append(Event(at, kind, one_line(text[:TEXT_CHARS]), round(seconds, 4), outcome))
+        self._events.append(TimelineEvent(at, kind, one_line(text[:TEXT_CHARS]), round(seconds, 4), outcome))
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[TimelineEvent]:
         """Those that are kept, oldest first."""
         return list(self._events)
 

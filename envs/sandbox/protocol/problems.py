@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from envs.sandbox.protocol.wire import Problem
+from envs.sandbox.protocol.wire import HttpProblem
 from envs.sandbox.text import encodable
 from flash import errors
 from flash.errors import FlashError, SandboxError
@@ -47,17 +47,17 @@ class ProblemError(Exception):
 
     def __init__(self, status: int, detail: str, cause: str = "") -> None:
         super().__init__(detail)
-        self.problem = Problem(title=TITLES[status], status=status, detail=encodable(detail), cause=cause)
+        self.problem = HttpProblem(title=TITLES[status], status=status, detail=encodable(detail), cause=cause)
 
 
-def problem_of(error: FlashError) -> Problem:
+def problem_of(error: FlashError) -> HttpProblem:
     """An error, as it is sent."""
     cause = next((each.__name__ for each in type(error).__mro__ if each.__name__ in STATUS), "SandboxError")
     status = STATUS[cause]
-    return Problem(title=TITLES[status], status=status, detail=encodable(str(error)), cause=cause)
+    return HttpProblem(title=TITLES[status], status=status, detail=encodable(str(error)), cause=cause)
 
 
-def error_of(problem: Problem) -> SandboxError:
+def error_of(problem: HttpProblem) -> SandboxError:
     """An error, as it arrives."""
     kind = getattr(errors, problem.cause, None) if problem.cause in STATUS else None
     if kind is None or not issubclass(kind, SandboxError):

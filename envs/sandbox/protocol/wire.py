@@ -2,8 +2,8 @@
 
 Every body is a struct that refuses unknown fields, sent as JSON, or as msgpack when the content type says so; a command
 is an `envs.sandbox.api.Exec`. In JSON, bytes are base64. Names and commands with bytes that are no UTF-8 are escaped as
-`envs.sandbox.text` says. An error is a `Problem` (RFC 9457) with the status of `problems.STATUS`; its `cause` is the
-class of the error, from which the client makes the same exception again.
+`envs.sandbox.text` says. An error is a `HttpProblem` (RFC 9457) with the status of `problems.STATUS`; its `cause` is
+the class of the error, from which the client makes the same exception again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from envs.sandbox.api import (
     StreamName,
     Timeout,
 )
-from envs.sandbox.engines.machine import Load
+from envs.sandbox.engines.machine import MachineLoad
 from envs.sandbox.pool.failures import PoolFailure
-from envs.sandbox.pool.timeline import Event
+from envs.sandbox.pool.timeline import TimelineEvent
 
 BINARY = "application/octet-stream"
 MSGPACK = "application/msgpack"
@@ -52,7 +52,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What a client sends."""
 
 
-class Order(Body, frozen=True):
+class SandboxOrder(Body, frozen=True):
     """A wish for a sandbox."""
 
     spec: Spec
@@ -156,7 +156,7 @@ class Info(msgspec.Struct, frozen=True):
     key: str = ""
     """The idempotency key of its order."""
     waiting_for: str = ""
-    problem: Problem | None = None
+    problem: HttpProblem | None = None
     """What ended it, if it failed."""
 
 
@@ -174,7 +174,7 @@ class SessionResult(msgspec.Struct, frozen=True):
     restarts: int
 
 
-class Interrupted(msgspec.Struct, frozen=True):
+class SessionInterrupted(msgspec.Struct, frozen=True):
     """Whether a command was running."""
 
     interrupted: bool
@@ -186,7 +186,7 @@ class JobInfo(msgspec.Struct, frozen=True):
     job_id: str
 
 
-class Piece(msgspec.Struct, frozen=True, tag="chunk"):
+class StreamPiece(msgspec.Struct, frozen=True, tag="chunk"):
     """A line of a stream: output."""
 
     chunk: Chunk
@@ -201,14 +201,14 @@ class Last(msgspec.Struct, frozen=True, tag="result"):
 class Broken(msgspec.Struct, frozen=True, tag="problem"):
     """The last line of a stream that failed."""
 
-    problem: Problem
+    problem: HttpProblem
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
     """A line that says nothing: the command is silent, the connection stands."""
 
 
-StreamLine = Piece | Last | Broken | Alive
+StreamLine = StreamPiece | Last | Broken | Alive
 
 
 class HostStatus(msgspec.Struct, frozen=True):
@@ -227,7 +227,7 @@ class HostStatus(msgspec.Struct, frozen=True):
     hits: int
     misses: int
     orphans_removed: int
-    load: Load | None
+    load: MachineLoad | None
     """Of its machine; null where it is not measured."""
 
 
@@ -253,7 +253,7 @@ class Status(msgspec.Struct, frozen=True):
     """Those that the caller may use."""
 
 
-class Problem(msgspec.Struct, frozen=True, kw_only=True):
+class HttpProblem(msgspec.Struct, frozen=True, kw_only=True):
     """An error (RFC 9457)."""
 
     type: str = "about:blank"
@@ -267,7 +267,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 class EventList(msgspec.Struct, frozen=True):
     """What was done in a sandbox."""
 
-    events: list[Event]
+    events: list[TimelineEvent]
 
 
 class Listing(msgspec.Struct, frozen=True):

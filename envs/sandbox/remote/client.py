@@ -22,7 +22,7 @@ from anyio.abc import TaskGroup
 from envs.sandbox.api import OnLost, Spec
 from envs.sandbox.protocol.problems import error_of
 from envs.sandbox.protocol.tokens import ADMIN, read_tokens
-from envs.sandbox.protocol.wire import Info, Order, SandboxList, SnapshotInfo, SnapshotList, Status
+from envs.sandbox.protocol.wire import Info, SandboxList, SandboxOrder, SnapshotInfo, SnapshotList, Status
 from envs.sandbox.remote.http import HttpClient
 from envs.sandbox.remote.sandbox import RemoteSandbox
 from flash.errors import ConfigError, SandboxBusyError, SandboxError
@@ -90,7 +90,7 @@ class SandboxClient:
         on_lost: OnLost = "fail",
     ) -> AsyncGenerator[RemoteSandbox]:
         """See `SandboxProvider`. Without an `owner` the client's own is meant."""
-        order = Order(spec=spec, owner=owner or self._owner, priority=priority, on_lost=on_lost, lease_s=LEASE_S)
+        order = SandboxOrder(spec=spec, owner=owner or self._owner, priority=priority, on_lost=on_lost, lease_s=LEASE_S)
         key = uuid4().hex
         sandbox: RemoteSandbox | None = None
         try:
@@ -104,7 +104,7 @@ class SandboxClient:
             with anyio.move_on_after(CLOSE_S, shield=True):
                 await self._give_back(sandbox, order, key)
 
-    async def order(self, order: Order, key: str, *, wait: float = POLL_S) -> Info:
+    async def order(self, order: SandboxOrder, key: str, *, wait: float = POLL_S) -> Info:
         """Ask for a sandbox. The same key gives the same sandbox."""
         return await self.http.ask(
             "POST", "/v1/sandboxes", Info, body=order, query={"wait": wait}, seconds=wait, key=key
@@ -163,7 +163,7 @@ class SandboxClient:
         """Remove a snapshot that nothing runs from any more."""
         await self.http.ask("DELETE", f"/v1/snapshots/{quote(snapshot_id, safe='')}", type(None), seconds=CLOSE_S)
 
-    async def _give_back(self, sandbox: RemoteSandbox | None, order: Order, key: str) -> None:
+    async def _give_back(self, sandbox: RemoteSandbox | None, order: SandboxOrder, key: str) -> None:
         try:
             if sandbox is not None:
                 await sandbox.close()

@@ -13,10 +13,10 @@ import anyio
 from anyio.abc import TaskStatus
 
 from envs.sandbox.api import Spec
-from envs.sandbox.engines.machine import Load
-from envs.sandbox.pool.host import Report, Settled, Ticket, ignore
+from envs.sandbox.engines.machine import MachineLoad
+from envs.sandbox.pool.host import HostReport, Settled, Ticket, ignore
 from envs.sandbox.pool.placement import NOTHING, Demand
-from envs.sandbox.protocol.wire import Info, Order, Status
+from envs.sandbox.protocol.wire import Info, SandboxOrder, Status
 from envs.sandbox.remote.client import LEASE_S, POLL_S, SandboxClient
 from envs.sandbox.sandbox import Sandbox
 from flash.errors import SandboxError
@@ -37,13 +37,13 @@ class RemoteHost:
         self._name = name
         self._client = client
         self._service = service
-        self._report = Report(NOTHING, accepts=False, why="the host was not asked yet")
+        self._report = HostReport(NOTHING, accepts=False, why="the host was not asked yet")
 
     @property
     def name(self) -> str:
         return self._name
 
-    def report(self) -> Report:
+    def report(self) -> HostReport:
         """What it said last."""
         return self._report
 
@@ -53,7 +53,7 @@ class RemoteHost:
 
     async def start(self, ticket: Ticket) -> Sandbox:
         """Have it start one. The ticket's id is the idempotency key."""
-        order = Order(spec=ticket.spec, owner=self._service, lease_s=LEASE_S)
+        order = SandboxOrder(spec=ticket.spec, owner=self._service, lease_s=LEASE_S)
         info = None
         try:
             info = await self._client.order(order, ticket.sandbox_id, wait=POLL_S)
@@ -115,13 +115,13 @@ class RemoteHost:
             except SandboxError as error:
                 if self._report.accepts:
                     _log.warning("host %s: %s", self._name, error)
-                self._report = Report(self._report.capacity, accepts=False, why=str(error))
+                self._report = HostReport(self._report.capacity, accepts=False, why=str(error))
                 version = -1
                 changed()
                 await anyio.sleep(RETRY_S)
             changed()
 
-    async def _give_up(self, order: Order, key: str) -> None:
+    async def _give_up(self, order: SandboxOrder, key: str) -> None:
         try:
             await self._end((await self._client.order(order, key, wait=0.0)).id)
         except SandboxError as error:
@@ -134,14 +134,14 @@ class RemoteHost:
             _log.debug("sandbox %s on %s is left to its lease: %s", id, self._name, error)
 
 
-def report_of(status: Status) -> Report:
+def report_of(status: Status) -> HostReport:
     """How a service stands, as placement needs it."""
     hosts = [host for host in status.hosts if not host.why_not]
     if not hosts:
         why = "; ".join(f"{host.name}: {host.why_not}" for host in status.hosts) or "it has no hosts"
-        return Report(_sum(status), accepts=False, why=why)
+        return HostReport(_sum(status), accepts=False, why=why)
     warm = sum(host.warm for host in hosts)
-    return Report(
+    return HostReport(
         _sum(status),
         accepts=True,
         warm={"": warm},
@@ -156,13 +156,13 @@ def _sum(status: Status) -> Demand:
     return Demand(sum(round(1000 * host.cpus) for host in status.hosts), sum(host.memory_mib for host in status.hosts))
 
 
-def _load(status: Status) -> Load | None:
+def _load(status: Status) -> MachineLoad | None:
     """Of all its machines together; None unless each is measured."""
     loads = [host.load for host in status.hosts if host.load is not None]
     if not loads or len(loads) < len(status.hosts):
         return None
     busy = [load.cpus_busy for load in loads if load.cpus_busy is not None]
-    return Load(
+    return MachineLoad(
         sum(busy) if len(busy) == len(loads) else None,
         sum(load.cpus for load in loads),
         sum(load.memory_used_mib for load in loads),

@@ -18,7 +18,7 @@ import httpx
 import msgspec
 
 from envs.sandbox.protocol.problems import MEDIA_TYPE, error_of
-from envs.sandbox.protocol.wire import BINARY, MSGPACK, NDJSON, Problem
+from envs.sandbox.protocol.wire import BINARY, MSGPACK, NDJSON, HttpProblem
 from envs.sandbox.text import check_path
 from flash.errors import ConfigError, SandboxError, SandboxLostError, SandboxRefusedError, SandboxTimeoutError
 
@@ -209,7 +209,7 @@ class HttpClient:
     def _error(self, response: httpx.Response) -> SandboxError:
         if response.headers.get("content-type", "").startswith(MEDIA_TYPE):
             try:
-                return error_of(msgspec.json.decode(response.content, type=Problem))
+                return error_of(msgspec.json.decode(response.content, type=HttpProblem))
             except msgspec.DecodeError:
                 pass  # Said below: something in between answered, not the service.
         return SandboxLostError(f"{self.url} answered {response.status_code}, which the service does not send")

@@ -19,17 +19,17 @@ from envs.sandbox.protocol.wire import (
     Broken,
     Fork,
     Info,
-    Interrupted,
     JobInfo,
     Last,
     Listing,
-    Piece,
     RunInSession,
     SandboxList,
     SessionInfo,
+    SessionInterrupted,
     SessionResult,
     Signal,
     StreamLine,
+    StreamPiece,
 )
 from envs.sandbox.remote.http import HttpClient
 from envs.sandbox.sandbox import (
@@ -191,7 +191,7 @@ class RemoteSandbox(Sandbox):
                 async for text in response.aiter_lines():
                     line = msgspec.json.decode(text, type=StreamLine)
                     match line:
-                        case Piece(chunk):
+                        case StreamPiece(chunk):
                             yield chunk
                         case Last(result):
                             yield result
@@ -283,7 +283,7 @@ class RemoteSession:
 
     async def interrupt(self) -> bool:
         path = f"{self._sandbox.path}/{self._path}/interrupt"
-        return (await self._sandbox.http.ask("POST", path, Interrupted)).interrupted
+        return (await self._sandbox.http.ask("POST", path, SessionInterrupted)).interrupted
 
     async def close(self) -> None:
         with suppress(SandboxError):  # It may be gone with its sandbox.

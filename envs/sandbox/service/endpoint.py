@@ -20,9 +20,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from envs.sandbox.pool.lease import Lease
+from envs.sandbox.pool.lease import SandboxLease
 from envs.sandbox.protocol.problems import MEDIA_TYPE, ProblemError, problem_of
-from envs.sandbox.protocol.wire import MSGPACK, Body, Problem
+from envs.sandbox.protocol.wire import MSGPACK, Body, HttpProblem
 from envs.sandbox.sandbox import Sandbox
 from envs.sandbox.service.service import Service
 from envs.sandbox.service.work import LeaseWork
@@ -60,7 +60,7 @@ class ApiCall:
         return self.request.path_params
 
     @property
-    def lease(self) -> Lease:
+    def lease(self) -> SandboxLease:
         """The sandbox that the path names."""
         return self.service.lease(self.path["id"], self.token)
 
@@ -100,7 +100,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Takes an idempotency key."""
 
 
-async def once(call: ApiCall, lease: Lease, work: Callable[[], Awaitable[_T]]) -> _T:
+async def once(call: ApiCall, lease: SandboxLease, work: Callable[[], Awaitable[_T]]) -> _T:
     """With a key, once; without, for as long as the client stays."""
     if not call.key:
         return await work()
@@ -221,7 +221,7 @@ async def _body(endpoint: Endpoint, request: Request) -> Any:
         raise ProblemError(400, f"body: {error}", "SandboxRefusedError") from None
 
 
-def problem_response(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
+def problem_response(problem: HttpProblem, headers: Mapping[str, str] | None = None) -> Response:
     """An error as an answer."""
     more = {"retry-after": "1"} if problem.status == 503 else {}
     return Response(

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from envs.sandbox.protocol.problems import MEDIA_TYPE
-from envs.sandbox.protocol.wire import MSGPACK, Problem, StreamLine
+from envs.sandbox.protocol.wire import MSGPACK, HttpProblem, StreamLine
 from envs.sandbox.service.endpoint import Endpoint
 
 _REF = "#/components/schemas/{name}"
@@ -20,7 +20,7 @@ def document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     types = [
         each for endpoint in endpoints for each in (endpoint.body, endpoint.answer, endpoint.query) if _is_type(each)
     ]
-    unique = list(dict.fromkeys([*types, Problem, StreamLine]))
+    unique = list(dict.fromkeys([*types, HttpProblem, StreamLine]))
     schemas, components = msgspec.json.schema_components(unique, ref_template=_REF)
     schema_of = dict(zip(map(_key, unique), schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
@@ -54,7 +54,7 @@ def _operation(endpoint: Endpoint, schema_of: dict[str, Any], components: dict[s
         "parameters": parameters,
         "responses": {
             str(endpoint.status): {"description": endpoint.summary, **_content(endpoint.answer, schema_of)},
-            "default": {"description": "An error.", "content": {MEDIA_TYPE: {"schema": schema_of[_key(Problem)]}}},
+            "default": {"description": "An error.", "content": {MEDIA_TYPE: {"schema": schema_of[_key(HttpProblem)]}}},
         },
     }
     if endpoint.body is not None:

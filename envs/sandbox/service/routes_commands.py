@@ -18,16 +18,16 @@ from envs.sandbox.protocol.wire import (
     NDJSON,
     Alive,
     Broken,
-    Interrupted,
     JobInfo,
     Last,
     OutputQuery,
-    Piece,
     RunInSession,
     SessionInfo,
+    SessionInterrupted,
     SessionResult,
     Signal,
     StreamLine,
+    StreamPiece,
     WaitQuery,
 )
 from envs.sandbox.sandbox import RunCommand, StartJob, StreamCommand
@@ -92,7 +92,7 @@ class LineStream(Response):
         try:
             async with self._items as items:
                 async for item in items:
-                    await into.send(Piece(item) if isinstance(item, Chunk) else Last(item))
+                    await into.send(StreamPiece(item) if isinstance(item, Chunk) else Last(item))
         except FlashError as error:
             await into.send(Broken(problem_of(error)))
 
@@ -134,8 +134,8 @@ async def _run_in_session(call: ApiCall) -> SessionResult:
     return await once(call, lease, run)
 
 
-async def _interrupt(call: ApiCall) -> Interrupted:
-    return Interrupted(await call.work.session(_name(call)).interrupt())
+async def _interrupt(call: ApiCall) -> SessionInterrupted:
+    return SessionInterrupted(await call.work.session(_name(call)).interrupt())
 
 
 async def _close_session(call: ApiCall) -> None:
@@ -231,7 +231,7 @@ ENDPOINTS = (
         path=_SESSION + "/interrupt",
         summary="Send SIGINT to the command of a shell.",
         handler=_interrupt,
-        answer=Interrupted,
+        answer=SessionInterrupted,
     ),
     Endpoint(
         method="POST",

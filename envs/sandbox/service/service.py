@@ -15,12 +15,12 @@ from anyio.abc import TaskGroup
 
 from envs.sandbox.api import Snapshot
 from envs.sandbox.pool.journal import KeptSnapshot
-from envs.sandbox.pool.lease import Lease
-from envs.sandbox.pool.pool import Pool
+from envs.sandbox.pool.lease import SandboxLease
+from envs.sandbox.pool.pool import SandboxPool
 from envs.sandbox.pool.snapshots import names_snapshot
 from envs.sandbox.protocol.problems import ProblemError, problem_of
 from envs.sandbox.protocol.tokens import ADMIN, Tokens
-from envs.sandbox.protocol.wire import HostStatus, Info, Order, Status
+from envs.sandbox.protocol.wire import HostStatus, Info, SandboxOrder, Status
 from envs.sandbox.service.work import LeaseWork
 from flash.errors import SandboxRefusedError
 from flash.waiting import unwrapped_group
@@ -34,7 +34,7 @@ _WHOLE_ID = re.compile(r"(sha256:)?[0-9a-f]{64}", re.IGNORECASE)
 class Service:
     """The state behind the routes. Made by `open_service`."""
 
-    def __init__(self, pool: Pool, tokens: Tokens, tasks: TaskGroup, name: str) -> None:
+    def __init__(self, pool: SandboxPool, tokens: Tokens, tasks: TaskGroup, name: str) -> None:
         self.pool = pool
         self.tokens = tokens
         self.name = name
@@ -47,12 +47,12 @@ class Service:
 
     # ---- leases
 
-    def order(self, order: Order, token: str, key: str) -> Lease:
+    def order(self, order: SandboxOrder, token: str, key: str) -> SandboxLease:
         """Ask for a sandbox on behalf of a token.
 
         Raises:
-            SandboxError: as of `Pool.order`; or the token was not granted this kind, or the image could be a snapshot
-                that is not its own.
+            SandboxError: as of `SandboxPool.order`; or the token was not granted this kind, or the image could be a
+                snapshot that is not its own.
         """
         self.tokens.named(token).check(token, order.spec)
         self._check_image(order.spec.image, token)
@@ -79,7 +79,7 @@ class Service:
         if names_snapshot(image) and token != ADMIN and (kept is None or kept.token != token):
             raise SandboxRefusedError(f"token {token} has no snapshot {image!r}; GET /v1/snapshots lists those it has")
 
-    def lease(self, id: str, token: str) -> Lease:
+    def lease(self, id: str, token: str) -> SandboxLease:
         """A lease that this token may use. A use renews it.
 
         Raises:
@@ -89,18 +89,18 @@ class Service:
         lease.renew()
         return lease
 
-    def look_at(self, id: str, token: str) -> Lease:
+    def look_at(self, id: str, token: str) -> SandboxLease:
         """The same without a use: who only watches keeps nothing alive."""
         lease = self.pool.state.leases.find(id)
         if lease is None or not may_use(lease, token):
             raise ProblemError(404, f"there is no sandbox {id}", "SandboxClosedError")
         return lease
 
-    def visible(self, token: str) -> list[Lease]:
+    def visible(self, token: str) -> list[SandboxLease]:
         """The leases that a token may use."""
         return [lease for lease in self.pool.state.leases.all() if may_use(lease, token)]
 
-    def info(self, lease: Lease) -> Info:
+    def info(self, lease: SandboxLease) -> Info:
         """A lease, as it is shown."""
         state = self.pool.state
         return Info(
@@ -122,7 +122,7 @@ class Service:
 
     # ---- snapshots
 
-    async def snapshot(self, lease: Lease) -> Snapshot:
+    async def snapshot(self, lease: SandboxLease) -> Snapshot:
         """Keep the files of a lease's sandbox, for its token.
 
         Raises:
@@ -153,14 +153,14 @@ class Service:
 
     # ---- what is open in them
 
-    def work(self, lease: Lease) -> LeaseWork:
+    def work(self, lease: SandboxLease) -> LeaseWork:
         """The shells, jobs and calls of a lease."""
         if lease.id not in self._works:
             self._works[lease.id] = LeaseWork(self.pool, lease, self._tasks)
             self._tasks.start_soon(self._clear, lease)
         return self._works[lease.id]
 
-    async def _clear(self, lease: Lease) -> None:
+    async def _clear(self, lease: SandboxLease) -> None:
         """Forget what was open in a lease once it has ended."""
         await lease.done.wait()
         self._works.pop(lease.id, None)
@@ -206,7 +206,7 @@ class Service:
         )
 
 
-def may_use(lease: Lease, token: str) -> bool:
+def may_use(lease: SandboxLease, token: str) -> bool:
     """Whether a token gives access to a lease."""
     return token in (ADMIN, lease.token)
 
@@ -223,7 +223,7 @@ def _queue_for(token: str, queue: dict[str, int]) -> dict[str, int]:
 
 
 @asynccontextmanager
-async def open_service(pool: Pool, tokens: Tokens, name: str = "sandboxes") -> AsyncGenerator[Service]:
+async def open_service(pool: SandboxPool, tokens: Tokens, name: str = "sandboxes") -> AsyncGenerator[Service]:
     """A service over a pool for the time of the block. Calls in progress are cancelled at its end."""
     async with unwrapped_group() as tasks:
         yield Service(pool, tokens, tasks, name)

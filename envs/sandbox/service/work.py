@@ -14,8 +14,8 @@ import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
 from envs.sandbox.api import Job, Result, Session
-from envs.sandbox.pool.lease import Lease
-from envs.sandbox.pool.pool import Pool
+from envs.sandbox.pool.lease import SandboxLease
+from envs.sandbox.pool.pool import SandboxPool
 from envs.sandbox.protocol.problems import ProblemError
 from envs.sandbox.protocol.wire import SessionResult
 from flash.errors import FlashError, SandboxBusyError, SandboxRefusedError
@@ -46,7 +46,7 @@ class _Answer:
 class LeaseWork:
     """Of one lease. Made by `Service`."""
 
-    def __init__(self, pool: Pool, lease: Lease, tasks: TaskGroup) -> None:
+    def __init__(self, pool: SandboxPool, lease: SandboxLease, tasks: TaskGroup) -> None:
         self._pool = pool
         self._lease = lease
         self._tasks = tasks

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from envs.adapters.alfworld import Alfworld, AlfworldOptions
-from envs.textworld.games import Play, Shown, names_of
+from envs.textworld.games import Play, ShownGame, names_of
 from envs.textworld.player import Player
 from flash.environment import HELD_OUT, Environment, sharing
 from flash.errors import ConfigError, EnvError
@@ -26,9 +26,9 @@ class Told(Player):
     def __init__(self) -> None:
         self.asked: list[Play] = []
 
-    async def play(self, episode: int, file: str, commands: Any, timeout: float) -> Shown:
+    async def play(self, episode: int, file: str, commands: Any, timeout: float) -> ShownGame:
         self.asked.append(Play(0, episode, file, list(commands)))
-        return Shown(0, "a room", ["look"], [], 0.0, False, False)
+        return ShownGame(0, "a room", ["look"], [], 0.0, False, False)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pytest
 
 from envs.judging.calls import returned_this
 from envs.judging.judge import Judge
-from envs.judging.options import LANGUAGES, Case, JudgePool, Limits, Suite, check_suite, languages_with
+from envs.judging.options import LANGUAGES, JudgePool, JudgingLimits, Suite, SuiteCase, check_suite, languages_with
 from envs.judging.tests import find_program, run_tests
 from envs.sandbox.api import Spec
 from envs.sandbox.reuse.pool import open_reuse_pool
@@ -19,9 +19,9 @@ from flash.errors import (
 )
 from tests.envs.sandboxes import FINE, ScriptedProvider, ScriptedSandbox, local_processes, result
 
-LIMITS = Limits(timeout=20.0)
+LIMITS = JudgingLimits(timeout=20.0)
 PYTHON = LANGUAGES["python"]
-ADD = Suite(language="python", tests=[Case(stdin="1 2", stdout="3"), Case(stdin="5 6", stdout="11\n")])
+ADD = Suite(language="python", tests=[SuiteCase(stdin="1 2", stdout="3"), SuiteCase(stdin="5 6", stdout="11\n")])
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_the_program_is_the_last_block_of_its_language_or_the_whole_answer(answe
     assert find_program(answer, ("python", "py")) == program
 
 
-async def _verdict(program: str, suite: Suite, *, every: bool = True, limits: Limits = LIMITS):
+async def _verdict(program: str, suite: Suite, *, every: bool = True, limits: JudgingLimits = LIMITS):
     language = LANGUAGES[suite.language]
     async with local_processes(None, "test") as pool, pool.acquire(Spec(image=language.image)) as box:
         return await run_tests(box, program, language, suite, limits, every=every)
@@ -74,8 +74,8 @@ async def test_a_verdict_says_how_many_tests_passed_and_how_the_first_failed(pro
 
 @pytest.mark.anyio
 async def test_a_program_that_does_not_end_has_failed_and_the_time_of_an_answer_is_bounded():
-    limits = Limits(timeout=0.4, total=0.6)
-    suite = Suite(language="python", tests=[Case(stdout="")] * 50)
+    limits = JudgingLimits(timeout=0.4, total=0.6)
+    suite = Suite(language="python", tests=[SuiteCase(stdout="")] * 50)
     verdict = await _verdict("while True: pass", suite, limits=limits)
     assert (verdict.passed, verdict.cause) == (0, "timeout")
 
@@ -83,7 +83,7 @@ async def test_a_program_that_does_not_end_has_failed_and_the_time_of_an_answer_
 @pytest.mark.anyio
 async def test_unless_all_are_wanted_nothing_runs_after_the_first_failure():
     box = ScriptedSandbox(Spec(image="img"))
-    suite = Suite(language="python", tests=[Case(stdin=str(n), stdout="x") for n in range(9)])
+    suite = Suite(language="python", tests=[SuiteCase(stdin=str(n), stdout="x") for n in range(9)])
     assert (await run_tests(box, "p", PYTHON, suite, LIMITS, every=False)).total == 9
     assert b"0" in box.seen
     assert b"1" not in box.seen
@@ -92,7 +92,7 @@ async def test_unless_all_are_wanted_nothing_runs_after_the_first_failure():
 @pytest.mark.anyio
 async def test_what_is_expected_is_never_in_the_sandbox():
     box = ScriptedSandbox(Spec(image="img"))
-    suite = Suite(language="python", tests=[Case(stdin="in", stdout="SECRET")])
+    suite = Suite(language="python", tests=[SuiteCase(stdin="in", stdout="SECRET")])
     await run_tests(box, "print('in')", PYTHON, suite, LIMITS, every=True)
     assert b"in" in box.seen
     assert b"SECRET" not in b"".join(box.seen)
@@ -110,20 +110,20 @@ async def test_what_is_expected_is_never_in_the_sandbox():
     ],
 )
 async def test_a_test_program_passes_only_when_it_reaches_its_end(program, passed):
-    suite = Suite(language="python", tests=[Case(program="from main import add\nassert add(1, 2) == 3")])
+    suite = Suite(language="python", tests=[SuiteCase(program="from main import add\nassert add(1, 2) == 3")])
     assert (await _verdict(program, suite)).passed == passed
 
 
 @pytest.mark.anyio
 async def test_a_test_program_of_another_language():
-    suite = Suite(language="bash", tests=[Case(program='. ./main.sh\n[ "$(double 4)" = 8 ] || exit 1')])
+    suite = Suite(language="bash", tests=[SuiteCase(program='. ./main.sh\n[ "$(double 4)" = 8 ] || exit 1')])
     assert (await _verdict("double() { echo $((2 * $1)); }", suite)).passed == 1
     assert (await _verdict("double() { echo $((3 * $1)); }", suite)).cause == "crash"
 
 
 @pytest.mark.anyio
 async def test_an_answer_cannot_read_the_rest_of_a_bash_test():
-    suite = Suite(language="bash", tests=[Case(program=". ./main.sh\nfalse || exit 1")])
+    suite = Suite(language="bash", tests=[SuiteCase(program=". ./main.sh\nfalse || exit 1")])
     for deceit in ("sed 's/^echo //'; exit 0", 'eval "$test"; exit 0'):
         assert (await _verdict(deceit, suite)).passed == 0
 
@@ -146,7 +146,7 @@ PAIR = "class Solution:\n    def pair(self, x):\n        print('noise')\n       
     ],
 )
 async def test_a_call_passes_when_it_returns_what_never_enters_the_sandbox(program, passed, cause):
-    suite = Suite(language="python", tests=[Case(call="Solution.pair", args=[3], returns=[3, {"half": 1.5}])])
+    suite = Suite(language="python", tests=[SuiteCase(call="Solution.pair", args=[3], returns=[3, {"half": 1.5}])])
     verdict = await _verdict(program, suite)
     assert (verdict.passed, verdict.cause) == (passed, cause)
 
@@ -188,7 +188,7 @@ async def test_a_language_that_is_compiled_is_compiled_once():
         return result(stdout=b"3")
 
     box = ScriptedSandbox(Spec(image="img"), answer)
-    suite = Suite(language="c", tests=[Case(stdout="3")] * 2)
+    suite = Suite(language="c", tests=[SuiteCase(stdout="3")] * 2)
     assert (await run_tests(box, "int main;", LANGUAGES["c"], suite, LIMITS, every=True)).passed == 2
     assert calls == ["tcc", "./main", "./main"]
     box = ScriptedSandbox(Spec(image="img"), lambda command, stdin: result(exit_code=1, stderr=b"no"))
@@ -209,7 +209,7 @@ async def test_a_program_that_uses_up_its_sandbox_has_failed_but_one_that_never_
 
         return ScriptedSandbox(Spec(image="img"), answer)
 
-    suite = Suite(language="python", tests=[Case(stdout="")] * 3)
+    suite = Suite(language="python", tests=[SuiteCase(stdout="")] * 3)
     verdict = await run_tests(exhausted(1), "fork bomb", PYTHON, suite, LIMITS, every=True)
     assert (verdict.passed, verdict.cause) == (1, "crash")
     with pytest.raises(SandboxLimitError):
@@ -331,10 +331,10 @@ def test_languages_that_cannot_work_are_refused():
     with pytest.raises(ConfigError, match="must be a file's name"):
         languages_with({"lua": {**table, "file": "../m.lua"}})
     with pytest.raises(ConfigError, match="there is no language 'cobol', only python, bash, c"):
-        check_suite(Suite(language="cobol", tests=[Case(stdout="")]), LANGUAGES, test_programs=True)
+        check_suite(Suite(language="cobol", tests=[SuiteCase(stdout="")]), LANGUAGES, test_programs=True)
     with pytest.raises(ConfigError, match="c has no test programs"):
-        check_suite(Suite(language="c", tests=[Case(program="x")]), LANGUAGES, test_programs=True)
+        check_suite(Suite(language="c", tests=[SuiteCase(program="x")]), LANGUAGES, test_programs=True)
     with pytest.raises(ConfigError, match="bash has no calls"):
-        check_suite(Suite(language="bash", tests=[Case(call="x")]), LANGUAGES, test_programs=True)
+        check_suite(Suite(language="bash", tests=[SuiteCase(call="x")]), LANGUAGES, test_programs=True)
     with pytest.raises(ConfigError, match=r"runs in one process with the answer.*test_programs = true"):
-        check_suite(Suite(language="python", tests=[Case(program="x")]), LANGUAGES, test_programs=False)
+        check_suite(Suite(language="python", tests=[SuiteCase(program="x")]), LANGUAGES, test_programs=False)

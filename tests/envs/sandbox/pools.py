@@ -9,11 +9,11 @@ import anyio
 
 from envs.sandbox.api import Spec
 from envs.sandbox.pool.host import HostSettings, Identity
-from envs.sandbox.pool.journal import Entry, MemoryJournal
+from envs.sandbox.pool.journal import Entry, MemoryPoolJournal
 from envs.sandbox.pool.local_host import LocalHost
-from envs.sandbox.pool.ownership import Alive
+from envs.sandbox.pool.ownership import OwnerAlive
 from envs.sandbox.pool.placement import Demand
-from envs.sandbox.pool.pool import Pool, open_pool
+from envs.sandbox.pool.pool import SandboxPool, open_pool
 from envs.sandbox.pool.simulated import SimulatedMaker, SimulatedSandbox
 from envs.sandbox.pool.state import PoolSettings
 
@@ -32,13 +32,13 @@ def engine(cpus: int = 4, **options: Any) -> SimulatedMaker:
 
 def host(name: str, maker: SimulatedMaker, *, service: str = "svc", **options: Any) -> LocalHost:
     options.setdefault("settings", FEW_WARM)
-    options.setdefault("alive", lambda labels, machine: Alive.UNKNOWN)
+    options.setdefault("alive", lambda labels, machine: OwnerAlive.UNKNOWN)
     return LocalHost(name, maker, Identity(service, "/nowhere", "machine", "run"), wall=wall, **options)
 
 
 @asynccontextmanager
 async def pool_of(
-    *makers: SimulatedMaker, journal: MemoryJournal | None = None, host_options: Any = None, **settings: Any
+    *makers: SimulatedMaker, journal: MemoryPoolJournal | None = None, host_options: Any = None, **settings: Any
 ):
     hosts = [host("abcdef"[number], maker, **(host_options or {})) for number, maker in enumerate(makers)]
     async with open_pool(hosts, settings=PoolSettings(**settings), journal=journal, wall=wall) as pool:
@@ -48,7 +48,7 @@ async def pool_of(
 class Crash:
     """`kill -9` of a service: its engine's containers and its journal stay as they are at that moment."""
 
-    def __init__(self, *makers: SimulatedMaker, journal: MemoryJournal) -> None:
+    def __init__(self, *makers: SimulatedMaker, journal: MemoryPoolJournal) -> None:
         self._makers = makers
         self._journal = journal
         self._entries: dict[str, Entry] = {}
@@ -66,7 +66,7 @@ class Crash:
         self._journal.entries = dict(self._entries)
 
 
-def sandbox_of(pool: Pool, id: str) -> SimulatedSandbox:
+def sandbox_of(pool: SandboxPool, id: str) -> SimulatedSandbox:
     """The simulated sandbox behind a lease."""
     lease = pool.state.leases.find(id)
     assert lease is not None

@@ -14,8 +14,7 @@ from envs.sandbox.engines.backend import Backend
 from envs.sandbox.engines.fake import FakeBackend
 from envs.sandbox.pool.engine_maker import open_engine_host
 from envs.sandbox.pool.host import HostSettings, Identity
-from envs.sandbox.pool.journal import Journal
-from envs.sandbox.pool.pool import Pool, open_pool
+from envs.sandbox.pool.pool import SandboxPool, open_pool
 from envs.sandbox.pool.state import PoolSettings
 from envs.sandbox.protocol.tokens import ADMIN, Token, Tokens
 from envs.sandbox.remote.client import SandboxClient
@@ -36,7 +35,7 @@ class Running(msgspec.Struct, frozen=True):
     url: str
     client: SandboxClient
     service: Service
-    pool: Pool
+    pool: SandboxPool
     backend: Any
 
 
@@ -45,7 +44,7 @@ async def running(
     folder: Path,
     *,
     backend: Backend | None = None,
-    journal: Journal | None = None,
+    journal: PoolJournal | None = None,
     limits: HttpLimits | None = None,
     address: HttpAddress | None = None,
     settings: PoolSettings | None = None,

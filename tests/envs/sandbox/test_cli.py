@@ -17,7 +17,7 @@ from envs.sandbox.api import Spec
 from envs.sandbox.cli import FAILED
 from envs.sandbox.engines.docker import DockerBackend
 from envs.sandbox.pool.ownership import PREFIX
-from envs.sandbox.protocol.wire import Order
+from envs.sandbox.protocol.wire import SandboxOrder
 from envs.sandbox.remote.client import SandboxClient, service_token
 from flash.errors import SandboxError, SandboxLostError
 from tests.envs.sandbox.conftest import IMAGE
@@ -166,7 +166,7 @@ async def test_a_state_folder_that_cannot_be_made_is_told(place):
 
 async def test_kill_9_of_the_service_leaks_nothing_and_loses_nothing(place, engine_url):
     keys = [uuid4().hex for _ in range(3)]
-    order = Order(spec=SPEC, lease_s=60)
+    order = SandboxOrder(spec=SPEC, lease_s=60)
     async with place.serving(end=signal.SIGKILL), place.client() as client:
         first = [await client.order(order, key) for key in keys]
         assert [info.state for info in first] == ["ready"] * 3
@@ -199,7 +199,7 @@ async def test_a_command_that_a_restart_interrupts_is_never_reported_as_done(pla
     async with AsyncExitStack() as stack:
         async with place.serving(end=signal.SIGKILL):
             client = await stack.enter_async_context(place.client())
-            info = await client.order(Order(spec=SPEC, lease_s=60), uuid4().hex)
+            info = await client.order(SandboxOrder(spec=SPEC, lease_s=60), uuid4().hex)
             tasks = await stack.enter_async_context(anyio.create_task_group())
             tasks.start_soon(run, client.attach(info))
             await anyio.sleep(1)
@@ -213,7 +213,7 @@ async def test_a_command_that_a_restart_interrupts_is_never_reported_as_done(pla
 
 
 async def test_keep_leaves_the_sandboxes_for_the_next_start(place, engine_url):
-    key, order = uuid4().hex, Order(spec=SPEC, lease_s=60)
+    key, order = uuid4().hex, SandboxOrder(spec=SPEC, lease_s=60)
     async with place.serving("--keep"), place.client() as client:
         first = await client.order(order, key)
     assert await place.containers(engine_url) >= 1

@@ -6,7 +6,7 @@ import pytest
 
 from envs.sandbox.agent import probe
 from envs.sandbox.api import Spec
-from envs.sandbox.doctor import ALLOWED, REFUSALS, Check, Diagnosis, doctor, lines
+from envs.sandbox.doctor import ALLOWED, REFUSALS, Diagnosis, DoctorCheck, doctor, lines
 from envs.sandbox.engines.fake import FakeBackend
 
 pytestmark = pytest.mark.anyio
@@ -118,10 +118,10 @@ async def test_the_doctor_says_that_processes_are_not_isolated():
 
 def test_a_person_is_told_what_failed_and_what_to_do():
     checks = [
-        Check("user", "1000:1000", "1000:1000", True),
-        Check("chroot", "refused", "EPERM", True),
-        Check("memory", "134217728", "max", False),
-        Check("load a BPF program", "refused", "EFAULT", False),
+        DoctorCheck("user", "1000:1000", "1000:1000", True),
+        DoctorCheck("chroot", "refused", "EPERM", True),
+        DoctorCheck("memory", "134217728", "max", False),
+        DoctorCheck("load a BPF program", "refused", "EFAULT", False),
     ]
     first, *rest = lines(Diagnosis("podman 4.3.1", True, Spec(image="any"), "runc", checks))
     assert first == "engine podman 4.3.1, runtime runc, profile strict"

@@ -9,7 +9,7 @@ import pytest
 
 from envs.code import CodeEnv, CodeOptions
 from envs.judging.judge import shared_judge
-from envs.judging.options import Case, JudgePool, Limits, Suite, languages_with
+from envs.judging.options import JudgePool, JudgingLimits, Suite, SuiteCase, languages_with
 from envs.linear import PROGRAMS
 from envs.sandbox.engines.docker import DockerBackend
 from envs.sandbox.pool.ownership import PREFIX
@@ -19,7 +19,7 @@ from tests.envs.sandbox.services import TOKEN, running
 
 pytestmark = pytest.mark.anyio
 
-ADD = [Case(stdin="1 2", stdout="3"), Case(stdin="20 30", stdout="50")]
+ADD = [SuiteCase(stdin="1 2", stdout="3"), SuiteCase(stdin="20 30", stdout="50")]
 RIGHT = "x, y = map(int, input().split())\nprint(x + y)"
 BAD = {
     "wrong output": "print(3 if input() == '1 2' else 4)",
@@ -63,7 +63,7 @@ async def _containers(url: str) -> set[str]:
 @pytest.mark.integration
 async def test_programs_are_judged_in_real_containers_and_none_of_them_harms_the_next(engine_url):
     before = await _containers(engine_url)
-    languages, limits = languages_with({}), Limits(timeout=1.5, memory_mib=128)
+    languages, limits = languages_with({}), JudgingLimits(timeout=1.5, memory_mib=128)
     suite = Suite(language="python", tests=ADD)
     async with sharing("judged"):
         judge = await shared_judge(JudgePool(parallel=1))

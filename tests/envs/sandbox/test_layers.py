@@ -11,14 +11,14 @@ import envs.sandbox
 
 LAYERS = (
     ("api", "text", "trees"),
-    ("agent", "endings", "sandbox"),
+    ("agent", "explain", "sandbox"),
     ("engines",),
     ("local", "images"),
     ("pool", "doctor"),
     ("protocol",),
     ("service", "remote"),
     ("reuse",),
-    ("open", "person"),
+    ("open", "console"),
     ("cli",),
 )
 """From the ground up. Files and folders of one layer know nothing of each other."""

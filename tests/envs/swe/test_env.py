@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from envs.sandbox.api import Result
-from envs.sandbox.endings import told
+from envs.sandbox.explain import result_text
 from envs.swe import SweEnv, SweOptions
-from envs.swe.shell import Order, read_order
+from envs.swe.shell import ShellOrder, read_order
 from flash.config.objects import check_options
 from flash.environment import HELD_OUT, Checked, Informed, Prepared, StepResult, WarmStart, sharing
 from flash.environment.results import check_step_result, metrics_of, note_of
@@ -210,20 +210,20 @@ async def test_a_sandbox_that_is_lost_is_an_error_and_never_a_reward() -> None:
 @pytest.mark.parametrize(
     ("answer", "fenced", "order"),
     [
-        ("ls", False, Order("ls")),
-        ("ls\nsubmit\n\n", False, Order("ls", True)),
-        (" submit ", False, Order("", True)),
-        ("submit", True, Order("", True)),
+        ("ls", False, ShellOrder("ls")),
+        ("ls\nsubmit\n\n", False, ShellOrder("ls", True)),
+        (" submit ", False, ShellOrder("", True)),
+        ("submit", True, ShellOrder("", True)),
         ("\n \n", False, None),
         ("ls", True, None),
         ("I submit", True, None),
         ("```bash\n\n```", True, None),
-        ("```sh\na\n```\n```bash\nb\nsubmit\n```", True, Order("b", True)),
-        ("```bash\na\n```\n```json\n{}\n```", True, Order("a")),
-        ("```bash\ncat <<'E'\nx\nE", True, Order("cat <<'E'\nx\nE")),
+        ("```sh\na\n```\n```bash\nb\nsubmit\n```", True, ShellOrder("b", True)),
+        ("```bash\na\n```\n```json\n{}\n```", True, ShellOrder("a")),
+        ("```bash\ncat <<'E'\nx\nE", True, ShellOrder("cat <<'E'\nx\nE")),
     ],
 )
-def test_commands_are_found_in_an_answer(answer: str, fenced: bool, order: Order | None) -> None:
+def test_commands_are_found_in_an_answer(answer: str, fenced: bool, order: ShellOrder | None) -> None:
     assert read_order(answer, fenced=fenced) == order
 
 
@@ -238,7 +238,7 @@ def test_commands_are_found_in_an_answer(answer: str, fenced: bool, order: Order
     ],
 )
 def test_an_ending_is_told_in_words(ending: Result, text: str) -> None:
-    assert told(ending) == text
+    assert result_text(ending) == text
 
 
 @pytest.mark.parametrize(

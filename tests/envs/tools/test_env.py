@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from envs.tools import ToolEnv, ToolOptions
-from envs.tools.place import Place
+from envs.tools.place import ToolPlace
 from envs.tools.runner import Runner, schema, within
 from flash.config.objects import check_options
 from flash.environment import Checked, Informed, Prepared, Spoken, sharing
@@ -53,7 +53,7 @@ class Slow:
 
     opened = closed = 0
 
-    async def open(self, place: Place) -> Sequence[Runner]:
+    async def open(self, place: ToolPlace) -> Sequence[Runner]:
         type(self).opened += 1
 
         async def slow(arguments: dict[str, Any]) -> str:
@@ -76,7 +76,7 @@ class Slow:
 class Garbled(Slow):
     """What it gives is no text."""
 
-    async def open(self, place: Place) -> Sequence[Runner]:
+    async def open(self, place: ToolPlace) -> Sequence[Runner]:
         async def garbled(arguments: dict[str, Any]) -> str:
             return "a\ud800"
 
@@ -86,7 +86,7 @@ class Garbled(Slow):
 class Lost(Slow):
     """Its sandbox is gone."""
 
-    async def open(self, place: Place) -> Sequence[Runner]:
+    async def open(self, place: ToolPlace) -> Sequence[Runner]:
         async def lost(arguments: dict[str, Any]) -> str:
             raise SandboxLostError("gone")
 

@@ -7,7 +7,7 @@ import tracemalloc
 import anyio
 import pytest
 
-from envs.sandbox.agent.command import Refusal
+from envs.sandbox.agent.command import CallRefusal
 from envs.sandbox.agent.files import list_folder
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.fake import FakeBackend, FakeImages
@@ -220,7 +220,7 @@ def test_a_listing_reads_no_more_names_than_it_may_give(tmp_path):
     for number in range(3000):
         (tmp_path / f"{number:0200}").touch()
     tracemalloc.start()
-    with pytest.raises(Refusal, match="more than the 100 entries of one listing"):
+    with pytest.raises(CallRefusal, match="more than the 100 entries of one listing"):
         list_folder(str(tmp_path), lambda batch: None, limit=100)
     assert tracemalloc.get_traced_memory()[1] < 200_000
     tracemalloc.stop()

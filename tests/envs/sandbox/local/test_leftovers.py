@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from envs.sandbox.agent import main
-from envs.sandbox.agent.command import Refusal
+from envs.sandbox.agent.command import CallRefusal
 from envs.sandbox.agent.proc import Stat, processes
 
 LIMIT = 20.0
@@ -73,7 +73,7 @@ class World:
 
 
 def ended_by_agent(monkeypatch, world):
-    agent = main.Agent.__new__(main.Agent)
+    agent = main.BoxAgent.__new__(main.BoxAgent)
     agent.active, agent.shells, agent.children = set(), {}, {5: "a shell"}
     for name in ("adopted", "processes", "number_of", "send_signal"):
         monkeypatch.setattr(main, name, getattr(world, name))
@@ -138,5 +138,5 @@ async def test_what_goes_on_without_its_first_thread_is_ended_like_any_other(ben
 def test_what_cannot_be_ended_is_told(monkeypatch):
     world = World({5: 1, 10: 1})
     world.end = lambda pid: None
-    with pytest.raises(Refusal, match="multiplies faster"):
+    with pytest.raises(CallRefusal, match="multiplies faster"):
         ended_by_agent(monkeypatch, world)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from envs.sandbox.pool.admission import Admission, PlaceRequest
+from envs.sandbox.pool.admission import PlaceRequest, SandboxAdmission
 from envs.sandbox.pool.placement import Demand
 from flash.errors import SandboxBusyError, SandboxRefusedError
 
@@ -17,8 +17,8 @@ ONE = Demand(1000, 512)
 PATIENCE = 4
 
 
-def make(hosts: dict[str, Demand], *, patience: int = PATIENCE, max_waiting: int = 10_000) -> Admission:
-    admission = Admission(max_waiting=max_waiting, patience=patience)
+def make(hosts: dict[str, Demand], *, patience: int = PATIENCE, max_waiting: int = 10_000) -> SandboxAdmission:
+    admission = SandboxAdmission(max_waiting=max_waiting, patience=patience)
     for name, capacity in hosts.items():
         admission.set_host(name, capacity)
     return admission
@@ -28,7 +28,7 @@ def many(count: int) -> Demand:
     return Demand(1000 * count, 512 * count)
 
 
-def granted(admission: Admission) -> list[str]:
+def granted(admission: SandboxAdmission) -> list[str]:
     return [grant.id for grant in admission.decide()]
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from envs.sandbox.pool.ownership import Alive, Labels, OwnerLock, Verdict, machine, owner_alive, verdict
+from envs.sandbox.pool.ownership import Labels, OwnerAlive, OwnerLock, OwnerVerdict, machine, owner_alive, verdict
 from flash.errors import ConfigError
 
 LABELS = Labels("box", "svc", 100.0, "/nowhere", "machine", "lease", "owner", "run")
@@ -22,13 +22,13 @@ def test_labels_survive_the_engine():
 def test_a_lock_tells_whether_its_owner_lives(tmp_path):
     path = tmp_path / "lock"
     mine = Labels("b", "s", 0.0, str(path), machine())
-    assert owner_alive(mine, machine()) is Alive.NO
+    assert owner_alive(mine, machine()) is OwnerAlive.NO
     with OwnerLock(path):
-        assert owner_alive(mine, machine()) is Alive.YES
+        assert owner_alive(mine, machine()) is OwnerAlive.YES
         with pytest.raises(ConfigError, match="runs already"):
             OwnerLock(path).__enter__()
-    assert owner_alive(mine, machine()) is Alive.NO
-    assert owner_alive(mine, "another boot") is Alive.UNKNOWN
+    assert owner_alive(mine, machine()) is OwnerAlive.NO
+    assert owner_alive(mine, "another boot") is OwnerAlive.UNKNOWN
 
 
 def test_a_lock_dies_with_its_process(tmp_path):
@@ -41,14 +41,14 @@ def test_a_lock_dies_with_its_process(tmp_path):
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         mine = Labels("b", "s", 0.0, str(path), machine())
-        assert owner_alive(mine, machine()) is Alive.YES
+        assert owner_alive(mine, machine()) is OwnerAlive.YES
         process.kill()
         process.wait()
-        assert owner_alive(mine, machine()) is Alive.NO
+        assert owner_alive(mine, machine()) is OwnerAlive.NO
 
 
 def test_who_may_be_removed():
-    assert verdict(LABELS, Alive.YES, 1e12) is Verdict.KEEP
-    assert verdict(LABELS, Alive.NO, 0.0) is Verdict.ORPHAN
-    assert verdict(LABELS, Alive.UNKNOWN, 120.0) is Verdict.KEEP
-    assert verdict(LABELS, Alive.UNKNOWN, 161.0) is Verdict.REMOVE
+    assert verdict(LABELS, OwnerAlive.YES, 1e12) is OwnerVerdict.KEEP
+    assert verdict(LABELS, OwnerAlive.NO, 0.0) is OwnerVerdict.ORPHAN
+    assert verdict(LABELS, OwnerAlive.UNKNOWN, 120.0) is OwnerVerdict.KEEP
+    assert verdict(LABELS, OwnerAlive.UNKNOWN, 161.0) is OwnerVerdict.REMOVE

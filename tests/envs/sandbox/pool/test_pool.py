@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from envs.sandbox.api import Spec
-from envs.sandbox.engines.machine import Load
+from envs.sandbox.engines.machine import MachineLoad
 from envs.sandbox.pool.host import HostSettings
-from envs.sandbox.pool.journal import MemoryJournal
-from envs.sandbox.pool.ownership import Alive, Labels
+from envs.sandbox.pool.journal import MemoryPoolJournal
+from envs.sandbox.pool.ownership import Labels, OwnerAlive
 from envs.sandbox.pool.placement import Demand
 from envs.sandbox.pool.simulated import SimulatedMaker, SimulatedSandbox
 from envs.sandbox.sandbox import Sandbox
@@ -90,7 +90,7 @@ def test_nothing_leaks_on_cancellation_at_any_time(milliseconds):
 def test_nothing_leaks_when_the_pool_itself_is_cancelled(milliseconds):
     async def main() -> None:
         maker = engine(2)
-        journal = MemoryJournal()
+        journal = MemoryPoolJournal()
         with anyio.move_on_after(milliseconds / 1000):
             async with pool_of(maker, journal=journal) as pool, anyio.create_task_group() as tasks:
 
@@ -455,7 +455,7 @@ async def test_the_same_key_gives_the_same_lease_also_after_its_end():
 def test_a_restarted_service_goes_on_with_its_sandboxes():
     async def main() -> None:
         maker = engine(4)
-        journal = MemoryJournal()
+        journal = MemoryPoolJournal()
         crash = Crash(maker, journal=journal)
         async with pool_of(maker, journal=journal) as pool:
             leases = [
@@ -493,7 +493,7 @@ def test_a_restarted_service_goes_on_with_its_sandboxes():
 def test_after_a_restart_a_lease_ends_unless_it_is_renewed_and_its_life_goes_on():
     async def main() -> None:
         maker = engine(4)
-        journal = MemoryJournal()
+        journal = MemoryPoolJournal()
         crash = Crash(maker, journal=journal)
         short = msgspec.structs.replace(SPEC, deadline_s=100.0)
         async with pool_of(maker, journal=journal) as pool:
@@ -516,7 +516,7 @@ def test_after_a_restart_a_lease_ends_unless_it_is_renewed_and_its_life_goes_on(
 
 async def test_containers_that_the_journal_does_not_know_are_removed_at_the_start():
     maker = engine(4)
-    crash = Crash(maker, journal=MemoryJournal())
+    crash = Crash(maker, journal=MemoryPoolJournal())
     async with pool_of(maker) as pool:
         await pool.wait_ready(pool.order(SPEC, owner="x"), 5)
         crash.now()
@@ -529,7 +529,7 @@ async def test_containers_that_the_journal_does_not_know_are_removed_at_the_star
 
 async def test_while_a_host_cannot_be_reached_after_a_restart_its_leases_wait():
     maker = engine(4)
-    journal = MemoryJournal()
+    journal = MemoryPoolJournal()
     crash = Crash(maker, journal=journal)
     async with pool_of(maker, journal=journal) as pool:
         lease = pool.order(SPEC, owner="x")
@@ -562,8 +562,8 @@ async def test_any_survivor_removes_the_containers_of_a_dead_service_after_a_gra
     expired = foreign(maker, service="expired", deadline=0.0)
     stranger = SimulatedSandbox(maker, "stranger", SPEC, {"something": "else"})
     maker.sandboxes[stranger.container_id] = stranger
-    known = {"dead": Alive.NO, "alive": Alive.YES}
-    options = {"alive": lambda labels, machine: known.get(labels.service, Alive.UNKNOWN)}
+    known = {"dead": OwnerAlive.NO, "alive": OwnerAlive.YES}
+    options = {"alive": lambda labels, machine: known.get(labels.service, OwnerAlive.UNKNOWN)}
     async with pool_of(maker, host_options=options) as pool:
         await anyio.sleep(1)
         assert expired.container_id not in maker.sandboxes
@@ -577,26 +577,26 @@ async def test_any_survivor_removes_the_containers_of_a_dead_service_after_a_gra
 async def test_a_service_that_comes_back_within_the_grace_keeps_its_containers():
     maker = engine(4)
     sandbox = foreign(maker, service="other", deadline=2e9)
-    state = {"other": Alive.NO}
+    state = {"other": OwnerAlive.NO}
     options = {"alive": lambda labels, machine: state[labels.service]}
     async with pool_of(maker, host_options=options):
         await anyio.sleep(40)
-        state["other"] = Alive.YES
+        state["other"] = OwnerAlive.YES
         await anyio.sleep(40)
-        state["other"] = Alive.NO
+        state["other"] = OwnerAlive.NO
         await anyio.sleep(40)
         assert sandbox.container_id in maker.sandboxes
 
 
 async def test_a_host_whose_machine_has_no_memory_left_takes_no_sandboxes_until_it_has():
     maker = engine(4)
-    maker.measured = Load(1.0, 4, 96_000, 100_000)
+    maker.measured = MachineLoad(1.0, 4, 96_000, 100_000)
     async with pool_of(maker) as pool:
         await anyio.sleep(1)
         with pytest.raises(SandboxBusyError, match="4000 of 100000 MiB of memory free"):
             async with pool.acquire(SPEC, deadline=20):
                 pass
-        maker.measured = Load(1.0, 4, 95_000, 100_000)
+        maker.measured = MachineLoad(1.0, 4, 95_000, 100_000)
         async with pool.acquire(SPEC, deadline=20) as sandbox:
             assert (await sandbox.run("true", timeout=1)).ok
         assert pool.state.hosts()[0].report.load == maker.measured

@@ -10,8 +10,8 @@ import pytest
 
 from envs.sandbox.local.snapshots import SNAPSHOT_LABEL
 from envs.sandbox.pool.host import HostSettings
-from envs.sandbox.pool.journal import MemoryJournal
-from envs.sandbox.pool.lease import PROBE_S, REMADE_WAIT_S, Lease
+from envs.sandbox.pool.journal import MemoryPoolJournal
+from envs.sandbox.pool.lease import PROBE_S, REMADE_WAIT_S, SandboxLease
 from envs.sandbox.pool.simulated import SimulatedSandbox
 from flash.errors import SandboxClosedError, SandboxLostError
 from flash.simulate.clock import run_virtual
@@ -25,7 +25,7 @@ class Instance:
 
     def __init__(self, cpus: int = 6) -> None:
         self.maker = engine(cpus)
-        self.journal = MemoryJournal()
+        self.journal = MemoryPoolJournal()
         self._crash = Crash(self.maker, journal=self.journal)
 
     @asynccontextmanager
@@ -46,7 +46,7 @@ class Instance:
         assert self.journal.entries == {}
 
 
-def find(pool, id) -> Lease:
+def find(pool, id) -> SandboxLease:
     lease = pool.state.leases.find(id)
     assert lease is not None
     return lease
@@ -252,14 +252,14 @@ class Linked(SimulatedSandbox):
         return await super().ask(request)
 
 
-def ready_lease(sandbox: SimulatedSandbox, on_lost="recreate") -> Lease:
-    lease = Lease("l", SPEC, owner="x", on_lost=on_lost)
+def ready_lease(sandbox: SimulatedSandbox, on_lost="recreate") -> SandboxLease:
+    lease = SandboxLease("l", SPEC, owner="x", on_lost=on_lost)
     lease.sandbox = sandbox
     lease.set("ready")
     return lease
 
 
-async def run(lease: Lease, command: str = "true"):
+async def run(lease: SandboxLease, command: str = "true"):
     async with lease.use("run", command) as use:
         return await use.sandbox.run(command, timeout=10)
 
@@ -323,7 +323,7 @@ async def test_a_fork_whose_origin_ends_while_it_starts_says_so():
 class Doomed(SimulatedSandbox):
     """Its lease ends while it is copied."""
 
-    lease: Lease
+    lease: SandboxLease
 
     async def snapshot(self):
         kept = await super().snapshot()

@@ -10,9 +10,9 @@ import anyio
 import pytest
 
 from envs.sandbox.pool.host import HostSettings, Ticket
-from envs.sandbox.pool.journal import MemoryJournal
-from envs.sandbox.pool.lease import Lease
-from envs.sandbox.pool.pool import Pool, open_pool
+from envs.sandbox.pool.journal import MemoryPoolJournal
+from envs.sandbox.pool.lease import SandboxLease
+from envs.sandbox.pool.pool import SandboxPool, open_pool
 from envs.sandbox.pool.state import PoolSettings
 from envs.sandbox.remote.client import SandboxClient
 from envs.sandbox.remote.host import RemoteHost
@@ -34,14 +34,14 @@ async def machines(folder: Path, count: int = 2, host_settings: HostSettings = N
 
 
 @asynccontextmanager
-async def front(services: list[Running], journal: MemoryJournal | None = None) -> AsyncIterator[Pool]:
+async def front(services: list[Running], journal: MemoryPoolJournal | None = None) -> AsyncIterator[SandboxPool]:
     hosts = [RemoteHost("ab"[number], each.client, "front") for number, each in enumerate(services)]
     settings = PoolSettings(recover_retry_s=0.2)
     async with open_pool(hosts, journal=journal, settings=settings) as pool:
         yield pool
 
 
-async def held(pool: Pool) -> Lease:
+async def held(pool: SandboxPool) -> SandboxLease:
     lease = pool.order(SPEC, owner="x")
     await pool.wait_ready(lease, 20)
     return lease

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from envs.sandbox.engines.machine import Load
+from envs.sandbox.engines.machine import MachineLoad
 from envs.sandbox.protocol.wire import HostStatus, Status
 from envs.sandbox.remote.host import report_of
 
 
 def test_a_front_adds_up_the_loads_of_a_hosts_machines():
-    def host(load: Load | None) -> HostStatus:
+    def host(load: MachineLoad | None) -> HostStatus:
         return HostStatus("h", 4.0, 1000, 1.0, 100, "", 1, 0, 0, 0, 0, load)
 
-    def status(*loads: Load | None) -> Status:
+    def status(*loads: MachineLoad | None) -> Status:
         return Status(1, "s", "b", [host(load) for load in loads], {}, {}, None, {}, [], {}, [])
 
-    one = Load(0.5, 2, 100, 1000)
-    assert report_of(status(one, one)).load == Load(1.0, 4, 200, 2000)
-    assert report_of(status(one, Load(None, 2, 100, 1000))).load == Load(None, 4, 200, 2000)
+    one = MachineLoad(0.5, 2, 100, 1000)
+    assert report_of(status(one, one)).load == MachineLoad(1.0, 4, 200, 2000)
+    assert report_of(status(one, MachineLoad(None, 2, 100, 1000))).load == MachineLoad(None, 4, 200, 2000)
     assert report_of(status(one, None)).load is None
     assert report_of(status()).load is None

@@ -1,4 +1,4 @@
-"""How a command ended, or why it was not begun, in words for whoever gave it."""
+"""Text for whoever gave a command: how it ended, or why it was not begun."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def unusable_path(path: str) -> str:
     return ""
 
 
-def told(result: Result) -> str:
+def result_text(result: Result) -> str:
     """Its ending on a line, and what it wrote below it: its output, then its errors."""
     text = (result.stdout + result.stderr).decode("utf-8", "replace").rstrip()
-    return f"{ending(result)}\n{text}" if text else ending(result)
+    return f"{how_ended(result)}\n{text}" if text else how_ended(result)
 
 
-def ending(result: Result) -> str:
-    """What ended it."""
+def how_ended(result: Result) -> str:
+    """What ended it, in a few words."""
     if result.timed_out:
         return f"stopped after {result.wall_s:.0f} s"
     if result.oom_killed:

@@ -11,7 +11,7 @@ from flash.environment import Prepared
 from flash.errors import ConfigError
 
 
-class Tasks(msgspec.Struct, frozen=True):
+class TasksTable(msgspec.Struct, frozen=True):
     """The environment that gives tasks and judges answers."""
 
     path: str
@@ -25,7 +25,7 @@ def load_tasks(table: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:
     Raises:
         ConfigError: naming what is wrong in the table.
     """
-    tasks = Tasks(**check_options(Tasks, table, "tasks"))
+    tasks = TasksTable(**check_options(TasksTable, table, "tasks"))
     try:
         kind = load_environment(tasks.path)
     except ConfigError as error:

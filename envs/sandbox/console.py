@@ -1,4 +1,4 @@
-"""The terminal of the person before it: what is typed goes into a sandbox, what that says comes out."""
+"""The console that a command runs in: what is typed goes into a sandbox, what that says comes out."""
 
 from __future__ import annotations
 
