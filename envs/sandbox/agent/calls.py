@@ -5,7 +5,7 @@ import os
 import sys
 
 from envs.sandbox.agent.archives import receive_tree, restore_tree, send_tree
-from envs.sandbox.agent.command import CREDIT, RESULT, CallRefusal, Command, resize
+from envs.sandbox.agent.command import CREDIT, RESULT, Command, resize
 from envs.sandbox.agent.files import (
     READ_LIMIT,
     Write,
@@ -15,7 +15,7 @@ from envs.sandbox.agent.files import (
 )
 from envs.sandbox.agent.process import now
 from envs.sandbox.agent.shell import Running, Shell
-from envs.sandbox.agent.wire import PIECE
+from envs.sandbox.agent.wire import PIECE, CallRefusal
 
 PROTOCOL = 1
 MAX_JOBS = 1000
@@ -67,15 +67,23 @@ def start(agent: object, call: int, argument: dict) -> None:
     agent.reply(call, RESULT, name)
 
 
+def find_job(agent: object, argument: dict) -> Command:
+    """The job that a call is about."""
+    try:
+        return agent.jobs[argument["job"]]
+    except KeyError:
+        raise CallRefusal("request", "there is no job {}".format(argument["job"]))
+
+
 def job_poll(agent: object, call: int, argument: dict) -> None:
     """How a job stands; with its result, when it has one."""
-    job = agent.job(argument)
+    job = find_job(agent, argument)
     agent.reply(call, RESULT, [job.ended_body is None, job.rings["stdout"].total, job.rings["stderr"].total])
 
 
 def job_wait(agent: object, call: int, argument: dict) -> None:
     """Answer when a job has ended."""
-    job = agent.job(argument)
+    job = find_job(agent, argument)
     reply = agent.replier(call)
     if job.ended_body is not None:
         job.send_result(reply)
@@ -89,13 +97,13 @@ def job_signal(agent: object, call: int, argument: dict) -> None:
     # Not what is done about signals either: SIG_IGN has the number of SIGHUP.
     if not argument["signal"].startswith("SIG") or argument["signal"][3:4] == "_" or not isinstance(number, int):
         raise CallRefusal("request", "there is no signal {}".format(argument["signal"]))
-    agent.job(argument).signal(number)
+    find_job(agent, argument).signal(number)
     agent.reply(call, RESULT, None)
 
 
 def job_output(agent: object, call: int, argument: dict) -> None:
     """A range of what a job wrote."""
-    ring = agent.job(argument).rings[argument["stream"]]
+    ring = find_job(agent, argument).rings[argument["stream"]]
     offset, data = ring.part(argument["offset"], argument["limit"])
     for at in range(0, len(data), PIECE):
         agent.reply(call, 2, ["stdout", data[at : at + PIECE]])

@@ -7,6 +7,7 @@ import os
 import struct
 import termios
 
+from envs.sandbox.agent.leftovers import end_leftovers
 from envs.sandbox.agent.proc import tree
 from envs.sandbox.agent.process import (
     Feed,
@@ -21,7 +22,7 @@ from envs.sandbox.agent.process import (
     signal_name,
     spawn,
 )
-from envs.sandbox.agent.wire import PIECE, PIECE_COST
+from envs.sandbox.agent.wire import PIECE, PIECE_COST, CallRefusal
 
 RESULT, FAILURE, CHUNK, CREDIT = 0, 1, 2, 3
 """Kinds of frames to the host: the end of a call, well or badly; a piece of output; more input may come."""
@@ -31,14 +32,6 @@ CHECK = 0.05
 """Seconds between two looks at what is left of a command during the grace."""
 NO_SPACE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 """No process can be started for want of something."""
-
-
-class CallRefusal(Exception):
-    """A call that cannot be carried out: a code for the host, and a message."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 class Command:
@@ -65,7 +58,7 @@ class Command:
         """When it was first asked to stop."""
         self.on_end = lambda: None
         if "function" not in request:
-            agent.end_leftovers()
+            end_leftovers(agent)
         self.started = now()
         self.oom_before = agent.oom.read()
         self.start(request)

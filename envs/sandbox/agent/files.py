@@ -9,8 +9,8 @@ import os
 import stat
 import sys
 
-from envs.sandbox.agent.command import CallRefusal
 from envs.sandbox.agent.paths import locate, on_proc, open_found
+from envs.sandbox.agent.wire import CallRefusal
 
 READ_LIMIT = 1 << 20
 """Bytes that one read gives."""

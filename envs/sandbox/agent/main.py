@@ -5,27 +5,20 @@ over, for a while; jobs, sessions and files stay, calls that were in progress ar
 """
 
 import _signal
-import _socket
 import errno
 import os
-import sys
-import time
-from _operator import _compare_digest as compare_digest
 
 from envs.sandbox.agent.calls import OPERATIONS
-from envs.sandbox.agent.command import FAILURE, RESULT, CallRefusal, Command, kill_all
+from envs.sandbox.agent.command import FAILURE, RESULT, Command, kill_all
 from envs.sandbox.agent.files import Write
 from envs.sandbox.agent.launcher import Launcher
+from envs.sandbox.agent.leftovers import descendants
 from envs.sandbox.agent.loop import HostChannel, Loop
-from envs.sandbox.agent.proc import Numbers, Stat, adopted, number_of, processes
-from envs.sandbox.agent.process import OomCounter, find_program, now, send_signal, unreadable_copy
+from envs.sandbox.agent.proc import Numbers
+from envs.sandbox.agent.process import OomCounter, find_program, now
+from envs.sandbox.agent.takeover import Listener
+from envs.sandbox.agent.wire import CallRefusal
 
-MAX_STRANGERS = 16
-"""Connections from inside that may be about to prove that they are a host: commands can make as many as they like."""
-LOOKS, LOOK_PAUSE = 300, 0.001
-"""How often it is looked for what earlier commands have left, and seconds for it to die between two looks."""
-BOOT_CLOCK = 7
-"""CLOCK_BOOTTIME, which the start times of processes are on."""
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 
 
@@ -60,8 +53,6 @@ class BoxAgent:
         self.channel = None
         self.orphaned = None
         self.listener = None
-        self.strangers = 0
-        """Connections from inside that have not said the secret yet."""
 
     def run(self) -> None:
         """Serve until the end of the sandbox."""
@@ -76,7 +67,7 @@ class BoxAgent:
         self.ends = now() + self.options["life"]
         self.loop.later(self.options["life"], self.die)
         if self.options.get("address"):
-            self.listen(self.options["address"])
+            self.listener = Listener(self, self.options["address"])
         self.connect(0, 1)
         self.loop.run()
 
@@ -106,59 +97,6 @@ class BoxAgent:
             self.die()
         self.orphaned = self.loop.later(self.options["orphan"], self.die)
 
-    def listen(self, address: str) -> None:
-        """Wait for hosts that take over. Bound before anything else runs, so that nobody can stand in for us."""
-        self.listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
-        self.listener.bind("\0" + address)
-        self.listener.listen(8)
-        self.listener.setblocking(False)
-        self.loop.watch(self.listener.fileno(), self.accept)
-
-    def accept(self) -> None:
-        """Somebody wants to take over: whoever knows the secret may."""
-        try:
-            # Not the module `socket`: importing it takes as long as starting Python.
-            fd = self.listener._accept()[0]
-            connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, fd)
-        except OSError:
-            return
-        inside = not from_outside(connection)
-        if inside and self.strangers >= MAX_STRANGERS:
-            connection.close()
-            return
-        secret = self.options["secret"].encode()
-        connection.setblocking(False)
-        got = bytearray()
-
-        def prove() -> None:
-            try:
-                piece = connection.recv(len(secret) - len(got))
-            except BlockingIOError:
-                return
-            except OSError:
-                piece = b""
-            got.extend(piece)
-            if piece and len(got) < len(secret):
-                return
-            self.loop.cancel(timer)
-            self.strangers -= inside
-            self.loop.watch(connection.fileno())
-            if compare_digest(bytes(got), secret):
-                fd = os.dup(connection.fileno())
-                connection.close()
-                self.connect(fd, fd)
-            else:
-                connection.close()
-
-        def give_up() -> None:
-            self.strangers -= inside
-            self.loop.watch(connection.fileno())
-            connection.close()
-
-        self.strangers += inside
-        timer = self.loop.later(5, give_up)
-        self.loop.watch(connection.fileno(), prove)
-
     def reap(self, wake: int) -> None:
         """Children have ended: ours, and what others left behind."""
         try:
@@ -176,39 +114,6 @@ class BoxAgent:
             child = self.children.pop(pid, None)
             if child is not None:
                 child.reaped(status, usage)
-
-    def session_shell(self) -> int:
-        """Descriptor of a bash that other processes of its user cannot look into; -1 where there can be none.
-
-        A new one each time: a shell can make its own readable, and so that of every other one that ran the same.
-        """
-        return unreadable_copy(self.bash)
-
-    def end_leftovers(self, shell: object = None) -> None:
-        """Kill what ended commands have left behind, before the next one begins: it could tamper with that.
-
-        Left behind is what has lost its parent and belongs to no running command or job, nor to what another session
-        than `shell` is doing. Raises Refusal when it cannot be ended.
-        """
-        ended = set()
-        for _ in range(LOOKS):
-            left = self.leftovers(shell) - ended
-            if not left:
-                return
-            living = {stat.pid for stat in processes()}
-            # What these had started is ours by now, but may not have been when we looked. Ours keep their numbers until
-            # they are reaped.
-            ended.update((left - living).intersection(adopted()))
-            send_signal(left & living, _signal.SIGKILL)
-            time.sleep(LOOK_PAUSE)
-        raise CallRefusal("limit", "what an earlier command left behind multiplies faster than it can be ended")
-
-    def leftovers(self, shell: object) -> "set[int]":
-        """Of these, also those that have ended and were not reaped."""
-        going_on = {command.number for command in self.active}
-        going_on.update(other.number for other in self.shells.values() if other is not shell and other.current)
-        found = {pid for pid in adopted() if pid not in self.children and number_of(pid) not in going_on}
-        return found.union(stat.pid for stat in descendants(found))
 
     def take(self, body: list) -> None:
         """One frame of the host: [call, operation, argument]."""
@@ -261,17 +166,6 @@ class BoxAgent:
         """A path made absolute: relative ones begin at the working directory."""
         return os.path.normpath(os.path.join(self.workdir, path)) if not path.startswith("/") else path
 
-    def uptime(self) -> float:
-        """Seconds since the machine started."""
-        return time.clock_gettime(BOOT_CLOCK)
-
-    def job(self, argument: dict) -> Command:
-        """The job that a call is about."""
-        try:
-            return self.jobs[argument["job"]]
-        except KeyError:
-            raise CallRefusal("request", "there is no job {}".format(argument["job"]))
-
 
 def texts(argument: dict) -> dict:
     """An argument with its texts as Python's own: they come as bytes, because not every name and command is UTF-8."""
@@ -283,30 +177,6 @@ def texts(argument: dict) -> dict:
     if "env" in argument:
         argument["env"] = {os.fsdecode(name): os.fsdecode(value) for name, value in argument["env"].items()}
     return argument
-
-
-def from_outside(connection: object) -> bool:
-    """Whether what connected was put into the sandbox by its engine: its parent is none of the sandbox's processes.
-
-    What loses its parent in here becomes a child of ours, so that no command can pretend this.
-    """
-    peer = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)
-    try:
-        return Stat(int.from_bytes(peer[:4], sys.byteorder)).parent == 0
-    except (OSError, ValueError, IndexError):
-        return False
-
-
-def descendants(roots: "set[int]") -> list:
-    """Everything that comes from these processes."""
-    inside, every, grown = set(roots), processes(), True
-    while grown:
-        grown = False
-        for stat in every:
-            if stat.parent in inside and stat.pid not in inside:
-                inside.add(stat.pid)
-                grown = True
-    return [stat for stat in every if stat.pid in inside and stat.pid not in roots]
 
 
 def protect() -> bool:

@@ -7,7 +7,7 @@ kernel shows there as links is only ever taken by its text. Who names /proc itse
 import errno
 import os
 
-from envs.sandbox.agent.command import CallRefusal
+from envs.sandbox.agent.wire import CallRefusal
 
 MOST_LINKS = 40
 """That one path leads through, as in the kernel."""

@@ -12,6 +12,8 @@ import time
 from envs.sandbox.agent.loop import READ_BYTES
 from envs.sandbox.agent.proc import carry
 
+BOOT_CLOCK = 7
+"""CLOCK_BOOTTIME."""
 MEMFD_CLOEXEC, MEMFD_EXEC = 1, 16
 LAST_FD = 1 << 16
 """Above all descriptors that the agent may have, where nothing smaller limits them."""
@@ -326,3 +328,8 @@ def signal_name(number: int) -> str:
 def now() -> float:
     """Seconds that only ever grow, whatever happens to the wall clock."""
     return time.monotonic()
+
+
+def uptime() -> float:
+    """Seconds since the machine started: the clock that the start times of processes are on."""
+    return time.clock_gettime(BOOT_CLOCK)

@@ -16,9 +16,11 @@ import binascii
 import fcntl
 import os
 
-from envs.sandbox.agent.command import CHECK, FAILURE, GRACE, NO_SPACE, CallRefusal, ending, kill_all, send_result
+from envs.sandbox.agent.command import CHECK, FAILURE, GRACE, NO_SPACE, ending, kill_all, send_result
+from envs.sandbox.agent.leftovers import end_leftovers
 from envs.sandbox.agent.proc import Stat, tree
-from envs.sandbox.agent.process import Pipe, Ring, now, send_signal, spawn
+from envs.sandbox.agent.process import Pipe, Ring, now, send_signal, spawn, unreadable_copy, uptime
+from envs.sandbox.agent.wire import CallRefusal
 
 TELL = 199
 """The shell's descriptor for answers: above what scripts use, and below what bash moves its own to."""
@@ -116,7 +118,8 @@ class Shell:
         files = {0: asks[0], 1: self.ends[0], 2: self.ends[1], TELL: tell}
         env = dict(self.agent.env)
         argv, begin = ["bash", "--noprofile", "--norc", "-s"], BEGIN
-        own = self.agent.session_shell()
+        # A new copy each time: a shell can make its own readable, and so that of every other one that ran the same.
+        own = unreadable_copy(self.agent.bash)
         program = fcntl.fcntl(own, fcntl.F_DUPFD_CLOEXEC, TELL + 1) if own >= 0 else -1
         if program >= 0:
             argv[-1:], begin = ["-c", ENTER], LEAVE + BEGIN
@@ -172,7 +175,7 @@ class Shell:
                 running.reply(FAILURE, [refusal.code, str(refusal)])
 
     def begin(self, running: Running) -> None:
-        self.agent.end_leftovers(self)
+        end_leftovers(self.agent, self)
         self.current = running
         self.agent.loop.cancel(running.timer)
         running.started = now()
@@ -192,7 +195,7 @@ class Shell:
             ticks = Stat(self.pid).ticks
         except (OSError, ValueError, IndexError):
             ticks = 0
-        return ticks, int(self.agent.uptime() * CLOCK_TICK)
+        return ticks, int(uptime() * CLOCK_TICK)
 
     def say(self, command: bytes, answer: bytes) -> None:
         """Send one command to the shell, and what to answer."""

@@ -143,3 +143,11 @@ class Frames:
             start = stop
         del self.buffer[:start]
         return bodies
+
+
+class CallRefusal(Exception):
+    """A call that cannot be carried out: a code for the host, and a message."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code

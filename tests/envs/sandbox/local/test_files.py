@@ -7,8 +7,8 @@ import tracemalloc
 import anyio
 import pytest
 
-from envs.sandbox.agent.command import CallRefusal
 from envs.sandbox.agent.files import list_folder
+from envs.sandbox.agent.wire import CallRefusal
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.fake import FakeBackend, FakeImages
 from envs.sandbox.local.sandbox import LocalSandbox

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from envs.sandbox.agent import main
-from envs.sandbox.agent.command import CallRefusal
+from envs.sandbox.agent import leftovers
 from envs.sandbox.agent.proc import Stat, processes
+from envs.sandbox.agent.wire import CallRefusal
 
 LIMIT = 20.0
 """Seconds for commands that end by themselves; long, because the machine may be busy."""
@@ -73,12 +73,11 @@ class World:
 
 
 def ended_by_agent(monkeypatch, world):
-    agent = main.BoxAgent.__new__(main.BoxAgent)
-    agent.active, agent.shells, agent.children = set(), {}, {5: "a shell"}
+    agent = SimpleNamespace(active=set(), shells={}, children={5: "a shell"})
     for name in ("adopted", "processes", "number_of", "send_signal"):
-        monkeypatch.setattr(main, name, getattr(world, name))
-    monkeypatch.setattr(main, "LOOK_PAUSE", 0)
-    agent.end_leftovers()
+        monkeypatch.setattr(leftovers, name, getattr(world, name))
+    monkeypatch.setattr(leftovers, "LOOK_PAUSE", 0)
+    leftovers.end_leftovers(agent)
     return world
 
 

@@ -1,0 +1,82 @@
+"""Hosts that take over from one that is gone: whoever knows the secret may."""
+
+import _socket
+import os
+import sys
+from _operator import _compare_digest as compare_digest
+
+from envs.sandbox.agent.proc import Stat
+
+MAX_STRANGERS = 16
+"""Connections from inside that may be about to prove that they are a host: commands can make as many as they like."""
+
+
+class Listener:
+    """Waits for them. Bound before anything else runs, so that nobody can stand in for us."""
+
+    def __init__(self, agent: object, address: str) -> None:
+        self.agent = agent
+        self.strangers = 0
+        """Connections from inside that have not said the secret yet."""
+        self.listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        self.listener.bind("\0" + address)
+        self.listener.listen(8)
+        self.listener.setblocking(False)
+        agent.loop.watch(self.listener.fileno(), self.accept)
+
+    def accept(self) -> None:
+        """Somebody wants to take over."""
+        try:
+            # Not the module `socket`: importing it takes as long as starting Python.
+            fd = self.listener._accept()[0]
+            connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, fd)
+        except OSError:
+            return
+        inside = not from_outside(connection)
+        if inside and self.strangers >= MAX_STRANGERS:
+            connection.close()
+            return
+        secret = self.agent.options["secret"].encode()
+        connection.setblocking(False)
+        got = bytearray()
+
+        def prove() -> None:
+            try:
+                piece = connection.recv(len(secret) - len(got))
+            except BlockingIOError:
+                return
+            except OSError:
+                piece = b""
+            got.extend(piece)
+            if piece and len(got) < len(secret):
+                return
+            self.agent.loop.cancel(timer)
+            self.strangers -= inside
+            self.agent.loop.watch(connection.fileno())
+            if compare_digest(bytes(got), secret):
+                fd = os.dup(connection.fileno())
+                connection.close()
+                self.agent.connect(fd, fd)
+            else:
+                connection.close()
+
+        def give_up() -> None:
+            self.strangers -= inside
+            self.agent.loop.watch(connection.fileno())
+            connection.close()
+
+        self.strangers += inside
+        timer = self.agent.loop.later(5, give_up)
+        self.agent.loop.watch(connection.fileno(), prove)
+
+
+def from_outside(connection: object) -> bool:
+    """Whether what connected was put into the sandbox by its engine: its parent is none of the sandbox's processes.
+
+    What loses its parent in here becomes a child of ours, so that no command can pretend this.
+    """
+    peer = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12)
+    try:
+        return Stat(int.from_bytes(peer[:4], sys.byteorder)).parent == 0
+    except (OSError, ValueError, IndexError):
+        return False
