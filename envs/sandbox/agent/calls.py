@@ -131,7 +131,7 @@ def find_shell(agent: object, argument: dict) -> Shell:
 def session_run(agent: object, call: int, argument: dict) -> None:
     """Run a command in a session."""
     shell = find_shell(agent, argument)
-    running = Running(agent.replier(call), argument)
+    running = Running(shell, agent.replier(call), argument)
     agent.calls[call] = (shell, running)
     shell.run(running)
 

@@ -72,9 +72,9 @@ class Command:
         files, ours, theirs = {}, [], []
         try:
             if request.get("tty"):
-                files = self.open_terminal(request, ours, theirs)
+                files = open_terminal(request, ours, theirs)
             else:
-                files = self.open_pipes(request, ours, theirs)
+                files = open_pipes(self.agent.null, request, ours, theirs)
             self.pid = self.launch(request, files)
         except OSError as error:
             for fd in ours:
@@ -86,27 +86,6 @@ class Command:
             for fd in theirs:
                 os.close(fd)
         self.connect(request, ours)
-
-    def open_pipes(self, request: dict, ours: "list[int]", theirs: "list[int]") -> "dict[int, int]":
-        files = {0: self.agent.null}
-        if request.get("stdin") or request.get("feed"):
-            reading, writing = os.pipe()
-            theirs.append(reading)
-            ours.append(writing)
-            files[0] = reading
-        for number in (1, 2):
-            reading, writing = os.pipe()
-            ours.append(reading)
-            theirs.append(writing)
-            files[number] = writing
-        return files
-
-    def open_terminal(self, request: dict, ours: "list[int]", theirs: "list[int]") -> "dict[int, int]":
-        master, slave = os.openpty()
-        ours += [master, os.dup(master)]
-        theirs.append(slave)
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", request["rows"], request["columns"], 0, 0))
-        return {0: slave, 1: slave, 2: slave}
 
     def launch(self, request: dict, files: "dict[int, int]") -> int:
         """The process id. A program that is not there fails like in a shell: with 127, or 126, and a message."""
@@ -230,6 +209,31 @@ class Command:
         """The result as frames: pieces of long output first."""
         assert self.ended_body is not None
         send_result(reply, self.ended_body, self.rings, self.streaming)
+
+
+def open_pipes(null: int, request: dict, ours: "list[int]", theirs: "list[int]") -> "dict[int, int]":
+    """What a process reads and writes, by its descriptors; our ends of the pipes, and its own, are added."""
+    files = {0: null}
+    if request.get("stdin") or request.get("feed"):
+        reading, writing = os.pipe()
+        theirs.append(reading)
+        ours.append(writing)
+        files[0] = reading
+    for number in (1, 2):
+        reading, writing = os.pipe()
+        ours.append(reading)
+        theirs.append(writing)
+        files[number] = writing
+    return files
+
+
+def open_terminal(request: dict, ours: "list[int]", theirs: "list[int]") -> "dict[int, int]":
+    """The same for a process on a terminal."""
+    master, slave = os.openpty()
+    ours += [master, os.dup(master)]
+    theirs.append(slave)
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", request["rows"], request["columns"], 0, 0))
+    return {0: slave, 1: slave, 2: slave}
 
 
 def send_result(reply: object, body: dict, rings: dict, streaming: bool) -> None:

@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 PARTS = (
-    "wire", "loop", "launcher", "proc", "process", "leftovers", "command", "shell", "paths", "files", "archives",
-    "calls", "takeover", "main",
+    "wire", "loop", "launcher", "proc", "process", "leftovers", "command", "bash", "shell", "paths", "files",
+    "archives", "calls", "takeover", "main",
 )  # fmt: skip
 """Modules of the agent, each after the ones that it needs."""
 _OWN_IMPORT = re.compile(r"^from envs\.\S+ import (?:\([^)]*\)|.*)\n", re.MULTILINE)
