@@ -55,9 +55,12 @@ class FakeContainer:
         self.labels = dict(labels)
         self.folder = folder
         self.process: Process | None = None
+        self.killed = False
+        """It counts as ended from then on, though its process takes a moment."""
 
     def info(self) -> ContainerInfo:
         code = None if self.process is None else self.process.returncode
+        code = -signal.SIGKILL if code is None and self.killed else code
         running = self.process is not None and code is None
         return ContainerInfo(
             self.container_id, self.name, running, self.labels, exit_code=code, runtime="none", layer_size=0
@@ -189,6 +192,7 @@ class FakeContainers:
         """As if the kernel had killed everything in it."""
         process = self.known(container_id).process
         if process is not None and process.returncode is None:
+            self.known(container_id).killed = True
             # The agent first, so that it cannot report the death of a command.
             pids = [process.pid, *_descendants(process.pid)]
             for pid in pids:
