@@ -24,7 +24,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import msgspec
 
-from envs import wrapped
+from envs import nested
 from envs.agent_run import AgentRun, Function
 from envs.judging.judge import SandboxOpener
 from envs.nested import load_tasks
@@ -174,13 +174,13 @@ class Agent:
         Raises:
             ConfigError: naming what is wrong.
         """
-        wrapped.check(*options.environment)
+        nested.check(*options.environment)
         _ = options.agent
 
     @classmethod
     async def prepare(cls, options: AgentOptions) -> None:
         """Open the endpoint, and what the tasks want."""
-        await wrapped.prepare(*options.environment)
+        await nested.prepare(*options.environment)
         if options.boxed is not None:
             await try_box(options.boxed, cls.opener)
         await shared(ENDPOINT, open_endpoint)

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import msgspec
 
-from envs import wrapped
+from envs import nested
 from flash.config.objects import check_options, load_environment
 from flash.environment import (
     Domain,
@@ -138,7 +138,7 @@ class Mixture:
         """
         for name, maker in options.makers.items():
             try:
-                wrapped.check(maker.env, maker.kwargs)
+                nested.check(maker.env, maker.kwargs)
             except ConfigError as error:
                 raise ConfigError(f"`kinds.{name}.options`: {error}") from error
 
@@ -146,7 +146,7 @@ class Mixture:
     async def prepare(cls, options: MixtureOptions) -> None:
         """Prepare each environment that wants it."""
         for maker in options.makers.values():
-            await wrapped.prepare(maker.env, maker.kwargs)
+            await nested.prepare(maker.env, maker.kwargs)
 
     @classmethod
     def kind_of(cls, seed: int, options: MixtureOptions) -> str:

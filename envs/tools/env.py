@@ -16,7 +16,7 @@ from typing import Any, ClassVar, cast
 import anyio
 import msgspec
 
-from envs import wrapped
+from envs import nested
 from envs.judging.judge import SandboxOpener, shared_judge
 from envs.judging.options import JudgePool, Language, judge_pool_of, limits_of, spec_of
 from envs.nested import load_tasks
@@ -124,7 +124,7 @@ class ToolEnv:
         Raises:
             ConfigError: naming what is wrong.
         """
-        wrapped.check(*options.environment)
+        nested.check(*options.environment)
         _ = options.toolsets
 
     @classmethod
@@ -135,7 +135,7 @@ class ToolEnv:
             ConfigError: two tools have one name.
             FlashError: a tool cannot be had.
         """
-        await wrapped.prepare(*options.environment)
+        await nested.prepare(*options.environment)
         async with AsyncExitStack() as held:
             runners = await _open(options, held, cls.opener)
         if any(runner.state == SANDBOX for runner in runners.values()):

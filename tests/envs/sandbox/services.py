@@ -14,6 +14,7 @@ from envs.sandbox.engines.backend import Backend
 from envs.sandbox.engines.fake import FakeBackend
 from envs.sandbox.pool.engine_maker import open_engine_host
 from envs.sandbox.pool.host import HostSettings, Identity
+from envs.sandbox.pool.journal import PoolJournal
 from envs.sandbox.pool.pool import SandboxPool, open_pool
 from envs.sandbox.pool.state import PoolSettings
 from envs.sandbox.protocol.tokens import ADMIN, Token, Tokens
