@@ -1,7 +1,7 @@
 """A run on three hosts where all is killed, stopped and cut off: one fault every 20 s [--seconds 1800] [--seed 0].
 
 The model and task of examples/tiny.toml; the first host has the hub, the trainer and an engine, two others an engine
-each. By seed SIGKILL, or SIGSTOP for 5 to 90 s, hits a trainer rank or its agent, the hub's node loop, another node
+each. By seed SIGKILL, or SIGSTOP for 5 to 90 s, hits a trainer rank, the hub's node loop, another node
 loop, an engine's core, a worker of it or `flash train` itself, or a host's link is cut in one direction or in both. A
 command that ends is started again after 3 s. At the end the run is resumed once more, and ends by itself. What it has
 lost or doubled is read from what it leaves behind.

@@ -11,12 +11,11 @@ import msgspec
 
 from flash.foreign.vllm import WORKER_TITLE
 
-Target = Literal["trainer", "agent", "hub", "node", "core", "worker", "launcher", "network"]
+Target = Literal["trainer", "hub", "node", "core", "worker", "launcher", "network"]
 How = Literal["kill", "stop", "cut", "half cut"]
 
 PLACES: dict[Target, tuple[int, ...]] = {
     "trainer": (0,),
-    "agent": (0,),
     "hub": (0,),
     "node": (1, 2),
     "core": (0, 1, 2),
@@ -24,8 +23,8 @@ PLACES: dict[Target, tuple[int, ...]] = {
     "launcher": (0, 1, 2),
     "network": (0, 1, 2),
 }
-"""On which hosts each target is: a trainer rank, the agent that started it, the hub's node loop, another node loop, an
-engine's core, a worker of it, `flash train` itself, and a host's link."""
+"""On which hosts each target is: a trainer rank, the hub's node loop, another node loop, an engine's core, a worker of
+it, `flash train` itself, and a host's link."""
 
 PROCESSES: tuple[Target, ...] = tuple(target for target in PLACES if target != "network")
 
@@ -40,6 +39,8 @@ GAP_S = 20.0
 """Between two faults, on average."""
 SHORTEST_S, LONGEST_S = 5.0, 90.0
 """How long something is stopped or cut off; short times are as likely as long ones, by their logarithm."""
+ROLES: tuple[Target, ...] = ("hub", "node", "trainer")
+"""What a launcher starts, by the names that it gives them."""
 CORE_TITLE = b"VLLM::EngineCore"
 
 
@@ -102,12 +103,8 @@ def role(command: bytes) -> Target | None:
     if command.startswith(WORKER_TITLE):
         return "worker"
     words = command.split(b"\0")
-    if b"flash.run.joined" in words:
-        return "node"
-    if b"flash.run.processes.trainers" in words:
-        return "agent"
     if b"flash.run.processes.worker" in words:
-        return "trainer" if b"trainer" in words else "hub"
+        return next((target for target in ROLES if target.encode() in words), None)
     if b"flash" in words and b"train" in words and b"-m" in words:
         return "launcher"
     return None

@@ -42,6 +42,7 @@ from flash.cli.hints import unknown_arguments, unknown_command
 from flash.cli.typed import typed
 from flash.config.decode import show
 from flash.errors import FlashError
+from flash.run.processes.rendezvous import heed_torchrun
 
 DESCRIPTION = "Asynchronous reinforcement-learning post-training for language models."
 COMMANDS = (
@@ -119,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     arguments.typed = typed(sys.argv, os.environ) if argv is None else ["flash", *argv]
     try:
+        heed_torchrun(os.environ)
         code = arguments.run(arguments)
         sys.stdout.flush()
         return code

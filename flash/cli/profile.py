@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         _make(out)
     order.give()
     try:
-        code = start(config, paths, overrides)
+        code = start(config)
     finally:
         if first_node and not any(out.iterdir()):
             out.rmdir()

@@ -7,7 +7,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 
 from flash.cli.commands import Commands
@@ -41,11 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
             sys.stderr.write(f"checked {line}\n")
         sys.stdout.write(dump(config))
         return 0
-    from flash.run.processes.agents import INTERRUPTED
+    from flash.run.processes.supervisor import End
 
     before = begun(config)
-    code = start(config, paths, overrides)
-    if code == INTERRUPTED:
+    code = start(config)
+    if code == End.INTERRUPTED:
         sys.stderr.write(f"flash: interrupted; {what_is_left(config, arguments.typed, before)}\n")
     return code
 
@@ -78,14 +77,14 @@ def what_is_left(config: Config, typed: Sequence[str], before: Begun) -> str:
     return f"go on with: {resume_command(typed)}"
 
 
-def start(config: Config, paths: Sequence[Path], overrides: Sequence[str]) -> int:
+def start(config: Config) -> int:
     """Make the tiny model that a checked configuration may want, and train; the exit code of `launch`."""
     from flash.run.processes.launcher import launch
 
-    # Until torchrun takes signals over: what was begun by then is put in order, as after Ctrl-C.
+    # Until the launch takes signals over: what was begun by then is put in order, as after Ctrl-C.
     signal.signal(signal.SIGTERM, _interrupt)
     make_missing_model(config)
-    return launch(config, [str(path) for path in paths], overrides)
+    return launch(config)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

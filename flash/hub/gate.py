@@ -96,7 +96,7 @@ class Gate:
     def __init__(self, hub: Hub, config: Config) -> None:
         self._hub = hub
         self._limits: dict[str, int] = {
-            "node": config.cluster.trainer_nodes,
+            "node": 1,
             "trainer": config.trainer_world_size,
             "messenger": config.cluster.trainer_nodes,
         }
@@ -137,7 +137,10 @@ class Gate:
         number = int(match[2])
         if (there := self._connected(peer.name)) is not None:
             heard = f"and was heard {self._silence(there):.0f} s ago"
-            raise ProtocolError(f"{peer.name} is connected already, {heard}; it must be silent for {SILENT_S:g} s")
+            raise ProtocolError(
+                f"{peer.name} is connected already, {heard}; it must be silent for {SILENT_S:g} s. Has another node of "
+                "the job the same FLASH_NODE_RANK?"
+            )
         life = self._hub.rank_arrives(number) if kind == "trainer" else 0
         self._speakers[peer.id] = Speaker(kind, number, life)
         self._given[peer.id] = {}
@@ -203,8 +206,8 @@ class Gate:
                 return self._report_fault(request)
             case p.StatusReport():
                 return _status_fault(request.status)
-            case p.LifeRequest() if len(request.host) > MOST_HOST:
-                return f"a host's name of {len(request.host)} characters"
+            case p.LifeRequest() if (longest := max(len(request.host), len(request.store))) > MOST_HOST:
+                return f"a host's name of {longest} characters"
             case p.BatchRequest() | p.Goodbye():
                 return _activity_fault(request.activities)
             case p.JoinRequest() if not 0 < request.engines <= MOST_ENGINES:

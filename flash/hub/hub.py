@@ -330,7 +330,7 @@ class Hub:
                 self._observer.note(f"{request.reason}: {self.interrupt() or 'the run is over'}")
             case p.Fatal():
                 await self._trainers.failed(request, lambda: self._waited_for(self._stage()))
-                await anyio.sleep_forever()  # a peer that left now would have torchrun end us before we say why
+                await anyio.sleep_forever()  # the peer hears of the end of this connection once we have said why
             case _:
                 return await self._trainers.while_it_lasts(partial(self._answer_rank, request))
         return p.Ack()

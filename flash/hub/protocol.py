@@ -3,7 +3,7 @@
 Rollout nodes send `LeaseRequest`, `DeliverRequest`, `CancelRequest`, `VersionRequest`, `LoadFailed`, `EngineReport` and
 `StatusReport`, and `ClaimRequest` where they have outlived a hub; trainer ranks send `LifeRequest`,
 `LifeWatch`, `BatchRequest` and `Goodbye`, and rank 0 also `PublishRequest`, `Commit` and
-`SnapshotRequest`; the agent that keeps a node's ranks sends `RanksRequest`. Any of them may send `Interrupt` or
+`SnapshotRequest`; the launcher that keeps a node's ranks sends `RanksRequest`. Any of them may send `Interrupt` or
 `Fatal`. A guest becomes a rollout node: it sends `RunRequest`, `JoinRequest`, and at its end `Leave`. Each class names
 the struct that answers it. Requests of nodes that wait (leases, cancels, versions) are answered, possibly empty, within
 `flash.config.waits.long_poll_s`.
@@ -167,6 +167,8 @@ class LifeReply(msgspec.Struct, frozen=True, tag=True):
     """Of the life, over all hubs of the run."""
     checkpoint: str | None
     """The folder to load; empty: version 0, the model as it is. None: there is nothing left to do."""
+    store: str = ""
+    """HOST:PORT of the store in which the ranks of this life meet, as rank 0 has said."""
 
 
 class LifeRequest(Request[LifeReply], frozen=True, tag=True):
@@ -174,9 +176,11 @@ class LifeRequest(Request[LifeReply], frozen=True, tag=True):
 
     rank: int
     process: int
-    """Its process id on its node, whose agent ends it when it hangs."""
+    """Its process id on its node, whose launcher ends it with its life."""
     host: str
     """That node's name, for people."""
+    store: str = ""
+    """HOST:PORT of the store that rank 0 has opened for all ranks of its life."""
 
 
 class LifeWatch(Request[Ack], frozen=True, tag=True):
@@ -194,11 +198,13 @@ class RanksReply(msgspec.Struct, frozen=True, tag=True):
     living: list[int]
     """Those of the newest life."""
     ended: list[int]
-    """Those whose life is over: each has to end by itself, or hangs."""
+    """Those whose life is over: nobody listens to them any more."""
+    hung: list[int]
+    """Of these, those that had been silent when it ended."""
 
 
 class RanksRequest(Request[RanksReply], frozen=True, tag=True):
-    """An agent asks what became of its ranks. Answered when there is news of any rank."""
+    """A launcher asks what became of its ranks. Answered when there is news of any rank."""
 
     node: int
     after: int
@@ -322,6 +328,8 @@ class JoinRequest(Request[JoinReply], frozen=True, tag=True):
     """Of the configuration that it has been told."""
     engines: int
     """How many it will start."""
+    node: int = 0
+    """The number in the job of a node that has trainer ranks, which it keeps; 0: it has none."""
 
 
 class DrainRequest(Request[Ack], frozen=True, tag=True):

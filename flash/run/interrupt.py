@@ -15,7 +15,7 @@ from flash.trainer.state.stored import newest_complete
 async def interrupt_on_signal(hub: Hub, config: Config, tell: Callable[[str], None]) -> None:
     """End the run in order at a signal, and say at once what it still does.
 
-    A second Ctrl-C ends all processes; torchrun, which hears it too, sees to that (`flash.foreign.torch`).
+    A second Ctrl-C ends all processes; the launcher sees to that (`flash.run.processes.launch`).
     """
     told = False
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:

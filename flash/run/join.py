@@ -1,193 +1,127 @@
-"""The launcher of a node without trainers: it starts one node loop, which joins the run of a hub, and supervises it.
+"""A node that joins a run: `flash join`, and what every node of a job but the first is.
 
-Not part of torchrun's rendezvous: the trainers do not start again with this node, nor this node with them. It asks the
-hub what the run is, and starts a node loop for that (`flash.run.joined`). A node loop that dies is started again,
-cluster.max_restarts times; one that cannot serve the next hub with the engines that it has is started again for it.
+It asks the hub what the run is, and starts a node loop for that (`flash.run.joined`). A node loop that dies is started
+again, cluster.max_restarts times; one that cannot serve the next hub with the engines that it has is started again for
+it. The trainer ranks, its own machine's too, do not start again with it.
 """
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-import anyio
-import msgspec
-from anyio.abc import Process, TaskGroup
+import anyio.to_thread
 
 from flash.config.advice import advise_on_engines
 from flash.config.load import dump, load
 from flash.config.objects import import_from, share_import_path
 from flash.config.tree import Config
-from flash.config.waits import grace_s
-from flash.errors import ConfigError, how_it_ended
+from flash.errors import ConfigError
 from flash.hub import protocol as p
 from flash.run.models.models import make_missing_model
 from flash.run.processes.hub_place import HubPlace
 from flash.run.processes.hub_search import HubSearch
+from flash.run.processes.launch import Launch
 from flash.run.processes.scratch import scratch_folder
 from flash.run.processes.starter_watch import begin_launch
+from flash.run.processes.supervisor import End, Order, Part, describe, judge, say
 from flash.run.processes.token import VARIABLE
-from flash.waiting import first_error
 
 OWN_KEYS = (
     *("cluster.gpus_per_node", "cluster.node_cpus", "cluster.trainer_cpus"),
     *("engine.count", "engine.memory_fraction", "engine.kv_cache_gib"),
 )
 """What each machine may have of its own."""
-LOST = 75
-"""Exit code of a launch whose node has failed for good, while the run goes on; launch.sh knows it."""
 
 
-class LifeEnd(IntEnum):
-    """Exit codes of a node loop that has joined."""
-
-    OVER = 0
-    """The run is over, or the node was told to leave."""
-    FAILED = 1
-    """With an error that may not come again."""
-    FINAL = 3
-    """With an error that will."""
-    HUB_LOST = 4
-
-
-class Order(msgspec.Struct, frozen=True):
-    """What a node loop is told by its launcher."""
-
-    place: HubPlace
-    digest: str
-    """Of the run's configuration."""
-    begun: float
-    """When the launcher began with this node loop, in Unix seconds."""
-
-
-def join(place: HubPlace, overrides: Sequence[str] = (), own: Config | None = None) -> int:
+def join(place: HubPlace, overrides: Sequence[str] = ()) -> int:
     """Run this machine's part of a run, until the run is over or a signal comes; the exit code: 0 or LOST.
 
     Args:
         place: where the hub is.
         overrides: of this machine's own keys.
-        own: the configuration that this machine was started with; None takes that of the hub. With it the hub may
-            still have to start.
 
     Raises:
         FlashError: there is no hub, or this machine cannot join it.
     """
+    begin_launch()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with scratch_folder() as folder:
-        try:
-            return anyio.run(Launch(place, overrides, own, folder).run)
-        except BaseExceptionGroup as group:  # of the task group around the launch
-            raise first_error(group) from None
+        return Launch(JoinedLoop(place, folder, overrides=overrides)).run()
 
 
-class Launch:
-    """One `flash join`."""
+class JoinedLoop(Part):
+    """The loop of a node that joins.
 
-    def __init__(self, place: HubPlace, overrides: Sequence[str], own: Config | None, folder: Path) -> None:
+    Args:
+        place: where the hub is.
+        folder: for the configuration.
+        node: the number of this machine in its job; None: none has started it.
+        own: the configuration that this machine was started with; None takes that of the hub. With it the hub may
+            still have to start.
+        overrides: of this machine's own keys.
+    """
+
+    def __init__(
+        self,
+        place: HubPlace,
+        folder: Path,
+        node: int | None = None,
+        own: Config | None = None,
+        overrides: Sequence[str] = (),
+    ) -> None:
+        super().__init__(
+            own,
+            follows="the node loop of this node starts again, and the run goes on meanwhile",
+            without="; the run goes on without it",
+        )
         self._place = place
-        self._overrides = overrides
-        self._own = own
         self._folder = folder
-        self._process: Process | None = None
+        self._node = node
+        self._own = own
+        self._overrides = overrides
         self._begun = time.time()
-        self._shutdown_s, self._grace_s = 0.0, 0
         self._search = HubSearch(place, os.environ.get(VARIABLE))
-        self._told = False
-        """Whether a signal has told us to leave."""
-        begin_launch()
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        self._run: p.RunReply | None = None
+        """What the last hub said."""
+        self._lost = True
+        """Whether a hub is to be looked for."""
 
-    async def run(self) -> int:
-        """Until the run is over; see `join`."""
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._heed_signals, tasks)
-            code = await self._lives()
-            tasks.cancel_scope.cancel()
-            return code
-        return 0  # told to leave before anything ran
+    async def once(self, restarts: int) -> tuple[End, list[str]]:
+        """As of `Part`, from the hub's answer to the end of a node loop.
 
-    async def _heed_signals(self, tasks: TaskGroup) -> None:
-        """Pass the first signal on to the node loop, which leaves in order; what does not end in time is killed.
-
-        A Ctrl-C after it kills at once. Others may come again and again without a meaning.
+        Raises:
+            FlashError: there is no hub, or this machine cannot join it.
         """
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async for received in signals:
-                process = self._process
-                if process is None:
-                    self._told = True
-                    tasks.cancel_scope.cancel()
-                    return
-                if not self._told:
-                    self._told = True
-                    tasks.start_soon(self._leave, process, signal.Signals(received))
-                elif received == signal.SIGINT:
-                    _kill(process)
+        first = self._run is None
+        if self._lost:
+            known = self.config
+            found = await self._search.find(known.deadlines.rendezvous if known else 0.0, self._run)
+            self._run = found and found[1]
+        run = self._run
+        if run is None or run.ending:
+            if run is not None and self._own is None and first:
+                raise ConfigError(f"the run of {self._place} is at its end: there is nothing left for a node to do")
+            say("the run is over")
+            return End.OVER, []
+        config, file = self._configure(run)
+        self.config = config
+        await anyio.to_thread.run_sync(make_missing_model, config, abandon_on_cancel=True)
+        node = config.cluster.trainer_nodes if self._node is None else self._node
+        order = Order(node, restarts, place=self._place, digest=run.digest, begun=self._begun)
+        end, words = await self.loop(file, order)
+        self._lost, self._begun = end == End.WITH_PEER, time.time()
+        return end, words
 
-    async def _leave(self, process: Process, received: signal.Signals) -> None:
-        again = "; Ctrl-C again ends it now" if received == signal.SIGINT else ""
-        within = f"within {self._shutdown_s:g} s{again}"
-        _say(f"{received.name}: this node takes no more work, and leaves the run {within}")
-        with suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
-        await anyio.sleep(self._grace_s)
-        _kill(process)
-
-    async def _lives(self) -> int:
-        """Consumes ends of the node loop, and hubs. Waits for the one or the other. Produces the next node loop."""
-        run = await self._meet(self._own.deadlines.rendezvous if self._own else 0.0)
-        restarts = 0
-        while run is not None and not run.ending:
-            config, file = self._configure(run)
-            self._shutdown_s, self._grace_s = config.deadlines.shutdown, grace_s(config)
-            await anyio.to_thread.run_sync(make_missing_model, config, abandon_on_cancel=True)
-            end = await self.life(file, run)
-            if end == LifeEnd.OVER or self._told:
-                return 0
-            if end == LifeEnd.HUB_LOST:
-                run = await self._meet(config.deadlines.rendezvous, run)
-                self._begun = time.time()
-                continue
-            if end == LifeEnd.FINAL:
-                return LOST
-            if end != LifeEnd.FAILED:
-                _say(f"the node loop {how_it_ended(end)}")
-            self._begun = time.time()
-            restarts, most = restarts + 1, config.cluster.max_restarts
-            if restarts > most:
-                _say(f"no restart is left of cluster.max_restarts = {most}; the run goes on without this node")
-                return LOST
-            _say(f"this node starts again (restart {restarts} of {most}); the run goes on meanwhile")
-        if run is not None and self._own is None and restarts == 0:
-            raise ConfigError(f"the run of {self._place} is at its end: there is nothing left for a node to do")
-        _say("the run is over")
-        return 0
-
-    async def _meet(self, wait_s: float, before: p.RunReply | None = None) -> p.RunReply | None:
-        found = await self._search.find(wait_s, before)
-        return found and found[1]
-
-    async def life(self, file: Path, run: p.RunReply) -> int:
-        """One node loop, from its start to its exit code."""
-        order = msgspec.json.encode(Order(self._place, run.digest, self._begun)).decode()
-        command = [sys.executable, "-m", "flash.run.joined", str(file), order]
-        # A group of its own: a terminal's signals come through us.
-        async with await anyio.open_process(
-            command, stdin=subprocess.DEVNULL, stdout=None, stderr=None, start_new_session=True
-        ) as process:
-            self._process = process
-            try:
-                return await process.wait()
-            finally:
-                self._process = None
+    async def loop(self, file: Path, order: Order) -> tuple[End, list[str]]:
+        """One node loop."""
+        ended = await self.processes.run("node", file, [order])
+        end, silent = await judge(ended, self.processes.killed, self.ending)
+        return end, [describe("the node loop", one) for one in silent]
 
     # -- its configuration -------------------------------------------------------------------------------------------
 
@@ -213,7 +147,8 @@ class Launch:
         share_import_path()
         if hubs["cluster"]["gpus_per_node"] and not config.gpus_per_node:
             raise ConfigError("this machine has no GPU, and the engines of this run have")
-        if not config.engines_on(config.cluster.trainer_nodes):
+        node = config.cluster.trainer_nodes if self._node is None else self._node
+        if not config.engines_on(node):
             raise ConfigError(
                 f"an engine wants engine.tensor_parallel = {config.engine.tensor_parallel} GPUs, and this machine has "
                 f"{config.gpus_per_node}"
@@ -240,14 +175,3 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]
     for key, value in table.items():
         found += _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
     return found
-
-
-def _kill(process: Process) -> None:
-    """The node loop, and its engines with it."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _say(words: str) -> None:
-    sys.stderr.write(f"flash: {words}\n")
-    sys.stderr.flush()

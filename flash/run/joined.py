@@ -1,8 +1,8 @@
-"""What `flash.run.join` starts: the node loop of a node that has joined a run.
+"""The loop of a node that has joined a run, as every node but the first does.
 
 It connects to the hub as a guest, and is given its number and those of its engines. When the hub is gone its episodes
 go on; it waits for the next one of the run, and goes on there with what it has in hand. SIGTERM makes it leave in
-order. Its exit codes are those of `LifeEnd`.
+order.
 """
 
 from __future__ import annotations
@@ -11,16 +11,12 @@ import os
 import signal
 import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 import anyio
-import msgspec
 from anyio.abc import TaskGroup
 
-from flash.config.load import load
-from flash.config.objects import take_import_path
 from flash.config.tree import Config
 from flash.environment.load import LoadedEnvironment
 from flash.environment.shared import sharing
@@ -29,44 +25,23 @@ from flash.hub import protocol as p
 from flash.hub.stages import STARTING_ENGINES
 from flash.rollout.node import RolloutNode
 from flash.rollout.vllm.start import import_vllm
-from flash.run.join import LifeEnd, Order
-from flash.run.node_loop import make_node, unix_clock
+from flash.run.node_loop import Numbers, make_node, unix_clock
 from flash.run.processes.hub_search import RETRY_S, HubSearch
-from flash.run.processes.scratch import join_scratch_folder
-from flash.run.processes.starter_watch import end_with_starter
+from flash.run.processes.supervisor import End, Order
 from flash.run.processes.token import VARIABLE
-from flash.run.processes.worker import begin_logging, complain
 from flash.run.startup import EVERY_S, start_of_engines
-from flash.transport.accept import raise_descriptor_limit
 from flash.transport.client import connect
 from flash.transport.request import ReplyT, Request
 from flash.waiting import first_error, unwrapped_group
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m flash.run.joined CONFIG ORDER`."""
-    file, order = list(sys.argv[1:] if argv is None else argv)
-    begin_logging()
-    raise_descriptor_limit()
-    take_import_path()
-    join_scratch_folder()
-    end_with_starter(0, speaks=True)
+def run_joined_loop(order: Order, config: Config) -> End:
+    """Serve the hubs of a run with this machine's engines, until it is over, or as `Life` says."""
     # Taken out, so that neither engines nor environments inherit it.
-    token = os.environ.pop(VARIABLE, None)
-    try:
-        config = load(file, ["run.resume=false"])
-        if config.cluster.node_cpus is not None:
-            os.sched_setaffinity(0, config.cluster.node_cpus)
-        return anyio.run(_roll_out, config, msgspec.json.decode(order, type=Order), token)
-    except FlashError as error:
-        complain(error)
-        return LifeEnd.FINAL if error.fatal else LifeEnd.FAILED
-    except Exception:  # the process's outermost boundary: show the bug, end with a code the launcher understands
-        traceback.print_exc()
-        return LifeEnd.FAILED
+    return anyio.run(_roll_out, config, order, os.environ.pop(VARIABLE, None))
 
 
-class Hub:
+class HubConnection:
     """A connection to the hub that remembers how it ended. `serves` is told, once, that this node makes samples."""
 
     def __init__(self, caller: p.HubCaller, serves: Callable[[int], None]) -> None:
@@ -94,8 +69,8 @@ class Hub:
         return reply
 
 
-async def _roll_out(config: Config, order: Order, token: str | None) -> LifeEnd:
-    end = LifeEnd.OVER  # also of a signal that comes while it has no hub
+async def _roll_out(config: Config, order: Order, token: str | None) -> End:
+    end = End.OVER  # also of a signal that comes while it has no hub
     try:
         async with sharing(config.run.name, close_s=config.deadlines.close), anyio.create_task_group() as group:
             life = Life(config, order, token)
@@ -118,6 +93,8 @@ class Life:
 
     def __init__(self, config: Config, order: Order, token: str | None) -> None:
         self._config = config
+        self._place = order.node
+        self._trains = order.node < config.cluster.trainer_nodes
         self._digest = order.digest
         self._begun = order.begun
         self._search = HubSearch(order.place, token)
@@ -143,7 +120,7 @@ class Life:
         self._told = False
         """Whether a signal has told us to leave."""
 
-    async def run(self) -> LifeEnd:
+    async def run(self) -> End:
         """Until the run is over, a signal comes, or the next hub wants another node than this one."""
         try:
             async with unwrapped_group() as tasks:
@@ -154,12 +131,12 @@ class Life:
             if self._node is not None:
                 await self._node.close()
 
-    async def _serve_all(self, tasks: TaskGroup) -> LifeEnd:
+    async def _serve_all(self, tasks: TaskGroup) -> End:
         wait_s = 0.0
         while (end := await self._serve_next(tasks, wait_s)) is None:
             # The group of nccl is made of engines that start with it.
             if self._node is None or self._told or self._config.weights_backend == "nccl":
-                return LifeEnd.HUB_LOST
+                return End.WITH_PEER
             wait_s = self._config.deadlines.rendezvous
             await anyio.sleep(RETRY_S)
         return end
@@ -195,25 +172,32 @@ class Life:
                 say(f"{STARTING_ENGINES} … {seconds:.0f} s{start_of_engines(seconds, self._config)}")
             await anyio.sleep(EVERY_S)
 
-    async def make_node(self, node: int, first_engine: int, hub: Hub) -> RolloutNode:
+    async def make_node(self, numbers: Numbers, hub: HubConnection) -> RolloutNode:
         """The node, with engines that are still to start."""
         begun = time.time()
         # Before the tokenizer, whose import is a part of vLLM's.
         await anyio.to_thread.run_sync(import_vllm, self._config)
         self._import_s = time.time() - begun
-        return await make_node(node, first_engine, self._config, self._env, hub, unix_clock(), on_loss=self.lose_hub)
+        parts = (self._place, numbers, self._config, self._env, hub)
+        return await make_node(*parts, unix_clock(), on_loss=self.lose_hub)
 
     async def heed_signals(self, all_of_it: anyio.CancelScope) -> None:
         """Leave in order."""
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async for _ in signals:
+            async for received in signals:
+                if not self._told:
+                    again = "; Ctrl-C again ends it now" if received == signal.SIGINT else ""
+                    within = f"within {self._config.deadlines.shutdown:g} s{again}"
+                    name = signal.Signals(received).name
+                    sys.stderr.write(f"flash: {name}: this node takes no more work, and leaves the run {within}\n")
+                    sys.stderr.flush()
                 self._told = True
                 if self._node is None or not self._serving:
                     all_of_it.cancel()
                     return
                 await self._node.drain()
 
-    async def _serve_next(self, tasks: TaskGroup, wait_s: float) -> LifeEnd | None:
+    async def _serve_next(self, tasks: TaskGroup, wait_s: float) -> End | None:
         """Look for a hub, for so long, and serve it. None: it is gone.
 
         Raises:
@@ -227,41 +211,42 @@ class Life:
             raise
         if found is None:
             say("the run is over")
-            return LifeEnd.OVER
+            return End.OVER
         address, self._run = found
         if self._run.digest != self._digest:
-            return LifeEnd.HUB_LOST
+            return End.WITH_PEER
         if self._node is not None and self._node.newest_version > self._run.version:
             say(f"the run has gone back to version {self._run.version}: this node starts again")
-            return LifeEnd.HUB_LOST
+            return End.WITH_PEER
         host, port, name = address.host, address.port, f"guest-{os.getpid()}"
-        hub: Hub | None = None
+        hub: HubConnection | None = None
         try:
             async with connect(host, port, address.token, name, self._config.deadlines.connect) as caller:
-                hub = Hub(caller, self._tell_beginning)
+                hub = HubConnection(caller, self._tell_beginning)
                 return await self._serve(hub, tasks)
         except Exception as error:  # what ends it is told apart below
             if hub is not None and hub.over:
                 say("the run is over")
-                return LifeEnd.OVER
+                return End.OVER
             if isinstance(error, TransportError) and (hub is None or hub.lost) and not error.fatal:
                 sys.stderr.write(f"flash: the hub at {host}:{port} is gone: {error}\n")
                 return None
             raise
 
-    async def _serve(self, hub: Hub, tasks: TaskGroup) -> LifeEnd:
+    async def _serve(self, hub: HubConnection, tasks: TaskGroup) -> End:
         """Join, and serve until the hub has no more work or a signal comes. Errors as of `_serve_next`."""
         config, seconds = self._config, self._config.deadlines.request
-        engines = config.engines_on(config.cluster.trainer_nodes)
-        joined = await hub.call(p.JoinRequest(self._digest, engines), seconds)
+        engines = config.engines_on(self._place)
+        own = self._place if self._trains else 0
+        joined = await hub.call(p.JoinRequest(self._digest, engines, own), seconds)
         if joined.node is None:
-            return LifeEnd.OVER
+            return End.OVER
         self._rejoins = self._node is not None
         who, what = f"node {joined.node} of {config.run.name}", f"{engines} engine{'s' * (engines > 1)}"
         self._lost = None
         if self._node is None:
             say(f"{who}: starting {what}")
-            self._node = await self.make_node(joined.node, joined.first_engine, hub)
+            self._node = await self.make_node(Numbers(joined.node, joined.first_engine), hub)
             tasks.start_soon(self._work)
             tasks.start_soon(self._tell_start)
         else:
@@ -284,18 +269,10 @@ class Life:
                     await hub.call(p.Leave(joined.node, type(error).__name__, str(error)), seconds)
             raise error from None
         say("the run is over" if hub.over else f"node {joined.node} has left the run")
-        return LifeEnd.OVER
+        return End.OVER
 
 
 def say(words: str) -> None:
     """One line for people, as the first node writes them."""
     sys.stdout.write(f"[{words}]\n")
     sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # As in `flash.run.processes.worker`.
-    os._exit(code)

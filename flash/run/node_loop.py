@@ -1,6 +1,6 @@
-"""The node loop: one asyncio event loop per node. Node 0's also runs the hub and writes the run directory.
+"""The first node's loop: one asyncio event loop, which also runs the hub and writes the run directory.
 
-These are the loops of the nodes with trainers; those of the others are in `flash.run.joined`.
+The loops of all other nodes are in `flash.run.joined`.
 
 Ends when the hub has no more work, on the first error, or after an interrupt (SIGINT, SIGTERM): then trainer ranks
 finish their step and write a checkpoint within deadlines.shutdown.
@@ -9,13 +9,12 @@ finish their step and write a checkpoint within deadlines.shutdown.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import msgspec
@@ -24,7 +23,7 @@ from flash.config.decode import Problem, refuse
 from flash.config.objects import own_folders
 from flash.config.tree import Config
 from flash.environment.load import LoadedEnvironment
-from flash.errors import ConfigError, EngineError, FlashError, TransportError
+from flash.errors import ConfigError, EngineError, TransportError
 from flash.hub import protocol as p
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub
@@ -43,9 +42,10 @@ from flash.rollout.vllm.engine import VLLMEngine
 from flash.rollout.vllm.start import ready_tokenizer
 from flash.run.interrupt import cut_short, interrupt_on_signal
 from flash.run.processes.hub_place import HubAddress, announce, withdraw
-from flash.run.processes.rendezvous import Rank, advertised_host, find_hub
+from flash.run.processes.rendezvous import advertised_host
 from flash.run.processes.scratch import remember_shared_memory
 from flash.run.processes.starter_watch import LAUNCHER
+from flash.run.processes.supervisor import End, Order
 from flash.run.processes.token import VARIABLE, hub_token
 from flash.run.profiled import profile_node
 from flash.run.restart.history import RecordedHistory
@@ -54,7 +54,6 @@ from flash.run.restart.journal import FileJournal
 from flash.run.startup import tell_beginning, tell_cluster
 from flash.samples.journal import NO_JOURNAL
 from flash.trainer.state.stored import Choice, choose
-from flash.transport.blocking import BlockingClient
 from flash.transport.client import connect
 from flash.transport.collecting import seldom_collected
 from flash.transport.request import Request
@@ -69,36 +68,20 @@ SWITCH_S = 0.0005
 own 5 ms were the longest that it stood."""
 
 
-def run_node_loop(rank: Rank, config: Config) -> int:
-    """Run this node until the end of the run; the exit code."""
+def run_node_loop(order: Order, config: Config) -> End:
+    """Run this node until the end of the run."""
     sys.setswitchinterval(SWITCH_S)
-    return anyio.run(_node_loop, rank, config)
+    return anyio.run(_node_loop, order.restarts, config)
 
 
-async def _node_loop(rank: Rank, config: Config) -> int:
+async def _node_loop(restarts: int, config: Config) -> End:
     # Taken out, so that neither engines nor environments inherit it.
     token = os.environ.pop(VARIABLE, None)
-    now = unix_clock()
     try:
-        if rank.node == 0:
-            await _first_node(rank, config, token, now)
-        else:
-            address = await anyio.to_thread.run_sync(_answering, config, token, rank.node, abandon_on_cancel=True)
-            await _other_node(rank.node, config, address, now)
+        await _first_node(restarts, config, token, unix_clock())
     except BaseExceptionGroup as group:  # of the task groups below: people see the error that tells most
         raise first_error(group) from None
-    return 0
-
-
-def _answering(config: Config, token: str | None, node: int) -> HubAddress:
-    """The address of a hub that lets us in. Blocks until there is one."""
-
-    def try_it(address: HubAddress) -> HubAddress:
-        name = f"messenger-{node}"
-        with BlockingClient(address.host, address.port, address.token, name, config.deadlines.connect):
-            return address
-
-    return find_hub(config, token, try_it)
+    return End.OVER
 
 
 def unix_clock() -> Callable[[], float]:
@@ -107,8 +90,8 @@ def unix_clock() -> Callable[[], float]:
     return lambda: anyio.current_time() + offset
 
 
-async def _first_node(rank: Rank, config: Config, token: str | None, now: Callable[[], float]) -> None:
-    resume = config.run.resume or rank.restarts > 0
+async def _first_node(restarts: int, config: Config, token: str | None, now: Callable[[], float]) -> None:
+    resume = config.run.resume or restarts > 0
     checkpoint, notes = await anyio.to_thread.run_sync(choose, config.run_dir) if resume else Choice(None, [])
     kept = NOTHING
     if resume:
@@ -116,9 +99,7 @@ async def _first_node(rank: Rank, config: Config, token: str | None, now: Callab
     state = kept.state
     version = state.version if state is not None else 0
     tokenizer = await anyio.to_thread.run_sync(HfTokenizer, config.model)
-    with Recorder(
-        config, tokenizer, now=now, resume_at=version if resume else None, restarts=rank.restarts
-    ) as recorder:
+    with Recorder(config, tokenizer, now=now, resume_at=version if resume else None, restarts=restarts) as recorder:
         for note in (*notes, *kept.notes):
             recorder.note(note)
         env = LoadedEnvironment(config.env.path, config.env.options)
@@ -145,7 +126,7 @@ async def _first_node(rank: Rank, config: Config, token: str | None, now: Callab
             past=RecordedHistory(config.run_dir, recorder),
         )
         async with anyio.create_task_group() as signals:
-            # Outermost: torchrun's SIGTERM must not cut the orderly end of a run that has failed, nor hide its error.
+            # Outermost: a signal must not cut the orderly end of a run that has failed, nor hide its error.
             signals.start_soon(interrupt_on_signal, hub, config, recorder.note)
             if journal is not None:
                 signals.start_soon(journal.run)
@@ -228,15 +209,18 @@ async def _run_hub(
 async def _roll_out_here(
     hub: Hub, config: Config, env: LoadedEnvironment, address: HubAddress, now: Callable[[], float]
 ) -> None:
+    """The engines and episodes of this node."""
+    seconds = config.deadlines.connect
     with engines_until_interrupted(hub):
-        await _roll_out(0, config, env, address, now)
+        async with connect(address.host, address.port, address.token, "node-0", seconds) as caller:
+            await (await make_node(0, Numbers(0, 0), config, env, caller, now)).run()
 
 
 @contextmanager
 def engines_until_interrupted(hub: Hub) -> Generator[None]:
     """Let engines fail once the run was interrupted.
 
-    torchrun passes a signal on to whole process groups, and an engine that is starting has not left ours yet.
+    Slurm sends a signal to all processes of a job, engines too.
     """
     try:
         yield
@@ -245,72 +229,44 @@ def engines_until_interrupted(hub: Hub) -> Generator[None]:
             raise
 
 
-async def _other_node(node: int, config: Config, address: HubAddress, now: Callable[[], float]) -> None:
-    """Roll out for a hub on another node, and tell it of an error that ends the run."""
-    try:
-        async with anyio.create_task_group() as group:
-            group.start_soon(forward_signals, config, address, node, group.cancel_scope)
-            if config.engines_on(node):
-                env = LoadedEnvironment(config.env.path, config.env.options)
-                await _roll_out(node, config, env, address, now)
-            group.cancel_scope.cancel()
-    except BaseExceptionGroup as errors:  # whatever ended this node also ends the run
-        error = first_error(errors)
-        if isinstance(error, FlashError) and error.fatal:
-            with suppress(TransportError):  # what the hub answers is the end of the connection
-                await _tell(config, address, node, p.Fatal(type(error).__name__, f"node {node}: {error}"))
-        raise error from None
+class Numbers(NamedTuple):
+    """Of a node and its engines, as the hub has them."""
 
-
-async def _tell(config: Config, address: HubAddress, node: int, message: p.Fatal | p.Interrupt) -> None:
-    """Send one message on a connection of its own."""
-    name, deadline = f"messenger-{node}", config.deadlines.connect
-    async with connect(address.host, address.port, address.token, name, deadline) as hub:
-        await hub.call(message, timeout=config.deadlines.request)
-
-
-async def forward_signals(config: Config, address: HubAddress, node: int, all_of_it: anyio.CancelScope) -> None:
-    """Have the hub end the run in order when this node is told to end."""
-    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async for received in signals:
-            reason = f"node {node} received {signal.Signals(received).name}"
-            try:
-                await _tell(config, address, node, p.Interrupt(reason))
-            except TransportError:  # the run is over, or its hub is gone: nobody else ends this node
-                all_of_it.cancel()
-
-
-async def _roll_out(
-    node: int, config: Config, env: LoadedEnvironment, address: HubAddress, now: Callable[[], float]
-) -> None:
-    """The engines and episodes of a node that has some."""
-    first = sum(config.engines_on(earlier) for earlier in range(node))
-    async with connect(address.host, address.port, address.token, f"node-{node}", config.deadlines.connect) as hub:
-        await (await make_node(node, first, config, env, hub, now)).run()
+    node: int
+    first_engine: int
 
 
 async def make_node(
-    node: int,
-    first_engine: int,
+    place: int,
+    numbers: Numbers,
     config: Config,
     env: LoadedEnvironment,
     hub: p.HubCaller,
     now: Callable[[], float],
     on_loss: Callable[[TransportError], None] | None = None,
 ) -> RolloutNode:
-    """A node with real engines; nothing of it is started. `on_loss` as of `RolloutNode`."""
+    """A node with real engines; nothing of it is started.
 
+    Args:
+        place: the number of this machine in its job, by which it has engines and GPUs.
+        numbers: of the node.
+        config: the run.
+        env: the environment.
+        hub: a connection to the hub.
+        now: gives Unix seconds.
+        on_loss: as of `RolloutNode`.
+    """
     order = ordered()
 
     def make_engine(gpus: Sequence[int], number: int) -> Engine:
         engine = VLLMEngine(config, number, gpus, remember_shared_memory)
         return engine if order is None else ProfiledEngine(engine, number, order)
 
-    engines = [partial(make_engine, config.engine_gpus(node, i)) for i in range(config.engines_on(node))]
+    engines = [partial(make_engine, config.engine_gpus(place, i)) for i in range(config.engines_on(place))]
     tokenizer = await anyio.to_thread.run_sync(ready_tokenizer, config)
     settings, seed = episode_settings(config), config.run.seed
     tried = partial(rehearse, tokenizer, env.make, env.kind_of, settings, run_seed=seed, now=now)
-    parts = (node, config, engines, first_engine, tokenizer, env.make, hub)
+    parts = (numbers.node, config, engines, numbers.first_engine, tokenizer, env.make, hub)
     return RolloutNode(
         *parts,
         now=now,

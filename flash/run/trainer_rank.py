@@ -1,7 +1,6 @@
 """One trainer rank: follows the hub until it has no more batches. Only trainer ranks join the process group.
 
-It ends at once when its hub or another rank of its life is gone: what it still does then is of use to nobody, and the
-next life waits for its end.
+When its hub or another rank of its life is gone, what it still does is of use to nobody: its launcher ends it.
 """
 
 from __future__ import annotations
@@ -14,22 +13,23 @@ import signal
 import socket
 import threading
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from flash.config.tree import Config
-from flash.errors import CollectiveError, FlashError, LifeOverError, PeerLostError, TransportError
-from flash.foreign.torch import below, collective_failed
-from flash.run.processes.agents import ENDED_WITH_PEER
+from flash.errors import CollectiveError, FlashError, PeerLostError, TransportError
+from flash.foreign.torch import collective_failed, open_store, private_store, reach_store
 from flash.run.processes.hub_place import HubAddress
-from flash.run.processes.rendezvous import Meeting, Rank, advertised_host, find_hub
+from flash.run.processes.rendezvous import advertised_host, find_hub
+from flash.run.processes.supervisor import End, Order
 from flash.run.processes.token import VARIABLE
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
     from flash.hub.protocol import Ack, BatchReply, Fatal, LifeReply, LifeWatch
     from flash.transport.blocking import BlockingClient
     from flash.transport.request import ReplyT, Request
@@ -54,31 +54,44 @@ class Watcher(Protocol):
         ...
 
 
-def run_trainer_rank(rank: Rank, config: Config) -> int:
-    """Train until the hub has no more batches; the exit code.
+def run_trainer_rank(order: Order, config: Config) -> End:
+    """Train until the hub has no more batches.
 
     Once it has a place, a trainer rank follows the hub and not signals: an interrupt reaches it as the end of batches.
     """
     token = os.environ.pop(VARIABLE, None)
-    meeting = Meeting(rank, config.deadlines.rendezvous)
-    index, _ = meeting.declare(rank, config)
+    index = order.node * config.cluster.trainer_ranks + order.local
+    store, address = None, ""
+    if index == 0:
+        store, address = _open_store(config)
     with ExitStack() as stack:
-        hub, life = find_hub(config, token, partial(_enter, index, config, stack), tells=index == 0)
+        enter = partial(_enter, index, config, address, stack)
+        hub, life = find_hub(config, token, enter, tells=order.local == 0)
         if life.checkpoint is None:
-            return 0
-        life_of_rank = RankLife(index, hub, lambda: os._exit(ENDED_WITH_PEER))
+            return End.OVER
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
-        threading.Thread(target=life_of_rank.watch, name="flash-life", daemon=True).start()
+        threading.Thread(target=beat, args=(hub, index), name="flash-beat", daemon=True).start()
         try:
-            _train(rank, config, index, meeting, life, RankHub(index, hub), stack)
+            if store is None:
+                host, _, port = life.store.rpartition(":")
+                store = reach_store(host, int(port), config.deadlines.rendezvous)
+            _train(order.local, config, index, store, life, RankHub(index, hub), stack)
         except Exception as error:  # supervised boundary: whatever ends a rank is told where people look
             # Told before the other ranks lose this one and have errors of their own.
             tell_end(hub, index, error, config.deadlines.request, others(index, config))
-            return ENDED_WITH_PEER if isinstance(error, PeerLostError) else 1
-        finally:
-            life_of_rank.close()
-    return 0
+            echo = isinstance(error, PeerLostError) or collective_failed(error)
+            return End.WITH_PEER if echo else End.FAILED
+    return End.OVER
+
+
+def _open_store(config: Config) -> tuple[Store, str]:
+    """Where the ranks of this life meet. It is open to anyone who reaches the host: nothing in it is secret."""
+    if config.trainer_world_size == 1:
+        return private_store(), ""
+    host = advertised_host(config) if config.cluster.trainer_nodes > 1 else "127.0.0.1"
+    store, port = open_store(host, config.deadlines.rendezvous)
+    return store, f"{host}:{port}"
 
 
 class RankHub:
@@ -99,34 +112,16 @@ class RankHub:
         return fetch_blocking(self._hub, self._rank, step, did, timeout)
 
 
-class RankLife:
-    """Ends this process when its life is over, or its hub is gone, unless it ends itself.
+def beat(hub: Watcher, rank: int) -> None:
+    """In a thread of its own: show the hub that this process runs, as long as its life goes on.
 
-    Torch may hold the main thread meanwhile. A rank that shows no sign is killed by its agent.
+    It ends nothing: torch may hold the main thread when a life is over, and then the launcher ends the process.
     """
+    from flash.hub.protocol import LifeWatch
 
-    def __init__(self, rank: int, hub: Watcher, end: Callable[[], object]) -> None:
-        self._rank = rank
-        self._hub = hub
-        self._end = end
-        self._over = False
-
-    def watch(self) -> None:
-        """In a thread of its own: show the hub that the process runs, as long as that answers."""
-        from flash.hub.protocol import LifeWatch
-
-        try:
-            while True:
-                self._hub.call(LifeWatch(self._rank), timeout=math.inf)
-        except Exception as error:  # whatever it is, and be it this process's own end
-            if self._rank == 0 and not self._over and not isinstance(error, LifeOverError):
-                log.debug("trainer rank 0 ends: %s", error)
-        if not self._over:
-            self._end()
-
-    def close(self) -> None:
-        """The main thread is done: what the watching one meets from now on ends nothing."""
-        self._over = True
+    with suppress(FlashError):
+        while True:
+            hub.call(LifeWatch(rank), timeout=math.inf)
 
 
 def _connect(index: int, config: Config, address: HubAddress, stack: ExitStack) -> BlockingClient:
@@ -136,14 +131,17 @@ def _connect(index: int, config: Config, address: HubAddress, stack: ExitStack) 
     return stack.enter_context(BlockingClient(address.host, address.port, address.token, name, seconds))
 
 
-def _enter(index: int, config: Config, stack: ExitStack, address: HubAddress) -> tuple[BlockingClient, LifeReply]:
+def _enter(
+    index: int, config: Config, store: str, stack: ExitStack, address: HubAddress
+) -> tuple[BlockingClient, LifeReply]:
     """Connect to a hub, until the stack is closed, and ask what to begin with."""
     from flash.hub import protocol as p
 
     with ExitStack() as entered:
         hub = _connect(index, config, address, entered)
         # The hub reads a whole checkpoint before it names it.
-        life = hub.call(p.LifeRequest(index, os.getpid(), socket.gethostname()), timeout=config.deadlines.rendezvous)
+        request = p.LifeRequest(index, os.getpid(), socket.gethostname(), store)
+        life = hub.call(request, timeout=config.deadlines.rendezvous)
         stack.push(entered.pop_all())
         return hub, life
 
@@ -187,10 +185,10 @@ def tell_end(hub: Teller, index: int, error: Exception, seconds: float, peers: s
 
 
 def _train(
-    rank: Rank,
+    local: int,
     config: Config,
     index: int,
-    meeting: Meeting,
+    store: Store,
     life: LifeReply,
     hub: RankHub,
     stack: ExitStack,
@@ -212,12 +210,12 @@ def _train(
     torch.manual_seed(config.run.seed + index)
     cuda = config.gpus_per_node > 0
     if cuda:
-        torch.cuda.set_device(rank.local)
+        torch.cuda.set_device(local)
     else:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // config.cluster.trainer_ranks))
     dist.init_process_group(
         "nccl" if cuda else "gloo",
-        store=below(meeting.store, f"life-{life.number}"),
+        store=store,
         rank=index,
         world_size=config.trainer_world_size,
         timeout=timedelta(seconds=config.deadlines.collective),

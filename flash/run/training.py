@@ -17,15 +17,16 @@ from flash.errors import ConfigError, FlashError, error_of
 from flash.observe.rundir.summary import Summary
 from flash.run.checks.preflight import left_as_it_was, start_problems
 from flash.run.models.models import make_missing_model
-from flash.run.processes.agents import INTERRUPTED
 from flash.run.processes.error_marker import ERROR_FILE
 from flash.run.processes.launcher import launch
+from flash.run.processes.rendezvous import heed_torchrun
+from flash.run.processes.supervisor import End
 
 
 def train(config: Config, *, resume: bool = False) -> Summary | None:
     """Run a configuration to its end on this machine, or this machine's part of a run on several.
 
-    Starts torchrun in this process, whose main thread must be the caller, and workers as processes of their own. What
+    Its processes are children of this one, whose main thread must be the caller. What
     the configuration names by import path is imported there: an environment stands in a module, not in the script that
     calls this. Workers do not import that script, so it needs no guard.
 
@@ -43,16 +44,17 @@ def train(config: Config, *, resume: bool = False) -> Summary | None:
     """
     if not isinstance(config, Config):  # pyright: ignore[reportUnnecessaryIsInstance]: who calls it may not check types
         raise ConfigError(f"flash.train takes a flash.Config, which flash.load makes of files, got {config!r}")
+    heed_torchrun(os.environ)
     begun = time.time()
     with tempfile.TemporaryDirectory(prefix="flash-config-") as folder:
         file = Path(folder) / "config.toml"
         file.write_text(dump(config), encoding="utf-8")
         overrides = ["run.resume=true"] if resume else []
         config = load(file, overrides, also=start_problems)
-        advise(config, left_as_it_was(config))
-        make_missing_model(config)
-        code = launch(config, [str(file)], overrides)
-    if code == INTERRUPTED:
+    advise(config, left_as_it_was(config))
+    make_missing_model(config)
+    code = launch(config)
+    if code == End.INTERRUPTED:
         raise KeyboardInterrupt
     if code != 0:
         raise error_left(config.run_dir, since=begun)

@@ -43,9 +43,9 @@ async def until_over(rank: Rank, request: Request[Any]) -> None:
     assert said == LIFE_OVER
 
 
-async def agent_hears(world: World, node: int, ended: set[int]) -> None:
-    """Until the agent of a node knows that these processes are to end."""
-    news = p.RanksReply(-1, [], [])
+async def launcher_hears(world: World, node: int, ended: set[int]) -> None:
+    """Until the launcher of a node knows that these processes are to end."""
+    news = p.RanksReply(-1, [], [], [])
     while set(news.ended) != ended:
         news = await world.hub.handle(p.RanksRequest(node, news.number))
 
@@ -90,7 +90,7 @@ async def test_a_rank_that_hangs_is_lost_after_the_deadline_of_what_the_run_wait
         await first.begin()
         await until(first)
         hangs = anyio.current_time()
-        await agent_hears(world, 0, {first.process})
+        await launcher_hears(world, 0, {first.process})
         assert anyio.current_time() - hangs == pytest.approx(seconds, abs=1)
         with pytest.raises(PeerLostError):
             await first.publish()
@@ -128,7 +128,7 @@ async def test_a_rank_that_trains_again_and_hangs_and_the_next_one_too_are_each_
             assert (await hanging.begin()).number == number
             await hanging.publish()
             await hanging.fetch()
-            await agent_hears(world, 0, {hanging.process})
+            await launcher_hears(world, 0, {hanging.process})
             hanging.die()
         last = world.rank()
         assert (await last.begin()).number == 4
@@ -149,7 +149,7 @@ async def test_ranks_that_never_come_to_their_first_version_are_tried_again_as_l
         for number in (1, 2):
             rank = world.rank(0)
             assert (await rank.begin()).number == number
-            await agent_hears(world, 0, {rank.process})
+            await launcher_hears(world, 0, {rank.process})
             rank.die()
         await anyio.sleep(RENDEZVOUS + 1)
 
@@ -179,9 +179,9 @@ async def test_of_several_ranks_the_one_that_is_silent_is_named_where_a_collecti
             group.start_soon(
                 ranks[0].call, p.Fatal("CollectiveError", "trainer rank 0: a collective failed: timed out")
             )
-            # What each agent is told are the processes of its own node.
-            await agent_hears(world, 0, {ranks[0].process, ranks[1].process})
-            await agent_hears(world, 1, {ranks[2].process, ranks[3].process})
+            # What each launcher is told are the processes of its own node.
+            await launcher_hears(world, 0, {ranks[0].process, ranks[1].process})
+            await launcher_hears(world, 1, {ranks[2].process, ranks[3].process})
             group.cancel_scope.cancel()  # a last word is never answered
 
     await world.play(trainers)

@@ -31,9 +31,9 @@ def with_cluster(gpus: int = 0, backend: str = "auto", **cluster: Any) -> Config
     )
 
 
-def ask(members: Members, engines: int) -> tuple[int | None, int]:
+def ask(members: Members, engines: int, own: int = 0) -> tuple[int | None, int]:
     run = members.about(p.RunRequest(p.dialect()), 0, ending=False)
-    reply = members.join(p.JoinRequest(run.digest, engines))
+    reply = members.join(p.JoinRequest(run.digest, engines, own))
     return reply.node, reply.first_engine
 
 
@@ -42,20 +42,20 @@ def test_no_two_living_members_or_engines_have_the_same_number(
     events: list[tuple[bool, int]], trainer_nodes: int
 ) -> None:
     members = Members(with_cluster(nodes=4, trainer_nodes=trainer_nodes), Origin())
-    engines = {node: {node} for node in range(trainer_nodes)}
+    engines = {0: {0}}
     for joins, number in events:
         if joins:
             node, first = ask(members, number)
             assert node is not None
             assert node not in engines
             engines[node] = set(range(first, first + number))
-        elif len(engines) > trainer_nodes:
-            gone = sorted(engines)[-1 - number % (len(engines) - trainer_nodes)]
+        elif len(engines) > 1:
+            gone = sorted(engines)[-1 - number % (len(engines) - 1)]
             members.left(gone)
             del engines[gone]
         taken = [engine for numbers in engines.values() for engine in numbers]
         assert len(taken) == len(set(taken))
-        assert members.joined == [node for node in members.joined if node in engines and node >= trainer_nodes]
+        assert members.joined == [node for node in members.joined if node in engines and node > 0]
 
 
 def test_a_node_takes_the_place_of_one_that_is_gone() -> None:
@@ -65,6 +65,14 @@ def test_a_node_takes_the_place_of_one_that_is_gone() -> None:
     assert ask(members, 3) == (2, 3)
     members.left(2)
     assert ask(members, 4) == (2, 8), "other engines than those that are gone"
+
+
+def test_a_node_with_trainer_ranks_keeps_the_number_that_it_has_in_the_job() -> None:
+    members = Members(with_cluster(nodes=4, trainer_nodes=3), Origin())
+    assert [ask(members, 1), ask(members, 1, own=2), ask(members, 1, own=1)] == [(3, 1), (2, 2), (1, 3)]
+    assert ask(members, 1, own=2) == (4, 4), "the one before it is not gone yet"
+    members.left(2)
+    assert ask(members, 1, own=2) == (2, 2)
 
 
 def test_a_node_of_another_version_is_told_before_it_joins() -> None:

@@ -126,23 +126,20 @@ class Run:
 
     def trainer(self, rank: int = 0) -> int:
         """The process id of a trainer rank."""
-        return self.process_of("flash.run.processes.worker trainer", rank)
+        return self.process_of("trainer", LOCAL_RANK=str(rank))
 
     def node_loop(self) -> int:
-        """The process id of the node loop."""
-        return self.process_of("flash.run.processes.worker node", 0)
+        """The process id of the first node's loop."""
+        return self.process_of("hub")
 
-    def agent(self) -> int:
-        """The process id of the trainer ranks' agent."""
-        (pid,) = (pid for pid, command in self.processes().items() if "-m flash.run.processes.trainers " in command)
-        return pid
-
-    def process_of(self, command: str, local: int) -> int:
-        """The process id of torchrun's process with this command and local rank."""
+    def process_of(self, role: str, **variables: str) -> int:
+        """The process id of the supervised process with this role and these variables."""
         for pid, line in self.processes().items():
-            if f"-m {command} " in line and self.variable(pid, "LOCAL_RANK") == str(local):
+            if f"-m flash.run.processes.worker {role} " in line and all(
+                self.variable(pid, name) == value for name, value in variables.items()
+            ):
                 return pid
-        raise AssertionError(f"no `{command}` with LOCAL_RANK={local} is running")
+        raise AssertionError(f"no {role} with {variables} is running")
 
     def core(self) -> int:
         """The process id of the engine's core, which has started: its title has overwritten its environment."""

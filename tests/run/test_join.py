@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,29 +20,41 @@ from flash.hub.hub import Hub
 from flash.hub.nodes.members import Origin
 from flash.observe.observer import MemoryObserver
 from flash.observe.rundir.rundir import RunDirectory
-from flash.run.join import LOST, Launch, LifeEnd, refuse_another
+from flash.run.join import JoinedLoop, refuse_another
 from flash.run.processes.error_marker import ErrorMarker
 from flash.run.processes.hub_place import HUB_FILE, HubAddress, HubPlace
+from flash.run.processes.supervisor import End, Ended, Processes
 from flash.run.processes.token import hub_token, sign
 from flash.transport.server import Peer, serve
 from tests.run.test_launcher import make_config
 
 pytestmark = pytest.mark.anyio
 
-Life = int | Callable[[], Awaitable[int]]
+Do = Callable[[], Awaitable[int]]
 
 
-class Lives(Launch):
-    """A launch whose node loops end as they are told."""
+class Told(Processes):
+    """Node loops that end as they are told."""
 
-    def __init__(self, place: HubPlace, own: Config | None, folder: Path, *ends: Life) -> None:
-        super().__init__(place, [], own, folder)
+    def __init__(self, ends: Sequence[int | Do]) -> None:
+        super().__init__()
         self.ends = list(ends)
 
-    async def life(self, file: Path, run: p.RunReply) -> int:
+    async def run(self, role: str, file: Path, *_: Any) -> list[Ended]:
         assert await anyio.Path(file).is_file()
         end = self.ends.pop(0)
-        return end if isinstance(end, int) else await end()
+        return [Ended(0, 7, end if isinstance(end, int) else await end())]
+
+
+class Loops(JoinedLoop):
+    """The loop of a node that joins, whose processes end as they are told."""
+
+    def __init__(self, place: HubPlace, own: Config | None, folder: Path, *ends: int | Do) -> None:
+        super().__init__(place, folder, own=own)
+        self.processes = Told(ends)
+
+    async def run(self) -> End:
+        return await self.keep(anyio.Event())
 
 
 class Job:
@@ -91,18 +103,17 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     return Job(tmp_path)
 
 
-async def refusal(launch: Launch) -> str:
-    with pytest.RaisesGroup(pytest.RaisesExc(FlashError)) as caught:
+async def refusal(launch: Loops) -> str:
+    with pytest.raises(FlashError) as caught:
         await launch.run()
-    (error,) = caught.value.exceptions
-    return str(error)
+    return str(caught.value)
 
 
 async def test_a_folder_without_a_hub_is_one_clear_error(job: Job, tmp_path: Path) -> None:
-    assert "is no run directory" in await refusal(Lives(HubPlace(run_dir=str(tmp_path / "other")), None, tmp_path))
-    assert "its job has been stopped, or is only starting" in await refusal(Lives(job.place, None, tmp_path))
+    assert "is no run directory" in await refusal(Loops(HubPlace(run_dir=str(tmp_path / "other")), None, tmp_path))
+    assert "its job has been stopped, or is only starting" in await refusal(Loops(job.place, None, tmp_path))
     (job.config.run_dir / "summary.json").write_text("{}")
-    assert "whose run has ended" in await refusal(Lives(job.place, None, tmp_path))
+    assert "whose run has ended" in await refusal(Loops(job.place, None, tmp_path))
 
 
 async def test_the_hub_of_a_killed_job_is_named_by_its_address(job: Job, tmp_path: Path) -> None:
@@ -110,7 +121,7 @@ async def test_the_hub_of_a_killed_job_is_named_by_its_address(job: Job, tmp_pat
         left = {path.name: path.read_bytes() for path in job.config.run_dir.glob("hub*")}
     for name, content in left.items():
         (job.config.run_dir / name).write_bytes(content)
-    words = await refusal(Lives(job.place, None, tmp_path))
+    words = await refusal(Loops(job.place, None, tmp_path))
     assert f"cannot connect to hub at 127.0.0.1:{job.at.port}: " in words
     assert "only nodes on its own machine can join" in words
 
@@ -119,24 +130,24 @@ async def test_a_wrong_token_or_none_is_one_clear_error(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with job.hub(given="ab" * 32):
-        assert "FLASH_TOKEN is not set" in await refusal(Lives(job.at, None, tmp_path))
+        assert "FLASH_TOKEN is not set" in await refusal(Loops(job.at, None, tmp_path))
         monkeypatch.setenv("FLASH_TOKEN", "cd" * 32)
-        assert "does not prove our token; it belongs to another run" in await refusal(Lives(job.at, None, tmp_path))
-        assert "FLASH_TOKEN differs between the hosts" in await refusal(Lives(job.place, None, tmp_path))
+        assert "does not prove our token; it belongs to another run" in await refusal(Loops(job.at, None, tmp_path))
+        assert "FLASH_TOKEN differs between the hosts" in await refusal(Loops(job.place, None, tmp_path))
 
 
 async def test_a_node_with_another_configuration_than_the_hub_is_told_the_key(job: Job, tmp_path: Path) -> None:
     train = msgspec.structs.replace(job.config.train, learning_rate=0.5)
     async with job.hub():
-        words = await refusal(Lives(job.place, msgspec.structs.replace(job.config, train=train), tmp_path))
+        words = await refusal(Loops(job.place, msgspec.structs.replace(job.config, train=train), tmp_path))
     assert words.startswith("`train.learning_rate` is 0.5 on this node and ")
 
 
 async def test_a_run_at_its_end_is_not_joined(job: Job, tmp_path: Path) -> None:
     async with job.hub() as hub:
         hub.interrupt()
-        assert "is at its end" in await refusal(Lives(job.place, None, tmp_path))
-        assert await Lives(job.place, job.config, tmp_path).run() == 0, "a job's own node had nothing to do"
+        assert "is at its end" in await refusal(Loops(job.place, None, tmp_path))
+        assert await Loops(job.place, job.config, tmp_path).run() == 0, "a job's own node had nothing to do"
 
 
 async def test_what_differs_between_machines_is_no_other_configuration(job: Job) -> None:
@@ -151,16 +162,16 @@ async def test_a_node_loop_that_dies_is_started_again_so_often_as_the_run_allows
     job: Job, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with job.hub():
-        assert await Lives(job.place, job.config, tmp_path, -9, LifeEnd.FAILED, LifeEnd.OVER).run() == 0
+        assert await Loops(job.place, job.config, tmp_path, -9, End.FAILED, End.OVER).run() == 0
         told = capfd.readouterr().err.splitlines()
-        assert told[0].startswith("flash: the node loop was killed by signal 9 (SIGKILL)")
+        assert told[0].startswith("flash: the node loop (process 7) was killed by signal 9 (SIGKILL)")
         assert told[1:] == [
-            "flash: this node starts again (restart 1 of 2); the run goes on meanwhile",
-            "flash: this node starts again (restart 2 of 2); the run goes on meanwhile",
+            "flash: the node loop of this node starts again, and the run goes on meanwhile (restart 1 of 2)",
+            "flash: the node loop of this node starts again, and the run goes on meanwhile (restart 2 of 2)",
         ]
-        assert await Lives(job.place, job.config, tmp_path, -9, -9, -9).run() == LOST
+        assert await Loops(job.place, job.config, tmp_path, -9, -9, -9).run() == End.FAILED
         assert "no restart is left of cluster.max_restarts = 2" in capfd.readouterr().err
-        assert await Lives(job.place, job.config, tmp_path, LifeEnd.FINAL).run() == LOST
+        assert await Loops(job.place, job.config, tmp_path, End.FINAL).run() == End.FINAL
 
 
 async def test_a_node_waits_for_the_first_hub_and_for_the_next_one_whatever_else_starts_again(
@@ -173,9 +184,9 @@ async def test_a_node_waits_for_the_first_hub_and_for_the_next_one_whatever_else
         seen.append(1)
         ended.set()
         await again.wait()
-        return LifeEnd.HUB_LOST
+        return End.WITH_PEER
 
-    launch = Lives(job.place, job.config, tmp_path, first, LifeEnd.OVER)
+    launch = Loops(job.place, job.config, tmp_path, first, End.OVER)
     codes: list[int] = []
     over = anyio.Event()
 
@@ -194,16 +205,17 @@ async def test_a_node_waits_for_the_first_hub_and_for_the_next_one_whatever_else
             async with job.hub():
                 await over.wait()
     assert codes == [0]
-    assert launch.ends == []
+    assert isinstance(launch.processes, Told)
+    assert launch.processes.ends == []
     waits = [line for line in capfd.readouterr().err.splitlines() if "waiting up to 600 s for the hub of" in line]
     assert len(waits) == 2
 
 
 async def test_a_hub_that_never_comes_is_named(job: Job, tmp_path: Path) -> None:
     own = msgspec.structs.replace(job.config, deadlines=msgspec.structs.replace(job.config.deadlines, rendezvous=0.1))
-    with pytest.RaisesGroup(DeadlineError) as caught:
-        await Lives(job.place, own, tmp_path).run()
-    words = str(caught.value.exceptions[0])
+    with pytest.raises(DeadlineError) as caught:
+        await Loops(job.place, own, tmp_path).run()
+    words = str(caught.value)
     assert words.startswith(f"waited 0.1 s for the hub of {job.place}")
     assert "no hub runs for" in words
 
@@ -213,10 +225,10 @@ async def test_a_node_without_its_hub_notices_that_the_run_has_ended(job: Job, t
     async def lost() -> int:
         stop.set()
         await stopped.wait()
-        return LifeEnd.HUB_LOST
+        return End.WITH_PEER
 
     stop, stopped = anyio.Event(), anyio.Event()
-    launch = Lives(job.place, job.config, tmp_path, lost)
+    launch = Loops(job.place, job.config, tmp_path, lost)
     codes: list[int | str] = []
 
     async def run() -> None:

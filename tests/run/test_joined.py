@@ -20,8 +20,9 @@ from flash.hub.nodes.members import digest
 from flash.hub.state import HubState
 from flash.rollout.fake_engine import FakeEngine, FakeLine
 from flash.rollout.node import RolloutNode
-from flash.run.join import LifeEnd, Order
-from flash.run.joined import Hub, Life
+from flash.run.joined import HubConnection, Life
+from flash.run.node_loop import Numbers
+from flash.run.processes.supervisor import End, Order
 from flash.samples.journal import MemoryJournal
 from flash.samples.replay import Replay
 from flash.types import Canary, Published
@@ -45,12 +46,12 @@ class Fakes(Life):
         self._step_s = step_s
         self.line = FakeLine(lambda: FakeEngine(lambda prompt: [ord(c) for c in "yes"], 0.01))
 
-    async def make_node(self, node: int, first_engine: int, hub: Hub) -> RolloutNode:
+    async def make_node(self, numbers: Numbers, hub: HubConnection) -> RolloutNode:
         return RolloutNode(
-            node,
+            numbers.node,
             self._config,
             [self.line],
-            first_engine,
+            numbers.first_engine,
             CharTokenizer(),
             lambda kind: wrap(Echo(lambda seed: self._step_s)),
             hub,
@@ -62,7 +63,7 @@ class Fakes(Life):
 def life(job: Job, step_s: float = 0.0) -> Fakes:
     real = msgspec.structs.replace(job.config.env, path="envs.arithmetic:Arithmetic")
     config = msgspec.structs.replace(job.config, env=real)
-    return Fakes(config, Order(job.place, digest(dump(job.config)), begun=0.0), step_s)
+    return Fakes(config, Order(1, place=job.place, digest=digest(dump(job.config))), step_s)
 
 
 async def serves(one: Fakes, hub: RealHub, version: int = 0) -> None:
@@ -158,7 +159,7 @@ async def said(capfd: pytest.CaptureFixture[str], words: str) -> str:
 async def test_a_node_whose_engines_are_newer_than_the_next_hub_starts_again(
     job: Job, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    one, ends, ended = life(job), list[LifeEnd](), anyio.Event()
+    one, ends, ended = life(job), list[End](), anyio.Event()
 
     async def run() -> None:
         ends.append(await one.run())
@@ -171,6 +172,6 @@ async def test_a_node_whose_engines_are_newer_than_the_next_hub_starts_again(
                 await serves(one, hub, version=1)
             async with job.hub():
                 await ended.wait()
-    assert ends == [LifeEnd.HUB_LOST]
+    assert ends == [End.WITH_PEER]
     assert one.line.newest.closed
     assert "the run has gone back to version 0: this node starts again" in capfd.readouterr().out

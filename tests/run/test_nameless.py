@@ -9,24 +9,28 @@ from pathlib import Path
 
 import pytest
 
-WORKER = """
-import os, torch.distributed as dist
-dist.init_process_group("gloo")
-dist.barrier()
-os.write(1, ("met " + os.environ["MASTER_ADDR"] + os.linesep).encode())  # in one piece, as both write here
-dist.destroy_process_group()
-"""
-AGENT = """
-import sys
-from flash.run.processes.agents import stay_on_this_machine
-stay_on_this_machine()
-from flash.foreign.torch import torchrun
-from flash.run.processes.agents import STANDALONE
-class Overseer:
-    def hanging(self, processes): return []
-    def failed(self, ended, restarts_left): return True
-options = [*STANDALONE, "--nproc-per-node=2", "--log-dir=" + sys.argv[1]]
-sys.exit(not torchrun([*options, sys.argv[1] + "/worker.py"], Overseer(), 5))
+from flash.run.processes.launcher import ON_ONE_MACHINE
+
+RANKS = """
+import multiprocessing
+import torch.distributed as dist
+from flash.foreign.torch import open_store, reach_store
+
+def rank(index, store):
+    dist.init_process_group("gloo", store=store, rank=index, world_size=2)
+    dist.barrier()
+    print("met\\n", end="", flush=True)
+    dist.destroy_process_group()
+
+def other(port):
+    rank(1, reach_store("127.0.0.1", port, 60))
+
+if __name__ == "__main__":
+    store, port = open_store("127.0.0.1", 60)
+    process = multiprocessing.get_context("spawn").Process(target=other, args=(port,))
+    process.start()
+    rank(0, store)
+    process.join()
 """
 NAMELESS = ["unshare", "--net", "--uts", "sh", "-c", 'ip link set lo up && hostname leads-nowhere && exec "$@"', "sh"]
 
@@ -35,11 +39,9 @@ NAMELESS = ["unshare", "--net", "--uts", "sh", "-c", 'ip link set lo up && hostn
 def test_processes_of_a_machine_whose_name_leads_nowhere_meet_and_nothing_is_said(tmp_path: Path) -> None:
     if subprocess.run([*NAMELESS, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no network of a test's own can be made here")
-    (tmp_path / "worker.py").write_text(WORKER)
-    own = {name: value for name, value in os.environ.items() if name not in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")}
-    command = [*NAMELESS, sys.executable, "-c", AGENT, str(tmp_path)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=90, check=False, env=own | {"OMP_NUM_THREADS": "1"}
-    )
+    (tmp_path / "ranks.py").write_text(RANKS)
+    command = [*NAMELESS, sys.executable, str(tmp_path / "ranks.py")]
+    own = os.environ | ON_ONE_MACHINE | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=own)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "met 127.0.0.1\n" * 2
+    assert done.stdout == "met\n" * 2

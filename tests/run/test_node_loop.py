@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-
-import anyio
 import pytest
 
 from flash.errors import ConfigError, EngineError, WeightsError
-from flash.run.node_loop import engines_until_interrupted, forward_signals, naming_the_key
-from flash.run.processes.hub_place import HubAddress
+from flash.run.node_loop import engines_until_interrupted, naming_the_key
 from tests.hub.test_hub import Driver, make_config
 
 pytestmark = pytest.mark.anyio
@@ -33,15 +27,3 @@ async def test_a_hub_that_cannot_listen_names_the_key_to_change() -> None:
         raise ConfigError("port 29500 is in use")
     with pytest.raises(ConfigError, match=r"^`cluster\.hub_host`: cannot listen at x:0$"), naming_the_key(0):
         raise ConfigError("cannot listen at x:0")
-
-
-async def test_a_signal_that_no_hub_hears_any_more_ends_the_node() -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        address = HubAddress("127.0.0.1", nobody.getsockname()[1], bytes(32))
-        with anyio.fail_after(30):
-            async with anyio.create_task_group() as group:
-                group.start_soon(forward_signals, make_config(), address, 1, group.cancel_scope)
-                await anyio.wait_all_tasks_blocked()
-                os.kill(os.getpid(), signal.SIGTERM)
-                await anyio.sleep_forever()

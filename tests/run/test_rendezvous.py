@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from flash.errors import ConfigError, DeadlineError, PeerLostError
 from flash.run.processes.hub_place import HUB_FILE, HubAddress, HubPlace, announce, withdraw
-from flash.run.processes.rendezvous import Meeting, Rank, find_hub
+from flash.run.processes.rendezvous import find_hub
 from flash.run.processes.token import hub_token
 from tests.full_disk import SmallDisk, small_disk
 from tests.run.test_launcher import make_config
@@ -86,22 +84,3 @@ def test_hosts_that_share_no_folder_find_the_hub_at_its_port(monkeypatch: pytest
 def test_a_token_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="FLASH_TOKEN is no token"), hub_token(tmp_path, "short"):
         pass
-
-
-def test_ranks_meet_whatever_their_agents_have_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-    config = make_config(cluster={"nodes": 2, "trainer_nodes": 2, "gpus_per_node": 0})
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
-    ranks = [Rank(node=node, local=0, index=node, world=2, restarts=node, room="one") for node in (0, 1)]
-
-    def declare(rank: Rank) -> tuple[int, int]:
-        return Meeting(rank, 10).declare(rank, config)
-
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(declare, ranks)) == [(0, 2), (1, 2)]
-    late = msgspec.structs.replace(ranks[0], room="another")
-    with pytest.raises(DeadlineError, match="all trainer ranks of the job"):
-        Meeting(late, 0.5).declare(late, config)

@@ -9,7 +9,7 @@ from torch.distributed import DistBackendError
 
 from flash.errors import CollectiveError, DeadlineError, PeerLostError, TransportError, WeightsError, error_of
 from flash.hub import protocol as p
-from flash.run.trainer_rank import others, tell_end
+from flash.run.trainer_rank import beat, others, tell_end
 from tests.run.test_launcher import make_config
 
 PEER = "rank 3 on node 1"
@@ -109,3 +109,23 @@ def test_a_rank_whose_hub_is_silent_speaks_itself(caplog: pytest.LogCaptureFixtu
 )
 def test_a_rank_names_those_that_it_has_collectives_with(nodes: int, ranks: int, index: int, words: str) -> None:
     assert others(index, make_config(cluster={"nodes": nodes, "trainer_nodes": nodes, "trainer_ranks": ranks})) == words
+
+
+class Beaten:
+    """A hub that answers so many signs of life; then the connection ends."""
+
+    def __init__(self, answers: int) -> None:
+        self.heard: list[p.LifeWatch] = []
+        self._answers = answers
+
+    def call(self, request: p.LifeWatch, timeout: float) -> p.Ack:
+        self.heard.append(request)
+        if len(self.heard) > self._answers:
+            raise PeerLostError("the hub is gone")
+        return p.Ack()
+
+
+def test_a_rank_shows_that_it_runs_as_long_as_somebody_hears_it() -> None:
+    hub = Beaten(3)
+    beat(hub, 2)
+    assert hub.heard == [p.LifeWatch(2)] * 4

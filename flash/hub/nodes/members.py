@@ -1,7 +1,7 @@
 """Members: which nodes the run has, and how they and their engines are numbered. Pure state.
 
-The nodes with trainers are members from the start, since torchrun starts them with the hub. Every other node joins when
-it comes, and its numbers are free again once it is gone.
+Node 0 is a member from the start, since the hub is in its loop. Every other node joins when it comes, and its numbers
+are free again once it is gone. One that has trainer ranks keeps the number that it has in the job.
 
 Law: of the members that live no two have the same number, and no two engines.
 """
@@ -18,6 +18,9 @@ from flash.config.load import dump
 from flash.config.tree import Config
 from flash.errors import ConfigError, PeerLostError
 from flash.hub import protocol as p
+
+HUBS_OWN = 0
+"""The node whose loop shares the hub's process."""
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -46,12 +49,8 @@ class Members:
     def __init__(self, config: Config, origin: Origin) -> None:
         self._config = config
         self._origin = origin
-        self._engines: dict[int, range] = {}
+        self._engines = {HUBS_OWN: range(config.engines_on(HUBS_OWN))}
         """The numbers of each member's engines."""
-        first = 0
-        for node in range(config.cluster.trainer_nodes):
-            self._engines[node] = range(first, first + config.engines_on(node))
-            first = self._engines[node].stop
 
     @cached_property
     def _text(self) -> str:
@@ -64,7 +63,7 @@ class Members:
 
     def has_joined(self, node: int) -> bool:
         """Whether this number is that of a node which came by itself, and may go."""
-        return node >= self._config.cluster.trainer_nodes
+        return node != HUBS_OWN
 
     @property
     def engines(self) -> int:
@@ -114,7 +113,9 @@ class Members:
         cluster, backend = self._config.cluster, self._config.weights_backend
         if backend == "ipc":
             raise ConfigError("weights.backend = ipc ends at the trainers' machine: nodes join with tcp")
-        node = next(number for number in count(cluster.trainer_nodes) if number not in self._engines)
+        free = (number for number in count(cluster.trainer_nodes) if number not in self._engines)
+        own = request.node
+        node = own if 0 < own < cluster.trainer_nodes and own not in self._engines else next(free)
         if self.fixed and (node >= cluster.nodes or request.engines != self._config.engines_on(node)):
             raise ConfigError(
                 f"weights.backend = nccl sends to a fixed group, that of cluster.nodes = {cluster.nodes} nodes as "
@@ -139,6 +140,6 @@ class Members:
             )
 
     def left(self, node: int) -> None:
-        """A member is gone; its numbers are free, unless torchrun brings it back itself."""
+        """A member is gone; its numbers are free. The hub's own node ends with the hub."""
         if self.has_joined(node):
             self._engines.pop(node, None)

@@ -20,13 +20,10 @@ from flash.hub.metrics import FAILURES
 from flash.hub.nodes.claims import Claims
 from flash.hub.nodes.dealing import Dealer
 from flash.hub.nodes.fleet import Fleet, Statuses
-from flash.hub.nodes.members import Members
+from flash.hub.nodes.members import HUBS_OWN, Members
 from flash.hub.nodes.versions import Versions
 from flash.hub.parts import Parts
 from flash.types import Activity, Failure, Lease, Outcome, Trajectory
-
-HUBS_OWN = 0
-"""The node whose loop shares the hub's process."""
 
 SECOND_LOOK_S = 1.0
 """Between the moment in which a node seems silent and the verdict: a loop that was blocked itself has to read first."""
@@ -41,7 +38,7 @@ class Nodes:
 
     Args:
         parts: what all parts of the hub are given.
-        members: tell nodes that come and go from those with trainers.
+        members: tell nodes that come and go from the hub's own.
         known: the newest version that engines may have of a former hub.
         batch_at_hand: whether a trainer rank that waits for its batch would get on.
     """
@@ -346,9 +343,9 @@ class Nodes:
 
     def _note_loss(self, node: int) -> None:
         """Say what is left, and who brings the rest back."""
-        lost, joined = len(self.fleet.versions(node)), self._members.has_joined(node)
+        lost = len(self.fleet.versions(node))
         if not lost:
-            if joined and node not in self.leaving:
+            if node not in self.leaving:
                 self._observer.note(f"node {node} is gone while no engine of it was ready: its output says why")
             elif self.leaving.get(node) == "":
                 self._observer.note(f"node {node} has left, when no engine of it was ready any more")
@@ -360,12 +357,7 @@ class Nodes:
         if self._members.fixed:
             self._progress.fail(PeerLostError(f"{said}, but weights.backend = nccl cannot do without it"))
             return
-        if not joined:
-            said += (
-                f". It comes back by itself where `flash train` still runs on node {node}, else when the same command "
-                "is started there"
-            )
-        elif node not in self.leaving:
+        if node not in self.leaving:
             said += ". It joins again by itself where its command still runs; `flash join` brings another"
         self._observer.note(said)
 

@@ -1,7 +1,7 @@
 """Trainers: the hub's side of the trainer ranks' coming and going. It owns no task.
 
 A life of theirs (`flash.hub.ranks.lives`) that is lost does not end the run: its calls are ended, and so are its
-ranks, by that, or, where they hang, by their node's agent, which asks here. The engines go on with what they have.
+ranks, by their node's launcher, which asks here. The engines go on with what they have.
 The next life is told which checkpoint to load, and trains again what the run has trained since
 (`flash.hub.ranks.recovery`); so does the first one of a hub that has started again. Where that cannot be, the run
 ends with an error after which all processes start again.
@@ -61,6 +61,10 @@ class Trainers:
         self._start: Start | None = start
         """What the newest life begins with, once that is known."""
         self._choosing = False
+        self._store: str | None = None
+        """Where the ranks of the newest life meet, once its rank 0 has said so."""
+        self._hung: set[int] = set()
+        """Processes that were silent when their life ended."""
         self._again: RepeatedStep | None = None
         self._calls: set[anyio.CancelScope] = set()
         self.hosts: dict[int, str] = {}
@@ -86,11 +90,14 @@ class Trainers:
     # -- lives -------------------------------------------------------------------------------------------------------
 
     async def begins(self, request: p.LifeRequest) -> p.LifeReply:
-        """What a rank is to begin with. The first one of its life that asks has it chosen."""
+        """What a rank is to begin with. The first one of its life that asks has it chosen; all wait for rank 0."""
         self.lives.begins(request.rank, request.process)
         self.begun[request.rank], self.hosts[request.rank] = self._now(), request.host
         self._changed()
         self._progress.refuse_at_end()
+        if request.rank == 0:
+            self._store = request.store
+            self._progress.signals.send("batches")
         while self._start is None and not self.lives.finished:
             if self._choosing:
                 await self._progress.until("batches", lambda: not self._choosing)
@@ -101,8 +108,9 @@ class Trainers:
             finally:
                 self._choosing = False
                 self._progress.signals.send("batches")
+        await self._progress.until("batches", lambda: self._store is not None or self.lives.finished)
         checkpoint = self._start.checkpoint if self._start is not None and not self.lives.finished else None
-        return p.LifeReply(self.lives.number, checkpoint)
+        return p.LifeReply(self.lives.number, checkpoint, self._store or "")
 
     async def _choose(self) -> Start:
         assert self._past is not None, "without a past no life follows the first"
@@ -164,8 +172,9 @@ class Trainers:
         self._progress.signals.send("run")
 
     def _silent(self) -> list[str]:
-        """The ranks that are not heard of any more, in words."""
+        """The ranks that are not heard of any more, in words, for the error that ends their life."""
         quiet = self.lives.silent(waits.SILENT_S, self._now())
+        self._hung = {self.lives.processes[rank] for rank in quiet if rank in self.lives.processes}
         return [f"{self._named(rank)} hangs: it has been silent for {seconds:.0f} s" for rank, seconds in quiet.items()]
 
     def _named(self, rank: int) -> str:
@@ -190,7 +199,8 @@ class Trainers:
             [process for rank, process in ranks.items() if self.node_of(rank) == request.node]
             for ranks in (self.lives.processes, self.lives.ended)
         ]
-        return p.RanksReply(self._changes, living=here[0], ended=here[1])
+        living, ended = here[0], [process for process in here[1] if process not in here[0]]
+        return p.RanksReply(self._changes, living, ended, hung=[one for one in ended if one in self._hung])
 
     def _changed(self) -> None:
         self._changes += 1
@@ -218,7 +228,7 @@ class Trainers:
         self._changed()
         if self._past is not None:
             self._start = None
-        self._again = None
+        self._again = self._store = None
         self._progress.reachable = False
         self._progress.stages_ended += 1
         for call in self._calls:

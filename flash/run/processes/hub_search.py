@@ -41,9 +41,11 @@ class HubSearch:
     Args:
         place: where they are.
         token: the value of FLASH_TOKEN.
+        tells: whether people are told that one is waited for.
     """
 
-    def __init__(self, place: HubPlace, token: str | None) -> None:
+    def __init__(self, place: HubPlace, token: str | None, *, tells: bool = True) -> None:
+        self._tells = tells
         self._place = place
         self._token = token
         self._summary = 0
@@ -76,8 +78,8 @@ class HubSearch:
                     # What answers at an old address may be anybody; what a hub says of us will not change.
                     if wait_s == 0 or (address is not None and not isinstance(error, TransportError)):
                         raise
-                    if str(error) != problem:
-                        problem = str(error)
+                    known, problem = problem, str(error)
+                    if self._tells and known != problem:
                         why = f": {problem}" if self._place.announced else ", which the first node starts"
                         sys.stderr.write(f"flash: waiting up to {wait_s:g} s for the hub of {self._place}{why}\n")
                         sys.stderr.flush()

@@ -1,12 +1,11 @@
-"""Starts a node with trainers: its node loop, under torchrun in this process, and beside it its trainer ranks.
+"""Starts what `flash train` is on this machine: a node loop, trainer ranks, or both.
 
-Each of the two has an agent of its own, so that the death of a trainer rank costs the trainers' work alone
-(`flash.run.processes.trainers`). In a job of several nodes every node runs the same command with `FLASH_NNODES`,
-`FLASH_NODE_RANK` and `FLASH_RDZV_ENDPOINT` set (launch.sh does it under SLURM). The trainer ranks of all nodes meet in
-torchrun's rendezvous, which on one machine is private to the job; nodes without any join the run (`flash.run.join`).
+The first node's loop has the hub (`HubLoop`); the loop of every other node joins its run (`flash.run.join`). In a job
+of several nodes every node runs the same command with `FLASH_NNODES`, `FLASH_NODE_RANK` and `FLASH_RDZV_ENDPOINT` set:
+launch.sh does it under SLURM. torchrun, with one process per node, has variables of its own that say the same.
 
-While it runs, a launch is the only one to write its run directory, and the owner of a folder for temporary files; its
-processes end when it is gone.
+While it runs, the first node's launch is the only one to write its run directory, and each the owner of a folder for
+temporary files; its processes end when it is gone.
 """
 
 from __future__ import annotations
@@ -17,31 +16,32 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from pathlib import Path
 
+from msgspec.structs import replace
+
+from flash.config.load import dump
 from flash.config.objects import share_import_path
 from flash.config.tree import Config
 from flash.config.waits import grace_s
 from flash.errors import ConfigError
-from flash.run.join import join
-from flash.run.processes.agents import INTERRUPTED, STANDALONE, run_agent, stay_on_this_machine, tell
+from flash.run.join import JoinedLoop
 from flash.run.processes.error_marker import ErrorMarker
+from flash.run.processes.launch import Launch
 from flash.run.processes.locks import run_held
-from flash.run.processes.overseer import Overseer
+from flash.run.processes.ranks import Ranks
 from flash.run.processes.rendezvous import RENDEZVOUS, hub_place
 from flash.run.processes.requeue import refuse_idle_requeues
 from flash.run.processes.scratch import scratch_folder
 from flash.run.processes.starter_watch import begin_launch
+from flash.run.processes.supervisor import End, Order, Part, describe, judge
 from flash.run.processes.token import VARIABLE as TOKEN
 from flash.run.processes.token import parse_token
-from flash.run.processes.trainers import TrainersBeside, run_trainers
 
 ENDPOINT = re.compile(r".+:[0-9]+")
-
-ALONE = (*STANDALONE, "--nproc-per-node=1")
-"""torchrun's options for a node loop: it meets nobody there."""
-NAMED = 2
-"""Exit code of a run that an error with a name has ended, as of every command."""
+ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Variables of all processes where no trainer rank is elsewhere: gloo looks for this machine's name, which leads
+nowhere on some, and torch warns of each look in vain. What people have set themselves stays."""
 
 
 def place_in_job(config: Config, environment: Mapping[str, str]) -> int:
@@ -78,30 +78,44 @@ def resume_command(command: Sequence[str]) -> str:
     return shlex.join([*kept, "--resume"])
 
 
-def launch(config: Config, paths: Sequence[str], overrides: Sequence[str]) -> int:
-    """Run the job on this node to its end; the exit code: 0, 1, NAMED or INTERRUPTED, or that of `join`.
+class HubLoop(Part):
+    """The first node's loop, with the hub: it starts again with its engines and the trainer ranks."""
+
+    def __init__(self, config: Config, file: Path) -> None:
+        super().__init__(config, "the node loop starts again, with its engines and the trainer ranks")
+        self._file = file
+
+    async def once(self, restarts: int) -> tuple[End, list[str]]:
+        """As of `Part`."""
+        ended = await self.processes.run("hub", self._file, [Order(0, restarts)])
+        end, silent = await judge(ended, self.processes.killed, self.ending)
+        return end, [describe("the node loop", one) for one in silent]
+
+
+def launch(config: Config) -> int:
+    """Run the job on this node to its end; the exit code: 0, 1, NAMED, LOST or INTERRUPTED.
 
     Raises:
         ConfigError: the environment and the configuration disagree.
         RunDirectoryError: another launch writes the run directory.
         RequeueError: SLURM has requeued the job again and again without a step of progress.
-        PeerLostError: the nodes of the job did not meet, or lost each other.
+        FlashError: on another node than the first: there is no hub, or it has failed.
     """
-    arguments = [*paths, *overrides]
     node = place_in_job(config, os.environ)
-    if node >= config.cluster.trainer_nodes:
-        return join(hub_place(config, os.environ), own=config)
-    sys.stdout.write(f"[{describe_start(config)}]\n")
-    sys.stdout.flush()
-    if config.cluster.trainer_nodes == 1:
-        stay_on_this_machine()
-    from flash.trainer.objective import try_objective  # torch, which nothing before this needs
+    ranks_here = config.trainer_ranks_on(node) > 0
+    if ranks_here:
+        sys.stdout.write(f"[{describe_start(config)}]\n")
+        sys.stdout.flush()
+        from flash.trainer.objective import try_objective  # torch, which nothing before this needs
 
-    try_objective(config.algorithm)
+        try_objective(config.algorithm)
+        if config.cluster.trainer_nodes == 1:
+            for name, value in ON_ONE_MACHINE.items():
+                os.environ.setdefault(name, value)
     os.environ.setdefault("FLASH_NODE_RANK", "0")
-    share_import_path()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    marker = ErrorMarker(config.run_dir, begin_launch())
+    share_import_path()
+    marker, place = ErrorMarker(config.run_dir, begin_launch()), hub_place(config, os.environ)
     with ExitStack() as stack:
         requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
         if node == 0:
@@ -109,23 +123,17 @@ def launch(config: Config, paths: Sequence[str], overrides: Sequence[str]) -> in
             if requeued:
                 refuse_idle_requeues(config)
         if requeued:
-            arguments.append("run.resume=true")
-        stack.enter_context(scratch_folder())
-        if node > 0 and not config.engines_on(node):
-            code = run_trainers(config, arguments, marker)
-        else:
-            code = _run_beside(config, arguments, marker)
-        return NAMED if code == 1 and marker.stands() else code
-
-
-def _run_beside(config: Config, arguments: Sequence[str], marker: ErrorMarker) -> int:
-    """Run the node loop and the trainer ranks of this node to their end, or until a second Ctrl-C; the exit code."""
-    try:
-        with TrainersBeside(config, arguments, marker) as trainers:
-            code = run_agent(config, "node", ALONE, arguments, Overseer(partial(tell, config, "node", marker)))
-        return 1 if trainers.failed else code
-    except KeyboardInterrupt:
-        return INTERRUPTED
+            config = replace(config, run=replace(config.run, resume=True))
+        folder = stack.enter_context(scratch_folder())
+        file = folder / "run.toml"
+        file.write_text(dump(config), encoding="utf-8")
+        loop: Part | None = None
+        if node == 0:
+            loop = HubLoop(config, file)
+        elif config.engines_on(node) or not ranks_here:
+            loop = JoinedLoop(place, folder, node, own=config)
+        ranks = Ranks(config, node, file, place) if ranks_here else None
+        return Launch(loop, ranks, marker, has_hub=node == 0).run()
 
 
 def describe_start(config: Config) -> str:

@@ -1,8 +1,6 @@
-"""Rendezvous of a job's processes: all of them with the hub, the trainer ranks also with each other.
+"""How the processes of a job find the hub, and at which address this machine is found.
 
-The hub is found as by nodes that join (`flash.run.processes.hub_place`). The trainer ranks of all
-nodes meet in torchrun's store, anew after each restart. It is open to anyone who reaches the host: nothing in it is
-secret.
+The hub is found as by nodes that join (`flash.run.processes.hub_place`).
 """
 
 from __future__ import annotations
@@ -11,20 +9,17 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from typing import TypeVar
 
-import msgspec
-
 from flash.config.tree import Config
 from flash.errors import ConfigError, DeadlineError, FlashError
-from flash.foreign.torch import ROOM, connect_store
 from flash.run.processes.hub_place import HubAddress, HubPlace
 from flash.run.processes.token import VARIABLE
 
 RENDEZVOUS = "FLASH_RDZV_ENDPOINT"
-"""Variable with HOST:PORT of the first node of several, where their trainer ranks meet."""
+"""Variable with HOST:PORT of the first node of several, towards which each has the address that the others reach."""
 RETRY_S = 0.5
 """Between two looks for the hub: nobody can tell us that one has started, maybe on another machine."""
 QUIET_S = 20.0
@@ -33,36 +28,19 @@ QUIET_S = 20.0
 T = TypeVar("T")
 
 
-class Rank(msgspec.Struct, frozen=True):
-    """Where a process stands among those of its agent, or, of a trainer rank, among those of all nodes."""
+def heed_torchrun(environment: MutableMapping[str, str]) -> None:
+    """Take this machine's place in its job from torchrun's variables, where it has started us and nothing else says it.
 
-    node: int
-    """Among the nodes with trainers, as the launchers were told: torchrun's own count follows the hosts' names."""
-    local: int
-    """Among the processes of its node's agent."""
-    index: int
-    """Among all processes that torchrun starts together."""
-    world: int
-    """How many these are."""
-    restarts: int
-    """How often the agent of this node has restarted its own."""
-    room: str
-    """Where all of these meet, and no others."""
-
-    @staticmethod
-    def from_environment() -> Rank:
-        """Read the launcher's variables and torchrun's. Raises ConfigError when they are missing."""
-        try:
-            return Rank(
-                node=int(os.environ["FLASH_NODE_RANK"]),
-                local=int(os.environ["LOCAL_RANK"]),
-                index=int(os.environ["RANK"]),
-                world=int(os.environ["WORLD_SIZE"]),
-                restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-                room=os.environ[ROOM],
-            )
-        except KeyError as missing:
-            raise ConfigError(f"{missing} is not set: start a run with `flash train`") from None
+    Raises:
+        ConfigError: it has started several processes per node.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment or "FLASH_NNODES" in environment:
+        return
+    if environment["LOCAL_WORLD_SIZE"] != "1":
+        raise ConfigError("torchrun starts one `flash` per node, which starts the trainer ranks: --nproc-per-node=1")
+    environment["FLASH_NNODES"], environment["FLASH_NODE_RANK"] = environment["WORLD_SIZE"], environment["RANK"]
+    if environment["WORLD_SIZE"] != "1":
+        environment.setdefault(RENDEZVOUS, f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}")
 
 
 def hub_place(config: Config, environment: Mapping[str, str]) -> HubPlace:
@@ -102,39 +80,6 @@ def find_hub(config: Config, token: str | None, use: Callable[[HubAddress], T], 
             sys.stderr.write(f"flash: waiting up to {seconds:g} s for the hub of {place}: {problem}\n")
             sys.stderr.flush()
         time.sleep(RETRY_S)
-
-
-class Meeting:
-    """The rendezvous of the trainer ranks between two restarts, over torchrun's store."""
-
-    def __init__(self, rank: Rank, seconds: float) -> None:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._seconds = seconds
-        self.store = connect_store(host, port, seconds, f"flash/{rank.room}")
-
-    def declare(self, rank: Rank, config: Config) -> tuple[int, int]:
-        """Say which node's process this is; return (its index among the trainer ranks, their number).
-
-        Raises:
-            ConfigError: two nodes were given the same number.
-        """
-        self.store.set(f"place/{rank.index}", f"{rank.node} {rank.local}")
-        places = [self._get(f"place/{index}", "all trainer ranks of the job") for index in range(rank.world)]
-        if len(set(places)) < rank.world:
-            taken = sorted({int(place.split()[0]) for place in places})
-            raise ConfigError(
-                f"two nodes of this job have the same FLASH_NODE_RANK (in use are {taken}): give each of the "
-                f"{config.cluster.trainer_nodes} nodes with trainers its own, from 0 on"
-            )
-        return rank.node * config.cluster.trainer_ranks + rank.local, config.trainer_world_size
-
-    def _get(self, key: str, waited_for: str) -> bytes:
-        from torch.distributed import DistError
-
-        try:
-            return self.store.get(key)
-        except DistError as error:
-            raise DeadlineError(waited_for, self._seconds, f"the other nodes' output ({error})") from None
 
 
 def advertised_host(config: Config) -> str:

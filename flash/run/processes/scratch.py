@@ -1,4 +1,4 @@
-"""The job's folder for temporary files on a machine: sockets, torchrun's logs, whatever libraries leave there.
+"""The job's folder for temporary files on a machine: sockets, the configuration, whatever libraries leave there.
 
 It is removed at the job's end. What a killed job has left is removed by the next launch on the machine: the folder's
 lock tells whether anybody still needs it.

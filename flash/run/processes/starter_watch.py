@@ -2,7 +2,7 @@
 
 On the first node the end of the launcher of `flash train` is treated as an interrupt: the run leaves a checkpoint and
 ends in order. Whoever does not manage that in time is killed, with the process group that it is in. On another node
-all are killed at once, for the others to go on without it; so are the trainer ranks of an agent that is gone.
+all are killed at once, for the others to go on without it; so are its trainer ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What torchrun starts: the node loop of a node, or one of its trainer ranks.
+"""What a supervisor starts: the first node's loop, which has the hub, a loop that joins, or a trainer rank.
 
-An error ends the process with code 1; one that a restart cannot mend is left as `error.json` in the run directory.
+Its exit code is an `End`. An error that a restart cannot mend is left as `error.json` in the run directory where the
+process belongs to the first node.
 """
 
 from __future__ import annotations
@@ -10,59 +11,60 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Literal, cast
 
-from flash.config.load import load, split_arguments
+import msgspec
+
+from flash.config.load import load
 from flash.config.objects import take_import_path
 from flash.config.tree import Config
 from flash.config.waits import grace_s
 from flash.errors import ConfigError, FlashError, PeerLostError
 from flash.run.processes.error_marker import ErrorMarker
 from flash.run.processes.locks import run_lock, share
-from flash.run.processes.rendezvous import Rank
 from flash.run.processes.scratch import join_scratch_folder
 from flash.run.processes.starter_watch import LAUNCHER, end_with_starter
-from flash.run.trainer_rank import run_trainer_rank
+from flash.run.processes.supervisor import End, Order
 from flash.transport.accept import raise_descriptor_limit
 
 log = logging.getLogger("flash")
 
+Role = Literal["hub", "node", "trainer"]
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m flash.run.processes.worker ROLE CONFIG… [key=value…]`, under torchrun; ROLE is "node" or "trainer"."""
-    role, *arguments = list(sys.argv[1:] if argv is None else argv)
+    """`python -m flash.run.processes.worker ROLE CONFIG ORDER`, under a supervisor; ROLE is as of `Role`."""
+    word, file, text = list(sys.argv[1:] if argv is None else argv)
+    role, order = cast(Role, word), msgspec.json.decode(text, type=Order)
     begin_logging()
     raise_descriptor_limit()
+    take_import_path()
+    join_scratch_folder()
     try:
-        rank = Rank.from_environment()
-        take_import_path()
-        paths, overrides = split_arguments(arguments)
-        config = load(paths, overrides)
+        config = load(file, ["run.resume=false"] if role == "node" else [])
     except FlashError as error:
         return complain(error)
-    _attach(role, rank, config)
+    if role != "node":
+        share(run_lock(config.run_dir))
+    end_with_starter(grace_s(config) if order.node == 0 else 0, speaks=role != "trainer")
     marker = ErrorMarker(config.run_dir, os.environ[LAUNCHER])
     if marker.stands():
-        return 1
+        return End.FINAL
     try:
-        return _become(role, rank, config)
+        return _become(role, order, config)
     except FlashError as error:
         # In its last life every error ends the run; that of a lost peer is the echo of another's.
-        last = rank.restarts >= config.cluster.max_restarts and not isinstance(error, PeerLostError)
-        if rank.node == 0 and (error.fatal or last):
+        last = order.restarts >= config.cluster.max_restarts and not isinstance(error, PeerLostError)
+        final = error.fatal or (last and order.node == 0)
+        if final and order.node == 0:
             marker.write(error)
-        return complain(error)
+        complain(error)
+        return End.FINAL if final else End.FAILED
     except KeyboardInterrupt:
-        return 130
-    except Exception:  # the process's outermost boundary: show the bug, end with a code torchrun understands
+        return End.INTERRUPTED
+    except Exception:  # the process's outermost boundary: show the bug, end with a code that the supervisor knows
         traceback.print_exc()
-        return 1
-
-
-def _attach(role: str, rank: Rank, config: Config) -> None:
-    """Bind this process to its launch: it counts as a user of what the launch holds, and does not outlive it."""
-    share(run_lock(config.run_dir))
-    join_scratch_folder()
-    end_with_starter(grace_s(config) if role == "node" and rank.node == 0 else 0, speaks=role == "node")
+        return End.FAILED
 
 
 def begin_logging() -> None:
@@ -79,15 +81,23 @@ def complain(error: FlashError) -> int:
     return 1
 
 
-def _become(role: str, rank: Rank, config: Config) -> int:
-    cpus = config.cluster.node_cpus if role == "node" else config.cluster.trainer_cpus
+def _become(role: Role, order: Order, config: Config) -> End:
+    cpus = config.cluster.trainer_cpus if role == "trainer" else config.cluster.node_cpus
     if cpus is not None:
         os.sched_setaffinity(0, cpus)
-    if role == "node":
-        from flash.run.node_loop import run_node_loop
+    match role:
+        case "hub":
+            from flash.run.node_loop import run_node_loop
 
-        return run_node_loop(rank, config)
-    return run_trainer_rank(rank, config)
+            return run_node_loop(order, config)
+        case "node":
+            from flash.run.joined import run_joined_loop
+
+            return run_joined_loop(order, config)
+        case "trainer":
+            from flash.run.trainer_rank import run_trainer_rank
+
+            return run_trainer_rank(order, config)
 
 
 if __name__ == "__main__":

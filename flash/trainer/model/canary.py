@@ -55,7 +55,7 @@ def draw_canary(model: PreTrainedModel, config: Config) -> CanaryText:
     count = min(config.weights.canary_tokens, config.model.max_length - 1)
     said: list[CanaryText | str] = [""]
     if dist.get_rank() == 0:
-        # torchrun gives each of several processes one thread, and the others wait for this one.
+        # Each of several processes has few threads, and the others wait for this one.
         threads = torch.get_num_threads()
         if config.gpus_per_node > 0:
             torch.set_num_threads(len(os.sched_getaffinity(0)))

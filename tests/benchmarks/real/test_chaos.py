@@ -163,10 +163,9 @@ def test_a_quick_plan_has_each_kind_once() -> None:
     ("command", "target"),
     [
         (b"python\0-m\0flash\0train\0a.toml\0", "launcher"),
-        (b"python\0-m\0flash.run.processes.trainers\0a.toml\0", "agent"),
-        (b"python\0-u\0-m\0flash.run.processes.worker\0node\0a.toml\0", "hub"),
-        (b"python\0-u\0-m\0flash.run.processes.worker\0trainer\0a.toml\0", "trainer"),
-        (b"python\0-m\0flash.run.joined\0a.toml\0{}\0", "node"),
+        (b"python\0-u\0-m\0flash.run.processes.worker\0hub\0a.toml\0{}\0", "hub"),
+        (b"python\0-u\0-m\0flash.run.processes.worker\0trainer\0a.toml\0{}\0", "trainer"),
+        (b"python\0-u\0-m\0flash.run.processes.worker\0node\0a.toml\0{}\0", "node"),
         (b"VLLM::EngineCore\0", "core"),
         (b"VLLM::Worker\0", "worker"),
         (b"python\0-c\0from multiprocessing.resource_tracker import main\0", None),

@@ -1,0 +1,127 @@
+"""The trainer ranks of a machine, as their launcher keeps them.
+
+They meet in a store that rank 0 opens, and of which the hub tells the others. The hub also says whose life is over:
+since another rank is gone, on whatever machine, or since one hangs. A rank may be held by a collective then, or hang
+itself, so that its launcher ends it. All ranks start again, each on its own machine, and come to the hub as the next
+life.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import anyio
+
+from flash.config.tree import Config
+from flash.errors import FlashError
+from flash.hub import protocol as p
+from flash.run.processes.hub_place import HubPlace
+from flash.run.processes.hub_search import HubSearch
+from flash.run.processes.supervisor import End, Order, Part, describe, judge, say
+from flash.run.processes.token import VARIABLE
+from flash.transport.client import connect
+
+LOST_S = 2.0
+"""Seconds in which ranks end by themselves whose hub is gone: after a goodbye they are about to."""
+RETRY_S = 1.0
+"""Before the hub is looked for again."""
+
+
+class Ranks(Part):
+    """See the module's docstring.
+
+    Args:
+        config: the run.
+        node: the number of the machine in its job.
+        file: what they read the configuration from.
+        place: where the hub is.
+    """
+
+    def __init__(self, config: Config, node: int, file: Path, place: HubPlace) -> None:
+        super().__init__(config, "the trainer ranks start again", failed="the trainer ranks have failed")
+        self._run = config
+        self.node = node
+        self._name = f"messenger-{node}"
+        self._file = file
+        self._place = place
+        self._hung: set[int] = set()
+        """Of the processes of now, those that the hub has called silent."""
+
+    async def once(self, restarts: int) -> tuple[End, list[str]]:
+        """As of `Part`."""
+        here = range(self._run.trainer_ranks_on(self.node))
+        first, world = self.node * self._run.cluster.trainer_ranks, self._run.trainer_world_size
+        # As torchrun names them: libraries look there.
+        variables = [
+            {
+                "RANK": str(first + local),
+                "LOCAL_RANK": str(local),
+                "WORLD_SIZE": str(world),
+                "LOCAL_WORLD_SIZE": str(len(here)),
+            }
+            for local in here
+        ]
+        self._hung.clear()
+        orders = [Order(self.node, restarts, local) for local in here]
+        ended = await self.processes.run("trainer", self._file, orders, variables)
+        end, silent = await judge(ended, self.processes.killed, self.ending)
+        if end == End.FAILED and not silent and not self._place.announced:
+            return End.WITH_PEER, []  # they have ended with the hub, whose end is told
+        if end == End.WITH_PEER and self._hung:
+            return End.FAILED, []
+        return end, [describe(f"trainer rank {first + one.local}", one) for one in silent]
+
+    async def heed_hub(self) -> None:
+        """End the processes whose life is over; returns when the run is.
+
+        Consumes news of the ranks. Waits for the hub, and for the next ones. Produces ends of processes.
+
+        Raises:
+            FlashError: on another machine than the hub's: there is no hub, or the run has failed.
+        """
+        first, deadlines = self.node == 0, self._run.deadlines
+        search = HubSearch(self._place, os.environ.get(VARIABLE), tells=not first)
+        run: p.RunReply | None = None
+        while True:
+            try:
+                found = await search.find(deadlines.rendezvous, run)
+            except FlashError:
+                if not first:
+                    raise
+                await anyio.sleep(RETRY_S)  # the node loop says why
+                continue
+            if found is None:
+                return
+            hub, run = found
+            living: list[int] = []
+            try:
+                async with connect(hub.host, hub.port, hub.token, self._name, deadlines.connect) as caller:
+                    after = -1
+                    while True:
+                        news = await caller.call(p.RanksRequest(self.node, after), timeout=math.inf)
+                        after, living = news.number, news.living
+                        self._end(news)
+            except FlashError:  # it has ended, and with it the lives of its ranks
+                await anyio.sleep(LOST_S)
+                self.processes.kill(living)
+
+    async def tell_hub(self, message: p.Fatal | p.Interrupt) -> bool:
+        """Whether there was a hub that heard it."""
+        heard, deadlines = False, self._run.deadlines
+        with suppress(FlashError):  # the hub's answer may be its end
+            hub = self._place.find(os.environ.get(VARIABLE))
+            async with connect(hub.host, hub.port, hub.token, self._name, deadlines.connect) as caller:
+                heard = True
+                await caller.call(message, deadlines.request)
+        return heard
+
+    def _end(self, news: p.RanksReply) -> None:
+        here = self.processes.pids
+        for pid in news.hung:
+            if pid in here and pid not in self._hung:
+                say(f"process {pid} of the trainer ranks hangs, and is killed")
+                self._hung.add(pid)
+        self.processes.kill(news.ended)

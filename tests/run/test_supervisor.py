@@ -1,0 +1,339 @@
+"""How processes are started, watched, started again and ended: real processes of a few lines, and parts of none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from flash.config.tree import Config
+from flash.errors import PeerLostError, RanksGoneError
+from flash.run.processes.error_marker import ErrorMarker
+from flash.run.processes.hub_place import HUB_FILE, HubPlace, withdraw
+from flash.run.processes.launch import LOST, NAMED, Launch
+from flash.run.processes.launcher import HubLoop
+from flash.run.processes.ranks import Ranks
+from flash.run.processes.supervisor import End, Ended, NotStartedError, Order, Part, Processes, judge
+from tests.run.test_join import Job
+from tests.run.test_launcher import make_config
+
+pytestmark = pytest.mark.anyio
+
+Do = Callable[[], Awaitable[Sequence[Ended]]]
+
+
+class Programs(Processes):
+    """Processes of a few lines each, which know their number as `n`."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def command(self, role: str, file: Path, order: Order) -> list[str]:
+        return [sys.executable, "-c", f"import os, signal, sys, time\nn = {order.local}\n{self._text}"]
+
+
+class Told(Processes):
+    """Processes that end as they are told, and note which signals they get."""
+
+    def __init__(self, *ends: Sequence[Ended] | Do | NotStartedError) -> None:
+        super().__init__()
+        self.ends = list(ends)
+        self.signals: list[signal.Signals] = []
+        self.heard = anyio.Event()
+
+    @property
+    def pids(self) -> set[int]:
+        return {7}
+
+    async def run(self, *_: Any) -> list[Ended]:
+        end = self.ends.pop(0)
+        if isinstance(end, NotStartedError):
+            raise end
+        return list(end if not callable(end) else await end())
+
+    def signal(self, number: signal.Signals) -> None:
+        self.signals.append(number)
+        self.heard.set()
+
+    def kill_all(self) -> None:
+        self.signal(signal.SIGKILL)
+
+
+def config_of(folder: Path, **cluster: Any) -> Config:
+    return make_config(run={"name": "t", "output_dir": str(folder)}, cluster={"gpus_per_node": 0} | cluster)
+
+
+def hub_loop(config: Config, processes: Told) -> HubLoop:
+    part = HubLoop(config, Path("run.toml"))
+    part.processes = processes
+    return part
+
+
+def ranks_of(config: Config, processes: Processes, node: int = 0) -> Ranks:
+    """Ranks of a run whose hub has its announcement out."""
+    config.run_dir.mkdir(exist_ok=True)
+    (config.run_dir / HUB_FILE).touch()
+    part = Ranks(config, node, Path("run.toml"), HubPlace(run_dir=str(config.run_dir)))
+    part.processes = processes
+    return part
+
+
+async def kept(part: Part) -> End:
+    return await part.keep(anyio.Event())
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+async def test_processes_that_end_well_are_all_told() -> None:
+    programs = Programs("sys.exit(0)")
+    ended = await programs.run("trainer", Path("x"), [Order(0, local=n) for n in range(3)])
+    assert sorted((one.local, one.code) for one in ended) == [(0, 0), (1, 0), (2, 0)]
+    assert programs.pids == set()
+
+
+async def test_who_does_not_end_with_another_one_is_killed_with_what_it_has_started(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    text = f"""
+if n == 0:
+    while not os.path.exists({str(left)!r}): time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGSEGV)
+if (child := os.fork()) == 0: time.sleep(1000)
+open({str(left)!r} + "+", "w").write(str(child)); os.rename({str(left)!r} + "+", {str(left)!r})
+time.sleep(1000)
+"""
+    programs = Programs(text)
+    programs.linger_s = 0.1
+    with anyio.fail_after(30):
+        ended = await programs.run("trainer", Path("x"), [Order(0, local=n) for n in range(2)])
+    assert [(one.local, one.code) for one in ended] == [(0, -signal.SIGSEGV), (1, -signal.SIGKILL)]
+    assert programs.killed == {ended[1].pid}
+    child = int(await anyio.Path(left).read_text())
+    with anyio.fail_after(30):
+        while runs(child):  # noqa: ASYNC110 - nobody tells of the end of a process that is not ours
+            await anyio.sleep(0.01)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process lives, and is more than an entry in a table."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+async def test_a_process_that_starts_when_its_end_was_asked_for_is_told_at_once() -> None:
+    programs = Programs("time.sleep(1000)")
+    programs.signal(signal.SIGTERM)
+    with anyio.fail_after(30):
+        (one,) = await programs.run("hub", Path("x"), [Order(0)])
+    assert one.code == -signal.SIGTERM
+
+
+async def test_whoever_is_cancelled_takes_his_processes_along() -> None:
+    programs = Programs("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)")
+    with anyio.move_on_after(0.5):
+        await programs.run("hub", Path("x"), [Order(0)])
+    assert programs.pids == set()
+
+
+async def test_a_start_that_the_system_refuses_is_told_as_what_it_is() -> None:
+    class Nowhere(Processes):
+        def command(self, role: str, file: Path, order: Order) -> list[str]:
+            return ["/a/program/that/is/not/there"]
+
+    with pytest.raises(NotStartedError, match="No such file or directory"):
+        await Nowhere().run("hub", Path("x"), [Order(0)])
+
+
+# -- what ends mean --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("codes", "killed", "end", "silent"),
+    [
+        ([0, 0], [], End.OVER, []),
+        ([0], [1], End.WITH_PEER, []),
+        ([75, 75], [], End.WITH_PEER, []),
+        ([-9, 75], [], End.FAILED, [-9]),
+        ([-11], [-9], End.FAILED, [-11]),
+        ([1, 75], [], End.FAILED, []),
+        ([7], [], End.FAILED, [7]),
+        ([0, -9], [], End.FAILED, [-9]),
+        ([3, 1], [], End.FINAL, []),
+        ([], [-9, -9], End.WITH_PEER, []),
+    ],
+)
+async def test_who_ends_with_another_one_has_not_failed(
+    codes: list[int], killed: list[int], end: End, silent: list[int]
+) -> None:
+    ended = [Ended(number, number, code) for number, code in enumerate([*codes, *killed])]
+    found, unheard = await judge(ended, range(len(codes), len(ended)), anyio.Event())
+    assert (found, [one.code for one in unheard]) == (end, silent)
+
+
+# -- restarts --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_process_that_fails_is_named_with_what_ended_it_and_starts_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ends = [
+        [Ended(0, 7, -9)],
+        NotStartedError("a process cannot be started: out of memory"),
+        [Ended(0, 8, 1)],
+        [Ended(0, 9, 0)],
+    ]
+    assert await kept(hub_loop(config_of(tmp_path), Told(*ends))) == End.OVER
+    again = "flash: the node loop starts again, with its engines and the trainer ranks"
+    assert capfd.readouterr().err.splitlines() == [
+        "flash: the node loop (process 7) was killed by signal 9 (SIGKILL), perhaps because memory ran out: see dmesg",
+        f"{again} (restart 1 of 3)",
+        "flash: a process cannot be started: out of memory",
+        f"{again} (restart 2 of 3)",
+        f"{again} (restart 3 of 3)",
+    ]
+
+
+async def test_ranks_that_end_with_another_process_use_up_no_restart_of_theirs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(tmp_path, max_restarts=1, trainer_ranks=2)
+    peers = [Ended(0, 7, End.WITH_PEER), Ended(1, 8, End.WITH_PEER)]
+    crash = [Ended(1, 8, -11), Ended(0, 7, End.WITH_PEER)]
+    assert await kept(ranks_of(config, Told(peers, peers, crash, peers, [Ended(0, 1, 0)]), 1)) == End.OVER
+    assert capfd.readouterr().err.splitlines() == [
+        "flash: trainer rank 3 (process 8) was killed by signal 11 (SIGSEGV)",
+        "flash: the trainer ranks start again (restart 1 of 1)",
+    ]
+
+
+async def test_ranks_that_end_with_the_hub_after_an_error_are_not_said_to_start_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(tmp_path, max_restarts=0)
+    part = ranks_of(config, Told([Ended(0, 7, 1)], [Ended(0, 7, 0)]))
+    withdraw(config.run_dir)
+    assert await kept(part) == End.OVER
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (-11, "trainer rank 0 (process 7) was killed by signal 11 (SIGSEGV); no"),
+        (1, "the trainer ranks have failed; no"),
+    ],
+)
+async def test_a_last_restart_that_is_used_up_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], code: int, why: str
+) -> None:
+    part = ranks_of(config_of(tmp_path, max_restarts=0), Told([Ended(0, 7, code)]))
+    assert await kept(part) == End.FAILED
+    assert part.why == f"{why} restart is left of cluster.max_restarts = 0"
+    assert capfd.readouterr().err.splitlines()[-1] == "flash: no restart is left of cluster.max_restarts = 0"
+
+
+# -- launches --------------------------------------------------------------------------------------------------------
+
+
+def run_launch(launch: Launch) -> int:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return launch.run()
+    finally:
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_node_loop_that_is_killed_too_often_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+    config, marker = config_of(tmp_path, max_restarts=0), ErrorMarker(tmp_path, "7.1")
+    processes = Told([Ended(0, 7, -9)])
+    assert run_launch(Launch(hub_loop(config, processes), None, marker, has_hub=True)) == NAMED
+    assert str(marker.message()).startswith("the node loop (process 7) was killed by signal 9")
+
+
+def test_an_error_without_a_name_is_another_exit_code(tmp_path: Path) -> None:
+    config = config_of(tmp_path, max_restarts=0)
+    loop = hub_loop(config, Told([Ended(0, 7, 1)]))
+    assert run_launch(Launch(loop, None, ErrorMarker(tmp_path, "7.1"), has_hub=True)) == 1
+
+
+def test_a_node_that_fails_for_good_ends_no_run(tmp_path: Path) -> None:
+    loop = hub_loop(config_of(tmp_path), Told([Ended(0, 7, End.FINAL)]))
+    assert run_launch(Launch(loop)) == LOST
+
+
+@pytest.mark.parametrize("notebook", [False, True])
+def test_the_first_signal_is_passed_on_and_a_ctrl_c_after_it_kills(tmp_path: Path, notebook: bool) -> None:
+    processes = Told()
+
+    async def until_killed() -> Sequence[Ended]:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            processes.heard = anyio.Event()
+            os.kill(os.getpid(), number)
+            with anyio.move_on_after(0.5):
+                await processes.heard.wait()
+        return [Ended(0, 7, -9)]
+
+    processes.ends = [until_killed]
+    config = config_of(tmp_path)
+    ranks = Told()
+
+    async def until_told() -> Sequence[Ended]:
+        await ranks.heard.wait()
+        return [Ended(0, 8, -15)]
+
+    ranks.ends = [until_told]
+    launch = Launch(hub_loop(config, processes), ranks_of(config, ranks), None, has_hub=True)
+
+    async def cell() -> int:
+        return run_launch(launch)
+
+    code = anyio.run(cell) if notebook else run_launch(launch)
+    assert code == End.INTERRUPTED
+    assert processes.signals[:2] == [signal.SIGTERM, signal.SIGKILL]
+
+
+def test_ranks_that_cannot_go_on_end_a_run_whose_hub_cannot_be_told(tmp_path: Path) -> None:
+    config, marker = config_of(tmp_path, max_restarts=0), ErrorMarker(tmp_path, "7.1")
+    processes = Told()
+
+    async def until_told() -> Sequence[Ended]:
+        await processes.heard.wait()
+        return [Ended(0, 7, -15)]
+
+    processes.ends = [until_told]
+    ranks = ranks_of(config, Told([Ended(0, 8, -11)]))
+    assert run_launch(Launch(hub_loop(config, processes), ranks, marker, has_hub=True)) == NAMED
+    assert processes.signals == [signal.SIGTERM]
+    assert str(marker.message()).startswith("trainer rank 0 (process 8) was killed by signal 11")
+
+
+async def test_ranks_that_cannot_go_on_are_told_to_the_hub_as_an_error_for_which_nothing_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FLASH_TOKEN", raising=False)
+    job = Job(tmp_path, max_restarts=0)
+    ranks = Ranks(job.config, 0, Path("run.toml"), job.place)
+    ranks.processes = Told([Ended(0, 7, -11)])
+
+    async def lasts() -> Sequence[Ended]:
+        await anyio.sleep_forever()
+        return []
+
+    launch = Launch(hub_loop(job.config, Told(lasts)), ranks, ErrorMarker(job.config.run_dir, "7.1"), has_hub=True)
+    gone = pytest.RaisesExc(RanksGoneError, match=r"trainer rank 0 .* no restart is left")
+    with pytest.RaisesGroup(gone, flatten_subgroups=True):
+        async with job.hub() as hub, anyio.create_task_group() as tasks:
+            tasks.start_soon(launch.keep, anyio.Event())
+            with anyio.fail_after(10):
+                await hub.run()
+    assert RanksGoneError.fatal
+    assert not PeerLostError.fatal
