@@ -36,7 +36,7 @@ from flash.waiting import first_error, unwrapped_group
 
 
 def run_joined_loop(order: Order, config: Config) -> End:
-    """Serve the hubs of a run with this machine's engines, until it is over, or as `Life` says."""
+    """Serve the hubs of a run with this machine's engines, until it is over, or as `JoinedNode` says."""
     # Taken out, so that neither engines nor environments inherit it.
     return anyio.run(_roll_out, config, order, os.environ.pop(VARIABLE, None))
 
@@ -73,16 +73,16 @@ async def _roll_out(config: Config, order: Order, token: str | None) -> End:
     end = End.OVER  # also of a signal that comes while it has no hub
     try:
         async with sharing(config.run.name, close_s=config.deadlines.close), anyio.create_task_group() as group:
-            life = Life(config, order, token)
-            group.start_soon(life.heed_signals, group.cancel_scope)
-            end = await life.run()
+            node = JoinedNode(config, order, token)
+            group.start_soon(node.heed_signals, group.cancel_scope)
+            end = await node.run()
             group.cancel_scope.cancel()
     except BaseExceptionGroup as errors:  # of the task groups above: people see the error that tells most
         raise first_error(errors) from None
     return end
 
 
-class Life:
+class JoinedNode:
     """What a node loop does: it serves one hub of its run after the other, with the same node.
 
     Args:

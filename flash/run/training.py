@@ -26,9 +26,9 @@ from flash.run.processes.supervisor import End
 def train(config: Config, *, resume: bool = False) -> Summary | None:
     """Run a configuration to its end on this machine, or this machine's part of a run on several.
 
-    Its processes are children of this one, whose main thread must be the caller. What
-    the configuration names by import path is imported there: an environment stands in a module, not in the script that
-    calls this. Workers do not import that script, so it needs no guard.
+    Its processes are children of this one, whose main thread must be the caller. What the configuration names by import
+    path is imported there: an environment stands in a module, not in the script that calls this. They do not import
+    that script, so it needs no guard.
 
     Args:
         config: from `flash.load`, or made by hand; it is checked again, and what is unwise is told on standard error.

@@ -95,6 +95,11 @@ def test_the_group_of_nccl_takes_the_nodes_that_it_was_made_for_and_no_others() 
         ask(members, 2)
 
 
+def test_the_group_of_nccl_takes_the_nodes_with_trainers_by_their_own_numbers() -> None:
+    members = Members(with_cluster(gpus=2, backend="nccl", nodes=3, trainer_nodes=2), Origin())
+    assert [ask(members, 2), ask(members, 1, own=1)] == [(2, 1), (1, 3)]
+
+
 def test_nobody_joins_engines_that_share_the_trainers_memory() -> None:
     with pytest.raises(ConfigError, match="ipc ends at the trainers' machine"):
         ask(Members(with_cluster(gpus=1, backend="ipc"), Origin()), 1)

@@ -20,7 +20,7 @@ from flash.hub.nodes.members import digest
 from flash.hub.state import HubState
 from flash.rollout.fake_engine import FakeEngine, FakeLine
 from flash.rollout.node import RolloutNode
-from flash.run.joined import HubConnection, Life
+from flash.run.joined import HubConnection, JoinedNode
 from flash.run.node_loop import Numbers
 from flash.run.processes.supervisor import End, Order
 from flash.samples.journal import MemoryJournal
@@ -38,8 +38,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     return Job(tmp_path)
 
 
-class Fakes(Life):
-    """A life whose engine is a fake one."""
+class Fakes(JoinedNode):
+    """A node whose engine is a fake one."""
 
     def __init__(self, config: Config, order: Order, step_s: float) -> None:
         super().__init__(config, order, None)
@@ -60,7 +60,7 @@ class Fakes(Life):
         )
 
 
-def life(job: Job, step_s: float = 0.0) -> Fakes:
+def node_of(job: Job, step_s: float = 0.0) -> Fakes:
     real = msgspec.structs.replace(job.config.env, path="envs.arithmetic:Arithmetic")
     config = msgspec.structs.replace(job.config, env=real)
     return Fakes(config, Order(1, place=job.place, digest=digest(dump(job.config))), step_s)
@@ -76,7 +76,7 @@ async def serves(one: Fakes, hub: RealHub, version: int = 0) -> None:
 
 
 async def test_its_engines_outlive_the_hub(job: Job, capfd: pytest.CaptureFixture[str]) -> None:
-    one = life(job)
+    one = node_of(job)
 
     async def run(all_of_it: anyio.CancelScope) -> None:
         await one.run()
@@ -101,7 +101,7 @@ async def test_its_engines_outlive_the_hub(job: Job, capfd: pytest.CaptureFixtur
 async def test_it_brings_the_next_hub_what_it_was_given_by_the_one_before(
     job: Job, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    one, journal = life(job, step_s=2.0), MemoryJournal()
+    one, journal = node_of(job, step_s=2.0), MemoryJournal()
 
     async def run(all_of_it: anyio.CancelScope) -> None:
         await one.run()
@@ -159,7 +159,7 @@ async def said(capfd: pytest.CaptureFixture[str], words: str) -> str:
 async def test_a_node_whose_engines_are_newer_than_the_next_hub_starts_again(
     job: Job, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    one, ends, ended = life(job), list[End](), anyio.Event()
+    one, ends, ended = node_of(job), list[End](), anyio.Event()
 
     async def run() -> None:
         ends.append(await one.run())

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from flash.errors import RunDirectoryError
-from flash.run.processes.locks import Busy, held, is_free, run_held, run_lock
+from flash.run.processes.locks import Busy, exclusive, exclusive_run, is_free, run_lock
 
 LAUNCHER = """
 import sys
 from pathlib import Path
-from flash.run.processes.locks import held
-with held(Path(sys.argv[1]), 0):
+from flash.run.processes.locks import exclusive
+with exclusive(Path(sys.argv[1]), 0):
     print("here", flush=True)
     sys.stdin.read()
 """
@@ -28,8 +28,8 @@ with held(Path(sys.argv[1]), 0):
 FORKING = """
 import os, sys, time
 from pathlib import Path
-from flash.run.processes.locks import held
-with held(Path(sys.argv[1]), 0):
+from flash.run.processes.locks import exclusive
+with exclusive(Path(sys.argv[1]), 0):
     if (child := os.fork()) == 0:
         time.sleep(60)
     print(child, flush=True)
@@ -72,7 +72,7 @@ def test_a_second_launch_is_told_who_holds_the_run_directory(tmp_path: Path, sta
     run.parent.mkdir()
     holder = start(LAUNCHER, run_lock(run))
     words = rf"{re.escape(str(run))} is in use by process {holder.pid} on {socket.gethostname()}, since 20\d\d-"
-    with pytest.raises(RunDirectoryError, match=words), run_held(run, 0):
+    with pytest.raises(RunDirectoryError, match=words), exclusive_run(run, 0):
         pass
 
 
@@ -92,7 +92,10 @@ def test_what_a_killed_launcher_left_behind_counts_until_it_has_ended(tmp_path: 
     launcher.kill()
     launcher.wait()
     for process in processes:
-        with pytest.raises(Busy, match=rf"processes that were started by process {launcher.pid} on "), held(path, 0):
+        with (
+            pytest.raises(Busy, match=rf"processes that were started by process {launcher.pid} on "),
+            exclusive(path, 0),
+        ):
             pass
         process.kill()
         process.wait()
@@ -104,7 +107,7 @@ def test_a_launch_waits_for_processes_that_are_about_to_end(tmp_path: Path, star
     path.touch()
     process = start(PROCESS, path)
     ending = subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {process.pid}"])
-    with held(path, wait_s=60):
+    with exclusive(path, wait_s=60):
         assert process.wait(10) == -signal.SIGKILL
     ending.wait()
 
@@ -129,13 +132,13 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path, start: Start) -> 
 def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     words = r"check that run\.output_dir names a folder"
-    with pytest.raises(RunDirectoryError, match=words), run_held(tmp_path / "file" / "mine", 0):
+    with pytest.raises(RunDirectoryError, match=words), exclusive_run(tmp_path / "file" / "mine", 0):
         pass
 
 
 def test_the_lock_stays_where_it_is_when_a_new_run_moves_the_old_folder_away(tmp_path: Path) -> None:
     run = tmp_path / "mine"
-    with run_held(run, 0):
+    with exclusive_run(run, 0):
         run.mkdir()
         run.rename(tmp_path / "mine.1")
         assert run_lock(run).is_file()

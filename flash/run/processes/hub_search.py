@@ -62,7 +62,7 @@ class HubSearch:
             DeadlineError: no hub came.
             FlashError: it cannot be joined; without a time to wait also that there is none; the run has failed.
         """
-        problem = ""
+        problem = told = ""
         with deadline(
             wait_s or 2 * ASK_S, f"the hub of {self._place}", lambda: f"the output of the first node ({problem})"
         ):
@@ -78,9 +78,10 @@ class HubSearch:
                     # What answers at an old address may be anybody; what a hub says of us will not change.
                     if wait_s == 0 or (address is not None and not isinstance(error, TransportError)):
                         raise
-                    known, problem = problem, str(error)
-                    if self._tells and known != problem:
-                        why = f": {problem}" if self._place.announced else ", which the first node starts"
+                    problem = str(error)
+                    why = f": {problem}" if self._place.announced else ", which the first node starts"
+                    if self._tells and why != told:
+                        told = why
                         sys.stderr.write(f"flash: waiting up to {wait_s:g} s for the hub of {self._place}{why}\n")
                         sys.stderr.flush()
                 if before is not None and self._has_ended(before):

@@ -28,7 +28,7 @@ from flash.errors import ConfigError
 from flash.run.join import JoinedLoop
 from flash.run.processes.error_marker import ErrorMarker
 from flash.run.processes.launch import Launch
-from flash.run.processes.locks import run_held
+from flash.run.processes.locks import exclusive_run
 from flash.run.processes.ranks import Ranks
 from flash.run.processes.rendezvous import RENDEZVOUS, hub_place
 from flash.run.processes.requeue import refuse_idle_requeues
@@ -56,7 +56,7 @@ def place_in_job(config: Config, environment: Mapping[str, str]) -> int:
     if nodes != config.cluster.nodes:
         raise ConfigError(
             f"cluster.nodes = {config.cluster.nodes}, but this job has {nodes} node(s): change one of them, or start "
-            "every node through launch.sh under sbatch"
+            "every node through launch.sh under sbatch, or through torchrun"
         )
     if not 0 <= node < nodes:
         raise ConfigError(f"FLASH_NODE_RANK = {node}, expected one from 0 to {nodes - 1}, another on each node")
@@ -119,7 +119,7 @@ def launch(config: Config) -> int:
     with ExitStack() as stack:
         requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
         if node == 0:
-            stack.enter_context(run_held(config.run_dir, grace_s(config)))
+            stack.enter_context(exclusive_run(config.run_dir, grace_s(config)))
             if requeued:
                 refuse_idle_requeues(config)
         if requeued:
@@ -132,7 +132,7 @@ def launch(config: Config) -> int:
             loop = HubLoop(config, file)
         elif config.engines_on(node) or not ranks_here:
             loop = JoinedLoop(place, folder, node, own=config)
-        ranks = Ranks(config, node, file, place) if ranks_here else None
+        ranks = Ranks(config, node, file, place, tells=loop is None) if ranks_here else None
         return Launch(loop, ranks, marker, has_hub=node == 0).run()
 
 

@@ -55,7 +55,7 @@ class Busy(Exception):
 
 
 @contextmanager
-def held(path: Path, wait_s: float) -> Generator[None]:
+def exclusive(path: Path, wait_s: float) -> Generator[None]:
     """Be the one launcher while the block runs, after waiting for what an earlier one has left behind.
 
     Raises:
@@ -105,7 +105,7 @@ def share(path: Path) -> None:
 def is_free(path: Path) -> bool:
     """Whether neither a launcher nor a process of one lives; never to be asked of a lock that this process holds."""
     try:
-        with held(path, wait_s=0):
+        with exclusive(path, wait_s=0):
             return True
     except Busy:
         return False
@@ -126,7 +126,7 @@ def in_use(run_dir: Path) -> bool:
 
 
 @contextmanager
-def run_held(run_dir: Path, wait_s: float) -> Generator[None]:
+def exclusive_run(run_dir: Path, wait_s: float) -> Generator[None]:
     """Be the only launch that writes a run directory while the block runs.
 
     Raises:
@@ -136,7 +136,7 @@ def run_held(run_dir: Path, wait_s: float) -> Generator[None]:
     with ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(held(path, wait_s))
+            stack.enter_context(exclusive(path, wait_s))
         except Busy as holder:
             raise RunDirectoryError(
                 f"{run_dir} is in use by {holder}: wait for its end or end it, or give this run another run.name"

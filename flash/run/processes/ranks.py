@@ -38,15 +38,17 @@ class Ranks(Part):
         node: the number of the machine in its job.
         file: what they read the configuration from.
         place: where the hub is.
+        tells: whether people are told that the hub is waited for; else a node loop does.
     """
 
-    def __init__(self, config: Config, node: int, file: Path, place: HubPlace) -> None:
+    def __init__(self, config: Config, node: int, file: Path, place: HubPlace, *, tells: bool = False) -> None:
         super().__init__(config, "the trainer ranks start again", failed="the trainer ranks have failed")
         self._run = config
         self.node = node
         self._name = f"messenger-{node}"
         self._file = file
         self._place = place
+        self._tells = tells
         self._hung: set[int] = set()
         """Of the processes of now, those that the hub has called silent."""
 
@@ -83,7 +85,7 @@ class Ranks(Part):
             FlashError: on another machine than the hub's: there is no hub, or the run has failed.
         """
         first, deadlines = self.node == 0, self._run.deadlines
-        search = HubSearch(self._place, os.environ.get(VARIABLE), tells=not first)
+        search = HubSearch(self._place, os.environ.get(VARIABLE), tells=self._tells)
         run: p.RunReply | None = None
         while True:
             try:

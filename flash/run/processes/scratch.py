@@ -15,7 +15,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from flash.run.processes.locks import held, is_free, share
+from flash.run.processes.locks import exclusive, is_free, share
 
 PREFIX = "flash-job-"
 VARIABLE = "FLASH_SCRATCH"
@@ -38,7 +38,7 @@ def scratch_folder() -> Generator[Path]:
     remove_abandoned(Path(short))
     # Locked before it has the name by which others look for it.
     folder = Path(tempfile.mkdtemp(prefix=".flash-new-", dir=short))
-    with held(folder / LOCK, wait_s=0):
+    with exclusive(folder / LOCK, wait_s=0):
         folder = folder.rename(folder.with_name(folder.name.replace(".flash-new-", PREFIX)))
         variables = {
             VARIABLE: str(folder),
