@@ -9,7 +9,7 @@ import sys
 
 LAUNCHER = """
 import os, subprocess, sys
-os.environ["FLASH_STARTED_BY"] = str(os.getpid())
+os.environ["FLASH_LAUNCHER"] = f"{os.getpid()}.1"
 process = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
 os.read(0, 1) if sys.argv[2] == "wait" else os._exit(0)
 os.kill(os.getpid(), 9)
@@ -17,9 +17,9 @@ os.kill(os.getpid(), 9)
 
 PROCESS = """
 import os, signal, sys, time
-from flash.run.processes.starter_watch import end_with_starter
+from flash.run.processes.starter_watch import end_with_launcher
 signal.signal(signal.SIGTERM, {handler})
-end_with_starter({grace}, speaks=True)
+end_with_launcher({grace}, speaks=True)
 print("here", flush=True)
 while True: time.sleep(0.1)  # a signal that comes just before a sleep is heeded after it
 """
@@ -67,7 +67,7 @@ def test_a_process_ends_though_nobody_reads_any_more_what_it_says() -> None:
 
 def test_a_process_whose_launcher_is_gone_already_ends_at_once() -> None:
     program = PROCESS.format(handler=IGNORING, grace=60)
-    delayed = "import os, time\nwhile os.getppid() == int(os.environ['FLASH_STARTED_BY']): pass\n"
+    delayed = "import os, time\nwhile os.getppid() == int(os.environ['FLASH_LAUNCHER'][:-2]): pass\n"
     command = [sys.executable, "-c", LAUNCHER, delayed + program, "leave"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("", "")

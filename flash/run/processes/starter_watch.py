@@ -17,28 +17,20 @@ from contextlib import suppress
 
 LAUNCHER = "FLASH_LAUNCHER"
 """The variable that names the launch to all that it starts: the launcher's process id, a dot, and when it began."""
-STARTED_BY = "FLASH_STARTED_BY"
-"""The variable with the process id of the one that starts a process, and watches over it."""
 
 
 def begin_launch() -> str:
-    """Let this process be a launcher; the name of its launch."""
+    """Let this process be a launcher, and what it starts end with it; the name of its launch."""
     os.environ[LAUNCHER] = name = f"{os.getpid()}.{time.time_ns()}"
-    watch_over_children()
     return name
 
 
-def watch_over_children() -> None:
-    """Let what this process starts end with it."""
-    os.environ[STARTED_BY] = str(os.getpid())
-
-
-def end_with_starter(grace_s: float, *, speaks: bool) -> None:
+def end_with_launcher(grace_s: float, *, speaks: bool) -> None:
     """Interrupt this process once the one that started it is gone, and kill it `grace_s` later; one of a node speaks.
 
     Without a grace it is killed at once. When the other is gone before it can be watched, this one ends at once, too.
     """
-    starter = int(os.environ[STARTED_BY])
+    starter = int(os.environ[LAUNCHER].partition(".")[0])
     try:
         descriptor = os.pidfd_open(starter)
     except ProcessLookupError:

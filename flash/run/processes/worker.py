@@ -23,7 +23,7 @@ from flash.errors import ConfigError, FlashError, PeerLostError
 from flash.run.processes.error_marker import ErrorMarker
 from flash.run.processes.locks import run_lock, share
 from flash.run.processes.scratch import join_scratch_folder
-from flash.run.processes.starter_watch import LAUNCHER, end_with_starter
+from flash.run.processes.starter_watch import LAUNCHER, end_with_launcher
 from flash.run.processes.supervisor import End, Order
 from flash.transport.accept import raise_descriptor_limit
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain(error)
     if role != "node":
         share(run_lock(config.run_dir))
-    end_with_starter(grace_s(config) if order.node == 0 else 0, speaks=role != "trainer")
+    end_with_launcher(grace_s(config) if order.node == 0 else 0, speaks=role != "trainer")
     marker = ErrorMarker(config.run_dir, os.environ[LAUNCHER])
     if marker.stands():
         return End.FINAL
