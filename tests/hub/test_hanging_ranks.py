@@ -43,11 +43,12 @@ async def until_over(rank: Rank, request: Request[Any]) -> None:
     assert said == LIFE_OVER
 
 
-async def launcher_hears(world: World, node: int, ended: set[int]) -> None:
-    """Until the launcher of a node knows that these processes are to end."""
+async def launcher_hears(world: World, node: int, ended: set[int]) -> list[int]:
+    """Until the launcher of a node knows that these processes are to end; those of them that hung."""
     news = p.RanksReply(-1, [], [], [])
     while set(news.ended) != ended:
         news = await world.hub.handle(p.RanksRequest(node, news.number))
+    return news.hung
 
 
 async def begun(rank: Rank) -> None:
@@ -180,8 +181,8 @@ async def test_of_several_ranks_the_one_that_is_silent_is_named_where_a_collecti
                 ranks[0].call, p.Fatal("CollectiveError", "trainer rank 0: a collective failed: timed out")
             )
             # What each launcher is told are the processes of its own node.
-            await launcher_hears(world, 0, {ranks[0].process, ranks[1].process})
-            await launcher_hears(world, 1, {ranks[2].process, ranks[3].process})
+            assert await launcher_hears(world, 0, {ranks[0].process, ranks[1].process}) == []
+            assert await launcher_hears(world, 1, {ranks[2].process, ranks[3].process}) == [ranks[2].process]
             group.cancel_scope.cancel()  # a last word is never answered
 
     await world.play(trainers)

@@ -14,6 +14,7 @@ import pytest
 
 from flash.config.tree import Config
 from flash.errors import PeerLostError, RanksGoneError
+from flash.hub import protocol as p
 from flash.run.processes.error_marker import ErrorMarker
 from flash.run.processes.hub_place import HUB_FILE, HubPlace, withdraw
 from flash.run.processes.launch import LOST, NAMED, Launch
@@ -213,6 +214,27 @@ async def test_ranks_that_end_with_another_process_use_up_no_restart_of_theirs(
         "flash: trainer rank 3 (process 8) was killed by signal 11 (SIGSEGV)",
         "flash: the trainer ranks start again (restart 1 of 1)",
     ]
+
+
+@pytest.mark.parametrize(("hung", "end"), [(False, End.WITH_PEER), (True, End.FAILED)])
+async def test_a_rank_whose_life_is_over_is_killed_and_its_restart_counts_where_it_hung(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], hung: bool, end: End
+) -> None:
+    part = ranks_of(config_of(tmp_path), Programs("os.kill(os.getpid(), signal.SIGSTOP)"))
+    ends: list[tuple[End, list[str]]] = []
+
+    async def once() -> None:
+        ends.append(await part.once(0))
+
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(once)
+            while not part.processes.pids:  # noqa: ASYNC110 - nobody tells that it has started
+                await anyio.sleep(0.01)
+            (pid,) = part.processes.pids
+            part.hear(p.RanksReply(1, living=[], ended=[pid], hung=[pid] * hung))
+    assert ends == [(end, [])]
+    assert capfd.readouterr().err == f"flash: process {pid} of the trainer ranks hangs, and is killed\n" * hung
 
 
 async def test_ranks_that_end_with_the_hub_after_an_error_are_not_said_to_start_again(

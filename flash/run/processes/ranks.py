@@ -105,7 +105,7 @@ class Ranks(Part):
                     while True:
                         news = await caller.call(p.RanksRequest(self.node, after), timeout=math.inf)
                         after, living = news.number, news.living
-                        self._end(news)
+                        self.hear(news)
             except FlashError:  # it has ended, and with it the lives of its ranks
                 await anyio.sleep(LOST_S)
                 self.processes.kill(living)
@@ -120,7 +120,8 @@ class Ranks(Part):
                 await caller.call(message, deadlines.request)
         return heard
 
-    def _end(self, news: p.RanksReply) -> None:
+    def hear(self, news: p.RanksReply) -> None:
+        """End those whose life is over; a restart of one that hung counts."""
         here = self.processes.pids
         for pid in news.hung:
             if pid in here and pid not in self._hung:
