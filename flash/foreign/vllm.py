@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 TOUCHED = (
+    "vllm.envs:VLLM_ALLOW_INSECURE_SERIALIZATION",
     "vllm.engine.arg_utils:AsyncEngineArgs.create_engine_config",
     "vllm.config:ModelConfig.get_head_size",
     "vllm.config:ModelConfig.use_mla",
@@ -152,6 +153,17 @@ def _check_head_size(model: Any) -> None:
             f"the heads of {model.model} are {size} wide, and vLLM's attention on the CPU does those of "
             f"{', '.join(map(str, sizes))} only; choose another model, or an engine on a GPU"
         )
+
+
+def take_typed_answers() -> None:
+    """Let this process read what a core answers that may send pickles: it names the types of its answers.
+
+    vLLM looks at the variable of that name with each answer, when ours are long put back; without it the first answer
+    ends vLLM's reading task, and whoever waits for it waits forever.
+    """
+    from vllm import envs
+
+    envs.VLLM_ALLOW_INSECURE_SERIALIZATION = True
 
 
 def count_nothing_here(llm: Any) -> None:

@@ -1,7 +1,8 @@
 """The nccl and ipc backends: vLLM's own receivers, fed by ours.
 
-Not run on a GPU so far: the messages, their order and the arithmetic of ranks are tested with fakes, the calls into
-vLLM and CUDA were written against vLLM 0.32's sources (`nccl_engine`, `ipc_engine`, `packed_tensor`).
+Run on a GPU so far: the trainer's side of ipc, up to the announcement. The messages, their order and the arithmetic of
+ranks are tested with fakes, the calls into vLLM and CUDA were written against vLLM 0.32's sources (`nccl_engine`,
+`ipc_engine`, `packed_tensor`).
 
 nccl: trainer rank 0 and all engine workers form one group, trainer first; engine e's workers start at rank
 1 + e · tensor_parallel, which each engine fills in itself. Rank 0 stages a version in host memory, announces, and

@@ -172,3 +172,22 @@ def test_an_engine_on_gpus_gets_its_own() -> None:
 def test_importing_the_engine_needs_neither_torch_nor_vllm() -> None:
     code = "import sys, flash.rollout.vllm.engine; assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_what_a_core_that_may_send_pickles_answers_can_be_read_once_its_variables_are_gone(monkeypatch):
+    from vllm import envs
+    from vllm.v1.engine import EngineCoreOutputs, UtilityOutput
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
+
+    from flash.foreign import vllm
+
+    with monkeypatch.context() as core:
+        core.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+        answer = EngineCoreOutputs(utility_output=UtilityOutput(call_id=1, result=UtilityResult(("generate",))))
+        sent = MsgpackEncoder().encode(answer)
+    try:
+        vllm.take_typed_answers()
+        read = MsgpackDecoder(EngineCoreOutputs).decode(sent)
+    finally:
+        vars(envs).pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)
+    assert tuple(read.utility_output.result.result) == ("generate",)

@@ -60,6 +60,8 @@ def configure(config: Config, index: int, gpus: Sequence[int], stepped: Callable
         warnings.simplefilter("ignore")
         try:
             made = partial(_build, vllm.engine_maker(engine_args(config, index, gpus)), stepped)
+            if config.weights_backend == "ipc":
+                vllm.take_typed_answers()
         except vllm.NoAttentionError as error:
             raise ConfigError(f"model.path: {error}") from error
         finally:
