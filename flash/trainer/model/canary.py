@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,15 +81,15 @@ def _drawn(model: PreTrainedModel, count: int, seed: int) -> CanaryText:
     generator = torch.Generator().manual_seed(seed)
     ids_P = torch.tensor([first])
     model.eval()
+    cache: Any = None
     for _ in range(count - 1):
-        ids_P = torch.cat([ids_P, _draw(_logits(model, ids_P)[-1], generator)])
-    rows = _logits(model, ids_P)[:-1].log_softmax(-1)
+        # What came before is not computed again, where a model keeps it: on a processor each pass takes long.
+        known = ids_P if cache is None else ids_P[-1:]
+        output = model(input_ids=known[None], past_key_values=cache, use_cache=True)
+        cache = getattr(output, "past_key_values", None)
+        ids_P = torch.cat([ids_P, _draw(output.logits[0, -1].float(), generator)])
+    rows = model(input_ids=ids_P[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
     return CanaryText(ids_P.tolist(), rows.gather(-1, ids_P[1:, None])[:, 0].tolist())
-
-
-def _logits(model: PreTrainedModel, ids_P: Tensor) -> Tensor:
-    """[P, V]."""
-    return model(input_ids=ids_P[None], use_cache=False).logits[0].float()
 
 
 def _draw(logits_V: Tensor, generator: torch.Generator) -> Tensor:
