@@ -19,6 +19,7 @@ TOUCHED = (
     "torch.multiprocessing.reductions:reduce_tensor",
     "torch.cuda.memory:_record_memory_history",
     "torch.cuda.memory:_dump_snapshot",
+    "torch._dynamo.config:recompile_limit",
     "torch.distributed.checkpoint.state_dict_loader:load",
     "torch.distributed.checkpoint.state_dict_saver:save",
     "torch.distributed.checkpoint.api:CheckpointException",
@@ -81,6 +82,14 @@ def ipc_handle(tensor: Tensor) -> tuple[Any, ...]:
     from torch.multiprocessing.reductions import reduce_tensor
 
     return reduce_tensor(tensor)[1]
+
+
+def keep_kernels(most: int) -> None:
+    """How many forms torch.compile keeps of one function: of each shape, dtype and mode of gradients that it meets."""
+    from torch._dynamo import config
+
+    kept: Any = config
+    kept.recompile_limit = most
 
 
 def keep_memory_history(*, on: bool) -> None:

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
 from flash.foreign.transformers import layer_types, takes_attention
+from flash.trainer.model.fused import fuse_layers
 from flash.trainer.model.output_layer import replace_output_layer
 from flash.trainer.model.packed import PACKED_ATTENTION, packed_attention
 
@@ -71,6 +72,7 @@ def shard_model(
     replace_output_layer(model, wide=config.head_dtype == "float32")
     half = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
     policy = MixedPrecisionPolicy() if config.dtype == "float32" else half
+    fuse_layers(model, cuda=mesh.device_type == "cuda")
     # On one rank there is nothing to free between forward and backward; resharding would only copy.
     reshard = mesh.size() > 1
     whole = layer_types(model)

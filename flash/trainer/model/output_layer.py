@@ -23,6 +23,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from flash.errors import ConfigError
+from flash.trainer.model.fused import fused
 
 CHUNK_BYTES = 256 * 2**20
 """Size of one chunk's logits in float32; up to three tensors of it are alive at once. Every chunk reads the whole
@@ -145,18 +146,10 @@ class _SelectedLogprobs(torch.autograd.Function):
         logp_T = hidden_TD.new_empty(len(target_T), dtype=_wide(hidden_TD))
         norm_T, entropy_T = torch.empty_like(logp_T), torch.empty_like(logp_T)
         product = _wide_product if wide and weight_VD.dtype != logp_T.dtype else linear
+        answers = fused(_answers, cuda=hidden_TD.is_cuda)
         for rows in _chunks(logp_T, weight_VD, chunk_bytes):
-            scaled_CV = _scaled_logits(product, hidden_TD[rows], weight_VD, bias_V, temperature)
-            # Relative to the largest: sums of small numbers keep the digits that the logits' size would cost.
-            peak_C = scaled_CV.amax(-1)
-            scaled_CV -= peak_C[:, None]
-            share_CV = scaled_CV.exp()
-            total_C = share_CV.sum(-1)
-            log_total_C = total_C.log()
-            logp_T[rows] = scaled_CV.gather(-1, target_T[rows, None])[:, 0] - log_total_C
-            share_CV *= scaled_CV
-            entropy_T[rows] = log_total_C - share_CV.sum(-1) / total_C
-            norm_T[rows] = peak_C + log_total_C
+            logits_CV = product(hidden_TD[rows], weight_VD, bias_V)
+            logp_T[rows], norm_T[rows], entropy_T[rows] = answers(logits_CV, target_T[rows], temperature)
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, target_T, norm_T, entropy_T)
         ctx.temperature, ctx.entropy_gradient, ctx.chunk_bytes = temperature, entropy_gradient, chunk_bytes
         ctx.product = product
@@ -172,23 +165,19 @@ class _SelectedLogprobs(torch.autograd.Function):
         # Sums over all tokens, so they are wide; the sum over one chunk is the matrix product's own.
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=norm_T.dtype) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=norm_T.dtype) if needs_bias else None
+        grad_logits = fused(_grad_logits, cuda=hidden_TD.is_cuda)
         for rows in _chunks(norm_T, weight_VD, ctx.chunk_bytes):
-            log_share_CV = _scaled_logits(ctx.product, hidden_TD[rows], weight_VD, bias_V, ctx.temperature)
-            log_share_CV -= norm_T[rows, None]
+            logits_CV = ctx.product(hidden_TD[rows], weight_VD, bias_V)
             grad_logp_C1, grad_entropy_C1 = (grad_T[rows, None] / -ctx.temperature for grad_T in grads_T)
-            if ctx.entropy_gradient:
-                grad_CV = log_share_CV.exp()
-                log_share_CV += entropy_T[rows, None]
-                log_share_CV *= grad_entropy_C1
-                log_share_CV += grad_logp_C1
-                grad_CV *= log_share_CV
-            else:
-                grad_CV = log_share_CV.exp_()
-                grad_CV *= grad_logp_C1
-            grad_CV.scatter_add_(-1, target_T[rows, None], -grad_logp_C1)
+            index_C1 = target_T[rows, None]
+            entropy_C1 = (entropy_T[rows, None], grad_entropy_C1) if ctx.entropy_gradient else None
+            narrow_CV, target_C1 = grad_logits(
+                logits_CV, norm_T[rows, None], index_C1, grad_logp_C1, entropy_C1, ctx.temperature, weight_VD.dtype
+            )
+            del logits_CV
+            narrow_CV.scatter_(-1, index_C1, target_C1)
             if grad_bias_V is not None:
-                grad_bias_V += grad_CV.sum(0)
-            narrow_CV = grad_CV.to(weight_VD.dtype)
+                grad_bias_V += narrow_CV.sum(0, dtype=grad_bias_V.dtype)
             if grad_hidden_TD is not None:
                 torch.mm(narrow_CV, weight_VD, out=grad_hidden_TD[rows])
             if grad_weight_VD is not None:
@@ -221,18 +210,57 @@ def _wide_product(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -
     return linear(hidden_CD.float(), weight_VD.float(), None if bias_V is None else bias_V.float())
 
 
-def _scaled_logits(
-    product: Product, hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float
-) -> Tensor:
-    """[C, V] logits / temperature, wide, in memory of their own."""
-    scaled_CV = product(hidden_CD, weight_VD, bias_V).to(_wide(hidden_CD))
-    scaled_CV /= temperature
-    return scaled_CV
+def _scaled_logits(logits_CV: Tensor, temperature: float) -> Tensor:
+    """[C, V] logits / temperature, wide; in the memory of the logits where it can be."""
+    if torch.compiler.is_compiling():
+        return logits_CV.to(_wide(logits_CV)) / temperature
+    return logits_CV.to(_wide(logits_CV)).div_(temperature)
+
+
+def _answers(logits_CV: Tensor, target_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """[C] each: log-prob of the target, what a scaled logit exceeds its log-prob by, and entropy."""
+    scaled_CV = _scaled_logits(logits_CV, temperature)
+    # Relative to the largest: sums of small numbers keep the digits that the logits' size would cost.
+    peak_C = scaled_CV.amax(-1)
+    scaled_CV -= peak_C[:, None]
+    share_CV = scaled_CV.exp()
+    total_C = share_CV.sum(-1)
+    log_total_C = total_C.log()
+    logp_C = scaled_CV.gather(-1, target_C[:, None])[:, 0] - log_total_C
+    share_CV *= scaled_CV
+    return logp_C, peak_C + log_total_C, log_total_C - share_CV.sum(-1) / total_C
+
+
+def _grad_logits(
+    logits_CV: Tensor,
+    norm_C1: Tensor,
+    index_C1: Tensor,
+    grad_logp_C1: Tensor,
+    entropy_C1: tuple[Tensor, Tensor] | None,
+    temperature: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """[C, V], but for what is at the targets, and [C, 1], what is there. `entropy_C1`: the entropy and its gradient."""
+    log_share_CV = _scaled_logits(logits_CV, temperature)
+    log_share_CV -= norm_C1
+    if entropy_C1 is None:
+        grad_CV = log_share_CV.exp_()
+        grad_CV *= grad_logp_C1
+    else:
+        entropy, grad_entropy = entropy_C1
+        grad_CV = log_share_CV.exp()
+        log_share_CV += entropy
+        log_share_CV *= grad_entropy
+        log_share_CV += grad_logp_C1
+        grad_CV *= log_share_CV
+    return grad_CV.to(dtype), (grad_CV.gather(-1, index_C1) - grad_logp_C1).to(dtype)
 
 
 def _add_product(sum_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
     """Add a matrix product to a wide sum."""
     if sum_VD.dtype == left_VC.dtype:
         sum_VD.addmm_(left_VC, right_CD)
+    elif sum_VD.is_cuda:
+        torch.addmm(sum_VD, left_VC, right_CD, out_dtype=sum_VD.dtype, out=sum_VD)
     else:
         sum_VD += left_VC @ right_CD
