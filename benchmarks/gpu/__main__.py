@@ -3,7 +3,8 @@
 `job-tiny`, `job-model`: a whole run of `flash train` whose engine and trainer share the card, weights over `ipc`: the
 canary over 20 swaps, seconds of a swap, and what that is in bytes. The second is a model of your own, of --model.
 `layer`: memory and speed of the output layer against whole logits. `mfu`: training steps of a model of the size of
-Qwen3-0.6B, with random weights. `engine`: tokens per second through the whole rollout path beside a bare vLLM.
+Qwen3-0.6B, with random weights. `exact`: a gradient beside that of a processor in float32.
+`engine`: tokens per second through the whole rollout path beside a bare vLLM.
 
 Without names all parts run, in under eight minutes on one card, `job-model` only with --model. A part that fails is
 told with its error, and the others go on. Rows are written with the versions and the card that they were measured on.
@@ -25,6 +26,7 @@ import msgspec
 from benchmarks.form import Row, machine, print_table
 from benchmarks.gpu.compute import layer_rows, mfu_rows
 from benchmarks.gpu.engine import engine_rows
+from benchmarks.gpu.exact import exact_rows
 from benchmarks.gpu.job import job_rows
 from benchmarks.gpu.sizes import Sizes
 from flash.config.machine import count_gpus
@@ -39,6 +41,7 @@ def parts(model: Path | None) -> dict[str, Part]:
     known: dict[str, Part] = {
         "layer": layer_rows,
         "mfu": mfu_rows,
+        "exact": exact_rows,
         "job-tiny": lambda sizes: job_rows(sizes, None),
         "engine": engine_rows,
     }
@@ -52,7 +55,7 @@ def main(argv: Sequence[str] | None = None, offered: Callable[[Path | None], dic
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help="all by default: layer mfu job-tiny engine job-model")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="by default all, as listed above")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="a chat model, for job-model")
     parser.add_argument("--quick", action="store_true", help="small enough for two CPU cores")
     parser.add_argument("--json", type=Path, default=RESULT, metavar="FILE", help=f"default: {RESULT}")

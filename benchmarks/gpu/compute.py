@@ -5,12 +5,14 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from typing import Literal
 
 import msgspec
 
 from benchmarks.form import Row
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.real.objective_cost import GIB, LayerCase, apart, layer_cost, random_shard, step_config
+from flash.config.tree import Config
 
 PEAKS = {
     "B200": 2250e12,
@@ -79,7 +81,9 @@ def measure_steps(sizes: Sizes) -> Measured:
     dist.init_process_group("nccl" if sizes.gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:
         Qwen3ForCausalLM(sizes.shape.config()).to(torch.bfloat16).save_pretrained(folder)
-        trainer = Trainer(_config(sizes, folder))
+        dtype = "bfloat16" if sizes.gpu else "float32"
+        config = step_config_for(folder, dtype, sizes.length[1], sizes.sequences, sizes.steps + 1, gpu=sizes.gpu)
+        trainer = Trainer(config)
     seconds: list[float] = []
     tokens = sequences = 0
     for step in range(sizes.steps + 1):
@@ -99,17 +103,19 @@ def measure_steps(sizes: Sizes) -> Measured:
     return Measured(statistics.median(seconds[1:]), tokens // (sizes.steps + 1), tokens / sequences, peak, rate, card)
 
 
-def _config(sizes: Sizes, folder: str) -> object:
-    longest = sizes.length[1]
-    config = step_config("grpo", folder, sizes.steps + 1)
+def step_config_for(
+    folder: str, dtype: Literal["float32", "bfloat16"], longest: int, sequences: int, steps: int, *, gpu: bool
+) -> Config:
+    """Steps of one minibatch with GRPO: answers of at most `longest` tokens, so many sequences."""
+    config = step_config("grpo", folder, steps)
     replace = msgspec.structs.replace
     return replace(
         config,
-        model=replace(config.model, dtype="bfloat16" if sizes.gpu else "float32", max_length=longest + 64),
+        model=replace(config.model, dtype=dtype, max_length=longest + 64),
         rollout=replace(config.rollout, max_new_tokens=longest),
-        train=replace(config.train, batch_size=sizes.sequences, minibatches=1, max_tokens_per_microbatch=16_384),
-        cluster=replace(config.cluster, gpus_per_node=1 if sizes.gpu else 0),
-        engine=replace(config.engine, share_gpus=sizes.gpu),
+        train=replace(config.train, batch_size=sequences, minibatches=1, max_tokens_per_microbatch=16_384),
+        cluster=replace(config.cluster, gpus_per_node=1 if gpu else 0),
+        engine=replace(config.engine, share_gpus=gpu),
     )
 
 

@@ -63,6 +63,8 @@ class Shape(msgspec.Struct, frozen=True):
 
 SMALL = Shape(28, 1024, 3072, 16, 8, 128, 151_936)
 """Of Qwen3-0.6B."""
+MIDDLE = Shape(4, 512, 1536, 8, 4, 64, 8192)
+"""That two CPU cores train too."""
 TINY = Shape(2, 64, 128, 2, 2, HEAD_DIM, 64)
 
 

@@ -67,7 +67,7 @@ def test_the_arithmetic_of_the_trainer_is_measured(tmp_path):
     found = {row["metric"]: row["ours"] for row in json.loads(file.read_text())["rows"]}
     assert found["step_s"] > 0
     assert 0 < found["of_one_large_product"] < 1
-    assert set(parts(tmp_path)) == {"layer", "mfu", "job-tiny", "engine", "job-model"}
+    assert set(parts(tmp_path)) == {"layer", "mfu", "exact", "job-tiny", "engine", "job-model"}
 
 
 @pytest.mark.integration
