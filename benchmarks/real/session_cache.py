@@ -22,6 +22,7 @@ from benchmarks.form import Args, Row, main
 from benchmarks.real.engine_efficiency import endless_model
 from flash.config.tree import Config, TinyModelConfig
 from flash.rollout.engine import EpisodeRequest, GenerateRequest, SamplingSettings
+from flash.rollout.outage import OutageClock
 from flash.rollout.proxy import LLMProxy, ProxySettings
 from flash.rollout.vllm.engine import VLLMEngine
 
@@ -66,30 +67,27 @@ async def play(engine: VLLMEngine, session_s: float, dice: random.Random) -> flo
         bind_groups=False,
         swap_s=SWAP_S,
         drain_s=SWAP_S,
-        return_s=SWAP_S,
         session_s=session_s,
     )
-    proxy = LLMProxy([engine], 0, settings, on_room=lambda: None, now=anyio.current_time)
+    proxy = LLMProxy([engine], 0, settings, OutageClock(), on_room=lambda: None, now=anyio.current_time)
     pauses = [[dice.expovariate(1 / PAUSE_S) for _ in range(TURNS)] for _ in range(SESSIONS)]
     prompts = [_tokens(dice, PROMPT) for _ in range(SESSIONS)]
     shown = [[_tokens(dice, SHOWN) for _ in range(TURNS)] for _ in range(SESSIONS)]
 
     async def session(number: int) -> None:
         context, limit = prompts[number], SamplingSettings(ANSWER, 1.0)
-        with anyio.CancelScope() as scope:
-            for turn in range(TURNS):
-                asked = EpisodeRequest(
-                    GenerateRequest(context, limit, key=number * TURNS + turn),
-                    min_version=0,
-                    affinity=(number, number),
-                    session=number,
-                    progress=lambda tokens: None,
-                    timeout=DEADLINE_S,
-                    episode=scope,
-                )
-                done = await proxy.generate(asked)
-                await anyio.sleep(pauses[number][turn])
-                context = context + done.token_ids + shown[number][turn]
+        for turn in range(TURNS):
+            asked = EpisodeRequest(
+                GenerateRequest(context, limit, key=number * TURNS + turn),
+                min_version=0,
+                affinity=(number, number),
+                session=number,
+                progress=lambda tokens: None,
+                timeout=DEADLINE_S,
+            )
+            done = await proxy.generate(asked)
+            await anyio.sleep(pauses[number][turn])
+            context = context + done.token_ids + shown[number][turn]
         proxy.leave(number)
 
     start = time.perf_counter()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import NamedTuple, Protocol
 
-import anyio
 import msgspec
 
 from flash.errors import EngineDeadError
@@ -63,8 +62,6 @@ class EpisodeRequest(NamedTuple):
     """Told the new tokens as they come; the last ones come with the completion."""
     timeout: float
     """Seconds until the request is aborted; waiting for an engine counts, but not a time without engines that ends."""
-    episode: anyio.CancelScope
-    """Has the episode's own deadline, in which such a time does not count either."""
 
 
 class Progress(msgspec.Struct, frozen=True):

@@ -20,6 +20,7 @@ from itertools import count
 
 import anyio
 
+from flash.config import waits
 from flash.config.tree import Config
 from flash.environment.interface import NO_DOMAINS, Domain, Environment
 from flash.environment.shared import sharing
@@ -31,6 +32,7 @@ from flash.rollout.episode.phases import phases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.hubs import HubLink, Hubs
 from flash.rollout.node_watch import NodeWatch
+from flash.rollout.outage import OutageClock
 from flash.rollout.proxy import LLMProxy
 from flash.rollout.scheduler import MOST_EPISODES, Scheduler
 from flash.rollout.settings import episode_settings, proxy_settings
@@ -111,11 +113,10 @@ class RolloutNode:
         """Places that have an engine, or will have one."""
         # The scheduler asks the proxy for room, the proxy wakes the scheduler: one of them has to look it up later.
         engines = [supervisor.engine for supervisor in self._supervisors]
-        self._proxy = LLMProxy(
-            engines, self._first_engine, proxy_settings(config), on_room=lambda: self._scheduler.wake(), now=now
-        )
+        outages, on_room = OutageClock(waits.engine_return_s(config), now), lambda: self._scheduler.wake()
+        self._proxy = LLMProxy(engines, first_engine, proxy_settings(config), outages, on_room=on_room, now=now)
         settings = episode_settings(config, domains)
-        self._episode = Episode(self._make_env, self._tokenizer, self._proxy, settings, phases(config), now=now)
+        self._episode = Episode(make_env, tokenizer, self._proxy, settings, phases(config), outages, now=now)
         most = config.rollout.max_concurrent
         self._scheduler = Scheduler(
             self,

@@ -21,6 +21,7 @@ from flash.errors import EngineDeadError, EngineError, EngineRefusal, PoisonErro
 from flash.hub.protocol import EngineStatus
 from flash.rollout.engine import Engine, EpisodeRequest
 from flash.rollout.engine_record import EngineRecord
+from flash.rollout.outage import OutageClock
 from flash.rollout.response import Response
 from flash.rollout.routing import MAX_DEATHS, RoutedRequest, Router
 from flash.rollout.sessions import Sessions
@@ -46,8 +47,6 @@ class ProxySettings(msgspec.Struct, frozen=True):
     swap_s: float
     drain_s: float
     """Deadlines, in seconds: of requests that were told to leave, and of those that may end."""
-    return_s: float
-    """Longest time without any engine, in seconds."""
     session_s: float = 0.0
     """Seconds for which an idle session's KV cache is counted; see `rollout.session_s`."""
 
@@ -67,6 +66,7 @@ class LLMProxy:
         engines: they need not have started.
         first_index: the first engine's number in the run.
         settings: how to share them.
+        outages: told when no engine is left, and when one serves again.
         on_room: called whenever `capacity` may have grown.
         now: Unix seconds on the loop's clock.
     """
@@ -76,11 +76,13 @@ class LLMProxy:
         engines: Sequence[Engine],
         first_index: int,
         settings: ProxySettings,
+        outages: OutageClock,
         *,
         on_room: Callable[[], None],
         now: Callable[[], float],
     ) -> None:
         self._settings = settings
+        self._outages = outages
         versions = [engine.version for engine in engines]
         sessions = Sessions(settings.session_s)
         self._router = Router(settings.max_sequences, versions, bind_groups=settings.bind_groups, sessions=sessions)
@@ -90,12 +92,8 @@ class LLMProxy:
         ]
         """Of each engine, what is known of it."""
         self._waits: dict[RoutedRequest, _Wait] = {}
-        self._calls: set[anyio.CancelScope] = set()
-        """The deadlines of all `generate` calls, and of their episodes."""
         self._strays = itertools.count(-1, -1)
         """Names for requests that are of no session."""
-        self._outage_since: float | None = None
-        """Since when no engine has served, while that is so."""
         self._on_room = on_room
         self._now = now
 
@@ -112,10 +110,10 @@ class LLMProxy:
         request, own = asked.request, next(self._strays) if asked.session is None else asked.session
         seeded, response = request.seed is not None, Response(request)
         routed = RoutedRequest(asked.affinity, asked.min_version, own, len(request.prompt), seeded=seeded)
-        with deadline(asked.timeout, "a response", lambda: self._whereabouts(asked.min_version)) as scope:
-            for each in (scope, asked.episode):
-                each.deadline += self._outage_left()
-                self._calls.add(each)
+        with (
+            deadline(asked.timeout, "a response", lambda: self._whereabouts(asked.min_version)) as scope,
+            self._outages.left_out(scope),
+        ):
             try:
                 while (whole := response.exhausted()) is None:
                     record = await self._admit(routed)
@@ -124,7 +122,6 @@ class LLMProxy:
                         break
                 return whole
             finally:
-                self._calls -= {scope, asked.episode}
                 self._router.sessions.rests(own, len(request.prompt) + response.length)
                 if asked.session is None:
                     self.leave(own)
@@ -276,9 +273,7 @@ class LLMProxy:
         record.usage.begin(self._now(), busy=bool(record.running))
         record.usage.swapped(start, self._now())
         self._router.end_swap(engine, record.engine.version)
-        if self._outage_since is not None:
-            self._lengthen(-self._outage_left())
-            self._outage_since = None
+        self._outages.ends()
         self._fill(record)
         self._balance(record)
 
@@ -340,10 +335,9 @@ class LLMProxy:
         record.died.set()
         self._move_all(record)
         self._ask_again(self._router.fail(engine))
-        if not self._router.alive and self._outage_since is None:
+        if not self._router.alive:
             # No response has failed: they get the time in which another engine may come.
-            self._outage_since = self._now()
-            self._lengthen(self._outage_left())
+            self._outages.begins()
 
     async def replace(self, engine: int, new: Engine) -> None:
         """Another engine, started and without a version, takes the place of a dead one that was closed."""
@@ -358,17 +352,6 @@ class LLMProxy:
         """The queue has forgotten these: who waits for them asks, in the order in which they are woken."""
         for routed in homeless:
             self._waits[routed].over.set()
-
-    def _outage_left(self) -> float:
-        """Seconds for which there may still be no engine that serves; 0 while there is one."""
-        if self._outage_since is None:
-            return 0.0
-        return max(0.0, self._outage_since + self._settings.return_s - self._now())
-
-    def _lengthen(self, seconds: float) -> None:
-        """Give all responses more time, or take it back."""
-        for scope in self._calls:
-            scope.deadline += seconds
 
     async def dead(self, engine: int) -> EngineDeadError:
         """Return, with the reason, when an engine is gone, whoever noticed. Never returns while one is in its place."""

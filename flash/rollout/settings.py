@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import msgspec
 
-from flash.config import waits
 from flash.config.tree import Config
 from flash.environment.interface import NO_DOMAINS, Domain
 from flash.rollout.engine import SamplingSettings
@@ -53,6 +52,5 @@ def proxy_settings(config: Config) -> ProxySettings:
         bind_groups=not config.rollout.replicate_prompts,
         swap_s=config.deadlines.swap,
         drain_s=config.deadlines.generate,
-        return_s=waits.engine_return_s(config),
         session_s=config.rollout.session_s,
     )

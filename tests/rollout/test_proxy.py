@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from flash.errors import DeadlineError, EngineDeadError, EngineError, WeightsError
 from flash.rollout.engine import EpisodeRequest, GenerateRequest, SamplingSettings
 from flash.rollout.fake_engine import FakeEngine
+from flash.rollout.outage import OutageClock
 from flash.rollout.proxy import MAX_FAILED_IN_A_ROW, LLMProxy, ProxySettings
 from flash.simulate.clock import run_virtual
 from flash.types import Canary, Completion, Published, VersionRun
@@ -54,10 +55,12 @@ class House:
     ) -> None:
         self.engines = engines
         self.on_room: Callable[[], None] = lambda: None
+        self.outages = OutageClock(RETURN_S)
         self.proxy = LLMProxy(
             engines,
             0,
-            ProxySettings(slots, swap, bind, swap_s=50.0, drain_s=drain_s, return_s=RETURN_S),
+            ProxySettings(slots, swap, bind, swap_s=50.0, drain_s=drain_s),
+            self.outages,
             on_room=lambda: self.on_room(),
             now=anyio.current_time,
         )
@@ -95,9 +98,9 @@ class House:
                 session=task,
                 progress=progress,
                 timeout=TIMEOUT_S,
-                episode=episode or anyio.CancelScope(),
             )
-            self.done[task] = await self.proxy.generate(asked)
+            with self.outages.left_out(episode or anyio.CancelScope()):
+                self.done[task] = await self.proxy.generate(asked)
         except (EngineError, DeadlineError) as error:
             self.failed[task] = error
         self.ended_at[task] = anyio.current_time()
@@ -221,7 +224,6 @@ def test_a_response_without_end_before_its_deadline_is_an_error_that_says_where_
             session=0,
             progress=lambda tokens: None,
             timeout=5.5,
-            episode=anyio.CancelScope(),
         )
         with pytest.raises(DeadlineError, match=r"engine 0 has version 0 and 0 of 4 requests; 0 requests wait"):
             await house.proxy.generate(asked)

@@ -9,6 +9,7 @@ goes wrong becomes a typed `Failure`; only cancellation passes through. The envi
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from functools import partial
 from hashlib import blake2b
 from typing import Protocol
@@ -25,6 +26,7 @@ from flash.rollout.episode.asking import Asking, Wanted
 from flash.rollout.episode.phases import FreePhases, Phases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.episode.transcript import Limits, Transcript
+from flash.rollout.outage import OutageClock
 from flash.types import (
     Completion,
     Failure,
@@ -112,6 +114,7 @@ class Episode:
         proxy: generates.
         settings: limits and deadlines.
         phases: when environments may step, and when episodes may generate.
+        outages: of the engines; None: they always serve.
         now: Unix seconds on the loop's clock.
     """
 
@@ -122,9 +125,11 @@ class Episode:
         proxy: Responder,
         settings: EpisodeSettings,
         phases: Phases,
+        outages: OutageClock | None = None,
         *,
         now: Callable[[], float],
     ) -> None:
+        self._outages = outages or OutageClock()
         self._make_env = make_env
         self._tokenizer = tokenizer
         self._proxy = proxy
@@ -284,9 +289,10 @@ class Episode:
             session=None if ahead else state.lease.lease_id,
             progress=wanted.hears,
             timeout=settings.generate_s,
-            episode=anyio.CancelScope() if ahead else state.scope,
         )
-        completion = await self._proxy.generate(asked)
+        # What is asked for ahead is not what the episode waits for.
+        with nullcontext() if ahead else self._outages.left_out(state.scope):
+            completion = await self._proxy.generate(asked)
         if not completion.token_ids:
             raise EngineError(f"an engine ended response {number + 1} (seed {task.seed}) without a token")
         return completion

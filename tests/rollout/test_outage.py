@@ -1,0 +1,59 @@
+"""The outage clock on the virtual clock: what its owners' deadlines leave out, and what they do not."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from flash.rollout.outage import OutageClock
+from flash.simulate.clock import run_virtual
+
+LONGEST_S = 100.0
+
+
+def test_a_deadline_leaves_out_the_outages_that_it_waits_through() -> None:
+    async def scenario() -> None:
+        clock = OutageClock(LONGEST_S)
+        with anyio.move_on_after(50) as heeds, anyio.move_on_after(50) as does_not, clock.left_out(heeds):
+            await anyio.sleep(10)
+            for _ in range(2):
+                clock.begins()
+                await anyio.sleep(7)
+                clock.ends()
+                await anyio.sleep(5)
+        assert heeds.deadline == pytest.approx(50 + 2 * 7)
+        assert does_not.deadline == 50
+
+    run_virtual(scenario)
+
+
+def test_a_deadline_that_comes_later_leaves_out_what_is_left_of_the_outage() -> None:
+    async def scenario() -> None:
+        clock = OutageClock(LONGEST_S)
+        clock.begins()
+        await anyio.sleep(30)
+        clock.begins()
+        assert clock.left == LONGEST_S - 30, "an outage begins once"
+        with anyio.move_on_after(20) as scope, clock.left_out(scope):
+            await anyio.sleep_forever()
+        assert scope.cancelled_caught
+        assert anyio.current_time() == pytest.approx(30 + 20 + LONGEST_S - 30)
+        clock.ends()
+        assert scope.deadline == pytest.approx(20 + LONGEST_S), "what is over is told nothing"
+
+    run_virtual(scenario)
+
+
+def test_an_outage_counts_beyond_the_time_that_it_may_last() -> None:
+    async def scenario() -> None:
+        clock = OutageClock(LONGEST_S)
+        with anyio.move_on_after(1000) as scope, clock.left_out(scope):
+            clock.ends()
+            assert scope.deadline == 1000, "without an outage nothing ends"
+            clock.begins()
+            await anyio.sleep(3 * LONGEST_S)
+            assert clock.left == 0
+            clock.ends()
+        assert scope.deadline == pytest.approx(1000 + LONGEST_S)
+
+    run_virtual(scenario)
