@@ -15,7 +15,7 @@ APART = {"agent", "project"}
 """Folders of what runs elsewhere: inside of sandboxes, and as a user's own project."""
 
 FLOORS = [
-    {"errors", "types", "trained", "foreign"},
+    {"errors", "types", "trained", "ages", "foreign"},
     {"waiting", "config"},
     {"transport", "environment", "observe", "profile", "http"},
     {"weights", "samples", "service", "view"},
@@ -107,7 +107,7 @@ def test_rooms_are_small() -> None:
 
 
 def test_samples_know_no_peer_and_no_clock(graph: dict[str, set[str]]) -> None:
-    below = {"errors", "types", "config", "environment", "observe", "samples"}
+    below = {"errors", "types", "ages", "config", "environment", "observe", "samples"}
     known = {room(other) for module, others in graph.items() for other in others if module.startswith("flash.samples.")}
     assert known <= below
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from flash.config.tree import max_age
+from flash.ages import max_age
 from flash.observe.rundir.recording import read_batch, recorded_steps
 from flash.observe.rundir.rundir import RunDirectory
 from flash.types import VersionRun

@@ -6,7 +6,6 @@ Every field has a docstring that says its meaning and unit; docs/configuration.m
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -178,15 +177,6 @@ class EngineConfig(Section, frozen=True):
     """Tokens between deliveries, and most lost with an engine."""
     max_restarts: NonNegative = 3
     """In a row, after 1, 2, 4, … s; 10 minutes of service count anew."""
-
-
-SLACK = 1e-9
-"""Keeps comparisons true where α, or α times a batch, is a whole number that floats cannot hold."""
-
-
-def max_age(async_ratio: float) -> int:
-    """⌈α⌉: the most versions that a trained token may be old under an asynchronous ratio."""
-    return math.ceil(async_ratio - SLACK)
 
 
 class TrainConfig(Section, frozen=True):

@@ -6,7 +6,8 @@ import math
 
 from msgspec.structs import replace
 
-from flash.config.tree import SLACK, Config
+from flash.ages import SLACK
+from flash.config.tree import Config
 from flash.hub.nodes.members import Members
 from flash.hub.nodes.nodes import Nodes
 from flash.hub.progress import Progress

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 
-from flash.config.tree import SLACK
+from flash.ages import SLACK
 from flash.errors import ContractError
 from flash.samples.choice import choose
 from flash.samples.groups import Group, Member

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
-from flash.config.tree import SLACK
+from flash.ages import SLACK
 from flash.samples.rules import DomainRules
 
 PASSES = 4

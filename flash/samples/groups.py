@@ -48,8 +48,6 @@ class Group(msgspec.Struct, gc=False):
     members: list[Member]
     earlier: list[BatchSample] = []
     """The members that were trained in earlier steps."""
-    ahead: bool = False
-    """Tokens of it are of versions that the run has gone back from."""
     closed: bool = False
     """Its problem is none of those that are issued now: no member of it begins any more."""
 

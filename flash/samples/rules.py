@@ -1,8 +1,7 @@
 """The rules of a run's samples: the age contract, and what else the configuration says about them.
 
 With α = async ratio and B = samples per step: admission lets (1 + α)·B samples be on their way, and every token
-trained by the step that makes version n+1 was sampled by a version ≥ n − ⌈α⌉. Ages are whole numbers: a sample that α
-admits one version early is one version old, whatever the fraction.
+trained by the step that makes version n+1 was sampled by a version ≥ n − ⌈α⌉ (`flash.ages`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from flash.config.tree import SLACK, Config, RolloutConfig, max_age
+from flash.ages import SLACK, last_step, max_age, version_of
+from flash.config.tree import Config, RolloutConfig
 from flash.environment.fingerprint import fingerprint
 from flash.environment.interface import NO_DOMAINS, Domain
 from flash.samples.groups import GroupFilter
@@ -51,11 +51,11 @@ class AgeContract(msgspec.Struct, frozen=True):
 
     def min_token_version(self, step: int) -> int:
         """The oldest version whose tokens the step that trains version `step` may use."""
-        return step - self.max_age
+        return version_of(self.max_age, step)
 
     def last_step(self, token_version: int) -> int:
         """The last step that may train a token of this version."""
-        return token_version + self.max_age
+        return last_step(token_version, self.max_age)
 
     @property
     def groups_per_batch(self) -> int:

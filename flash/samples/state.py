@@ -49,10 +49,10 @@ class BufferState(msgspec.Struct):
     shared: Shared | None = None
     """What domains have had."""
 
-    def put_back(self, step: int) -> None:
+    def put_back(self, step: int) -> set[int]:
         """Batches that were formed are none any more: under another contract their steps could train less of them.
 
-        Groups with a token of a version after `step`, which is to be made again, wait for nobody any more.
+        The groups with a token of a version after `step`, which is to be made again: they wait for nobody any more.
         """
         groups = {group.group_id: group for group in self.groups}
         for formed in sorted(self.formed, key=lambda formed: formed.step, reverse=True):
@@ -62,8 +62,7 @@ class BufferState(msgspec.Struct):
                 self.shared.trained[part.kind] -= 1
         self.groups = [groups[group_id] for group_id in sorted(groups)]
         self.formed = []
-        for group in self.groups:
-            group.ahead = group.newest > step
+        return {group.group_id for group in self.groups if group.newest > step}
 
 
 class Samples:
@@ -90,8 +89,8 @@ class Samples:
         lease_ids: Iterator[int] | None = None,
     ) -> None:
         contract, rules = made.contract, made.rules
-        if state is not None and contract.max_age < state.made.contract.max_age:
-            state.put_back(step)
+        lower = state is not None and contract.max_age < state.made.contract.max_age
+        ahead = state.put_back(step) if state is not None and lower else set[int]()
         self._made = made
         self.contract = contract
         self.rules = rules
@@ -128,9 +127,9 @@ class Samples:
         self._told: set[Outcome] = set()
         """Failures of which an example was noted."""
         if state is not None:
-            self._restore(state, goes_on)
+            self._restore(state, ahead, goes_on)
 
-    def _restore(self, state: BufferState, goes_on: bool) -> None:
+    def _restore(self, state: BufferState, ahead: set[int], goes_on: bool) -> None:
         if goes_on:
             self.leases.reasons.update(state.withdrawn)
         rules = self.rules
@@ -145,7 +144,7 @@ class Samples:
                 elif member.state == "queued":
                     self.leases.put(member)
             self.pool.add(group)
-            if group.ahead:
+            if group.group_id in ahead:
                 self._departures.withdraw(group)
             elif others and not (group.complete and not group.earlier):
                 self._end_as_it_is(group)

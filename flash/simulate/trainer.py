@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import anyio
 
+from flash.ages import age_of
 from flash.config import waits
 from flash.config.simulate import SimulateConfig
 from flash.config.tree import Config
@@ -117,4 +118,4 @@ class SimTrainer:
                 self.lengths[sample.trajectory.action_count] += 1
             for run in sample.trajectory.versions:
                 if run.version >= shard.min_version:
-                    self.ages[shard.step - run.version] += run.count
+                    self.ages[age_of(run.version, shard.step)] += run.count

@@ -15,7 +15,8 @@ import torch
 
 from algorithms.base import PackedTokens
 from algorithms.lag import Lag
-from flash.config.tree import TrainConfig, max_age
+from flash.ages import max_age, version_of
+from flash.config.tree import TrainConfig
 from flash.trainer.collectives import gather_rows
 from flash.trainer.optimizer import learning_rate
 
@@ -98,9 +99,8 @@ class LagPass:
         """By age: the lag of this update, and what the rates of the updates in between add up to, in versions."""
         lags, moved = [len(self._applied) / self._updates], [sum(self._applied) / self._updates]
         for age in range(1, self._ages):
-            past = version - age
             lags.append(lags[-1] + 1)
-            moved.append(moved[-1] + self._rate_of(past))
+            moved.append(moved[-1] + self._rate_of(version_of(age, version)))
         return lags, moved
 
     def _rate_of(self, version: int) -> float:

@@ -18,6 +18,7 @@ from algorithms.base import Objective, PackedTokens, Proximal
 from algorithms.corrections import correct
 from algorithms.kl import kl
 from algorithms.proximal import loglinear
+from flash.ages import age_of
 from flash.config.tree import AlgorithmConfig
 from flash.trainer.firstpass import Facts
 from flash.trainer.model.logprobs import TokenLogprobs
@@ -61,7 +62,7 @@ def pack_tokens(
     behaviour_T = torch.from_numpy(micro.behaviour_T).to(device).where(mask_T, 0.0)
     logp_T = now.logp_T.where(mask_T, 0.0)
     if proximal == "loglinear":
-        age_T = torch.from_numpy(step - micro.version_T).to(device).where(mask_T, 0)
+        age_T = torch.from_numpy(age_of(micro.version_T, step)).to(device).where(mask_T, 0)
         proximal_T = loglinear(logp_T, behaviour_T, age_T)
     elif proximal == "ewma":
         assert facts.average_T is not None, "the first pass ran for this"

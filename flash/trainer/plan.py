@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from algorithms.dealing import deal
-from flash.config.tree import Config, max_age
+from flash.ages import age_of, max_age
+from flash.config.tree import Config
 from flash.errors import ContractError
 from flash.trainer.collectives import gather_rows, raise_together
 from flash.trainer.credit import Credit, assign_credit
@@ -64,7 +65,7 @@ def plan_step(shard: Shard, config: Config, method: Method, version: int, device
         ContractError: on every rank, when the batch of any breaks the age contract, its own counts, or is damaged.
     """
     train, fault = config.train, ""
-    ages = max(shard.step - max(shard.min_version, 0) + 1, 1)
+    ages = max(age_of(max(shard.min_version, 0), shard.step) + 1, 1)
     parts: list[list[MicroBatch]] = [[] for _ in range(train.minibatches)]
     histogram = np.zeros(ages, dtype=np.int64)
     credit: Credit | None = None
@@ -120,7 +121,7 @@ def check_ages(shard: Shard, version: int, age_T: np.ndarray, async_ratio: float
 
 def trained_ages(step: int, micro_batches: Sequence[MicroBatch]) -> np.ndarray:
     """int64: the age of every unmasked token of these micro-batches."""
-    ages = [step - micro.version_T[micro.mask_T] for micro in micro_batches]
+    ages = [age_of(micro.version_T[micro.mask_T], step) for micro in micro_batches]
     return np.concatenate(ages) if ages else np.zeros(0, dtype=np.int64)
 
 

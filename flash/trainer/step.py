@@ -26,6 +26,7 @@ from algorithms.aggregation import token_weights
 from algorithms.base import PackedTokens
 from algorithms.corrections import correct
 from algorithms.rhythm import Rhythm
+from flash.ages import age_of
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.trained import TrainedSample
@@ -217,13 +218,13 @@ class Trainer:
                 facts = facts_in_rhythm(facts, along, watch)
             tokens = pack_tokens(micro, now, facts, self._method.proximal, step=step, limits=limits)
             if self.lag is not None:
-                self.lag.add(tokens, step - micro.version_T)
+                self.lag.add(tokens, age_of(micro.version_T, step))
             loss = token_loss(self._objective, algorithm, tokens, facts, now.entropy_T)
             share_T = loss.loss_T * self._weights(tokens._replace(mask_T=loss.mask_T), whole)
             if not self._warming_up:
                 # FSDP averages gradients over ranks; the loss is already a share of the whole batch.
                 (share_T.sum() * (dist.get_world_size() * self.scale.value)).backward()
-        age_T = self._tensor(step - micro.version_T)
+        age_T = self._tensor(age_of(micro.version_T, step))
         first_T = first_logprobs(now, facts)
         statistics.add(tokens, first_T, now.entropy_T, age_T, micro.kinds_S, loss, share_T)
         if look is not None:

@@ -25,7 +25,8 @@ import anyio.lowlevel
 import msgspec
 from anyio.abc import TaskGroup
 
-from flash.config.tree import Config, max_age
+from flash.ages import max_age
+from flash.config.tree import Config
 from flash.environment.interface import Domain
 from flash.hub import protocol as p
 from flash.hub.hub import Hub

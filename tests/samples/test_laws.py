@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from flash.config.tree import max_age
+from flash.ages import max_age
 from flash.hub.nodes.claims import Claims
 from flash.samples.batches import deal, gather
 from flash.samples.buffer import SampleBuffer

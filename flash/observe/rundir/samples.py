@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from flash.ages import age_of
 from flash.trained import TrainedSample
 from flash.types import Outcome, Span, Trajectory, VersionRun
 
@@ -88,7 +89,7 @@ def readable(
     assert len(tokens) == trajectory.length, "one text per token"
     ages: dict[int, int] = {}
     for run in trajectory.versions:
-        age = step - run.version
+        age = age_of(run.version, step)
         ages[age] = ages.get(age, 0) + run.count
     task = trajectory.task
     return Sample(

@@ -1,0 +1,38 @@
+"""Ages: by how many versions the policy of a token is behind the one that trains it. They are counted here alone.
+
+With α = async ratio, the step that trains version n uses tokens of the versions n − ⌈α⌉ … n. Ages are whole numbers: a
+sample that α admits one version early is one version old, whatever the fraction.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Versions = TypeVar("Versions", int, npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.float64])
+
+SLACK = 1e-9
+"""Keeps comparisons true where α, or α times a batch, is a whole number that floats cannot hold."""
+
+
+def max_age(async_ratio: float) -> int:
+    """⌈α⌉: the most versions that a trained token may be old under an asynchronous ratio."""
+    return math.ceil(async_ratio - SLACK)
+
+
+def age_of(version: Versions, step: int) -> Versions:
+    """The age of tokens of a version, or of each of several, in the step that trains version `step`."""
+    return step - version
+
+
+def version_of(age: int, step: int) -> int:
+    """The version of the tokens that have this age in the step that trains version `step`."""
+    return step - age
+
+
+def last_step(version: int, oldest: int) -> int:
+    """The last step in which tokens of a version are no older than `oldest`."""
+    return version + oldest
