@@ -27,8 +27,8 @@ import torch
 
 from flash.errors import DeadlineError, TransportError, WeightsError
 from flash.transport.auth import blocking_handshake, client_handshake, new_token
-from flash.weights.door import Door
 from flash.weights.fingerprint import Fingerprint
+from flash.weights.listener import WeightsListener
 from flash.weights.staging import Announce, NamedTensors, dtype_name, stage
 from flash.weights.update import DAMAGED, NOT_HELD, UpdateInfo, encode_update
 
@@ -139,7 +139,7 @@ class WeightServer:
         self._token = new_token()
         self._lock = threading.Lock()
         self._images: dict[int, Image] = {}
-        self._door = Door(host, self._token, prove_s, timeout_s, self._answer)
+        self._listener = WeightsListener(host, self._token, prove_s, timeout_s, self._answer)
 
     def hold(self, version: int, image: Image) -> TcpSource:
         """Serve `image` as `version`, and forget all but the newest versions."""
@@ -149,7 +149,7 @@ class WeightServer:
                 del self._images[old]
         return TcpSource(
             host=self._host,
-            port=self._door.port,
+            port=self._listener.port,
             token=self._token.hex(),
             version=version,
             digest=image.digest,
@@ -158,7 +158,7 @@ class WeightServer:
 
     def close(self) -> None:
         """Accept no one any more; connections that are open end on their own."""
-        self._door.close()
+        self._listener.close()
 
     def _answer(self, connection: socket.socket) -> None:
         (version,) = struct.unpack("!q", _receive(connection, 8))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flash.errors import WeightsError
 from flash.weights.fingerprint import CHUNK, Fingerprint
-from flash.weights.held import HeldWeights
+from flash.weights.loaded import LoadedWeights
 from flash.weights.staging import stage
 from flash.weights.tcp import TcpPublisher
 from flash.weights.update import decode_update
@@ -79,12 +79,12 @@ def test_every_backend_announces_the_fingerprint_of_what_it_publishes() -> None:
     assert [decode_update(info).fingerprint for info in announced] == [expected] * 3
 
 
-def check(held: HeldWeights, published: int, *workers: int, version: int = 1) -> None:
+def check(held: LoadedWeights, published: int, *workers: int, version: int = 1) -> None:
     held.check([published, 0], [[one, 0] for one in workers], engine=2, version=version)
 
 
 def test_an_engine_that_held_what_was_published_must_go_on_to() -> None:
-    held = HeldWeights()
+    held = LoadedWeights()
     check(held, 5, 5)
     check(held, 6, 6)
     check(held, 6, 6)
@@ -95,7 +95,7 @@ def test_an_engine_that_held_what_was_published_must_go_on_to() -> None:
 
 
 def test_an_engine_whose_weights_have_another_form_must_change_them_with_the_published_ones() -> None:
-    held = HeldWeights()
+    held = LoadedWeights()
     check(held, 5, 50, 51)
     check(held, 6, 60, 61)
     check(held, 6, 60, 61)

@@ -40,7 +40,7 @@ from flash.rollout.vllm.step_watch import StepWatch
 from flash.types import Completion, Published
 from flash.waiting import deadline, unwrapped_group
 from flash.weights.canary import check_canary
-from flash.weights.held import HeldWeights
+from flash.weights.loaded import LoadedWeights
 from flash.weights.update import DAMAGED, NOT_HELD, UpdateInfo, decode_update, place_engine
 
 FIRST_VERSION = -1
@@ -81,7 +81,7 @@ class VLLMEngine:
         self._salt = FIRST_VERSION
         """The version that will compute what is asked now: that of a swap from its pause on."""
         self._joined: dict[str, Any] | None = None
-        self._held = HeldWeights()
+        self._loaded = LoadedWeights()
         self._request_ids = itertools.count()
         self._sampling = SamplingParameters()
         self._closing = False
@@ -224,7 +224,7 @@ class VLLMEngine:
         finally:
             self._answer_scope = None
         self._steps.goes_on(anyio.current_time())
-        self._held.check(info.fingerprint, held, engine=self._index, version=version)
+        self._loaded.check(info.fingerprint, held, engine=self._index, version=version)
         gap = check_canary(
             published.canary,
             observed,

@@ -1,7 +1,7 @@
 """The listening end of the weights' port, with threads: rank 0's main thread belongs to torch.
 
 Law: who has not proven the token holds one thread, for `prove_s` seconds in all, whatever it sends; of more than
-`STRANGERS` such connections the oldest is ended. Running out of descriptors or threads makes the door pause and say so;
+`STRANGERS` such connections the oldest is ended. Running out of descriptors or threads makes it pause and say so;
 it closes by `close` alone.
 """
 
@@ -23,7 +23,7 @@ SAID = 20
 """Ended connections that are logged in a minute."""
 
 
-class Door:
+class WeightsListener:
     """Lets in who proves the token, and has each served by a thread of its own.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flash.errors import WeightsError
 
 
-class HeldWeights:
+class LoadedWeights:
     """Follows what one engine holds, version by version.
 
     Where a single worker holds exactly what was published first, it has to from then on. Where it does not (tensor

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flash.transport.auth import MAGIC
-from flash.weights.door import STRANGERS
+from flash.weights.listener import STRANGERS
 from flash.weights.tcp import TcpSource, WeightServer, make_image, pull
 
 
