@@ -56,5 +56,6 @@ def _listed(module: str, names: str | None) -> str:
     else:
         return f"\n::: {module}\n"
     return "".join(
-        f"\n::: {path}\n    options: {{show_root_heading: true, show_root_toc_entry: true}}\n" for path in paths
+        f"\n::: {path}\n    options: {{show_root_heading: true, show_root_toc_entry: true, inherited_members: true}}\n"
+        for path in paths
     )

@@ -137,40 +137,25 @@ class Expected(msgspec.Struct, frozen=True):
     """As for `EpisodeView.listen`."""
 
 
-class EpisodeView(Protocol):
-    """What an episode tells its environment of tokens, and what that may ask of it."""
+class LastResponse(Protocol):
+    """The response that `step` was called with last."""
 
     @property
     def last(self) -> Said:
         """The response that `step` was called with last."""
         ...
 
-    @property
-    def turns_left(self) -> int:
-        """Responses that may still follow."""
+    def scored(self) -> list[tuple[str, float]]:
+        """Text and log-prob of each token of the last response, as it was sampled (temperature applied)."""
         ...
 
-    @property
-    def branches_left(self) -> int:
-        """Branches that may still begin."""
+    def spoken(self, *, calling: bool = True) -> Spoken:
+        """The last response, read by the parsers of the run; `calling`: whether calls are looked for."""
         ...
 
-    def go_on(self, branch: int, responses: int) -> None:
-        """What is shown next follows the first so many responses of a branch; without it, the last response.
 
-        Branches are counted from 0 in the order in which they begin; the responses that one follows count as its own.
-        Where these are all that it has, it goes on; else a new one begins with its tokens up to there, which are prompt
-        in the new one. After none, a new one begins with what is shown. Nothing changes before something is shown.
-        """
-        ...
-
-    def room(self, observation: Observation) -> int:
-        """Tokens left for a response if this is shown next; 0 or below: shown all the same, it ends the episode.
-
-        Raises:
-            EnvError: it cannot be shown, for example because the model's chat template refuses it.
-        """
-        ...
+class NextResponse(Protocol):
+    """How the next response is to be sampled."""
 
     def limit(self, tokens: int) -> None:
         """Let the next response have at most so many tokens."""
@@ -184,6 +169,41 @@ class EpisodeView(Protocol):
         """Let this hear the next response while it is sampled, as `spoken` will read it; nothing of its calls.
 
         It hears no more than what is certain by then, and not the end: that is `last`, `spoken` and the action.
+        """
+        ...
+
+
+class WhatIsLeft(Protocol):
+    """What may still follow."""
+
+    @property
+    def turns_left(self) -> int:
+        """Responses that may still follow."""
+        ...
+
+    @property
+    def branches_left(self) -> int:
+        """Branches that may still begin."""
+        ...
+
+    def room(self, observation: Observation) -> int:
+        """Tokens left for a response if this is shown next; 0 or below: shown all the same, it ends the episode.
+
+        Raises:
+            EnvError: it cannot be shown, for example because the model's chat template refuses it.
+        """
+        ...
+
+
+class WhatIsShown(Protocol):
+    """Where what is shown next stands, what it offers, and what will be shown later."""
+
+    def go_on(self, branch: int, responses: int) -> None:
+        """What is shown next follows the first so many responses of a branch; without it, the last response.
+
+        Branches are counted from 0 in the order in which they begin; the responses that one follows count as its own.
+        Where these are all that it has, it goes on; else a new one begins with its tokens up to there, which are prompt
+        in the new one. After none, a new one begins with what is shown. Nothing changes before something is shown.
         """
         ...
 
@@ -208,13 +228,9 @@ class EpisodeView(Protocol):
         """What is shown next was expected by this name, if anything was."""
         ...
 
-    def scored(self) -> list[tuple[str, float]]:
-        """Text and log-prob of each token of the last response, as it was sampled (temperature applied)."""
-        ...
 
-    def spoken(self, *, calling: bool = True) -> Spoken:
-        """The last response, read by the parsers of the run; `calling`: whether calls are looked for."""
-        ...
+class EpisodeView(LastResponse, NextResponse, WhatIsLeft, WhatIsShown, Protocol):
+    """What an episode tells its environment of tokens, and what that may ask of it."""
 
 
 @runtime_checkable

@@ -282,7 +282,7 @@ class Transcript:
         self.tokens.extend(tokens)
         self._rendered = None
 
-    def sampling(self) -> SamplingSettings:
+    def _sampling(self) -> SamplingSettings:
         """How the next response is sampled."""
         most, stop = min(self._room(), self._most), self._stop
         self._most, self._stop = self._limits.length, ()
@@ -292,7 +292,7 @@ class Transcript:
         settings = self._settings
         return SamplingSettings(min(settings.max_new_tokens, most), settings.temperature, stop)
 
-    def listening(self) -> Callable[[Sequence[int]], None]:
+    def _listening(self) -> Callable[[Sequence[int]], None]:
         """What is to be told the tokens of the next response as they come."""
         heard, self._hears = self._hears, None
         branch = self._branches[self.branch]
@@ -316,7 +316,7 @@ class Transcript:
     def wanted(self) -> Wanted:
         """The next response."""
         name, self._name = self._name, ""
-        return Wanted(list(self.tokens), self.sampling(), self.listening(), name)
+        return Wanted(list(self.tokens), self._sampling(), self._listening(), name)
 
     def say(self, completion: Completion) -> None:
         """Append what the policy sampled."""
