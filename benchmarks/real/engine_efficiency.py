@@ -37,7 +37,8 @@ from flash.hub.hub import Hub
 from flash.observe.observer import MemoryObserver
 from flash.rollout.engine import Pressure
 from flash.rollout.episode.tokenizer import HfTokenizer
-from flash.rollout.node import RolloutNode
+from flash.rollout.hubs import HubLink
+from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.supervisor import only
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.transport.client import connect
@@ -130,7 +131,8 @@ async def through_flash(config: Config, engine: VLLMEngine, version: int, tokeni
     async with anyio.create_task_group() as group:
         port = await group.start(partial(serve, deadline=30.0), "127.0.0.1", 0, token, p.HubRequest, handler)
         async with connect("127.0.0.1", port, token, "node-0", 30.0) as link:
-            node = RolloutNode(0, config, [only(FixedEngine(engine, version))], 0, tokenizer, make_env, link, now=now)
+            fixed, env = [only(FixedEngine(engine, version))], NodeEnvironment(make_env)
+            node = RolloutNode(config, HubLink(0, 0, link), fixed, tokenizer, env, now=now)
             await hub.handle(p.PublishRequest(Published(version, "tcp", b"", Canary([], []))))
             start = time.perf_counter()
             group.start_soon(node.run)

@@ -38,7 +38,7 @@ TIMED: tuple[tuple[Any, str], ...] = (
     (Recorder, "cluster"),
     (Recorder, "_write_batch"),
     (SampleWriter, "commit"),
-    (Hub, "picture"),
+    (Hub, "overview"),
     (Nodes, "told"),
     (NodeWatch, "status"),
     (cluster_file, "_write"),

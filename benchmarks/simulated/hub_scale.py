@@ -31,8 +31,10 @@ from benchmarks.simulated.hub_peers import Order
 from flash.config.tree import Config
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
+from flash.hub.parts import Records
 from flash.observe.observer import MemoryObserver
 from flash.samples.journal import NO_JOURNAL, Journal
+from flash.samples.rules import ALIKE
 from flash.transport.collecting import seldom_collected
 from flash.transport.request import Request
 from flash.transport.server import Peer, serve
@@ -133,7 +135,8 @@ async def scene(
     size: Size, config: Config, kind_of: Callable[[int], str] = lambda seed: "", journal: Journal = NO_JOURNAL
 ) -> AsyncGenerator[Scene]:
     """A hub that listens, and a process with all its peers."""
-    hub = Hub(config, _Forgetful(), now=time.time, kind_of=kind_of, journal=journal)
+    problems, records = ALIKE._replace(kind_of=kind_of), Records(journal=journal)
+    hub = Hub(config, _Forgetful(), now=time.time, problems=problems, records=records)
     token = secrets.token_bytes(32)
 
     async def handler(peer: Peer, request: Request[Any]) -> msgspec.Struct:

@@ -94,7 +94,7 @@ class Gate:
     """Admits peers by their names, and passes on to the hub what they may say."""
 
     def __init__(self, hub: Hub, config: Config) -> None:
-        self._hub = hub
+        self._hub, self._lives = hub, hub.lives
         self._limits: dict[str, int] = {
             "node": 1,
             "trainer": config.trainer_world_size,
@@ -141,7 +141,7 @@ class Gate:
                 f"{peer.name} is connected already, {heard}; it must be silent for {SILENT_S:g} s. Has another node of "
                 "the job the same FLASH_NODE_RANK?"
             )
-        life = self._hub.rank_arrives(number) if kind == "trainer" else 0
+        life = self._lives.arrives(number) if kind == "trainer" else 0
         self._speakers[peer.id] = Speaker(kind, number, life)
         self._given[peer.id] = {}
         self._heard_at[peer.id] = anyio.current_time()
@@ -159,7 +159,7 @@ class Gate:
 
     def _heard(self, speaker: Speaker) -> bool:
         """Not a rank of a life that is over: the next life has begun, or soon does."""
-        return speaker.kind != "trainer" or self._hub.life_counts(speaker.life)
+        return speaker.kind != "trainer" or self._lives.counts(speaker.life)
 
     async def handle(self, peer: Peer, request: Request[Any]) -> msgspec.Struct:
         """The hub's answer.
@@ -212,8 +212,8 @@ class Gate:
                 return _activity_fault(request.activities)
             case p.JoinRequest() if not 0 < request.engines <= MOST_ENGINES:
                 return f"{request.engines} engines"
-            case p.PublishRequest() if request.published.version != self._hub.held_version:
-                return f"version {request.published.version}, and the ranks hold {self._hub.held_version}"
+            case p.PublishRequest() if request.published.version != self._lives.held:
+                return f"version {request.published.version}, and the ranks hold {self._lives.held}"
             case _:
                 return None
 

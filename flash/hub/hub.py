@@ -7,7 +7,7 @@ Its methods run in the tasks of whoever calls them; `run` watches deadlines, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 
@@ -16,27 +16,26 @@ import msgspec
 
 from flash.config import waits
 from flash.config.tree import Config
-from flash.environment.interface import NO_DOMAINS, Domain
 from flash.errors import ContractError, DeadlineError, FlashError
 from flash.hub import protocol as p
 from flash.hub.metrics import StepMetrics
+from flash.hub.nodes.fleet import Fleet
 from flash.hub.nodes.members import Members, Origin
 from flash.hub.nodes.nodes import Nodes
+from flash.hub.nodes.versions import Versions
 from flash.hub.overview import overview
-from flash.hub.parts import Parts
-from flash.hub.progress import Progress, RunEnd
-from flash.hub.ranks.recovery import RunHistory, Start
+from flash.hub.parts import Inheritance, Parts, Records
+from flash.hub.progress import RunEnd, RunProgress
+from flash.hub.ranks.recovery import Start
 from flash.hub.ranks.steps import Steps
 from flash.hub.ranks.trainers import Trainers
 from flash.hub.stages import LOOK_AT, OF_TRAINERS, STARTING_ENGINES, Beginning, Stage, last_work, stage_s, waited_for
-from flash.hub.state import HubState, KeepState, weigh
 from flash.observe.cluster import HubNow
 from flash.observe.observer import Observer
 from flash.samples.batches import PART_BYTES
 from flash.samples.buffer import SampleBuffer
 from flash.samples.evaluation import Evaluations
-from flash.samples.journal import NO_JOURNAL, Journal
-from flash.samples.rules import AgeContract, buffer_rules
+from flash.samples.rules import ALIKE, Problems, age_contract, buffer_rules
 from flash.samples.tasks import TaskSource
 from flash.transport.request import ReplyT, Request, answered
 from flash.waiting import deadline, unwrapped_group
@@ -48,26 +47,23 @@ LIVES = 20
 
 NOWHERE = Origin()
 """Of a hub that nobody joins from another process."""
+NOTHING = Inheritance()
+"""Of the first hub of a run."""
+NO_RECORDS = Records()
+"""Of a run that starts from the beginning when its hub or a trainer rank is lost."""
 
 
 class Hub:
-    """Serves nodes and trainer ranks.
+    """Serves nodes and trainer ranks; `lives` says which of these are listened to.
 
     Args:
         config: the run.
         observer: is told of everything.
         now: gives Unix seconds on the loop's clock.
-        state: what a former life left.
-        kind_of: the kind of a problem.
-        domains: those of its kinds that have shares.
-        evaluated: versions that a former life has evaluated.
+        problems: those of the environment.
+        inherited: what the hubs before this one have left.
+        records: where the run keeps what is to be known after a restart.
         origin: where the run was started.
-        keep_state: writes the hub's state into the checkpoint of a version.
-        journal: keeps what happens between two checkpoints.
-        life: of the hubs of the run, which this one is; no other has its number, and those before it lower ones.
-        start: what the trainer ranks begin with, perhaps an earlier version than the run's; None: the run's, and no
-            checkpoint.
-        past: what the run keeps for trainer ranks that start again; None: when one is lost, the run ends.
         part_bytes: of a trainer rank's shard, what one message may hold.
     """
 
@@ -77,65 +73,60 @@ class Hub:
         observer: Observer,
         *,
         now: Callable[[], float],
-        state: HubState | None = None,
-        kind_of: Callable[[int], str] = lambda seed: "",
-        domains: Mapping[str, Domain] = NO_DOMAINS,
-        evaluated: Collection[int] = (),
+        problems: Problems = ALIKE,
+        inherited: Inheritance = NOTHING,
+        records: Records = NO_RECORDS,
         origin: Origin = NOWHERE,
-        keep_state: KeepState = weigh,
-        journal: Journal = NO_JOURNAL,
-        life: int = 0,
-        start: Start | None = None,
-        past: RunHistory | None = None,
         part_bytes: int = PART_BYTES,
     ) -> None:
         self._config = config
         self._observer = observer
         self._now = now
-        self._progress = Progress(state.version if state else 0)
-        rollout, version = config.rollout, self._progress.version
-        self._first_version = version
-        self._contract = AgeContract(
-            config.train.async_ratio,
-            config.train.batch_size,
-            rollout.group_size,
-            config.run.steps,
-            rollout.extra_groups,
-        )
-        cursor = state.buffer.cursor if state else None
+        state, life = inherited.state, inherited.life
+        self._first_version = version = state.version if state is not None else 0
+        self._progress = RunProgress(version)
+        self._contract = age_contract(config)
         lease_ids = count(life << LEASES)
-        rules = buffer_rules(config, domains)
+        rules = buffer_rules(config, problems.domains)
+        cursor = state.buffer.cursor if state is not None else None
         self.buffer = SampleBuffer(
             self._contract,
-            TaskSource(config.run.seed, rules.sizes(rollout.group_size), kind_of, cursor),
+            TaskSource(config.run.seed, rules.sizes(config.rollout.group_size), problems.kind_of, cursor),
             rules,
             step=version,
-            state=state.buffer if state else None,
+            state=state.buffer if state is not None else None,
             lease_ids=lease_ids,
-            journal=journal,
+            journal=records.journal,
         )
-        self._evaluations = Evaluations(
-            config.eval, rollout.retries, version, config.run.steps, kind_of, lease_ids, evaluated
-        )
-        metrics = StepMetrics(self.buffer.ledger)
-        parts = Parts(config, observer, now, self._progress, self._contract, self.buffer, self._evaluations, metrics)
+        of_run = (config.eval, config.rollout.retries, version, config.run.steps)
+        self._evaluations = Evaluations(*of_run, problems.kind_of, lease_ids, inherited.evaluated)
         self._members = Members(config, origin)
         self._known = version if state is not None else -1
         """The newest version that engines may have of a former hub."""
-        self._nodes = Nodes(parts, self._members, self._known, batch_at_hand=lambda: self._steps.can_form())
-        self._trainers = Trainers(parts, past, start or Start(version, ""), (life << LIVES) + 1, part_bytes)
-        self._lives = self._trainers.lives
-        self._steps = Steps(parts, self._nodes, self._trainers, keep_state, part_bytes)
+        self._fleet = Fleet(self._known)
+        parts = Parts(
+            config,
+            observer,
+            now,
+            self._progress,
+            self._contract,
+            self.buffer,
+            self._evaluations,
+            records,
+            StepMetrics(self.buffer.ledger),
+            self._fleet,
+        )
+        self._nodes = Nodes(parts, self._members)
+        self._work = self._nodes.work
+        self._versions = Versions(parts, self._work)
+        self._trainers = Trainers(parts, inherited.start or Start(version, ""), (life << LIVES) + 1, part_bytes)
+        self.lives = self._trainers.lives
+        self._steps = Steps(parts, self._work, self._versions, self._trainers, part_bytes)
 
     @property
     def version(self) -> int:
         """The version that the run has reached."""
         return self._progress.version
-
-    @property
-    def held_version(self) -> int:
-        """The version that the trainer ranks hold: an earlier one while they train steps again."""
-        return self._lives.held
 
     @property
     def published_version(self) -> int:
@@ -171,7 +162,7 @@ class Hub:
         """Watch the run from the first version to the last goodbye. Raises the error that ended the run."""
         async with unwrapped_group() as tasks:
             tasks.start_soon(self._nodes.watch)
-            tasks.start_soon(self._nodes.catch_up)
+            tasks.start_soon(self._work.catch_up)
             tasks.start_soon(self.expire_claims)
             unfinished = await self._watch_trainers()
             if self._progress.stopping != "interrupted":
@@ -187,9 +178,9 @@ class Hub:
 
     async def expire_claims(self) -> None:
         """Wait for nodes that have outlived the hub before this one, and take back what they had."""
-        if self._nodes.claims:
+        if self._work.claims:
             await anyio.sleep(waits.claim_s(self._config))
-            self._nodes.expire_claims()
+            self._work.expire_claims()
 
     async def _watch_trainers(self) -> str:
         """Wait for each stage of the run to end, under its deadline; what an interrupt has cut short, in words."""
@@ -217,7 +208,7 @@ class Hub:
             DeadlineError: it is somebody else that is late, or no rank is there that could start again.
         """
         seconds, what = stage_s(stage, self._config), self._waited_for(stage)
-        if stage in OF_TRAINERS and self._lives.present:
+        if stage in OF_TRAINERS and self.lives.present:
             self._trainers.hang(f"the run has waited {seconds:g} s (deadlines.{OF_TRAINERS[stage]}) for {what}")
         else:
             raise DeadlineError(what, seconds, LOOK_AT[stage])
@@ -228,30 +219,30 @@ class Hub:
 
     def _at_work(self) -> Stage:
         """The same, interrupted or not."""
-        if self._lives.away:
+        if self.lives.away:
             return Stage.AWAY
-        if self._lives.behind(self._progress.version):
+        if self.lives.behind(self._progress.version):
             return Stage.AGAIN
         if self._progress.published is None:
             return Stage.FIRST_VERSION
         if self._steps.training:
             return Stage.STEP
-        if not self._nodes.fleet.started:
-            return Stage.RETURNING if self._nodes.fleet.waits_for_engines else Stage.STARTING
+        if not self._fleet.started:
+            return Stage.RETURNING if self._fleet.waits_for_engines else Stage.STARTING
         if self._steps.waits_for_engines:
             return Stage.LOADING
         if self._progress.stopping == "finished":
             return Stage.SAVING
         if not self._steps.asked:
             return Stage.BETWEEN
-        return Stage.RETURNING if self._nodes.fleet.waits_for_engines else Stage.BATCH
+        return Stage.RETURNING if self._fleet.waits_for_engines else Stage.BATCH
 
     def _waited_for(self, stage: Stage) -> str:
         """The same in words."""
         groups = f"{self.buffer.ready_groups} of {self._contract.groups_per_batch}"
-        step = self._lives.held if stage is Stage.AGAIN else self._progress.version
-        words = waited_for(stage, step=step, groups=groups, behind=self._nodes.fleet.behind())
-        alone = self._members.engines == 0 if stage is Stage.STARTING else not self._nodes.fleet
+        step = self.lives.held if stage is Stage.AGAIN else self._progress.version
+        words = waited_for(stage, step=step, groups=groups, behind=self._fleet.behind())
+        alone = self._members.engines == 0 if stage is Stage.STARTING else not self._fleet
         if stage in (Stage.STARTING, Stage.BATCH) and alone:
             words += ", while no node has an engine: `flash join` brings one"
         return words
@@ -264,10 +255,10 @@ class Hub:
         if progress.stopping == "interrupted" or (progress.stopping == "finished" and self._evaluations.done):
             return None
         if progress.published is None:
-            if self._lives.behind(progress.version) and not self._lives.away:
-                return Beginning("training again", f"{progress.version - self._lives.held} steps left")
+            if self.lives.behind(progress.version) and not self.lives.away:
+                return Beginning("training again", f"{progress.version - self.lives.held} steps left")
             return Beginning("starting engines and trainers")
-        if not self._nodes.fleet.started:
+        if not self._fleet.started:
             return Beginning(STARTING_ENGINES)
         if answers := self._evaluations.progress:
             return Beginning("first evaluation", answers)
@@ -284,11 +275,11 @@ class Hub:
     async def past(self, doing: str) -> None:
         """Wait, under the caller's deadline, until the beginning does something else."""
         while (now := self.beginning()) is not None and now.doing == doing:
-            await self._progress.signals.wait("run")
+            await self._progress.wait("run")
 
     async def all_nodes_left(self) -> None:
         """Wait, under the caller's deadline, until every node has taken note of the end and closed its connection."""
-        await self._progress.until("run", lambda: self._nodes.fleet.deserted)
+        await self._progress.until("run", lambda: self._nodes.deserted)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -299,19 +290,19 @@ class Hub:
     async def _answer(self, request: msgspec.Struct) -> msgspec.Struct:
         match request:
             case p.LeaseRequest():
-                return await self._nodes.lease(request)
+                return await self._work.lease(request)
             case p.ClaimRequest():
-                return self._nodes.claims_of(request)
+                return self._work.claims_of(request)
             case p.DeliverRequest():
-                return await self._nodes.deliver(request)
+                return await self._work.deliver(request)
             case p.CancelRequest():
                 return await self._nodes.cancels(request)
             case p.VersionRequest():
-                return await self._nodes.versions.newer(request)
+                return await self._versions.newer(request)
             case p.LoadFailed():
-                return await self._nodes.versions.load_failed(request)
+                return await self._versions.load_failed(request)
             case p.EngineReport():
-                return self._nodes.versions.engines_changed(request)
+                return self._versions.engines_changed(request)
             case p.StatusReport():
                 self._nodes.told(request)
             case p.RunRequest():
@@ -330,7 +321,8 @@ class Hub:
                 self._observer.note(f"{request.reason}: {self.interrupt() or 'the run is over'}")
             case p.Fatal():
                 await self._trainers.failed(request, lambda: self._waited_for(self._stage()))
-                await anyio.sleep_forever()  # the peer hears of the end of this connection once we have said why
+                # The peer hears of the end of this connection once we have said why; it waits no longer than this.
+                await anyio.sleep(self._config.deadlines.request)
             case _:
                 return await self._trainers.while_it_lasts(partial(self._answer_rank, request))
         return p.Ack()
@@ -367,21 +359,14 @@ class Hub:
         self._progress.refuse_at_end()
         reply = self._members.join(request)
         assert reply.node is not None, "None only stands for the end of a run"
-        self._nodes.joins(reply.node, request.engines)
+        engines = f"{request.engines} engine{'s' if request.engines > 1 else ''}"
+        self._observer.note(f"node {reply.node} joins with {engines}")
         return reply
 
     @property
     def joined(self) -> list[int]:
         """The nodes that have come by themselves, and live."""
         return self._members.joined
-
-    def rank_arrives(self, rank: int) -> int:
-        """A trainer rank has connected; the life of the ranks that it belongs to."""
-        return self._lives.arrives(rank)
-
-    def life_counts(self, life: int) -> bool:
-        """Whether the ranks of this life are still listened to."""
-        return self._lives.counts(life)
 
     def peer_lost(self, name: str) -> None:
         """A connection ended. A node's leases go back; of a trainer rank, one of the newest life, it is the end.

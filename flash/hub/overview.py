@@ -10,7 +10,7 @@ from flash.ages import SLACK
 from flash.config.tree import Config
 from flash.hub.nodes.members import Members
 from flash.hub.nodes.nodes import Nodes
-from flash.hub.progress import Progress
+from flash.hub.progress import RunProgress
 from flash.hub.ranks.trainers import Trainers
 from flash.observe.cluster import MOST_LEASES, Flow, HubNow, LeaseNow, NodeNow, NodeState, RankNow
 from flash.samples.buffer import SampleBuffer
@@ -24,7 +24,7 @@ def overview(
     trainers: Trainers,
     buffer: SampleBuffer,
     evaluations: Evaluations,
-    progress: Progress,
+    progress: RunProgress,
     *,
     doing: str,
     now: float,

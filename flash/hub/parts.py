@@ -1,32 +1,73 @@
-"""What all parts of the hub are given: the run, and what of it each asks or tells the others."""
+"""What the hub is made of: what it is given, and what all of its own parts are given of the run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from flash.config.tree import Config
 from flash.hub.metrics import StepMetrics
-from flash.hub.progress import Progress
+from flash.hub.nodes.fleet import Fleet
+from flash.hub.progress import RunProgress
+from flash.hub.ranks.recovery import RunHistory, Start
+from flash.hub.state import HubState, KeepState, weigh
 from flash.observe.observer import Observer
 from flash.samples.buffer import SampleBuffer
 from flash.samples.evaluation import Evaluations
+from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.rules import AgeContract
 
 
+class Inheritance(NamedTuple):
+    """What the hubs before this one have left of the run."""
+
+    state: HubState | None = None
+    evaluated: Collection[int] = ()
+    """Versions whose evaluations stand."""
+    start: Start | None = None
+    """What the trainer ranks begin with, perhaps an earlier version than the run's; None: the run's, and no
+    checkpoint."""
+    life: int = 0
+    """The number of this hub: no other one of the run has it, and those before it have lower ones."""
+
+
+class Records(NamedTuple):
+    """Where the run keeps what is to be known after a restart."""
+
+    keep_state: KeepState = weigh
+    """Writes the hub's state into the checkpoint of a version."""
+    journal: Journal = NO_JOURNAL
+    """Keeps what happens between two checkpoints."""
+    past: RunHistory | None = None
+    """What trainer ranks that start again train again; None: when one is lost, the run ends."""
+
+
 class Parts(NamedTuple):
-    """See the module's docstring."""
+    """What all parts of the hub are given."""
 
     config: Config
     observer: Observer
     """Is told of everything."""
     now: Callable[[], float]
     """Gives Unix seconds on the loop's clock."""
-    progress: Progress
+    progress: RunProgress
     """How far the run has come."""
     contract: AgeContract
     buffer: SampleBuffer
     """The training tasks."""
     evaluations: Evaluations
     """The others."""
+    records: Records
     metrics: StepMetrics
+    fleet: Fleet
+    """The engines."""
+
+
+class Part:
+    """One part of the hub, with what all of them are given."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._config, self._observer, self._now = parts.config, parts.observer, parts.now
+        self._progress, self._fleet, self._metrics = parts.progress, parts.fleet, parts.metrics
+        self._contract, self._buffer, self._evaluations = parts.contract, parts.buffer, parts.evaluations
+        self._keep_state, self._journal, self._past = parts.records

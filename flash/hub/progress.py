@@ -26,8 +26,11 @@ class RunEnd(msgspec.Struct, frozen=True):
     """What did not end within `deadlines.shutdown` of an interrupt, in words."""
 
 
-class Progress:
-    """`version`: what the run has reached; the trainer ranks may be on their way to it."""
+class RunProgress:
+    """`version`: what the run has reached; the trainer ranks may be on their way to it.
+
+    Signals are not remembered: a waiter looks at its condition first.
+    """
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -42,7 +45,9 @@ class Progress:
         """Counts what ends a stage."""
         self.error: FlashError | None = None
         """What ended the run."""
-        self.signals = Signals()
+        self.batch: Literal["none", "forming", "dealt"] = "none"
+        """What the trainer ranks have of the running step."""
+        self._events: dict[Signal, anyio.Event] = {}
 
     async def until(self, signal: Signal, condition: Callable[[], bool]) -> None:
         """Wait, under the caller's deadline, until the condition is true or the run has failed.
@@ -52,39 +57,7 @@ class Progress:
         while not condition():
             if self.error is not None:
                 raise self.error
-            await self.signals.wait(signal)
-
-    def fail(self, error: FlashError) -> None:
-        """End the run with this error; the first one wins."""
-        self.error = self.error or error
-        self.signals.send_all()
-
-    def refuse_at_end(self) -> None:
-        """Raises PeerLostError: the run has failed, and who comes now is to wait for the next hub."""
-        if self.error is not None:
-            raise PeerLostError("this hub is about to end")
-
-    def interrupt(self) -> None:
-        """Stop after the running step; a run that has trained everything ends at once."""
-        self.stopping = "interrupted"
-        self.signals.send("run", "batches", "engines")
-
-    def end(self) -> None:
-        """Let everybody leave."""
-        self.done = True
-        self.signals.send_all()
-
-
-Signal = Literal["run", "batches", "engines", "versions", "put off", "ranks"] | tuple[Literal["leases", "cancels"], int]
-"""What may have changed: the run's progress, whether a batch can be formed, the versions of engines, the published one,
-what was put off, which processes the trainer ranks are, what a node may have, what it is to cancel."""
-
-
-class Signals:
-    """Events by name. Signals are not remembered: a waiter looks at its condition first."""
-
-    def __init__(self) -> None:
-        self._events: dict[Signal, anyio.Event] = {}
+            await self.wait(signal)
 
     async def wait(self, signal: Signal) -> None:
         """Wait, under the caller's deadline, for the next one."""
@@ -99,6 +72,27 @@ class Signals:
             if (event := self._events.pop(signal, None)) is not None:
                 event.set()
 
-    def send_all(self) -> None:
-        """Wake everybody."""
+    def fail(self, error: FlashError) -> None:
+        """End the run with this error; the first one wins."""
+        self.error = self.error or error
         self.send(*list(self._events))
+
+    def refuse_at_end(self) -> None:
+        """Raises PeerLostError: the run has failed, and who comes now is to wait for the next hub."""
+        if self.error is not None:
+            raise PeerLostError("this hub is about to end")
+
+    def interrupt(self) -> None:
+        """Stop after the running step; a run that has trained everything ends at once."""
+        self.stopping = "interrupted"
+        self.send("run", "batches", "engines")
+
+    def end(self) -> None:
+        """Let everybody leave."""
+        self.done = True
+        self.send(*list(self._events))
+
+
+Signal = Literal["run", "batches", "engines", "versions", "put off", "ranks"] | tuple[Literal["leases", "cancels"], int]
+"""What may have changed: the run's progress, whether a batch can be formed, the versions of engines, the published one,
+what was put off, which processes the trainer ranks are, what a node may have, what it is to cancel."""

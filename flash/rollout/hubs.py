@@ -16,6 +16,8 @@ class HubLink(NamedTuple):
     """A hub, and who we are there."""
 
     node: int
+    first_engine: int
+    """The number of our first engine."""
     hub: p.HubCaller
 
 

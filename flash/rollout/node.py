@@ -13,22 +13,24 @@ it holds (`move`): what that one does not know is dropped.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 import anyio
 
 from flash.config import waits
 from flash.config.tree import Config
-from flash.environment.interface import NO_DOMAINS, Domain, Environment
+from flash.environment.interface import Environment
 from flash.environment.shared import sharing
 from flash.errors import DeadlineError, EngineDeadError, EngineError, TransportError
 from flash.hub import protocol as p
 from flash.rollout.engine import Engine
 from flash.rollout.episode.episode import Episode, EpisodeProgress
 from flash.rollout.episode.phases import phases
+from flash.rollout.episode.rehearsal import rehearse
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.hubs import HubLink, Hubs
 from flash.rollout.node_watch import NodeWatch
@@ -37,6 +39,7 @@ from flash.rollout.proxy import LLMProxy
 from flash.rollout.scheduler import MOST_EPISODES, Scheduler
 from flash.rollout.settings import episode_settings, proxy_settings
 from flash.rollout.supervisor import Restart, Supervisor, start_all
+from flash.samples.rules import ALIKE, Problems
 from flash.transport.collecting import seldom_collected
 from flash.transport.request import ReplyT, Request
 from flash.types import Failure, Lease, Published, Trajectory
@@ -46,56 +49,56 @@ CLAIMS_AT_ONCE = 1024
 """Leases that are presented in one message: others are served between two."""
 
 
+class NodeEnvironment(NamedTuple):
+    """What the episodes of a node play."""
+
+    make: Callable[[str], Environment]
+    """Makes the environment of a kind."""
+    problems: Problems = ALIKE
+    prepare: Callable[[], Awaitable[None]] | None = None
+    """Opens what they share, before anything starts."""
+    rehearsed: bool = False
+    """Whether a first turn is tried after that."""
+
+
 class RolloutNode:
     """Runs the engines and episodes of one node.
 
     Args:
-        node: its number in the run.
         config: the run.
+        link: its hub, and what its number and that of its first engine are there.
         make_engines: make its engines, given their numbers, not started; each the next one, too, where one has died.
-        first_engine: the first engine's number in the run.
         tokenizer: the model's.
-        make_env: makes the environment of a kind.
-        domains: the kinds that have limits of their own.
-        hub: the connection to the hub.
+        env: what episodes play.
         on_loss: told when the hub is lost, to `move` to the next one; None: the node ends with its hub.
         now: Unix seconds on the loop's clock.
-        prepare: opens what the environments of this node share, before anything starts.
-        rehearse: tries the environment after that.
         status_s: between two words on how it is; None: nobody looks.
     """
 
     def __init__(
         self,
-        node: int,
         config: Config,
+        link: HubLink,
         make_engines: Sequence[Callable[[int], Engine]],
-        first_engine: int,
         tokenizer: Tokenizer,
-        make_env: Callable[[str], Environment],
-        hub: p.HubCaller,
+        env: NodeEnvironment,
         *,
         now: Callable[[], float],
-        domains: Mapping[str, Domain] = NO_DOMAINS,
         on_loss: Callable[[TransportError], None] | None = None,
-        prepare: Callable[[], Awaitable[None]] | None = None,
-        rehearse: Callable[[], Awaitable[object]] | None = None,
         status_s: float | None = None,
     ) -> None:
         self._report_numbers = count(1)
-        self._prepare = prepare
-        self._rehearse = rehearse
         self._status_s = status_s
         self._config = config
         self._make_engines = make_engines
-        self._first_engine = first_engine
+        self._first_engine = link.first_engine
         restarts, start_s = config.engine_restarts, config.deadlines.engine_start
         self._supervisors = [
             Supervisor(place, partial(self._make_engine, place), restarts, start_s)
             for place in range(len(make_engines))
         ]
         self._tokenizer = tokenizer
-        self._make_env = make_env
+        self._env = env
         self.start_s = math.nan
         """How long that took."""
         self._served: set[int] = set()
@@ -106,7 +109,7 @@ class RolloutNode:
         self._restarts = 0
         """Engines that came back since the last report."""
         self._now = now
-        self._hubs = Hubs(HubLink(node, hub), on_loss)
+        self._hubs = Hubs(link, on_loss)
         self._starting = anyio.CancelScope()
         self._leaving = False
         self._open = set(range(len(self._supervisors)))
@@ -114,9 +117,9 @@ class RolloutNode:
         # The scheduler asks the proxy for room, the proxy wakes the scheduler: one of them has to look it up later.
         engines = [supervisor.engine for supervisor in self._supervisors]
         outages, on_room = OutageClock(waits.engine_return_s(config), now), lambda: self._scheduler.wake()
-        self._proxy = LLMProxy(engines, first_engine, proxy_settings(config), outages, on_room=on_room, now=now)
-        settings = episode_settings(config, domains)
-        self._episode = Episode(make_env, tokenizer, self._proxy, settings, phases(config), outages, now=now)
+        self._proxy = LLMProxy(engines, link.first_engine, proxy_settings(config), outages, on_room=on_room, now=now)
+        settings = episode_settings(config, env.problems.domains)
+        self._episode = Episode(env.make, tokenizer, self._proxy, settings, phases(config), outages, now=now)
         most = config.rollout.max_concurrent
         self._scheduler = Scheduler(
             self,
@@ -164,11 +167,12 @@ class RolloutNode:
         """Leases whose results the hub has not acknowledged."""
         return len(self._scheduler.held)
 
-    async def move(self, node: int, first_engine: int, hub: p.HubCaller) -> None:
-        """The hub is gone: go on at the next one, as this node of it, with what it lets us keep of what is in hand.
+    async def move(self, link: HubLink) -> None:
+        """The hub is gone: go on at the next one, with what it lets us keep of what is in hand.
 
         Errors as of `HubCaller.call`.
         """
+        node, first_engine, hub = link
         self._first_engine, seconds = first_engine, self._config.deadlines.request
         self._proxy.renumber(first_engine)
         for place, supervisor in enumerate(self._supervisors):
@@ -179,7 +183,7 @@ class RolloutNode:
             reply = await hub.call(p.ClaimRequest(node, some), seconds)
             self._scheduler.drop({lease.lease_id for lease in some}.difference(reply.lease_ids))
         await hub.call(self._make_report()(node), seconds)
-        self._hubs.moved(HubLink(node, hub))
+        self._hubs.moved(link)
 
     async def close(self) -> None:
         """End the engines."""
@@ -203,8 +207,10 @@ class RolloutNode:
 
     async def _start(self) -> None:
         await self._prepare_env()
-        if self._rehearse is not None:
-            await self._rehearse()
+        if self._env.rehearsed:
+            run, problems = self._config, self._env.problems
+            settings, seed = episode_settings(run), run.run.seed
+            await rehearse(self._tokenizer, self._env.make, problems.kind_of, settings, run_seed=seed, now=self._now)
         begun = self._now()
         await start_all(self._supervisors, self._config.deadlines.engine_start)
         self.start_s = self._now() - begun
@@ -214,11 +220,11 @@ class RolloutNode:
                     raise supervisor.killed
 
     async def _prepare_env(self) -> None:
-        if self._prepare is None:
+        if self._env.prepare is None:
             return
         seconds = self._config.deadlines.env_reset
         with deadline(seconds, "the environment to be ready", "its `prepare`, and deadlines.env_reset"):
-            await self._prepare()
+            await self._env.prepare()
 
     async def _serve_hub(self) -> None:
         with seldom_collected():

@@ -84,8 +84,10 @@ class LLMProxy:
         self._settings = settings
         self._outages = outages
         versions = [engine.version for engine in engines]
-        sessions = Sessions(settings.session_s)
-        self._router = Router(settings.max_sequences, versions, bind_groups=settings.bind_groups, sessions=sessions)
+        self._sessions = Sessions(settings.session_s)
+        self._router = Router(
+            settings.max_sequences, versions, bind_groups=settings.bind_groups, sessions=self._sessions
+        )
         self.records = [
             EngineRecord(engine, first_index + view.index, view)
             for engine, view in zip(engines, self._router.views, strict=True)
@@ -122,13 +124,13 @@ class LLMProxy:
                         break
                 return whole
             finally:
-                self._router.sessions.rests(own, len(request.prompt) + response.length)
+                self._sessions.rests(own, len(request.prompt) + response.length)
                 if asked.session is None:
                     self.leave(own)
 
     def leave(self, session: int) -> None:
         """An episode is over: others may have its place in an engine's KV cache."""
-        engine = self._router.sessions.ends(session)
+        engine = self._sessions.ends(session)
         if engine is not None:
             self._fill(self.records[engine])
 
@@ -138,7 +140,7 @@ class LLMProxy:
             if routed.deaths >= MAX_DEATHS:
                 self._convict_group(routed.affinity[0])
                 raise PoisonError(f"{MAX_DEATHS} engines died before they had given a token of it: {routed.death}")
-            self._router.sessions.at(self._now())
+            self._sessions.at(self._now())
             engine = self._router.ask(routed)
             if engine is not None:
                 record = self.records[engine]
@@ -216,10 +218,10 @@ class LLMProxy:
         pressure = record.engine.pressure
         record.limit.observe(pressure, record.view.held, ended=ended)
         self._router.set_limit(record.view.index, record.limit.limit)
-        self._router.sessions.set_memory(record.view.index, pressure.kv_tokens)
+        self._sessions.set_memory(record.view.index, pressure.kv_tokens)
 
     def _fill(self, record: EngineRecord) -> None:
-        self._router.sessions.at(self._now())
+        self._sessions.at(self._now())
         for routed in self._router.fill(record.view.index):
             wait = self._waits[routed]
             wait.engine = record

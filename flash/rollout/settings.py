@@ -1,4 +1,4 @@
-"""What of the configuration, and of an environment's domains, episodes and the proxy of a node use."""
+"""What of the configuration, and of the settings of domains, episodes and the proxy of a node use."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Mapping
 import msgspec
 
 from flash.config.tree import Config
-from flash.environment.interface import NO_DOMAINS, Domain
 from flash.rollout.engine import SamplingSettings
 from flash.rollout.episode.episode import EpisodeSettings
 from flash.rollout.proxy import ProxySettings
+from flash.samples.rules import ALIKE, DomainSettings
 
 
-def episode_settings(config: Config, domains: Mapping[str, Domain] = NO_DOMAINS) -> EpisodeSettings:
+def episode_settings(config: Config, domains: Mapping[str, DomainSettings] = ALIKE.domains) -> EpisodeSettings:
     """The part of the configuration that episodes use, and what differs by domain."""
-    own = {name: _limited(config, domain) for name, domain in domains.items()}
-    return msgspec.structs.replace(_episode_settings(config), domains=own)
+    run = _episode_settings(config)
+    return msgspec.structs.replace(run, domains={name: _limited(run, domain) for name, domain in domains.items()})
 
 
-def _limited(config: Config, domain: Domain) -> EpisodeSettings:
-    rollout = config.rollout
-    turns, tokens = domain.max_turns or rollout.max_turns, domain.max_new_tokens or rollout.max_new_tokens
-    limits = msgspec.structs.replace(rollout, max_turns=turns, max_new_tokens=tokens)
-    return _episode_settings(msgspec.structs.replace(config, rollout=limits))
+def _limited(run: EpisodeSettings, domain: DomainSettings) -> EpisodeSettings:
+    train, held_out = (
+        msgspec.structs.replace(sampling, max_new_tokens=domain.max_new_tokens) for sampling in (run.train, run.eval)
+    )
+    return msgspec.structs.replace(run, max_turns=domain.max_turns, train=train, eval=held_out)
 
 
 def _episode_settings(config: Config) -> EpisodeSettings:

@@ -23,6 +23,7 @@ from flash.environment.shared import sharing
 from flash.errors import FlashError, TransportError
 from flash.hub import protocol as p
 from flash.hub.stages import STARTING_ENGINES
+from flash.rollout.hubs import HubLink
 from flash.rollout.node import RolloutNode
 from flash.rollout.vllm.start import import_vllm
 from flash.run.node_loop import Numbers, make_node, unix_clock
@@ -251,7 +252,7 @@ class JoinedNode:
             tasks.start_soon(self._tell_start)
         else:
             had = self._node.in_hand
-            await self._node.move(joined.node, joined.first_engine, hub)
+            await self._node.move(HubLink(joined.node, joined.first_engine, hub))
             say(f"{who}: goes on with {what}, and {self._node.in_hand} of the {had} samples that it had in hand")
         self._serving = True
         try:

@@ -28,16 +28,16 @@ from flash.hub import protocol as p
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub
 from flash.hub.nodes.members import Origin
+from flash.hub.parts import Inheritance, Records
 from flash.hub.progress import RunEnd
 from flash.observe.cluster import EVERY_S
 from flash.observe.recorder import Recorder
 from flash.profile.order import ordered
 from flash.rollout.engine import Engine
-from flash.rollout.episode.rehearsal import rehearse
 from flash.rollout.episode.tokenizer import HfTokenizer
-from flash.rollout.node import RolloutNode
+from flash.rollout.hubs import HubLink
+from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.profiled_engine import ProfiledEngine
-from flash.rollout.settings import episode_settings
 from flash.rollout.vllm.engine import VLLMEngine
 from flash.rollout.vllm.start import ready_tokenizer
 from flash.run.interrupt import cut_short, interrupt_on_signal
@@ -53,6 +53,7 @@ from flash.run.restart.hub_state import NOTHING, keep_hub_state, restored
 from flash.run.restart.journal import FileJournal
 from flash.run.startup import tell_beginning, tell_cluster
 from flash.samples.journal import NO_JOURNAL
+from flash.samples.rules import Problems
 from flash.trainer.state.stored import Choice, choose
 from flash.transport.client import connect
 from flash.transport.collecting import seldom_collected
@@ -114,16 +115,14 @@ async def _first_node(restarts: int, config: Config, token: str | None, now: Cal
             config,
             recorder,
             now=now,
-            state=state,
-            kind_of=env.kind_of,
-            domains=env.domains(),
-            evaluated=evaluated,
+            problems=Problems.of(config, env.kind_of, env.domains()),
+            inherited=Inheritance(state, evaluated, kept.start, life),
+            records=Records(
+                keep_state=partial(keep_hub_state, config.run_dir, recorder.batches.written),
+                journal=journal or NO_JOURNAL,
+                past=RecordedHistory(config.run_dir, recorder),
+            ),
             origin=home,
-            keep_state=partial(keep_hub_state, config.run_dir, recorder.batches.written),
-            journal=journal or NO_JOURNAL,
-            life=life,
-            start=kept.start,
-            past=RecordedHistory(config.run_dir, recorder),
         )
         async with anyio.create_task_group() as signals:
             # Outermost: a signal must not cut the orderly end of a run that has failed, nor hide its error.
@@ -264,15 +263,6 @@ async def make_node(
 
     engines = [partial(make_engine, config.engine_gpus(place, i)) for i in range(config.engines_on(place))]
     tokenizer = await anyio.to_thread.run_sync(ready_tokenizer, config)
-    settings, seed = episode_settings(config), config.run.seed
-    tried = partial(rehearse, tokenizer, env.make, env.kind_of, settings, run_seed=seed, now=now)
-    parts = (numbers.node, config, engines, numbers.first_engine, tokenizer, env.make, hub)
-    return RolloutNode(
-        *parts,
-        now=now,
-        domains=env.domains(),
-        on_loss=on_loss,
-        prepare=env.prepare,
-        rehearse=tried,
-        status_s=EVERY_S,
-    )
+    problems, link = Problems.of(config, env.kind_of, env.domains()), HubLink(numbers.node, numbers.first_engine, hub)
+    played = NodeEnvironment(env.make, problems, env.prepare, rehearsed=True)
+    return RolloutNode(config, link, engines, tokenizer, played, now=now, on_loss=on_loss, status_s=EVERY_S)

@@ -21,6 +21,7 @@ from flash.rollout.episode.episode import Episode, EpisodeProgress, text_of
 from flash.rollout.episode.phases import FreePhases
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.settings import episode_settings
+from flash.samples.rules import Problems
 from flash.types import Completion, Failure, Lease, Observation, Outcome, Task, Tool, Trajectory, VersionRun
 from flash.waiting import deadline, run_apart
 
@@ -70,8 +71,9 @@ def play(config: Config, answers: Sequence[str], seed: int = 0) -> Played:
 
 async def _played(config: Config, answers: Sequence[str], seed: int) -> Played:
     env = LoadedEnvironment(config.env.path, config.env.options)
+    problems = Problems.of(config, env.kind_of, env.domains())
     settings = msgspec.structs.replace(
-        episode_settings(config, env.domains()), max_length=ROOM, max_tokens=ROOM * config.rollout.max_branches
+        episode_settings(config, problems.domains), max_length=ROOM, max_tokens=ROOM * config.rollout.max_branches
     )
     kind = env.kind_of(seed)
     task = Task(0, 0, 0, seed, kind=kind, split="eval" if is_held_out(seed) else "train")

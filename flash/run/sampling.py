@@ -7,7 +7,6 @@ model as version 0, takes the batch if there is one, and leaves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import anyio
 import msgspec
@@ -17,14 +16,15 @@ from flash.environment.load import LoadedEnvironment
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
 from flash.hub.in_process import InProcessCaller
+from flash.hub.parts import Inheritance
 from flash.hub.ranks.shards import fetch
 from flash.observe.observer import MemoryObserver
 from flash.rollout.engine import Engine
-from flash.rollout.episode.rehearsal import rehearse
 from flash.rollout.episode.tokenizer import Tokenizer
-from flash.rollout.node import RolloutNode
-from flash.rollout.settings import episode_settings
+from flash.rollout.hubs import HubLink
+from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.run.startup import tell_beginning
+from flash.samples.rules import Problems
 from flash.types import Canary, Failure, Outcome, Published, Trajectory
 from flash.waiting import first_error
 
@@ -109,28 +109,11 @@ class _Guest:
         now = anyio.current_time
         # Rollouts want no evaluation before them.
         evaluated = (0,) if config.run.steps else ()
-        self._hub = Hub(config, self.observer, now=now, kind_of=env.kind_of, domains=env.domains(), evaluated=evaluated)
-        self._node = RolloutNode(
-            0,
-            config,
-            engines(config),
-            0,
-            tokenizer,
-            env.make,
-            InProcessCaller(self._hub, self._saw),
-            now=now,
-            domains=env.domains(),
-            prepare=env.prepare,
-            rehearse=partial(
-                rehearse,
-                tokenizer,
-                env.make,
-                env.kind_of,
-                episode_settings(config),
-                run_seed=config.run.seed,
-                now=now,
-            ),
-        )
+        problems, inherited = Problems.of(config, env.kind_of, env.domains()), Inheritance(evaluated=evaluated)
+        self._hub = Hub(config, self.observer, now=now, problems=problems, inherited=inherited)
+        link = HubLink(0, 0, InProcessCaller(self._hub, self._saw))
+        played = NodeEnvironment(env.make, problems, env.prepare, rehearsed=True)
+        self._node = RolloutNode(config, link, engines(config), tokenizer, played, now=now)
 
     async def run(self, tell: Tell) -> None:
         """From the start of the engines to their end."""

@@ -121,7 +121,7 @@ class SampleBuffer:
             return self._hand_out([member], versions, node)[0] if admission.admits(member, newest) else None
         if not admission.room_for_group(newest):
             return None
-        domain = self._samples.domains.next(self._samples.source.cursor.quarantined)
+        domain = self._samples.domains.next(self._samples.quarantined)
         issued = Issued(self._samples.source.next_problem(domain))
         self.journal.record(issued)
         return self._hand_out(self._samples.issue(issued).members[:1], versions, node)[0]
@@ -184,7 +184,7 @@ class SampleBuffer:
             end = math.floor((version + window) * self._samples.contract.groups_per_batch + SLACK)
         before = None if end is None else self._samples.places.first_at(end)
         groups = (self._samples.contract, version, self._samples.pool.eligible, self._samples.pool.census.begun)
-        most = self._samples.domains.most(self._samples.source.cursor.quarantined)
+        most = self._samples.domains.most(self._samples.quarantined)
         chosen = choose(*groups, before=before, wait=self._samples.rules.on_expire == "wait", most=most)
         if chosen is None and not self.leases.out and not self.at_hand(version):
             # All places are taken, as by what a former life has begun under other options: nothing is to be waited for.
@@ -245,4 +245,4 @@ class SampleBuffer:
     @property
     def shares(self) -> dict[str, float]:
         """What domains have had of the trained groups, for the metrics."""
-        return self._samples.domains.row(self._samples.source.cursor.quarantined)
+        return self._samples.domains.row(self._samples.quarantined)

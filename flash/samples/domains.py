@@ -7,7 +7,7 @@ groups that come to nothing, until one is kept, and holds the others back no mor
 
 A step takes what is complete, whichever domain is slow; but no domain gets further ahead of its share of all trained
 groups than by `drift` batches and a group, and from there on a step waits for the others, as long as any can come.
-Domains in quarantine have no share, and what is left of them may always be trained.
+DomainShares in quarantine have no share, and what is left of them may always be trained.
 
 Conservation: a group is counted once, from its issue until it leaves untrained, or for good.
 """
@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from flash.ages import SLACK
-from flash.samples.rules import DomainRules
+from flash.samples.rules import DomainSettings
 
 PASSES = 4
 """Batches' worth of a domain's own groups, filtered out in a row, after which those that follow count as its turns."""
@@ -39,7 +39,7 @@ class Shared(msgspec.Struct):
     """Groups filtered out that counted as turns."""
 
 
-class Domains:
+class DomainShares:
     """See the module's docstring.
 
     Args:
@@ -52,7 +52,7 @@ class Domains:
 
     def __init__(
         self,
-        rules: Mapping[str, DomainRules],
+        rules: Mapping[str, DomainSettings],
         batch: int,
         drift: float,
         state: Shared | None = None,

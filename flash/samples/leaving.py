@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 from flash.samples.admission import Admission, Places
-from flash.samples.domains import Domains
+from flash.samples.domains import DomainShares
 from flash.samples.groups import Group, Member
 from flash.samples.leases import LeaseTable
 from flash.samples.ledger import Ledger
@@ -26,7 +26,7 @@ class Departures:
     """See the module's docstring. All of these are the buffer's, too."""
 
     def __init__(
-        self, pool: GroupPool, leases: LeaseTable, ledger: Ledger, admission: Admission, domains: Domains
+        self, pool: GroupPool, leases: LeaseTable, ledger: Ledger, admission: Admission, domains: DomainShares
     ) -> None:
         self._pool = pool
         self._leases = leases

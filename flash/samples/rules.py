@@ -7,15 +7,16 @@ trained by the step that makes version n+1 was sampled by a version ≥ n − �
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from flash.ages import SLACK, last_step, max_age, version_of
 from flash.config.tree import Config, RolloutConfig
 from flash.environment.fingerprint import fingerprint
-from flash.environment.interface import NO_DOMAINS, Domain
+from flash.environment.interface import Domain
 from flash.samples.groups import GroupFilter
 
 
@@ -68,14 +69,51 @@ class AgeContract(msgspec.Struct, frozen=True):
         return self.steps * self.groups_per_batch + self.extra_groups
 
 
-class DomainRules(msgspec.Struct, frozen=True):
-    """What is different in one of several domains."""
+class DomainSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What holds for the problems of one kind: what its domain says, else what the run does.
+
+    Fields that `Domain` has by the same name are filled by themselves.
+    """
 
     weight: float
     """Its share of the groups, in proportion to the others'."""
     group_size: int
     """Samples of a group, redundant ones not counted."""
     filter: GroupFilter
+    max_turns: int = 0
+    """Responses after which an episode is truncated."""
+    max_new_tokens: int = 0
+    """Longest response, in tokens."""
+
+    @classmethod
+    def of(cls, domain: Domain, rollout: RolloutConfig) -> DomainSettings:
+        """What a domain leaves open is the run's."""
+        own = msgspec.structs.asdict(domain)
+        holds = {name: getattr(rollout, name) if value is None else value for name, value in own.items()}
+        kept = GroupFilter(holds.pop("drop_equal_rewards"), holds.pop("accuracy_bounds"))
+        return cls(filter=kept, **holds)
+
+
+class Problems(NamedTuple):
+    """What a run knows of its environment's problems."""
+
+    kind_of: Callable[[int], str]
+    """The kind of the problem of a seed."""
+    domains: Mapping[str, DomainSettings]
+    """Of the kinds that have shares and limits of their own."""
+
+    @classmethod
+    def of(cls, config: Config, kind_of: Callable[[int], str], domains: Mapping[str, Domain]) -> Problems:
+        """Those that the environment of a run says."""
+        return cls(kind_of, {name: DomainSettings.of(domain, config.rollout) for name, domain in domains.items()})
+
+
+def _unnamed(seed: int) -> str:
+    return ""
+
+
+ALIKE = Problems(_unnamed, MappingProxyType({}))
+"""Problems of one kind."""
 
 
 class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +130,7 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
     waves: bool = False
     """Groups start in batches, the next batch when the last one is home."""
     filter: GroupFilter = GroupFilter()
-    domains: dict[str, DomainRules] = {}
+    domains: dict[str, DomainSettings] = {}
     """By the kind of their problems; empty: nothing is decided by kind."""
     drift: float = 1.0
     """Batches by which a domain may be ahead of its share."""
@@ -109,8 +147,14 @@ class BufferRules(msgspec.Struct, frozen=True, kw_only=True):
         return {name: size + self.extra_per_group for name, size in {"": group_size, **named}.items()}
 
 
-def buffer_rules(config: Config, domains: Mapping[str, Domain] = NO_DOMAINS) -> BufferRules:
-    """The part of the configuration that the buffer uses, and what its environment says of its domains."""
+def age_contract(config: Config) -> AgeContract:
+    """The contract of a run."""
+    rollout, train = config.rollout, config.train
+    return AgeContract(train.async_ratio, train.batch_size, rollout.group_size, config.run.steps, rollout.extra_groups)
+
+
+def buffer_rules(config: Config, domains: Mapping[str, DomainSettings] = ALIKE.domains) -> BufferRules:
+    """The part of the configuration that the buffer uses, and what holds for its domains."""
     rollout = config.rollout
     return BufferRules(
         retries=rollout.retries,
@@ -122,14 +166,7 @@ def buffer_rules(config: Config, domains: Mapping[str, Domain] = NO_DOMAINS) -> 
         whole_groups=not rollout.replicate_prompts,
         waves=not rollout.queue_scheduling,
         filter=GroupFilter(rollout.drop_equal_rewards, rollout.accuracy_bounds),
-        domains={name: _domain_rules(rollout, domain) for name, domain in domains.items()},
+        domains=dict(domains),
         drift=rollout.share_drift,
         problems=fingerprint(config.env),
     )
-
-
-def _domain_rules(rollout: RolloutConfig, domain: Domain) -> DomainRules:
-    """What the domain leaves open is the run's."""
-    drop, bounds = domain.drop_equal_rewards, domain.accuracy_bounds
-    own = GroupFilter(rollout.drop_equal_rewards if drop is None else drop, bounds or rollout.accuracy_bounds)
-    return DomainRules(domain.weight, domain.group_size or rollout.group_size, own)

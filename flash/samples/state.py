@@ -18,7 +18,7 @@ import msgspec
 from flash.errors import ContractError
 from flash.samples.admission import Admission, Places
 from flash.samples.breaker import Breaker, Streaks
-from flash.samples.domains import Domains, Shared
+from flash.samples.domains import DomainShares, Shared
 from flash.samples.groups import Formed, FormedBatches, Group, Member
 from flash.samples.journal import Closed, Committed, Ended, Event, Issued, Lent, Made, Revoked, Taken, Tidied, Wasted
 from flash.samples.leases import LeaseTable, as_issued
@@ -109,7 +109,7 @@ class Samples:
         next_step = max(step, self.formed.following)
         self.admission = Admission(contract, rules, source, self.places, self.leases, next_step)
         self.ledger = Ledger() if state is None else state.ledger
-        self.domains = Domains(
+        self.domains = DomainShares(
             rules.domains,
             contract.groups_per_batch,
             rules.drift,
@@ -323,7 +323,7 @@ class Samples:
             self._breaker.kept()
             return
         self._departures.filtered(group)
-        if in_a_row := self.domains.filtered(group.kind, self.source.cursor.quarantined):
+        if in_a_row := self.domains.filtered(group.kind, self.quarantined):
             self.notes.append(
                 f"of the domain {group.kind!r} {in_a_row} groups in a row were filtered out: its problems are all too "
                 "easy or too hard. Until one is kept it has its turns, and what comes to nothing is not made up for"
@@ -369,6 +369,11 @@ class Samples:
             self.ledger.give_up(Outcome.CANCELLED)
         if not group.earlier:  # as in `Departures.leave`: the run may go on, told to make more steps
             self.admission.give_back(group_id)
+
+    @property
+    def quarantined(self) -> list[str]:
+        """Kinds of which no more problems are issued."""
+        return self.source.cursor.quarantined
 
     # -- counts ------------------------------------------------------------------------------------------------------
 

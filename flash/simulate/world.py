@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import anyio
@@ -22,14 +22,16 @@ from flash.config.simulate import SimulateConfig
 from flash.config.tree import ClusterConfig, Config
 from flash.environment.interface import Environment
 from flash.hub import protocol as p
-from flash.hub.hub import Hub
+from flash.hub.hub import NOTHING, Hub
 from flash.hub.in_process import InProcessCaller
+from flash.hub.parts import Inheritance, Records
 from flash.hub.progress import RunEnd
-from flash.hub.state import HubState, KeepState, weigh
+from flash.hub.state import KeepState, weigh
 from flash.observe.observer import Observer, Wish
 from flash.rollout.engine import Engine
 from flash.rollout.episode.episode import response_key
-from flash.rollout.node import RolloutNode
+from flash.rollout.hubs import HubLink
+from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.supervisor import only
 from flash.simulate.clock import VirtualLoop
 from flash.simulate.engine import SimEngine
@@ -116,8 +118,7 @@ class World:
     Args:
         config: the run, with its `[simulate]` table.
         observer: is told what the hub observes.
-        state: what a former life left, to go on from.
-        evaluated: versions that need no evaluation.
+        inherited: what a run before it has left, to go on from.
         keep_state: is given the hub's state where the trainer has it kept.
     """
 
@@ -126,8 +127,7 @@ class World:
         config: Config,
         observer: Observer | None = None,
         *,
-        state: HubState | None = None,
-        evaluated: Collection[int] = (),
+        inherited: Inheritance = NOTHING,
         keep_state: KeepState = weigh,
     ) -> None:
         assert config.simulate is not None, "the configuration has a [simulate] table"
@@ -137,7 +137,8 @@ class World:
         self.workload = Workload(self.settings, config.run.seed, config.rollout.max_new_tokens, members)
         self._now = anyio.current_time
         self._rows = _Rows(observer)
-        self.hub = Hub(self.config, self._rows, now=self._now, state=state, evaluated=evaluated, keep_state=keep_state)
+        records = Records(keep_state)
+        self.hub = Hub(self.config, self._rows, now=self._now, inherited=inherited, records=records)
         count = self.settings.rollout_gpus // self.settings.gpus_per_engine
         self.engines = [self.make_engine(index) for index in range(count)]
         self.meter = Meter(count, self._state, lambda index: self.engines[index].running, self._now)
@@ -196,16 +197,9 @@ class World:
         def watch(request: msgspec.Struct, reply: msgspec.Struct) -> None:
             self._saw_node(node, request, reply)
 
-        return RolloutNode(
-            node.number,
-            self.config,
-            self.makers(node),
-            node.first_engine,
-            SimTokenizer(),
-            make_env,
-            InProcessCaller(self.hub, watch),
-            now=self._now,
-        )
+        link = HubLink(node.number, node.first_engine, InProcessCaller(self.hub, watch))
+        env = NodeEnvironment(make_env)
+        return RolloutNode(self.config, link, self.makers(node), SimTokenizer(), env, now=self._now)
 
     def _changed(self, index: int) -> None:
         self.meter.engine(index)

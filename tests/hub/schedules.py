@@ -31,12 +31,14 @@ from flash.environment.interface import Domain
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
 from flash.hub.nodes.dealing import KEPT_S
+from flash.hub.parts import Inheritance, Records
 from flash.hub.ranks.recovery import Start
 from flash.hub.state import HubState
 from flash.observe.observer import MemoryObserver
 from flash.samples import buffer
 from flash.samples.journal import MemoryJournal
 from flash.samples.replay import Replay
+from flash.samples.rules import Problems
 from flash.simulate.clock import run_virtual
 from flash.types import Batch, Failure, Lease, Outcome, Published, Shard, Trajectory, VersionRun
 from tests.branching import joined
@@ -312,15 +314,13 @@ class Schedule:
             self.config,
             self.observer,
             now=anyio.current_time,
-            state=state,
-            kind_of=lambda seed: list(self.domains)[seed % len(self.domains)] if self.domains else "",
-            domains=self.domains,
-            evaluated=evaluated,
-            keep_state=self.kept,
-            journal=self.journal,
-            life=self.hubs,
-            start=Start(held, str(held)),
-            past=RecordedHistory(self.observer, self.kept),
+            problems=Problems.of(
+                self.config,
+                lambda seed: list(self.domains)[seed % len(self.domains)] if self.domains else "",
+                self.domains,
+            ),
+            inherited=Inheritance(state, evaluated, Start(held, str(held)), self.hubs),
+            records=Records(self.kept, self.journal, RecordedHistory(self.observer, self.kept)),
         )
 
     async def run(self) -> None:
@@ -510,11 +510,11 @@ class Schedule:
                     await self._live(await self._begin())
                 if not self.finished:
                     for rank in self.dice.sample(range(self.world), self.dice.randint(1, self.world)):
-                        if self.hub.life_counts(self.number):
+                        if self.hub.lives.counts(self.number):
                             self.hub.peer_lost(f"trainer-{rank}")
 
     def _arrive(self) -> None:
-        (self.number,) = {self.hub.rank_arrives(rank) for rank in range(self.world)}
+        (self.number,) = {self.hub.lives.arrives(rank) for rank in range(self.world)}
 
     async def _begin(self) -> Ranks:
         """A life begins with a checkpoint."""

@@ -111,10 +111,10 @@ async def test_a_second_connection_of_a_living_peers_name_is_refused_and_takes_n
 async def test_who_leaves_with_the_hub_is_not_lost() -> None:
     port = Port()
     await port.begin(0)
-    life = next(number for number in range(9) if port.hub.life_counts(number))
+    life = next(number for number in range(9) if port.hub.lives.counts(number))
     port.gate.close()
     port.gate.left(port.trainer)
-    assert port.hub.life_counts(life)
+    assert port.hub.lives.counts(life)
 
 
 async def test_a_rank_whose_former_connection_is_silent_takes_its_place_and_begins_the_next_life() -> None:
@@ -122,13 +122,13 @@ async def test_a_rank_whose_former_connection_is_silent_takes_its_place_and_begi
     await port.begin(0)
     assert port.gate.former("trainer-0") is None
     await anyio.sleep(SILENT_S + 1)
-    life = next(number for number in range(9) if port.hub.life_counts(number))
+    life = next(number for number in range(9) if port.hub.lives.counts(number))
     assert port.gate.former("trainer-0") == port.trainer.id
     port.gate.left(port.trainer)
     assert port.gate.former("trainer-0") is None
-    assert not port.hub.life_counts(life)
+    assert not port.hub.lives.counts(life)
     port.gate.arrived(peer("trainer-0", 9))
-    assert port.hub.life_counts(life + 1)
+    assert port.hub.lives.counts(life + 1)
 
 
 @pytest.mark.parametrize(

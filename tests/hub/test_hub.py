@@ -17,10 +17,13 @@ from flash.hub import protocol as p
 from flash.hub.hub import Hub
 from flash.hub.in_process import InProcessCaller
 from flash.hub.nodes.dealing import KEPT_S
+from flash.hub.parts import Inheritance, Records
 from flash.hub.ranks.shards import fetch
 from flash.hub.state import HubState
 from flash.observe.observer import MemoryObserver
 from flash.samples.batches import PART_BYTES
+from flash.samples.journal import NO_JOURNAL, Journal
+from flash.samples.rules import ALIKE
 from flash.types import Canary, Failure, Lease, Outcome, Published
 from tests.metrics_page import unlisted
 from tests.samples.cases import KeptStates, trajectory
@@ -49,6 +52,7 @@ class Driver:
         config: Config,
         kind_of: Callable[[int], str] = lambda seed: "",
         part_bytes: int = PART_BYTES,
+        journal: Journal = NO_JOURNAL,
         **more: Any,
     ) -> None:
         self.observer = MemoryObserver()
@@ -58,8 +62,8 @@ class Driver:
             config,
             self.observer,
             now=anyio.current_time,
-            kind_of=kind_of,
-            keep_state=self.kept,
+            problems=ALIKE._replace(kind_of=kind_of),
+            records=Records(self.kept, journal),
             part_bytes=part_bytes,
             **more,
         )
@@ -306,7 +310,7 @@ async def test_of_a_run_that_goes_on_at_its_end_the_trainer_stays_until_an_engin
     await former.begin(0)
     await former.hub.handle(p.SnapshotRequest())
     state = msgspec.structs.replace(HubState.restore(former.kept.by_version[0], config), version=config.run.steps)
-    driver = Driver(config, state=state, evaluated={0})
+    driver = Driver(config, inherited=Inheritance(state, {0}))
     version, left = config.run.steps, anyio.Event()
     await driver.hub.handle(p.PublishRequest(Published(version, "tcp", b"", Canary([1, 2], [-1.0]))))
 
@@ -413,9 +417,8 @@ async def test_a_snapshot_is_of_one_moment_though_results_come_in_while_it_is_en
         for lease in leases[samples // 2 :]:
             await driver.bring(0, lease)
             await anyio.lowlevel.checkpoint()
-    again = Hub(
-        config, MemoryObserver(), now=anyio.current_time, state=HubState.restore(driver.kept.by_version[0], config)
-    )
+    inherited = Inheritance(HubState.restore(driver.kept.by_version[0], config))
+    again = Hub(config, MemoryObserver(), now=anyio.current_time, inherited=inherited)
     again.buffer.check()
     driver.hub.buffer.check()
     assert again.buffer.ready_groups < driver.hub.buffer.ready_groups == samples

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from flash.errors import BreakerError, ContractError
 from flash.hub import protocol as p
+from flash.hub.parts import Inheritance
 from flash.hub.state import HubState
 from flash.samples.buffer import SampleBuffer
 from flash.samples.journal import Committed, Ended, Event, MemoryJournal
@@ -413,7 +414,7 @@ async def test_a_hub_that_starts_again_gives_the_trainers_their_batches_and_the_
 
     state = replayed(None, 0, journal.events).state(until=0)
     assert state is not None
-    again = Driver(config, state=HubState.went_on(0, state, config), evaluated={0})
+    again = Driver(config, inherited=Inheritance(HubState.went_on(0, state, config), {0}))
     await again.begin(0)
     assert await again.lease(0, 8) == []
     assert (await again.hub.handle(p.BatchRequest(0, 0, []))).shard == first.shard

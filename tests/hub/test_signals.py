@@ -5,13 +5,13 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from flash.hub.progress import Signal, Signals
+from flash.hub.progress import RunProgress, Signal
 
 pytestmark = [pytest.mark.anyio, pytest.mark.virtual]
 
 
 async def woken_by(sent: list[Signal]) -> list[Signal]:
-    signals = Signals()
+    signals = RunProgress(0)
     woken: list[Signal] = []
 
     async def wait(signal: Signal) -> None:
@@ -33,17 +33,17 @@ async def test_a_signal_wakes_those_who_wait_for_it_and_nobody_else() -> None:
 
 
 async def test_a_signal_that_nobody_waits_for_is_not_remembered() -> None:
-    signals = Signals()
+    signals = RunProgress(0)
     signals.send("run")
     with anyio.move_on_after(1) as scope:
         await signals.wait("run")
     assert scope.cancelled_caught
 
 
-async def test_send_all_wakes_everybody() -> None:
-    signals = Signals()
+async def test_the_end_of_the_run_wakes_everybody() -> None:
+    signals = RunProgress(0)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(signals.wait, "run")
         tasks.start_soon(signals.wait, ("cancels", 3))
         await anyio.sleep(1)
-        signals.send_all()
+        signals.end()

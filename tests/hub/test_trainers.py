@@ -15,6 +15,7 @@ from flash.errors import FlashError, PeerLostError, RecordingError
 from flash.hub import protocol as p
 from flash.hub.gate import Gate
 from flash.hub.hub import Hub
+from flash.hub.parts import Inheritance, Records
 from flash.hub.progress import RunEnd
 from flash.hub.ranks.recovery import Start
 from flash.hub.ranks.shards import fetch
@@ -114,13 +115,8 @@ class World:
             self.config,
             self.observer,
             now=anyio.current_time,
-            keep_state=self.kept,
-            past=past,
-            journal=self.journal,
-            evaluated={0},
-            state=state,
-            start=start,
-            life=life,
+            inherited=Inheritance(state, {0}, start, life),
+            records=Records(self.kept, self.journal, past),
         )
         self.gate = Gate(self.hub, self.config)
         self.reports = 0

@@ -21,15 +21,18 @@ from flash.errors import BreakerError, DeadlineError, EngineDeadError, PeerLostE
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
 from flash.hub.in_process import InProcessCaller
+from flash.hub.parts import Inheritance, Records
 from flash.hub.progress import RunEnd
 from flash.hub.state import HubState
 from flash.observe.observer import MemoryObserver
 from flash.rollout.episode.tokenizer import Tokenizer
 from flash.rollout.fake_engine import FakeEngine, FakeLine
-from flash.rollout.node import RolloutNode
+from flash.rollout.hubs import HubLink
+from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.proxy import MAX_FAILED_IN_A_ROW
 from flash.rollout.supervisor import only
 from flash.samples.journal import NO_JOURNAL, Journal
+from flash.samples.rules import ALIKE
 from flash.simulate.clock import run_virtual
 from flash.types import Canary, Outcome, Published, Shard, Tool
 from tests.samples.cases import KeptStates
@@ -165,25 +168,19 @@ class World:
             self.config,
             self.observer,
             now=now,
-            state=self._state,
-            kind_of=self._kind_of,
-            evaluated=self._evaluated,
-            keep_state=kept,
-            journal=self._journal,
-            life=self._life,
+            problems=ALIKE._replace(kind_of=self._kind_of),
+            inherited=Inheritance(self._state, self._evaluated, life=self._life),
+            records=Records(kept, self._journal),
         )
         version = self._state.version if self._state is not None else 0
         self.trainer = FakeTrainer(self.hub, self._train_seconds, kept.by_version, version)
         self.node = RolloutNode(
-            0,
             self.config,
+            HubLink(0, 0, InProcessCaller(self.hub)),
             self.lines,
-            0,
             self._tokenizer,
-            lambda kind: wrap(self._env()),
-            InProcessCaller(self.hub),
+            NodeEnvironment(lambda kind: wrap(self._env()), prepare=self._prepare),
             now=now,
-            prepare=self._prepare,
             status_s=self.status_s,
         )
         return self.hub
@@ -445,7 +442,7 @@ def test_a_lost_trainer_rank_ends_the_run() -> None:
 
     async def lose() -> None:
         world.build()
-        world.hub.rank_arrives(0)
+        world.hub.lives.arrives(0)
         world.hub.peer_lost("trainer-0")
         await world.hub.run()
 
@@ -472,13 +469,11 @@ def test_the_leases_of_a_lost_node_go_to_another() -> None:
                 doomed.cancel_scope.cancel()
             hub.peer_lost("node-0")
             other = RolloutNode(
-                1,
                 world.config,
+                HubLink(1, 1, InProcessCaller(hub)),
                 [FakeLine(partial(FakeEngine, lambda prompt: [ord(c) for c in "yes"], 0.1))],
-                1,
                 CharTokenizer(),
-                lambda kind: wrap(Echo()),
-                InProcessCaller(hub),
+                NodeEnvironment(lambda kind: wrap(Echo())),
                 now=anyio.current_time,
             )
             await other.run()
@@ -524,13 +519,11 @@ def test_a_node_that_is_drained_goes_and_nothing_that_it_had_is_lost_or_counts_a
             ends.append(await hub.run())
 
         other = RolloutNode(
-            1,
             world.config,
+            HubLink(1, 1, InProcessCaller(hub)),
             [only(engine)],
-            1,
             CharTokenizer(),
-            lambda kind: wrap(Echo(lambda seed: 1.0 + 99.0 * (seed % 2))),
-            InProcessCaller(hub),
+            NodeEnvironment(lambda kind: wrap(Echo(lambda seed: 1.0 + 99.0 * (seed % 2)))),
             now=anyio.current_time,
         )
 
@@ -579,7 +572,8 @@ def test_a_run_that_ends_does_not_wait_for_a_node_whose_engine_still_starts_for_
     async def until_all_have_left() -> RunEnd:
         hub = world.build()
         make_env, now = lambda kind: wrap(Echo()), anyio.current_time
-        other = RolloutNode(1, config, [only(engine)], 1, CharTokenizer(), make_env, InProcessCaller(hub), now=now)
+        link, env = HubLink(1, 1, InProcessCaller(hub)), NodeEnvironment(make_env)
+        other = RolloutNode(config, link, [only(engine)], CharTokenizer(), env, now=now)
 
         async def serve() -> None:
             await other.run()

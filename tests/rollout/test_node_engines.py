@@ -19,7 +19,8 @@ from flash.environment.threaded import wrap
 from flash.errors import DeadlineError, EngineError, FlashError
 from flash.hub import protocol as p
 from flash.rollout.fake_engine import FakeEngine
-from flash.rollout.node import RolloutNode
+from flash.rollout.hubs import HubLink
+from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.rollout.supervisor import only
 from flash.simulate.clock import run_virtual
 from flash.transport.request import ReplyT, Request, answered
@@ -129,7 +130,8 @@ class Steps(Echo):
 def node_of(hub: FakeHub, engines: list[FakeEngine], env: Callable[[], Any] = Echo, **changes: Any) -> RolloutNode:
     now = anyio.current_time
     makers = [only(fake) for fake in engines]
-    return RolloutNode(0, config(**changes), makers, 0, CharTokenizer(), lambda kind: wrap(env()), hub, now=now)
+    link, played = HubLink(0, 0, hub), NodeEnvironment(lambda kind: wrap(env()))
+    return RolloutNode(config(**changes), link, makers, CharTokenizer(), played, now=now)
 
 
 @settings(max_examples=40)

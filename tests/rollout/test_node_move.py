@@ -20,7 +20,8 @@ from flash.hub.in_process import InProcessCaller
 from flash.hub.progress import RunEnd
 from flash.hub.state import HubState
 from flash.rollout.fake_engine import FakeEngine, FakeLine
-from flash.rollout.node import RolloutNode
+from flash.rollout.hubs import HubLink
+from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.samples.journal import MemoryJournal
 from flash.samples.replay import Replay
 from flash.simulate.clock import run_virtual
@@ -121,7 +122,8 @@ class Lives:
             life.start_soon(run)
             if self.node is None:
                 self.node = RolloutNode(
-                    *(number, self.config, self.lines, number, CharTokenizer(), self.make_env, line),
+                    *(self.config, HubLink(number, number, line), self.lines),
+                    *(CharTokenizer(), NodeEnvironment(self.make_env)),
                     now=anyio.current_time,
                     on_loss=self.lose,
                 )
@@ -129,7 +131,7 @@ class Lives:
             else:
                 self.away.set()
                 await anyio.sleep(self._away_s)
-                await self.node.move(number, number, line)
+                await self.node.move(HubLink(number, number, line))
             if cut is None:
                 await finished.wait()
             else:

@@ -17,9 +17,11 @@ from flash.environment.threaded import wrap
 from flash.hub import protocol as p
 from flash.hub.hub import Hub as RealHub
 from flash.hub.nodes.members import digest
+from flash.hub.parts import Inheritance, Records
 from flash.hub.state import HubState
 from flash.rollout.fake_engine import FakeEngine, FakeLine
-from flash.rollout.node import RolloutNode
+from flash.rollout.hubs import HubLink
+from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.run.joined import HubConnection, JoinedNode
 from flash.run.node_loop import Numbers
 from flash.run.processes.supervisor import End, Order
@@ -48,13 +50,11 @@ class Fakes(JoinedNode):
 
     async def make_node(self, numbers: Numbers, hub: HubConnection) -> RolloutNode:
         return RolloutNode(
-            numbers.node,
             self._config,
+            HubLink(numbers.node, numbers.first_engine, hub),
             [self.line],
-            numbers.first_engine,
             CharTokenizer(),
-            lambda kind: wrap(Echo(lambda seed: self._step_s)),
-            hub,
+            NodeEnvironment(lambda kind: wrap(Echo(lambda seed: self._step_s))),
             now=anyio.current_time,
             on_loss=self.lose_hub,
         )
@@ -110,7 +110,7 @@ async def test_it_brings_the_next_hub_what_it_was_given_by_the_one_before(
     with anyio.fail_after(60):
         async with sharing("test"), anyio.create_task_group() as tasks:
             tasks.start_soon(one.heed_signals, tasks.cancel_scope)
-            async with job.hub(journal=journal, evaluated={0}, life=1) as hub:
+            async with job.hub(records=Records(journal=journal), inherited=Inheritance(None, {0}, life=1)) as hub:
                 tasks.start_soon(run, tasks.cancel_scope)
                 await serves(one, hub)
                 out = await lent(hub)
@@ -121,7 +121,7 @@ async def test_it_brings_the_next_hub_what_it_was_given_by_the_one_before(
             buffer = replay.state(0)
             assert buffer is not None
             state = HubState.went_on(0, buffer, job.config)
-            async with job.hub(journal=journal, evaluated={0}, life=2, state=state) as hub:
+            async with job.hub(inherited=Inheritance(state, {0}, life=2), records=Records(journal=journal)) as hub:
                 await serves(one, hub)
                 await said(capfd, f"1 engine, and {len(out)} of the {len(out)} samples that it had in hand")
                 await all_home(hub, out)

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from flash.errors import BreakerError, ContractError
 from flash.samples.buffer import SampleBuffer
-from flash.samples.domains import Domains
+from flash.samples.domains import DomainShares
 from flash.samples.groups import GroupFilter
 from flash.samples.journal import MemoryJournal
 from flash.samples.replay import Replay
-from flash.samples.rules import AgeContract, BufferRules, DomainRules
+from flash.samples.rules import AgeContract, BufferRules, DomainSettings
 from flash.samples.state import BufferState
 from flash.samples.tasks import TaskSource
 from flash.types import Failure, Lease, Outcome, VersionRun
@@ -30,8 +30,12 @@ ANY = GroupFilter()
 DIFFERENT = GroupFilter(drop_equal_rewards=True)
 
 
-def rules(**weights: float) -> dict[str, DomainRules]:
-    return {name: DomainRules(weight, 2, ANY) for name, weight in weights.items()}
+def own(weight: float, group_size: int, kept: GroupFilter) -> DomainSettings:
+    return DomainSettings(weight=weight, group_size=group_size, filter=kept)
+
+
+def rules(**weights: float) -> dict[str, DomainSettings]:
+    return {name: own(weight, 2, ANY) for name, weight in weights.items()}
 
 
 def by_turns(names: str) -> Any:
@@ -39,7 +43,7 @@ def by_turns(names: str) -> Any:
 
 
 def buffer_of(
-    domains: dict[str, DomainRules],
+    domains: dict[str, DomainSettings],
     *,
     alpha: float = 1.0,
     groups: int = 4,
@@ -60,7 +64,7 @@ def buffer_of(
 
 
 def test_issues_follow_the_weights_closely() -> None:
-    domains = Domains(rules(a=3, b=1), batch=4, drift=1)
+    domains = DomainShares(rules(a=3, b=1), batch=4, drift=1)
     issued = Counter[str]()
     for number in range(1, 401):
         name = domains.next([])
@@ -71,7 +75,7 @@ def test_issues_follow_the_weights_closely() -> None:
 
 
 def test_what_leaves_untrained_is_made_up_for_in_its_own_domain() -> None:
-    domains = Domains(rules(a=1, b=1), batch=4, drift=1)
+    domains = DomainShares(rules(a=1, b=1), batch=4, drift=1)
     for _ in range(20):
         domains.issued(domains.next([]) or "")
     for _ in range(5):
@@ -85,14 +89,14 @@ def test_what_leaves_untrained_is_made_up_for_in_its_own_domain() -> None:
 
 
 def test_a_domain_in_quarantine_has_no_share_and_the_others_have_its() -> None:
-    domains = Domains(rules(a=1, b=1, c=2), batch=4, drift=0)
+    domains = DomainShares(rules(a=1, b=1, c=2), batch=4, drift=0)
     assert domains.next(["c"]) in ("a", "b")
     assert domains.most(["c"]) == {"a": 3, "b": 3}
     assert domains.next(["a", "b", "c"]) is None
 
 
 def test_a_domain_may_be_ahead_by_the_drift_and_a_group_and_no_more() -> None:
-    domains = Domains(rules(a=1, b=1), batch=4, drift=0.5)
+    domains = DomainShares(rules(a=1, b=1), batch=4, drift=0.5)
     for _ in range(5):
         domains.issued("a")
         domains.trains("a")
@@ -103,15 +107,15 @@ def test_a_domain_may_be_ahead_by_the_drift_and_a_group_and_no_more() -> None:
 
 
 def test_counts_go_on_from_a_checkpoint_and_begin_anew_under_other_weights() -> None:
-    domains = Domains(rules(a=1, b=1), batch=4, drift=1)
+    domains = DomainShares(rules(a=1, b=1), batch=4, drift=1)
     domains.issued("a")
     domains.trains("a")
-    assert Domains(rules(a=1, b=1), 4, 1, domains.state()).next([]) == "b"
-    assert Domains(rules(a=2, b=1), 4, 1, domains.state()).row([]) == {}
+    assert DomainShares(rules(a=1, b=1), 4, 1, domains.state()).next([]) == "b"
+    assert DomainShares(rules(a=2, b=1), 4, 1, domains.state()).row([]) == {}
 
 
 def test_a_domain_that_is_only_filtered_out_has_its_turns_until_a_group_of_it_is_kept() -> None:
-    domains = Domains(rules(a=1, b=1), batch=8, drift=0)
+    domains = DomainShares(rules(a=1, b=1), batch=8, drift=0)
 
     def issue() -> str:
         name = domains.next([])
@@ -135,7 +139,7 @@ def test_a_domain_that_is_only_filtered_out_has_its_turns_until_a_group_of_it_is
     most = domains.most([])
     assert most is not None
     assert most["b"] >= 4, "what came to nothing holds nobody back"
-    again = Domains(rules(a=1, b=1), 8, 0, domains.state())
+    again = DomainShares(rules(a=1, b=1), 8, 0, domains.state())
     assert again.most([]) == most
     again.kept("a")
     assert [again.filtered("a", []) for _ in range(16)][-1] == 16
@@ -150,7 +154,10 @@ def test_a_domain_without_problems_is_told_by_its_name() -> None:
 
 
 def test_each_domain_has_groups_of_its_own_size_and_filter() -> None:
-    domains = {"a": DomainRules(1, 2, ANY), "b": DomainRules(1, 4, DIFFERENT)}
+    domains = {
+        "a": own(1, 2, ANY),
+        "b": own(1, 4, DIFFERENT),
+    }
     buffer = buffer_of(domains, groups=2, alpha=0)
     leases = lease_all(buffer, 0)
     assert Counter(lease.task.kind for lease in leases) == {"a": 2, "b": 4}
@@ -184,7 +191,9 @@ def test_a_step_does_not_wait_for_the_slow_domain_until_the_drift_is_used_up() -
 class Timed:
     """A run in virtual time: each domain has a latency; a step is taken as soon as it can be, and takes a second."""
 
-    def __init__(self, seed: int, domains: dict[str, DomainRules], latency: dict[str, float], **options: Any) -> None:
+    def __init__(
+        self, seed: int, domains: dict[str, DomainSettings], latency: dict[str, float], **options: Any
+    ) -> None:
         self.drawn = (seed, domains, latency, options)
         self.dice = random.Random(seed)
         self.journal = MemoryJournal()
@@ -272,7 +281,7 @@ class Timed:
 def runs(draw: st.DrawFn) -> Timed:
     names = "abcd"[: draw(st.integers(2, 4))]
     domains = {
-        name: DomainRules(
+        name: own(
             draw(st.sampled_from([1, 2, 5, 50])), draw(st.integers(2, 4)), draw(st.sampled_from([ANY, DIFFERENT]))
         )
         for name in names
@@ -298,7 +307,10 @@ def test_domains_of_any_speed_keep_their_shares_and_the_laws_and_every_run_ends(
 
 
 def test_a_replayed_journal_comes_to_the_same_shares() -> None:
-    domains = {"a": DomainRules(1, 2, DIFFERENT), "b": DomainRules(2, 4, ANY)}
+    domains = {
+        "a": own(1, 2, DIFFERENT),
+        "b": own(2, 4, ANY),
+    }
     timed = Timed(3, domains, {"a": 0.01, "b": 5.0}, alpha=1.0, groups=3, steps=6, drift=1.0)
     timed.run()
     replay = Replay(None, 0)
@@ -337,13 +349,19 @@ def test_a_step_of_what_another_mixture_has_begun_waits_for_no_domain_that_has_n
 
 
 def test_the_first_sample_of_a_smaller_group_goes_out_when_there_is_room_for_a_group() -> None:
-    domains = {"b": DomainRules(1, 4, ANY), "a": DomainRules(1, 1, ANY)}
+    domains = {
+        "b": own(1, 4, ANY),
+        "a": own(1, 1, ANY),
+    }
     buffer = buffer_of(domains, groups=1, alpha=0.5)
     assert Counter(lease.task.kind for lease in lease_all(buffer, 0)) == {"b": 4, "a": 1}
 
 
 def test_a_solved_domain_neither_ends_a_run_that_drops_equal_rewards_nor_takes_it_for_itself() -> None:
-    domains = {"s": DomainRules(1, 2, DIFFERENT), "o": DomainRules(1, 2, DIFFERENT)}
+    domains = {
+        "s": own(1, 2, DIFFERENT),
+        "o": own(1, 2, DIFFERENT),
+    }
     buffer = buffer_of(domains, groups=4, alpha=1, steps=12)
     issued: Counter[str] = Counter()
     for step in range(12):
@@ -361,7 +379,10 @@ def test_a_solved_domain_neither_ends_a_run_that_drops_equal_rewards_nor_takes_i
 
 
 def test_a_run_of_which_every_domain_is_filtered_out_ends_and_names_them() -> None:
-    domains = {"a": DomainRules(1, 2, DIFFERENT), "b": DomainRules(3, 2, DIFFERENT)}
+    domains = {
+        "a": own(1, 2, DIFFERENT),
+        "b": own(3, 2, DIFFERENT),
+    }
     buffer = buffer_of(domains, groups=2)
 
     def only_equal() -> None:

@@ -1,6 +1,7 @@
 """The nodes and their engines as the hub knows them: versions, silence, and what each told of itself. Pure state.
 
 A node counts from the moment in which it is given its first version: the trainers keep that one until it has loaded it.
+Engines are at most one version behind: the next one is announced when all of them are `up_to_date`.
 A node that lives always has a question about cancels waiting at the hub. One that has not asked again some time after
 its last answer is silent, though its connection stands: its event loop is blocked, or its machine is stopped.
 """
@@ -29,19 +30,14 @@ class Fleet:
     """The engines.
 
     Args:
-        silence_s: how long a node may take from an answer to its next question.
         newest: the version that engines may have of a former hub; −1: none.
     """
 
-    def __init__(self, silence_s: float, newest: int) -> None:
-        self._silence_s = silence_s
+    def __init__(self, newest: int) -> None:
         self._nodes: dict[int, _Node] = {}
         """Those that have reported."""
         self._joining: set[int] = set()
         """Those that load their first version."""
-        self._here: set[int] = set()
-        """Those that have asked about cancels, the first thing that a node does."""
-        self._answered: dict[int, float] = {}
         self.able: set[int] = set()
         """Nodes with an engine that has a version: all others can run nothing now."""
         self.newest = newest
@@ -52,11 +48,6 @@ class Fleet:
     def __bool__(self) -> bool:
         """Whether a node has engines."""
         return bool(self._nodes or self._joining)
-
-    @property
-    def deserted(self) -> bool:
-        """Whether no node is there, not even one whose engines start."""
-        return not (self or self._here)
 
     def has_beside(self, node: int) -> bool:
         """Whether another node has engines."""
@@ -104,8 +95,6 @@ class Fleet:
         self._nodes.pop(node, None)
         self.able.discard(node)
         self._joining.discard(node)
-        self._here.discard(node)
-        self._answered.pop(node, None)
 
     # -- versions ----------------------------------------------------------------------------------------------------
 
@@ -124,7 +113,23 @@ class Fleet:
         ]
         return ", ".join([*late, *(f"the engines of node {node} (they have none)" for node in sorted(self._joining))])
 
-    # -- silence -----------------------------------------------------------------------------------------------------
+
+class Attendance:
+    """Who is there, and who is silent.
+
+    Args:
+        silence_s: how long a node may take from an answer to its next question.
+    """
+
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._here: set[int] = set()
+        """Those that have asked about cancels, the first thing that a node does."""
+        self._answered: dict[int, float] = {}
+
+    def __bool__(self) -> bool:
+        """Whether somebody is there."""
+        return bool(self._here)
 
     def asked(self, node: int) -> None:
         """A node has a question waiting."""
@@ -142,6 +147,11 @@ class Fleet:
     def next_silence(self, now: float) -> float:
         """Seconds in which no node can fall silent."""
         return max(0.0, min(self._answered.values(), default=now) + self._silence_s - now)
+
+    def lost(self, node: int) -> None:
+        """A node is gone, or its silence was noticed."""
+        self._here.discard(node)
+        self._answered.pop(node, None)
 
 
 CUT_OFF = "its connection ended: its process, its machine or the network between is gone"

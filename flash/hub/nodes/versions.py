@@ -5,49 +5,36 @@ It owns no task: its methods run in the tasks of the nodes' requests, and of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import anyio
 
 from flash.config import waits
 from flash.hub import protocol as p
-from flash.hub.nodes.dealing import Shares
-from flash.hub.nodes.fleet import Fleet
-from flash.hub.parts import Parts
+from flash.hub.nodes.work import Work
+from flash.hub.parts import Part, Parts
 
 
-class Versions:
+class Versions(Part):
     """See the module's docstring.
 
     Args:
         parts: what all parts of the hub are given.
-        fleet: knows the engines.
-        shares: of work, which a node that loads is given later.
-        offer: is called when there may be work for somebody that there was not before.
+        work: whose shares a node that loads is given later, and which there may be more of with a version.
     """
 
     def __init__(
         self,
         parts: Parts,
-        fleet: Fleet,
-        shares: Shares,
-        offer: Callable[[], None],
+        work: Work,
     ) -> None:
-        self._config = parts.config
-        self._observer = parts.observer
-        self._now = parts.now
-        self._progress = parts.progress
-        self._metrics = parts.metrics
-        self._fleet = fleet
-        self._shares = shares
-        self._offer = offer
+        super().__init__(parts)
+        self._work, self._shares = work, work.shares
 
     def published(self, version: int) -> None:
         """There is a version for all nodes to load."""
         self._fleet.newest = version
         self._shares.loading(self._now())
-        self._progress.signals.send("versions")
-        self._offer()
+        self._progress.send("versions")
+        self._work.offer()
 
     async def newer(self, request: p.VersionRequest) -> p.VersionReply:
         """Give an engine the newest version. Waits for one that it does not have, at most one long poll."""
@@ -82,7 +69,7 @@ class Versions:
                 self._observer.note(note)
         before = self._fleet.versions(request.node)
         if self._fleet.report(request):
-            self._progress.signals.send("run", "engines")
+            self._progress.send("run", "engines")
             self._loaded(request.node, max(before, default=-1))
         return p.Ack()
 
@@ -94,4 +81,4 @@ class Versions:
         elif newest >= self._fleet.newest:
             self._shares.loaded(node)
         if newest != before:
-            self._offer()
+            self._work.offer()

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from flash.hub.progress import Progress
+from flash.hub.progress import RunProgress
 from flash.samples.batches import cut, deal
 from flash.samples.slices import in_slices
 from flash.types import Batch, Published, Shard
@@ -50,7 +50,7 @@ class RepeatedStep:
         part_bytes: of a shard, what one message may hold.
     """
 
-    def __init__(self, past: RunHistory, progress: Progress, ranks: int, part_bytes: int) -> None:
+    def __init__(self, past: RunHistory, progress: RunProgress, ranks: int, part_bytes: int) -> None:
         self._past = past
         self._progress = progress
         self._ranks = ranks
@@ -69,5 +69,5 @@ class RepeatedStep:
             batch = await self._past.batch(step)
             dealt = await in_slices(deal(batch, self._ranks))
             self.shards = [await in_slices(cut(shard, self._part_bytes)) for shard in dealt]
-            self._progress.signals.send("batches")
+            self._progress.send("batches")
         await self._progress.until("batches", lambda: bool(self.shards))

@@ -16,10 +16,11 @@ import msgspec
 from flash.errors import ContractError
 from flash.hub import protocol as p
 from flash.hub.metrics import Branches
-from flash.hub.nodes.nodes import Nodes
-from flash.hub.parts import Parts
+from flash.hub.nodes.versions import Versions
+from flash.hub.nodes.work import Work
+from flash.hub.parts import Part, Parts
 from flash.hub.ranks.trainers import Trainers
-from flash.hub.state import HubState, KeepState
+from flash.hub.state import HubState
 from flash.samples.batches import cut, deal, gather
 from flash.samples.measures import means, measured
 from flash.samples.slices import drained, forgotten, in_slices
@@ -27,37 +28,30 @@ from flash.transport.slices import encoded_pieces
 from flash.types import Published, Shard, Trajectory
 
 
-class Steps:
+class Steps(Part):
     """See the module's docstring.
 
     Args:
         parts: what all parts of the hub are given.
-        nodes: are given what a step makes room for.
+        work: of the nodes, who are given what a step makes room for.
+        versions: are announced there.
         trainers: the ranks, and which of their lives counts.
-        keep_state: writes the hub's state into the checkpoint of a version.
         part_bytes: of a shard, what one message may hold.
     """
 
     def __init__(
         self,
         parts: Parts,
-        nodes: Nodes,
+        work: Work,
+        versions: Versions,
         trainers: Trainers,
-        keep_state: KeepState,
         part_bytes: int,
     ) -> None:
-        self._config = parts.config
-        self._observer = parts.observer
-        self._now = parts.now
-        self._progress = parts.progress
-        self._contract = parts.contract
-        self._buffer = parts.buffer
-        self._nodes = nodes
+        super().__init__(parts)
+        self._work = work
+        self._versions = versions
         self._trainers = trainers
         self._lives = trainers.lives
-        self._evaluations = parts.evaluations
-        self._metrics = parts.metrics
-        self._keep_state = keep_state
         self._part_bytes = part_bytes
         self._kept_waiting = 0
         """Publications and goodbyes that wait for engines."""
@@ -66,7 +60,6 @@ class Steps:
         self._trained: list[Trajectory] = []
         self._wanted = self._saves = False
         """Whether a checkpoint is wanted after the next batch, and after this one."""
-        self._forming = False
         self._asking = 0
         """Ranks that wait for a batch."""
         self._last_reply: p.BatchReply | None = None
@@ -74,7 +67,7 @@ class Steps:
     @property
     def training(self) -> bool:
         """Whether the ranks have a batch."""
-        return bool(self._shards)
+        return self._progress.batch == "dealt"
 
     @property
     def asked(self) -> bool:
@@ -97,7 +90,7 @@ class Steps:
         if self._lives.behind(self._progress.version):
             return await self._trained_before(request, life)
         await self._until_formed()
-        if not self._shards:
+        if not self.training:
             # The same to all ranks, whatever comes between their questions: they export the model together.
             self._last_reply = self._last_reply or p.BatchReply(None, finished=self._progress.stopping == "finished")
             return self._last_reply
@@ -106,21 +99,21 @@ class Steps:
     async def _until_formed(self) -> None:
         """Wait until there is a batch, or the run is stopping; the first to see that one can be formed forms it."""
         self._asking += 1
-        self._progress.signals.send("run")
+        self._progress.send("run")
         try:
-            while not self._shards and (self._progress.stopping is None or self._forming):
-                await self._progress.until("batches", self.can_form)
-                if not self._shards and self._progress.stopping is None:
+            while not self.training and (self._progress.stopping is None or self._progress.batch == "forming"):
+                await self._progress.until("batches", self._work.batch_at_hand)
+                if not self.training and self._progress.stopping is None:
                     with anyio.CancelScope(shield=True):
                         await self._form_batch()
         finally:
             self._asking -= 1
-            self._progress.signals.send("run")
+            self._progress.send("run")
 
     async def _trained_before(self, request: p.BatchRequest, life: int) -> p.BatchReply:
         """A part of what a life before this one has trained at the same step."""
         # Afterwards they hold the run's version, and its state is still as it was between two steps.
-        keeps = request.step + 1 == self._progress.version and not self._shards and not self._forming
+        keeps = request.step + 1 == self._progress.version and self._progress.batch == "none"
         again = await self._trainers.trained_before(request.step, keeps=keeps)
         if again is None:
             return p.BatchReply(None, keeps=False)
@@ -136,44 +129,38 @@ class Steps:
             self._lives.fetched.add(request.rank)
         return p.BatchReply(parts[request.part], keeps=keeps, left=left, saves=saves)
 
-    def can_form(self) -> bool:
-        """Whether a rank that waits for its shard can do something about it."""
-        if self._forming:
-            return False
-        if self._shards or self._progress.stopping is not None:
-            return True
-        return self._progress.version >= self._config.run.steps or self._buffer.can_take(self._progress.version)
-
     async def _form_batch(self) -> None:
         """Take a batch and deal it, or close after the last one; one rank does it for all."""
-        self._forming = True
+        self._progress.batch = "forming"
         try:
             if self._progress.version >= self._config.run.steps:
                 self._progress.stopping = "finished"
-                self._progress.signals.send("run")
+                self._progress.send("run")
                 self._buffer.close()
-                await self._nodes.tidy()
+                await self._work.tidy()
                 return
             groups = self._buffer.take(self._progress.version)
             while groups is None and self._buffer.untidy:
-                await self._nodes.tidy()
+                await self._work.tidy()
                 groups = self._buffer.take(self._progress.version)
             if groups is None:
                 return
-            self._nodes.spread_word()
-            self._nodes.offer()
+            self._work.spread_word()
+            self._work.offer()
             min_version = self._contract.min_token_version(self._progress.version)
             batch = gather(groups, self._progress.version, min_version)
             shards = await in_slices(deal(batch, self._config.trainer_world_size))
-            await self._buffer.journal.written()  # ranks that start again are given the same batch
+            await self._journal.written()  # ranks that start again are given the same batch
             self._shards = [await in_slices(cut(shard, self._part_bytes)) for shard in shards]
+            self._progress.batch = "dealt"
             self._trained = batch.trajectories
             self._wanted, self._saves = False, self._wanted
             self._observer.batch(batch)
             self._progress.stages_ended += 1
         finally:
-            self._forming = False
-            self._progress.signals.send("run", "batches")
+            if not self.training:
+                self._progress.batch = "none"
+            self._progress.send("run", "batches")
 
     async def commit(self, request: p.Commit) -> p.Ack:
         """The ranks have trained a step: it is booked, unless a life before this one has booked it."""
@@ -183,7 +170,7 @@ class Steps:
             with anyio.CancelScope(shield=True):
                 await self._book(request)
         self._progress.stages_ended += 1
-        self._progress.signals.send("run")
+        self._progress.send("run")
         return p.Ack()
 
     async def _book(self, request: p.Commit) -> None:
@@ -191,15 +178,15 @@ class Steps:
         trained, self._trained = list(self._trained), []
         dealt: list[list[Any]] = [list(self._shards[0][0].batch)]
         dealt += [list(part.samples) for parts in self._shards for part in parts]
-        self._shards = []
+        self._shards, self._progress.batch = [], "none"
         self._buffer.commit(self._progress.version)
         self._progress.version += 1
-        await self._nodes.tidy()
+        await self._work.tidy()
         branches = Branches()
         samples = await in_slices(means(map(measured, branches.count(drained(trained)))))
         for items in dealt:
             await in_slices(forgotten(items))
-        engines, seen = list(self._nodes.fleet.engines()), branches.metrics() | samples
+        engines, seen = list(self._fleet.engines()), branches.metrics() | samples
         self._observer.trained(request.step, request.seen)
         wish = self._observer.step(
             self._metrics.row(self._progress.version, seen, request.metrics, self._buffer, engines, self._now())
@@ -207,7 +194,7 @@ class Steps:
         if wish == "stop":
             self._progress.interrupt()
         self._wanted = wish is not None
-        await self._buffer.journal.written()
+        await self._journal.written()
 
     # -- versions and checkpoints ------------------------------------------------------------------------------------
 
@@ -220,17 +207,17 @@ class Steps:
         progress = self._progress
         if self._lives.publishes(progress.version):
             if progress.reachable:
-                await self._until_engines(lambda: self._nodes.fleet.up_to_date)
+                await self._until_engines(lambda: self._fleet.up_to_date)
             self._trainers.hold_again(published)
             news = progress.published is None or progress.published.version < published.version
             progress.published, progress.reachable = msgspec.structs.replace(published, life=self._lives.number), True
             if news:
                 self._evaluations.published(published.version)
-                self._nodes.versions.published(published.version)
+                self._versions.published(published.version)
             # RepeatedStep for those who lack it.
-            progress.signals.send("versions")
+            progress.send("versions")
         progress.stages_ended += 1
-        progress.signals.send("run")
+        progress.send("run")
         return p.Ack()
 
     async def _until_engines(self, ready: Callable[[], bool]) -> None:
@@ -238,23 +225,23 @@ class Steps:
         if ready():
             return
         self._kept_waiting += 1
-        self._progress.signals.send("run")
+        self._progress.send("run")
         try:
             await self._progress.until("engines", lambda: self._progress.stopping == "interrupted" or ready())
         finally:
             self._kept_waiting -= 1
-            self._progress.signals.send("run")
+            self._progress.send("run")
 
     async def snapshot(self) -> p.SnapshotReply:
         """Have the state of this moment written; results come in and leases go out meanwhile."""
-        await self._nodes.tidy()
+        await self._work.tidy()
         await in_slices(self._buffer.copy_ahead())
-        await self._nodes.tidy()
-        if self._shards or self._forming or self._lives.behind(self._progress.version):
+        await self._work.tidy()
+        if self._progress.batch != "none" or self._lives.behind(self._progress.version):
             raise ContractError(f"a snapshot belongs between two steps, and step {self._progress.version} is trained")
         self._observer.ledger(self._buffer.ledger.totals(self._buffer.in_flight))
         version, kept = self._progress.version, self._buffer.snapshot()
-        state = HubState.of(version, kept, self._config, self._buffer.journal.begin(version))
+        state = HubState.of(version, kept, self._config, self._journal.begin(version))
         return await self._keep_state(version, encoded_pieces(state))
 
     async def goodbye(self, request: p.Goodbye) -> None:
@@ -265,5 +252,4 @@ class Steps:
 
     def _weights_are_home(self) -> bool:
         """Whether no engine needs the ranks: where an evaluation is still owed, none does once one has started."""
-        fleet = self._nodes.fleet
-        return fleet.up_to_date and (fleet.started or self._evaluations.done)
+        return self._fleet.up_to_date and (self._fleet.started or self._evaluations.done)

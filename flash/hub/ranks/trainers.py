@@ -18,9 +18,9 @@ from flash.config import waits
 from flash.config.tree import Config
 from flash.errors import CollectiveError, FlashError, LifeOverError, PeerLostError, error_of
 from flash.hub import protocol as p
-from flash.hub.parts import Parts
+from flash.hub.parts import Part, Parts
 from flash.hub.ranks.lives import Lives
-from flash.hub.ranks.recovery import RepeatedStep, RunHistory, Start
+from flash.hub.ranks.recovery import RepeatedStep, Start
 from flash.types import Published
 
 T = TypeVar("T")
@@ -29,12 +29,11 @@ LIFE_OVER = "this life of the trainer ranks is over, as one of them is gone or h
 """What a rank of it is told."""
 
 
-class Trainers:
+class Trainers(Part):
     """See the module's docstring.
 
     Args:
         parts: what all parts of the hub are given.
-        past: what the run keeps; None: it ends when a rank is lost.
         start: what the first life begins with.
         number: of the first life.
         part_bytes: of a shard, what one message may hold.
@@ -43,18 +42,12 @@ class Trainers:
     def __init__(
         self,
         parts: Parts,
-        past: RunHistory | None,
         start: Start,
         number: int,
         part_bytes: int,
     ) -> None:
-        self._config = parts.config
-        self._observer = parts.observer
-        self._now = parts.now
-        self._progress = parts.progress
-        self._metrics = parts.metrics
-        self._past = past
-        self._why_not = "" if past is None else why_not(self._config)
+        super().__init__(parts)
+        self._why_not = "" if self._past is None else why_not(self._config)
         self._ranks = self._config.trainer_world_size
         self._part_bytes = part_bytes
         self.lives = Lives(self._ranks, start.version, self._progress.version, number)
@@ -97,7 +90,7 @@ class Trainers:
         self._progress.refuse_at_end()
         if request.rank == 0:
             self._store = request.store
-            self._progress.signals.send("batches")
+            self._progress.send("batches")
         while self._start is None and not self.lives.finished:
             if self._choosing:
                 await self._progress.until("batches", lambda: not self._choosing)
@@ -107,7 +100,7 @@ class Trainers:
                 self._start = await self._choose()
             finally:
                 self._choosing = False
-                self._progress.signals.send("batches")
+                self._progress.send("batches")
         await self._progress.until("batches", lambda: self._store is not None or self.lives.finished)
         checkpoint = self._start.checkpoint if self._start is not None and not self.lives.finished else None
         return p.LifeReply(self.lives.number, checkpoint, self._store or "")
@@ -134,7 +127,7 @@ class Trainers:
         """A rank of the newest life is gone."""
         if rank not in self.lives.present:
             return
-        self._progress.signals.send("run")
+        self._progress.send("run")
         silent = self._silent()
         if self.lives.lost(rank):
             words = f"trainer rank {rank} is gone without a word: its process was killed, or crashed"
@@ -169,7 +162,7 @@ class Trainers:
         """A rank has said goodbye."""
         self.lives.leaves(rank)
         self._changed()
-        self._progress.signals.send("run")
+        self._progress.send("run")
 
     def _silent(self) -> list[str]:
         """The ranks that are not heard of any more, in words, for the error that ends their life."""
@@ -204,7 +197,7 @@ class Trainers:
 
     def _changed(self) -> None:
         self._changes += 1
-        self._progress.signals.send("ranks")
+        self._progress.send("ranks")
 
     def end_life(self, error: FlashError) -> None:
         """The newest life is over, for this reason."""
@@ -233,7 +226,7 @@ class Trainers:
         self._progress.stages_ended += 1
         for call in self._calls:
             call.cancel()
-        self._progress.signals.send("run", "batches", "engines")
+        self._progress.send("run", "batches", "engines")
 
     async def while_it_lasts(self, answer: Callable[[], Awaitable[T]]) -> T:
         """The answer to a rank of the newest life. Raises LifeOverError: its life ended before there was one."""

@@ -35,7 +35,7 @@ class Sampled(Protocol):
     async def __call__(self, wanted: Wanted, number: int, *, ahead: bool) -> Completion: ...
 
 
-class Progress(Protocol):
+class SampledTokens(Protocol):
     """What an episode has sampled."""
 
     tokens: int
@@ -66,7 +66,7 @@ class Asking:
     """
 
     def __init__(
-        self, sample: Sampled, progress: Progress, ahead: TaskGroup | None, *, now: Callable[[], float]
+        self, sample: Sampled, progress: SampledTokens, ahead: TaskGroup | None, *, now: Callable[[], float]
     ) -> None:
         self._sample = sample
         self._progress = progress
