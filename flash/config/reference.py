@@ -82,8 +82,24 @@ def _rows(section: type[msgspec.Struct]) -> Iterator[str]:
 
 
 def _value(annotation: Any) -> str:
-    """A type in words, with a pattern set apart: its brackets would be read as a link."""
-    return re.sub(r"(?<=text matching )\S+", r"`\g<0>`", describe(annotation))
+    """A type in few words, with a pattern set apart: its brackets would be read as a link."""
+    words = re.sub(r"(?<=text matching )\S+", r"`\g<0>`", describe(annotation))
+    for long, short in SHORT.items():
+        words = re.sub(long, short, words)
+    return words
+
+
+SHORT = {
+    r"\ban? (?=integer|number|list|table)": "",
+    r"\babove (?=\d)": "> ",
+    r"\bat least (?=\d)": "≥ ",
+    r"\bbelow (?=\d)": "< ",
+    r"\bat most (?=\d)": "≤ ",
+    r"\bfrom (?=-?\d)": "",
+    r"list, each item": "list of",
+    r"true or false": "boolean",
+}
+"""How the page shortens what errors say in whole words."""
 
 
 def field_docs(section: type[msgspec.Struct]) -> dict[str, str]:

@@ -38,10 +38,12 @@ def _worries() -> Iterator[str]:
 
 
 def _alarms() -> Iterator[str]:
+    """What helps stands once: with the column's worry, where it has one."""
     yield "| alarm | looks at | default | what helps |\n|---|---|---|---|"
     for column in columns("step"):
         if (alarm := column.alarm) is not None:
-            yield f"| `{alarm.name}` | {alarm.looks_at or f'`{column.name}`'} | {_default(column)} | {column.helps} |"
+            looks_at, helps = alarm.looks_at or f"`{column.name}`", "as above" if column.worry else column.helps
+            yield f"| `{alarm.name}` | {looks_at} | {_default(column)} | {helps} |"
     yield ""
 
 
