@@ -98,6 +98,8 @@ SHORT = {
     r"\bfrom (?=-?\d)": "",
     r"list, each item": "list of",
     r"true or false": "boolean",
+    r'"age", .* or "trainer_waits"': "alarms",
+    r"number 0\.1 to 1e\+08": "seconds",
 }
 """How the page shortens what errors say in whole words."""
 

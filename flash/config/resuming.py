@@ -27,15 +27,15 @@ REFUSED: dict[str, str] = {
 }
 """Why the run needs what it had; `flash.run.checks.preflight` says it."""
 
-WEIGHTS = "the weights are those of the newest checkpoint all the same; of {} come {}"
+WEIGHTS = "the weights are those of the newest checkpoint all the same; it gives only {}"
 PROBLEMS = (
     "in groups whose problem is of the former environment nothing more begins: those with finished samples are trained "
     "as they are, the others leave"
 )
 TOLD: dict[str, str] = {
-    "model.path": WEIGHTS.format("model.path", "the tokenizer, and the reference of a KL that names none"),
-    "model.fetch": WEIGHTS.format("model.fetch", "the tokenizer, and the reference of a KL that names none"),
-    "critic.path": WEIGHTS.format("critic.path", "the shapes alone"),
+    "model.path": WEIGHTS.format("the tokenizer, and the reference of a KL that names none"),
+    "model.fetch": WEIGHTS.format("the tokenizer, and the reference of a KL that names none"),
+    "critic.path": WEIGHTS.format("the shapes alone"),
     "env.path": PROBLEMS,
     "env.options": PROBLEMS,
     "simulate.*": "a run never reads it, only `flash simulate` does",
@@ -113,8 +113,10 @@ def markdown() -> Iterator[str]:
         "was made otherwise. Of these the change is refused before any work, or does less, which a line then says:\n"
     )
     for table, how in ((REFUSED, "refused, since "), (LIMITS, "expected "), (TOLD, "")):
+        together: dict[str, list[str]] = {}
         for keys, why in table.items():
-            yield f"- {', '.join(f'`{key}`' for key in keys.split(', '))}: {how}{why}"
+            together.setdefault(why, []).extend(f"`{key}`" for key in keys.split(", "))
+        yield from (f"- {', '.join(keys)}: {how}{why}" for why, keys in together.items())
     yield ""
 
 

@@ -353,7 +353,7 @@ class DeadlinesConfig(Section, frozen=True):
     request: Deadline = 60
     """A peer answers; a silent node loses its work."""
     hub: Deadline = 300
-    """The hub answers a trainer rank; else all processes start again."""
+    """The hub answers a trainer rank; else the ranks start again."""
     engine_start: Deadline = 900
     """An engine loads its model and answers."""
     engine_step: Deadline = 300
