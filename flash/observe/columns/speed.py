@@ -25,7 +25,7 @@ SPEED = Group(
         Column("wall_s", "time since the run began", "s", tracked="perf/wall_time"),
         Column(
             "interval_s",
-            "time since the last step ended; while a resumed run has no engine yet, of the training alone",
+            "time since the last step ended",
             "s",
             label="from step to step",
             chart="seconds",
@@ -43,7 +43,7 @@ SPEED = Group(
         Column("trainer_wait_s", "time of it that the trainer waited for a batch", "s", tracked="perf/wait_time"),
         Column(
             "trainer_wait_share",
-            "share of `interval_s` in which the trainer waited for a batch; the summary has that of the whole run",
+            "share of `interval_s` in which the trainer waited for a batch",
             "share",
             label="trainer waits",
             title="wait%",
@@ -55,7 +55,7 @@ SPEED = Group(
         ),
         Column(
             "engines",
-            "engines that the run has; fewer while one that died starts again, or when its node is gone",
+            "engines that the run has now",
             form=".0f",
             label="engines",
             tracked="perf/engines",
@@ -68,7 +68,7 @@ SPEED = Group(
         ),
         Column(
             "trainer_restarts",
-            "how often the trainer ranks came back after the loss of one, since the last step",
+            "how often the trainer ranks came back, since the last step",
             form=".0f",
             label="trainer restarts",
         ),
@@ -85,8 +85,7 @@ SPEED = Group(
         ),
         Column(
             "tokens_per_second",
-            "tokens that arrived in this interval; 0 in a last step whose tokens were there before, and none while no "
-            "engine is there yet",
+            "tokens that arrived in this interval",
             "tokens/s",
             label="tokens/s",
             title="tok/s",

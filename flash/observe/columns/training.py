@@ -37,12 +37,12 @@ BATCH = Group(
     (
         Column("step", "number of the step, from 0", form=".0f", title="step"),
         Column("version", "policy version that it made"),
-        Column("samples", "samples of which a token was trained; those whose tokens are all too old do not count"),
+        Column("samples", "samples of which a token was trained"),
         Column("tokens", "tokens of the batch, prompts included", "tokens"),
         Column("trained_tokens", "response tokens that entered the loss", "tokens"),
         Column(
             "reward_mean",
-            "mean reward of the samples, as the environment gave them, before shaping",
+            "mean reward of the samples, before shaping",
             label="reward",
             title="reward",
             chart="reward",
@@ -65,7 +65,7 @@ BATCH = Group(
         ),
         Column(
             "age_mean",
-            "mean age of the trained tokens: versions that the trainer was ahead of the policy that sampled them",
+            "mean age of the trained tokens, in versions since they were sampled",
             "versions",
             label="mean age",
             title="age",
@@ -78,7 +78,7 @@ BATCH = Group(
         Column("age_N", "share of the trained tokens that is N versions old", "share"),
         Column(
             "stale_share",
-            "of the tokens that were trained or thrown away as too old since the last step, those thrown away",
+            "of the tokens trained or thrown away as too old since the last step, those thrown away",
             "share",
             label="thrown away as too old",
             title="old%",
@@ -99,8 +99,7 @@ BATCH = Group(
         Column("branch_token_share", "share of the response tokens that are in others than the first", "share"),
         Column(
             "env/NAME",
-            "mean of the environment's own metric NAME, over the samples that have it; of several turns the last "
-            "value counts",
+            "mean of the environment's own metric NAME, over the samples that have it; the last turn's counts",
             chart="environment",
             worry="as the environment's author says",
         ),
@@ -132,8 +131,7 @@ LOSS = Group(
         ),
         Column(
             "entropy",
-            "entropy of the policy's next-token distribution, at the sampling temperature; with several minibatches or "
-            "updates of each, in the mean over them, each as the updates before it have left the policy",
+            "entropy of the policy's next-token distribution, at the sampling temperature, in the mean over updates",
             "nats",
             label="entropy",
             title="entropy",
@@ -156,8 +154,7 @@ LOSS = Group(
         Column(SKIPPED, "updates of the whole run that were left out for a non-finite gradient"),
         Column(
             "loss_scale",
-            'with `model.dtype = "float16"`: what losses are multiplied by, halved where a gradient was not finite for '
-            "it and the update left out",
+            'with `model.dtype = "float16"`: what losses are multiplied by, halved at each non-finite gradient',
         ),
         Column(
             "clip_fraction",
@@ -180,10 +177,9 @@ LOSS = Group(
         ),
         Column(
             "STAT_mean",
-            "mean of what the objective reports per token: `ratio`, its importance ratio; `weight`, a weight as it was "
-            "used; of `asyppo` also `deviation`, the standard deviation of what the critics expect before the token, "
-            "`learned`, 1 where its advantage counts, and `bonus`, 1 where its entropy bonus does; whatever else one "
-            "of your own returns in `stats`",
+            "mean of what the objective reports per token: `ratio`, its importance ratio; `weight`, as it was used; of "
+            "`asyppo` also `deviation` of what the critics expect, `learned`, 1 where the advantage counts, and "
+            "`bonus`, 1 where the entropy bonus does; of one of your own its `stats`",
         ),
         Column("STAT_min", "the least of it"),
         Column("STAT_max", "the greatest of it"),
@@ -224,8 +220,8 @@ OFF_POLICY = Group(
         ),
         Column(
             "mismatch_kl",
-            "engine against trainer, mean of −log w: over the tokens of age 0; over all where there are none, and then "
-            "the policy's own drift is in it",
+            "engine against trainer, mean of −log w over the tokens of age 0; where there are none over all, with the "
+            "policy's own drift",
             "nats",
             ".1e",
             label="engine from trainer",
@@ -237,8 +233,7 @@ OFF_POLICY = Group(
         Column("mismatch_max", r"the largest \|log w\| of them", form=".1e"),
         Column(
             "mismatch_k3_age_0",
-            "engine against trainer at equal weights, mean of w − 1 − log w over the tokens of age 0 only; left out "
-            "where there are none",
+            "engine against trainer at equal weights, mean of w − 1 − log w over the tokens of age 0 only",
             form=".1e",
             label="engine from trainer, age 0",
             chart="mismatch",
@@ -278,8 +273,7 @@ OFF_POLICY = Group(
         ),
         Column(
             "canary_error",
-            "mean difference of log-probs between engine and trainer over the canary's text, of the worst swap since "
-            "the run was started or resumed",
+            "mean difference of log-probs between engine and trainer over the canary's text, of the worst swap so far",
             form=".1e",
         ),
     ),
@@ -289,17 +283,15 @@ LAG = Group(
     (
         Column(
             "lag_distance",
-            "mean (log-prob under the weights at the start of the update − log-prob as it was sampled)² over its "
-            "tokens; the budget bounds it, less the next one",
+            "mean (log-prob at the start of the update − as it was sampled)²; the budget bounds it, less the next one",
         ),
         Column(
             "lag_disagreement",
-            "the same over tokens that the present weights have sampled, of this step and, counting less, those before "
-            "it: what engine and trainer disagree on",
+            "the same over tokens of the present weights, with a running mean: what engine and trainer disagree on",
         ),
         Column(
             "lag_scale",
-            "what the learning rate was multiplied by; 1 where nothing had to be held down",
+            "what the learning rate was multiplied by",
             "share",
             helps=f"{LOWER_ALPHA}; the steps are taken all the same, only smaller",
             alarm=Alarm(
