@@ -24,7 +24,7 @@ from flash.hub.nodes.members import Members, Origin
 from flash.hub.nodes.nodes import Nodes
 from flash.hub.nodes.versions import Versions
 from flash.hub.overview import overview
-from flash.hub.parts import Inheritance, Parts, Records
+from flash.hub.parts import Inheritance, Parts, Pieces, Records
 from flash.hub.progress import RunEnd, RunProgress
 from flash.hub.ranks.recovery import Start
 from flash.hub.ranks.steps import Steps
@@ -32,7 +32,6 @@ from flash.hub.ranks.trainers import Trainers
 from flash.hub.stages import LOOK_AT, OF_TRAINERS, STARTING_ENGINES, Beginning, Stage, last_work, stage_s, waited_for
 from flash.observe.cluster import HubNow
 from flash.observe.observer import Observer
-from flash.samples.batches import PART_BYTES
 from flash.samples.buffer import SampleBuffer
 from flash.samples.evaluation import Evaluations
 from flash.samples.rules import ALIKE, Problems, age_contract, buffer_rules
@@ -49,6 +48,7 @@ NOWHERE = Origin()
 """Of a hub that nobody joins from another process."""
 NOTHING = Inheritance()
 """Of the first hub of a run."""
+PIECES = Pieces()
 NO_RECORDS = Records()
 """Of a run that starts from the beginning when its hub or a trainer rank is lost."""
 
@@ -64,7 +64,7 @@ class Hub:
         inherited: what the hubs before this one have left.
         records: where the run keeps what is to be known after a restart.
         origin: where the run was started.
-        part_bytes: of a trainer rank's shard, what one message may hold.
+        pieces: how much is done in one go.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Hub:
         inherited: Inheritance = NOTHING,
         records: Records = NO_RECORDS,
         origin: Origin = NOWHERE,
-        part_bytes: int = PART_BYTES,
+        pieces: Pieces = PIECES,
     ) -> None:
         self._config = config
         self._observer = observer
@@ -96,6 +96,7 @@ class Hub:
             step=version,
             state=state.buffer if state is not None else None,
             lease_ids=lease_ids,
+            members_at_once=pieces.members,
             journal=records.journal,
         )
         of_run = (config.eval, config.rollout.retries, version, config.run.steps)
@@ -119,9 +120,9 @@ class Hub:
         self._nodes = Nodes(parts, self._members)
         self._work = self._nodes.work
         self._versions = Versions(parts, self._work)
-        self._trainers = Trainers(parts, inherited.start or Start(version, ""), (life << LIVES) + 1, part_bytes)
+        self._trainers = Trainers(parts, inherited.start or Start(version, ""), (life << LIVES) + 1, pieces.part_bytes)
         self.lives = self._trainers.lives
-        self._steps = Steps(parts, self._work, self._versions, self._trainers, part_bytes)
+        self._steps = Steps(parts, self._work, self._versions, self._trainers, pieces.part_bytes)
 
     @property
     def version(self) -> int:

@@ -12,7 +12,8 @@ from flash.hub.progress import RunProgress
 from flash.hub.ranks.recovery import RunHistory, Start
 from flash.hub.state import HubState, KeepState, weigh
 from flash.observe.observer import Observer
-from flash.samples.buffer import SampleBuffer
+from flash.samples.batches import PART_BYTES
+from flash.samples.buffer import MEMBERS_AT_ONCE, SampleBuffer
 from flash.samples.evaluation import Evaluations
 from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.rules import AgeContract
@@ -40,6 +41,15 @@ class Records(NamedTuple):
     """Keeps what happens between two checkpoints."""
     past: RunHistory | None = None
     """What trainer ranks that start again train again; None: when one is lost, the run ends."""
+
+
+class Pieces(NamedTuple):
+    """How much the hub does in one go."""
+
+    members: int = MEMBERS_AT_ONCE
+    """Samples whose groups are dealt with in one slice."""
+    part_bytes: int = PART_BYTES
+    """Of a trainer rank's shard, what one message may hold."""
 
 
 class Parts(NamedTuple):

@@ -60,7 +60,7 @@ class SampleBuffer:
         step: the version that the trainers hold.
         state: what a former life left.
         lease_ids: numbers the leases of the whole run, those of evaluations included.
-        at_once: the number of groups that are dealt with in one slice.
+        members_at_once: the number of samples whose groups are dealt with in one slice, at least one group.
         journal: is told of every change before it is made.
     """
 
@@ -73,10 +73,10 @@ class SampleBuffer:
         step: int = 0,
         state: BufferState | None = None,
         lease_ids: Iterator[int] | None = None,
-        at_once: int | None = None,
+        members_at_once: int = MEMBERS_AT_ONCE,
         journal: Journal = NO_JOURNAL,
     ) -> None:
-        made = Made(contract, rules, at_once or max(1, MEMBERS_AT_ONCE // contract.group_size))
+        made = Made(contract, rules, max(1, members_at_once // contract.group_size))
         self.journal = journal
         journal.record(Began(step, made))
         self._samples = samples = Samples(made, source, step=step, state=state, lease_ids=lease_ids)

@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
-from unittest import mock
 
 import anyio
 import anyio.lowlevel
@@ -31,11 +30,11 @@ from flash.environment.interface import Domain
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
 from flash.hub.nodes.dealing import KEPT_S
-from flash.hub.parts import Inheritance, Records
+from flash.hub.parts import Inheritance, Pieces, Records
 from flash.hub.ranks.recovery import Start
 from flash.hub.state import HubState
 from flash.observe.observer import MemoryObserver
-from flash.samples import buffer
+from flash.samples.buffer import MEMBERS_AT_ONCE
 from flash.samples.journal import MemoryJournal
 from flash.samples.replay import Replay
 from flash.samples.rules import Problems
@@ -261,8 +260,9 @@ class RecordedHistory:
 class Schedule:
     """One run."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, members_at_once: int) -> None:
         self.dice = random.Random(seed)
+        self.pieces = Pieces(members_at_once)
         self.calm = seed % 4 == 0
         """Every sample ends before the next version, and whole groups are admitted: nothing may be stale."""
         self.config = draw_config(self.dice, self.calm)
@@ -321,6 +321,7 @@ class Schedule:
             ),
             inherited=Inheritance(state, evaluated, Start(held, str(held)), self.hubs),
             records=Records(self.kept, self.journal, RecordedHistory(self.observer, self.kept)),
+            pieces=self.pieces,
         )
 
     async def run(self) -> None:
@@ -626,14 +627,13 @@ def run_one(seed: int) -> Schedule:
     """One schedule. Raises what it has found, with the seed."""
 
     async def run() -> Schedule:
-        schedule = Schedule(seed)
+        schedule = Schedule(seed, members_at_once)
         await schedule.run()
         return schedule
 
-    members_at_once = random.Random(f"slices of {seed}").choice([1, 8, 16, buffer.MEMBERS_AT_ONCE])
+    members_at_once = random.Random(f"slices of {seed}").choice([1, 8, 16, MEMBERS_AT_ONCE])
     try:
-        with mock.patch.object(buffer, "MEMBERS_AT_ONCE", members_at_once):
-            return run_virtual(run)
+        return run_virtual(run)
     except BaseException as error:
         raise AssertionError(f"python -m tests.hub.schedules 1 {seed}") from error
 

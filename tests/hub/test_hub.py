@@ -14,14 +14,13 @@ from flash.config.tree import Config
 from flash.config.waits import LONG_POLL_S
 from flash.errors import BreakerError, ContractError
 from flash.hub import protocol as p
-from flash.hub.hub import Hub
+from flash.hub.hub import PIECES, Hub
 from flash.hub.in_process import InProcessCaller
 from flash.hub.nodes.dealing import KEPT_S
-from flash.hub.parts import Inheritance, Records
+from flash.hub.parts import Inheritance, Pieces, Records
 from flash.hub.ranks.shards import fetch
 from flash.hub.state import HubState
 from flash.observe.observer import MemoryObserver
-from flash.samples.batches import PART_BYTES
 from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.rules import ALIKE
 from flash.types import Canary, Failure, Lease, Outcome, Published
@@ -51,7 +50,7 @@ class Driver:
         self,
         config: Config,
         kind_of: Callable[[int], str] = lambda seed: "",
-        part_bytes: int = PART_BYTES,
+        pieces: Pieces = PIECES,
         journal: Journal = NO_JOURNAL,
         **more: Any,
     ) -> None:
@@ -64,7 +63,7 @@ class Driver:
             now=anyio.current_time,
             problems=ALIKE._replace(kind_of=kind_of),
             records=Records(self.kept, journal),
-            part_bytes=part_bytes,
+            pieces=pieces,
             **more,
         )
 
@@ -376,7 +375,7 @@ async def test_others_are_served_while_a_large_batch_is_formed_and_committed() -
 
 
 async def test_a_shard_in_parts_comes_as_a_whole_and_is_committed_once_all_of_it_is_fetched() -> None:
-    driver = Driver(make_config(), part_bytes=1)
+    driver = Driver(make_config(), pieces=Pieces(part_bytes=1))
     await driver.begin(0)
     leases = await driver.lease(0, 4)
     await driver.bring(0, *leases)

@@ -10,7 +10,7 @@ import numpy as np
 from anyio.lowlevel import checkpoint
 
 from flash.hub.protocol import SnapshotReply
-from flash.samples.buffer import SampleBuffer
+from flash.samples.buffer import MEMBERS_AT_ONCE, SampleBuffer
 from flash.samples.groups import Member
 from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.leases import TaskQueue
@@ -79,7 +79,7 @@ def make_buffer(
         step=step,
         state=state,
         lease_ids=count(life << 32),
-        at_once=at_once,
+        members_at_once=MEMBERS_AT_ONCE if at_once is None else at_once * group,
         journal=journal,
     )
 
