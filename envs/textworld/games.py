@@ -213,7 +213,7 @@ def _library() -> Any:
         return importlib.import_module("textworld")
 
 
-def serve(arguments: list[str]) -> None:
+def serve(arguments: list[str], make: type[Games] = Games) -> None:
     """Answer requests until there are no more; or walk the one game that is read, as its folder is named."""
     # What the games' interpreter prints must not get between the messages.
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
@@ -223,7 +223,7 @@ def serve(arguments: list[str]) -> None:
         answers.write(msgspec.msgpack.encode(turns))
         answers.close()
         return
-    games, decoder = Games(), msgspec.msgpack.Decoder(Play)
+    games, decoder = make(), msgspec.msgpack.Decoder(Play)
     answers.write(LENGTH.pack(0))
     answers.flush()
     while (message := _read(requests)) is not None:

@@ -187,26 +187,27 @@ async def test_law_5_a_sandbox_that_keeps_failing_is_an_error_and_never_a_reward
             await env.step("echo 1")
 
 
+class PreparedEnv(CodeEnv):
+    """Of the test that follows, which a mixture finds by its name."""
+
+    provider = ScriptedProvider()
+    opener = staticmethod(provider.open)
+
+
 @pytest.mark.anyio
 async def test_preparing_starts_a_sandbox_of_each_language_in_use_and_tells_what_is_missing(data):
-    provider = ScriptedProvider()
-
-    class Scripted(CodeEnv):
-        opener = staticmethod(provider.open)
-
+    provider = PreparedEnv.provider
     rows = [*ROWS, {"prompt": "x", "language": "lua", "tests": [{"stdout": "1"}]}]
     lua = {"image": "lua-image", "file": "m.lua", "run": ["lua", "m.lua"]}
     async with sharing("test"):
-        await Scripted.prepare(CodeOptions(path=data(rows), languages={"lua": lua}))
+        await PreparedEnv.prepare(CodeOptions(path=data(rows), languages={"lua": lua}))
         assert {sandbox.spec.image for sandbox in provider.sandboxes} == {"flash-sandbox-python", "lua-image"}
-        kinds = {"code": {"path": f"{__name__}:CodeEnv", "options": {"limits": {"memory_mib": 99}}}}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CodeEnv, "opener", staticmethod(provider.open))
-            await Mixture.prepare(MixtureOptions(kinds=kinds))
+        kinds = {"code": {"path": f"{__name__}:PreparedEnv", "options": {"limits": {"memory_mib": 99}}}}
+        await Mixture.prepare(MixtureOptions(kinds=kinds))
         assert provider.sandboxes[-1].spec.memory_mib == 99
         provider.failures, provider.error = 9, SandboxStartError("no such image")
         with pytest.raises(SandboxStartError, match="no such image"):
-            await Scripted.prepare(CodeOptions(limits={"memory_mib": 77}))
+            await PreparedEnv.prepare(CodeOptions(limits={"memory_mib": 77}))
 
 
 @pytest.mark.anyio

@@ -132,15 +132,19 @@ async def restore(agent: HasAgent, channel: Channel, workdir: str) -> None:
     await _work(agent, channel, "restore", workdir)
 
 
-async def send_tree(agent: HasAgent, path: str, most: int | None = None) -> AsyncGenerator[bytes]:
-    """A file or tree of the sandbox as a tar stream. `most`: bytes that its files may have, holes included.
+async def send_tree(
+    agent: HasAgent, path: str, most: int | None = None, heads: int = ARCHIVE_BYTES
+) -> AsyncGenerator[bytes]:
+    """A file or tree of the sandbox as a tar stream.
+
+    `most`: bytes that its files may have, holes included. `heads`: that the stream may have beyond twice as much.
 
     Raises:
         SandboxLimitError: they have more, naming the file; or the stream does, whatever the agent says.
     """
     channel = await agent.channel()
     more = {} if most is None else {"most": most}
-    room = math.inf if most is None else 2 * most + ARCHIVE_BYTES
+    room = math.inf if most is None else 2 * most + heads
     asked = _argument(agent, "send", path, stream=True, credit=OUTPUT_WINDOW, **more)
     deadline = anyio.current_time() + TREE_SECONDS
     call = await channel.open("work", asked, room=2 * OUTPUT_WINDOW)

@@ -87,6 +87,8 @@ class SandboxSettings(msgspec.Struct, frozen=True, kw_only=True):
     """For taking over again, when only the link broke."""
     removal: float = 60.0
     """For removing the container, also when the block was cancelled."""
+    disk_look: float = 10.0
+    """Between two looks at what it has written to its own layer: the engine has to walk it."""
 
 
 class LocalSandbox(Sandbox):
@@ -394,8 +396,8 @@ class LocalSandbox(Sandbox):
             if self._spec.idle_s is not None:
                 tasks.start_soon(watches.idle, self._spec.idle_s, self._use, self._end)
             if not self._surroundings.disk_enforced:
-                disk = profiles.disk_mib(self._spec)
-                tasks.start_soon(watches.disk, self._backend.containers, self._container.id, disk, self._end)
+                layer = (self._backend.containers, self._container.id, profiles.disk_mib(self._spec))
+                tasks.start_soon(watches.disk, *layer, self._settings.disk_look, self._end)
         if not self._connected.is_set():
             channel.check()
 

@@ -12,9 +12,6 @@ from envs.sandbox.engines.profiles import MIB
 from envs.sandbox.local.channel import Channel
 from flash.errors import SandboxError, SandboxTimeoutError
 
-DISK_LOOK_SECONDS = 10.0
-"""Between two looks at what a sandbox has written to its own layer: the engine has to walk it."""
-
 End = Callable[[State, str], None]
 """Ends the sandbox, in this state and for this reason."""
 
@@ -52,10 +49,10 @@ async def idle(idle_s: float, use: Callable[[], tuple[int, bool]], end: End) -> 
             end("closed", f"it was idle for {idle_s:g} s")
 
 
-async def disk(containers: Containers, container_id: str, disk_mib: int, end: End) -> None:
-    """Close it when its layer has grown over its limit: engines can seldom enforce that themselves."""
+async def disk(containers: Containers, container_id: str, disk_mib: int, look_s: float, end: End) -> None:
+    """Close it when its layer, looked at so often, is over its limit: engines can seldom enforce that themselves."""
     while True:
-        await anyio.sleep(DISK_LOOK_SECONDS)
+        await anyio.sleep(look_s)
         try:
             found = await containers.inspect(container_id, size=True)
         except SandboxError:

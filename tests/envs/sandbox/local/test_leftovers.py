@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from envs.sandbox.agent import leftovers
+from envs.sandbox.agent.leftovers import end_leftovers
 from envs.sandbox.agent.proc import Stat, processes
 from envs.sandbox.agent.wire import CallRefusal
 
@@ -33,6 +33,8 @@ SILENT = "a=$(wc -c <beat); sleep 0.2; test $a -gt 0 && test $a = $(wc -c <beat)
 
 class World:
     """Processes by number, with their parents, of which the agent is 1; after each look at it something may happen."""
+
+    pause = 0
 
     def __init__(self, parents, then=()):
         self.parents, self.then = dict(parents), list(then)
@@ -72,31 +74,28 @@ class World:
             self.end(pid)
 
 
-def ended_by_agent(monkeypatch, world):
+def ended_by_agent(world):
     agent = SimpleNamespace(active=set(), shells={}, children={5: "a shell"})
-    for name in ("adopted", "processes", "number_of", "send_signal"):
-        monkeypatch.setattr(leftovers, name, getattr(world, name))
-    monkeypatch.setattr(leftovers, "LOOK_PAUSE", 0)
-    leftovers.end_leftovers(agent)
+    end_leftovers(agent, system=world)
     return world
 
 
 @pytest.mark.parametrize("moment", range(9))
-def test_what_forks_and_ends_while_it_is_looked_at_does_not_escape(monkeypatch, moment):
+def test_what_forks_and_ends_while_it_is_looked_at_does_not_escape(moment):
     then = [lambda world: None] * moment + [lambda world: world.forks(10, 11)]
-    world = ended_by_agent(monkeypatch, World({5: 1, 10: 1}, then))
+    world = ended_by_agent(World({5: 1, 10: 1}, then))
     assert world.parents.keys() - world.zombies == {5}
     assert world.killed in ([10], [11])
 
 
-def test_a_chain_of_forks_is_followed(monkeypatch):
+def test_a_chain_of_forks_is_followed():
     then = [lambda world, pid=pid: world.forks(pid, pid + 1) for pid in range(10, 30)]
-    world = ended_by_agent(monkeypatch, World({5: 1, 10: 1}, then))
+    world = ended_by_agent(World({5: 1, 10: 1}, then))
     assert world.parents.keys() - world.zombies == {5}
 
 
-def test_nothing_is_killed_where_nothing_is_left(monkeypatch):
-    assert ended_by_agent(monkeypatch, World({5: 1, 6: 5})).killed == []
+def test_nothing_is_killed_where_nothing_is_left():
+    assert ended_by_agent(World({5: 1, 6: 5})).killed == []
 
 
 def test_a_process_has_ended_with_its_last_thread(tmp_path):
@@ -134,8 +133,8 @@ async def test_what_goes_on_without_its_first_thread_is_ended_like_any_other(ben
         assert (await sandbox.run(SILENT, timeout=LIMIT)).ok
 
 
-def test_what_cannot_be_ended_is_told(monkeypatch):
+def test_what_cannot_be_ended_is_told():
     world = World({5: 1, 10: 1})
     world.end = lambda pid: None
     with pytest.raises(CallRefusal, match="multiplies faster"):
-        ended_by_agent(monkeypatch, world)
+        ended_by_agent(world)

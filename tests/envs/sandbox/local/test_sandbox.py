@@ -290,9 +290,9 @@ async def test_a_snapshot_outlives_its_sandbox(bench):
 
 
 @CONTAINERS
-async def test_the_own_layer_of_a_build_sandbox_is_in_its_snapshot_and_limited(bench, monkeypatch):
-    monkeypatch.setattr("envs.sandbox.local.watches.DISK_LOOK_SECONDS", 0.2)
-    async with bench.sandbox(profile="build", disk_mib=8) as sandbox:
+async def test_the_own_layer_of_a_build_sandbox_is_in_its_snapshot_and_limited(bench):
+    settings = SandboxSettings(disk_look=0.2)
+    async with bench.sandbox(profile="build", disk_mib=8, settings=settings) as sandbox:
         await sandbox.write("kept", b"data")
         (fork,) = await sandbox.fork(1)
         assert await fork.read("kept") == b"data"

@@ -11,7 +11,7 @@ import pytest
 from websockets.asyncio.client import unix_connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from envs.sandbox.local.sandbox import LocalSandbox
+from envs.sandbox.sandbox import Sandbox
 from envs.sandbox.service.web import ENDPOINTS
 from flash.errors import SandboxError, SandboxFileError, SandboxLimitError, SandboxRefusedError, SandboxStartError
 from tests.envs.sandbox.raw import bare, bearer
@@ -52,19 +52,39 @@ async def test_too_long_a_path_is_refused_before_it_is_sent(tmp_path):
         assert (await sandbox.run("true", timeout=LIMIT)).ok
 
 
-async def test_a_bug_in_a_call_ends_this_call_only(tmp_path, monkeypatch, caplog):
-    async def fail(*_, **__):
+class Faulty(Sandbox):
+    """Every call of it meets a bug."""
+
+    def __init__(self, sandbox):
+        self.sandbox = sandbox
+
+    @property
+    def facts(self):
+        return self.sandbox.facts
+
+    async def ask(self, request):
         raise AssertionError("a bug")
 
+    def open(self, opening):
+        raise AssertionError("a bug")
+
+    async def wait_ended(self):
+        await self.sandbox.wait_ended()
+
+    async def close(self):
+        await self.sandbox.close()
+
+
+async def test_a_bug_in_a_call_ends_this_call_only(tmp_path, caplog):
     async with running(tmp_path) as world, world.client.acquire(SPEC) as sandbox, sandbox.session("other") as other:
-        with monkeypatch.context() as patch:
-            patch.setattr(LocalSandbox, "ask", fail)
-            patch.setattr(LocalSandbox, "open", lambda *_: (_ for _ in ()).throw(AssertionError("a bug")))
-            with pytest.raises(SandboxError, match="its log says why"):
-                await sandbox.run("true", timeout=LIMIT)
-            with pytest.raises(SandboxError, match="its log says why"):
-                async with sandbox.session():
-                    pass
+        lease = world.pool.state.leases.find(sandbox.sandbox_id)
+        right, lease.sandbox = lease.sandbox, Faulty(lease.sandbox)
+        with pytest.raises(SandboxError, match="its log says why"):
+            await sandbox.run("true", timeout=LIMIT)
+        with pytest.raises(SandboxError, match="its log says why"):
+            async with sandbox.session():
+                pass
+        lease.sandbox = right
         assert caplog.text.count("AssertionError: a bug") == 2
         assert (await sandbox.run("echo on", timeout=LIMIT)).stdout == b"on\n"
         assert (await other.run("echo on", timeout=LIMIT)).stdout == b"on\n"
