@@ -125,7 +125,14 @@ class ShownGroup(msgspec.Struct, frozen=True):
     samples: list[ShownSample]
 
 
-def find(directory: RunDirectory, query: Query) -> FoundSamples:
+def find(
+    directory: RunDirectory,
+    query: Query,
+    *,
+    most_found: int = MOST_FOUND,
+    most_bytes: int = MOST_BYTES,
+    most_steps: int = MOST_STEPS,
+) -> FoundSamples:
     """The newest samples that a query means."""
     steps = sampled_steps(directory)
     newest = steps[-1] if steps else None
@@ -134,9 +141,9 @@ def find(directory: RunDirectory, query: Query) -> FoundSamples:
     if query.before is not None:
         steps = [step for step in steps if step < query.before]
     found: list[FoundSample] = []
-    left = MOST_BYTES
+    left = most_bytes
     for place, step in enumerate(reversed(steps)):
-        if left <= 0 or place == MOST_STEPS or len(found) >= MOST_FOUND:
+        if left <= 0 or place == most_steps or len(found) >= most_found:
             return FoundSamples(found, step + 1, newest)
         samples = read_glances(directory, step)
         left -= sum(len(turn.observation) + len(turn.action) for sample in samples for turn in sample.turns)

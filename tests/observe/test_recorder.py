@@ -16,7 +16,6 @@ from flash.config.tree import Config
 from flash.errors import RunDirectoryError
 from flash.observe.cluster_file import read_cluster
 from flash.observe.recorder import Recorder
-from flash.observe.rundir import sample_writer
 from flash.observe.rundir.sample_files import read_samples, sampled_steps, samples_of
 from flash.samples.batches import gather
 from flash.trained import TokenUse, TrainedSample
@@ -160,18 +159,17 @@ def test_samples_of_the_step_that_failed_are_left_to_be_read(tmp_path: Path) -> 
     assert sampled_steps(recorder.directory) == [4]
 
 
-def test_a_budget_of_samples_is_kept_by_steps_all_over_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_writer, "MEGABYTE", 100_000)
+def test_a_budget_of_samples_is_kept_by_steps_all_over_the_run(tmp_path: Path) -> None:
     tokenizer = Slow()
     tokenizer.may.set()
     with make_recorder(
         tmp_path, tokenizer, run={"name": "run", "output_dir": str(tmp_path), "log_samples_mb": 1}
     ) as one:
         for step in range(50):
-            one.batch(Batch(step, 0, [trajectory(Task(step, step, 0, 0), 0)], []))
+            one.batch(Batch(step, 0, [trajectory(Task(step, step, 0, 0), 0, tokens=3000)], []))
             one.trained(step, [])
     steps = sampled_steps(one.directory)
-    assert sum(samples_of(one.directory, step).stat().st_size for step in steps) <= 100_000
+    assert sum(samples_of(one.directory, step).stat().st_size for step in steps) <= 1_000_000
     assert steps[0] == 0
     assert steps[-1] == 49
     assert any(10 < step < 40 for step in steps)

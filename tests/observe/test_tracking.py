@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -162,10 +163,10 @@ def test_what_the_command_lacks_is_named(
 
 
 def test_a_folder_called_like_a_package_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "trackio").mkdir()
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "trackio", raising=False)
-    assert not_installed("trackio") == "`trackio` is not installed here: `pip install trackio`, or take it out"
+    (tmp_path / "no_tracker").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_spec("no_tracker") is not None
+    assert not_installed("no_tracker") == "`no_tracker` is not installed here: `pip install no_tracker`, or take it out"
 
 
 def test_names_are_such_that_every_tracker_takes_them() -> None:

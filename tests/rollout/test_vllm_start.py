@@ -11,9 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from flash.config import machine as compiling
+from flash.config.machine import lacks
 from flash.config.tree import Config
-from flash.foreign import vllm
 from flash.rollout.vllm.start import configure, engine_args, engine_environment, engine_variables
 from flash.run.processes import scratch
 
@@ -28,12 +27,6 @@ TORCHRUN = {
     "ROLE_NAME": "default",
     "TORCHELASTIC_RUN_ID": "x",
 }
-
-
-@pytest.fixture(autouse=True)
-def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether this machine has one is not the question here."""
-    monkeypatch.setattr(compiling, "lacks", lambda: None)
 
 
 def make_config(path: str = "org/model", gpus: int = 0, backend: str = "auto", **engine: Any) -> Config:
@@ -68,7 +61,7 @@ def test_an_engine_knows_the_process_that_it_follows() -> None:
 
 def test_an_eager_engine_on_the_cpu_compiles_nothing() -> None:
     assert variables(make_config(enforce_eager=True))["TORCHDYNAMO_DISABLE"] == "1"
-    assert "TORCHDYNAMO_DISABLE" not in variables(make_config(enforce_eager=False))
+    assert ("TORCHDYNAMO_DISABLE" in variables(make_config(enforce_eager=False))) is (lacks() is not None)
     assert "TORCHDYNAMO_DISABLE" not in variables(make_config(gpus=1, enforce_eager=True))
 
 
@@ -127,7 +120,6 @@ def test_preloaded_libraries_have_paths_that_end_where_they_do(
     prefix: str, mended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     libraries = ("lib/vllm/libtcmalloc.so", "lib/torch/libgomp.so")
-    monkeypatch.setattr(sys, "prefix", prefix)
     monkeypatch.setenv(scratch.VARIABLE, str(tmp_path))
 
     def checked(arguments: dict[str, Any]) -> Any:
@@ -136,10 +128,9 @@ def test_preloaded_libraries_have_paths_that_end_where_they_do(
             os.environ["LD_PRELOAD"] = ":".join([f"{prefix}/{libraries[0]}", f"{prefix}/{libraries[1]}"])
         return None
 
-    monkeypatch.setattr(vllm, "engine_maker", checked)
     with engine_environment(make_config(count=2)):
         for index in (0, 1):
-            configure(make_config(count=2), index, [], lambda step: None)
+            configure(make_config(count=2), index, [], lambda step: None, maker=checked, prefix=prefix)
         named = os.environ["LD_PRELOAD"].split(":")
     place = tmp_path / "environment" if mended else prefix
     assert named == [f"{place}/{library}" for library in libraries]
@@ -147,16 +138,17 @@ def test_preloaded_libraries_have_paths_that_end_where_they_do(
 
 
 def test_nothing_is_preloaded_where_no_path_would_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "prefix", "/home/a b")
+    def checked(arguments: dict[str, Any]) -> Any:
+        os.environ["LD_PRELOAD"] = "/home/a b/x.so:own.so"
+
     monkeypatch.setenv(scratch.VARIABLE, "/tmp/c d")
-    monkeypatch.setattr(vllm, "engine_maker", lambda arguments: os.environ.update(LD_PRELOAD="/home/a b/x.so:own.so"))
     for inherited in ("own.so", None):
         if inherited is None:
             monkeypatch.delenv("LD_PRELOAD")
         else:
             monkeypatch.setenv("LD_PRELOAD", inherited)
         with engine_environment(make_config()):
-            configure(make_config(), 0, [], lambda step: None)
+            configure(make_config(), 0, [], lambda step: None, maker=checked, prefix="/home/a b")
             assert os.environ.get("LD_PRELOAD") == inherited
 
 

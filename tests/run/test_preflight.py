@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +73,15 @@ def test_only_the_first_node_writes_the_output_folder(tmp_path: Path, monkeypatc
     assert start_problems(make_config(tmp_path, run={"output_dir": "/proc/runs"})) == []
 
 
-def test_a_machine_without_a_place_for_temporary_files_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none() -> str:
-        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
-
-    monkeypatch.setattr(tempfile, "gettempdir", none)
-    assert problem(make_config(tmp_path)).startswith("`TMPDIR`: no folder takes temporary files: No usable temporary ")
+def test_a_machine_without_a_place_for_temporary_files_is_refused(tmp_path: Path) -> None:
+    """No process of a shell whose files may have no bytes finds one."""
+    file = tmp_path / "run.toml"
+    file.write_text(dump(make_config(tmp_path)))
+    shell = ["sh", "-c", 'ulimit -f 0 && exec "$@"', "sh"]
+    command = [*shell, sys.executable, "-m", "flash", "train", str(file), "--dry-run"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert refused.returncode == 2
+    assert "`TMPDIR`: no folder takes temporary files: No usable temporary " in refused.stderr
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

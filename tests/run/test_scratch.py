@@ -45,13 +45,12 @@ sys.stdin.read()
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
     monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", None)
     yield folder
     shutil.rmtree(folder)
 
 
 def test_processes_of_the_job_find_a_folder_that_is_gone_with_the_job(temporary: Path) -> None:
-    with scratch_folder() as folder:
+    with scratch_folder(temporary) as folder:
         assert folder.parent == temporary
         assert os.environ["TMPDIR"] == os.environ[VARIABLE] == str(folder)
         (folder / "folder").mkdir()
@@ -63,7 +62,7 @@ def test_processes_of_the_job_find_a_folder_that_is_gone_with_the_job(temporary:
 
 def test_compiled_kernels_outlive_the_job(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    with scratch_folder() as folder:
+    with scratch_folder(temporary) as folder:
         assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent == temporary != folder
 
 
@@ -71,12 +70,12 @@ def test_the_next_launch_removes_what_a_killed_one_has_left(temporary: Path) -> 
     subprocess.run([sys.executable, "-c", KILLED], check=False)
     (left,) = temporary.iterdir()
     assert (left / "socket").exists()
-    with scratch_folder() as folder:
+    with scratch_folder(temporary) as folder:
         assert list(temporary.iterdir()) == [folder]
 
 
 def test_the_folder_of_a_job_that_lives_stays(temporary: Path) -> None:
-    with scratch_folder() as folder:
+    with scratch_folder(temporary) as folder:
         other = [
             sys.executable,
             "-c",
@@ -109,7 +108,7 @@ def test_a_process_keeps_the_folder_that_its_killed_launcher_left(temporary: Pat
 def test_shared_memory_that_engines_left_goes_with_the_folder_and_no_other(temporary: Path) -> None:
     others = SharedMemory(create=True, size=8)
     try:
-        with scratch_folder() as folder:
+        with scratch_folder(temporary) as folder:
             engine = subprocess.Popen(
                 [sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )
@@ -129,7 +128,7 @@ def test_shared_memory_that_engines_left_goes_with_the_folder_and_no_other(tempo
 
 
 def test_a_note_that_cannot_be_written_costs_no_engine(temporary: Path) -> None:
-    with scratch_folder() as folder:
+    with scratch_folder(temporary) as folder:
         (folder / SHARED_MEMORY).mkdir()
         remember_shared_memory(os.getpid())
         (folder / SHARED_MEMORY).rmdir()
@@ -142,12 +141,11 @@ def test_a_folder_for_temporary_files_that_is_too_deep_for_sockets_is_not_used(
     deep = temporary / name
     deep.mkdir()
     monkeypatch.setenv("TMPDIR", str(deep))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    with scratch_folder() as folder:
+    with scratch_folder(deep) as folder:
         assert len(os.fsencode(folder)) < 64
     killed = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, check=False)
     left = Path(killed.stdout.strip())
     assert left.is_dir()
     assert len(os.fsencode(left)) < 64
-    with scratch_folder():
+    with scratch_folder(deep):
         assert not left.exists()

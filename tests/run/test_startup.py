@@ -6,22 +6,17 @@ import anyio
 import msgspec
 import pytest
 
-from flash.config import machine as compiling
 from flash.config.tree import Config
 from flash.run.startup import start_of_engines, tell_beginning
 from tests.hub.test_hub import Driver, make_config
 from tests.hub.test_stages import version
 
 
-@pytest.fixture(autouse=True)
-def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether this machine has one is not the question here."""
-    monkeypatch.setattr(compiling, "lacks", lambda: None)
-
-
 def config_of(*, eager: bool = False) -> Config:
-    config = make_config()
-    return msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, enforce_eager=eager))
+    """On a GPU: whether this machine has a compiler is not the question here."""
+    config, change = make_config(), msgspec.structs.replace
+    engine, cluster = change(config.engine, enforce_eager=eager), change(config.cluster, gpus_per_node=1)
+    return change(config, engine=engine, cluster=cluster)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +38,7 @@ async def test_what_is_waited_for_is_told_with_its_seconds_and_its_reason() -> N
     driver, said = Driver(make_config()), list[str]()
     with anyio.move_on_after(50):
         async with anyio.create_task_group() as group:
-            group.start_soon(tell_beginning, driver.hub, make_config(), said.append)
+            group.start_soon(tell_beginning, driver.hub, config_of(), said.append)
             await anyio.sleep(25)
             await driver.hub.handle(version(0))
             await anyio.sleep_forever()

@@ -12,7 +12,6 @@ from flash.observe.rundir.rundir import RunDirectory
 from flash.observe.rundir.sample_files import read_samples, samples_of, write_samples
 from flash.observe.rundir.samples import TokenValues, readable
 from flash.types import Outcome, Span, Task, Trajectory, Turn, VersionRun
-from flash.view import samples
 from flash.view.samples import Query, find, show_group
 from tests.observe.sample_rows import STARTED
 from tests.view.recorded import GROUP, PROMPT, append_step
@@ -22,31 +21,24 @@ def steps_of(directory: RunDirectory, **asked: object) -> list[int]:
     return [one.step for one in find(directory, Query(**asked)).samples]
 
 
-def test_the_newest_come_first_and_older_ones_when_asked_again(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(samples, "MOST_FOUND", 6)
-    found = find(run, Query())
+def test_the_newest_come_first_and_older_ones_when_asked_again(run: RunDirectory) -> None:
+    found = find(run, Query(), most_found=6)
     assert [one.step for one in found.samples] == [29, 29, 28, 28, 27, 27]
     assert (found.newest, found.searched_to) == (29, 27)
     seen = list(found.samples)
     while found.searched_to is not None:
-        found = find(run, Query(before=found.searched_to))
+        found = find(run, Query(before=found.searched_to), most_found=6)
         seen += found.samples
     assert [one.step for one in seen] == [step for step in reversed(range(30)) for _ in range(2)]
 
 
-def test_a_search_stops_where_much_was_read_and_goes_on_from_there(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(samples, "MOST_BYTES", 1)
-    found = find(run, Query(text="nowhere"))
+def test_a_search_stops_where_much_was_read_and_goes_on_from_there(run: RunDirectory) -> None:
+    found = find(run, Query(text="nowhere"), most_bytes=1)
     assert (found.samples, found.searched_to) == ([], 29)
 
 
-def test_a_search_stops_after_many_small_steps_too(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "MOST_STEPS", 4)
-    found = find(run, Query(text="nowhere"))
+def test_a_search_stops_after_many_small_steps_too(run: RunDirectory) -> None:
+    found = find(run, Query(text="nowhere"), most_steps=4)
     assert (found.samples, found.searched_to) == ([], 26)
 
 

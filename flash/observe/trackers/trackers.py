@@ -157,7 +157,7 @@ TRACKERS: dict[TrackerName, Callable[[Opening], Tracker]] = {
 }
 
 
-def not_installed(name: TrackerName) -> str | None:
+def not_installed(name: str) -> str | None:
     """What to do where its package is missing; None: it is there.
 
     A folder of this name, as Weights & Biases leaves in the working directory, looks like a package without a file.

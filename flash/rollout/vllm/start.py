@@ -48,10 +48,18 @@ _users = 0
 _saved: dict[str, str] = {}
 
 
-def configure(config: Config, index: int, gpus: Sequence[int], stepped: Callable[[Any], None]) -> Callable[[], Any]:
+def configure(
+    config: Config,
+    index: int,
+    gpus: Sequence[int],
+    stepped: Callable[[Any], None],
+    *,
+    maker: Callable[[dict[str, Any]], Callable[..., Any]] = vllm.engine_maker,
+    prefix: str = sys.prefix,
+) -> Callable[[], Any]:
     """Check the arguments of engine `index`; what is returned builds its AsyncLLM, which tells of each step's load.
 
-    To be called inside `engine_environment`, both of them.
+    To be called inside `engine_environment`, both of them. `maker` is vLLM's, `prefix` where vLLM is installed.
 
     Raises:
         ConfigError: vLLM has no attention for the model here.
@@ -59,23 +67,23 @@ def configure(config: Config, index: int, gpus: Sequence[int], stepped: Callable
     with _configuring, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            made = partial(_build, vllm.engine_maker(engine_args(config, index, gpus)), stepped)
+            made = partial(_build, maker(engine_args(config, index, gpus)), stepped)
             if config.weights_backend == "ipc":
                 vllm.take_typed_answers()
         except vllm.NoAttentionError as error:
             raise ConfigError(f"model.path: {error}") from error
         finally:
-            _mend_preload()
+            _mend_preload(prefix)
         return made
 
 
-def _mend_preload() -> None:
+def _mend_preload(prefix: str) -> None:
     """Name the libraries that vLLM preloads into its processes on the CPU by paths that ld.so can take.
 
     It takes a space and a colon for the end of a path. Where no link without them can be made, nothing is preloaded.
     """
     preloaded = os.environ.get("LD_PRELOAD", "")
-    if not UNLOADABLE.search(sys.prefix) or sys.prefix not in preloaded:
+    if not UNLOADABLE.search(prefix) or prefix not in preloaded:
         return
     folder = os.environ.get(SCRATCH, "")
     if not folder or UNLOADABLE.search(folder):
@@ -83,8 +91,8 @@ def _mend_preload() -> None:
         return
     link = Path(folder) / "environment"
     with suppress(FileExistsError):
-        link.symlink_to(sys.prefix)
-    os.environ["LD_PRELOAD"] = preloaded.replace(sys.prefix, str(link))
+        link.symlink_to(prefix)
+    os.environ["LD_PRELOAD"] = preloaded.replace(prefix, str(link))
 
 
 def _inherited(name: str) -> dict[str, str]:

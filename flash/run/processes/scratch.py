@@ -31,9 +31,12 @@ SHARED_MEMORY = "shared-memory"
 
 
 @contextmanager
-def scratch_folder() -> Generator[Path]:
-    """Give the processes started in the block a temporary folder of their own, and remove it with what is in it."""
-    base = tempfile.gettempdir()
+def scratch_folder(beside: Path | None = None) -> Generator[Path]:
+    """Give the processes started in the block a temporary folder of their own, and remove it with what is in it.
+
+    It lies in `beside`, or else where Python has its temporary files.
+    """
+    base = str(beside or tempfile.gettempdir())
     short = base if len(os.fsencode(base)) < LONGEST - 20 else "/tmp"
     remove_abandoned(Path(short))
     # Locked before it has the name by which others look for it.
