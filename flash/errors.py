@@ -27,7 +27,7 @@
     ├── AlarmError           an alarm has stopped the run, which left a checkpoint
     └── TransportError       a peer cannot be reached, trusted or understood
         ├── PeerLostError    an established connection broke
-        │   ├── LifeOverError    the trainer ranks that one belongs to are given up
+        │   ├── IncarnationOverError  the trainer ranks that one belongs to are given up
         │   └── RanksGoneError   the trainer ranks of a node are gone, and do not start again
         ├── CollectiveError  a trainer rank lost another one in the middle of a collective
         ├── ProtocolError    a peer said what it may not, and was disconnected
@@ -175,7 +175,7 @@ class PeerLostError(TransportError):
     fatal = False
 
 
-class LifeOverError(PeerLostError):
+class IncarnationOverError(PeerLostError):
     """The hub listens no more to the trainer ranks that this one has started with: it has to end."""
 
 

@@ -416,8 +416,8 @@ class Published(msgspec.Struct, frozen=True):
     update_info: bytes
     """msgpack of what the backend's receiver needs to get the tensors of this version."""
     canary: Canary
-    life: int = 0
-    """Which life of the trainer ranks holds it (`flash.hub.ranks.lives`); the hub says so."""
+    incarnation: int = 0
+    """Which incarnation of the trainer ranks holds it (`flash.hub.ranks.incarnations`); the hub says so."""
 
 
 class Activity(msgspec.Struct, frozen=True, array_like=True):

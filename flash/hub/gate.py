@@ -1,10 +1,10 @@
 """The gate between the hub's port and the hub: what a peer says is checked before the hub hears it.
 
 A peer is a rollout node, a trainer rank, a messenger that a node sends on an errand, or a guest, who may become a node
-that joins the run: the hub numbers it then. A trainer rank belongs to the life of the ranks in which it has connected,
-and is heard as long as that lasts. A peer speaks for itself alone, says what its kind may say, hands over what it was
-given a lease on, once, and whole. Whoever does otherwise runs other code than we do, or means harm: it is disconnected
-(`ProtocolError`), and the hub never sees what it said.
+that joins the run: the hub numbers it then. A trainer rank belongs to the incarnation of the ranks in which it has
+connected, and is heard as long as that lasts. A peer speaks for itself alone, says what its kind may say, hands over
+what it was given a lease on, once, and whole. Whoever does otherwise runs other code than we do, or means harm: it is
+disconnected (`ProtocolError`), and the hub never sees what it said.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import msgspec
 from flash.config.section import MOST
 from flash.config.tree import Config
 from flash.config.waits import SILENT_S
-from flash.errors import LifeOverError, ProtocolError
+from flash.errors import IncarnationOverError, ProtocolError
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
-from flash.hub.ranks.trainers import LIFE_OVER
+from flash.hub.ranks.trainers import INCARNATION_OVER
 from flash.observe.cluster import FAILURE_TEXT, NodeStatus
 from flash.transport.request import Request
 from flash.transport.server import Peer
@@ -47,8 +47,8 @@ SAID_BY: dict[type[Request[Any]], tuple[Kind, ...]] = {
     p.LoadFailed: ("node",),
     p.EngineReport: ("node",),
     p.StatusReport: ("node",),
-    p.LifeRequest: ("trainer",),
-    p.LifeWatch: ("trainer",),
+    p.IncarnationRequest: ("trainer",),
+    p.IncarnationWatch: ("trainer",),
     p.RanksRequest: ("messenger",),
     p.BatchRequest: ("trainer",),
     p.Goodbye: ("trainer",),
@@ -81,7 +81,7 @@ class Speaker(msgspec.Struct, frozen=True):
     kind: Kind
     number: int
     """Of the node, or of the trainer rank."""
-    life: int = 0
+    incarnation: int = 0
     """Of the trainer ranks, that this one belongs to."""
 
     @property
@@ -94,7 +94,7 @@ class Gate:
     """Admits peers by their names, and passes on to the hub what they may say."""
 
     def __init__(self, hub: Hub, config: Config) -> None:
-        self._hub, self._lives = hub, hub.lives
+        self._hub, self._incarnations = hub, hub.incarnations
         self._limits: dict[str, int] = {
             "node": 1,
             "trainer": config.trainer_world_size,
@@ -141,8 +141,8 @@ class Gate:
                 f"{peer.name} is connected already, {heard}; it must be silent for {SILENT_S:g} s. Has another node of "
                 "the job the same FLASH_NODE_RANK?"
             )
-        life = self._lives.arrives(number) if kind == "trainer" else 0
-        self._speakers[peer.id] = Speaker(kind, number, life)
+        incarnation = self._incarnations.arrives(number) if kind == "trainer" else 0
+        self._speakers[peer.id] = Speaker(kind, number, incarnation)
         self._given[peer.id] = {}
         self._heard_at[peer.id] = anyio.current_time()
 
@@ -158,22 +158,22 @@ class Gate:
         self._closed = True
 
     def _heard(self, speaker: Speaker) -> bool:
-        """Not a rank of a life that is over: the next life has begun, or soon does."""
-        return speaker.kind != "trainer" or self._lives.counts(speaker.life)
+        """Not a rank of an incarnation that is over: the next incarnation has begun, or soon does."""
+        return speaker.kind != "trainer" or self._incarnations.counts(speaker.incarnation)
 
     async def handle(self, peer: Peer, request: Request[Any]) -> msgspec.Struct:
         """The hub's answer.
 
         Raises:
             ProtocolError: the peer may not say this.
-            LifeOverError: it is a trainer rank whose life is over.
+            IncarnationOverError: it is a trainer rank whose incarnation is over.
             FlashError: the hub refuses.
         """
         self._heard_at[peer.id] = anyio.current_time()
         given = self._given[peer.id]
         speaker = self._speakers[peer.id]
         if not self._heard(speaker):
-            raise LifeOverError(LIFE_OVER)
+            raise IncarnationOverError(INCARNATION_OVER)
         fault = self._fault(speaker, request, given)
         if fault is not None:
             raise ProtocolError(f"{speaker.name} sent a {type(request).__name__}: {fault}")
@@ -206,14 +206,14 @@ class Gate:
                 return self._report_fault(request)
             case p.StatusReport():
                 return _status_fault(request.status)
-            case p.LifeRequest() if (longest := max(len(request.host), len(request.store))) > MOST_HOST:
+            case p.IncarnationRequest() if (longest := max(len(request.host), len(request.store))) > MOST_HOST:
                 return f"a host's name of {longest} characters"
             case p.BatchRequest() | p.Goodbye():
                 return _activity_fault(request.activities)
             case p.JoinRequest() if not 0 < request.engines <= MOST_ENGINES:
                 return f"{request.engines} engines"
-            case p.PublishRequest() if request.published.version != self._lives.held:
-                return f"version {request.published.version}, and the ranks hold {self._lives.held}"
+            case p.PublishRequest() if request.published.version != self._incarnations.held:
+                return f"version {request.published.version}, and the ranks hold {self._incarnations.held}"
             case _:
                 return None
 

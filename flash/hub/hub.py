@@ -40,9 +40,9 @@ from flash.transport.request import ReplyT, Request, answered
 from flash.waiting import deadline, unwrapped_group
 
 LEASES = 40
-"""Bits of a lease's number that count the leases of one life of the hub: none is given twice in a run."""
-LIVES = 20
-"""The same of the trainer ranks' lives."""
+"""Bits of a lease's number that count the leases of one incarnation of the hub: none is given twice in a run."""
+INCARNATIONS = 20
+"""The same of the trainer ranks' incarnations."""
 
 NOWHERE = Origin()
 """Of a hub that nobody joins from another process."""
@@ -54,7 +54,7 @@ NO_RECORDS = Records()
 
 
 class Hub:
-    """Serves nodes and trainer ranks; `lives` says which of these are listened to.
+    """Serves nodes and trainer ranks; `incarnations` says which of these are listened to.
 
     Args:
         config: the run.
@@ -82,11 +82,11 @@ class Hub:
         self._config = config
         self._observer = observer
         self._now = now
-        state, life = inherited.state, inherited.life
+        state, incarnation = inherited.state, inherited.incarnation
         self._first_version = version = state.version if state is not None else 0
         self._progress = RunProgress(version)
         self._contract = age_contract(config)
-        lease_ids = count(life << LEASES)
+        lease_ids = count(incarnation << LEASES)
         rules = buffer_rules(config, problems.domains)
         cursor = state.buffer.cursor if state is not None else None
         self.buffer = SampleBuffer(
@@ -120,8 +120,10 @@ class Hub:
         self._nodes = Nodes(parts, self._members)
         self._work = self._nodes.work
         self._versions = Versions(parts, self._work)
-        self._trainers = Trainers(parts, inherited.start or Start(version, ""), (life << LIVES) + 1, pieces.part_bytes)
-        self.lives = self._trainers.lives
+        self._trainers = Trainers(
+            parts, inherited.start or Start(version, ""), (incarnation << INCARNATIONS) + 1, pieces.part_bytes
+        )
+        self.incarnations = self._trainers.incarnations
         self._steps = Steps(parts, self._work, self._versions, self._trainers, pieces.part_bytes)
 
     @property
@@ -203,13 +205,13 @@ class Hub:
         return ""
 
     def _late(self, stage: Stage) -> None:
-        """A stage has outlived its deadline. Where the trainer ranks hang, their life ends by that, not the run.
+        """A stage has outlived its deadline. Where the trainer ranks hang, their incarnation ends by that, not the run.
 
         Raises:
             DeadlineError: it is somebody else that is late, or no rank is there that could start again.
         """
         seconds, what = stage_s(stage, self._config), self._waited_for(stage)
-        if stage in OF_TRAINERS and self.lives.present:
+        if stage in OF_TRAINERS and self.incarnations.present:
             self._trainers.hang(f"the run has waited {seconds:g} s (deadlines.{OF_TRAINERS[stage]}) for {what}")
         else:
             raise DeadlineError(what, seconds, LOOK_AT[stage])
@@ -220,9 +222,9 @@ class Hub:
 
     def _at_work(self) -> Stage:
         """The same, interrupted or not."""
-        if self.lives.away:
+        if self.incarnations.away:
             return Stage.AWAY
-        if self.lives.behind(self._progress.version):
+        if self.incarnations.behind(self._progress.version):
             return Stage.AGAIN
         if self._progress.published is None:
             return Stage.FIRST_VERSION
@@ -241,7 +243,7 @@ class Hub:
     def _waited_for(self, stage: Stage) -> str:
         """The same in words."""
         groups = f"{self.buffer.ready_groups} of {self._contract.groups_per_batch}"
-        step = self.lives.held if stage is Stage.AGAIN else self._progress.version
+        step = self.incarnations.held if stage is Stage.AGAIN else self._progress.version
         words = waited_for(stage, step=step, groups=groups, behind=self._fleet.behind())
         alone = self._members.engines == 0 if stage is Stage.STARTING else not self._fleet
         if stage in (Stage.STARTING, Stage.BATCH) and alone:
@@ -256,8 +258,8 @@ class Hub:
         if progress.stopping == "interrupted" or (progress.stopping == "finished" and self._evaluations.done):
             return None
         if progress.published is None:
-            if self.lives.behind(progress.version) and not self.lives.away:
-                return Beginning("training again", f"{progress.version - self.lives.held} steps left")
+            if self.incarnations.behind(progress.version) and not self.incarnations.away:
+                return Beginning("training again", f"{progress.version - self.incarnations.held} steps left")
             return Beginning("starting engines and trainers")
         if not self._fleet.started:
             return Beginning(STARTING_ENGINES)
@@ -330,9 +332,9 @@ class Hub:
 
     async def _answer_rank(self, request: msgspec.Struct) -> msgspec.Struct:
         match request:
-            case p.LifeRequest():
+            case p.IncarnationRequest():
                 return await self._trainers.begins(request)
-            case p.LifeWatch():
+            case p.IncarnationWatch():
                 await self._trainers.watched(request)
             case p.BatchRequest():
                 return await self._steps.batch(request)
@@ -370,7 +372,7 @@ class Hub:
         return self._members.joined
 
     def peer_lost(self, name: str) -> None:
-        """A connection ended. A node's leases go back; of a trainer rank, one of the newest life, it is the end.
+        """A connection ended. A node's leases go back; of a trainer rank, one of the newest incarnation, it is the end.
 
         Not if it has said goodbye.
         """

@@ -42,13 +42,13 @@ def overview(
             RankNow(
                 rank,
                 trainers.node_of(rank),
-                trainers.lives.processes.get(rank),
+                trainers.incarnations.processes.get(rank),
                 trainers.begun.get(rank),
                 trainers.hosts.get(rank, ""),
             )
             for rank in range(config.trainer_world_size)
         ],
-        trainer_restarts=trainers.lives.followed,
+        trainer_restarts=trainers.incarnations.followed,
         flow=_flow(config, buffer, evaluations),
         leases=[
             LeaseNow(
@@ -71,7 +71,9 @@ def _node(node: int, config: Config, nodes: Nodes, trainers: Trainers) -> NodeNo
         engines = [replace(engine, version=known.get(engine.number, engine.version)) for engine in status.engines]
         status = replace(status, engines=engines)
     oldest = nodes.holders.oldest_of(node)
-    trains = config.engines_on(node) == 0 and any(trainers.node_of(rank) == node for rank in trainers.lives.present)
+    trains = config.engines_on(node) == 0 and any(
+        trainers.node_of(rank) == node for rank in trainers.incarnations.present
+    )
     state: NodeState = "here" if status is not None or trains else "starting"
     if node in nodes.silent:
         state = "silent"

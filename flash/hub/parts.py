@@ -28,7 +28,7 @@ class Inheritance(NamedTuple):
     start: Start | None = None
     """What the trainer ranks begin with, perhaps an earlier version than the run's; None: the run's, and no
     checkpoint."""
-    life: int = 0
+    incarnation: int = 0
     """The number of this hub: no other one of the run has it, and those before it have lower ones."""
 
 

@@ -1,8 +1,8 @@
 """The messages between the hub and its peers.
 
 Rollout nodes send `LeaseRequest`, `DeliverRequest`, `CancelRequest`, `VersionRequest`, `LoadFailed`, `EngineReport` and
-`StatusReport`, and `ClaimRequest` where they have outlived a hub; trainer ranks send `LifeRequest`,
-`LifeWatch`, `BatchRequest` and `Goodbye`, and rank 0 also `PublishRequest`, `Commit` and
+`StatusReport`, and `ClaimRequest` where they have outlived a hub; trainer ranks send `IncarnationRequest`,
+`IncarnationWatch`, `BatchRequest` and `Goodbye`, and rank 0 also `PublishRequest`, `Commit` and
 `SnapshotRequest`; the launcher that keeps a node's ranks sends `RanksRequest`. Any of them may send `Interrupt` or
 `Fatal`. A guest becomes a rollout node: it sends `RunRequest`, `JoinRequest`, and at its end `Leave`. Each class names
 the struct that answers it. Requests of nodes that wait (leases, cancels, versions) are answered, possibly empty, within
@@ -121,7 +121,7 @@ class LoadFailed(Request[LoadFailedReply], frozen=True, tag=True):
     """An engine could not load a version, and its node asks whether that is its own fault."""
 
     node: int
-    life: int
+    incarnation: int
     """As in what was published."""
 
 
@@ -160,32 +160,32 @@ class StatusReport(Request[Ack], frozen=True, tag=True):
     status: NodeStatus
 
 
-class LifeReply(msgspec.Struct, frozen=True, tag=True):
-    """What the rank is to begin with: the same for all ranks of this life."""
+class IncarnationReply(msgspec.Struct, frozen=True, tag=True):
+    """What the rank is to begin with: the same for all ranks of this incarnation."""
 
     number: int
-    """Of the life, over all hubs of the run."""
+    """Of the incarnation, over all hubs of the run."""
     checkpoint: str | None
     """The folder to load; empty: version 0, the model as it is. None: there is nothing left to do."""
     store: str = ""
-    """HOST:PORT of the store in which the ranks of this life meet, as rank 0 has said."""
+    """HOST:PORT of the store in which the ranks of this incarnation meet, as rank 0 has said."""
 
 
-class LifeRequest(Request[LifeReply], frozen=True, tag=True):
+class IncarnationRequest(Request[IncarnationReply], frozen=True, tag=True):
     """A trainer rank has started."""
 
     rank: int
     process: int
-    """Its process id on its node, whose launcher ends it with its life."""
+    """Its process id on its node, whose launcher ends it with its incarnation."""
     host: str
     """That node's name, for people."""
     store: str = ""
-    """HOST:PORT of the store that rank 0 has opened for all ranks of its life."""
+    """HOST:PORT of the store that rank 0 has opened for all ranks of its incarnation."""
 
 
-class LifeWatch(Request[Ack], frozen=True, tag=True):
+class IncarnationWatch(Request[Ack], frozen=True, tag=True):
     """Answered every `BEAT_S` seconds, so that the hub hears that the process runs, and the rank asks again. The call
-    fails when the life of this rank is over, since another rank of it is gone, or one hangs."""
+    fails when the incarnation of this rank is over, since another rank of it is gone, or one hangs."""
 
     rank: int
 
@@ -196,9 +196,9 @@ class RanksReply(msgspec.Struct, frozen=True, tag=True):
     number: int
     """Grows with each change."""
     living: list[int]
-    """Those of the newest life."""
+    """Those of the newest incarnation."""
     ended: list[int]
-    """Those whose life is over: nobody listens to them any more."""
+    """Those whose incarnation is over: nobody listens to them any more."""
     hung: list[int]
     """Of these, those that had been silent when it ended."""
 
@@ -356,8 +356,8 @@ HubRequest = (
     | LoadFailed
     | EngineReport
     | StatusReport
-    | LifeRequest
-    | LifeWatch
+    | IncarnationRequest
+    | IncarnationWatch
     | RanksRequest
     | BatchRequest
     | Commit

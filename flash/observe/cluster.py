@@ -146,7 +146,7 @@ class HubNow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureKind(msgspec.Struct, frozen=True):
-    """Failures of one kind, over all lives of the run."""
+    """Failures of one kind, over all incarnations of the run."""
 
     kind: str
     count: int
@@ -195,7 +195,7 @@ class Tally:
     """Failures by kind, and the last events. Pure state.
 
     Args:
-        failures: of earlier lives.
+        failures: of earlier incarnations.
         events: theirs.
     """
 

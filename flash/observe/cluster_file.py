@@ -1,4 +1,4 @@
-"""`cluster.json`: the newest picture of the cluster, and what has failed in all lives of the run.
+"""`cluster.json`: the newest picture of the cluster, and what has failed in all incarnations of the run.
 
 A thread of its owner's writes it, never more than one picture at a time: one that comes while another is still to be
 written is left out, as the next one says more. That it cannot be written ends no run.
@@ -33,7 +33,7 @@ class ClusterFile:
     """See the module's docstring.
 
     Args:
-        directory: the run's; a picture that is there is that of an earlier life.
+        directory: the run's; a picture that is there is that of an earlier incarnation.
         writer: writes.
         now: Unix seconds, for any thread.
     """
@@ -49,7 +49,7 @@ class ClusterFile:
         earlier: Cluster | None = None
         with suppress(RunDirectoryError):  # that no picture can be kept is told when one is written
             earlier = read_cluster(directory)
-        self._lives = 1 if earlier is None else earlier.lives + 1
+        self._incarnations = 1 if earlier is None else earlier.lives + 1
         self._tally = Tally() if earlier is None else Tally(earlier.failures, earlier.events)
         if earlier is not None and not earlier.ended:
             self._tally.failed("hub_lost", WITHOUT_A_WORD, self._since)
@@ -90,7 +90,7 @@ class ClusterFile:
             host=self._host,
             process=self._process,
             since=self._since,
-            lives=self._lives,
+            lives=self._incarnations,
             failures=self._tally.failures,
             events=self._tally.events,
             ended=ended,

@@ -34,7 +34,7 @@ def facts(directory: RunDirectory) -> dict[str, str]:
 
 
 def has_ended(directory: RunDirectory) -> bool:
-    """Whether it has left its summary: one that is resumed puts that of its earlier life aside."""
+    """Whether it has left its summary: one that is resumed puts that of its earlier incarnation aside."""
     return directory.summary.is_file()
 
 

@@ -322,7 +322,7 @@ class RolloutNode:
             await self._proxy.load(place, published)
         except (EngineError, DeadlineError) as error:
             if not isinstance(error, EngineDeadError):
-                reply = await self._call(lambda node: p.LoadFailed(node, published.life))
+                reply = await self._call(lambda node: p.LoadFailed(node, published.incarnation))
                 if reply.gone:
                     return False
             # What fails before it was ever done will fail again: the model does not fit, or the configuration.

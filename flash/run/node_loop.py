@@ -106,7 +106,7 @@ async def _first_node(restarts: int, config: Config, token: str | None, now: Cal
         env = LoadedEnvironment(config.env.path, config.env.options)
         evaluated = {int(row["step"]) for row in recorder.directory.read_evaluations()}
         home = Origin(os.getcwd(), tuple(own_folders()), os.environ[LAUNCHER])
-        life = recorder.directory.lives.begin()
+        incarnation = recorder.directory.incarnations.begin()
         journal = None
         if config.checkpoint.journal != "off":
             to_disk = config.checkpoint.journal == "fsync"
@@ -116,7 +116,7 @@ async def _first_node(restarts: int, config: Config, token: str | None, now: Cal
             recorder,
             now=now,
             problems=Problems.of(config, env.kind_of, env.domains()),
-            inherited=Inheritance(state, evaluated, kept.start, life),
+            inherited=Inheritance(state, evaluated, kept.start, incarnation),
             records=Records(
                 keep_state=partial(keep_hub_state, config.run_dir, recorder.batches.written),
                 journal=journal or NO_JOURNAL,

@@ -1,6 +1,6 @@
 """One trainer rank: follows the hub until it has no more batches. Only trainer ranks join the process group.
 
-When its hub or another rank of its life is gone, what it still does is of use to nobody: its launcher ends it.
+When its hub or another rank of its incarnation is gone, what it still does is of use to nobody: its launcher ends it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flash.run.processes.token import VARIABLE
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-    from flash.hub.protocol import Ack, BatchReply, Fatal, LifeReply, LifeWatch
+    from flash.hub.protocol import Ack, BatchReply, Fatal, IncarnationReply, IncarnationWatch
     from flash.transport.blocking import BlockingClient
     from flash.transport.request import ReplyT, Request
     from flash.types import Activity
@@ -47,10 +47,10 @@ class Teller(Protocol):
 
 
 class Watcher(Protocol):
-    """A rank's connection to the hub, as far as its life goes."""
+    """A rank's connection to the hub, as far as its incarnation goes."""
 
-    def call(self, request: LifeWatch, timeout: float) -> Ack:
-        """Send it; answered after a while, for as long as the life goes on."""
+    def call(self, request: IncarnationWatch, timeout: float) -> Ack:
+        """Send it; answered after a while, for as long as the incarnation goes on."""
         ...
 
 
@@ -66,17 +66,17 @@ def run_trainer_rank(order: Order, config: Config) -> End:
         store, address = _open_store(config)
     with ExitStack() as stack:
         enter = partial(_enter, index, config, address, stack)
-        hub, life = find_hub(config, token, enter, tells=order.local == 0)
-        if life.checkpoint is None:
+        hub, incarnation = find_hub(config, token, enter, tells=order.local == 0)
+        if incarnation.checkpoint is None:
             return End.OVER
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
         threading.Thread(target=beat, args=(hub, index), name="flash-beat", daemon=True).start()
         try:
             if store is None:
-                host, _, port = life.store.rpartition(":")
+                host, _, port = incarnation.store.rpartition(":")
                 store = reach_store(host, int(port), config.deadlines.rendezvous)
-            _train(order.local, config, index, store, life, RankHub(index, hub), stack)
+            _train(order.local, config, index, store, incarnation, RankHub(index, hub), stack)
         except Exception as error:  # supervised boundary: whatever ends a rank is told where people look
             # Told before the other ranks lose this one and have errors of their own.
             tell_end(hub, index, error, config.deadlines.request, others(index, config))
@@ -86,7 +86,7 @@ def run_trainer_rank(order: Order, config: Config) -> End:
 
 
 def _open_store(config: Config) -> tuple[Store, str]:
-    """Where the ranks of this life meet. It is open to anyone who reaches the host: nothing in it is secret."""
+    """Where the ranks of this incarnation meet. It is open to anyone who reaches the host: nothing in it is secret."""
     if config.trainer_world_size == 1:
         return private_store(), ""
     host = advertised_host(config) if config.cluster.trainer_nodes > 1 else "127.0.0.1"
@@ -113,15 +113,15 @@ class RankHub:
 
 
 def beat(hub: Watcher, rank: int) -> None:
-    """In a thread of its own: show the hub that this process runs, as long as its life goes on.
+    """In a thread of its own: show the hub that this process runs, as long as its incarnation goes on.
 
-    It ends nothing: torch may hold the main thread when a life is over, and then the launcher ends the process.
+    It ends nothing: torch may hold the main thread when an incarnation is over, and then the launcher ends the process.
     """
-    from flash.hub.protocol import LifeWatch
+    from flash.hub.protocol import IncarnationWatch
 
     with suppress(FlashError):
         while True:
-            hub.call(LifeWatch(rank), timeout=math.inf)
+            hub.call(IncarnationWatch(rank), timeout=math.inf)
 
 
 def _connect(index: int, config: Config, address: HubAddress, stack: ExitStack) -> BlockingClient:
@@ -133,17 +133,17 @@ def _connect(index: int, config: Config, address: HubAddress, stack: ExitStack) 
 
 def _enter(
     index: int, config: Config, store: str, stack: ExitStack, address: HubAddress
-) -> tuple[BlockingClient, LifeReply]:
+) -> tuple[BlockingClient, IncarnationReply]:
     """Connect to a hub, until the stack is closed, and ask what to begin with."""
     from flash.hub import protocol as p
 
     with ExitStack() as entered:
         hub = _connect(index, config, address, entered)
         # The hub reads a whole checkpoint before it names it.
-        request = p.LifeRequest(index, os.getpid(), socket.gethostname(), store)
-        life = hub.call(request, timeout=config.deadlines.rendezvous)
+        request = p.IncarnationRequest(index, os.getpid(), socket.gethostname(), store)
+        incarnation = hub.call(request, timeout=config.deadlines.rendezvous)
         stack.push(entered.pop_all())
-        return hub, life
+        return hub, incarnation
 
 
 def others(index: int, config: Config) -> str:
@@ -189,7 +189,7 @@ def _train(
     config: Config,
     index: int,
     store: Store,
-    life: LifeReply,
+    incarnation: IncarnationReply,
     hub: RankHub,
     stack: ExitStack,
 ) -> None:
@@ -222,8 +222,8 @@ def _train(
     )
     stack.callback(dist.destroy_process_group)
     trainer = Trainer(config)
-    if life.checkpoint:
-        checkpoint.load(Path(life.checkpoint), trainer)
+    if incarnation.checkpoint:
+        checkpoint.load(Path(incarnation.checkpoint), trainer)
     publisher = make_publisher(config, index, advertised_host(config))
     stack.callback(publisher.close)
     order = ordered()

@@ -58,7 +58,7 @@ class SampleBuffer:
         source: which prompt comes next; its cursor is that of the state.
         rules: what of the configuration concerns samples.
         step: the version that the trainers hold.
-        state: what a former life left.
+        state: what a former incarnation left.
         lease_ids: numbers the leases of the whole run, those of evaluations included.
         members_at_once: the number of samples whose groups are dealt with in one slice, at least one group.
         journal: is told of every change before it is made.
@@ -187,7 +187,7 @@ class SampleBuffer:
         most = self._samples.domains.most(self._samples.quarantined)
         chosen = choose(*groups, before=before, wait=self._samples.rules.on_expire == "wait", most=most)
         if chosen is None and not self.leases.out and not self.at_hand(version):
-            # All places are taken, as by what a former life has begun under other options: nothing is to be waited for.
+            # All places are taken, as by what a former incarnation has begun under other options: no use to wait.
             return choose(*groups, before=before, wait=False)
         return chosen
 

@@ -98,12 +98,12 @@ class EvalRound:
 class Evaluations:
     """The rounds of a run, one at a time: at version 0, every `every` versions, at the last one.
 
-    A round that was due in a former life and left no result is made up for at the first version of this one.
+    A round that was due in a former incarnation and left no result is made up for at the first version of this one.
 
     Args:
         config: how to evaluate.
         retries: attempts of a sample that failed for a reason of the infrastructure.
-        first_version: the version this life of the run begins with.
+        first_version: the version this incarnation of the run begins with.
         steps: the last version.
         kind_of: the kind of a problem.
         lease_ids: numbers the leases of the whole run, those of training included.
@@ -182,7 +182,7 @@ class Evaluations:
     def finish(self, lease_id: int, result: Trajectory | Failure, node: int) -> dict[str, float] | None:
         """Take what a lease brought home from a node; the row of the round, when it was its last one.
 
-        An unknown lease, of a node that was lost or of a former life, is of no use: its task was handed out again.
+        An unknown lease, of a node that was lost or of a former incarnation, is of no use: its task went out again.
         """
         running, member = self._round, self._leases.ended(lease_id)
         if running is None or member is None:

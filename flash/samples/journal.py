@@ -76,7 +76,7 @@ class Tidied(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """These groups are the batch of a step, with those that were in parts; none where a former life had formed it."""
+    """These groups are a step's batch, with those that were in parts; none where a former incarnation formed it."""
 
     step: int
     groups: list[int]

@@ -14,7 +14,7 @@ from flash.types import Outcome
 
 
 class Ledger(msgspec.Struct):
-    """Counters of one run, over all its lives: they are part of the checkpoint."""
+    """Counters of one run, over all its incarnations: they are part of the checkpoint."""
 
     issued: int = 0
     """Tasks handed out for the first time."""

@@ -2,7 +2,7 @@
 
 What was delivered since the checkpoint is kept. The run goes on from any version since then, mostly the one that it
 has `reached`: a batch of a later step, formed already, is trained again as it was (`flash.samples.groups`), and where
-it was booked as trained, that is taken back. Lives of the hub may have ended in between, at any such version.
+it was booked as trained, that is taken back. Incarnations of the hub may have ended in between, at any such version.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Replay:
     """
 
     def __init__(self, state: BufferState | None, version: int) -> None:
-        self._life = None if state is None else _Life(state.made, state, version, goes_on=True)
+        self._incarnation = None if state is None else _Incarnation(state.made, state, version, goes_on=True)
         self.delivered = 0
         """Trajectories that have come since."""
 
@@ -39,19 +39,20 @@ class Replay:
             ContractError: it cannot have happened in this state.
         """
         if isinstance(event, Began):
-            state = None if self._life is None else self._life.left(event.step)
-            self._life = _Life(event.made, state, event.step, () if self._life is None else self._life.booked)
+            before = self._incarnation
+            state, booked = (None, ()) if before is None else (before.left(event.step), before.booked)
+            self._incarnation = _Incarnation(event.made, state, event.step, booked)
             return
-        if self._life is None:
+        if self._incarnation is None:
             raise ContractError("the journal of a run without a checkpoint begins in the middle")
         if isinstance(event, Ended) and isinstance(event.result, Trajectory):
             self.delivered += 1
-        self._life.replay(event)
+        self._incarnation.replay(event)
 
     @property
     def reached(self) -> int:
         """The version that the run has come to."""
-        return 0 if self._life is None else self._life.version
+        return 0 if self._incarnation is None else self._incarnation.version
 
     def state(self, until: int) -> BufferState | None:
         """What there is for a run at version `until`; the replay is over. None: nothing was ever begun.
@@ -59,7 +60,7 @@ class Replay:
         Raises:
             ContractError: a task or a token is unaccounted for.
         """
-        return None if self._life is None else self._life.left(until)
+        return None if self._incarnation is None else self._incarnation.left(until)
 
 
 class _Booked(NamedTuple):
@@ -70,10 +71,10 @@ class _Booked(NamedTuple):
     """The oldest version whose tokens counted."""
 
 
-class _Life:
-    """One life of the hub, from its state at the beginning, or at the checkpoint, to its end.
+class _Incarnation:
+    """One incarnation of the hub, from its state at the beginning, or at the checkpoint, to its end.
 
-    `booked` is what was trained since the checkpoint, in lives before this one and in it.
+    `booked` is what was trained since the checkpoint, in incarnations before this one and in it.
     """
 
     def __init__(
@@ -100,13 +101,13 @@ class _Life:
             oldest = samples.contract.min_token_version(event.step)
             self.booked += [_Booked(Formed(event.step, group), oldest) for group in samples.pool.training.values()]
             self.version = event.step + 1
-        with suppress(BreakerError):  # it ended that life, whose state is sound all the same
+        with suppress(BreakerError):  # it ended that incarnation, whose state is sound all the same
             samples.apply(event)
         samples.leases.withdrawn.clear()
         samples.notes.clear()
 
     def left(self, until: int) -> BufferState:
-        """What this life has left to a run at version `until`. Raises ContractError: it does not add up."""
+        """What this incarnation has left to a run at version `until`. Raises ContractError: it does not add up."""
         pool, backlog, taken = self._samples.pool, self._samples.backlog, self._samples.taken
         while backlog:
             with suppress(BreakerError):

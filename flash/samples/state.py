@@ -73,8 +73,8 @@ class Samples:
         source: gives the tasks of groups; its cursor is that of the state.
         step: the version that the trainers hold.
         state: what there was before.
-        goes_on: the life that left the state goes on. Otherwise streaks begin anew, and of leases that were withdrawn
-            nothing is reported any more. Those that are out stay out.
+        goes_on: the incarnation that left the state goes on. Otherwise streaks begin anew, and of leases that were
+            withdrawn nothing is reported any more. Those that are out stay out.
         lease_ids: numbers the leases of the whole run, those of evaluations included.
     """
 
@@ -101,7 +101,7 @@ class Samples:
         self.taken: int | None = None
         """The step of which a batch was chosen."""
         streaks = state.streaks if state is not None and goes_on else None
-        # A new life tries all kinds again: whoever resumes a run may have mended what failed.
+        # A new incarnation tries all kinds again: whoever resumes a run may have mended what failed.
         tried_again = [] if goes_on else source.end_quarantine()
         self._breaker = Breaker(rules.breaker, rules.quarantine, FILTER_BREAKER * contract.groups_per_batch, streaks)
         self.leases = LeaseTable(lease_ids or count(), rules.retries, as_issued)

@@ -54,7 +54,7 @@ class TaskSource:
         run_seed: the run's seed.
         members: tasks per group, redundant ones included; of several kinds by name, of any other under the empty one.
         kind_of: the kind of the problem with this seed; one kind for all by default.
-        cursor: where a former life stopped.
+        cursor: where a former incarnation stopped.
     """
 
     def __init__(

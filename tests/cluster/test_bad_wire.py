@@ -38,7 +38,7 @@ def set_ways(hosts: Hosts, way: Way) -> None:
 def test_trainers_on_two_hosts_go_on_over_a_bad_wire_and_come_back_alone_after_a_cut(
     hosts: Hosts, tmp_path: Path, model: Path, still: str
 ) -> None:
-    """Gloo does not connect again: what a cut has kept from one rank for too long ends the life of all ranks."""
+    """Gloo does not connect again: what a cut has kept from one rank for too long ends the incarnation of all ranks."""
     gate, bad = tmp_path / "gate", Way(delay_s=0.01, loss=0.005)
     job = Job(
         *(hosts, tmp_path, model, "cluster.trainer_nodes=2", f"cluster.hub_port={HUB_PORT}"),

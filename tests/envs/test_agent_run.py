@@ -130,7 +130,7 @@ def test_a_run_whose_hub_dies_goes_on_from_its_journal_with_all_branches() -> No
     buffer = replay.state(replay.reached)
     assert buffer is not None
     state = HubState.went_on(replay.reached, buffer, first.config)
-    second = world(state=msgspec.msgpack.encode(state), journal=journal, life=1)
+    second = world(state=msgspec.msgpack.encode(state), journal=journal, incarnation=1)
     end = run_virtual(second.run)
     assert end.version == 5
     assert (end.ledger["trained"], end.ledger["in_flight"]) == (40, 0)

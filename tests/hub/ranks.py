@@ -13,7 +13,7 @@ from flash.types import Canary, Published, Shard
 
 
 class Ranks:
-    """One life. They train in step: a version is trained when all have their shards."""
+    """One incarnation. They train in step: a version is trained when all have their shards."""
 
     def __init__(self, world: int, version: int) -> None:
         self.world = world

@@ -2,11 +2,12 @@
 
 `python -m tests.hub.schedules COUNT [FIRST]` runs so many of them, one per seed; a failure names its seed.
 After each event hold: conservation of tasks and tokens, the age contract, and that no node with room waits for a task
-that it could run, unless it may be kept for a node that loads. The trainer ranks die and come back: each of their lives
-is given the same batch of a step, and each step is booked once. The hub dies too: the next one goes on from the version
-that it had, or, as where a recorded batch is damaged, from any since the checkpoint; nodes that outlive it keep what
-they hold, if the next one knows of it. Or the whole run is resumed, with other options, domains and problems: no group
-has two. Kinds of which all samples fail go into quarantine. Every schedule comes to its end.
+that it could run, unless it may be kept for a node that loads. The trainer ranks die and come back: each of their
+incarnations is given the same batch of a step, and each step is booked once. The hub dies too: the next one goes on
+from the version that it had, or, as where a recorded batch is damaged, from any since the checkpoint; nodes that
+outlive it keep what they hold, if the next one knows of it. Or the whole run is resumed, with other options,
+domains and problems: no group has two. Kinds of which all samples fail go into quarantine. Every schedule comes to its
+end.
 """
 
 from __future__ import annotations
@@ -291,7 +292,7 @@ class Schedule:
         self.shards: dict[int, list[int]] = {}
         """The tasks of each step, as they were dealt."""
         self.commit_now = anyio.Event()
-        self.life = anyio.CancelScope()
+        self.incarnation = anyio.CancelScope()
         self.deaths_left = self.dice.choice([0, 0, 2, 5])
         """Of the trainer, while everybody else does what there is to do."""
         self.hub_deaths_left = 0 if self.calm else self.dice.choice([0, 0, 1, 3])
@@ -302,7 +303,7 @@ class Schedule:
         self.trainer = anyio.CancelScope()
         self.world = self.config.trainer_world_size
         self.number = 0
-        """Of their life, at this hub."""
+        """Of their incarnation, at this hub."""
         self.expiry = anyio.CancelScope()
 
     def start_hub(self, state: HubState | None, held: int = 0) -> Hub:
@@ -456,7 +457,7 @@ class Schedule:
         elif event == "hub dies":
             await self.hub_dies(tasks)
         elif event == "trainer dies":
-            self.life.cancel()
+            self.incarnation.cancel()
         elif event == "time":
             await anyio.sleep(dice.choice([0.1, KEPT_S, 30.0]))
         elif event == "join" and len(self.nodes) < 8:
@@ -504,23 +505,23 @@ class Schedule:
         return p.EndedLease(lease.lease_id, joined([made, *[trajectory(lease.task, start)] * later_branches]))
 
     async def _train(self) -> None:
-        """The trainer ranks, one life after the other."""
+        """The trainer ranks, one incarnation after the other."""
         with anyio.CancelScope() as self.trainer:
             while not self.finished:
-                with anyio.CancelScope() as self.life:
+                with anyio.CancelScope() as self.incarnation:
                     await self._live(await self._begin())
                 if not self.finished:
                     for rank in self.dice.sample(range(self.world), self.dice.randint(1, self.world)):
-                        if self.hub.lives.counts(self.number):
+                        if self.hub.incarnations.counts(self.number):
                             self.hub.peer_lost(f"trainer-{rank}")
 
     def _arrive(self) -> None:
-        (self.number,) = {self.hub.lives.arrives(rank) for rank in range(self.world)}
+        (self.number,) = {self.hub.incarnations.arrives(rank) for rank in range(self.world)}
 
     async def _begin(self) -> Ranks:
-        """A life begins with a checkpoint."""
+        """An incarnation begins with a checkpoint."""
         self._arrive()
-        begun = [await self.hub.handle(p.LifeRequest(rank, 1, "")) for rank in range(self.world)]
+        begun = [await self.hub.handle(p.IncarnationRequest(rank, 1, "")) for rank in range(self.world)]
         return Ranks(self.world, int(begun[0].checkpoint or 0))
 
     async def _live(self, ranks: Ranks) -> None:
@@ -562,7 +563,7 @@ class Schedule:
                     await node.load(engine)
             if self.deaths_left and self.dice.random() < 0.3:
                 self.deaths_left -= 1
-                self.life.cancel()
+                self.incarnation.cancel()
             if self.hub_deaths_left and self.dice.random() < 0.2:
                 self.hub_deaths_left -= 1
                 await self.hub_dies(tasks)

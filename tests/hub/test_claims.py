@@ -31,7 +31,7 @@ class Next:
         self.config, self.journal = make_config(), MemoryJournal()
 
     async def begin(self) -> None:
-        driver = Driver(self.config, journal=self.journal, inherited=Inheritance(life=1))
+        driver = Driver(self.config, journal=self.journal, inherited=Inheritance(incarnation=1))
         run = await driver.hub.handle(p.RunRequest(p.dialect()))
         await driver.hub.handle(p.JoinRequest(run.digest, 1))
         await driver.begin(0, 1)
@@ -40,7 +40,7 @@ class Next:
         await driver.bring(1, self.held[2])
         self.reopen(2)
 
-    def reopen(self, life: int) -> None:
+    def reopen(self, incarnation: int) -> None:
         replay = Replay(None, 0)
         for event in self.journal.events:
             replay.apply(event)
@@ -50,7 +50,7 @@ class Next:
         self.hub = Hub(
             *(self.config, self.observer),
             now=anyio.current_time,
-            inherited=Inheritance(HubState.went_on(0, buffer, self.config), {0}, life=life),
+            inherited=Inheritance(HubState.went_on(0, buffer, self.config), {0}, incarnation=incarnation),
             records=Records(journal=self.journal),
         )
         self.gate, self.peer = Gate(self.hub, self.config), Peer(1, "guest-7", "127.0.0.1:1")
@@ -141,7 +141,7 @@ async def test_the_first_step_of_the_next_hub_has_lasted_since_the_first_claim()
 
 async def test_a_hub_that_ends_with_an_error_leaves_its_nodes_what_they_have() -> None:
     journal = MemoryJournal()
-    driver = Driver(make_config(), journal=journal, inherited=Inheritance(life=1))
+    driver = Driver(make_config(), journal=journal, inherited=Inheritance(incarnation=1))
     await driver.begin(0, 1)
     assert await driver.lease(1, 3)
     driver.hub.fail(PeerLostError("a trainer rank is gone"))

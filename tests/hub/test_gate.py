@@ -111,24 +111,24 @@ async def test_a_second_connection_of_a_living_peers_name_is_refused_and_takes_n
 async def test_who_leaves_with_the_hub_is_not_lost() -> None:
     port = Port()
     await port.begin(0)
-    life = next(number for number in range(9) if port.hub.lives.counts(number))
+    incarnation = next(number for number in range(9) if port.hub.incarnations.counts(number))
     port.gate.close()
     port.gate.left(port.trainer)
-    assert port.hub.lives.counts(life)
+    assert port.hub.incarnations.counts(incarnation)
 
 
-async def test_a_rank_whose_former_connection_is_silent_takes_its_place_and_begins_the_next_life() -> None:
+async def test_a_rank_whose_former_connection_is_silent_takes_its_place_and_begins_the_next_incarnation() -> None:
     port = Port()
     await port.begin(0)
     assert port.gate.former("trainer-0") is None
     await anyio.sleep(SILENT_S + 1)
-    life = next(number for number in range(9) if port.hub.lives.counts(number))
+    incarnation = next(number for number in range(9) if port.hub.incarnations.counts(number))
     assert port.gate.former("trainer-0") == port.trainer.id
     port.gate.left(port.trainer)
     assert port.gate.former("trainer-0") is None
-    assert not port.hub.lives.counts(life)
+    assert not port.hub.incarnations.counts(incarnation)
     port.gate.arrived(peer("trainer-0", 9))
-    assert port.hub.lives.counts(life + 1)
+    assert port.hub.incarnations.counts(incarnation + 1)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ async def test_a_rank_whose_former_connection_is_silent_takes_its_place_and_begi
         ("node", p.EngineReport(0, 1, [p.EngineStatus(0, 0, float("inf"), 0.0, 0.0)], []), "numbers that cannot be"),
         ("node", p.EngineReport(0, 1, [p.EngineStatus(0, 0, 0.0, 0.0, 0.0)] * 2, []), "an engine twice"),
         ("node", p.EngineReport(0, 1, [], [], restarts=-1), "-1 restarts"),
-        ("trainer", p.LifeRequest(0, 1, 300 * "x"), "a host's name of 300 characters"),
+        ("trainer", p.IncarnationRequest(0, 1, 300 * "x"), "a host's name of 300 characters"),
         ("trainer", p.StatusReport(0, status_of(0, 0.0)), "a trainer may not"),
         ("node", p.StatusReport(1, status_of(1, 0.0)), "it speaks for node 1"),
         ("node", p.StatusReport(0, status_of(0, 0.0, load_s=float("nan"))), "a number that is not finite"),

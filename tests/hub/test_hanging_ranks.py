@@ -13,7 +13,7 @@ from flash.config.tree import ClusterConfig, Config, DeadlinesConfig
 from flash.errors import DeadlineError, PeerLostError
 from flash.hub import protocol as p
 from flash.hub.progress import RunEnd
-from flash.hub.ranks.trainers import LIFE_OVER
+from flash.hub.ranks.trainers import INCARNATION_OVER
 from flash.hub.stages import LOOK_AT, OF_TRAINERS, Stage, stage_s
 from flash.transport.request import Request
 from tests.hub.test_hub import make_config
@@ -33,14 +33,14 @@ def config_of(ranks: int = 1, **cluster: Any) -> Config:
 
 
 async def until_over(rank: Rank, request: Request[Any]) -> None:
-    """A call that ends with the rank's life."""
+    """A call that ends with the rank's incarnation."""
     said = ""
     while not said:
         try:
             await rank.call(request)
         except PeerLostError as error:
             said = str(error)
-    assert said == LIFE_OVER
+    assert said == INCARNATION_OVER
 
 
 async def launcher_hears(world: World, node: int, ended: set[int]) -> list[int]:
@@ -98,7 +98,7 @@ async def test_a_rank_that_hangs_is_lost_after_the_deadline_of_what_the_run_wait
         first.die()
         await anyio.sleep(20)
         second = world.rank()
-        assert await second.begin() == p.LifeReply(2, "step-0")
+        assert await second.begin() == p.IncarnationReply(2, "step-0")
         await second.publish()
         await world.to_the_end(second)
         for step, shard in first.shards.items():
@@ -114,7 +114,7 @@ async def test_a_rank_that_hangs_is_lost_after_the_deadline_of_what_the_run_wait
     assert lost.endswith("The trainer ranks start again, and the engines go on meanwhile")
 
 
-async def test_a_rank_that_trains_again_and_hangs_and_the_next_one_too_are_each_a_lost_life() -> None:
+async def test_a_rank_that_trains_again_and_hangs_and_the_next_one_too_are_each_a_lost_incarnation() -> None:
     world = World(config_of())
 
     async def trainers() -> None:
@@ -172,10 +172,10 @@ async def test_of_several_ranks_the_one_that_is_silent_is_named_where_a_collecti
             await rank.fetch()
         async with anyio.create_task_group() as group:
             for rank in (ranks[0], ranks[1], ranks[3]):
-                group.start_soon(until_over, rank, p.LifeWatch(rank.index))
+                group.start_soon(until_over, rank, p.IncarnationWatch(rank.index))
             with anyio.move_on_after(7):
                 while True:
-                    await ranks[2].call(p.LifeWatch(2))
+                    await ranks[2].call(p.IncarnationWatch(2))
             await anyio.sleep(COLLECTIVE)
             group.start_soon(
                 ranks[0].call, p.Fatal("CollectiveError", "trainer rank 0: a collective failed: timed out")

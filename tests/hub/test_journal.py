@@ -48,7 +48,7 @@ class Watching(MemoryJournal):
         super().record(event)
 
 
-class Life:
+class Incarnation:
     """Lets things happen to a buffer at random."""
 
     def __init__(self, buffer: SampleBuffer, dice: random.Random, version: int = 0) -> None:
@@ -132,7 +132,7 @@ def test_a_state_and_the_events_after_it_give_every_later_state(seed: int, rules
     dice, journal = random.Random(seed), Watching()
     buffer = make(**rules, kind_of=lambda seed: "ab"[seed % 2], journal=journal)
     journal.buffer = buffer
-    Life(buffer, dice).go_on(80)
+    Incarnation(buffer, dice).go_on(80)
     moments = sorted(journal.moments)
     pairs = [(None, later) for later in dice.sample(moments, min(3, len(moments)))]
     pairs += [tuple(sorted(dice.sample(moments, 2))) for _ in range(5 * (len(moments) > 1))]
@@ -151,14 +151,14 @@ def test_a_run_goes_on_from_any_version_since_the_checkpoint_however_often_its_h
     dice, journal = random.Random(seed), MemoryJournal()
     state, version, batches = None, 0, dict[int, set[int]]()
     for number in range(4):
-        buffer = make(**rules, state=state, step=version, journal=journal, life=number)
+        buffer = make(**rules, state=state, step=version, journal=journal, incarnation=number)
         if dice.random() < 0.8:
             void(buffer)
-        life = Life(buffer, dice, version)
-        life.go_on(60)
-        for step, groups in life.batches.items():
+        incarnation = Incarnation(buffer, dice, version)
+        incarnation.go_on(60)
+        for step, groups in incarnation.batches.items():
             assert batches.setdefault(step, groups) == groups, "another batch for the same step"
-        reached = life.version
+        reached = incarnation.version
         assert replayed(None, 0, journal.events).reached == reached
         version = dice.choice([reached, dice.randint(0, reached)])
         found = replayed(None, 0, journal.events).state(until=version)
@@ -217,7 +217,7 @@ def test_under_a_lower_ratio_no_batch_is_trained_again_of_which_less_would_count
     state = replayed(None, 0, journal.events).state(until=1)
     assert state is not None
     assert {formed.step for formed in state.formed} == {1, 2}
-    again = void(make(alpha=0, state=state, step=1, life=1, **options))
+    again = void(make(alpha=0, state=state, step=1, incarnation=1, **options))
     for step in range(1, 4):
         finish_all(again, lease_all(again, step), step)
         groups = again.take(step)
@@ -229,7 +229,7 @@ def test_under_a_lower_ratio_no_batch_is_trained_again_of_which_less_would_count
         again.check()
     # Under the same ratio they are the same batches.
     state = replayed(None, 0, journal.events).state(until=1)
-    same = void(make(alpha=2, state=state, step=1, life=1, **options))
+    same = void(make(alpha=2, state=state, step=1, incarnation=1, **options))
     assert [group.group_id for group in same.take(1) or []] == [2, 3]
 
 
@@ -242,9 +242,9 @@ def test_a_batch_of_former_problems_that_is_put_together_anew_begins_nothing() -
     trained(buffer, 1)
     state = replayed(None, 0, journal.events).state(until=1)
     other = MemoryJournal()
-    void(make(alpha=1, state=state, step=1, life=1, journal=other, problems="new", **options))
+    void(make(alpha=1, state=state, step=1, incarnation=1, journal=other, problems="new", **options))
     state = replayed(None, 0, [*journal.events, *other.events]).state(until=1)
-    again = void(make(alpha=0, state=state, step=1, life=2, problems="new", **options))
+    again = void(make(alpha=0, state=state, step=1, incarnation=2, problems="new", **options))
     assert min(lease.task.group_id for lease in lease_all(again, 1)) == 4
     again.check()
 
@@ -265,7 +265,7 @@ def test_what_the_versions_have_sampled_that_a_run_goes_back_from_is_trained_by_
         trained(buffer, step)
         finish_all(buffer, lease_all(buffer, step + 1), step + 1)
     state = replayed(None, 0, journal.events).state(until=1)
-    again = void(make(alpha=0, state=state, step=1, life=1, **options))
+    again = void(make(alpha=0, state=state, step=1, incarnation=1, **options))
     for step in range(1, 5):
         while (groups := again.take(step)) is None:
             finish_all(again, lease_all(again, step), step)
@@ -315,7 +315,7 @@ def test_a_run_that_is_told_to_end_before_it_has_trained_all_of_it_again_books_t
     again.close()
     assert again.in_flight == 0
     again.check()
-    more = make(state=again.snapshot(), step=1, life=1)
+    more = make(state=again.snapshot(), step=1, incarnation=1)
     assert more.lease([1]) is not None, "what was withdrawn leaves its places to a run that is told to go on"
 
 
@@ -329,7 +329,7 @@ def test_after_the_breaker_has_ended_a_run_it_can_be_resumed_and_counts_anew() -
     with pytest.raises(BreakerError):
         buffer.finish(leases[2].lease_id, failures[2])
     state = replayed(None, 0, journal.events).state(until=0)
-    again = void(make(retries=0, breaker=3, state=state, life=1))
+    again = void(make(retries=0, breaker=3, state=state, incarnation=1))
     assert again.ledger.given_up == {Outcome.ENV_ERROR: 3}
     leases = lease_all(again, 0)
     again.finish(leases[0].lease_id, Failure(leases[0].task, Outcome.ENV_ERROR, "boom", 1))

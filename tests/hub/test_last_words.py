@@ -39,7 +39,7 @@ async def end_of(*words: p.Fatal, killed: float | None = None) -> tuple[FlashErr
         for one in words:
             group.start_soon(driver.hub.handle, one)
         if killed is not None:
-            driver.hub.lives.arrives(1)
+            driver.hub.incarnations.arrives(1)
             await anyio.sleep(killed)
             driver.hub.peer_lost("trainer-1")
     return found[0], anyio.current_time() - begun

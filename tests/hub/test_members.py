@@ -80,7 +80,7 @@ def test_a_node_of_another_version_is_told_before_it_joins() -> None:
         Members(with_cluster(), Origin()).about(p.RunRequest("older"), 0, ending=False)
 
 
-def test_a_node_that_has_heard_of_another_life_of_the_run_asks_again() -> None:
+def test_a_node_that_has_heard_of_another_incarnation_of_the_run_asks_again() -> None:
     members = Members(with_cluster(), Origin())
     with pytest.raises(PeerLostError, match="has started again, with another configuration"):
         members.join(p.JoinRequest("0" * 16, 1))

@@ -70,8 +70,8 @@ class Rank:
         reply: Any = await self._world.gate.handle(self.peer, request)
         return reply
 
-    async def begin(self) -> p.LifeReply:
-        reply = await self.call(p.LifeRequest(self.index, self.process, f"host-{self.index}"))
+    async def begin(self) -> p.IncarnationReply:
+        reply = await self.call(p.IncarnationRequest(self.index, self.process, f"host-{self.index}"))
         self.version = int((reply.checkpoint or "0").removeprefix("step-"))
         return reply
 
@@ -109,13 +109,13 @@ class World:
         self.past = FakePast(self.observer, self.kept)
         self.open(self.past if past else None, None, Start(0, ""))
 
-    def open(self, past: FakePast | None, state: HubState | None, start: Start, life: int = 0) -> None:
+    def open(self, past: FakePast | None, state: HubState | None, start: Start, incarnation: int = 0) -> None:
         """A hub begins."""
         self.hub = Hub(
             self.config,
             self.observer,
             now=anyio.current_time,
-            inherited=Inheritance(state, {0}, start, life),
+            inherited=Inheritance(state, {0}, start, incarnation),
             records=Records(self.kept, self.journal, past),
         )
         self.gate = Gate(self.hub, self.config)
@@ -125,21 +125,21 @@ class World:
         self.ended: list[RunEnd | FlashError] = []
         self.over = anyio.Event()
 
-    def reopen(self, life: int = 0) -> None:
+    def reopen(self, incarnation: int = 0) -> None:
         """The hub has died, and the next one begins where it was, with ranks that begin with version 0."""
         replay = Replay(None, 0)
         for event in self.journal.events:
             replay.apply(event)
         buffer = replay.state(replay.reached)
         assert buffer is not None
-        self.open(self.past, HubState.went_on(replay.reached, buffer, self.config), Start(0, "step-0"), life)
+        self.open(self.past, HubState.went_on(replay.reached, buffer, self.config), Start(0, "step-0"), incarnation)
 
     def rank(self, index: int = 0) -> Rank:
         self.ranks += 1
         return Rank(self, self.ranks, index)
 
     async def trained(self, steps: int) -> Rank:
-        """The one rank of a new life, which has published and then made so many steps."""
+        """The one rank of a new incarnation, which has published and then made so many steps."""
         rank = self.rank()
         await rank.begin()
         await rank.publish()
@@ -224,12 +224,12 @@ async def test_the_picture_of_the_cluster_has_the_host_of_each_rank() -> None:
     await world.play(trainers)
 
 
-async def test_the_next_life_trains_the_same_batches_and_nothing_is_booked_twice() -> None:
+async def test_the_next_incarnation_trains_the_same_batches_and_nothing_is_booked_twice() -> None:
     world = World()
 
     async def trainers() -> None:
         first = world.rank()
-        assert await first.begin() == p.LifeReply(1, "")
+        assert await first.begin() == p.IncarnationReply(1, "")
         await first.publish()
         for _ in range(2):
             await first.step()
@@ -237,7 +237,7 @@ async def test_the_next_life_trains_the_same_batches_and_nothing_is_booked_twice
         first.die()
         await anyio.sleep(30)
         second = world.rank()
-        assert await second.begin() == p.LifeReply(2, "step-0")
+        assert await second.begin() == p.IncarnationReply(2, "step-0")
         await second.publish()
         assert not (await second.step()).keeps
         assert world.hub.published_version == 2
@@ -280,7 +280,7 @@ async def test_the_ranks_of_the_next_hub_train_the_same_batches_and_the_run_goes
 
     async def after() -> None:
         rank = ranks[1]
-        assert await rank.begin() == p.LifeReply(1, "step-0")
+        assert await rank.begin() == p.IncarnationReply(1, "step-0")
         await anyio.sleep(30)
         for step, keeps in enumerate((False, True)):
             await rank.publish()
@@ -355,7 +355,7 @@ async def test_a_death_between_commit_and_publication_a_second_one_on_the_way_ba
         await second.fetch()
         second.die()
         third = world.rank()
-        assert await third.begin() == p.LifeReply(3, "step-1")
+        assert await third.begin() == p.IncarnationReply(3, "step-1")
         await third.publish()
         assert (await third.step()).keeps, "no batch of version 2 is out"
         assert world.hub.published_version == 2
@@ -370,7 +370,7 @@ async def test_a_death_between_commit_and_publication_a_second_one_on_the_way_ba
     assert world.observer.notes[-1].endswith("in which they have trained 1 step again")
 
 
-async def test_what_a_lost_life_still_says_is_refused_and_what_it_had_begun_is_whole_or_not_done() -> None:
+async def test_what_a_lost_incarnation_still_says_is_refused_and_what_it_had_begun_is_whole_or_not_done() -> None:
     config = make_config()
     config = msgspec.structs.replace(config, cluster=msgspec.structs.replace(config.cluster, trainer_ranks=2))
     world = World(config)
@@ -391,7 +391,7 @@ async def test_what_a_lost_life_still_says_is_refused_and_what_it_had_begun_is_w
         for rank in ranks:
             await rank.fetch()
         async with anyio.create_task_group() as group:
-            for request in (p.LifeWatch(0), p.Fatal("CollectiveError", "trainer rank 0: a collective failed")):
+            for request in (p.IncarnationWatch(0), p.Fatal("CollectiveError", "trainer rank 0: a collective failed")):
                 group.start_soon(until_over, ranks[0], request)
             await anyio.sleep(0.1)
             ranks[1].die()
@@ -453,7 +453,7 @@ async def test_no_engine_is_given_a_version_whose_publisher_is_gone() -> None:
         assert (await world.hub.handle(p.LoadFailed(0, 1))).gone
         await world.trained(0)
     assert late[-1].published is not None
-    assert late[-1].published.life == 2
+    assert late[-1].published.incarnation == 2
     assert not (await world.hub.handle(p.LoadFailed(0, 2))).gone
     assert (await world.hub.handle(p.LoadFailed(0, 1))).gone
 

@@ -1,4 +1,4 @@
-"""What is kept of a cluster: bounded, over all lives of a run, and never in anybody's way."""
+"""What is kept of a cluster: bounded, over all incarnations of a run, and never in anybody's way."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_that_it_cannot_be_written_is_told_once_and_ends_nothing(directory: RunD
     assert "cluster.json" in warning
 
 
-def test_failures_of_all_lives_are_kept_and_a_death_without_a_word_is_one(directory: RunDirectory) -> None:
+def test_failures_of_all_incarnations_are_kept_and_a_death_without_a_word_is_one(directory: RunDirectory) -> None:
     with ThreadPoolExecutor(1) as writer:
         first = ClusterFile(directory, writer, lambda: NOW)
         first.failed("env_error", "boom")

@@ -56,13 +56,13 @@ def test_a_row_is_on_disk_when_the_call_returns(directory: RunDirectory) -> None
 
 
 def test_each_hub_of_a_run_has_a_higher_number_than_those_before_it(directory: RunDirectory) -> None:
-    assert [directory.lives.begin() for _ in range(3)] == [1, 2, 3]
+    assert [directory.incarnations.begin() for _ in range(3)] == [1, 2, 3]
     again = RunDirectory.open(directory.path, "", resume_at=0)
-    assert again.lives.begin() == 4
+    assert again.incarnations.begin() == 4
     (again.path / "hub-lives").write_text("four")
     with pytest.raises(RunDirectoryError, match=r"hub-lives, which counts .* cannot be read: .*delete it once"):
-        again.lives.begin()
-    assert RunDirectory.open(directory.path, "").lives.begin() == 1
+        again.incarnations.begin()
+    assert RunDirectory.open(directory.path, "").incarnations.begin() == 1
 
 
 def test_the_resolved_configuration_is_written(directory: RunDirectory) -> None:
@@ -95,18 +95,20 @@ def test_an_evaluation_that_saw_newer_weights_than_the_checkpoint_is_rolled_back
     assert RunDirectory.open(directory.path, "", resume_at=4).read_evaluations() == []
 
 
-def test_each_life_sets_its_rows_aside_in_its_own_folder(directory: RunDirectory) -> None:
-    for life in range(3):
-        for step in range(life, 4):
-            directory.append_metrics(metrics_row(step, life=life))
-        directory = RunDirectory.open(directory.path, "", resume_at=life + 1)
+def test_each_incarnation_sets_its_rows_aside_in_its_own_folder(directory: RunDirectory) -> None:
+    for incarnation in range(3):
+        for step in range(incarnation, 4):
+            directory.append_metrics(metrics_row(step, incarnation=incarnation))
+        directory = RunDirectory.open(directory.path, "", resume_at=incarnation + 1)
     assert [row["step"] for row in directory.read_metrics()] == [0, 1, 2]
-    assert [[row["life"] for row in lines(file)] for file in sorted(directory.earlier.glob("*/metrics.jsonl"))] == [
+    assert [
+        [row["incarnation"] for row in lines(file)] for file in sorted(directory.earlier.glob("*/metrics.jsonl"))
+    ] == [
         [0, 0, 0],
         [1, 1],
         [2],
     ]
-    assert [row["life"] for row in directory.read_undone()] == [0, 0, 0, 1, 1, 2]
+    assert [row["incarnation"] for row in directory.read_undone()] == [0, 0, 0, 1, 1, 2]
 
 
 def test_a_resume_with_nothing_to_undo_sets_nothing_aside(directory: RunDirectory) -> None:

@@ -47,7 +47,7 @@ def test_the_steps_that_are_ordered_are_recorded_and_no_others(tmp_path: Path) -
     assert file.stat() == before, "a rank that goes back records nothing twice"
 
 
-def test_an_early_end_leaves_what_there_is_and_a_new_life_the_rest(tmp_path: Path) -> None:
+def test_an_early_end_leaves_what_there_is_and_a_new_incarnation_the_rest(tmp_path: Path) -> None:
     order = Order(str(tmp_path), 1, 9)
     profile = RankProfile(order, 0, cuda=False)
     train(profile, range(3))

@@ -142,10 +142,10 @@ class World:
         kind_of: Callable[[int], str] = lambda seed: "",
         prepare: Callable[[], Awaitable[None]] | None = None,
         journal: Journal = NO_JOURNAL,
-        life: int = 0,
+        incarnation: int = 0,
     ) -> None:
         self.config = config
-        self._journal, self._life = journal, life
+        self._journal, self._incarnation = journal, incarnation
         self._prepare = prepare
         self._tokenizer = tokenizer or CharTokenizer()
         self._kind_of = kind_of
@@ -169,7 +169,7 @@ class World:
             self.observer,
             now=now,
             problems=ALIKE._replace(kind_of=self._kind_of),
-            inherited=Inheritance(self._state, self._evaluated, life=self._life),
+            inherited=Inheritance(self._state, self._evaluated, incarnation=self._incarnation),
             records=Records(kept, self._journal),
         )
         version = self._state.version if self._state is not None else 0
@@ -442,7 +442,7 @@ def test_a_lost_trainer_rank_ends_the_run() -> None:
 
     async def lose() -> None:
         world.build()
-        world.hub.lives.arrives(0)
+        world.hub.incarnations.arrives(0)
         world.hub.peer_lost("trainer-0")
         await world.hub.run()
 

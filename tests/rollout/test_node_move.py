@@ -58,7 +58,7 @@ class Line:
         call.cancel()
 
 
-class Lives:
+class Incarnations:
     """One node, and the hubs of a run that it serves one after the other.
 
     Args:
@@ -107,7 +107,7 @@ class Lives:
 
     async def _serve(self, tasks: Any, number: int, cut: int | None) -> RunEnd | None:
         state = self._state() if self.worlds else None
-        world = World(self.config, state=state, evaluated={0}, journal=self._journal, life=number)
+        world = World(self.config, state=state, evaluated={0}, journal=self._journal, incarnation=number)
         ends = list[RunEnd]()
         hub, finished = world.build(), anyio.Event()
         self.worlds.append(world)
@@ -117,9 +117,9 @@ class Lives:
             ends.append(await hub.run())
             finished.set()
 
-        async with anyio.create_task_group() as life:
-            life.start_soon(world.trainer.run)
-            life.start_soon(run)
+        async with anyio.create_task_group() as incarnation:
+            incarnation.start_soon(world.trainer.run)
+            incarnation.start_soon(run)
             if self.node is None:
                 self.node = RolloutNode(
                     *(self.config, HubLink(number, number, line), self.lines),
@@ -140,7 +140,7 @@ class Lives:
                 self._lost = anyio.Event()
                 line.cut.set()
                 await self._lost.wait()
-                life.cancel_scope.cancel()
+                incarnation.cancel_scope.cancel()
         return ends[0] if ends else None
 
     def _state(self) -> bytes:
@@ -160,43 +160,43 @@ class Lives:
 @pytest.mark.parametrize("cuts", [[3], [2, 3, 7]])
 @pytest.mark.parametrize("engines", [1, 3])
 def test_episodes_outlive_the_hub_and_no_sample_is_made_twice(engines: int, cuts: list[int]) -> None:
-    lives = Lives(engines=engines)
-    end = run_virtual(lambda: lives.run(cuts))
+    incarnations = Incarnations(engines=engines)
+    end = run_virtual(lambda: incarnations.run(cuts))
     assert end.ledger["issued"] == end.ledger["trained"] == 96
-    assert {seed: number for seed, number in lives.begun.items() if seed < HELD_OUT and number != 2} == {}
-    assert all(min(ages(world)) >= 0 for world in lives.worlds)
-    assert len(lives.engines) == engines, "none was made anew"
-    assert [each.numbers for each in lives.engines] == [
+    assert {seed: number for seed, number in incarnations.begun.items() if seed < HELD_OUT and number != 2} == {}
+    assert all(min(ages(world)) >= 0 for world in incarnations.worlds)
+    assert len(incarnations.engines) == engines, "none was made anew"
+    assert [each.numbers for each in incarnations.engines] == [
         [number + place for number in range(2, len(cuts) + 2)] for place in range(engines)
     ]
-    assert all(each.closed for each in lives.engines)
+    assert all(each.closed for each in incarnations.engines)
 
 
 def test_a_node_that_comes_too_late_drops_what_it_has_and_others_make_it_again() -> None:
-    lives = Lives(engines=2, away_s=claim_s(config()) + 1)
-    end = run_virtual(lambda: lives.run([3]))
+    incarnations = Incarnations(engines=2, away_s=claim_s(config()) + 1)
+    end = run_virtual(lambda: incarnations.run([3]))
     assert end.ledger["issued"] == end.ledger["trained"] == 96
     assert end.ledger["retried_cancelled"] > 0
-    assert any("no node has come that has them in hand" in note for note in lives.worlds[-1].observer.notes)
-    assert max(lives.begun[seed] for seed in lives.begun if seed < HELD_OUT) > 2
+    assert any("no node has come that has them in hand" in note for note in incarnations.worlds[-1].observer.notes)
+    assert max(incarnations.begun[seed] for seed in incarnations.begun if seed < HELD_OUT) > 2
 
 
 def test_an_engine_that_dies_while_there_is_no_hub_is_started_again() -> None:
-    lives = Lives(engines=2)
+    incarnations = Incarnations(engines=2)
 
     async def go() -> RunEnd:
         ends: list[RunEnd] = []
 
         async def run() -> None:
-            ends.append(await lives.run([3]))
+            ends.append(await incarnations.run([3]))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run)
-            await lives.away.wait()
-            lives.lines[0].newest.kill()
+            await incarnations.away.wait()
+            incarnations.lines[0].newest.kill()
         return ends[0]
 
     end = run_virtual(go)
     assert end.ledger["trained"] == 96
-    assert [len(line.made) for line in lives.lines] == [2, 1]
-    assert any("is back after" in note for note in lives.worlds[-1].observer.notes)
+    assert [len(line.made) for line in incarnations.lines] == [2, 1]
+    assert any("is back after" in note for note in incarnations.worlds[-1].observer.notes)

@@ -56,8 +56,8 @@ class Words:
         return ["word"] * len(token_ids)
 
 
-class Life:
-    """What the first node's process writes in one life of a run: all but the trainer ranks' part of a checkpoint."""
+class Incarnation:
+    """What the first node's process writes in one incarnation of a run: all but the ranks' part of a checkpoint."""
 
     def __init__(self, config: Config, kept: Restored, *, resumed: bool) -> None:
         version, state = (0, None) if kept.state is None else (kept.state.version, kept.state.buffer)
@@ -120,10 +120,10 @@ async def test_a_disk_that_fills_at_any_byte_loses_nothing(seed: int, tmp_path: 
     dice = random.Random(seed)
     with small_disk(tmp_path / "disk", SIZE) as disk:
         config = config_of(disk.path / "run")
-        life = Life(config, NOTHING, resumed=False)
+        incarnation = Incarnation(config, NOTHING, resumed=False)
         told = ""
         try:
-            await life.to(STEPS, disk, (dice.randrange(STEPS), dice.randrange(30) * PAGE))
+            await incarnation.to(STEPS, disk, (dice.randrange(STEPS), dice.randrange(30) * PAGE))
         except (OSError, FlashError) as error:
             told = str(error)
         disk.clear()
@@ -134,10 +134,10 @@ async def test_a_disk_that_fills_at_any_byte_loses_nothing(seed: int, tmp_path: 
         assert damaged == []
         assert not [note for note in kept.notes if "damaged" in note]
         assert kept.start == Start(kept.start.version, str(checkpoint or ""))
-        reached = whole_since(kept.start.version, life)
-        again = Life(config, kept, resumed=True)
-        if not life.notes:  # the journal has all that was written beside it, but perhaps the last commit
-            assert again.version >= min(life.version - 1, reached)
+        reached = whole_since(kept.start.version, incarnation)
+        again = Incarnation(config, kept, resumed=True)
+        if not incarnation.notes:  # the journal has all that was written beside it, but perhaps the last commit
+            assert again.version >= min(incarnation.version - 1, reached)
         recorded, rows = again.recorder.batches.steps(), again.recorder.directory.read_metrics()
         assert set(range(kept.start.version, again.version)) <= set(recorded)
         assert [row["step"] for row in rows] == list(range(again.version))
@@ -145,17 +145,17 @@ async def test_a_disk_that_fills_at_any_byte_loses_nothing(seed: int, tmp_path: 
         all_is_there(again)
 
 
-def whole_since(version: int, life: Life) -> int:
+def whole_since(version: int, incarnation: Incarnation) -> int:
     """The first step since this version of which the disk has not all."""
-    directory = life.recorder.directory
+    directory = incarnation.recorder.directory
     rows, batches = {row["step"] for row in directory.read_metrics()}, set(recorded_steps(directory.batches))
     return next(step for step in range(version, STEPS + 1) if step not in rows & batches)
 
 
-def all_is_there(life: Life) -> None:
+def all_is_there(incarnation: Incarnation) -> None:
     """Rows and samples of all steps, each once."""
-    directory = life.recorder.directory
+    directory = incarnation.recorder.directory
     assert [row["step"] for row in directory.read_metrics()] == list(range(STEPS))
     assert [sample.step for sample in directory.read_samples()] == [step for step in range(STEPS) for _ in range(4)]
-    assert life.notes == []
-    life.buffer.check()
+    assert incarnation.notes == []
+    incarnation.buffer.check()

@@ -110,7 +110,9 @@ async def test_it_brings_the_next_hub_what_it_was_given_by_the_one_before(
     with anyio.fail_after(60):
         async with sharing("test"), anyio.create_task_group() as tasks:
             tasks.start_soon(one.heed_signals, tasks.cancel_scope)
-            async with job.hub(records=Records(journal=journal), inherited=Inheritance(None, {0}, life=1)) as hub:
+            async with job.hub(
+                records=Records(journal=journal), inherited=Inheritance(None, {0}, incarnation=1)
+            ) as hub:
                 tasks.start_soon(run, tasks.cancel_scope)
                 await serves(one, hub)
                 out = await lent(hub)
@@ -121,7 +123,9 @@ async def test_it_brings_the_next_hub_what_it_was_given_by_the_one_before(
             buffer = replay.state(0)
             assert buffer is not None
             state = HubState.went_on(0, buffer, job.config)
-            async with job.hub(inherited=Inheritance(state, {0}, life=2), records=Records(journal=journal)) as hub:
+            async with job.hub(
+                inherited=Inheritance(state, {0}, incarnation=2), records=Records(journal=journal)
+            ) as hub:
                 await serves(one, hub)
                 await said(capfd, f"1 engine, and {len(out)} of the {len(out)} samples that it had in hand")
                 await all_home(hub, out)

@@ -40,7 +40,7 @@ def buffer_of(journal: FileJournal, state: BufferState | None = None, step: int 
     return make_buffer(alpha=1, batch=4, group=2, state=state, step=step, journal=journal)
 
 
-class Life:
+class Incarnation:
     """A buffer that writes its journal."""
 
     def __init__(self, run_dir: Path, kept: Restored | None = None, *, to_disk: bool = False) -> None:
@@ -76,13 +76,13 @@ class Life:
 
 
 @asynccontextmanager
-async def written(life: Life) -> AsyncGenerator[Life]:
+async def written(incarnation: Incarnation) -> AsyncGenerator[Incarnation]:
     """All that is recorded inside the block is written at its end; then the hub's process dies."""
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(life.journal.run)
-        yield life
+        tasks.start_soon(incarnation.journal.run)
+        yield incarnation
         with anyio.fail_after(20):
-            await life.journal.written()
+            await incarnation.journal.written()
         tasks.cancel_scope.cancel()
 
 
@@ -99,15 +99,15 @@ def files(run_dir: Path) -> list[str]:
 
 @pytest.mark.parametrize("to_disk", [False, True])
 async def test_a_run_without_a_checkpoint_goes_on_with_all_that_was_delivered(run_dir: Path, to_disk: bool) -> None:
-    async with written(Life(run_dir, to_disk=to_disk)) as life:
-        life.deliver(3)
+    async with written(Incarnation(run_dir, to_disk=to_disk)) as incarnation:
+        incarnation.deliver(3)
     kept = restored(None, config_of(run_dir))
     assert kept.state is not None
     assert kept.state.version == 0
     assert kept.notes == ["the journal brings back 3 samples that were delivered after version 0"]
-    assert kept.state.buffer.ledger == life.buffer.ledger
-    # Its next life is read after this one, and so on.
-    async with written(Life(run_dir, kept)) as second:
+    assert kept.state.buffer.ledger == incarnation.buffer.ledger
+    # Its next incarnation is read after this one, and so on.
+    async with written(Incarnation(run_dir, kept)) as second:
         second.deliver(2)
     assert files(run_dir) == ["000000-step-000000.log", "000001-step-000000.log"]
     again = restored(None, config_of(run_dir))
@@ -118,33 +118,33 @@ async def test_a_run_without_a_checkpoint_goes_on_with_all_that_was_delivered(ru
 
 
 async def test_a_checkpoint_begins_a_file_and_those_before_the_oldest_checkpoint_go(run_dir: Path) -> None:
-    async with written(Life(run_dir)) as life:
-        life.step(0)
-        await life.journal.written()
-        first = life.checkpoint(1)
-        life.step(1)
-        await life.journal.written()
-        second = life.checkpoint(2)
-        life.step(2)
+    async with written(Incarnation(run_dir)) as incarnation:
+        incarnation.step(0)
+        await incarnation.journal.written()
+        first = incarnation.checkpoint(1)
+        incarnation.step(1)
+        await incarnation.journal.written()
+        second = incarnation.checkpoint(2)
+        incarnation.step(2)
     assert files(run_dir) == ["000001-step-000001.log", "000002-step-000002.log"]
     for checkpoint, version in ((first, 1), (second, 2)):
         kept = restored(checkpoint, config_of(run_dir))
         assert kept.state is not None
         assert {formed.step for formed in kept.state.buffer.formed} == set(range(version, 3))
         assert kept.state.buffer.ledger.trained == 4 * version
-        assert kept.state.buffer.ledger.generated_tokens == life.buffer.ledger.generated_tokens
+        assert kept.state.buffer.ledger.generated_tokens == incarnation.buffer.ledger.generated_tokens
         assert kept.place.number == 3
 
 
 async def test_a_run_goes_on_from_the_version_that_it_had_and_its_ranks_from_the_checkpoint(run_dir: Path) -> None:
     config = config_of(run_dir)
     directory = RunDirectory.open(run_dir, dump(config), resume_at=0)
-    async with written(Life(run_dir)) as life:
-        life.step(0)
-        await life.journal.written()
-        checkpoint = life.checkpoint(1)
+    async with written(Incarnation(run_dir)) as incarnation:
+        incarnation.step(0)
+        await incarnation.journal.written()
+        checkpoint = incarnation.checkpoint(1)
         for step in range(1, 4):
-            life.step(step)
+            incarnation.step(step)
     for step in range(1, 3):
         directory.append_metrics({"step": step})
         directory.write_batch(Batch(step, 0, [], []), keep_all=True)
@@ -156,8 +156,8 @@ async def test_a_run_goes_on_from_the_version_that_it_had_and_its_ranks_from_the
     )
     assert {formed.step for formed in kept.state.buffer.formed} == {3}
     assert kept.state.buffer.ledger.trained == 3 * 4
-    # The next life, too, ends before there is another checkpoint.
-    async with written(Life(run_dir, kept)) as second:
+    # The next incarnation, too, ends before there is another checkpoint.
+    async with written(Incarnation(run_dir, kept)) as second:
         second.step(3)
         second.deliver(2, 4)
     directory.append_metrics({"step": 3})
@@ -169,7 +169,7 @@ async def test_a_run_goes_on_from_the_version_that_it_had_and_its_ranks_from_the
     assert kept.state.buffer.ledger.trained == 4 * 4
     assert kept.state.buffer.ledger.generated_tokens == second.buffer.ledger.generated_tokens
     assert files(run_dir)[-1] == "000002-step-000003.log"
-    # A batch that is damaged meanwhile is formed again from the journal, though two lives have passed.
+    # A batch that is damaged meanwhile is formed again from the journal, though two incarnations have passed.
     (directory.batches / "step-000001.bin").write_bytes(b"")
     kept = restored(checkpoint, config)
     assert kept.state is not None
@@ -179,9 +179,9 @@ async def test_a_run_goes_on_from_the_version_that_it_had_and_its_ranks_from_the
 
 
 async def test_a_journal_that_is_cut_at_any_byte_ends_with_the_last_whole_event(run_dir: Path) -> None:
-    async with written(Life(run_dir)) as life:
-        life.step(0)
-        life.deliver(2, 1)
+    async with written(Incarnation(run_dir)) as incarnation:
+        incarnation.step(0)
+        incarnation.deliver(2, 1)
     (file,) = journal_folder(run_dir).iterdir()
     whole = file.read_bytes()
     books = [(0, 0, 0)]
@@ -200,11 +200,11 @@ async def test_a_journal_that_is_cut_at_any_byte_ends_with_the_last_whole_event(
 
 
 async def test_a_damaged_record_is_named_and_the_run_goes_on_from_the_checkpoint_alone(run_dir: Path) -> None:
-    async with written(Life(run_dir)) as life:
-        life.step(0)
-        await life.journal.written()
-        checkpoint = life.checkpoint(1)
-        life.step(1)
+    async with written(Incarnation(run_dir)) as incarnation:
+        incarnation.step(0)
+        await incarnation.journal.written()
+        checkpoint = incarnation.checkpoint(1)
+        incarnation.step(1)
     file = journal_folder(run_dir) / "000001-step-000001.log"
     whole = file.read_bytes()
     for place in range(0, len(whole) * 3 // 4, 101):
@@ -217,7 +217,7 @@ async def test_a_damaged_record_is_named_and_the_run_goes_on_from_the_checkpoint
     assert kept.state == before
     assert "goes on from step-000001 alone" in kept.notes[0]
     assert "damaged-000001-step-000001.log" in files(run_dir)
-    async with written(Life(run_dir, kept)) as second:
+    async with written(Incarnation(run_dir, kept)) as second:
         second.step(1)
     again = restored(checkpoint, config_of(run_dir))
     assert again.state is not None
@@ -225,14 +225,14 @@ async def test_a_damaged_record_is_named_and_the_run_goes_on_from_the_checkpoint
 
 
 async def test_a_file_of_another_checkpoint_in_the_journals_place_is_told_and_set_aside(run_dir: Path) -> None:
-    async with written(Life(run_dir)) as life:
-        life.step(0)
-        await life.journal.written()
-        life.checkpoint(1)
-        life.step(1)
-        await life.journal.written()
-        checkpoint = life.checkpoint(2)
-        life.step(2)
+    async with written(Incarnation(run_dir)) as incarnation:
+        incarnation.step(0)
+        await incarnation.journal.written()
+        incarnation.checkpoint(1)
+        incarnation.step(1)
+        await incarnation.journal.written()
+        checkpoint = incarnation.checkpoint(2)
+        incarnation.step(2)
     first, second = (journal_folder(run_dir) / name for name in files(run_dir))
     second.write_bytes(first.read_bytes())
     kept = restored(checkpoint, config_of(run_dir))
@@ -245,11 +245,11 @@ async def test_a_file_of_another_checkpoint_in_the_journals_place_is_told_and_se
 
 async def test_steps_that_the_journal_has_lost_are_told_before_they_are_done_again(run_dir: Path) -> None:
     directory = RunDirectory.open(run_dir, dump(config_of(run_dir)), resume_at=0)
-    async with written(Life(run_dir)) as life:
-        life.step(0)
-        await life.journal.written()
-        checkpoint = life.checkpoint(1)
-        life.step(1)
+    async with written(Incarnation(run_dir)) as incarnation:
+        incarnation.step(0)
+        await incarnation.journal.written()
+        checkpoint = incarnation.checkpoint(1)
+        incarnation.step(1)
     for step in range(2):
         directory.append_metrics({"step": step})
     (journal_folder(run_dir) / "000001-step-000001.log").unlink()
@@ -266,34 +266,34 @@ async def test_a_journal_that_cannot_be_read_is_set_aside(run_dir: Path) -> None
 
 
 async def test_a_full_disk_is_told_once_and_the_next_checkpoint_begins_again(run_dir: Path) -> None:
-    life = Life(run_dir)
+    incarnation = Incarnation(run_dir)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    async with written(life):
-        life.deliver(1)
-        await life.journal.written()
-        known = life.buffer.ledger.copy()
+    async with written(incarnation):
+        incarnation.deliver(1)
+        await incarnation.journal.written()
+        known = incarnation.buffer.ledger.copy()
         file = journal_folder(run_dir) / "000000-step-000000.log"
         size = file.stat().st_size
         # A file may not grow beyond this: writes fail in the middle, as on a full disk.
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, hard))
         try:
             for _ in range(2):
-                life.deliver(1)
-                await life.journal.written()
+                incarnation.deliver(1)
+                await incarnation.journal.written()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        life.deliver(1)
-        await life.journal.written()
-        assert len(life.notes) == 1
-        assert "the journal cannot be written: " in life.notes[0]
+        incarnation.deliver(1)
+        await incarnation.journal.written()
+        assert len(incarnation.notes) == 1
+        assert "the journal cannot be written: " in incarnation.notes[0]
         assert file.stat().st_size == size, "a record was torn, or written behind a gap"
-        checkpoint = life.checkpoint(0)
-        life.deliver(1)
-        await life.journal.written()
-        assert life.notes[1:] == ["the journal is written again, since the checkpoint of version 0"]
+        checkpoint = incarnation.checkpoint(0)
+        incarnation.deliver(1)
+        await incarnation.journal.written()
+        assert incarnation.notes[1:] == ["the journal is written again, since the checkpoint of version 0"]
     kept = restored(checkpoint, config_of(run_dir))
     assert kept.state is not None
-    assert kept.state.buffer.ledger.generated_tokens == life.buffer.ledger.generated_tokens
+    assert kept.state.buffer.ledger.generated_tokens == incarnation.buffer.ledger.generated_tokens
     # Without the newest checkpoint what lies behind the gap is of no use.
     state = restored(None, config_of(run_dir))
     assert state.state is not None
@@ -303,17 +303,17 @@ async def test_a_full_disk_is_told_once_and_the_next_checkpoint_begins_again(run
 
 async def test_a_folder_that_cannot_be_written_ends_nothing(run_dir: Path) -> None:
     journal_folder(run_dir).write_text("in the way")
-    async with written(Life(run_dir)) as life:
-        life.deliver(2)
-    assert len(life.notes) == 1
+    async with written(Incarnation(run_dir)) as incarnation:
+        incarnation.deliver(2)
+    assert len(incarnation.notes) == 1
 
 
 async def test_a_torn_journal_on_a_disk_that_is_read_only_is_one_clear_error(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 1 << 20) as disk:
         run_dir = disk.path / "run"
         run_dir.mkdir()
-        async with written(Life(run_dir)) as life:
-            life.deliver(2)
+        async with written(Incarnation(run_dir)) as incarnation:
+            incarnation.deliver(2)
         with (journal_folder(run_dir) / "000000-step-000000.log").open("ab") as file:
             file.write(b"torn")
         disk.read_only()
@@ -322,18 +322,18 @@ async def test_a_torn_journal_on_a_disk_that_is_read_only_is_one_clear_error(tmp
 
 
 async def test_a_journal_that_is_switched_off_is_used_once_more_and_then_gone(run_dir: Path) -> None:
-    async with written(Life(run_dir)) as life:
-        life.deliver(2)
+    async with written(Incarnation(run_dir)) as incarnation:
+        incarnation.deliver(2)
     kept = restored(None, config_of(run_dir, "off"))
     assert kept.state is not None
-    assert kept.state.buffer.ledger == life.buffer.ledger
+    assert kept.state.buffer.ledger == incarnation.buffer.ledger
     assert not journal_folder(run_dir).exists()
     assert restored(None, config_of(run_dir)) == NOTHING
 
 
 async def test_a_journal_of_a_run_of_another_size_is_refused(run_dir: Path) -> None:
-    async with written(Life(run_dir)) as life:
-        life.deliver(1)
+    async with written(Incarnation(run_dir)) as incarnation:
+        incarnation.deliver(1)
     other = make_config(run={"name": "run", "output_dir": str(run_dir.parent)}, train={"batch_size": 8})
     with pytest.raises(ConfigError, match=r"train\.batch_size: .*got 8"):
         restored(None, other)

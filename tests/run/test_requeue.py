@@ -35,7 +35,7 @@ def write_checkpoint(config: Config, version: int) -> None:
     (folder / MANIFEST).write_bytes(msgspec.json.encode(Manifest(version, 0, [])))
 
 
-def test_a_job_that_gets_further_in_each_life_is_requeued_for_ever(config: Config) -> None:
+def test_a_job_that_gets_further_in_each_incarnation_is_requeued_for_ever(config: Config) -> None:
     for version in range(20):
         write_checkpoint(config, version)
         refuse_idle_requeues(config)
@@ -69,7 +69,7 @@ class NoText:
 
 
 def train(config: Config, steps: int) -> None:
-    """What a life leaves that is stopped after so many steps, before a checkpoint."""
+    """What an incarnation leaves that is stopped after so many steps, before a checkpoint."""
     with Recorder(config, NoText(), now=lambda: 0.0, resume_at=0, restarts=0) as recorder:
         for step in range(steps):
             recorder.batch(Batch(step, 0, [trajectory(Task(step, step, 0, 0), 0)], []))
@@ -77,7 +77,9 @@ def train(config: Config, steps: int) -> None:
 
 
 @pytest.mark.parametrize("journal", ["write", "off"])
-def test_steps_since_the_checkpoint_are_progress_where_the_next_life_has_them(config: Config, journal: Any) -> None:
+def test_steps_since_the_checkpoint_are_progress_where_the_next_incarnation_has_them(
+    config: Config, journal: Any
+) -> None:
     config = msgspec.structs.replace(config, checkpoint=msgspec.structs.replace(config.checkpoint, journal=journal))
     for steps in range(4):
         train(config, steps)
@@ -88,7 +90,9 @@ def test_steps_since_the_checkpoint_are_progress_where_the_next_life_has_them(co
                 refuse_idle_requeues(config)
 
 
-def test_a_job_that_is_submitted_again_has_all_its_lives(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_is_submitted_again_has_all_its_incarnations(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for _ in range(3):
         refuse_idle_requeues(config)
     monkeypatch.setenv("SLURM_JOB_ID", "8")

@@ -217,7 +217,7 @@ async def test_ranks_that_end_with_another_process_use_up_no_restart_of_theirs(
 
 
 @pytest.mark.parametrize(("hung", "end"), [(False, End.WITH_PEER), (True, End.FAILED)])
-async def test_a_rank_whose_life_is_over_is_killed_and_its_restart_counts_where_it_hung(
+async def test_a_rank_whose_incarnation_is_over_is_killed_and_its_restart_counts_where_it_hung(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], hung: bool, end: End
 ) -> None:
     part = ranks_of(config_of(tmp_path), Programs("os.kill(os.getpid(), signal.SIGSTOP)"))

@@ -115,10 +115,10 @@ class Beaten:
     """A hub that answers so many signs of life; then the connection ends."""
 
     def __init__(self, answers: int) -> None:
-        self.heard: list[p.LifeWatch] = []
+        self.heard: list[p.IncarnationWatch] = []
         self._answers = answers
 
-    def call(self, request: p.LifeWatch, timeout: float) -> p.Ack:
+    def call(self, request: p.IncarnationWatch, timeout: float) -> p.Ack:
         self.heard.append(request)
         if len(self.heard) > self._answers:
             raise PeerLostError("the hub is gone")
@@ -128,4 +128,4 @@ class Beaten:
 def test_a_rank_shows_that_it_runs_as_long_as_somebody_hears_it() -> None:
     hub = Beaten(3)
     beat(hub, 2)
-    assert hub.heard == [p.LifeWatch(2)] * 4
+    assert hub.heard == [p.IncarnationWatch(2)] * 4

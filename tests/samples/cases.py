@@ -65,7 +65,7 @@ def make_buffer(
     kind_of: Callable[[int], str] = lambda seed: "",
     at_once: int | None = None,
     journal: Journal = NO_JOURNAL,
-    life: int = 0,
+    incarnation: int = 0,
     **rules: Any,
 ) -> SampleBuffer:
     contract = AgeContract(alpha, batch, group, steps, extra_groups)
@@ -78,7 +78,7 @@ def make_buffer(
         BufferRules(**rules),
         step=step,
         state=state,
-        lease_ids=count(life << 32),
+        lease_ids=count(incarnation << 32),
         members_at_once=MEMBERS_AT_ONCE if at_once is None else at_once * group,
         journal=journal,
     )

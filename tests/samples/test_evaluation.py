@@ -11,7 +11,7 @@ from tests.samples.cases import trajectory
 
 
 def resumed(version: int, evaluated: set[int], every: int = 4, steps: int = 8) -> list[int]:
-    """The versions that a life beginning with this one evaluates, where each round ends before the next version."""
+    """The versions that an incarnation evaluates that begins with this one; rounds end before the next version."""
     config = EvalConfig(problems=1, samples=1, every=every)
     evaluations = Evaluations(config, 1, version, steps, lambda seed: "", count(100), evaluated)
     rows: list[float] = []
@@ -24,7 +24,7 @@ def resumed(version: int, evaluated: set[int], every: int = 4, steps: int = 8) -
     return [int(step) for step in rows]
 
 
-def test_what_was_evaluated_in_a_former_life_is_not_asked_again() -> None:
+def test_what_was_evaluated_in_a_former_incarnation_is_not_asked_again() -> None:
     assert resumed(0, set()) == [0, 4, 8]
     assert resumed(0, {0}) == [4, 8], "no checkpoint yet, but the untrained policy was measured"
     assert resumed(4, {0, 4}) == [8]

@@ -32,7 +32,7 @@ def kind_of(seed: int) -> str:
     return "even" if seed % 2 == 0 else "odd"
 
 
-class Life(RuleBasedStateMachine):
+class Incarnation(RuleBasedStateMachine):
     """A buffer, the leases it gave out, and a trainer that holds a version."""
 
     @initialize(
@@ -63,23 +63,28 @@ class Life(RuleBasedStateMachine):
         self.stored: bytes | None = None
         """The last checkpoint."""
         self.stored_version = self.stored_trained = 0
-        self.lives = 0
+        self.incarnations = 0
         self.buffer = self.make(None, 0)
         self.alpha, self.batch, self.group, self.rules = alpha, batch, group, rules
         self.begun = alpha, rules["extra_groups"]
-        """The most that lives so far had of them."""
+        """The most that incarnations so far had of them."""
         self.nodes = range(nodes)
         self.version = 0
         self.put_back = 0
         """Samples of batches that were none any more under a lower ratio."""
         self.formed: set[int] = set()
-        """Steps whose batches a former life has formed, perhaps under another contract."""
+        """Steps whose batches a former incarnation has formed, perhaps under another contract."""
         self.leases: dict[int, tuple[Lease, int]] = {}
         self.training = self.taking = False
 
     def make(self, state: BufferState | None, version: int) -> SampleBuffer:
         return make_buffer(
-            **self.settings, kind_of=kind_of, state=state, step=version, journal=self.journal, life=self.lives
+            **self.settings,
+            kind_of=kind_of,
+            state=state,
+            step=version,
+            journal=self.journal,
+            incarnation=self.incarnations,
         )
 
     @rule()
@@ -232,7 +237,7 @@ class Life(RuleBasedStateMachine):
             del self.journal.events[-unwritten:]
         replay = self.replay()
         self.version = self.stored_version if back else replay.reached
-        self.lives += 1
+        self.incarnations += 1
         if options is not None:
             self.alpha, extra_groups, on_expire = options
             self.rules = {**self.rules, "extra_groups": extra_groups, "on_expire": on_expire}
@@ -299,5 +304,5 @@ class Life(RuleBasedStateMachine):
         return groups is not None
 
 
-TestLaws = Life.TestCase
+TestLaws = Incarnation.TestCase
 TestLaws.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)

@@ -1,10 +1,11 @@
-"""Claims: leases that former lives of the hub have granted, until who holds them comes to the hub of now. Pure state.
+"""Claims: leases granted by former incarnations of the hub, until who holds them comes to the hub of now. Pure state.
 
 A node that outlives a hub goes on with what it was given, and presents it to the next one. That one knows from its
 state and the journal what was granted and has not come home: the node may keep it, and drops the rest. What nobody has
 claimed after some time queues again.
 
-Law: each lease of a former life is claimed by one node, or revoked, or has ended before; never two of it, never twice.
+Law: each lease of a former incarnation is claimed by one node, or revoked, or has ended before; never two of
+it, never twice.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Claims:
     """See the module's docstring.
 
     Args:
-        leases: of training, as the former lives have left them.
+        leases: of training, as the former incarnations have left them.
         survives: whether this node may have outlived the hub.
     """
 

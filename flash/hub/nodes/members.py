@@ -106,7 +106,7 @@ class Members:
 
         Raises:
             ConfigError: there is no room for it.
-            PeerLostError: it has heard of another life of this run.
+            PeerLostError: it has heard of another incarnation of this run.
         """
         if request.digest != digest(self._text):
             raise PeerLostError("the hub has started again, with another configuration")

@@ -53,7 +53,7 @@ class Versions(Part):
 
         def gone() -> bool:
             published = self._progress.published
-            return not self._progress.reachable or published is None or published.life != request.life
+            return not self._progress.reachable or published is None or published.incarnation != request.incarnation
 
         with anyio.move_on_after(waits.echo_s(self._config)):
             await self._progress.until("run", gone)

@@ -13,7 +13,7 @@ from flash.types import Batch, Published, Shard
 
 
 class Start(msgspec.Struct, frozen=True):
-    """What a life of the trainer ranks begins with."""
+    """What an incarnation of the trainer ranks begins with."""
 
     version: int
     checkpoint: str

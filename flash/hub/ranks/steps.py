@@ -35,7 +35,7 @@ class Steps(Part):
         parts: what all parts of the hub are given.
         work: of the nodes, who are given what a step makes room for.
         versions: are announced there.
-        trainers: the ranks, and which of their lives counts.
+        trainers: the ranks, and which of their incarnations counts.
         part_bytes: of a shard, what one message may hold.
     """
 
@@ -51,7 +51,7 @@ class Steps(Part):
         self._work = work
         self._versions = versions
         self._trainers = trainers
-        self._lives = trainers.lives
+        self._incarnations = trainers.incarnations
         self._part_bytes = part_bytes
         self._kept_waiting = 0
         """Publications and goodbyes that wait for engines."""
@@ -83,18 +83,19 @@ class Steps(Part):
 
     async def batch(self, request: p.BatchRequest) -> p.BatchReply:
         """Give a rank a part of its shard. Waits for enough complete groups; all ranks get the same answer."""
-        if request.step != self._lives.held:
-            raise ContractError(f"rank {request.rank} asks for step {request.step}; the ranks hold {self._lives.held}")
+        if request.step != self._incarnations.held:
+            held = self._incarnations.held
+            raise ContractError(f"rank {request.rank} asks for step {request.step}; the ranks hold {held}")
         self._observer.activities(request.activities)
-        life = self._lives.number
-        if self._lives.behind(self._progress.version):
-            return await self._trained_before(request, life)
+        incarnation = self._incarnations.number
+        if self._incarnations.behind(self._progress.version):
+            return await self._trained_before(request, incarnation)
         await self._until_formed()
         if not self.training:
             # The same to all ranks, whatever comes between their questions: they export the model together.
             self._last_reply = self._last_reply or p.BatchReply(None, finished=self._progress.stopping == "finished")
             return self._last_reply
-        return self._part(self._shards[request.rank], request, life, keeps=True, saves=self._saves)
+        return self._part(self._shards[request.rank], request, incarnation, keeps=True, saves=self._saves)
 
     async def _until_formed(self) -> None:
         """Wait until there is a batch, or the run is stopping; the first to see that one can be formed forms it."""
@@ -110,23 +111,23 @@ class Steps(Part):
             self._asking -= 1
             self._progress.send("run")
 
-    async def _trained_before(self, request: p.BatchRequest, life: int) -> p.BatchReply:
-        """A part of what a life before this one has trained at the same step."""
+    async def _trained_before(self, request: p.BatchRequest, incarnation: int) -> p.BatchReply:
+        """A part of what an incarnation before this one has trained at the same step."""
         # Afterwards they hold the run's version, and its state is still as it was between two steps.
         keeps = request.step + 1 == self._progress.version and self._progress.batch == "none"
         again = await self._trainers.trained_before(request.step, keeps=keeps)
         if again is None:
             return p.BatchReply(None, keeps=False)
-        return self._part(again.shards[request.rank], request, life, keeps=again.keeps)
+        return self._part(again.shards[request.rank], request, incarnation, keeps=again.keeps)
 
     def _part(
-        self, parts: list[Shard], request: p.BatchRequest, life: int, *, keeps: bool, saves: bool = False
+        self, parts: list[Shard], request: p.BatchRequest, incarnation: int, *, keeps: bool, saves: bool = False
     ) -> p.BatchReply:
         if not 0 <= request.part < len(parts):
             raise ContractError(f"rank {request.rank} asks for part {request.part} of the {len(parts)} of its shard")
         left = len(parts) - 1 - request.part
-        if left == 0 and self._lives.counts(life):  # else the rank is gone by now
-            self._lives.fetched.add(request.rank)
+        if left == 0 and self._incarnations.counts(incarnation):  # else the rank is gone by now
+            self._incarnations.fetched.add(request.rank)
         return p.BatchReply(parts[request.part], keeps=keeps, left=left, saves=saves)
 
     async def _form_batch(self) -> None:
@@ -163,10 +164,11 @@ class Steps(Part):
             self._progress.send("run", "batches")
 
     async def commit(self, request: p.Commit) -> p.Ack:
-        """The ranks have trained a step: it is booked, unless a life before this one has booked it."""
-        if request.step != self._lives.held or len(self._lives.fetched) != self._config.trainer_world_size:
-            raise ContractError(f"step {request.step} was committed while the ranks hold {self._lives.held}")
-        if self._lives.commits(self._progress.version):
+        """The ranks have trained a step: it is booked, unless an incarnation before this one has booked it."""
+        ranks = self._incarnations
+        if request.step != ranks.held or len(ranks.fetched) != self._config.trainer_world_size:
+            raise ContractError(f"step {request.step} was committed while the ranks hold {ranks.held}")
+        if ranks.commits(self._progress.version):
             with anyio.CancelScope(shield=True):
                 await self._book(request)
         self._progress.stages_ended += 1
@@ -205,12 +207,13 @@ class Steps(Part):
         ranks that are gone.
         """
         progress = self._progress
-        if self._lives.publishes(progress.version):
+        if self._incarnations.publishes(progress.version):
             if progress.reachable:
                 await self._until_engines(lambda: self._fleet.up_to_date)
             self._trainers.hold_again(published)
             news = progress.published is None or progress.published.version < published.version
-            progress.published, progress.reachable = msgspec.structs.replace(published, life=self._lives.number), True
+            progress.published = msgspec.structs.replace(published, incarnation=self._incarnations.number)
+            progress.reachable = True
             if news:
                 self._evaluations.published(published.version)
                 self._versions.published(published.version)
@@ -237,7 +240,7 @@ class Steps(Part):
         await self._work.tidy()
         await in_slices(self._buffer.copy_ahead())
         await self._work.tidy()
-        if self._progress.batch != "none" or self._lives.behind(self._progress.version):
+        if self._progress.batch != "none" or self._incarnations.behind(self._progress.version):
             raise ContractError(f"a snapshot belongs between two steps, and step {self._progress.version} is trained")
         self._observer.ledger(self._buffer.ledger.totals(self._buffer.in_flight))
         version, kept = self._progress.version, self._buffer.snapshot()

@@ -1,8 +1,8 @@
 """Trainers: the hub's side of the trainer ranks' coming and going. It owns no task.
 
-A life of theirs (`flash.hub.ranks.lives`) that is lost does not end the run: its calls are ended, and so are its
-ranks, by their node's launcher, which asks here. The engines go on with what they have.
-The next life is told which checkpoint to load, and trains again what the run has trained since
+An incarnation of theirs (`flash.hub.ranks.incarnations`) that is lost does not end the run: its calls are ended,
+and so are its ranks, by their node's launcher, which asks here. The engines go on with what they have.
+The next incarnation is told which checkpoint to load, and trains again what the run has trained since
 (`flash.hub.ranks.recovery`); so does the first one of a hub that has started again. Where that cannot be, the run
 ends with an error after which all processes start again.
 """
@@ -16,16 +16,16 @@ import anyio
 
 from flash.config import waits
 from flash.config.tree import Config
-from flash.errors import CollectiveError, FlashError, LifeOverError, PeerLostError, error_of
+from flash.errors import CollectiveError, FlashError, IncarnationOverError, PeerLostError, error_of
 from flash.hub import protocol as p
 from flash.hub.parts import Part, Parts
-from flash.hub.ranks.lives import Lives
+from flash.hub.ranks.incarnations import Incarnations
 from flash.hub.ranks.recovery import RepeatedStep, Start
 from flash.types import Published
 
 T = TypeVar("T")
 
-LIFE_OVER = "this life of the trainer ranks is over, as one of them is gone or hangs"
+INCARNATION_OVER = "this incarnation of the trainer ranks is over, as one of them is gone or hangs"
 """What a rank of it is told."""
 
 
@@ -34,8 +34,8 @@ class Trainers(Part):
 
     Args:
         parts: what all parts of the hub are given.
-        start: what the first life begins with.
-        number: of the first life.
+        start: what the first incarnation begins with.
+        number: of the first incarnation.
         part_bytes: of a shard, what one message may hold.
     """
 
@@ -50,14 +50,14 @@ class Trainers(Part):
         self._why_not = "" if self._past is None else why_not(self._config)
         self._ranks = self._config.trainer_world_size
         self._part_bytes = part_bytes
-        self.lives = Lives(self._ranks, start.version, self._progress.version, number)
+        self.incarnations = Incarnations(self._ranks, start.version, self._progress.version, number)
         self._start: Start | None = start
-        """What the newest life begins with, once that is known."""
+        """What the newest incarnation begins with, once that is known."""
         self._choosing = False
         self._store: str | None = None
-        """Where the ranks of the newest life meet, once its rank 0 has said so."""
+        """Where the ranks of the newest incarnation meet, once its rank 0 has said so."""
         self._hung: set[int] = set()
-        """Processes that were silent when their life ended."""
+        """Processes that were silent when their incarnation ended."""
         self._again: RepeatedStep | None = None
         self._calls: set[anyio.CancelScope] = set()
         self.hosts: dict[int, str] = {}
@@ -65,9 +65,9 @@ class Trainers(Part):
         self.begun: dict[int, float] = {}
         """When each rank of now has come."""
         self._changes = 0
-        """Of which processes the lives have."""
-        self._lost_at = self._now() if self.lives.away else None
-        """When the last life was lost that held the run's version, or this hub began, until the next one does."""
+        """Of which processes the incarnations have."""
+        self._lost_at = self._now() if self.incarnations.away else None
+        """When the last incarnation was lost that held the run's version, or this hub began, until the next does."""
 
     @property
     def done(self) -> bool:
@@ -75,23 +75,25 @@ class Trainers(Part):
 
         An interrupted run does not wait for ranks that are only starting: they would have nothing new to save.
         """
-        progress, lives = self._progress, self.lives
-        if progress.stopping == "interrupted" and (lives.away or (progress.published is None and not lives.complete)):
+        progress, incarnations = self._progress, self.incarnations
+        if progress.stopping == "interrupted" and (
+            incarnations.away or (progress.published is None and not incarnations.complete)
+        ):
             return True
-        return lives.finished
+        return incarnations.finished
 
-    # -- lives -------------------------------------------------------------------------------------------------------
+    # -- incarnations ------------------------------------------------------------------------------------------------
 
-    async def begins(self, request: p.LifeRequest) -> p.LifeReply:
-        """What a rank is to begin with. The first one of its life that asks has it chosen; all wait for rank 0."""
-        self.lives.begins(request.rank, request.process)
+    async def begins(self, request: p.IncarnationRequest) -> p.IncarnationReply:
+        """What a rank is to begin with. The first of its incarnation that asks has it chosen; all wait for rank 0."""
+        self.incarnations.begins(request.rank, request.process)
         self.begun[request.rank], self.hosts[request.rank] = self._now(), request.host
         self._changed()
         self._progress.refuse_at_end()
         if request.rank == 0:
             self._store = request.store
             self._progress.send("batches")
-        while self._start is None and not self.lives.finished:
+        while self._start is None and not self.incarnations.finished:
             if self._choosing:
                 await self._progress.until("batches", lambda: not self._choosing)
                 continue
@@ -101,18 +103,18 @@ class Trainers(Part):
             finally:
                 self._choosing = False
                 self._progress.send("batches")
-        await self._progress.until("batches", lambda: self._store is not None or self.lives.finished)
-        checkpoint = self._start.checkpoint if self._start is not None and not self.lives.finished else None
-        return p.LifeReply(self.lives.number, checkpoint, self._store or "")
+        await self._progress.until("batches", lambda: self._store is not None or self.incarnations.finished)
+        checkpoint = self._start.checkpoint if self._start is not None and not self.incarnations.finished else None
+        return p.IncarnationReply(self.incarnations.number, checkpoint, self._store or "")
 
     async def _choose(self) -> Start:
-        assert self._past is not None, "without a past no life follows the first"
+        assert self._past is not None, "without a past no incarnation follows the first"
         version = self._progress.version
         try:
             start = await self._past.start(version)
         except FlashError as error:
             raise self._cannot_come_back(error) from error
-        self.lives.begins_at(start.version, self._progress.version)
+        self.incarnations.begins_at(start.version, self._progress.version)
         return start
 
     def _cannot_come_back(self, error: FlashError) -> PeerLostError:
@@ -124,34 +126,34 @@ class Trainers(Part):
         return failed
 
     def lost(self, rank: int) -> None:
-        """A rank of the newest life is gone."""
-        if rank not in self.lives.present:
+        """A rank of the newest incarnation is gone."""
+        if rank not in self.incarnations.present:
             return
         self._progress.send("run")
         silent = self._silent()
-        if self.lives.lost(rank):
+        if self.incarnations.lost(rank):
             words = f"trainer rank {rank} is gone without a word: its process was killed, or crashed"
-            self.end_life(PeerLostError("; ".join([words, *silent])))
+            self.end_incarnation(PeerLostError("; ".join([words, *silent])))
 
     def hang(self, waited: str) -> None:
-        """The ranks of the newest life, of which some are here, have not done in time what the run waits for."""
-        hanging = self._silent() or [f"{self._named(rank)} hangs" for rank in self.lives.present]
-        if self.lives.given_up():
-            self.end_life(PeerLostError(f"{' and '.join(hanging)}: {waited}"))
+        """The ranks of the newest incarnation, of which some are here, have not done in time what the run waits for."""
+        hanging = self._silent() or [f"{self._named(rank)} hangs" for rank in self.incarnations.present]
+        if self.incarnations.given_up():
+            self.end_incarnation(PeerLostError(f"{' and '.join(hanging)}: {waited}"))
 
     def collective_failed(self, error: CollectiveError, awaited: str) -> None:
         """A rank says that a collective failed, or outlived its deadline, and none is gone."""
         seconds = f"a collective may take {self._config.deadlines.collective:g} s (deadlines.collective)"
         words = [*self._silent(), f"{error}; the run waited for {awaited}, in which {seconds}"]
-        self.end_life(CollectiveError(": ".join(words)))
+        self.end_incarnation(CollectiveError(": ".join(words)))
 
     async def failed(self, request: p.Fatal, waited_for: Callable[[], str]) -> None:
         """End the run with a peer's error, unless it is the echo of the end of another one that has no voice."""
         error = error_of(request.error, request.message)
         if error is None or isinstance(error, CollectiveError):
-            life = self.lives.number
+            incarnation = self.incarnations.number
             await anyio.sleep(waits.echo_s(self._config))
-            if not self.lives.counts(life):
+            if not self.incarnations.counts(incarnation):
                 return
         if isinstance(error, CollectiveError):
             self.collective_failed(error, waited_for())
@@ -160,19 +162,19 @@ class Trainers(Part):
 
     def leaves(self, rank: int) -> None:
         """A rank has said goodbye."""
-        self.lives.leaves(rank)
+        self.incarnations.leaves(rank)
         self._changed()
         self._progress.send("run")
 
     def _silent(self) -> list[str]:
-        """The ranks that are not heard of any more, in words, for the error that ends their life."""
-        quiet = self.lives.silent(waits.SILENT_S, self._now())
-        self._hung = {self.lives.processes[rank] for rank in quiet if rank in self.lives.processes}
+        """The ranks that are not heard of any more, in words, for the error that ends their incarnation."""
+        quiet = self.incarnations.silent(waits.SILENT_S, self._now())
+        self._hung = {self.incarnations.processes[rank] for rank in quiet if rank in self.incarnations.processes}
         return [f"{self._named(rank)} hangs: it has been silent for {seconds:.0f} s" for rank, seconds in quiet.items()]
 
     def _named(self, rank: int) -> str:
         where = f"on node {self.node_of(rank)}"
-        if (process := self.lives.processes.get(rank)) is not None:
+        if (process := self.incarnations.processes.get(rank)) is not None:
             where = f"process {process} {where}"
         return f"trainer rank {rank} ({where})"
 
@@ -180,9 +182,9 @@ class Trainers(Part):
         """The node of a rank."""
         return rank // self._config.cluster.trainer_ranks
 
-    async def watched(self, request: p.LifeWatch) -> None:
-        """Show a rank, after a while, that its life goes on."""
-        self.lives.beats(request.rank, self._now())
+    async def watched(self, request: p.IncarnationWatch) -> None:
+        """Show a rank, after a while, that its incarnation goes on."""
+        self.incarnations.beats(request.rank, self._now())
         await anyio.sleep(waits.BEAT_S)
 
     async def ranks_of(self, request: p.RanksRequest) -> p.RanksReply:
@@ -190,7 +192,7 @@ class Trainers(Part):
         await self._progress.until("ranks", lambda: request.after != self._changes)
         here = [
             [process for rank, process in ranks.items() if self.node_of(rank) == request.node]
-            for ranks in (self.lives.processes, self.lives.ended)
+            for ranks in (self.incarnations.processes, self.incarnations.ended)
         ]
         living, ended = here[0], [process for process in here[1] if process not in here[0]]
         return p.RanksReply(self._changes, living, ended, hung=[one for one in ended if one in self._hung])
@@ -199,8 +201,8 @@ class Trainers(Part):
         self._changes += 1
         self._progress.send("ranks")
 
-    def end_life(self, error: FlashError) -> None:
-        """The newest life is over, for this reason."""
+    def end_incarnation(self, error: FlashError) -> None:
+        """The newest incarnation is over, for this reason."""
         progress = self._progress
         if progress.error is not None or progress.done:
             return
@@ -211,13 +213,13 @@ class Trainers(Part):
             return
         if self._lost_at is None:
             self._lost_at = self._now()
-        self.lives.end()
+        self.incarnations.end()
         self._end_calls()
         self._observer.failure("trainers_lost", str(error))
         self._observer.note(f"{error}. The trainer ranks start again, and the engines go on meanwhile")
 
     def _end_calls(self) -> None:
-        """Nothing more is answered to the newest life; the next one begins with what is chosen then."""
+        """Nothing more is answered to the newest incarnation; the next one begins with what is chosen then."""
         self._changed()
         if self._past is not None:
             self._start = None
@@ -229,14 +231,14 @@ class Trainers(Part):
         self._progress.send("run", "batches", "engines")
 
     async def while_it_lasts(self, answer: Callable[[], Awaitable[T]]) -> T:
-        """The answer to a rank of the newest life. Raises LifeOverError: its life ended before there was one."""
+        """The answer to a rank of the newest incarnation. Raises IncarnationOverError: that one ended before."""
         with anyio.CancelScope() as call:
             self._calls.add(call)
             try:
                 return await answer()
             finally:
                 self._calls.discard(call)
-        raise LifeOverError(LIFE_OVER)
+        raise IncarnationOverError(INCARNATION_OVER)
 
     # -- what they train again ---------------------------------------------------------------------------------------
 
@@ -244,13 +246,13 @@ class Trainers(Part):
         """What the ranks train at a step that is booked already, the same for all; None: it is too late for that.
 
         Args:
-            step: of this life's version.
+            step: of this incarnation's version.
             keeps: whether a checkpoint may follow; the first rank that asks settles it.
 
         Raises:
             PeerLostError: it cannot be read.
         """
-        assert self._past is not None, "without a past no life is behind"
+        assert self._past is not None, "without a past no incarnation is behind"
         if self._again is None:
             self._again = RepeatedStep(self._past, self._progress, self._ranks, self._part_bytes)
         again = self._again
@@ -267,9 +269,9 @@ class Trainers(Part):
         if self._lost_at is None:
             return
         seconds, self._lost_at, self._again = self._now() - self._lost_at, None, None
-        if self.lives.lost_before:  # else they were not lost alone
+        if self.incarnations.lost_before:  # else they were not lost alone
             self._metrics.trainers_returned()
-        steps = self.lives.repeated
+        steps = self.incarnations.repeated
         words = f"the trainer ranks are back at version {published.version} after {seconds:.0f} s"
         if steps:
             words += f", in which they have trained {steps} step{'s' * (steps > 1)} again"

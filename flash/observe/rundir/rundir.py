@@ -11,7 +11,7 @@
     ledger.json, summary.json         totals
     cluster.json                      nodes, engines and failures (flash.observe.cluster)
     checkpoints/, plots/, track/      written by their own rooms
-    earlier/001/                      rows of steps that a later life did again
+    earlier/001/                      rows of steps that a later incarnation did again
     hub-lives                         how many hubs the run has had
 
 Invariants: a line is appended whole and reaches the operating system before the call returns; a line torn by a crash is
@@ -111,7 +111,7 @@ def _oldest_versions(trajectory: Trajectory) -> list[int]:
     return found
 
 
-class HubLives:
+class HubIncarnations:
     """The numbers of a run's hubs, in a file that counts them."""
 
     def __init__(self, file: Path) -> None:
@@ -160,13 +160,13 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.plots = path / "plots"
         self.earlier = path / "earlier"
-        self.lives = HubLives(path / "hub-lives")
+        self.incarnations = HubIncarnations(path / "hub-lives")
 
     @classmethod
     def open(cls, path: Path, config_text: str, resume_at: int | None = None) -> RunDirectory:
         """Create the folders, write the resolved configuration and clear the way for the rows to come.
 
-        `resume_at` is the version a resumed run continues from: what an earlier life recorded beyond it moves to
+        `resume_at` is the version a resumed run continues from: what an earlier incarnation recorded beyond it moves to
         `earlier/`, because those steps will be done again. None starts a new run: the directory of an earlier run of
         this name moves as a whole to `<name>.1`, `<name>.2`, …
         """
@@ -213,7 +213,7 @@ class RunDirectory:
         return read_rows(self.metrics, dict[str, Any])
 
     def read_undone(self) -> list[dict[str, Any]]:
-        """The steps that earlier lives had recorded and later ones did again."""
+        """The steps that earlier incarnations had recorded and later ones did again."""
         files = (folder / self.metrics.name for folder in sorted(self.earlier.glob("[0-9]*")))
         return [row for file in files for row in read_rows(file, dict[str, Any])]
 
@@ -230,10 +230,11 @@ class RunDirectory:
         return read_rows(self.samples, SampleTimes)
 
     def _roll_back(self, resume_at: int) -> None:
-        """Move what the coming life will do again to `earlier/`, and drop torn lines.
+        """Move what the coming incarnation will do again to `earlier/`, and drop torn lines.
 
         A step and its samples belong to the past if it was trained before version `resume_at`, an evaluation if it
-        saw no newer weights than that. Spans are facts about time and stay. The summary is that of the earlier life.
+        saw no newer weights than that. Spans are facts about time and stay. The summary is that of the earlier
+        incarnation.
         """
         used = [int(entry.name) for entry in self.earlier.glob("[0-9]*")]
         aside = self.earlier / f"{max(used, default=0) + 1:03d}"

@@ -193,7 +193,7 @@ def _past(config: Config) -> Iterator[Problem]:
     yield from refused(had, _settings(config), directory.path)
     yield from _kept(config)
     try:
-        directory.lives.last()
+        directory.incarnations.last()
     except RunDirectoryError as error:
         yield Problem("run.resume", str(error))
     if (reached := booked_version(config)) > config.run.steps:

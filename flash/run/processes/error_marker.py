@@ -29,11 +29,11 @@ class ErrorMarker:
         self._launch = launch
 
     def stands(self) -> bool:
-        """Whether an earlier life of the same launch ended for good."""
+        """Whether an earlier incarnation of the same launch ended for good."""
         return self.message() is not None
 
     def message(self) -> str | None:
-        """The error that ended an earlier life of the same launch for good."""
+        """The error that ended an earlier incarnation of the same launch for good."""
         for path in self._places():
             try:
                 row = json.loads(path.read_text())

@@ -1,9 +1,9 @@
 """The trainer ranks of a machine, as their launcher keeps them.
 
-They meet in a store that rank 0 opens, and of which the hub tells the others. The hub also says whose life is over:
-since another rank is gone, on whatever machine, or since one hangs. A rank may be held by a collective then, or hang
-itself, so that its launcher ends it. All ranks start again, each on its own machine, and come to the hub as the next
-life.
+They meet in a store that rank 0 opens, and of which the hub tells the others. The hub also says whose incarnation is
+over: since another rank is gone, on whatever machine, or since one hangs. A rank may be held by a collective then, or
+hang itself, so that its launcher ends it. All ranks start again, each on its own machine, and come to the hub as the
+next incarnation.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Ranks(Part):
         return end, [describe(f"trainer rank {first + one.local}", one) for one in silent]
 
     async def heed_hub(self) -> None:
-        """End the processes whose life is over; returns when the run is.
+        """End the processes whose incarnation is over; returns when the run is.
 
         Consumes news of the ranks. Waits for the hub, and for the next ones. Produces ends of processes.
 
@@ -106,7 +106,7 @@ class Ranks(Part):
                         news = await caller.call(p.RanksRequest(self.node, after), timeout=math.inf)
                         after, living = news.number, news.living
                         self.hear(news)
-            except FlashError:  # it has ended, and with it the lives of its ranks
+            except FlashError:  # it has ended, and with it the incarnations of its ranks
                 await anyio.sleep(LOST_S)
                 self.processes.kill(living)
 
@@ -121,7 +121,7 @@ class Ranks(Part):
         return heard
 
     def hear(self, news: p.RanksReply) -> None:
-        """End those whose life is over; a restart of one that hung counts."""
+        """End those whose incarnation is over; a restart of one that hung counts."""
         here = self.processes.pids
         for pid in news.hung:
             if pid in here and pid not in self._hung:

@@ -1,6 +1,6 @@
 """Notices a job that SLURM requeues for ever: one whose time limit, or the next preemption, always comes before a step.
 
-Each life of a requeued job leaves in `requeues.json` of the run directory at which version it began.
+Each incarnation of a requeued job leaves in `requeues.json` of the run directory at which version it began.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from flash.run.restart.history import booked_version, reach
 from flash.trainer.state.stored import newest_complete, read_manifest
 
 MOST_IDLE = 2
-"""Lives of a requeued job, one after the other, that may begin where the one before began."""
+"""Incarnations of a requeued job, one after the other, that may begin where the one before began."""
 
 FILE = "requeues.json"
 
 
 class Requeues(msgspec.Struct, frozen=True):
-    """What the lives of a job have come to."""
+    """What the incarnations of a job have come to."""
 
     job: str
     version: int
-    """At which the newest life began; −1 with neither a checkpoint nor a step."""
+    """At which the newest incarnation began; −1 with neither a checkpoint nor a step."""
     idle: int
-    """Lives in a row that began where the one before began."""
+    """Incarnations in a row that began where the one before began."""
 
 
 def refuse_idle_requeues(config: Config) -> None:
-    """Count this life of a requeued job. The caller is the only launch of the run.
+    """Count this incarnation of a requeued job. The caller is the only launch of the run.
 
     Raises:
-        RequeueError: as many lives before it as there may be have brought the run nowhere.
+        RequeueError: as many incarnations before it as there may be have brought the run nowhere.
     """
     file = config.run_dir / FILE
     job = os.environ.get("SLURM_JOB_ID", "")
@@ -57,7 +57,7 @@ def refuse_idle_requeues(config: Config) -> None:
 
 
 def _begins_at(config: Config) -> int:
-    """The version at which this life begins: what was trained after a checkpoint counts where it is kept."""
+    """The version at which this incarnation begins: what was trained after a checkpoint counts where it is kept."""
     checkpoint = newest_complete(config.run_dir)
     version = -1 if checkpoint is None else read_manifest(checkpoint).version
     if config.checkpoint.journal == "off":

@@ -55,7 +55,7 @@ def hub_token(run_dir: Path, given: str | None) -> Generator[tuple[bytes, str]]:
         yield parse_token(given), ""
         return
     token = new_token()
-    # A name of its own for each life of the hub: no host can have cached an older file under it.
+    # A name of its own for each incarnation of the hub: no host can have cached an older file under it.
     path = run_dir / f"hub-{token_hex(8)}.token"
     try:
         _leave(path, token)

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _become(role, order, config)
     except FlashError as error:
-        # In its last life every error ends the run; that of a lost peer is the echo of another's.
+        # In its last incarnation every error ends the run; that of a lost peer is the echo of another's.
         last = order.restarts >= config.cluster.max_restarts and not isinstance(error, PeerLostError)
         final = error.fatal or (last and order.node == 0)
         if final and order.node == 0:

@@ -1,8 +1,8 @@
 """The journal in files: `journal/000003-step-000020.log` in the run directory, one from each checkpoint to the next.
 
 A file is a sequence of records (`flash.observe.rundir.frames`): a `Head`, then events (`flash.samples.journal`).
-Files are numbered over all lives of a run, and a checkpoint names the one that follows it. A record that a crash has
-torn is the end of its file; one that is damaged with others behind it is an error. What lies before the oldest
+Files are numbered over all incarnations of a run, and a checkpoint names the one that follows it. A record that a crash
+has torn is the end of its file; one that is damaged with others behind it is an error. What lies before the oldest
 checkpoint is deleted.
 """
 
@@ -270,7 +270,7 @@ def set_journal_aside(run_dir: Path, number: int) -> str:
 
 
 def forget_journal(run_dir: Path) -> None:
-    """Delete it: a journal that misses a life of the run is of no use."""
+    """Delete it: a journal that misses an incarnation of the run is of no use."""
     shutil.rmtree(journal_folder(run_dir), ignore_errors=True)
 
 

@@ -1,12 +1,12 @@
-"""Lives: the trainer ranks from one restart to the next, and how far those of now are behind the run. Pure state.
+"""Incarnations: the trainer ranks from one restart to the next, and how far they are behind the run. Pure state.
 
-A rank's connection belongs to the life in which it arrived. When one rank is lost, or hangs, all of that life is over:
-what its ranks still say counts no more, and whoever arrives then begins the next life. A life starts from a checkpoint,
-at a version that the run may have left behind long ago, and trains the same batches again until it holds the run's
-version: also the first one of a hub that has started again.
+A rank's connection belongs to the incarnation in which it arrived. When one rank is lost, or hangs, all of it is over:
+what its ranks still say counts no more, and whoever arrives then begins the next one. An incarnation starts
+from a checkpoint, at a version that the run may have left behind long ago, and trains the same batches again until it
+holds the run's version: also the first one of a hub that has started again.
 
-Laws: each step is booked once, by whichever life commits it first. Each life trains every step from its beginning on,
-in order. To the engines goes the run's version alone, so that what they are given never goes back.
+Laws: each step is booked once, by whichever incarnation commits it first. Each one trains every step from its beginning
+on, in order. To the engines goes the run's version alone, so that what they are given never goes back.
 """
 
 from __future__ import annotations
@@ -14,55 +14,55 @@ from __future__ import annotations
 from flash.errors import ContractError
 
 
-class Lives:
+class Incarnations:
     """See the module's docstring. `version`, wherever it is asked for, is the run's.
 
     Args:
-        ranks: how many make a life.
-        held: what the first life begins with.
+        ranks: how many make an incarnation.
+        held: what the first incarnation begins with.
         version: the run's.
-        number: of the first life.
+        number: of the first incarnation.
     """
 
     def __init__(self, ranks: int, held: int, version: int, number: int = 1) -> None:
         self._ranks = ranks
         self._first = self.number = number
-        """Of the newest life."""
+        """Of the newest incarnation."""
         self.held = held
         """The version that its ranks hold."""
         self.repeated = 0
         """Steps that it has trained again."""
         self.begins_at(held, version)
         self.away = self.behind(version)
-        """Whether a life was lost, be it with a former hub, and the next one has published nothing yet."""
+        """Whether an incarnation was lost, be it with a former hub, and the next one has published nothing yet."""
         self._over = False
-        """Whether the newest life is over, and nobody of the next one is here."""
+        """Whether the newest incarnation is over, and nobody of the next one is here."""
         self.fetched: set[int] = set()
         """Ranks that have all of their shard."""
         self.processes: dict[int, int] = {}
-        """The process ids of the ranks of this life, each on its own node."""
+        """The process ids of the ranks of this incarnation, each on its own node."""
         self.ended: dict[int, int] = {}
-        """The same of the last process of each rank whose life is over; it may hang."""
+        """The same of the last process of each rank whose incarnation is over; it may hang."""
         self._beats: dict[int, float] = {}
-        """When each rank of this life has shown last that its process runs."""
+        """When each rank of this incarnation has shown last that its process runs."""
         self._present: set[int] = set()
         self._left: set[int] = set()
 
     @property
     def lost_before(self) -> bool:
-        """Whether a life was lost under this hub."""
+        """Whether an incarnation was lost under this hub."""
         return self.number > self._first
 
     @property
     def followed(self) -> int:
-        """Lives that were lost under this hub, and followed by another one."""
+        """Incarnations that were lost under this hub, and followed by another one."""
         return max(0, self.number - self._first)
 
     # -- who is there ------------------------------------------------------------------------------------------------
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks of this life have come."""
+        """Whether all ranks of this incarnation have come."""
         return len(self._present) == self._ranks
 
     @property
@@ -71,11 +71,11 @@ class Lives:
         return len(self._left) == self._ranks
 
     def counts(self, number: int) -> bool:
-        """Whether the ranks of this life are still listened to."""
+        """Whether the ranks of this incarnation are still listened to."""
         return number == self.number and not self._over
 
     def arrives(self, rank: int) -> int:
-        """A rank is there; the life that it belongs to."""
+        """A rank is there; the incarnation that it belongs to."""
         if self._over:
             self._over = False
             self.number += 1
@@ -84,7 +84,7 @@ class Lives:
 
     @property
     def present(self) -> list[int]:
-        """The ranks of this life that have come."""
+        """The ranks of this incarnation that have come."""
         return sorted(self._present)
 
     def begins(self, rank: int, process: int) -> None:
@@ -96,7 +96,7 @@ class Lives:
         self._beats[rank] = now
 
     def silent(self, seconds: float, now: float) -> dict[int, float]:
-        """The ranks of this life whose last beat is so long ago, each with the seconds."""
+        """The ranks of this incarnation whose last beat is so long ago, each with the seconds."""
         quiet = {rank: now - last for rank, last in sorted(self._beats.items())}
         return {rank: since for rank, since in quiet.items() if since > seconds}
 
@@ -107,7 +107,7 @@ class Lives:
         self._beats.pop(rank, None)
 
     def lost(self, rank: int) -> bool:
-        """A rank of this life is gone; whether that ends the life.
+        """A rank of this incarnation is gone; whether that ends the incarnation.
 
         Not when any has said goodbye: by then all have saved what there was to save.
         """
@@ -118,7 +118,7 @@ class Lives:
         return True
 
     def given_up(self) -> bool:
-        """The ranks of this life hang; whether that ends the life. Not when any has said goodbye, as above."""
+        """The ranks of this incarnation hang; whether that ends it. Not when any has said goodbye, as above."""
         if self._left:
             self._left.update(range(self._ranks))
             return False
@@ -126,7 +126,7 @@ class Lives:
         return True
 
     def end(self) -> None:
-        """This life is over."""
+        """This incarnation is over."""
         self._over = self.away = True
         self.ended |= self.processes
         self._present.clear()
@@ -137,13 +137,13 @@ class Lives:
     # -- how far they are --------------------------------------------------------------------------------------------
 
     def begins_at(self, held: int, version: int) -> None:
-        """All ranks of this life start from this version."""
+        """All ranks of this incarnation start from this version."""
         if held > version:
             raise ContractError(f"the trainers would start from version {held} of a run that is at {version}")
         self.held, self.repeated = held, 0
 
     def behind(self, version: int) -> bool:
-        """Whether this life has steps to train again."""
+        """Whether this incarnation has steps to train again."""
         return self.held < version
 
     def publishes(self, version: int) -> bool:
