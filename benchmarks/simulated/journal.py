@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.form import Args, Row, main
 from benchmarks.simulated.hub_peers import Order
 from benchmarks.simulated.hub_scale import Size, Taken, TimedLoop, scene, settings
-from flash.run.restart.journal import FileJournal, Place, replay_journal
+from flash.run.restart.journal import FileJournal, JournalPlace, replay_journal
 from flash.samples.journal import NO_JOURNAL, Journal
 from flash.samples.replay import Replay
 
@@ -40,7 +40,7 @@ async def journal_in(run_dir: Path, policy: str) -> AsyncGenerator[Journal]:
     if policy == "off":
         yield NO_JOURNAL
         return
-    journal = FileJournal(run_dir, 0, Place(0, 0), to_disk=policy == "fsync", tell=print)
+    journal = FileJournal(run_dir, 0, JournalPlace(0, 0), to_disk=policy == "fsync", tell=print)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(journal.run)
         yield journal

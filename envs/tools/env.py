@@ -24,7 +24,7 @@ from envs.sandbox.explain import clipped
 from envs.sandbox.open import open_sandboxes
 from envs.tools.arguments import UNREADABLE, MalformedCallError, read_call
 from envs.tools.memory import Answers, Memory
-from envs.tools.place import ToolPlace, Work
+from envs.tools.place import ToolPlace, ToolSandboxes
 from envs.tools.runner import SANDBOX, Cut, Runner, Toolset
 from flash.config.objects import check_options, load_object
 from flash.environment import Environment, EpisodeView, Info, Informed, StepResult, shared, wrap
@@ -96,9 +96,9 @@ class ToolOptions(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """What the sandbox must have."""
         return Language(image=self.image, file="-", run=("python3", "-"))
 
-    def work(self, opener: SandboxOpener) -> Work:
+    def work(self, opener: SandboxOpener) -> ToolSandboxes:
         """Where tools run."""
-        return Work(spec_of(self.language, limits_of(self.limits)), self.pool, opener)
+        return ToolSandboxes(spec_of(self.language, limits_of(self.limits)), self.pool, opener)
 
 
 class ToolEnv:

@@ -19,7 +19,7 @@ TASKS = "envs.tools"
 """What the tasks of a node's tools are shared under."""
 
 
-class Work(msgspec.Struct, frozen=True):
+class ToolSandboxes(msgspec.Struct, frozen=True):
     """Where the tools of an environment run."""
 
     spec: Spec
@@ -30,7 +30,7 @@ class Work(msgspec.Struct, frozen=True):
 class ToolPlace:
     """One episode's."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: ToolSandboxes) -> None:
         self._work = work
         self._held = AsyncExitStack()
         self._sandbox: Sandbox | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flash.cli.commands import Commands
+from flash.cli.commands import CommandParsers
 from flash.cli.files import check_writable
 from flash.cli.simulate import run_all
 from flash.config.load import load
@@ -21,7 +21,7 @@ SEEDS = 4
 """Draws of the workload that a prediction is averaged over: a short run's own draw is noise."""
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("calibrate", help="fit a [simulate] table to a run directory")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--output", type=Path, metavar="FILE.toml", help="default: RUN_DIR/fitted.toml")

@@ -6,7 +6,7 @@ import argparse
 from typing import Protocol
 
 
-class Commands(Protocol):
+class CommandParsers(Protocol):
     """Where a command adds its parser."""
 
     def add_parser(self, name: str, *, help: str) -> argparse.ArgumentParser:

@@ -6,12 +6,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from flash.cli.commands import Commands
+from flash.cli.commands import CommandParsers
 from flash.cli.files import run_directory
 from flash.observe.comparison import differences, read_run, results, table
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("compare", help="runs side by side: results with intervals, and configurations")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("other", type=Path, nargs="+", metavar="RUN_DIR", help="compared with the first")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from flash.cli.commands import Commands
+from flash.cli.commands import CommandParsers
 from flash.config.load import load, split_arguments
 from flash.config.tree import Config
 from flash.errors import ConfigError
@@ -25,7 +25,7 @@ CONFIG_S = 90.0
 """For reading the configuration, whose environment is imported."""
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         "doctor", help="what this machine lacks for a run: cores, GPUs, packages, containers, …"
     )

@@ -6,12 +6,12 @@ import argparse
 import os
 import sys
 
-from flash.cli.commands import Commands
+from flash.cli.commands import CommandParsers
 from flash.cli.hub_options import add_hub_option, hub_place
 from flash.errors import ConfigError
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("drain", help="have a node that has joined a run leave it in order")
     parser.add_argument("where", nargs="+", metavar="RUN_DIR|NODE", help="the run, then the node's number")
     add_hub_option(parser)

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from flash.cli import sampling
-from flash.cli.commands import Commands
+from flash.cli.commands import CommandParsers
 from flash.cli.files import check_writable
 from flash.config.tree import Config
 from flash.observe.console import best_of_lines, environment_lines, evaluation_line
@@ -20,7 +20,7 @@ from flash.observe.rundir.samples import Sample
 from flash.observe.stats import BestOf, best_of_each
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("eval", help="a config, a run or a model on held-out problems")
     sampling.add_options(parser)
     parser.add_argument("--samples", type=int, metavar="N", help="answers to each problem: pass@k for k up to N")

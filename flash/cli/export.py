@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from flash.cli.commands import Commands
+from flash.cli.commands import CommandParsers
 from flash.cli.files import check_folder_writable, run_directory
 from flash.cli.sampling import of_run
 from flash.config.load import load
@@ -14,7 +14,7 @@ from flash.run.models.models import export_model
 from flash.trainer.state.stored import MANIFEST
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("export", help="write a run's weights as a Hugging Face model folder")
     parser.add_argument("weights", type=Path, metavar="RUN_DIR|CHECKPOINT", help="of a run, its newest weights")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new one")

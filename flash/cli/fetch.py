@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from flash.cli.commands import Commands
+from flash.cli.commands import CommandParsers
 from flash.config.decode import suggest
 from flash.config.packaged import PACKAGED
 from flash.config.tree import DeadlinesConfig
@@ -16,7 +16,7 @@ FOLDER = Path("outputs/models")
 """In which a model's folder has its name."""
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("fetch", help="get a pretrained model as a folder, or convert a GGUF file to one")
     parser.add_argument("model", nargs="?", metavar="NAME|FILE.gguf", help="none: list what can be had")
     parser.add_argument("--to", type=Path, metavar="FOLDER", help=f"default: {FOLDER}/NAME, or FILE.hf beside the file")

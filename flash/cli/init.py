@@ -10,7 +10,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from flash.cli.commands import Commands
+from flash.cli.commands import CommandParsers
 from flash.cli.files import check_folder_writable
 from flash.errors import ConfigError
 from flash.observe.rundir.rundir import write_atomically, writing
@@ -31,7 +31,7 @@ LONGEST = 128
 """Characters of a run's name."""
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("init", help="write a small project: environment, reward, config and test")
     parser.add_argument("folder", type=Path, help="a folder that is empty or does not exist")
     return parser

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from flash.cli.commands import Commands
+from flash.cli.commands import CommandParsers
 from flash.cli.hub_options import add_hub_option, hub_place
 from flash.errors import ConfigError
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("join", help="add this machine's engines to a run that is under way")
     parser.add_argument(
         "where",

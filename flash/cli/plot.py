@@ -6,12 +6,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from flash.cli.commands import Commands
+from flash.cli.commands import CommandParsers
 from flash.cli.files import run_directory
 from flash.errors import ConfigError
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("plot", help="draw the plots of a run directory again")
     parser.add_argument("run_dir", type=Path)
     return parser

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flash.cli.commands import Commands
+from flash.cli.commands import CommandParsers
 from flash.cli.train import start
 from flash.config.advice import advise
 from flash.config.load import load, split_arguments
@@ -18,7 +18,7 @@ from flash.config.tree import Config
 from flash.errors import ConfigError, RunDirectoryError
 from flash.observe.plots.trace import trace, trace_begin
 from flash.observe.rundir.rundir import RunDirectory, write_atomically
-from flash.profile.order import Order
+from flash.profile.order import ProfileOrder
 from flash.profile.parts import WHOLE, Measured, WholeTrace, parts_in, read_part, whole_trace
 from flash.profile.report import report
 from flash.run.checks.preflight import left_as_it_was, start_problems
@@ -29,7 +29,7 @@ CLOSE_S = 60.0
 REPORT = "report.txt"
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("profile", help="run a few steps of a config under torch's profiler, for Perfetto")
     parser.add_argument("config", nargs="+", metavar="CONFIG|KEY=VALUE", help="as for train")
     parser.add_argument("--steps", type=_at_least(1), default=3, metavar="N", help="steps to record (3)")
@@ -72,10 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
     return _show(config, order, code) if first_node else code
 
 
-def _order(config: Config, warm_up: int, steps: int, out: Path) -> Order:
+def _order(config: Config, warm_up: int, steps: int, out: Path) -> ProfileOrder:
     """Which steps are meant. Raises ConfigError: the run has fewer."""
     made = booked_version(config) if config.run.resume else 0
-    order = Order(str(out), made + warm_up, made + warm_up + steps)
+    order = ProfileOrder(str(out), made + warm_up, made + warm_up + steps)
     if order.stop > config.run.steps:
         left = f"{config.run.steps - made} of its {config.run.steps} steps are left" if made else "the run has fewer"
         raise ConfigError(
@@ -101,7 +101,7 @@ def _make(out: Path) -> None:
         raise ConfigError(f"cannot make {out}: {error.strerror}; name a folder with --out FOLDER") from error
 
 
-def _show(config: Config, order: Order, code: int) -> int:
+def _show(config: Config, order: ProfileOrder, code: int) -> int:
     """Put the parts together and print the report of a run that has ended with this code; the exit code."""
     out = Path(order.folder)
     if not (files := parts_in(out)):
@@ -156,7 +156,7 @@ def _meanwhile(
             yield event
 
 
-def _told(config: Config, order: Order, measured: Sequence[Measured]) -> Iterator[str]:
+def _told(config: Config, order: ProfileOrder, measured: Sequence[Measured]) -> Iterator[str]:
     """Which steps were recorded, of whom, and where the rest is."""
     ranks = [part.facts.steps for part in measured if part.facts.who.startswith("trainer")]
     made = max(ranks, default=0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from flash.cli.commands import Commands
+from flash.cli.commands import CommandParsers
 from flash.cli.files import check_folder_writable, check_writable, run_directory
 from flash.config.check import is_hub_id
 from flash.config.load import given, load, split_arguments
@@ -23,7 +23,7 @@ SHOWN = ("loss", "grad_norm", "entropy", "clip_fraction")
 WIDTH = 13
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("replay", help="train again, offline, what a run has trained")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("config", nargs="*", metavar="KEY=VALUE", help="e.g. algorithm.objective=cispo")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from algorithms.rhythm import Rhythm
-from flash.cli.commands import Commands
+from flash.cli.commands import CommandParsers
 from flash.cli.files import check_writable
 from flash.config.load import load
 from flash.config.tree import Config, ModelConfig
@@ -23,7 +23,7 @@ from flash.observe.rundir.rundir import RunDirectory, write_atomically
 from flash.observe.text import escaped
 
 if TYPE_CHECKING:
-    from flash.run.rhythm import Responses
+    from flash.run.rhythm import RhythmResponses
 
 SAMPLES = 8
 """Recorded samples that are looked at where no number is given."""
@@ -38,7 +38,7 @@ class Under(NamedTuple):
     """What they are, for people."""
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("rhythm", help="look at what algorithm.rhythm sees in a text or in a run's samples")
     parser.add_argument("what", metavar="MODEL|RUN_DIR", help="a model, with --text; or a run")
     parser.add_argument("config", nargs="*", metavar="KEY=VALUE", help="of [algorithm.rhythm], e.g. window=5")
@@ -126,7 +126,7 @@ def _weights(arguments: argparse.Namespace, config: Config | None) -> Generator[
         yield Under(msgspec.structs.replace(config.model, path=path), told)
 
 
-def _responses(arguments: argparse.Namespace, config: Config | None, tokenizer: Any) -> Responses:
+def _responses(arguments: argparse.Namespace, config: Config | None, tokenizer: Any) -> RhythmResponses:
     from flash.run.rhythm import recorded_responses, text_responses
 
     if arguments.text is not None:
@@ -141,7 +141,7 @@ def _responses(arguments: argparse.Namespace, config: Config | None, tokenizer: 
     )
 
 
-def _check_shown(arguments: argparse.Namespace, given: Responses) -> None:
+def _check_shown(arguments: argparse.Namespace, given: RhythmResponses) -> None:
     count = len(given.trajectories)
     if not 0 <= arguments.show < count:
         raise ConfigError(f"--show: expected 0 to {count - 1}, one of the responses looked at, got {arguments.show}")

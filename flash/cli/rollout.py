@@ -7,12 +7,12 @@ import sys
 from functools import partial
 
 from flash.cli import sampling
-from flash.cli.commands import Commands
+from flash.cli.commands import CommandParsers
 from flash.cli.files import check_writable
 from flash.errors import ConfigError
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("rollout", help="episodes of a config, a run or a model, to read")
     sampling.add_options(parser)
     parser.add_argument("--episodes", "-n", type=int, default=4, metavar="N", help="default: 4")

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from flash.cli.commands import Commands
+from flash.cli.commands import CommandParsers
 from flash.cli.files import check_writable
 from flash.config.decode import suggest
 from flash.config.load import key_paths, load, split_arguments
@@ -29,7 +29,7 @@ from flash.errors import ConfigError
 from flash.observe.rundir.rundir import write_atomically
 from flash.simulate import tables
 from flash.simulate.bounds import bounds, quantities
-from flash.simulate.report import Cell, SimReport
+from flash.simulate.report import SimReport, SweepCell
 from flash.simulate.world import simulate
 
 CLOSE = 0.02
@@ -44,7 +44,7 @@ class Sweep(NamedTuple):
     values: list[str]
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("simulate", help="predict a config's speed on a virtual clock: no GPU, no model")
     parser.add_argument("config", nargs="+", metavar="CONFIG|KEY=VALUE", help="as for train, with a [simulate] table")
     parser.add_argument(
@@ -69,7 +69,7 @@ def simulate_command(
     sweeps: Sequence[str] = (),
     plot: Path | None = None,
     json: Path | None = None,
-) -> list[Cell]:
+) -> list[SweepCell]:
     """Simulate a configuration, or every cell of a sweep; print the result, draw and write what was asked for.
 
     Raises:
@@ -87,7 +87,9 @@ def simulate_command(
         for setting in settings
     ]
     cells = [
-        Cell(values=setting, report=report, bounds=bounds(quantities(config, report.ledger), config.train.batch_size))
+        SweepCell(
+            values=setting, report=report, bounds=bounds(quantities(config, report.ledger), config.train.batch_size)
+        )
         for setting, config, report in zip(settings, configs, run_all(configs), strict=True)
     ]
     if keys:
@@ -182,7 +184,7 @@ def product(sweeps: Sequence[Sweep]) -> list[tuple[str, ...]]:
     return list(itertools.product(*(sweep.values for sweep in sweeps)))
 
 
-def recommend(cells: Sequence[Cell]) -> Cell:
+def recommend(cells: Sequence[SweepCell]) -> SweepCell:
     """The cell to choose: of those within CLOSE of the highest throughput, the one with the youngest tokens, then the
     one that wastes least."""
     fastest = max(cell.report.tokens_per_s for cell in cells)

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from flash.cli.commands import Commands
+from flash.cli.commands import CommandParsers
 from flash.config.tree import DeadlinesConfig, TinyModelConfig
 from flash.errors import ConfigError
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("tiny-model", help="make a small Qwen3, warm-started on an environment's examples")
     parser.add_argument("path", type=Path, help="folder to write")
     parser.add_argument("--env", default="envs.arithmetic:Arithmetic", metavar="MODULE:CLASS")

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-from flash.cli.commands import Commands
+from flash.cli.commands import CommandParsers
 from flash.cli.files import check_writable, run_directory
 from flash.errors import ConfigError
 from flash.observe.plots.trace import trace
 from flash.observe.rundir.rundir import write_atomically
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("trace", help="write a run's timeline for ui.perfetto.dev or chrome://tracing")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: trace.json in the run directory")

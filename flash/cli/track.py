@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from flash.cli.commands import Commands
+from flash.cli.commands import CommandParsers
 from flash.cli.files import run_directory
 from flash.config.track import TrackerName
 from flash.errors import ConfigError, FlashError
@@ -18,7 +18,7 @@ from flash.observe.trackers.tracking import Tracking, held, settings
 NAMES: tuple[TrackerName, ...] = get_args(TrackerName)
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("track", help="tell a tracker what a run has measured and it was not told yet")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--to", choices=NAMES, help="default: those of the run's track.to")

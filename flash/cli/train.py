@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from flash.cli.commands import Commands
+from flash.cli.commands import CommandParsers
 from flash.config.advice import advise
 from flash.config.load import dump, load, split_arguments
 from flash.config.tree import Config
@@ -18,7 +18,7 @@ from flash.run.checks.preflight import left_as_it_was, start_problems
 from flash.run.models.models import make_missing_model
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("train", help="run a config: rollouts and training at the same time")
     parser.add_argument("config", nargs="+", metavar="CONFIG|KEY=VALUE", help="TOML files, then dotted overrides")
     parser.add_argument("--dry-run", action="store_true", help="try all but engines; print the resolved config")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from flash.cli.commands import Commands
+from flash.cli.commands import CommandParsers
 from flash.cli.files import OUTPUTS, run_directory, runs_in
 from flash.errors import ConfigError
 
@@ -22,7 +22,7 @@ PORT = 8710
 NEEDED = ("starlette", "uvicorn", "plotly")
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("view", help="show runs in the browser, while they go on and afterwards")
     parser.add_argument(
         "run_dir", nargs="*", type=Path, metavar="RUN_DIR", help=f"default: all runs in {OUTPUTS}, the newest one shown"

@@ -6,13 +6,13 @@ import argparse
 import time
 from pathlib import Path
 
-from flash.cli.commands import Commands
+from flash.cli.commands import CommandParsers
 from flash.cli.files import OUTPUTS, run_directory, runs_in
 
 EVERY_S = 1.0
 
 
-def add_parser(commands: Commands) -> argparse.ArgumentParser:
+def add_parser(commands: CommandParsers) -> argparse.ArgumentParser:
     parser = commands.add_parser("watch", help="show a run in the terminal, while it goes on and afterwards")
     parser.add_argument("run_dir", nargs="?", type=Path, help=f"default: the newest run in {OUTPUTS}")
     parser.add_argument("--once", action="store_true", help="print one picture")

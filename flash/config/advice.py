@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 
-from flash.config.decode import Problem
+from flash.config.decode import ConfigProblem
 from flash.config.machine import why_eager
 from flash.config.tree import Config
 
@@ -20,7 +20,7 @@ TEMPERATURES = 0.2, 2.0
 """Outside of them samples are all alike, or noise."""
 
 
-def advise(config: Config, also: Iterable[Problem] = ()) -> None:
+def advise(config: Config, also: Iterable[ConfigProblem] = ()) -> None:
     """Say it on standard error, and what else is to be said of keys."""
     _warn([*unwise(config), *also])
 
@@ -30,48 +30,48 @@ def advise_on_engines(config: Config) -> None:
     _warn(_engines(config))
 
 
-def _warn(problems: Iterable[Problem]) -> None:
+def _warn(problems: Iterable[ConfigProblem]) -> None:
     for key, message in problems:
         sys.stderr.write(f"flash: warning: `{key}`: {message}\n")
 
 
-def unwise(config: Config) -> list[Problem]:
+def unwise(config: Config) -> list[ConfigProblem]:
     """What is unlikely to be meant, by key."""
     return [*_learning(config), *_sampling(config), *_machine(config), *_engines(config)]
 
 
-def _learning(config: Config) -> Iterator[Problem]:
+def _learning(config: Config) -> Iterator[ConfigProblem]:
     train, steps = config.train, config.run.steps
     if train.learning_rate > HIGH_LEARNING_RATE:
         message = f"{train.learning_rate:g} is far above what trains a language model; 1e-6 to 1e-4 are usual"
-        yield Problem("train.learning_rate", message)
+        yield ConfigProblem("train.learning_rate", message)
     if train.warmup_steps >= steps:
         message = f"the run has {steps} steps, so that the learning rate never reaches {train.learning_rate:g}"
-        yield Problem("train.warmup_steps", message)
+        yield ConfigProblem("train.warmup_steps", message)
     if config.algorithm.entropy_bonus > HIGH_ENTROPY_BONUS:
         message = f"{config.algorithm.entropy_bonus:g} is likely to outweigh the rewards"
-        yield Problem("algorithm.entropy_bonus", message)
+        yield ConfigProblem("algorithm.entropy_bonus", message)
 
 
-def _sampling(config: Config) -> Iterator[Problem]:
+def _sampling(config: Config) -> Iterator[ConfigProblem]:
     low, high = TEMPERATURES
     temperature = config.rollout.temperature
     if not low <= temperature <= high:
         message = f"at {temperature:g} samples are {'all alike' if temperature < low else 'noise'}"
-        yield Problem("rollout.temperature", message)
+        yield ConfigProblem("rollout.temperature", message)
     tolerance = config.weights.canary_tolerance
     if tolerance is not None and tolerance > LOOSE_TOLERANCE:
         message = f"a canary that allows {tolerance:g} nats finds no engine that computes something else"
-        yield Problem("weights.canary_tolerance", message)
+        yield ConfigProblem("weights.canary_tolerance", message)
 
 
-def _machine(config: Config) -> Iterator[Problem]:
+def _machine(config: Config) -> Iterator[ConfigProblem]:
     cores = os.cpu_count() or 1
     if config.gpus_per_node == 0 and config.cluster.trainer_ranks > cores:
         message = f"{config.cluster.trainer_ranks} ranks share the {cores} cores of this machine"
-        yield Problem("cluster.trainer_ranks", message)
+        yield ConfigProblem("cluster.trainer_ranks", message)
 
 
-def _engines(config: Config) -> Iterator[Problem]:
+def _engines(config: Config) -> Iterator[ConfigProblem]:
     if (why := why_eager(config)) is not None:
-        yield Problem("engine.enforce_eager", why)
+        yield ConfigProblem("engine.enforce_eager", why)

@@ -17,7 +17,7 @@ import msgspec
 
 from flash.config.check_algorithm import algorithm_rule
 from flash.config.check_machine import MACHINE_RULES, fetch_rule, unreachable
-from flash.config.decode import Problem, nearest, show
+from flash.config.decode import ConfigProblem, nearest, show
 from flash.config.objects import examine_options, load_environment, load_sink, refusal
 from flash.config.packaged import gguf_folder, is_gguf
 from flash.config.section import LOWEST_TEMPERATURE
@@ -42,30 +42,30 @@ SPREADS = tuple(field.name for field in msgspec.structs.fields(SimulateConfig) i
 """Keys of `[simulate]` that hold distributions."""
 
 
-def check(config: Config, *, simulated: bool = False) -> list[Problem]:
+def check(config: Config, *, simulated: bool = False) -> list[ConfigProblem]:
     """Every problem of a resolved configuration; `simulated`: those that matter where nothing real is started."""
     return [problem for rule in (SIMULATION_RULES if simulated else RULES) for problem in rule(config)]
 
 
-def batch_rule(config: Config) -> Iterator[Problem]:
+def batch_rule(config: Config) -> Iterator[ConfigProblem]:
     """Whole groups make a batch, and whole groups make a minibatch that every rank has a part of."""
     train, group_size = config.train, config.rollout.group_size
     if train.batch_size % group_size:
         message = f"expected a multiple of rollout.group_size = {group_size}, got {train.batch_size}"
-        yield Problem("train.batch_size", message)
+        yield ConfigProblem("train.batch_size", message)
         return
     if config.groups_per_batch % train.minibatches:
         message = f"expected a divisor of the {config.groups_per_batch} groups of a batch, got {train.minibatches}"
-        yield Problem("train.minibatches", message)
+        yield ConfigProblem("train.minibatches", message)
     elif train.batch_size // train.minibatches < config.trainer_world_size:
         message = (
             f"{train.batch_size} samples in {train.minibatches} minibatches leave some of the "
             f"{config.trainer_world_size} trainer ranks without a sample"
         )
-        yield Problem("train.batch_size", message)
+        yield ConfigProblem("train.batch_size", message)
 
 
-def parser_rule(config: Config) -> Iterator[Problem]:
+def parser_rule(config: Config) -> Iterator[ConfigProblem]:
     """vLLM, where it is installed, has the parsers that are named."""
     named: dict[Package, tuple[str, str | None]] = {
         "tool_parsers": ("tool_parser", config.model.tool_parser),
@@ -73,21 +73,21 @@ def parser_rule(config: Config) -> Iterator[Problem]:
     }
     for package, (key, name) in named.items():
         if name is not None and (known := names(package)) and name not in known:
-            yield Problem(f"model.{key}", f"vLLM has no {name!r}; it has {', '.join(known)}")
+            yield ConfigProblem(f"model.{key}", f"vLLM has no {name!r}; it has {', '.join(known)}")
 
 
-def optimizer_rule(config: Config) -> Iterator[Problem]:
+def optimizer_rule(config: Config) -> Iterator[ConfigProblem]:
     """AdamW's moments must decay: each beta lies in [0, 1)."""
     if max(config.train.betas) >= 1:
-        yield Problem("train.betas", f"expected numbers below 1, got {list(config.train.betas)}")
+        yield ConfigProblem("train.betas", f"expected numbers below 1, got {list(config.train.betas)}")
 
 
-def environment_rule(config: Config) -> Iterator[Problem]:
+def environment_rule(config: Config) -> Iterator[ConfigProblem]:
     """The environment exists, has the interface, takes its options, and can teach a tiny model where it has to."""
     try:
         env = load_environment(config.env.path)
     except ConfigError as error:
-        yield Problem("env.path", str(error))
+        yield ConfigProblem("env.path", str(error))
         return
     kwargs, problems = examine_options(env, config.env.options, "env.options")
     faults = problems or list(_own_check(env, kwargs))
@@ -97,10 +97,10 @@ def environment_rule(config: Config) -> Iterator[Problem]:
             f"`{config.env.path}` has no solved examples to teach a tiny model with: give it the methods "
             "solved_examples and alphabet (docs/environments.md), or leave [tiny_model] out and name another model"
         )
-        yield Problem("tiny_model", message)
+        yield ConfigProblem("tiny_model", message)
 
 
-def _own_check(env: type[object], kwargs: dict[str, Any]) -> Iterator[Problem]:
+def _own_check(env: type[object], kwargs: dict[str, Any]) -> Iterator[ConfigProblem]:
     """What the class itself says of its options, where it has a classmethod `check`."""
     own_check: Callable[..., object] | None = getattr(env, "check", None)
     if own_check is None:
@@ -108,48 +108,48 @@ def _own_check(env: type[object], kwargs: dict[str, Any]) -> Iterator[Problem]:
     try:
         own_check(**kwargs)
     except Exception as error:  # the class is the user's: whatever it raises here is its verdict
-        yield Problem("env.options", refusal(env, error))
+        yield ConfigProblem("env.options", refusal(env, error))
 
 
-def _domains(config: Config, env: type[object], kwargs: dict[str, Any]) -> Iterator[Problem]:
+def _domains(config: Config, env: type[object], kwargs: dict[str, Any]) -> Iterator[ConfigProblem]:
     """What domains want goes together with the rest of the configuration."""
     told: Callable[..., dict[str, Any]] | None = getattr(env, "domains", None)
     domains = {} if told is None else told(**kwargs)
     if len(domains) > 1 and config.rollout.fifo_window is not None:
         message = "cannot hold with several domains, whose shares decide which groups a step takes: leave it out"
-        yield Problem("rollout.fifo_window", message)
+        yield ConfigProblem("rollout.fifo_window", message)
     for name, domain in domains.items():
         key, limit = f"env.options.kinds.{name}", config.model.max_length - 1
         if (domain.max_new_tokens or 0) > limit:
             message = f"expected at most {limit} (model.max_length = {limit + 1}), got {domain.max_new_tokens}"
-            yield Problem(f"{key}.max_new_tokens", message)
+            yield ConfigProblem(f"{key}.max_new_tokens", message)
         size = domain.group_size or config.rollout.group_size
         drop = domain.drop_equal_rewards
         if size == 1 and (config.rollout.drop_equal_rewards if drop is None else drop):
             message = "groups of one sample have equal rewards: all would be dropped"
-            yield Problem(f"{key}.group_size", message)
+            yield ConfigProblem(f"{key}.group_size", message)
 
 
-def model_rule(config: Config) -> Iterator[Problem]:
+def model_rule(config: Config) -> Iterator[ConfigProblem]:
     """A local model folder is one, or is to be made. Of hub ids `flash.run.checks.preflight` asks."""
     path = Path(config.model.path)
     if not config.model.path.strip():
-        yield Problem("model.path", "is empty: expected a Hugging Face model folder or a hub id")
+        yield ConfigProblem("model.path", "is empty: expected a Hugging Face model folder or a hub id")
         return
     if (fault := unreachable(config.model.path)) is not None:
-        yield Problem("model.path", f"{show(config.model.path)} cannot be used: {fault}")
+        yield ConfigProblem("model.path", f"{show(config.model.path)} cannot be used: {fault}")
         return
     if is_hub_id(config.model.path):
         if config.model.fetch is not None:
-            yield Problem("model.path", f"{path} may be a hub id: expected ./{path}, or no model.fetch (`none`)")
+            yield ConfigProblem("model.path", f"{path} may be a hub id: expected ./{path}, or no model.fetch (`none`)")
         return
     if path.is_file() and not is_gguf(str(path)):  # which `fetch_rule` refuses
-        yield Problem("model.path", f"expected a folder, got the file {path}")
+        yield ConfigProblem("model.path", f"expected a folder, got the file {path}")
     elif (path / "config.json").is_file():
         yield from _model_folder(config, path / "config.json")
     elif config.tiny_model is None and config.model.fetch is None:
         wanted = "expected a Hugging Face model, a hub id, or a [tiny_model] table to make one"
-        yield Problem("model.path", f"{_no_model(path)}: {wanted}{beside(path)}")
+        yield ConfigProblem("model.path", f"{_no_model(path)}: {wanted}{beside(path)}")
 
 
 def is_hub_id(text: str) -> bool:
@@ -178,7 +178,7 @@ def beside(path: Path) -> str:
     return f"; {path.parent.absolute()} has {', '.join(found[-SHOWN:])}" if found else ""
 
 
-def other_models_rule(config: Config) -> Iterator[Problem]:
+def other_models_rule(config: Config) -> Iterator[ConfigProblem]:
     """Local folders of the reference and of the critics are models; where they are the policy's, `model_rule` looks."""
     yield from _made_critic(config)
     made = config.critic is not None and config.critic.tiny_layers is not None
@@ -190,168 +190,174 @@ def other_models_rule(config: Config) -> Iterator[Problem]:
         if path is None or path == config.model.path:
             continue
         if (fault := unreachable(path)) is not None:
-            yield Problem(key, f"{show(path)} cannot be used: {fault}")
+            yield ConfigProblem(key, f"{show(path)} cannot be used: {fault}")
             continue
         if (is_hub_id(path) and not is_gguf(path)) or (key == "critic.path" and made):
             continue
         if not (Path(path) / "config.json").is_file():
             wanted = "expected a Hugging Face model, or a hub id"
-            yield Problem(key, f"{_no_model(Path(path))}: {wanted}{beside(Path(path))}")
+            yield ConfigProblem(key, f"{_no_model(Path(path))}: {wanted}{beside(Path(path))}")
 
 
-def _made_critic(config: Config) -> Iterator[Problem]:
+def _made_critic(config: Config) -> Iterator[ConfigProblem]:
     """A critic's model that is to be made has a place of its own, and a recipe."""
     critic = config.critic
     if critic is None or critic.tiny_layers is None:
         return
     key = "critic.tiny_layers"
     if config.tiny_model is None:
-        yield Problem(key, "has no effect: without a [tiny_model] table no model is made")
+        yield ConfigProblem(key, "has no effect: without a [tiny_model] table no model is made")
     elif critic.path is None or Path(critic.path) == Path(config.model.path):
-        yield Problem(key, "needs a folder for the model: expected critic.path beside it, and another than model.path")
+        yield ConfigProblem(
+            key, "needs a folder for the model: expected critic.path beside it, and another than model.path"
+        )
 
 
-def _model_folder(config: Config, file: Path) -> Iterator[Problem]:
+def _model_folder(config: Config, file: Path) -> Iterator[ConfigProblem]:
     try:
         described = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        yield Problem("model.path", f"{file} cannot be read: {error}")
+        yield ConfigProblem("model.path", f"{file} cannot be read: {error}")
         return
     limit = described.get("max_position_embeddings") if isinstance(described, dict) else None
     if isinstance(limit, int) and config.model.max_length > limit:
         message = f"expected at most {limit}, the positions of {config.model.path}, got {config.model.max_length}"
-        yield Problem("model.max_length", message)
+        yield ConfigProblem("model.max_length", message)
 
 
-def response_rule(config: Config) -> Iterator[Problem]:
+def response_rule(config: Config) -> Iterator[ConfigProblem]:
     """A prompt has room beside the longest response."""
     limit = config.model.max_length - 1
     if config.rollout.max_new_tokens > limit:
         message = f"expected at most {limit} (model.max_length = {limit + 1}), got {config.rollout.max_new_tokens}"
-        yield Problem("rollout.max_new_tokens", message)
+        yield ConfigProblem("rollout.max_new_tokens", message)
 
 
-def length_rule(config: Config) -> Iterator[Problem]:
+def length_rule(config: Config) -> Iterator[ConfigProblem]:
     """The canary is no longer than a sequence, and a full-length one fits into a forward pass, and an episode."""
     longest = config.model.max_length
     if config.weights.canary_tokens > longest:
         message = f"expected at most {longest} (model.max_length = {longest}), got {config.weights.canary_tokens}"
-        yield Problem("weights.canary_tokens", message)
+        yield ConfigProblem("weights.canary_tokens", message)
     if config.train.max_tokens_per_microbatch < longest:
         message = f"expected at least model.max_length = {longest}, got {config.train.max_tokens_per_microbatch}"
-        yield Problem("train.max_tokens_per_microbatch", message)
+        yield ConfigProblem("train.max_tokens_per_microbatch", message)
     episode = config.rollout.max_episode_tokens
     if episode is not None and episode < longest:
         message = f"expected at least model.max_length = {longest}, got {episode}: lower that one for shorter sequences"
-        yield Problem("rollout.max_episode_tokens", message)
+        yield ConfigProblem("rollout.max_episode_tokens", message)
 
 
-def eval_rule(config: Config) -> Iterator[Problem]:
+def eval_rule(config: Config) -> Iterator[ConfigProblem]:
     """Several answers to a problem differ."""
     if config.eval.samples > 1 and config.eval.temperature == 0:
         message = f"{config.eval.samples} greedy answers are all the same: set eval.temperature above 0"
-        yield Problem("eval.samples", message)
+        yield ConfigProblem("eval.samples", message)
     if 0 < config.eval.temperature < LOWEST_TEMPERATURE:
         message = f"expected 0, which is greedy, or at least {LOWEST_TEMPERATURE}, got {config.eval.temperature:g}"
-        yield Problem("eval.temperature", message)
+        yield ConfigProblem("eval.temperature", message)
     if config.eval.problems * config.eval.samples > MOST_ANSWERS:
         message = f"expected at most {MOST_ANSWERS} answers (problems · samples), got {config.eval.samples} to each"
-        yield Problem("eval.problems", message)
+        yield ConfigProblem("eval.problems", message)
 
 
-def sink_rule(config: Config) -> Iterator[Problem]:
+def sink_rule(config: Config) -> Iterator[ConfigProblem]:
     """A tracker's sink can be made."""
     if config.observe.sink is not None:
         try:
             load_sink(config.observe.sink)
         except ConfigError as error:
-            yield Problem("observe.sink", str(error))
+            yield ConfigProblem("observe.sink", str(error))
 
 
-def alarm_rule(config: Config) -> Iterator[Problem]:
+def alarm_rule(config: Config) -> Iterator[ConfigProblem]:
     """What alarms are to do can be done, and they are given."""
     alarms = config.alarms
     for key, chosen in (("alarms.checkpoint", alarms.checkpoint), ("alarms.stop", alarms.stop)):
         for name in chosen:
             if getattr(alarms, name) is None:
-                yield Problem(key, f"`{name}` is never given: expected a limit as alarms.{name}")
+                yield ConfigProblem(key, f"`{name}` is never given: expected a limit as alarms.{name}")
     if alarms.command is None:
         return
     try:
         words = shlex.split(alarms.command)
     except ValueError as error:
-        yield Problem("alarms.command", f"cannot be split into words: {error}")
+        yield ConfigProblem("alarms.command", f"cannot be split into words: {error}")
         return
     if not words or shutil.which(words[0]) is None:
-        yield Problem("alarms.command", f"expected a program and its arguments, got {show(alarms.command)}")
+        yield ConfigProblem("alarms.command", f"expected a program and its arguments, got {show(alarms.command)}")
 
 
-def placement_rule(config: Config) -> Iterator[Problem]:
+def placement_rule(config: Config) -> Iterator[ConfigProblem]:
     """Trainers and engines have the devices they need."""
     cluster, engine, gpus = config.cluster, config.engine, config.gpus_per_node
     if cluster.trainer_nodes > cluster.nodes:
         message = f"expected at most cluster.nodes = {cluster.nodes}, got {cluster.trainer_nodes}"
-        yield Problem("cluster.trainer_nodes", message)
+        yield ConfigProblem("cluster.trainer_nodes", message)
     if gpus == 0:
         return
     if cluster.trainer_ranks > gpus:
         message = f"expected at most the {gpus} GPUs of a node, got {cluster.trainer_ranks}"
-        yield Problem("cluster.trainer_ranks", message)
+        yield ConfigProblem("cluster.trainer_ranks", message)
     elif engine.share_gpus:
         if engine.count * engine.tensor_parallel > gpus:
             message = (
                 f"{engine.count} engines on {engine.tensor_parallel} GPUs each need more than the {gpus} of a node"
             )
-            yield Problem("engine.count", message)
+            yield ConfigProblem("engine.count", message)
     elif not any(config.engines_on(node) for node in range(cluster.nodes)):
         message = (
             f"no node has {engine.tensor_parallel} GPUs left for an engine: each has {gpus}, and trainers take "
             f"{cluster.trainer_ranks}; lower this or engine.tensor_parallel, or set engine.share_gpus = true"
         )
-        yield Problem("cluster.trainer_ranks", message)
+        yield ConfigProblem("cluster.trainer_ranks", message)
 
 
-def weights_rule(config: Config) -> Iterator[Problem]:
+def weights_rule(config: Config) -> Iterator[ConfigProblem]:
     """The transfer backend can work where the engines are."""
     backend, key = config.weights_backend, "weights.backend"
     if backend == "tcp":
         return
     if config.gpus_per_node == 0:
-        yield Problem(key, f"{backend} needs GPUs and cluster.gpus_per_node is 0: expected tcp or auto")
+        yield ConfigProblem(key, f"{backend} needs GPUs and cluster.gpus_per_node is 0: expected tcp or auto")
     elif backend == "ipc" and not config.engine.share_gpus:
-        yield Problem(key, "ipc needs engine.share_gpus = true: expected nccl, tcp or auto")
+        yield ConfigProblem(key, "ipc needs engine.share_gpus = true: expected nccl, tcp or auto")
     elif backend == "ipc" and config.cluster.nodes > 1:
-        yield Problem(key, f"ipc ends at the machine and cluster.nodes is {config.cluster.nodes}: expected tcp")
+        yield ConfigProblem(key, f"ipc ends at the machine and cluster.nodes is {config.cluster.nodes}: expected tcp")
     elif backend == "nccl" and config.engine.share_gpus:
-        yield Problem(key, "nccl cannot join two processes on one GPU (engine.share_gpus): expected ipc, tcp or auto")
+        yield ConfigProblem(
+            key, "nccl cannot join two processes on one GPU (engine.share_gpus): expected ipc, tcp or auto"
+        )
 
 
-def resume_rule(config: Config) -> Iterator[Problem]:
+def resume_rule(config: Config) -> Iterator[ConfigProblem]:
     """There is a run to continue."""
     if config.run.resume and unreachable(str(config.run_dir)) is None and not config.run_dir.is_dir():
-        yield Problem("run.resume", f"there is no run to continue: the folder {config.run_dir} does not exist")
+        yield ConfigProblem("run.resume", f"there is no run to continue: the folder {config.run_dir} does not exist")
 
 
-def rollout_rule(config: Config) -> Iterator[Problem]:
+def rollout_rule(config: Config) -> Iterator[ConfigProblem]:
     """The rules of rollout go together."""
     rollout = config.rollout
     if rollout.accuracy_bounds is not None and rollout.accuracy_bounds[0] > rollout.accuracy_bounds[1]:
-        yield Problem("rollout.accuracy_bounds", f"expected [low, high], got {list(rollout.accuracy_bounds)}")
+        yield ConfigProblem("rollout.accuracy_bounds", f"expected [low, high], got {list(rollout.accuracy_bounds)}")
     members = rollout.group_size + rollout.extra_per_group
     if not rollout.replicate_prompts and rollout.max_concurrent != "auto" and rollout.max_concurrent < members:
         message = (
             f"expected at least the {members} samples of a group, which start together with "
             f"rollout.replicate_prompts = false, got {rollout.max_concurrent}"
         )
-        yield Problem("rollout.max_concurrent", message)
+        yield ConfigProblem("rollout.max_concurrent", message)
     if rollout.on_expire == "wait" and rollout.extra_groups:
         message = "expected 0: groups beyond those of a step outgrow the window, and with on_expire = 'wait' none may"
-        yield Problem("rollout.extra_groups", message)
+        yield ConfigProblem("rollout.extra_groups", message)
     if rollout.drop_equal_rewards and rollout.group_size == 1:
-        yield Problem("rollout.drop_equal_rewards", "groups of one sample have equal rewards: all would be dropped")
+        yield ConfigProblem(
+            "rollout.drop_equal_rewards", "groups of one sample have equal rewards: all would be dropped"
+        )
 
 
-def simulate_rule(config: Config) -> Iterator[Problem]:
+def simulate_rule(config: Config) -> Iterator[ConfigProblem]:
     """The simulated GPUs can be dealt to engines and trainers, and the distributions are ones."""
     simulate = config.simulate
     if simulate is None:
@@ -359,27 +365,27 @@ def simulate_rule(config: Config) -> Iterator[Problem]:
     gpus, serving, width = simulate.gpus, simulate.rollout_gpus, simulate.gpus_per_engine
     if serving >= gpus:
         message = f"expected fewer than simulate.gpus = {gpus}, so that some GPUs train, got {serving}"
-        yield Problem("simulate.rollout_gpus", message)
+        yield ConfigProblem("simulate.rollout_gpus", message)
     if serving % width:
         message = f"expected a multiple of simulate.gpus_per_engine = {width}, got {serving}"
-        yield Problem("simulate.rollout_gpus", message)
+        yield ConfigProblem("simulate.rollout_gpus", message)
     elif serving // width < simulate.nodes:
         message = f"expected at most one per engine: {serving // width}, got {simulate.nodes}"
-        yield Problem("simulate.nodes", message)
+        yield ConfigProblem("simulate.nodes", message)
     for key in SPREADS:
         try:
             parse_spread(getattr(simulate, key))
         except ConfigError as error:
-            yield Problem(f"simulate.{key}", str(error))
+            yield ConfigProblem(f"simulate.{key}", str(error))
 
 
-def simulated_rule(config: Config) -> Iterator[Problem]:
+def simulated_rule(config: Config) -> Iterator[ConfigProblem]:
     """There is something to simulate."""
     if config.simulate is None:
-        yield Problem("simulate", "is missing: a [simulate] table says what stands in for hardware and workload")
+        yield ConfigProblem("simulate", "is missing: a [simulate] table says what stands in for hardware and workload")
 
 
-Rule = Callable[[Config], Iterator[Problem]]
+Rule = Callable[[Config], Iterator[ConfigProblem]]
 
 RULES: tuple[Rule, ...] = (
     batch_rule,

@@ -15,7 +15,7 @@ from algorithms.corrections import IcePop, TokenTis
 from algorithms.rhythm import USED_BY
 from algorithms.shaping import LengthPenalty, Overlong
 from algorithms.staleness import NoStaleness
-from flash.config.decode import Problem
+from flash.config.decode import ConfigProblem
 from flash.config.objects import examine_options, load_objective
 from flash.config.tree import Config
 from flash.errors import ConfigError
@@ -28,12 +28,12 @@ DISCOUNTING: tuple[Advantage, ...] = ("turn", "gae")
 """Estimators that use `algorithm.gamma`."""
 
 
-def algorithm_rule(config: Config) -> Iterator[Problem]:
+def algorithm_rule(config: Config) -> Iterator[ConfigProblem]:
     """The objective exists, its options fit, and what the run asks of it goes together."""
     try:
         kind = load_objective(config.algorithm.objective)
     except ConfigError as error:
-        yield Problem("algorithm.objective", str(error))
+        yield ConfigProblem("algorithm.objective", str(error))
         return
     options, problems = examine_options(kind, config.algorithm.options, "algorithm.options")
     if problems:
@@ -42,11 +42,11 @@ def algorithm_rule(config: Config) -> Iterator[Problem]:
     try:
         objective = kind(**options)
     except ValueError as error:
-        yield Problem("algorithm.options", str(error))
+        yield ConfigProblem("algorithm.options", str(error))
         return
     for name, needed in objective.without_effect().items():
         if name in config.algorithm.options:
-            yield Problem(f"algorithm.options.{name}", f"has no effect: {needed}")
+            yield ConfigProblem(f"algorithm.options.{name}", f"has no effect: {needed}")
     advantage = config.algorithm.advantage or objective.advantage
     yield from _advantage(config, objective, advantage)
     yield from _aggregation(config, config.algorithm.aggregation or objective.aggregation)
@@ -59,7 +59,7 @@ def algorithm_rule(config: Config) -> Iterator[Problem]:
     yield from _rhythm(config)
 
 
-def _advantage(config: Config, objective: Objective, advantage: Advantage) -> Iterator[Problem]:
+def _advantage(config: Config, objective: Objective, advantage: Advantage) -> Iterator[ConfigProblem]:
     algorithm = config.algorithm
     if config.rollout.group_size == 1 and advantage in COMPARING:
         whose = "" if algorithm.advantage else f", which `{algorithm.objective}` uses,"
@@ -67,20 +67,20 @@ def _advantage(config: Config, objective: Objective, advantage: Advantage) -> It
             f"expected at least 2: algorithm.advantage = {advantage!r}{whose} compares the samples of a prompt; "
             "'batch' and 'gae' do not"
         )
-        yield Problem("rollout.group_size", message)
+        yield ConfigProblem("rollout.group_size", message)
     if algorithm.gamma != 1 and advantage not in DISCOUNTING:
         message = f"{algorithm.gamma:g} has no effect: algorithm.advantage = {advantage!r} discounts nothing"
-        yield Problem("algorithm.gamma", message)
+        yield ConfigProblem("algorithm.gamma", message)
 
 
-def _aggregation(config: Config, aggregation: Aggregation) -> Iterator[Problem]:
+def _aggregation(config: Config, aggregation: Aggregation) -> Iterator[ConfigProblem]:
     length = config.algorithm.constant_length
     if length is not None and aggregation != "constant":
         message = f"{length} has no effect: algorithm.aggregation is {aggregation!r}; expected 'constant' beside it"
-        yield Problem("algorithm.constant_length", message)
+        yield ConfigProblem("algorithm.constant_length", message)
 
 
-def _staleness(config: Config, objective: Objective) -> Iterator[Problem]:
+def _staleness(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
     """Law 6, and what presumes that samples have an age."""
     algorithm, alpha = config.algorithm, config.train.async_ratio
     corrected = objective.corrects_staleness or any(isinstance(one, WEIGHTS) for one in algorithm.corrections)
@@ -90,7 +90,7 @@ def _staleness(config: Config, objective: Objective) -> Iterator[Problem]:
             "an objective that does, a correction by weight ('token_tis'), async_ratio = 0, or set "
             "train.allow_uncorrected = true"
         )
-        yield Problem("train.async_ratio", message)
+        yield ConfigProblem("train.async_ratio", message)
     if alpha > 0:
         return
     if objective.proximal_policy == "loglinear":
@@ -98,13 +98,13 @@ def _staleness(config: Config, objective: Objective) -> Iterator[Problem]:
             "the log-linear proximal policy lies between the sampling policy and now by age, and with "
             "train.async_ratio = 0 every age is 0: choose another proximal policy"
         )
-        yield Problem("algorithm.options", message)
+        yield ConfigProblem("algorithm.options", message)
     if not isinstance(algorithm.staleness, NoStaleness):
         message = "has no effect: with train.async_ratio = 0 every age is 0"
-        yield Problem("algorithm.staleness", message)
+        yield ConfigProblem("algorithm.staleness", message)
 
 
-def _reuse(config: Config, objective: Objective) -> Iterator[Problem]:
+def _reuse(config: Config, objective: Objective) -> Iterator[ConfigProblem]:
     """Law 6 within a step: after a batch's first update its samples are those of an older policy."""
     train = config.train
     if train.updates_per_batch > 1 and not objective.corrects_staleness and not train.allow_uncorrected:
@@ -113,60 +113,60 @@ def _reuse(config: Config, objective: Objective) -> Iterator[Problem]:
             f"`{config.algorithm.objective}` does not correct for: use an objective that does, 1, or set "
             "train.allow_uncorrected = true"
         )
-        yield Problem("train.updates_per_batch", message)
+        yield ConfigProblem("train.updates_per_batch", message)
 
 
-def _critic(config: Config, objective: Objective, advantage: Advantage) -> Iterator[Problem]:
+def _critic(config: Config, objective: Objective, advantage: Advantage) -> Iterator[ConfigProblem]:
     critic = config.critic
     if advantage == "gae" and critic is None:
         message = "is missing: advantage 'gae' takes its values from a critic; an empty [critic] table gives one"
-        yield Problem("critic", message)
+        yield ConfigProblem("critic", message)
     if critic is None:
         return
     if advantage != "gae":
         message = f"has no effect: algorithm.advantage is {advantage!r}; expected 'gae' beside it"
-        yield Problem("critic", message)
+        yield ConfigProblem("critic", message)
         return
     if critic.warmup_steps >= config.run.steps:
         message = (
             f"expected fewer than run.steps = {config.run.steps}, or the policy never learns; got {critic.warmup_steps}"
         )
-        yield Problem("critic.warmup_steps", message)
+        yield ConfigProblem("critic.warmup_steps", message)
     count, group_size = critic.count or objective.critics, config.rollout.group_size
     if count > 1 and count > group_size:
         message = (
             f"the responses to a prompt are split among {count} critics, and there are {group_size} of them "
             f"(rollout.group_size): expected at most as many critics"
         )
-        yield Problem("critic.count", message)
+        yield ConfigProblem("critic.count", message)
 
 
-def _disagreement(config: Config, objective: Objective, advantage: Advantage) -> Iterator[Problem]:
+def _disagreement(config: Config, objective: Objective, advantage: Advantage) -> Iterator[ConfigProblem]:
     """An objective that compares critics has some to compare, and its options something to work on."""
     if objective.critics < 2:
         return
     name, algorithm = config.algorithm.objective, config.algorithm
     if advantage != "gae":
         message = f"`{name}` compares what critics expect, and {advantage!r} asks none: expected 'gae'"
-        yield Problem("algorithm.advantage", message)
+        yield ConfigProblem("algorithm.advantage", message)
     elif config.critic is not None and config.critic.count == 1:
-        yield Problem("critic.count", f"`{name}` compares what critics expect: expected at least 2, got 1")
+        yield ConfigProblem("critic.count", f"`{name}` compares what critics expect: expected at least 2, got 1")
     if "filter_highest" in algorithm.options and algorithm.entropy_bonus == 0:
         message = "has no effect: algorithm.entropy_bonus is 0; expected more beside it"
-        yield Problem("algorithm.options.filter_highest", message)
+        yield ConfigProblem("algorithm.options.filter_highest", message)
 
 
-def _kl(config: Config) -> Iterator[Problem]:
+def _kl(config: Config) -> Iterator[ConfigProblem]:
     kl = config.algorithm.kl
     if kl is not None and kl.estimator == "k1" and kl.place == "loss":
         message = (
             "k1 in the loss pulls nowhere: its expected gradient is zero; "
             "expected 'k2' or 'k3', or place = 'reward' beside 'k1'"
         )
-        yield Problem("algorithm.kl.estimator", message)
+        yield ConfigProblem("algorithm.kl.estimator", message)
 
 
-def _shaping(config: Config) -> Iterator[Problem]:
+def _shaping(config: Config) -> Iterator[ConfigProblem]:
     rollout, longest = config.rollout, _longest_sample(config)
     for place, shaping in enumerate(config.algorithm.shaping):
         key = f"algorithm.shaping[{place}]"
@@ -175,9 +175,9 @@ def _shaping(config: Config) -> Iterator[Problem]:
                 f"expected at most {longest}, the longest that the responses of a sample get (rollout.max_new_tokens · "
                 f"rollout.max_turns, and model.max_length · rollout.max_branches), got {shaping.limit}"
             )
-            yield Problem(f"{key}.limit", message)
+            yield ConfigProblem(f"{key}.limit", message)
         if isinstance(shaping, LengthPenalty) and rollout.group_size == 1:
-            yield Problem(key, "compares the samples of a prompt, and rollout.group_size is 1")
+            yield ConfigProblem(key, "compares the samples of a prompt, and rollout.group_size is 1")
 
 
 def _longest_sample(config: Config) -> int:
@@ -191,7 +191,7 @@ def _longest(config: Config) -> int:
     return min(config.rollout.max_new_tokens * config.rollout.max_turns, config.model.max_length)
 
 
-def _rhythm(config: Config) -> Iterator[Problem]:
+def _rhythm(config: Config) -> Iterator[ConfigProblem]:
     rhythm = config.algorithm.rhythm
     if rhythm is None:
         return
@@ -203,11 +203,11 @@ def _rhythm(config: Config) -> Iterator[Problem]:
             message = (
                 f"{value:g} has no effect: algorithm.rhythm.credit is {rhythm.credit!r}; expected {beside} beside it"
             )
-            yield Problem(f"algorithm.rhythm.{name}", message)
+            yield ConfigProblem(f"algorithm.rhythm.{name}", message)
     longest = _longest(config)
     if rhythm.credit in USED_BY["nearest"] and rhythm.nearest >= longest:
         message = (
             f"expected fewer than {longest}, the longest that responses get (rollout.max_new_tokens · "
             f"rollout.max_turns, and model.max_length), or no token has an influence; got {rhythm.nearest}"
         )
-        yield Problem("algorithm.rhythm.nearest", message)
+        yield ConfigProblem("algorithm.rhythm.nearest", message)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
-from flash.config.decode import Problem, show, suggest
+from flash.config.decode import ConfigProblem, show, suggest
 from flash.config.packaged import PACKAGED, gguf_folder, is_gguf
 from flash.config.tree import Config
 
 
-def fetch_rule(config: Config) -> Iterator[Problem]:
+def fetch_rule(config: Config) -> Iterator[ConfigProblem]:
     """The model to be fetched is known, or its file is there, and nothing else says what `model.path` is made from."""
     fetch, path = config.model.fetch, config.model.path
     if fetch is None:
@@ -18,19 +18,21 @@ def fetch_rule(config: Config) -> Iterator[Problem]:
     # Of a GGUF file that model.path has named, that is the key that its user knows.
     key = "model.path" if is_gguf(fetch) and path == gguf_folder(fetch) else "model.fetch"
     if config.tiny_model is not None:
-        yield Problem(key, "[tiny_model] stands beside it, and both say what the model is made from: leave one out")
+        yield ConfigProblem(
+            key, "[tiny_model] stands beside it, and both say what the model is made from: leave one out"
+        )
     if is_gguf(path):
         message = f"expected the folder that model.fetch is made into, or no model.fetch (`none`), got the file {path}"
-        yield Problem("model.path", message)
+        yield ConfigProblem("model.path", message)
     if is_gguf(fetch):
         if not os.path.isfile(fetch) and not os.path.isfile(os.path.join(path, "config.json")):
-            yield Problem(key, f"there is no file {fetch}: expected a GGUF file")
+            yield ConfigProblem(key, f"there is no file {fetch}: expected a GGUF file")
     elif fetch not in PACKAGED:
         known = " or ".join(map(show, PACKAGED))
-        yield Problem(key, f"expected {known}, or a .gguf file, got {show(fetch)}{suggest(fetch, PACKAGED)}")
+        yield ConfigProblem(key, f"expected {known}, or a .gguf file, got {show(fetch)}{suggest(fetch, PACKAGED)}")
     elif config.model.max_length > (limit := PACKAGED[fetch].positions):
         message = f"expected at most {limit}, the positions of {fetch}, got {config.model.max_length}"
-        yield Problem("model.max_length", message)
+        yield ConfigProblem("model.max_length", message)
 
 
 PROCESSES_PER_CORE = 4
@@ -48,7 +50,7 @@ def unreachable(path: str) -> str | None:
     return None
 
 
-def cpu_rule(config: Config) -> Iterator[Problem]:
+def cpu_rule(config: Config) -> Iterator[ConfigProblem]:
     """Cores that are named are among those of this machine, each once."""
     cores = os.cpu_count() or 1
     for key, cpus in (
@@ -57,10 +59,10 @@ def cpu_rule(config: Config) -> Iterator[Problem]:
     ):
         if cpus is not None and (not cpus or max(cpus) >= cores or len(set(cpus)) < len(cpus)):
             message = f"expected one or more of this machine's cores 0 to {cores - 1}, each once, got {cpus}"
-            yield Problem(key, message)
+            yield ConfigProblem(key, message)
 
 
-def process_rule(config: Config) -> Iterator[Problem]:
+def process_rule(config: Config) -> Iterator[ConfigProblem]:
     """Without GPUs, the processes of a node find cores."""
     if config.gpus_per_node > 0:
         return
@@ -71,10 +73,10 @@ def process_rule(config: Config) -> Iterator[Problem]:
         ("engine.count" if config.engine.count > config.engine.tensor_parallel else "engine.tensor_parallel", workers),
     ):
         if wanted > most:
-            yield Problem(key, f"expected at most {most} processes, {PROCESSES_PER_CORE} to a core, got {wanted}")
+            yield ConfigProblem(key, f"expected at most {most} processes, {PROCESSES_PER_CORE} to a core, got {wanted}")
 
 
-def memory_rule(config: Config) -> Iterator[Problem]:
+def memory_rule(config: Config) -> Iterator[ConfigProblem]:
     """Without GPUs, the KV caches of a node fit into its memory."""
     if config.gpus_per_node > 0:
         return
@@ -84,21 +86,26 @@ def memory_rule(config: Config) -> Iterator[Problem]:
             f"expected less than the {memory_gib:.0f} GiB of this machine's memory for {config.engine.count} engine(s) "
             f"together, got {config.engine.kv_cache_gib:g} for each"
         )
-        yield Problem("engine.kv_cache_gib", message)
+        yield ConfigProblem("engine.kv_cache_gib", message)
 
 
-def output_rule(config: Config) -> Iterator[Problem]:
+def output_rule(config: Config) -> Iterator[ConfigProblem]:
     """The run directory can be made."""
     folder = config.run_dir.absolute()
     if (fault := unreachable(str(folder))) is not None:
-        yield Problem("run.output_dir", f"{show(str(folder))} cannot be used: {fault}")
+        yield ConfigProblem("run.output_dir", f"{show(str(folder))} cannot be used: {fault}")
         return
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     if not folder.is_dir():
-        yield Problem("run.output_dir", f"expected a folder, and {folder} is none")
+        yield ConfigProblem("run.output_dir", f"expected a folder, and {folder} is none")
     elif not os.access(folder, os.W_OK | os.X_OK):
-        yield Problem("run.output_dir", f"expected a folder that can be written, and {folder} cannot")
+        yield ConfigProblem("run.output_dir", f"expected a folder that can be written, and {folder} cannot")
 
 
-MACHINE_RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (cpu_rule, process_rule, memory_rule, output_rule)
+MACHINE_RULES: tuple[Callable[[Config], Iterator[ConfigProblem]], ...] = (
+    cpu_rule,
+    process_rule,
+    memory_rule,
+    output_rule,
+)

@@ -1,7 +1,7 @@
 """Strict conversion of plain values, as TOML gives them, into annotated types.
 
-An integer is accepted for a number; nothing else is coerced. What does not fit becomes a `Problem`: the key's path,
-what was expected, what was found. Problems are collected, so that one error can name them all.
+An integer is accepted for a number; nothing else is coerced. What does not fit becomes a `ConfigProblem`: the key's
+path, what was expected, what was found. Problems are collected, so that one error can name them all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LONGEST_VALUE = 60
 """Characters of a wrong value that a message repeats."""
 
 
-class Problem(NamedTuple):
+class ConfigProblem(NamedTuple):
     """One thing wrong with the input."""
 
     key: str
@@ -36,12 +36,12 @@ class Problem(NamedTuple):
     message: str
 
 
-def mismatch(key: str, annotation: Any, value: Any) -> Problem:
+def mismatch(key: str, annotation: Any, value: Any) -> ConfigProblem:
     """The problem of a value that is not of its type."""
     fault = _fault(value)
     if fault is None and isinstance(value, int) and value > MOST:
         fault = f"which is above {MOST}"
-    return Problem(key, f"expected {describe(annotation)}, got {show(value)}" + (f", {fault}" if fault else ""))
+    return ConfigProblem(key, f"expected {describe(annotation)}, got {show(value)}" + (f", {fault}" if fault else ""))
 
 
 def convert(value: Any, annotation: Any) -> Any:
@@ -56,7 +56,7 @@ def convert(value: Any, annotation: Any) -> Any:
     return msgspec.convert(value, annotation)
 
 
-def examine(value: Any, annotation: Any, key: str) -> tuple[Any, list[Problem]]:
+def examine(value: Any, annotation: Any, key: str) -> tuple[Any, list[ConfigProblem]]:
     """`convert`, with the problems returned, and named each by its own key inside of tables and lists of tables.
 
     The text `none` gives None to a key that may be None and may not be text.
@@ -92,15 +92,15 @@ def tag_field(kinds: Mapping[str, type[msgspec.Struct]]) -> str | None:
     return next(iter(kinds.values())).__struct_config__.tag_field
 
 
-def _table(table: dict[str, Any], kinds: dict[str, type[msgspec.Struct]], key: str) -> tuple[Any, list[Problem]]:
+def _table(table: dict[str, Any], kinds: dict[str, type[msgspec.Struct]], key: str) -> tuple[Any, list[ConfigProblem]]:
     """The struct of the table's kind, with its values checked."""
     tag = tag_field(kinds)
     kind = str(table.get(tag, "")) if tag is not None else ""
     if kind not in kinds:
         got = f"got {show(table[tag])}{suggest(kind, kinds)}" if tag in table else "which is missing"
-        return None, [Problem(f"{key}.{tag}", f"expected {_either([show(name) for name in kinds])}, {got}")]
+        return None, [ConfigProblem(f"{key}.{tag}", f"expected {_either([show(name) for name in kinds])}, {got}")]
     fields = {field.name: field for field in msgspec.structs.fields(kinds[kind])}
-    problems: list[Problem] = []
+    problems: list[ConfigProblem] = []
     values: dict[str, Any] = {}
     for name, value in table.items():
         if name == tag:
@@ -109,9 +109,9 @@ def _table(table: dict[str, Any], kinds: dict[str, type[msgspec.Struct]], key: s
             values[name], wrong = examine(value, fields[name].type, f"{key}.{name}")
             problems += wrong
         else:
-            problems.append(Problem(f"{key}.{name}", _no_option(name, kind, kinds, fields)))
+            problems.append(ConfigProblem(f"{key}.{name}", _no_option(name, kind, kinds, fields)))
     problems += [
-        Problem(f"{key}.{name}", f"is missing; expected {describe(field.type)}")
+        ConfigProblem(f"{key}.{name}", f"is missing; expected {describe(field.type)}")
         for name, field in fields.items()
         if field.required and name not in table
     ]
@@ -120,7 +120,7 @@ def _table(table: dict[str, Any], kinds: dict[str, type[msgspec.Struct]], key: s
     try:
         return kinds[kind](**values), []
     except ValueError as error:
-        return None, [Problem(key, str(error))]
+        return None, [ConfigProblem(key, str(error))]
 
 
 def _no_option(name: str, kind: str, kinds: dict[str, type[msgspec.Struct]], fields: Iterable[str]) -> str:
@@ -168,7 +168,7 @@ def suggest(name: str, valid: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean `{prefix}{near}`?" if near else ""
 
 
-def refuse(problems: Sequence[Problem], origins: Mapping[str, str] = MappingProxyType({})) -> ConfigError:
+def refuse(problems: Sequence[ConfigProblem], origins: Mapping[str, str] = MappingProxyType({})) -> ConfigError:
     """One error for all problems; `origins` says of a key where its value was written."""
     lines: list[str] = []
     for key, message in problems:

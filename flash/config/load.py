@@ -22,7 +22,7 @@ import tomli_w
 from flash.config.check import check
 from flash.config.decode import (
     NONE,
-    Problem,
+    ConfigProblem,
     describe,
     examine,
     mismatch,
@@ -53,7 +53,7 @@ def load(
     overrides: Sequence[str] = (),
     *,
     simulated: bool = False,
-    also: Callable[[Config], Iterable[Problem]] = lambda config: (),
+    also: Callable[[Config], Iterable[ConfigProblem]] = lambda config: (),
 ) -> Config:
     """Read, merge, decode, resolve and cross-check a configuration.
 
@@ -228,14 +228,14 @@ class _Decoder:
     """Walks the tree of sections and gathers what is wrong on the way."""
 
     def __init__(self) -> None:
-        self.problems: list[Problem] = []
+        self.problems: list[ConfigProblem] = []
 
     def table(self, section: type[AnySection], table: Mapping[str, Any], prefix: str) -> AnySection | None:
         """The section, or None when it has problems."""
         before = len(self.problems)
         fields = {field.name: field for field in msgspec.structs.fields(section)}
         self.problems += [
-            Problem(prefix + key, "no such key" + _suggest_key(prefix, key, fields))
+            ConfigProblem(prefix + key, "no such key" + _suggest_key(prefix, key, fields))
             for key in table
             if key not in fields
         ]
@@ -249,7 +249,7 @@ class _Decoder:
             elif name in table:
                 values[name] = self._value(field.type, table[name], prefix + name)
             elif field.required:
-                self.problems.append(Problem(prefix + name, f"is missing; expected {describe(field.type)}"))
+                self.problems.append(ConfigProblem(prefix + name, f"is missing; expected {describe(field.type)}"))
         return section(**values) if len(self.problems) == before else None
 
     def _inner(self, section: type[Section], value: Any, key: str) -> Section | None:

@@ -24,7 +24,7 @@ import msgspec
 
 from algorithms import OBJECTIVES
 from algorithms.base import Objective
-from flash.config.decode import Problem, convert, describe, mismatch, refuse, suggest
+from flash.config.decode import ConfigProblem, convert, describe, mismatch, refuse, suggest
 from flash.errors import ConfigError
 
 ENVIRONMENT_METHODS = ("reset", "step", "close")
@@ -202,7 +202,7 @@ def check_options(cls: Callable[..., object], options: Mapping[str, Any], where:
 
 def examine_options(
     cls: Callable[..., object], options: Mapping[str, Any], where: str
-) -> tuple[dict[str, Any], list[Problem]]:
+) -> tuple[dict[str, Any], list[ConfigProblem]]:
     """`check_options`, with the problems returned."""
     parameters = dict(_parameters(cls))
     struct = _struct_of_options(parameters)
@@ -214,7 +214,7 @@ def examine_options(
     try:
         return {OPTIONS: struct(**values)}, []
     except Exception as error:  # the struct is the user's: whatever it raises here is its verdict
-        return {}, [Problem(where, refusal(cls, error))]
+        return {}, [ConfigProblem(where, refusal(cls, error))]
 
 
 def refusal(cls: Callable[..., object], error: Exception) -> str:
@@ -231,18 +231,18 @@ def _struct_of_options(parameters: Mapping[str, inspect.Parameter]) -> type[msgs
 
 def _examine(
     cls: Callable[..., object], parameters: Mapping[str, inspect.Parameter], options: Mapping[str, Any], where: str
-) -> tuple[dict[str, Any], list[Problem]]:
+) -> tuple[dict[str, Any], list[ConfigProblem]]:
     """The options as values of these parameters of `cls`."""
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     known = {name: one for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD}
     kwargs: dict[str, Any] = {}
-    problems: list[Problem] = []
+    problems: list[ConfigProblem] = []
     for name, value in options.items():
         key = f"{where}.{name}"
         if name not in known and not takes_any:
             choices = ", ".join(f"`{one}`" for one in known) or "none"
             message = f"{cls.__name__} has no such option{suggest(name, known)} (its options: {choices})"
-            problems.append(Problem(key, message))
+            problems.append(ConfigProblem(key, message))
             continue
         annotation = known[name].annotation if name in known else Any
         try:
@@ -252,7 +252,7 @@ def _examine(
         except TypeError:  # an annotation that says nothing about plain values, such as a callable
             kwargs[name] = value
     problems += [
-        Problem(f"{where}.{name}", f"is missing; {cls.__name__} needs {describe(one.annotation)}")
+        ConfigProblem(f"{where}.{name}", f"is missing; {cls.__name__} needs {describe(one.annotation)}")
         for name, one in known.items()
         if one.default is one.empty and name not in options
     ]

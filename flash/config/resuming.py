@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flash.config.decode import Problem, show
+from flash.config.decode import ConfigProblem, show
 from flash.config.load import key_paths
 
 COUNTED = "its unfinished groups are counted by it"
@@ -84,24 +84,26 @@ CHOOSES = ("layers", "local_heads", "global_heads")
 Settings = Mapping[str, Any]
 
 
-def refused(had: Settings, now: Settings, where: Path) -> Iterator[Problem]:
+def refused(had: Settings, now: Settings, where: Path) -> Iterator[ConfigProblem]:
     """The keys that the run at `where` had otherwise and cannot go on with, and why.
 
     Both settings are as `dump` writes them, read again.
     """
     for key, before, after in _changed(REFUSED, had, now):
-        yield Problem(key, _refusal(REFUSED[_entry(REFUSED, key)], before, after, where))
+        yield ConfigProblem(key, _refusal(REFUSED[_entry(REFUSED, key)], before, after, where))
     rhythms = [_value(settings, "algorithm.rhythm") for settings in (had, now)]
     if all(isinstance(rhythm, dict) and rhythm.get("heads") == "first" for rhythm in rhythms):
         before, after = rhythms
         for name in CHOOSES:
             if before.get(name) != after.get(name):
-                yield Problem(f"algorithm.rhythm.{name}", _refusal(CHOSEN, before.get(name), after.get(name), where))
+                yield ConfigProblem(
+                    f"algorithm.rhythm.{name}", _refusal(CHOSEN, before.get(name), after.get(name), where)
+                )
 
 
-def told(had: Settings, now: Settings) -> list[Problem]:
+def told(had: Settings, now: Settings) -> list[ConfigProblem]:
     """The keys whose change leaves something as it was, and what."""
-    return [Problem(key, TOLD[_entry(TOLD, key)]) for key, *_ in _changed(TOLD, had, now)]
+    return [ConfigProblem(key, TOLD[_entry(TOLD, key)]) for key, *_ in _changed(TOLD, had, now)]
 
 
 def markdown() -> Iterator[str]:

@@ -73,7 +73,7 @@ class Parts(NamedTuple):
     """The engines."""
 
 
-class Part:
+class HubPart:
     """One part of the hub, with what all of them are given."""
 
     def __init__(self, parts: Parts) -> None:

@@ -191,7 +191,7 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]} … and {len(text) - most:,} characters more"
 
 
-class Tally:
+class FailureTally:
     """Failures by kind, and the last events. Pure state.
 
     Args:

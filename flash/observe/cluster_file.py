@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 
 from flash.errors import RunDirectoryError
-from flash.observe.cluster import Cluster, HubNow, Tally
+from flash.observe.cluster import Cluster, FailureTally, HubNow
 from flash.observe.rundir.follow import NO_ROW, opened
 from flash.observe.rundir.rundir import RunDirectory, writing
 
@@ -50,7 +50,7 @@ class ClusterFile:
         with suppress(RunDirectoryError):  # that no picture can be kept is told when one is written
             earlier = read_cluster(directory)
         self._incarnations = 1 if earlier is None else earlier.lives + 1
-        self._tally = Tally() if earlier is None else Tally(earlier.failures, earlier.events)
+        self._tally = FailureTally() if earlier is None else FailureTally(earlier.failures, earlier.events)
         if earlier is not None and not earlier.ended:
             self._tally.failed("hub_lost", WITHOUT_A_WORD, self._since)
 

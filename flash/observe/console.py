@@ -29,7 +29,7 @@ RECENT_STEPS = 10
 """Steps whose pace predicts the time left."""
 
 
-class Cell(NamedTuple):
+class LineCell(NamedTuple):
     """A place in the line of a step: one column, or two with a slash between them."""
 
     columns: tuple[Column, ...]
@@ -45,22 +45,22 @@ class Cell(NamedTuple):
 
 HELD_OUT = named("mean_reward", "evaluation")
 LINE = (
-    Cell((named("step"),), 5),
-    Cell((named("reward_mean"),), 6),
-    Cell((HELD_OUT,), 5),
-    Cell((named("loss"),), 7),
-    Cell((named("entropy"),), 7),
-    Cell((named("ratio_mean"),), 5),
-    Cell((named("clip_fraction"),), 5),
-    Cell((named("ess"),), 5),
-    Cell((named("mismatch_kl"),), 8),
-    Cell((named("grad_norm"),), 6),
-    Cell((named("age_mean"), named("age_max")), 7),
-    Cell((named("stale_share"),), 5),
-    Cell((named("failures"),), 4),
-    Cell((named("tokens_per_second"),), 6),
-    Cell((named("trainer_wait_share"),), 5),
-    Cell((named("learning_rate"),), 7),
+    LineCell((named("step"),), 5),
+    LineCell((named("reward_mean"),), 6),
+    LineCell((HELD_OUT,), 5),
+    LineCell((named("loss"),), 7),
+    LineCell((named("entropy"),), 7),
+    LineCell((named("ratio_mean"),), 5),
+    LineCell((named("clip_fraction"),), 5),
+    LineCell((named("ess"),), 5),
+    LineCell((named("mismatch_kl"),), 8),
+    LineCell((named("grad_norm"),), 6),
+    LineCell((named("age_mean"), named("age_max")), 7),
+    LineCell((named("stale_share"),), 5),
+    LineCell((named("failures"),), 4),
+    LineCell((named("tokens_per_second"),), 6),
+    LineCell((named("trainer_wait_share"),), 5),
+    LineCell((named("learning_rate"),), 7),
 )
 """The numbers people look for, in the order in which they stand there."""
 

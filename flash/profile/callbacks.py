@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import anyio
 
 from flash.foreign.asyncio import around_callbacks
-from flash.profile.order import Facts, resident_peak, write_part
+from flash.profile.order import RecordingFacts, resident_peak, write_part
 
 SLOW_S = 0.005
 """Callbacks that take longer are kept: a few of them in a row are felt by every timer of the loop."""
@@ -34,7 +34,7 @@ COLLECTION = "garbage collection"
 """The name of a pause for it, which lies within a callback."""
 
 
-class Place(NamedTuple):
+class CodePlace(NamedTuple):
     """A place in the code."""
 
     code: CodeType
@@ -103,7 +103,7 @@ class CallbackWatch:
 
     def write(self, file: Path) -> None:
         """Write them as trace events; without a place for the file they are lost, and the run is not."""
-        facts = Facts(self._who, self._begun, time.time(), self.count, resident_peak(), busy_s=self.busy_s)
+        facts = RecordingFacts(self._who, self._begun, time.time(), self.count, resident_peak(), busy_s=self.busy_s)
         write_part(file, facts, self._events())
 
     def _events(self) -> Iterator[dict[str, Any]]:
@@ -153,24 +153,24 @@ class CallbackWatch:
             self.slow.append(Slow(name, where, start + self._offset, seconds, cpu_s, threading.get_native_id()))
 
 
-def _chain(callback: Any) -> list[Place]:
+def _chain(callback: Any) -> list[CodePlace]:
     """Where a task's coroutines stand, the task's own first; empty of another callback."""
     task = getattr(callback, "__self__", None)
     if not isinstance(task, asyncio.Task):
         return []
-    places: list[Place] = []
+    places: list[CodePlace] = []
     inner: Any = task.get_coro()
     while inner is not None:
         kind = next((kind for kind in ("cr", "gi", "ag") if hasattr(inner, f"{kind}_frame")), None)
         if kind is None:
             break
         frame, code = getattr(inner, f"{kind}_frame"), getattr(inner, f"{kind}_code")
-        places.append(Place(code, code.co_firstlineno if frame is None else frame.f_lineno or code.co_firstlineno))
+        places.append(CodePlace(code, code.co_firstlineno if frame is None else frame.f_lineno or code.co_firstlineno))
         inner = getattr(inner, "gi_yieldfrom" if kind == "gi" else f"{kind}_await")
     return places
 
 
-def _named(callback: Any, found: list[Place]) -> tuple[str, str]:
+def _named(callback: Any, found: list[CodePlace]) -> tuple[str, str]:
     """The name of a callback and where it is, or went on."""
     if found:
         ours = [place for place in found if not place.code.co_filename.startswith(LIBRARIES)]
@@ -184,7 +184,7 @@ def _named(callback: Any, found: list[Place]) -> tuple[str, str]:
     function = getattr(callback, "__func__", callback)
     code = getattr(function, "__code__", None)
     name = getattr(function, "__qualname__", type(callback).__qualname__)
-    where = Place(code, code.co_firstlineno).text if isinstance(code, CodeType) else "not in Python"
+    where = CodePlace(code, code.co_firstlineno).text if isinstance(code, CodeType) else "not in Python"
     return name, where
 
 

@@ -1,6 +1,7 @@
 """What is to be profiled: an order that `flash profile` leaves to the processes of its run, and what each answers.
 
-Each process writes one file of Chrome trace events, whose times count from its `baseTimeNanoseconds`, with its `Facts`.
+Each process writes one file of Chrome trace events, whose times count from its `baseTimeNanoseconds`, with its
+`RecordingFacts`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ENDING = ".json.gz"
 """Of the files that processes write."""
 
 
-class Order(msgspec.Struct, frozen=True):
+class ProfileOrder(msgspec.Struct, frozen=True):
     """The steps to profile, and where what is recorded goes."""
 
     folder: str
@@ -51,7 +52,7 @@ class Order(msgspec.Struct, frozen=True):
             os.environ.setdefault(name, level)
 
 
-class Facts(msgspec.Struct, frozen=True):
+class RecordingFacts(msgspec.Struct, frozen=True):
     """What a process says of its recording."""
 
     who: str
@@ -71,10 +72,10 @@ class Facts(msgspec.Struct, frozen=True):
     """Of an event loop: seconds in callbacks."""
 
 
-def ordered() -> Order | None:
+def ordered() -> ProfileOrder | None:
     """The order of whoever has started this process; None: nothing is to be profiled."""
     text = os.environ.get(VARIABLE)
-    return None if text is None else msgspec.json.decode(text, type=Order)
+    return None if text is None else msgspec.json.decode(text, type=ProfileOrder)
 
 
 def resident_peak() -> int:
@@ -82,7 +83,7 @@ def resident_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def write_part(file: Path, facts: Facts, events: Iterable[Mapping[str, Any]]) -> None:
+def write_part(file: Path, facts: RecordingFacts, events: Iterable[Mapping[str, Any]]) -> None:
     """Write what was recorded, as a whole; without a place for the file it is lost, and the run is not."""
     made = {"baseTimeNanoseconds": round(facts.begin * 1e9), "flash": facts, "traceEvents": list(events)}
     part = file.with_name(f".{file.name}")

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from flash.errors import ConfigError
-from flash.profile.order import ENDING, Facts
+from flash.profile.order import ENDING, RecordingFacts
 
 WHOLE = f"trace{ENDING}"
 """The name of the file with all of it."""
@@ -34,18 +34,18 @@ FLOWS = 40
 """Bits of a flow's number that are its own in its part."""
 
 
-class Part(msgspec.Struct):
+class RecordedPart(msgspec.Struct):
     """One file, read."""
 
     events: list[msgspec.Raw] = msgspec.field(name="traceEvents")
     base_ns: int = msgspec.field(name="baseTimeNanoseconds", default=0)
-    flash: Facts | None = None
+    flash: RecordingFacts | None = None
 
 
 class Measured(msgspec.Struct):
     """What a part comes down to."""
 
-    facts: Facts
+    facts: RecordingFacts
     cpu: dict[str, tuple[int, float]]
     """Of each operator, how often it was called, and its own seconds, without those that it called."""
     gpu: dict[str, tuple[int, float]]
@@ -63,10 +63,10 @@ def parts_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda file: (kinds.index(file.name.partition("-")[0]), len(file.name), file.name))
 
 
-def read_part(file: Path) -> tuple[Part, Facts]:
+def read_part(file: Path) -> tuple[RecordedPart, RecordingFacts]:
     """One file. Raises ConfigError: it cannot be read, or is none of ours."""
     try:
-        part = msgspec.json.decode(gzip.decompress(file.read_bytes()), type=Part)
+        part = msgspec.json.decode(gzip.decompress(file.read_bytes()), type=RecordedPart)
     except (OSError, EOFError, zlib.error, msgspec.MsgspecError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     if part.flash is None:
@@ -110,7 +110,7 @@ class WholeTrace:
         self._write(self._separator + msgspec.json.encode(event))
         self._separator = b",\n"
 
-    def add(self, part: Part, facts: Facts) -> Measured:
+    def add(self, part: RecordedPart, facts: RecordingFacts) -> Measured:
         """Write what one part holds, and measure it."""
         self._parts += 1
         shift = (part.base_ns - self._begin_ns) / 1e3
@@ -181,7 +181,7 @@ class _Meter:
         elif name == "[memory]" and event["args"].get("Device Type") == 0:
             self._grown = max(self._grown, event["args"].get("Total Allocated", 0))
 
-    def measured(self, facts: Facts) -> Measured:
+    def measured(self, facts: RecordingFacts) -> Measured:
         cpu: defaultdict[str, list[float]] = defaultdict(list)
         for events in self._threads.values():
             for name, seconds in own_times(events):

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 from flash.foreign.torch import dump_memory, keep_memory_history
-from flash.profile.order import ENDING, Facts, Order, resident_peak
+from flash.profile.order import ENDING, ProfileOrder, RecordingFacts, resident_peak
 
 log = logging.getLogger("flash")
 
@@ -37,7 +37,7 @@ class Recording:
         self._running = False
         self._begun = 0.0
         self.steps = 0
-        """What its owner has counted, for `Facts`."""
+        """What its owner has counted, for `RecordingFacts`."""
 
     @property
     def running(self) -> bool:
@@ -64,7 +64,7 @@ class Recording:
         if not self._running:
             return
         self._running = False
-        facts = Facts(self._who, self._begun, time.time(), self.steps, resident_peak())
+        facts = RecordingFacts(self._who, self._begun, time.time(), self.steps, resident_peak())
         if self._cuda:
             facts = self._with_device(facts)
         self._profiler.add_metadata_json("flash", msgspec.json.encode(facts).decode())
@@ -85,7 +85,7 @@ class Recording:
             with suppress(OSError):
                 part.unlink()
 
-    def _with_device(self, facts: Facts) -> Facts:
+    def _with_device(self, facts: RecordingFacts) -> RecordingFacts:
         import torch
 
         peak = torch.cuda.max_memory_allocated()
@@ -135,7 +135,7 @@ class RankProfile:
         cuda: whether it computes on a GPU.
     """
 
-    def __init__(self, order: Order, rank: int, *, cuda: bool) -> None:
+    def __init__(self, order: ProfileOrder, rank: int, *, cuda: bool) -> None:
         self._order = order
         self._recording = Recording(order.file(f"trainer-{rank}"), f"trainer {rank}", cuda=cuda)
         self._done = False

@@ -12,7 +12,7 @@ import time
 from typing import Any, Protocol
 
 from flash.errors import EngineDeadError, FlashError
-from flash.profile.order import Facts, Order, write_part
+from flash.profile.order import ProfileOrder, RecordingFacts, write_part
 from flash.rollout.engine import Engine
 from flash.rollout.wrapped_engine import WrappedEngine
 from flash.types import Published
@@ -40,7 +40,7 @@ class ProfiledEngine(WrappedEngine[AskableEngine]):
         order: says which steps.
     """
 
-    def __init__(self, engine: AskableEngine, number: int, order: Order) -> None:
+    def __init__(self, engine: AskableEngine, number: int, order: ProfileOrder) -> None:
         super().__init__(engine)
         self._number = number
         self._order = order
@@ -68,7 +68,7 @@ class ProfiledEngine(WrappedEngine[AskableEngine]):
         """Say so; what an engine before this one has recorded in its place stays."""
         file, now = self._order.file(f"engine-{self._number}"), time.time()
         if not file.exists():
-            write_part(file, Facts(f"engine {self._number}", now, now, 0, 0), [])
+            write_part(file, RecordingFacts(f"engine {self._number}", now, now, 0, 0), [])
 
     async def _begin(self) -> None:
         self._recording = True

@@ -28,7 +28,7 @@ from flash.run.processes.hub_search import HubSearch
 from flash.run.processes.launch import Launch
 from flash.run.processes.scratch import scratch_folder
 from flash.run.processes.starter_watch import begin_launch
-from flash.run.processes.supervisor import End, Order, Part, describe, judge, say
+from flash.run.processes.supervisor import End, ProcessOrder, SupervisedPart, describe, judge, say
 from flash.run.processes.token import VARIABLE
 
 OWN_KEYS = (
@@ -54,7 +54,7 @@ def join(place: HubPlace, overrides: Sequence[str] = ()) -> int:
         return Launch(JoinedLoop(place, folder, overrides=overrides)).run()
 
 
-class JoinedLoop(Part):
+class JoinedLoop(SupervisedPart):
     """The loop of a node that joins.
 
     Args:
@@ -92,7 +92,7 @@ class JoinedLoop(Part):
         """Whether a hub is to be looked for."""
 
     async def once(self, restarts: int) -> tuple[End, list[str]]:
-        """As of `Part`, from the hub's answer to the end of a node loop.
+        """As of `SupervisedPart`, from the hub's answer to the end of a node loop.
 
         Raises:
             FlashError: there is no hub, or this machine cannot join it.
@@ -112,12 +112,12 @@ class JoinedLoop(Part):
         self.config = config
         await anyio.to_thread.run_sync(make_missing_model, config, abandon_on_cancel=True)
         node = config.cluster.trainer_nodes if self._node is None else self._node
-        order = Order(node, restarts, place=self._place, digest=run.digest, begun=self._begun)
+        order = ProcessOrder(node, restarts, place=self._place, digest=run.digest, begun=self._begun)
         end, words = await self.loop(file, order)
         self._lost, self._begun = end == End.WITH_PEER, time.time()
         return end, words
 
-    async def loop(self, file: Path, order: Order) -> tuple[End, list[str]]:
+    async def loop(self, file: Path, order: ProcessOrder) -> tuple[End, list[str]]:
         """One node loop."""
         ended = await self.processes.run("node", file, [order])
         end, silent = await judge(ended, self.processes.killed, self.ending)

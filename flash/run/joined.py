@@ -26,9 +26,9 @@ from flash.hub.stages import STARTING_ENGINES
 from flash.rollout.hubs import HubLink
 from flash.rollout.node import RolloutNode
 from flash.rollout.vllm.start import import_vllm
-from flash.run.node_loop import Numbers, make_node, unix_clock
+from flash.run.node_loop import NodeNumbers, make_node, unix_clock
 from flash.run.processes.hub_search import RETRY_S, HubSearch
-from flash.run.processes.supervisor import End, Order
+from flash.run.processes.supervisor import End, ProcessOrder
 from flash.run.processes.token import VARIABLE
 from flash.run.startup import EVERY_S, start_of_engines
 from flash.transport.client import connect
@@ -36,7 +36,7 @@ from flash.transport.request import ReplyT, Request
 from flash.waiting import first_error, unwrapped_group
 
 
-def run_joined_loop(order: Order, config: Config) -> End:
+def run_joined_loop(order: ProcessOrder, config: Config) -> End:
     """Serve the hubs of a run with this machine's engines, until it is over, or as `JoinedNode` says."""
     # Taken out, so that neither engines nor environments inherit it.
     return anyio.run(_roll_out, config, order, os.environ.pop(VARIABLE, None))
@@ -70,7 +70,7 @@ class HubConnection:
         return reply
 
 
-async def _roll_out(config: Config, order: Order, token: str | None) -> End:
+async def _roll_out(config: Config, order: ProcessOrder, token: str | None) -> End:
     end = End.OVER  # also of a signal that comes while it has no hub
     try:
         async with sharing(config.run.name, close_s=config.deadlines.close), anyio.create_task_group() as group:
@@ -92,7 +92,7 @@ class JoinedNode:
         token: the value of FLASH_TOKEN.
     """
 
-    def __init__(self, config: Config, order: Order, token: str | None) -> None:
+    def __init__(self, config: Config, order: ProcessOrder, token: str | None) -> None:
         self._config = config
         self._place = order.node
         self._trains = order.node < config.cluster.trainer_nodes
@@ -173,7 +173,7 @@ class JoinedNode:
                 say(f"{STARTING_ENGINES} … {seconds:.0f} s{start_of_engines(seconds, self._config)}")
             await anyio.sleep(EVERY_S)
 
-    async def make_node(self, numbers: Numbers, hub: HubConnection) -> RolloutNode:
+    async def make_node(self, numbers: NodeNumbers, hub: HubConnection) -> RolloutNode:
         """The node, with engines that are still to start."""
         begun = time.time()
         # Before the tokenizer, whose import is a part of vLLM's.
@@ -247,7 +247,7 @@ class JoinedNode:
         self._lost = None
         if self._node is None:
             say(f"{who}: starting {what}")
-            self._node = await self.make_node(Numbers(joined.node, joined.first_engine), hub)
+            self._node = await self.make_node(NodeNumbers(joined.node, joined.first_engine), hub)
             tasks.start_soon(self._work)
             tasks.start_soon(self._tell_start)
         else:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import anyio
 import msgspec
 
-from flash.config.decode import Problem, refuse
+from flash.config.decode import ConfigProblem, refuse
 from flash.config.objects import own_folders
 from flash.config.tree import Config
 from flash.environment.load import LoadedEnvironment
@@ -45,7 +45,7 @@ from flash.run.processes.hub_place import HubAddress, announce, withdraw
 from flash.run.processes.rendezvous import advertised_host
 from flash.run.processes.scratch import remember_shared_memory
 from flash.run.processes.starter_watch import LAUNCHER
-from flash.run.processes.supervisor import End, Order
+from flash.run.processes.supervisor import End, ProcessOrder
 from flash.run.processes.token import VARIABLE, hub_token
 from flash.run.profiled import profile_node
 from flash.run.restart.history import RecordedHistory
@@ -69,7 +69,7 @@ SWITCH_S = 0.0005
 own 5 ms were the longest that it stood."""
 
 
-def run_node_loop(order: Order, config: Config) -> End:
+def run_node_loop(order: ProcessOrder, config: Config) -> End:
     """Run this node until the end of the run."""
     sys.setswitchinterval(SWITCH_S)
     return anyio.run(_node_loop, order.restarts, config)
@@ -177,7 +177,7 @@ def naming_the_key(port: int) -> Generator[None]:
     try:
         yield
     except ConfigError as error:
-        raise refuse([Problem("cluster.hub_port" if port else "cluster.hub_host", str(error))]) from None
+        raise refuse([ConfigProblem("cluster.hub_port" if port else "cluster.hub_host", str(error))]) from None
 
 
 async def _run_hub(
@@ -212,7 +212,7 @@ async def _roll_out_here(
     seconds = config.deadlines.connect
     with engines_until_interrupted(hub):
         async with connect(address.host, address.port, address.token, "node-0", seconds) as caller:
-            await (await make_node(0, Numbers(0, 0), config, env, caller, now)).run()
+            await (await make_node(0, NodeNumbers(0, 0), config, env, caller, now)).run()
 
 
 @contextmanager
@@ -228,7 +228,7 @@ def engines_until_interrupted(hub: Hub) -> Generator[None]:
             raise
 
 
-class Numbers(NamedTuple):
+class NodeNumbers(NamedTuple):
     """Of a node and its engines, as the hub has them."""
 
     node: int
@@ -237,7 +237,7 @@ class Numbers(NamedTuple):
 
 async def make_node(
     place: int,
-    numbers: Numbers,
+    numbers: NodeNumbers,
     config: Config,
     env: LoadedEnvironment,
     hub: p.HubCaller,

@@ -9,7 +9,7 @@ import anyio
 from flash.config.tree import Config
 from flash.hub.hub import Hub
 from flash.profile.callbacks import CallbackWatch
-from flash.profile.order import Order
+from flash.profile.order import ProfileOrder
 
 POLL_S = 0.1
 """Between two looks at the version of the run."""
@@ -17,7 +17,7 @@ WRITE_S = 120.0
 """How long the run goes on for the files of engines and trainer ranks, after the last step that is profiled."""
 
 
-async def profile_node(order: Order, hub: Hub, config: Config) -> None:
+async def profile_node(order: ProfileOrder, hub: Hub, config: Config) -> None:
     """Watch this process's event loop through the steps that are ordered, and end the run after them.
 
     Waits for the first of these steps, then for the last, then for what others write, at most WRITE_S. The run's stages

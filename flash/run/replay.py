@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flash.config.decode import Problem, refuse
+from flash.config.decode import ConfigProblem, refuse
 from flash.config.load import dump, flat
 from flash.config.tree import Config
 from flash.errors import ConfigError
@@ -123,7 +123,7 @@ def refuse_idle(file: Path, config: Config, named: Collection[str]) -> None:
     if idle:
         raise refuse(
             [
-                Problem(key, "has no effect on a replay, whose batches are those of the run: leave it out")
+                ConfigProblem(key, "has no effect on a replay, whose batches are those of the run: leave it out")
                 for key in idle
             ]
         )

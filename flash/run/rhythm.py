@@ -20,7 +20,7 @@ from flash.config.load import parse_value
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
 from flash.foreign.torch import alone
-from flash.observe.plots.rhythm_plot import Drawn
+from flash.observe.plots.rhythm_plot import DrawnRhythm
 from flash.observe.rhythm import HeadSeen, ResponseSeen, RhythmSeen
 from flash.observe.rundir.recording import read_batch, recorded_steps
 from flash.observe.rundir.rundir import RunDirectory
@@ -36,7 +36,7 @@ Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
-class Responses:
+class RhythmResponses:
     """What is looked at."""
 
     trajectories: list[Trajectory]
@@ -64,7 +64,7 @@ def options_with(base: Rhythm, overrides: Sequence[str]) -> Rhythm:
     return options
 
 
-def text_responses(text: Path, prompt: Path | None, encode: Encode) -> Responses:
+def text_responses(text: Path, prompt: Path | None, encode: Encode) -> RhythmResponses:
     """One response: the tokens of a text after those of its prompt; without one, after the first.
 
     A newline at the very end of a file is none of its text.
@@ -93,12 +93,12 @@ def text_responses(text: Path, prompt: Path | None, encode: Encode) -> Responses
         versions=[VersionRun(0, count)],
         turns=[Turn("", "", 0.0, 0.0, 0.0, 0.0)],
     )
-    return Responses([whole], [text.name], 0, 1.0, len(tokens))
+    return RhythmResponses([whole], [text.name], 0, 1.0, len(tokens))
 
 
 def recorded_responses(
     run_dir: Path, step: int | None, samples: int, *, temperature: float, max_tokens: int
-) -> Responses:
+) -> RhythmResponses:
     """So many samples of a recorded batch, spread evenly over it; None: of the newest.
 
     Raises:
@@ -132,17 +132,17 @@ def recorded_responses(
         f"step {step}, sample {number} (group {one.task.group_id}, reward {one.reward:g})"
         for number, one in zip(chosen, some, strict=True)
     ]
-    return Responses(some, names, batch.min_version, temperature, max_tokens)
+    return RhythmResponses(some, names, batch.min_version, temperature, max_tokens)
 
 
 def look_at(
     model: ModelConfig,
     weights: str,
-    given: Responses,
+    given: RhythmResponses,
     options: Rhythm,
     token_texts: Callable[[Sequence[int]], list[str]],
     drawn: tuple[int, int] | None,
-) -> tuple[RhythmSeen, Drawn | None]:
+) -> tuple[RhythmSeen, DrawnRhythm | None]:
     """What is seen of these responses under a model; with `drawn`, the maps of that response from that token of it on.
 
     Args:
@@ -187,7 +187,7 @@ def look_at(
         number, begin = drawn
         part = _part(found[number].signals, samples[number].trajectory.length, begin)
         (micro,) = pack([samples[number]], min_version=given.min_version, max_tokens=given.max_tokens)
-        return seen, Drawn(seen.responses[number], part.start, maps(policy, micro, heads, part))
+        return seen, DrawnRhythm(seen.responses[number], part.start, maps(policy, micro, heads, part))
 
 
 def _part(signals: Signals, length: int, begin: int) -> slice:

@@ -24,7 +24,7 @@ from flash.errors import CollectiveError, FlashError, PeerLostError, TransportEr
 from flash.foreign.torch import collective_failed, open_store, private_store, reach_store
 from flash.run.processes.hub_place import HubAddress
 from flash.run.processes.rendezvous import advertised_host, find_hub
-from flash.run.processes.supervisor import End, Order
+from flash.run.processes.supervisor import End, ProcessOrder
 from flash.run.processes.token import VARIABLE
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Watcher(Protocol):
         ...
 
 
-def run_trainer_rank(order: Order, config: Config) -> End:
+def run_trainer_rank(order: ProcessOrder, config: Config) -> End:
     """Train until the hub has no more batches.
 
     Once it has a place, a trainer rank follows the hub and not signals: an interrupt reaches it as the end of batches.
@@ -76,7 +76,7 @@ def run_trainer_rank(order: Order, config: Config) -> End:
             if store is None:
                 host, _, port = incarnation.store.rpartition(":")
                 store = reach_store(host, int(port), config.deadlines.rendezvous)
-            _train(order.local, config, index, store, incarnation, RankHub(index, hub), stack)
+            _train(order.local, config, index, store, incarnation, RankHubClient(index, hub), stack)
         except Exception as error:  # supervised boundary: whatever ends a rank is told where people look
             # Told before the other ranks lose this one and have errors of their own.
             tell_end(hub, index, error, config.deadlines.request, others(index, config))
@@ -94,7 +94,7 @@ def _open_store(config: Config) -> tuple[Store, str]:
     return store, f"{host}:{port}"
 
 
-class RankHub:
+class RankHubClient:
     """What a rank asks the hub."""
 
     def __init__(self, rank: int, hub: BlockingClient) -> None:
@@ -190,7 +190,7 @@ def _train(
     index: int,
     store: Store,
     incarnation: IncarnationReply,
-    hub: RankHub,
+    hub: RankHubClient,
     stack: ExitStack,
 ) -> None:
     """Train to the end; what is to be closed after that is left on the stack."""

@@ -44,7 +44,7 @@ LEAST_STEPS = 3
 """Steps a run must have: the first one, which warms up, is left out where there are more."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class FittedPart(msgspec.Struct, frozen=True):
     """One fitted piece of the table."""
 
     what: str
@@ -62,7 +62,7 @@ class Calibration(msgspec.Struct, frozen=True):
 
     table: dict[str, Any]
     """The fitted `[simulate]` table."""
-    parts: list[Part]
+    parts: list[FittedPart]
     step_s: float
     """Measured mean seconds of a step, the first one left out."""
 
@@ -71,7 +71,7 @@ class Calibration(msgspec.Struct, frozen=True):
         return tomli_w.dumps({"simulate": self.table})
 
 
-class Responses(NamedTuple):
+class ResponseTimes(NamedTuple):
     """All responses [R] of a run, in the order in which they began."""
 
     begin: Floats
@@ -147,7 +147,7 @@ def placement(config: Config) -> dict[str, int]:
 
 def gather(
     samples: Sequence[SampleTimes], swaps: Sequence[Activity], engines: int, places: float, first_step: int
-) -> Responses:
+) -> ResponseTimes:
     """The responses of all samples, each from the moment it got one of the engines' places, first come, first served.
 
     Which prompt tokens were cached follows the simulator's rule: a problem's prompt after its first request on an
@@ -179,7 +179,7 @@ def gather(
     begun, ended = np.sort(begin), np.sort(end)
     others = np.searchsorted(begun, begin, side="left") > np.searchsorted(ended, begin, side="right")
     late = at_once & others
-    return Responses(begin, end, tokens.astype(float), cold, context.astype(float), late, fitted & (tokens > 0))
+    return ResponseTimes(begin, end, tokens.astype(float), cold, context.astype(float), late, fitted & (tokens > 0))
 
 
 def _before(turns: Sequence[TurnTimes], place: int) -> list[TurnTimes]:
@@ -203,8 +203,8 @@ def _cached(known: dict[tuple[int, int], int], sample: SampleTimes, place: int, 
 
 
 def fit_engine(
-    responses: Responses, swaps: Sequence[Activity], engines: int, unseen: float, *, recompute: bool
-) -> Part:
+    responses: ResponseTimes, swaps: Sequence[Activity], engines: int, unseen: float, *, recompute: bool
+) -> FittedPart:
     """step_s, sequence_s and prefill_s. `unseen` is by how much the run's load exceeded the recorded responses'."""
     begin, end, fitted = responses.begin, responses.end, responses.fitted
     knots = np.unique(np.concatenate([begin, end]))
@@ -225,7 +225,7 @@ def fit_engine(
     if sequences.std() < LEAST_VARIATION * sequences.mean():
         note = f"about {sequences.mean():.0f} sequences ran all the time: step_s and sequence_s cannot be told apart"
     names = ("step_s", "sequence_s", "prefill_s")
-    return Part(
+    return FittedPart(
         "engine",
         dict(zip(names, map(float, constants), strict=True)),
         int(fitted.sum()),
@@ -251,7 +251,7 @@ def _mean_over(running: Floats, weights: Floats, knots: Floats, begin: Floats, e
 
 
 def _joining(
-    responses: Responses, swaps: Sequence[Activity], engines: int, unseen: float, *, recompute: bool
+    responses: ResponseTimes, swaps: Sequence[Activity], engines: int, unseen: float, *, recompute: bool
 ) -> Floats:
     """Tokens that its engine prefills during each response: its own, its share of the others', those after swaps."""
     begin, end = responses.begin, responses.end
@@ -269,7 +269,7 @@ def _joining(
     return others + responses.cold * (1 - unseen / engines)
 
 
-def _held(responses: Responses, swap: Activity) -> float:
+def _held(responses: ResponseTimes, swap: Activity) -> float:
     """Context of all responses that a swap interrupted."""
     running = (responses.begin < swap.start) & (swap.stop < responses.end)
     begin, end = responses.begin[running], responses.end[running]
@@ -286,22 +286,24 @@ def _paused(swaps: Sequence[Activity], begin: Floats, end: Floats, engines: int)
     return total
 
 
-def fit_pause(swaps: Sequence[Activity]) -> Part:
+def fit_pause(swaps: Sequence[Activity]) -> FittedPart:
     """swap_s: the median of the swaps on the timeline, without each engine's first load, which interrupts nothing."""
     lanes: dict[str, list[Activity]] = {}
     for swap in sorted(swaps, key=lambda swap: swap.start):
         lanes.setdefault(swap.lane, []).append(swap)
     seconds = np.array([swap.stop - swap.start for bars in lanes.values() for swap in bars[1:]])
     if not seconds.size:
-        return Part("swap", {"swap_s": 0.0}, 0, 0.0, "the timeline has no swap of a running engine")
+        return FittedPart("swap", {"swap_s": 0.0}, 0, 0.0, "the timeline has no swap of a running engine")
     middle = float(np.median(seconds))
-    return Part("swap", {"swap_s": middle}, seconds.size, relative(seconds - middle, seconds))
+    return FittedPart("swap", {"swap_s": middle}, seconds.size, relative(seconds - middle, seconds))
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-def fit_training(rows: Sequence[Row], samples: Sequence[SampleTimes], spans: Sequence[Activity], trainers: int) -> Part:
+def fit_training(
+    rows: Sequence[Row], samples: Sequence[SampleTimes], spans: Sequence[Activity], trainers: int
+) -> FittedPart:
     """train_token_s and train_step_s: steps' times over their tokens, and what publishing and checkpoints add."""
     tokens: dict[int, int] = {}
     for sample in samples:
@@ -324,7 +326,7 @@ def fit_training(rows: Sequence[Row], samples: Sequence[SampleTimes], spans: Seq
         note = "steps differ too little in tokens to tell their fixed part from the rest: all counts as tokens"
     announcing = _median_s(spans, "publish") + _total_s(spans, "checkpoint") / len(rows)
     fitted = {"train_token_s": float(constants[0]) * trainers, "train_step_s": float(constants[1]) + announcing}
-    return Part("training", fitted, len(known), relative(left, seconds), note)
+    return FittedPart("training", fitted, len(known), relative(left, seconds), note)
 
 
 def _median_s(spans: Sequence[Activity], name: str) -> float:

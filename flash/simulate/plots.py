@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from flash.simulate.report import Cell
+    from flash.simulate.report import SweepCell
 
 HEIGHT = 3.4
 """Inches."""
 IDLE_COLOURS = ("#d9d9d9", "#e69f00", "#cc79a7", "#56b4e9", "#f0e442")
 
 
-def draw_sweep(cells: Sequence[Cell]) -> bytes:
+def draw_sweep(cells: Sequence[SweepCell]) -> bytes:
     """Throughput over the last key's values, one line for each combination of the others."""
     figure, axes = _figure(1)
     *others, last = cells[0].values
-    lines: dict[tuple[str, ...], list[Cell]] = {}
+    lines: dict[tuple[str, ...], list[SweepCell]] = {}
     for cell in cells:
         lines.setdefault(tuple(cell.values[key] for key in others), []).append(cell)
     numbers = _numbers([cell.values[last] for cell in cells])

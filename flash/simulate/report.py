@@ -53,7 +53,7 @@ class SimReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of all passes of the event loop, 1 % took longer than this in real time."""
 
 
-class Cell(msgspec.Struct, frozen=True, kw_only=True):
+class SweepCell(msgspec.Struct, frozen=True, kw_only=True):
     """One simulated configuration of a sweep: what it came to, and what it is measured against."""
 
     values: dict[str, str]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from flash.simulate.calibrate import Calibration
-    from flash.simulate.report import Cell
+    from flash.simulate.report import SweepCell
 
 BAR = 32
 """Characters of a full bar."""
@@ -25,7 +25,7 @@ PLAIN_WIDTH = 240
 """Columns where the output is no terminal: nothing may be cut there."""
 
 
-def print_run(config: Config, cell: Cell) -> None:
+def print_run(config: Config, cell: SweepCell) -> None:
     """Print what one simulated run came to, beside its bounds."""
     report, console = cell.report, _console()
     simulate = config.simulate
@@ -118,7 +118,7 @@ def _waste(console: Console, report: SimReport) -> None:
     console.print(table)
 
 
-def _bounds(console: Console, cell: Cell) -> None:
+def _bounds(console: Console, cell: SweepCell) -> None:
     """The bounds on the step time, each with its quantities, and where the run stands."""
     table = _table("\nbound on a step", "\nseconds", "\nrun / bound", "\nformula and what was plugged in")
     for bound in cell.bounds:
@@ -137,7 +137,7 @@ def watched(reports: Iterable[SimReport], count: int) -> Iterable[SimReport]:
     return track(reports, "simulating", total=count, console=console, transient=True, disable=not console.is_terminal)
 
 
-def print_sweep(cells: Sequence[Cell], best: Cell) -> None:
+def print_sweep(cells: Sequence[SweepCell], best: SweepCell) -> None:
     """One row per cell, the recommended one marked, and why."""
     console = _console()
     keys = list(cells[0].values)
@@ -160,7 +160,7 @@ def print_sweep(cells: Sequence[Cell], best: Cell) -> None:
     console.print(f"\n{recommendation(cells, best)}")
 
 
-def recommendation(cells: Sequence[Cell], best: Cell) -> str:
+def recommendation(cells: Sequence[SweepCell], best: SweepCell) -> str:
     """The choice in one sentence."""
     fastest = max(cell.report.tokens_per_s for cell in cells)
     slowest = min(cell.report.tokens_per_s for cell in cells)

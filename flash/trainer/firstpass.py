@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Facts:
+class TokenFacts:
     """What is known of a micro-batch's tokens: [T], float32, on the policy's device; masked slots hold anything."""
 
     advantage_T: Tensor
@@ -116,7 +116,7 @@ def attend(model: PreTrainedModel, micro: MicroBatch, watch: AttentionWatch) -> 
     policy_logprobs(model, one, temperature=1.0, watch=watch)
 
 
-def first_pass(plan: StepPlan, config: Config, method: Method, models: Models) -> list[list[Facts]]:
+def first_pass(plan: StepPlan, config: Config, method: Method, models: Models) -> list[list[TokenFacts]]:
     """Facts per minibatch and micro-batch.
 
     Raises:
@@ -133,7 +133,7 @@ def first_pass(plan: StepPlan, config: Config, method: Method, models: Models) -
 
     return [
         [
-            Facts(
+            TokenFacts(
                 advantage_T=tensor(worth[index][place].advantage_T),
                 reward_T=tensor(plan.credit.reward_B[micro.index_T]),
                 weight_T=tensor(plan.credit.weights(micro)),
@@ -266,7 +266,7 @@ def _in_rhythm(
     ]
 
 
-def facts_in_rhythm(facts: Facts, rhythm: RhythmPass, watch: RhythmWatch) -> Facts:
+def facts_in_rhythm(facts: TokenFacts, rhythm: RhythmPass, watch: RhythmWatch) -> TokenFacts:
     """What is known of the tokens of a micro-batch once a pass over it was watched; its heads are settled."""
     advantage_T = facts.advantage_T.double().cpu().numpy()
     found_T = rhythm.multiplied(advantage_T, rhythm.seen(watch), watch.micro).astype(np.float32)

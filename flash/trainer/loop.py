@@ -29,7 +29,7 @@ from flash.weights.publisher import WeightPublisher
 
 
 class RankHub(Protocol):
-    """What a rank asks the hub, as `flash.run.trainer_rank.RankHub`."""
+    """What a rank asks the hub, as `flash.run.trainer_rank.RankHubClient`."""
 
     def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
         """Send one request and wait for its reply, for `timeout` seconds at most."""

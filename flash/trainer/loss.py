@@ -20,13 +20,13 @@ from algorithms.kl import kl
 from algorithms.proximal import loglinear
 from flash.ages import age_of
 from flash.config.tree import AlgorithmConfig
-from flash.trainer.firstpass import Facts
+from flash.trainer.firstpass import TokenFacts
 from flash.trainer.model.logprobs import TokenLogprobs
 from flash.trainer.objective import checked_output
 from flash.trainer.packing import MicroBatch
 
 
-class Limits(NamedTuple):
+class LossLimits(NamedTuple):
     """What the objective made of more than a micro-batch; without effect where it does not ask."""
 
     limit: float = math.inf
@@ -51,7 +51,7 @@ class TokenLoss(NamedTuple):
 
 
 def pack_tokens(
-    micro: MicroBatch, now: TokenLogprobs, facts: Facts, proximal: Proximal, *, step: int, limits: Limits
+    micro: MicroBatch, now: TokenLogprobs, facts: TokenFacts, proximal: Proximal, *, step: int, limits: LossLimits
 ) -> PackedTokens:
     """What the objective and the corrections see.
 
@@ -97,13 +97,13 @@ def without_rejected(tokens: PackedTokens, keep_T: Tensor) -> PackedTokens:
     )
 
 
-def first_logprobs(now: TokenLogprobs, facts: Facts) -> Tensor:
+def first_logprobs(now: TokenLogprobs, facts: TokenFacts) -> Tensor:
     """[T], no gradient: log-prob at the start of the step; where no pass was made for it, at the minibatch's start."""
     return now.logp_T.detach() if facts.first_T is None else facts.first_T
 
 
 def token_loss(
-    objective: Objective, algorithm: AlgorithmConfig, tokens: PackedTokens, facts: Facts, entropy_T: Tensor
+    objective: Objective, algorithm: AlgorithmConfig, tokens: PackedTokens, facts: TokenFacts, entropy_T: Tensor
 ) -> TokenLoss:
     """The loss of each token before aggregation."""
     correction_T, keep_T = correct(algorithm.corrections, tokens)

@@ -42,7 +42,7 @@ from flash.trainer.model.packed import AttentionWatch, class_name
 from flash.trainer.packing import DUMMY, Float32Array, MicroBatch
 
 
-class Kinds(NamedTuple):
+class HeadKinds(NamedTuple):
     """Heads of a layer, by number."""
 
     near: IntArray
@@ -69,7 +69,7 @@ class RhythmWatch:
     micro: MicroBatch
     layers: Sequence[int]
     options: Rhythm
-    kinds: dict[int, Kinds] | None = None
+    kinds: dict[int, HeadKinds] | None = None
     """By layer, where they are settled: only local heads are asked for WAAD then, only global ones for FAI."""
     heads: dict[int, int] = field(default_factory=dict)
     """Of each layer that attended."""
@@ -264,11 +264,11 @@ class RhythmPass:
         """To look on at one forward pass over this micro-batch."""
         return RhythmWatch(micro, self._layers, self._options, self._by_layer() if self.settled else None)
 
-    def _by_layer(self) -> dict[int, Kinds]:
+    def _by_layer(self) -> dict[int, HeadKinds]:
         """The local and the global heads of each layer, by their numbers in it."""
         ends = list(accumulate(self._heads_of.values(), initial=0))
         return {
-            layer: Kinds(*(heads[(heads >= begin) & (heads < end)] - begin for heads in self._heads()))
+            layer: HeadKinds(*(heads[(heads >= begin) & (heads < end)] - begin for heads in self._heads()))
             for layer, (begin, end) in zip(self._heads_of, pairwise(ends), strict=True)
         }
 

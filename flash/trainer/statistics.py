@@ -37,7 +37,7 @@ LARGEST = 300.0
 HALF_BINS = math.ceil(math.asinh(LARGEST / NEAR_ZERO) / BIN)
 
 
-class Tally:
+class StepTally:
     """Sums, minima and maxima over micro-batches, then over ranks. Every rank adds under the same names."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class StepStatistics:
     """Gathers what each micro-batch shows while the step trains."""
 
     def __init__(self, device: torch.device) -> None:
-        self._tally = Tally()
+        self._tally = StepTally()
         self._pending = torch.zeros((), dtype=torch.float64, device=device)
         self._ratios = RatioHistogram(device)
         self._by_kind: dict[str, Tensor] = {}

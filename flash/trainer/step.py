@@ -33,9 +33,17 @@ from flash.trained import TrainedSample
 from flash.trainer.collectives import gather_ragged, gather_rows
 from flash.trainer.critic import Critic, check_tokenizer, critic_metrics, lesson_of
 from flash.trainer.ewma import start_average, update_average
-from flash.trainer.firstpass import Facts, Models, asks_policy, attend, facts_in_rhythm, first_pass, policy_logprobs
+from flash.trainer.firstpass import (
+    Models,
+    TokenFacts,
+    asks_policy,
+    attend,
+    facts_in_rhythm,
+    first_pass,
+    policy_logprobs,
+)
 from flash.trainer.lag import LagPass, lags_behind
-from flash.trainer.loss import Limits, first_logprobs, pack_tokens, token_loss
+from flash.trainer.loss import LossLimits, first_logprobs, pack_tokens, token_loss
 from flash.trainer.model.canary import CanaryMaker, draw_canary
 from flash.trainer.model.logprobs import TokenLogprobs
 from flash.trainer.model.model import load_model, reshard, shard_model, trainer_mesh
@@ -117,7 +125,7 @@ class Trainer:
         passes = self._config.train.updates_per_batch
         updates = [*zip(plan.minibatches, facts, strict=True)] * passes
         for index, (minibatch, known) in enumerate(updates):
-            limits = Limits(self._limit(minibatch, known, shard.step, updated=index > 0), bounds)
+            limits = LossLimits(self._limit(minibatch, known, shard.step, updated=index > 0), bounds)
             looking = look if index < len(plan.minibatches) else None
             kept = [
                 self._backward(micro, facts_of, minibatch, shard.step, limits, statistics, looking, along)
@@ -167,7 +175,7 @@ class Trainer:
             update_average(self.ewma, self.model, self._objective.proximal_decay, self.version)
 
     @torch.no_grad()
-    def _limit(self, minibatch: MinibatchPlan, known: Sequence[Facts], step: int, *, updated: bool) -> float:
+    def _limit(self, minibatch: MinibatchPlan, known: Sequence[TokenFacts], step: int, *, updated: bool) -> float:
         """What the objective makes of all trained tokens of the minibatch, of all ranks; inf where it does not ask."""
         if not self._objective.limits or minibatch.total_tokens == 0:
             return math.inf
@@ -177,7 +185,7 @@ class Trainer:
                 now = policy_logprobs(self.model, micro, self._config.rollout.temperature)
             else:
                 now = TokenLogprobs(facts.first_T, torch.zeros_like(facts.first_T))
-            tokens = pack_tokens(micro, now, facts, self._method.proximal, step=step, limits=Limits())
+            tokens = pack_tokens(micro, now, facts, self._method.proximal, step=step, limits=LossLimits())
             # A rejected token is as if never sampled: without an advantage no rule counts it.
             keep_T = correct(self._config.algorithm.corrections, tokens).keep_T
             pair = torch.stack([tokens.logp_T - tokens.behaviour_T, tokens.advantage_T.where(keep_T, 0.0)])
@@ -185,11 +193,11 @@ class Trainer:
         log_ratio_N, advantage_N = gather_ragged(torch.cat(pairs, dim=1), minibatch.rank_tokens)
         return self._objective.limit(log_ratio_N, advantage_N)
 
-    def _bounds(self, plan: StepPlan, facts: Sequence[Sequence[Facts]]) -> tuple[float, float]:
+    def _bounds(self, plan: StepPlan, facts: Sequence[Sequence[TokenFacts]]) -> tuple[float, float]:
         """What the objective makes of the critics' disagreement on all trained tokens of the batch, of all ranks."""
         asked = self._objective.critics > 1 and self._method.critics > 1
         if not asked or sum(plan.rank_tokens) == 0:
-            return Limits().bounds
+            return LossLimits().bounds
         deviations = [
             known.deviation_T[torch.from_numpy(micro.mask_T).to(known.deviation_T.device)]
             for minibatch, row in zip(plan.minibatches, facts, strict=True)
@@ -200,10 +208,10 @@ class Trainer:
     def _backward(
         self,
         micro: MicroBatch,
-        facts: Facts,
+        facts: TokenFacts,
         whole: MinibatchPlan,
         step: int,
-        limits: Limits,
+        limits: LossLimits,
         statistics: StepStatistics,
         look: TokenLook | None,
         along: RhythmPass | None,
@@ -278,7 +286,7 @@ class Trainer:
             self.lag.made(rate if applied else 0.0)
         return norm
 
-    def _train_critics(self, minibatch: MinibatchPlan, known: Sequence[Facts], critic_B: np.ndarray) -> None:
+    def _train_critics(self, minibatch: MinibatchPlan, known: Sequence[TokenFacts], critic_B: np.ndarray) -> None:
         """One update of each critic, on the responses that were dealt to it."""
         for index, (critic, tokens) in enumerate(zip(self.critics, minibatch.critic_tokens, strict=True)):
             lessons = [

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from flash.errors import FlashError
 from flash.http.server import with_headers
 from flash.observe.text import escaped
-from flash.view.charts import DRAWN, Drawn
+from flash.view.charts import DRAWN, DrawnChart
 from flash.view.prometheus import MEDIA_TYPE, Latest, exposition
 from flash.view.runs import Rows, ShownCluster, ViewedRun
 from flash.view.samples import FoundSamples, Query, ShownGroup, find, show_group
@@ -90,7 +90,7 @@ class Contents(msgspec.Struct, frozen=True):
     """What the page begins with."""
 
     runs: list[RunFacts]
-    charts: Sequence[Drawn]
+    charts: Sequence[DrawnChart]
 
 
 def make_app(runs: Sequence[ViewedRun], shown: int) -> Starlette:

@@ -36,7 +36,7 @@ class Line(msgspec.Struct, frozen=True):
     """How it differs from the others."""
 
 
-class Drawn(msgspec.Struct, frozen=True, kw_only=True):
+class DrawnChart(msgspec.Struct, frozen=True, kw_only=True):
     """One picture, for people who see it for the first time."""
 
     id: str
@@ -55,10 +55,10 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True):
     """From where on to worry, as a line."""
 
 
-def _drawn(chart: Chart) -> Drawn:
+def _drawn(chart: Chart) -> DrawnChart:
     found = chart.columns
     alone, unit = len(found) == 1, found[0].unit
-    return Drawn(
+    return DrawnChart(
         id=chart.id,
         title=chart.title,
         lines=[

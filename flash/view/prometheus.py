@@ -18,7 +18,7 @@ from flash.observe.cluster_counts import COUNTS, Count
 from flash.observe.columns.column import Column, without_marks
 from flash.observe.columns.table import CHARTS, GROUPS, Chart, Kind, column_of, columns
 from flash.observe.rundir.summary import number
-from flash.view.charts import DRAWN, Drawn
+from flash.view.charts import DRAWN, DrawnChart
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 KIND = "kind"
@@ -152,7 +152,7 @@ def _cluster_panel(place: int, count: Count) -> dict[str, Any]:
     }
 
 
-def _panel(place: int, chart: Chart, drawn: Drawn) -> dict[str, Any]:
+def _panel(place: int, chart: Chart, drawn: DrawnChart) -> dict[str, Any]:
     unit = "percentunit" if drawn.percent else "none"
     return _frame(place, drawn.title, drawn.means, drawn.worry) | {
         "fieldConfig": {

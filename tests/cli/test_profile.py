@@ -10,7 +10,7 @@ from flash.cli import profile
 from flash.cli.main import main, parse
 from flash.config.load import load
 from flash.errors import ConfigError
-from flash.profile.order import Facts, Order
+from flash.profile.order import ProfileOrder, RecordingFacts
 from flash.profile.order import write_part as order_part
 from tests.profile.test_parts import event, write_part
 
@@ -77,7 +77,7 @@ def test_a_run_that_came_to_nothing_is_no_hindrance(tmp_path: Path) -> None:
 def test_a_run_that_ended_before_the_steps_is_told(
     file: Path, code: int, wanted: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    order = Order(str(file.parent), 2, 4)
+    order = ProfileOrder(str(file.parent), 2, 4)
     assert profile._show(load(file), order, code) == wanted  # pyright: ignore[reportPrivateUsage]
     assert "nothing was recorded of steps 2 to 3: the run's output says why" in capsys.readouterr().err
 
@@ -87,7 +87,7 @@ def test_what_is_there_is_shown_though_a_file_was_cut_off(file: Path, capsys: py
     out.mkdir()
     write_part(out / "trainer-0.json.gz", [event("aten::mm", 1e6, 500.0)])
     (out / "engine-0.json.gz").write_bytes(b"")
-    assert profile._show(load(file), Order(str(out), 1, 4), 130) == 130  # pyright: ignore[reportPrivateUsage]
+    assert profile._show(load(file), ProfileOrder(str(out), 1, 4), 130) == 130  # pyright: ignore[reportPrivateUsage]
     said = capsys.readouterr()
     assert "engine-0.json.gz cannot be read" in said.err
     assert "steps 1 to 2 of 4 of the run in" in said.out
@@ -102,7 +102,7 @@ def test_figures_are_shown_though_no_trace_can_be_written(file: Path, capsys: py
     write_part(out / "trainer-0.json.gz", [event("aten::mm", 1e6, 500.0)])
     (out / ".trace.json.gz").mkdir()
     (out / ".trace.json.gz" / "in-the-way").touch()
-    assert profile._show(load(file), Order(str(out), 1, 3), 0) == 1  # pyright: ignore[reportPrivateUsage]
+    assert profile._show(load(file), ProfileOrder(str(out), 1, 3), 0) == 1  # pyright: ignore[reportPrivateUsage]
     said = capsys.readouterr().out
     assert "aten::mm" in said
     assert "trace.json.gz cannot be written: Is a directory; single processes have files there" in said
@@ -114,19 +114,19 @@ def test_who_has_left_nothing_is_named_and_the_steps_are_not_called_missing(
     out = file.parent / "out"
     out.mkdir()
     write_part(out / "engine-0.json.gz", [event("aten::mm", 1e6, 500.0)], who="engine 0")
-    assert profile._show(load(file), Order(str(out), 1, 3), 0) == 1  # pyright: ignore[reportPrivateUsage]
+    assert profile._show(load(file), ProfileOrder(str(out), 1, 3), 0) == 1  # pyright: ignore[reportPrivateUsage]
     said = capsys.readouterr().out
     assert "nothing is there of trainer 0" in said
     assert "the run ended before" not in said
     write_part(out / "trainer-0.json.gz", [event("aten::mm", 1e6, 500.0)])
-    assert profile._show(load(file), Order(str(out), 1, 3), 0) == 0  # pyright: ignore[reportPrivateUsage]
+    assert profile._show(load(file), ProfileOrder(str(out), 1, 3), 0) == 0  # pyright: ignore[reportPrivateUsage]
 
 
 def test_an_engine_that_started_after_the_steps_is_no_failure(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    order = Order(str(file.parent / "out"), 1, 3)
+    order = ProfileOrder(str(file.parent / "out"), 1, 3)
     Path(order.folder).mkdir()
     write_part(order.file("trainer-0"), [event("aten::mm", 1e6, 500.0)])
-    order_part(order.file("engine-0"), Facts("engine 0", 1.0, 1.0, 0, 0), [])
+    order_part(order.file("engine-0"), RecordingFacts("engine 0", 1.0, 1.0, 0, 0), [])
     assert profile._show(load(file), order, 0) == 0  # pyright: ignore[reportPrivateUsage]
     said = capsys.readouterr().out
     assert "engine 0: it had started after these steps, whose samples were there before" in said

@@ -23,7 +23,7 @@ from flash.cli.simulate import (
     split_values,
 )
 from flash.errors import ConfigError
-from flash.simulate.report import Cell, SimReport
+from flash.simulate.report import SimReport, SweepCell
 from flash.simulate.tables import recommendation
 
 RUN = """
@@ -62,8 +62,8 @@ def report(samples_per_s: float, ages: dict[int, int], wasted: int = 0) -> SimRe
     )  # fmt: skip
 
 
-def cell(samples_per_s: float, ages: dict[int, int], wasted: int = 0, **values: str) -> Cell:
-    return Cell(values=values, report=report(samples_per_s, ages, wasted), bounds=[])
+def cell(samples_per_s: float, ages: dict[int, int], wasted: int = 0, **values: str) -> SweepCell:
+    return SweepCell(values=values, report=report(samples_per_s, ages, wasted), bounds=[])
 
 
 def test_values_are_split_at_the_commas_outside_of_brackets():

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from flash.config.check import environment_rule
-from flash.config.decode import Problem
+from flash.config.decode import ConfigProblem
 from flash.config.tree import Config
 
 SUMS = {"path": "envs.arithmetic:Arithmetic"}
 
 
-def problems(kinds: dict[str, Any], **rollout: Any) -> list[Problem]:
+def problems(kinds: dict[str, Any], **rollout: Any) -> list[ConfigProblem]:
     base: dict[str, Any] = {
         "run": {"name": "test"},
         "model": {"path": "fake", "max_length": 64},

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flash.observe.cluster import FAILURE_TEXT, MOST_EVENTS, MOST_KINDS, Tally
+from flash.observe.cluster import FAILURE_TEXT, MOST_EVENTS, MOST_KINDS, FailureTally
 from flash.observe.cluster_file import WITHOUT_A_WORD, ClusterFile, read_cluster
 from flash.observe.rundir.rundir import RunDirectory
 from tests.observe.clusters import cluster, hub_now
@@ -18,7 +18,7 @@ NOW = 1_700_000_000.0
 
 
 def test_failures_are_counted_by_kind_with_the_last_message_in_full() -> None:
-    tally = Tally()
+    tally = FailureTally()
     tally.failed("env_error", "first", 1.0)
     tally.failed("engine_died", "it died", 2.0)
     tally.failed("env_error", 300 * "a long story\n", 3.0)
@@ -29,7 +29,7 @@ def test_failures_are_counted_by_kind_with_the_last_message_in_full() -> None:
 
 
 def test_what_is_kept_is_bounded_whatever_fails() -> None:
-    tally = Tally()
+    tally = FailureTally()
     for number in range(1000):
         tally.failed(f"kind {number}", FAILURE_TEXT * "xy", float(number))
         tally.told(FAILURE_TEXT * "z", float(number))

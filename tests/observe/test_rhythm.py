@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from algorithms.couplings import Coupling
-from flash.observe.plots.rhythm_plot import Drawn, draw_rhythm, rhythm_png
+from flash.observe.plots.rhythm_plot import DrawnRhythm, draw_rhythm, rhythm_png
 from flash.observe.rhythm import (
     GAP,
     LABEL,
@@ -109,7 +109,7 @@ def test_couplings_are_a_table_and_what_is_no_number_a_dash() -> None:
 def test_a_picture_has_both_maps_and_both_signals(tokens: int, size: int) -> None:
     seen = response(tokens)
     map_2BB = np.random.default_rng(0).random((2, size, size), dtype=np.float32)
-    drawn = Drawn(seen, seen.places[0] - 2, map_2BB)
+    drawn = DrawnRhythm(seen, seen.places[0] - 2, map_2BB)
     local, far, waad, fai = draw_rhythm(drawn).axes
     assert [axes.get_title(loc="left") for axes in (local, far)] == ["local heads", "global heads"]
     for axes, values in ((waad, seen.waad), (fai, seen.fai)):

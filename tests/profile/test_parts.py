@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flash.errors import ConfigError
-from flash.profile.order import Facts
+from flash.profile.order import RecordingFacts
 from flash.profile.parts import own_times, parts_in, read_part, whole_trace
 
 BASE_NS = 1_700_000_000_000_000_000
@@ -77,7 +77,7 @@ def test_a_part_comes_down_to_the_own_times_of_operators_kernels_and_callbacks(t
     )
     with whole_trace(tmp_path / "trace.json.gz", begin=0.0) as trace:
         measured = trace.add(*read_part(file))
-    assert measured.facts == Facts("trainer 0", 1_700_000_001.0, 1_700_000_003.0, 2, 1 << 30)
+    assert measured.facts == RecordingFacts("trainer 0", 1_700_000_001.0, 1_700_000_003.0, 2, 1 << 30)
     assert measured.cpu == {"outer": (1, 5.0), "inner": (3, 6.0)}
     assert measured.gpu == {"gemm": (1, 2.0)}
     assert measured.callbacks == {("Hub.handle", "hub.py:1"): [(2.0, 0.5)]}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash.profile.order import VARIABLE, Order, ordered
+from flash.profile.order import VARIABLE, ProfileOrder, ordered
 from flash.profile.parts import parts_in, read_part
 from flash.profile.recording import RankProfile
 
@@ -31,7 +31,7 @@ def shapes(folder: Path) -> list[int]:
 
 
 def test_the_steps_that_are_ordered_are_recorded_and_no_others(tmp_path: Path) -> None:
-    profile = RankProfile(Order(str(tmp_path), 2, 4), 0, cuda=False)
+    profile = RankProfile(ProfileOrder(str(tmp_path), 2, 4), 0, cuda=False)
     train(profile, range(2))
     assert parts_in(tmp_path) == []
     train(profile, range(2, 6))
@@ -48,7 +48,7 @@ def test_the_steps_that_are_ordered_are_recorded_and_no_others(tmp_path: Path) -
 
 
 def test_an_early_end_leaves_what_there_is_and_a_new_incarnation_the_rest(tmp_path: Path) -> None:
-    order = Order(str(tmp_path), 1, 9)
+    order = ProfileOrder(str(tmp_path), 1, 9)
     profile = RankProfile(order, 0, cuda=False)
     train(profile, range(3))
     profile.begins(3)  # and then there is no batch
@@ -61,7 +61,7 @@ def test_an_early_end_leaves_what_there_is_and_a_new_incarnation_the_rest(tmp_pa
 def test_a_folder_that_takes_nothing_costs_the_profile_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    profile = RankProfile(Order(str(tmp_path / "gone"), 0, 1), 0, cuda=False)
+    profile = RankProfile(ProfileOrder(str(tmp_path / "gone"), 0, 1), 0, cuda=False)
     train(profile, range(3))
     assert "the profile of trainer 0 was not written to" in caplog.text
     assert list(tmp_path.iterdir()) == []
@@ -70,7 +70,7 @@ def test_a_folder_that_takes_nothing_costs_the_profile_and_nothing_else(
 def test_without_an_order_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert ordered() is None
-    order = Order(str(tmp_path), 1, 2)
+    order = ProfileOrder(str(tmp_path), 1, 2)
     monkeypatch.setenv(VARIABLE, "")
     for name in ("KINETO_LOG_LEVEL", "TORCH_CPP_LOG_LEVEL"):
         monkeypatch.setenv(name, "ERROR")

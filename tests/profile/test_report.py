@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from flash.profile.order import Facts
+from flash.profile.order import RecordingFacts
 from flash.profile.parts import Measured
 from flash.profile.report import report
 from flash.types import Activity
 
-TRAINER = Facts("trainer 0", 100.0, 110.0, 3, 3 << 30)
-LOOP = Facts("event loop of node 0", 100.0, 110.0, 500, 300 << 20, busy_s=4.0)
+TRAINER = RecordingFacts("trainer 0", 100.0, 110.0, 3, 3 << 30)
+LOOP = RecordingFacts("event loop of node 0", 100.0, 110.0, 500, 300 << 20, busy_s=4.0)
 
 
-def measured(facts: Facts, **more: object) -> Measured:
+def measured(facts: RecordingFacts, **more: object) -> Measured:
     empty = {"cpu": {}, "gpu": {}, "callbacks": {}, "grown": 0}
     return Measured(facts, **(empty | more))  # pyright: ignore[reportArgumentType]
 
@@ -44,7 +44,7 @@ def test_a_loop_names_what_was_slowest_and_where() -> None:
 
 
 def test_memory_says_what_there_is() -> None:
-    device = Facts("engine 0", 0.0, 1.0, 1, 1 << 30, device=5 << 30, snapshot="engine-0.memory.pickle")
+    device = RecordingFacts("engine 0", 0.0, 1.0, 1, 1 << 30, device=5 << 30, snapshot="engine-0.memory.pickle")
     lines = report([measured(TRAINER, grown=50 << 20)], [])
     assert "  trainer 0: process at most 3.00 GiB so far; torch at most 50 MiB beyond what it began with" in lines
     assert "snapshots of GPUs only" in lines[-1]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flash.errors import EngineDeadError, EngineError
-from flash.profile.order import Order
+from flash.profile.order import ProfileOrder
 from flash.profile.parts import read_part
 from flash.rollout.fake_engine import FakeEngine
 from flash.rollout.profiled_engine import MOST_STEPS, ProfiledEngine
@@ -46,7 +46,7 @@ async def loads(engine: ProfiledEngine, *versions: int) -> None:
 
 async def test_it_records_from_the_first_version_to_the_last_and_never_again() -> None:
     inner = Asked()
-    engine = ProfiledEngine(inner, 3, Order("/out", 2, 4))
+    engine = ProfiledEngine(inner, 3, ProfileOrder("/out", 2, 4))
     await engine.start()
     await loads(engine, 0, 1, 2, 3, 4, 5)
     await engine.close()
@@ -56,7 +56,7 @@ async def test_it_records_from_the_first_version_to_the_last_and_never_again() -
 
 async def test_what_was_recorded_is_written_before_an_early_end() -> None:
     inner = Asked()
-    engine = ProfiledEngine(inner, 3, Order("/out", 0, 4))
+    engine = ProfiledEngine(inner, 3, ProfileOrder("/out", 0, 4))
     await engine.start()
     await loads(engine, 1)
     await engine.close()
@@ -67,7 +67,7 @@ async def test_what_was_recorded_is_written_before_an_early_end() -> None:
 async def test_an_engine_that_cannot_record_is_told_and_serves(caplog: pytest.LogCaptureFixture) -> None:
     inner = Asked()
     inner.failure = EngineError("there is no profiler")
-    engine = ProfiledEngine(inner, 3, Order("/out", 0, 4))
+    engine = ProfiledEngine(inner, 3, ProfileOrder("/out", 0, 4))
     await engine.start()
     await loads(engine, 1, 2, 4)
     assert engine.version == 4
@@ -77,7 +77,7 @@ async def test_an_engine_that_cannot_record_is_told_and_serves(caplog: pytest.Lo
 
 async def test_a_dead_engine_is_closed_as_ever_and_told_by_its_owner(caplog: pytest.LogCaptureFixture) -> None:
     inner = Asked()
-    engine = ProfiledEngine(inner, 3, Order("/out", 0, 4))
+    engine = ProfiledEngine(inner, 3, ProfileOrder("/out", 0, 4))
     await engine.start()
     await loads(engine, 1)
     inner.failure = EngineDeadError("gone")
@@ -89,7 +89,7 @@ async def test_a_dead_engine_is_closed_as_ever_and_told_by_its_owner(caplog: pyt
 async def test_an_engine_that_starts_after_the_steps_says_so_in_its_file_and_takes_no_other_away(
     tmp_path: Path,
 ) -> None:
-    order = Order(str(tmp_path), 2, 4)
+    order = ProfileOrder(str(tmp_path), 2, 4)
     late, early = Asked(), Asked()
     engine = ProfiledEngine(late, 3, order)
     await engine.start()

@@ -23,7 +23,7 @@ from flash.observe.rundir.rundir import RunDirectory
 from flash.run.join import JoinedLoop, refuse_another
 from flash.run.processes.error_marker import ErrorMarker
 from flash.run.processes.hub_place import HUB_FILE, HubAddress, HubPlace
-from flash.run.processes.supervisor import End, Ended, Processes
+from flash.run.processes.supervisor import End, EndedProcess, Processes
 from flash.run.processes.token import hub_token, sign
 from flash.transport.server import Peer, serve
 from tests.run.test_launcher import make_config
@@ -40,10 +40,10 @@ class Told(Processes):
         super().__init__()
         self.ends = list(ends)
 
-    async def run(self, role: str, file: Path, *_: Any) -> list[Ended]:
+    async def run(self, role: str, file: Path, *_: Any) -> list[EndedProcess]:
         assert await anyio.Path(file).is_file()
         end = self.ends.pop(0)
-        return [Ended(0, 7, end if isinstance(end, int) else await end())]
+        return [EndedProcess(0, 7, end if isinstance(end, int) else await end())]
 
 
 class Loops(JoinedLoop):

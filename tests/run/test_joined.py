@@ -23,8 +23,8 @@ from flash.rollout.fake_engine import FakeEngine, FakeLine
 from flash.rollout.hubs import HubLink
 from flash.rollout.node import NodeEnvironment, RolloutNode
 from flash.run.joined import HubConnection, JoinedNode
-from flash.run.node_loop import Numbers
-from flash.run.processes.supervisor import End, Order
+from flash.run.node_loop import NodeNumbers
+from flash.run.processes.supervisor import End, ProcessOrder
 from flash.samples.journal import MemoryJournal
 from flash.samples.replay import Replay
 from flash.types import Canary, Published
@@ -43,12 +43,12 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 class Fakes(JoinedNode):
     """A node whose engine is a fake one."""
 
-    def __init__(self, config: Config, order: Order, step_s: float) -> None:
+    def __init__(self, config: Config, order: ProcessOrder, step_s: float) -> None:
         super().__init__(config, order, None)
         self._step_s = step_s
         self.line = FakeLine(lambda: FakeEngine(lambda prompt: [ord(c) for c in "yes"], 0.01))
 
-    async def make_node(self, numbers: Numbers, hub: HubConnection) -> RolloutNode:
+    async def make_node(self, numbers: NodeNumbers, hub: HubConnection) -> RolloutNode:
         return RolloutNode(
             self._config,
             HubLink(numbers.node, numbers.first_engine, hub),
@@ -63,7 +63,7 @@ class Fakes(JoinedNode):
 def node_of(job: Job, step_s: float = 0.0) -> Fakes:
     real = msgspec.structs.replace(job.config.env, path="envs.arithmetic:Arithmetic")
     config = msgspec.structs.replace(job.config, env=real)
-    return Fakes(config, Order(1, place=job.place, digest=digest(dump(job.config))), step_s)
+    return Fakes(config, ProcessOrder(1, place=job.place, digest=digest(dump(job.config))), step_s)
 
 
 async def serves(one: Fakes, hub: RealHub, version: int = 0) -> None:

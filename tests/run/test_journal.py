@@ -18,7 +18,7 @@ from flash.hub.ranks.recovery import Start
 from flash.hub.state import HubState
 from flash.observe.rundir.rundir import RunDirectory
 from flash.run.restart.hub_state import NOTHING, Restored, restored
-from flash.run.restart.journal import FileJournal, Place, journal_folder, replay_journal
+from flash.run.restart.journal import FileJournal, JournalPlace, journal_folder, replay_journal
 from flash.samples.buffer import SampleBuffer
 from flash.samples.replay import Replay
 from flash.samples.state import BufferState
@@ -46,7 +46,7 @@ class Incarnation:
     def __init__(self, run_dir: Path, kept: Restored | None = None, *, to_disk: bool = False) -> None:
         state = None if kept is None else kept.state
         version, buffer = (0, None) if state is None else (state.version, state.buffer)
-        place = Place(0, 0) if kept is None else kept.place
+        place = JournalPlace(0, 0) if kept is None else kept.place
         self.notes: list[str] = []
         self.run_dir = run_dir
         self.journal = FileJournal(run_dir, version, place, to_disk=to_disk, tell=self.notes.append)

@@ -7,7 +7,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from flash.profile.order import Order
+from flash.profile.order import ProfileOrder
 from flash.profile.parts import read_part
 from flash.run.profiled import POLL_S, WRITE_S, profile_node
 from tests.hub.test_hub import Driver, make_config
@@ -24,7 +24,7 @@ def reach(driver: Driver, version: int) -> None:
 
 
 async def test_the_loop_is_watched_through_the_steps_and_the_run_ends_when_all_is_written(tmp_path: Path) -> None:
-    driver, order = Driver(make_config()), Order(str(tmp_path), *ORDER)
+    driver, order = Driver(make_config()), ProfileOrder(str(tmp_path), *ORDER)
     async with anyio.create_task_group() as group:
         group.start_soon(profile_node, order, driver.hub, make_config())
         await anyio.sleep(LONG_S)
@@ -44,7 +44,7 @@ async def test_the_loop_is_watched_through_the_steps_and_the_run_ends_when_all_i
 
 
 async def test_a_run_does_not_wait_for_ever_for_a_file(tmp_path: Path) -> None:
-    driver, order = Driver(make_config()), Order(str(tmp_path), *ORDER)
+    driver, order = Driver(make_config()), ProfileOrder(str(tmp_path), *ORDER)
     async with anyio.create_task_group() as group:
         group.start_soon(profile_node, order, driver.hub, make_config())
         reach(driver, 3)
@@ -53,7 +53,7 @@ async def test_a_run_does_not_wait_for_ever_for_a_file(tmp_path: Path) -> None:
 
 
 async def test_a_run_that_ends_in_the_midst_leaves_what_was_watched(tmp_path: Path) -> None:
-    driver, order = Driver(make_config()), Order(str(tmp_path), *ORDER)
+    driver, order = Driver(make_config()), ProfileOrder(str(tmp_path), *ORDER)
     async with anyio.create_task_group() as group:
         group.start_soon(profile_node, order, driver.hub, make_config())
         reach(driver, 2)
@@ -65,7 +65,7 @@ async def test_a_run_that_ends_in_the_midst_leaves_what_was_watched(tmp_path: Pa
 
 async def test_a_run_whose_last_step_was_recorded_ends_by_itself(tmp_path: Path) -> None:
     config = make_config()
-    driver, order = Driver(config), Order(str(tmp_path), config.run.steps - 1, config.run.steps)
+    driver, order = Driver(config), ProfileOrder(str(tmp_path), config.run.steps - 1, config.run.steps)
     async with anyio.create_task_group() as group:
         group.start_soon(profile_node, order, driver.hub, config)
         reach(driver, config.run.steps - 1)

@@ -20,13 +20,21 @@ from flash.run.processes.hub_place import HUB_FILE, HubPlace, withdraw
 from flash.run.processes.launch import LOST, NAMED, Launch
 from flash.run.processes.launcher import HubLoop
 from flash.run.processes.ranks import Ranks
-from flash.run.processes.supervisor import End, Ended, NotStartedError, Order, Part, Processes, judge
+from flash.run.processes.supervisor import (
+    End,
+    EndedProcess,
+    NotStartedError,
+    Processes,
+    ProcessOrder,
+    SupervisedPart,
+    judge,
+)
 from tests.run.test_join import Job
 from tests.run.test_launcher import make_config
 
 pytestmark = pytest.mark.anyio
 
-Do = Callable[[], Awaitable[Sequence[Ended]]]
+Do = Callable[[], Awaitable[Sequence[EndedProcess]]]
 
 
 class Programs(Processes):
@@ -36,14 +44,14 @@ class Programs(Processes):
         super().__init__()
         self._text = text
 
-    def command(self, role: str, file: Path, order: Order) -> list[str]:
+    def command(self, role: str, file: Path, order: ProcessOrder) -> list[str]:
         return [sys.executable, "-c", f"import os, signal, sys, time\nn = {order.local}\n{self._text}"]
 
 
 class Told(Processes):
     """Processes that end as they are told, and note which signals they get."""
 
-    def __init__(self, *ends: Sequence[Ended] | Do | NotStartedError) -> None:
+    def __init__(self, *ends: Sequence[EndedProcess] | Do | NotStartedError) -> None:
         super().__init__()
         self.ends = list(ends)
         self.signals: list[signal.Signals] = []
@@ -53,7 +61,7 @@ class Told(Processes):
     def pids(self) -> set[int]:
         return {7}
 
-    async def run(self, *_: Any) -> list[Ended]:
+    async def run(self, *_: Any) -> list[EndedProcess]:
         end = self.ends.pop(0)
         if isinstance(end, NotStartedError):
             raise end
@@ -86,7 +94,7 @@ def ranks_of(config: Config, processes: Processes, node: int = 0) -> Ranks:
     return part
 
 
-async def kept(part: Part) -> End:
+async def kept(part: SupervisedPart) -> End:
     return await part.keep(anyio.Event())
 
 
@@ -95,7 +103,7 @@ async def kept(part: Part) -> End:
 
 async def test_processes_that_end_well_are_all_told() -> None:
     programs = Programs("sys.exit(0)")
-    ended = await programs.run("trainer", Path("x"), [Order(0, local=n) for n in range(3)])
+    ended = await programs.run("trainer", Path("x"), [ProcessOrder(0, local=n) for n in range(3)])
     assert sorted((one.local, one.code) for one in ended) == [(0, 0), (1, 0), (2, 0)]
     assert programs.pids == set()
 
@@ -113,7 +121,7 @@ time.sleep(1000)
     programs = Programs(text)
     programs.linger_s = 0.1
     with anyio.fail_after(30):
-        ended = await programs.run("trainer", Path("x"), [Order(0, local=n) for n in range(2)])
+        ended = await programs.run("trainer", Path("x"), [ProcessOrder(0, local=n) for n in range(2)])
     assert [(one.local, one.code) for one in ended] == [(0, -signal.SIGSEGV), (1, -signal.SIGKILL)]
     assert programs.killed == {ended[1].pid}
     child = int(await anyio.Path(left).read_text())
@@ -134,24 +142,24 @@ async def test_a_process_that_starts_when_its_end_was_asked_for_is_told_at_once(
     programs = Programs("time.sleep(1000)")
     programs.signal(signal.SIGTERM)
     with anyio.fail_after(30):
-        (one,) = await programs.run("hub", Path("x"), [Order(0)])
+        (one,) = await programs.run("hub", Path("x"), [ProcessOrder(0)])
     assert one.code == -signal.SIGTERM
 
 
 async def test_whoever_is_cancelled_takes_his_processes_along() -> None:
     programs = Programs("signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)")
     with anyio.move_on_after(0.5):
-        await programs.run("hub", Path("x"), [Order(0)])
+        await programs.run("hub", Path("x"), [ProcessOrder(0)])
     assert programs.pids == set()
 
 
 async def test_a_start_that_the_system_refuses_is_told_as_what_it_is() -> None:
     class Nowhere(Processes):
-        def command(self, role: str, file: Path, order: Order) -> list[str]:
+        def command(self, role: str, file: Path, order: ProcessOrder) -> list[str]:
             return ["/a/program/that/is/not/there"]
 
     with pytest.raises(NotStartedError, match="No such file or directory"):
-        await Nowhere().run("hub", Path("x"), [Order(0)])
+        await Nowhere().run("hub", Path("x"), [ProcessOrder(0)])
 
 
 # -- what ends mean --------------------------------------------------------------------------------------------------
@@ -175,7 +183,7 @@ async def test_a_start_that_the_system_refuses_is_told_as_what_it_is() -> None:
 async def test_who_ends_with_another_one_has_not_failed(
     codes: list[int], killed: list[int], end: End, silent: list[int]
 ) -> None:
-    ended = [Ended(number, number, code) for number, code in enumerate([*codes, *killed])]
+    ended = [EndedProcess(number, number, code) for number, code in enumerate([*codes, *killed])]
     found, unheard = await judge(ended, range(len(codes), len(ended)), anyio.Event())
     assert (found, [one.code for one in unheard]) == (end, silent)
 
@@ -187,10 +195,10 @@ async def test_a_process_that_fails_is_named_with_what_ended_it_and_starts_again
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ends = [
-        [Ended(0, 7, -9)],
+        [EndedProcess(0, 7, -9)],
         NotStartedError("a process cannot be started: out of memory"),
-        [Ended(0, 8, 1)],
-        [Ended(0, 9, 0)],
+        [EndedProcess(0, 8, 1)],
+        [EndedProcess(0, 9, 0)],
     ]
     assert await kept(hub_loop(config_of(tmp_path), Told(*ends))) == End.OVER
     again = "flash: the node loop starts again, with its engines and the trainer ranks"
@@ -207,9 +215,9 @@ async def test_ranks_that_end_with_another_process_use_up_no_restart_of_theirs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of(tmp_path, max_restarts=1, trainer_ranks=2)
-    peers = [Ended(0, 7, End.WITH_PEER), Ended(1, 8, End.WITH_PEER)]
-    crash = [Ended(1, 8, -11), Ended(0, 7, End.WITH_PEER)]
-    assert await kept(ranks_of(config, Told(peers, peers, crash, peers, [Ended(0, 1, 0)]), 1)) == End.OVER
+    peers = [EndedProcess(0, 7, End.WITH_PEER), EndedProcess(1, 8, End.WITH_PEER)]
+    crash = [EndedProcess(1, 8, -11), EndedProcess(0, 7, End.WITH_PEER)]
+    assert await kept(ranks_of(config, Told(peers, peers, crash, peers, [EndedProcess(0, 1, 0)]), 1)) == End.OVER
     assert capfd.readouterr().err.splitlines() == [
         "flash: trainer rank 3 (process 8) was killed by signal 11 (SIGSEGV)",
         "flash: the trainer ranks start again (restart 1 of 1)",
@@ -241,7 +249,7 @@ async def test_ranks_that_end_with_the_hub_after_an_error_are_not_said_to_start_
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of(tmp_path, max_restarts=0)
-    part = ranks_of(config, Told([Ended(0, 7, 1)], [Ended(0, 7, 0)]))
+    part = ranks_of(config, Told([EndedProcess(0, 7, 1)], [EndedProcess(0, 7, 0)]))
     withdraw(config.run_dir)
     assert await kept(part) == End.OVER
     assert capfd.readouterr().err == ""
@@ -257,7 +265,7 @@ async def test_ranks_that_end_with_the_hub_after_an_error_are_not_said_to_start_
 async def test_a_last_restart_that_is_used_up_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], code: int, why: str
 ) -> None:
-    part = ranks_of(config_of(tmp_path, max_restarts=0), Told([Ended(0, 7, code)]))
+    part = ranks_of(config_of(tmp_path, max_restarts=0), Told([EndedProcess(0, 7, code)]))
     assert await kept(part) == End.FAILED
     assert part.why == f"{why} restart is left of cluster.max_restarts = 0"
     assert capfd.readouterr().err.splitlines()[-1] == "flash: no restart is left of cluster.max_restarts = 0"
@@ -276,19 +284,19 @@ def run_launch(launch: Launch) -> int:
 
 def test_a_node_loop_that_is_killed_too_often_ends_the_run_with_the_reason(tmp_path: Path) -> None:
     config, marker = config_of(tmp_path, max_restarts=0), ErrorMarker(tmp_path, "7.1")
-    processes = Told([Ended(0, 7, -9)])
+    processes = Told([EndedProcess(0, 7, -9)])
     assert run_launch(Launch(hub_loop(config, processes), None, marker, has_hub=True)) == NAMED
     assert str(marker.message()).startswith("the node loop (process 7) was killed by signal 9")
 
 
 def test_an_error_without_a_name_is_another_exit_code(tmp_path: Path) -> None:
     config = config_of(tmp_path, max_restarts=0)
-    loop = hub_loop(config, Told([Ended(0, 7, 1)]))
+    loop = hub_loop(config, Told([EndedProcess(0, 7, 1)]))
     assert run_launch(Launch(loop, None, ErrorMarker(tmp_path, "7.1"), has_hub=True)) == 1
 
 
 def test_a_node_that_fails_for_good_ends_no_run(tmp_path: Path) -> None:
-    loop = hub_loop(config_of(tmp_path), Told([Ended(0, 7, End.FINAL)]))
+    loop = hub_loop(config_of(tmp_path), Told([EndedProcess(0, 7, End.FINAL)]))
     assert run_launch(Launch(loop)) == LOST
 
 
@@ -296,21 +304,21 @@ def test_a_node_that_fails_for_good_ends_no_run(tmp_path: Path) -> None:
 def test_the_first_signal_is_passed_on_and_a_ctrl_c_after_it_kills(tmp_path: Path, notebook: bool) -> None:
     processes = Told()
 
-    async def until_killed() -> Sequence[Ended]:
+    async def until_killed() -> Sequence[EndedProcess]:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             processes.heard = anyio.Event()
             os.kill(os.getpid(), number)
             with anyio.move_on_after(0.5):
                 await processes.heard.wait()
-        return [Ended(0, 7, -9)]
+        return [EndedProcess(0, 7, -9)]
 
     processes.ends = [until_killed]
     config = config_of(tmp_path)
     ranks = Told()
 
-    async def until_told() -> Sequence[Ended]:
+    async def until_told() -> Sequence[EndedProcess]:
         await ranks.heard.wait()
-        return [Ended(0, 8, -15)]
+        return [EndedProcess(0, 8, -15)]
 
     ranks.ends = [until_told]
     launch = Launch(hub_loop(config, processes), ranks_of(config, ranks), None, has_hub=True)
@@ -327,12 +335,12 @@ def test_ranks_that_cannot_go_on_end_a_run_whose_hub_cannot_be_told(tmp_path: Pa
     config, marker = config_of(tmp_path, max_restarts=0), ErrorMarker(tmp_path, "7.1")
     processes = Told()
 
-    async def until_told() -> Sequence[Ended]:
+    async def until_told() -> Sequence[EndedProcess]:
         await processes.heard.wait()
-        return [Ended(0, 7, -15)]
+        return [EndedProcess(0, 7, -15)]
 
     processes.ends = [until_told]
-    ranks = ranks_of(config, Told([Ended(0, 8, -11)]))
+    ranks = ranks_of(config, Told([EndedProcess(0, 8, -11)]))
     assert run_launch(Launch(hub_loop(config, processes), ranks, marker, has_hub=True)) == NAMED
     assert processes.signals == [signal.SIGTERM]
     assert str(marker.message()).startswith("trainer rank 0 (process 8) was killed by signal 11")
@@ -344,9 +352,9 @@ async def test_ranks_that_cannot_go_on_are_told_to_the_hub_as_an_error_for_which
     monkeypatch.delenv("FLASH_TOKEN", raising=False)
     job = Job(tmp_path, max_restarts=0)
     ranks = Ranks(job.config, 0, Path("run.toml"), job.place)
-    ranks.processes = Told([Ended(0, 7, -11)])
+    ranks.processes = Told([EndedProcess(0, 7, -11)])
 
-    async def lasts() -> Sequence[Ended]:
+    async def lasts() -> Sequence[EndedProcess]:
         await anyio.sleep_forever()
         return []
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash.rollout.episode.transcript import Limits, Transcript
+from flash.rollout.episode.transcript import EpisodeLimits, Transcript
 from flash.service.history import Continuation, History
 from flash.trainer.packing import pack
 from flash.types import (
@@ -28,7 +28,7 @@ from tests.envs.agents import ASSISTANT as SPEAKS
 from tests.envs.agents import END, ROLES, ByteTokenizer
 from tests.envs.forms import ADD
 
-ENOUGH = Limits(length=1 << 20, turns=1 << 20, branches=1 << 20, tokens=1 << 20)
+ENOUGH = EpisodeLimits(length=1 << 20, turns=1 << 20, branches=1 << 20, tokens=1 << 20)
 WORDS = st.sampled_from(["a", "b", "ab", ""])
 OFFER = Message("system", "tools")
 ROLE_OF = {token: role for role, token in ROLES.items()} | {SPEAKS: ASSISTANT}

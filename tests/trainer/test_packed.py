@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash.trainer.firstpass import policy_logprobs
 from flash.trainer.model.logprobs import token_logprobs
-from flash.trainer.model.packed import Taken, packed_row, take, taken
+from flash.trainer.model.packed import TakenRows, packed_row, take, taken
 from flash.trainer.model.prefixes import Computed, Sequences
 from flash.trainer.packing import pack
 from tests.trainer.packed_cases import one_by_one, packed_batch, sharded
@@ -105,7 +105,7 @@ def test_who_looks_on_sees_sequences_as_if_nothing_were_shared(folder: Path) -> 
 @settings(deadline=None)
 def test_rows_get_the_gradients_of_the_takers_that_count(source: list[int], data: st.DataObject) -> None:
     counted = data.draw(st.lists(st.sampled_from(range(len(source))), unique=True, min_size=1))
-    places: Taken = taken(np.array(source), np.array(counted), torch.device("cpu"))
+    places: TakenRows = taken(np.array(source), np.array(counted), torch.device("cpu"))
     rows = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.zeros(len(source), 3, dtype=torch.float64)
     weight[counted] = torch.randn(len(counted), 3, dtype=torch.float64)

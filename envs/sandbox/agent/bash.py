@@ -52,7 +52,7 @@ CODES = tuple(str(code).encode() for code in range(256))
 CLOCK_TICK = os.sysconf("SC_CLK_TCK")
 
 
-class Bash:
+class StatefulBash:
     """One shell after another, each with the state that the last one wrote down.
 
     Its owner is told when a command has ended (`finish`), or that nobody knows how it has (`untold`).

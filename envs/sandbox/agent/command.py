@@ -10,7 +10,7 @@ import termios
 from envs.sandbox.agent.leftovers import end_leftovers
 from envs.sandbox.agent.proc import tree
 from envs.sandbox.agent.process import (
-    Feed,
+    InputFeed,
     Pipe,
     Ring,
     fail,
@@ -113,7 +113,7 @@ class Command:
         """Take the ends of the pipes that are ours."""
         loop = self.agent.loop
         if len(ours) > 2 or request.get("tty"):
-            self.feed = Feed(loop, ours.pop(1 if request.get("tty") else 0), lambda n: self.reply(CREDIT, n))
+            self.feed = InputFeed(loop, ours.pop(1 if request.get("tty") else 0), lambda n: self.reply(CREDIT, n))
             if request.get("stdin"):
                 self.feed.add(request["stdin"], not request.get("feed"))
         for name, fd in zip(("stdout", "stderr"), ours):  # noqa: B905  # a terminal has one output, and Python 3.6 no `strict`

@@ -14,7 +14,7 @@ from envs.sandbox.agent.files import Write
 from envs.sandbox.agent.launcher import Launcher
 from envs.sandbox.agent.leftovers import descendants
 from envs.sandbox.agent.loop import HostChannel, Loop
-from envs.sandbox.agent.proc import Numbers
+from envs.sandbox.agent.proc import CommandNumbers
 from envs.sandbox.agent.process import OomCounter, find_program, now
 from envs.sandbox.agent.takeover import Listener
 from envs.sandbox.agent.wire import CallRefusal
@@ -32,7 +32,7 @@ class BoxAgent:
         self.workdir = options["workdir"]
         self.is_init = os.getpid() == 1
         self.epoch = 0
-        self.numbers = Numbers()
+        self.numbers = CommandNumbers()
         self.children = {}
         """Process id to the command or shell that started it."""
         self.active = set()

@@ -77,7 +77,7 @@ def tree(leader: int, number: int, since: int = 0) -> "list[int]":
     return [stat.pid for stat in every if stat.pid in inside and stat.start >= since]
 
 
-class Numbers:
+class CommandNumbers:
     """Gives each command a number, beginning at one that no other agent of the machine has: tests run several."""
 
     def __init__(self) -> None:

@@ -244,7 +244,7 @@ class Pipe:
             self.fd = -1
 
 
-class Feed:
+class InputFeed:
     """The writing end of an input of a command, with what it has not taken yet."""
 
     def __init__(self, loop: object, fd: int, grant: object) -> None:

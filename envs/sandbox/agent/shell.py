@@ -4,7 +4,7 @@ import _signal
 import binascii
 import os
 
-from envs.sandbox.agent.bash import CLOCK_TICK, SAY, Bash
+from envs.sandbox.agent.bash import CLOCK_TICK, SAY, StatefulBash
 from envs.sandbox.agent.command import CHECK, FAILURE, GRACE, ending, kill_all, send_result
 from envs.sandbox.agent.leftovers import end_leftovers
 from envs.sandbox.agent.proc import tree
@@ -89,7 +89,7 @@ class Shell:
             reading, writing = os.pipe()
             self.ends.append(writing)
             self.pipes[name] = Pipe(agent.loop, reading, lambda data, name=name: self.take(name, data))
-        self.bash = Bash(agent, self, self.ends)
+        self.bash = StatefulBash(agent, self, self.ends)
         self.bash.start()
         agent.shells[self.name] = self
 

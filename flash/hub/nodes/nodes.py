@@ -15,7 +15,7 @@ from flash.hub import protocol as p
 from flash.hub.nodes.fleet import Attendance, Statuses
 from flash.hub.nodes.members import HUBS_OWN, Members
 from flash.hub.nodes.work import Work
-from flash.hub.parts import Part, Parts
+from flash.hub.parts import HubPart, Parts
 
 SECOND_LOOK_S = 1.0
 """Between the moment in which a node seems silent and the verdict: a loop that was blocked itself has to read first."""
@@ -23,7 +23,7 @@ OF_ALL = (WeightsError, ContractError)
 """Errors that end the run whoever has them: what was sent to all engines, or the books, may be wrong."""
 
 
-class Nodes(Part):
+class Nodes(HubPart):
     """See the module's docstring.
 
     Args:

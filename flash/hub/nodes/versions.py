@@ -10,10 +10,10 @@ import anyio
 from flash.config import waits
 from flash.hub import protocol as p
 from flash.hub.nodes.work import Work
-from flash.hub.parts import Part, Parts
+from flash.hub.parts import HubPart, Parts
 
 
-class Versions(Part):
+class Versions(HubPart):
     """See the module's docstring.
 
     Args:

@@ -18,14 +18,14 @@ from flash.hub import protocol as p
 from flash.hub.metrics import FAILURES
 from flash.hub.nodes.claims import Claims
 from flash.hub.nodes.dealing import Dealer
-from flash.hub.parts import Part, Parts
+from flash.hub.parts import HubPart, Parts
 from flash.types import Activity, Failure, Lease, Outcome, Trajectory
 
 RESULTS_AT_ONCE = 256
 """Results taken before others are served: each costs some 30 microseconds."""
 
 
-class Work(Part):
+class Work(HubPart):
     """See the module's docstring. `holders` knows who has which lease, `shares` who gets the next ones.
 
     Args:

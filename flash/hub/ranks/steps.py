@@ -18,7 +18,7 @@ from flash.hub import protocol as p
 from flash.hub.metrics import Branches
 from flash.hub.nodes.versions import Versions
 from flash.hub.nodes.work import Work
-from flash.hub.parts import Part, Parts
+from flash.hub.parts import HubPart, Parts
 from flash.hub.ranks.trainers import Trainers
 from flash.hub.state import HubState
 from flash.samples.batches import cut, deal, gather
@@ -28,7 +28,7 @@ from flash.transport.slices import encoded_pieces
 from flash.types import Published, Shard, Trajectory
 
 
-class Steps(Part):
+class Steps(HubPart):
     """See the module's docstring.
 
     Args:

@@ -18,7 +18,7 @@ from flash.config import waits
 from flash.config.tree import Config
 from flash.errors import CollectiveError, FlashError, IncarnationOverError, PeerLostError, error_of
 from flash.hub import protocol as p
-from flash.hub.parts import Part, Parts
+from flash.hub.parts import HubPart, Parts
 from flash.hub.ranks.incarnations import Incarnations
 from flash.hub.ranks.recovery import RepeatedStep, Start
 from flash.types import Published
@@ -29,7 +29,7 @@ INCARNATION_OVER = "this incarnation of the trainer ranks is over, as one of the
 """What a rank of it is told."""
 
 
-class Trainers(Part):
+class Trainers(HubPart):
     """See the module's docstring.
 
     Args:

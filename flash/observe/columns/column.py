@@ -133,7 +133,7 @@ class Column(msgspec.Struct, frozen=True, dict=True):
         return re.compile(re.sub("[A-Z]+", lambda word: PLACEHOLDERS[word[0]], re.escape(self.name)))
 
 
-class Group(NamedTuple):
+class ColumnGroup(NamedTuple):
     """Columns that are described together."""
 
     about: str

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flash.observe.columns.column import Column, Group
+from flash.observe.columns.column import Column, ColumnGroup
 
-EVALUATION = Group(
+EVALUATION = ColumnGroup(
     "",
     (
         Column("step", "steps made before it, so the version at which it was asked for"),

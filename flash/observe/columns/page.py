@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from flash.observe.columns.column import LIMITS, Column, Group
+from flash.observe.columns.column import LIMITS, Column, ColumnGroup
 from flash.observe.columns.table import GROUPS, columns
 
 MARKED = re.compile(r"(?s)(<!-- made: (\w+) -->\n).*?(<!-- end -->)")
@@ -17,7 +17,7 @@ def page(text: str) -> str:
     return MARKED.sub(lambda found: "\n".join([found[1], *TABLES[found[2]](), found[3]]), text)
 
 
-def _described(groups: Sequence[Group]) -> Iterator[str]:
+def _described(groups: Sequence[ColumnGroup]) -> Iterator[str]:
     """A table for each group."""
     for group in groups:
         if group.about:

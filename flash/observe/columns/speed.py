@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flash.observe.columns.column import Alarm, Column, Group, Row
+from flash.observe.columns.column import Alarm, Column, ColumnGroup, Row
 from flash.observe.rundir.summary import number
 
 
@@ -18,7 +18,7 @@ def _failed(row: Row) -> float:
     return (number(row, "failures") or 0.0) / max(_attempts(row), 1.0)
 
 
-SPEED = Group(
+SPEED = ColumnGroup(
     "Speed and books. Counters are totals of the run, across restarts.",
     (
         Column("time", "Unix seconds at the end of the step", "s"),

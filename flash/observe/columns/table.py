@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from flash.observe.columns.column import Column, Group
+from flash.observe.columns.column import Column, ColumnGroup
 from flash.observe.columns.evaluation import EVALUATION
 from flash.observe.columns.speed import SPEED
 from flash.observe.columns.training import BATCH, CRITIC, LAG, LOSS, OFF_POLICY, RHYTHM
@@ -17,7 +17,7 @@ Kind = Literal["step", "evaluation"]
 
 APART = ("step", "time")
 """Of each row: trackers are told them beside the values."""
-GROUPS: Mapping[Kind, Sequence[Group]] = {
+GROUPS: Mapping[Kind, Sequence[ColumnGroup]] = {
     "step": (BATCH, LOSS, OFF_POLICY, LAG, CRITIC, RHYTHM, SPEED),
     "evaluation": (EVALUATION,),
 }

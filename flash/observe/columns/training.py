@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flash.observe.columns.column import LIMITS, Alarm, Column, Group, Row, steps, tokens
+from flash.observe.columns.column import LIMITS, Alarm, Column, ColumnGroup, Row, steps, tokens
 from flash.observe.rundir.summary import number
 
 SKIPPED = "skipped_steps"
@@ -32,7 +32,7 @@ def _youngest(row: Row) -> float:
     return (number(row, "age_0") or 0.0) * tokens(row)
 
 
-BATCH = Group(
+BATCH = ColumnGroup(
     "Of the batch, before it is trained. Means are over tokens or samples of all ranks.",
     (
         Column("step", "number of the step, from 0", form=".0f", title="step"),
@@ -109,7 +109,7 @@ BATCH = Group(
         Column("share_drift", "how far the furthest domain is off its share, in batches"),
     ),
 )
-LOSS = Group(
+LOSS = ColumnGroup(
     "Of the loss and the update.",
     (
         Column(
@@ -194,7 +194,7 @@ LOSS = Group(
         ),
     ),
 )
-OFF_POLICY = Group(
+OFF_POLICY = ColumnGroup(
     "Off policy. w = exp(log-prob under the weights at the start of the step − log-prob as it was sampled), per token.",
     (
         Column(
@@ -278,7 +278,7 @@ OFF_POLICY = Group(
         ),
     ),
 )
-LAG = Group(
+LAG = ColumnGroup(
     "With `algorithm.lag`, means over the updates of the step.",
     (
         Column(
@@ -303,7 +303,7 @@ LAG = Group(
         ),
     ),
 )
-CRITIC = Group(
+CRITIC = ColumnGroup(
     "With a `[critic]`.",
     (
         Column("critic_loss", "its loss; of several critics, over all tokens and updates"),
@@ -315,7 +315,7 @@ CRITIC = Group(
         Column("critic_skipped", "updates of this step that were left out for a non-finite gradient"),
     ),
 )
-RHYTHM = Group(
+RHYTHM = ColumnGroup(
     "With `[algorithm.rhythm]`; [`flash rhythm`](algorithms.md#looking-at-it-flash-rhythm) shows more.",
     (
         Column("rhythm_share", "share of the trained tokens whose advantage was multiplied by more than 1", "share"),

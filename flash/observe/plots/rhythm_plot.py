@@ -28,7 +28,7 @@ BRIGHTEST = 0.99
 """Quantile of the weights that gets the darkest colour: a few tokens take so much that the rest would not show."""
 
 
-class Drawn(NamedTuple):
+class DrawnRhythm(NamedTuple):
     """What is drawn."""
 
     response: ResponseSeen
@@ -38,14 +38,14 @@ class Drawn(NamedTuple):
     """Rows are those who look."""
 
 
-def rhythm_png(drawn: Drawn) -> bytes:
+def rhythm_png(drawn: DrawnRhythm) -> bytes:
     """The picture as a file; texts that no font here has are drawn as boxes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from font")
         return png(draw_rhythm(drawn))
 
 
-def draw_rhythm(drawn: Drawn) -> Figure:
+def draw_rhythm(drawn: DrawnRhythm) -> Figure:
     """The local map, where phrases are a sawtooth at the diagonal, the global one, where those that many look at are
     columns, and beneath them WAAD with its plans and FAI with its anchors."""
     figure = new_figure(HEIGHT)
@@ -62,7 +62,7 @@ def draw_rhythm(drawn: Drawn) -> Figure:
     return figure
 
 
-def _draw_map(axes: Axes, drawn: Drawn, map_BB: npt.NDArray[np.float32], title: str) -> None:
+def _draw_map(axes: Axes, drawn: DrawnRhythm, map_BB: npt.NDArray[np.float32], title: str) -> None:
     from matplotlib.colors import PowerNorm
 
     size = len(map_BB)
@@ -85,7 +85,9 @@ def _draw_map(axes: Axes, drawn: Drawn, map_BB: npt.NDArray[np.float32], title: 
         _name_tokens(axes, drawn, both=True)
 
 
-def _draw_signal(axes: Axes, drawn: Drawn, values: list[float], marks: list[bool], name: str, marked: str) -> None:
+def _draw_signal(
+    axes: Axes, drawn: DrawnRhythm, values: list[float], marks: list[bool], name: str, marked: str
+) -> None:
     """A value for each token of the response; where it has a gap, the environment spoke."""
     stop = drawn.start + drawn.map_2BB.shape[1]
     line = np.full(stop - drawn.start, np.nan)
@@ -111,7 +113,7 @@ def _draw_signal(axes: Axes, drawn: Drawn, values: list[float], marks: list[bool
         axes.set_xlabel("place in the sequence")
 
 
-def _name_tokens(axes: Axes, drawn: Drawn, *, both: bool) -> None:
+def _name_tokens(axes: Axes, drawn: DrawnRhythm, *, both: bool) -> None:
     """Write the tokens on the axis of columns, or on both."""
     places = list(range(drawn.start, drawn.start + drawn.map_2BB.shape[1]))
     names = [shortened(visible(drawn.response.tokens[place]), NAME) for place in places]

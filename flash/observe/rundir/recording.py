@@ -1,7 +1,7 @@
 """The recording of a run: what each step trained, exactly, one file per step, so that it can be trained again.
 
-A file is a sequence of records (`flash.observe.rundir.frames`): first a `Head`, then one trajectory per record. It is
-written aside and renamed: a file of that name was whole once.
+A file is a sequence of records (`flash.observe.rundir.frames`): first a `RecordingHead`, then one trajectory per
+record. It is written aside and renamed: a file of that name was whole once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _AT_ONCE = 64 << 10
 _STEP = re.compile(r"step-([0-9]+)")
 
 
-class Head(msgspec.Struct, frozen=True):
+class RecordingHead(msgspec.Struct, frozen=True):
     """The first record of a file."""
 
     step: int
@@ -42,7 +42,7 @@ def write_batch(folder: Path, batch: Batch) -> None:
     aside = file.with_name(file.name + ".tmp")
     try:
         with aside.open("wb") as out:
-            head = Head(batch.step, batch.min_version, len(batch.trajectories), batch.earlier)
+            head = RecordingHead(batch.step, batch.min_version, len(batch.trajectories), batch.earlier)
             frame = bytearray()
             for record in (head, *batch.trajectories):
                 append_frame(frame, record)
@@ -68,7 +68,7 @@ def read_batch(folder: Path, step: int) -> Batch:
     try:
         with file.open("rb") as source:
             records = read_frames(source)
-            head = msgspec.msgpack.decode(next(records), type=Head)
+            head = msgspec.msgpack.decode(next(records), type=RecordingHead)
             decoder = msgspec.msgpack.Decoder(Trajectory)
             trajectories = [decoder.decode(record) for record in records]
     except OSError as error:

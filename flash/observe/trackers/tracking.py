@@ -33,7 +33,7 @@ LONGEST = 200
 _STRANGE = re.compile(r"[^\w.-]")
 
 
-class Place(msgspec.Struct, frozen=True):
+class TrackerPlace(msgspec.Struct, frozen=True):
     """How far a tracker was told."""
 
     id: str | None = None
@@ -103,7 +103,7 @@ class Tracking:
                     told = int(step)
                     yield kind, told, row
 
-    def _remember(self, place: Place) -> None:
+    def _remember(self, place: TrackerPlace) -> None:
         self._place = place
         write_atomically(self._file, msgspec.json.encode(place))
 
@@ -137,11 +137,11 @@ def held(directory: RunDirectory, name: TrackerName, *, wait: bool = False) -> G
             yield True
 
 
-def _read_place(file: Path) -> Place:
+def _read_place(file: Path) -> TrackerPlace:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Place)
+        return msgspec.json.decode(file.read_bytes(), type=TrackerPlace)
     except FileNotFoundError:
-        return Place()
+        return TrackerPlace()
     except (OSError, msgspec.MsgspecError, ValueError) as error:
         raise RunDirectoryError(
             f"{file} cannot be read: {error}; remove it to have all told again, as another run"

@@ -29,7 +29,7 @@ class Wanted(NamedTuple):
     """Of one that is expected."""
 
 
-class Sampled(Protocol):
+class ResponseSampler(Protocol):
     """Samples the response of a number, counted from 0 in the order in which they were asked for."""
 
     async def __call__(self, wanted: Wanted, number: int, *, ahead: bool) -> Completion: ...
@@ -66,7 +66,7 @@ class Asking:
     """
 
     def __init__(
-        self, sample: Sampled, progress: SampledTokens, ahead: TaskGroup | None, *, now: Callable[[], float]
+        self, sample: ResponseSampler, progress: SampledTokens, ahead: TaskGroup | None, *, now: Callable[[], float]
     ) -> None:
         self._sample = sample
         self._progress = progress

@@ -25,7 +25,7 @@ from flash.rollout.engine import EpisodeRequest, GenerateRequest, SamplingSettin
 from flash.rollout.episode.asking import Asking, Wanted
 from flash.rollout.episode.phases import FreePhases, Phases
 from flash.rollout.episode.tokenizer import Tokenizer
-from flash.rollout.episode.transcript import Limits, Transcript
+from flash.rollout.episode.transcript import EpisodeLimits, Transcript
 from flash.rollout.outage import OutageClock
 from flash.types import (
     Completion,
@@ -140,7 +140,7 @@ class Episode:
     async def run(self, lease: Lease, progress: EpisodeProgress) -> Trajectory | Failure:
         """Live through the episode; never raises except for cancellation and programmer errors."""
         settings = self._settings.of(lease.task.kind)
-        limits = Limits(settings.max_length, settings.max_turns, settings.max_branches, settings.max_tokens)
+        limits = EpisodeLimits(settings.max_length, settings.max_turns, settings.max_branches, settings.max_tokens)
         transcript = Transcript(self._tokenizer, limits)
         state = _EpisodeState(lease, progress, transcript)
         try:

@@ -43,7 +43,7 @@ LETTERS_PER_TOKEN = 32
 being tokenized: a node does nothing else while it tokenizes, for seconds where there are megabytes."""
 
 
-class Limits(NamedTuple):
+class EpisodeLimits(NamedTuple):
     """How far an episode may go."""
 
     length: int
@@ -100,7 +100,7 @@ class Transcript:
         limits: of the episode.
     """
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: EpisodeLimits) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._form = _Form(chat=False, tools=())

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from flash.config.check import is_hub_id
 from flash.config.check_machine import unreachable
-from flash.config.decode import Problem, show
+from flash.config.decode import ConfigProblem, show
 from flash.config.load import dump
 from flash.config.recorded import recorded
 from flash.config.resuming import refused, told
@@ -51,7 +51,7 @@ WEIGHTS = ("*.safetensors", "*.bin")
 """Files of a model folder that hold its weights."""
 
 
-def start_problems(config: Config) -> list[Problem]:
+def start_problems(config: Config) -> list[ConfigProblem]:
     """What would stop the run that this command is about to start. The configuration may have problems of its own."""
     problems = [*_temporary(), *_trackers(config), *_models(config), *_fetched(config)]
     if unreachable(str(config.run_dir.absolute())) is None:
@@ -59,30 +59,30 @@ def start_problems(config: Config) -> list[Problem]:
     return problems
 
 
-def _temporary() -> Iterator[Problem]:
+def _temporary() -> Iterator[ConfigProblem]:
     """Processes have a place for temporary files."""
     try:
         tempfile.gettempdir()
     except OSError as error:
-        yield Problem("TMPDIR", f"no folder takes temporary files: {error.strerror}; name one that does")
+        yield ConfigProblem("TMPDIR", f"no folder takes temporary files: {error.strerror}; name one that does")
 
 
-def _trackers(config: Config) -> Iterator[Problem]:
+def _trackers(config: Config) -> Iterator[ConfigProblem]:
     """The first node can import what it is to tell."""
     if os.environ.get("FLASH_NODE_RANK", "0") == "0":
         for fault in filter(None, map(not_installed, config.track.to)):
-            yield Problem("track.to", fault)
+            yield ConfigProblem("track.to", fault)
 
 
-def _output(config: Config) -> Iterator[Problem]:
+def _output(config: Config) -> Iterator[ConfigProblem]:
     """The first node writes the run directory, and its lock beside it."""
     if os.environ.get("FLASH_NODE_RANK", "0") == "0":
         folders = dict.fromkeys(map(_existing, (config.run_dir, config.run_dir.parent)))
         for fault in filter(None, map(_unwritable, folders)):
-            yield Problem("run.output_dir", fault)
+            yield ConfigProblem("run.output_dir", fault)
 
 
-def _models(config: Config) -> Iterator[Problem]:
+def _models(config: Config) -> Iterator[ConfigProblem]:
     """Model folders hold weights, hub ids lead to models; tiny models that are to be made find a place of their own."""
     made = {path: key for key, path, _ in tiny_models(config)}
     for path, key in made.items():
@@ -91,9 +91,9 @@ def _models(config: Config) -> Iterator[Problem]:
         try:
             refuse_foreign(path)
         except ConfigError as error:
-            yield Problem(key, str(error))
+            yield ConfigProblem(key, str(error))
         if not path.exists() and (fault := _unwritable(_existing(path))):
-            yield Problem(key, fault)
+            yield ConfigProblem(key, fault)
     named = {
         "model.path": config.model.path,
         "algorithm.kl.reference": config.algorithm.kl and config.algorithm.kl.reference,
@@ -106,11 +106,11 @@ def _models(config: Config) -> Iterator[Problem]:
             continue
         if Path(path).is_dir() and not any(map(any, map(Path(path).glob, WEIGHTS))):
             files = " or ".join(WEIGHTS)
-            yield Problem(key, f"the folder {path} holds no weights: expected a Hugging Face model, with {files}")
+            yield ConfigProblem(key, f"the folder {path} holds no weights: expected a Hugging Face model, with {files}")
         elif Path(path).is_dir() and (fault := _damaged(Path(path))):
-            yield Problem(key, f"{fault}; copy or fetch the model again")
+            yield ConfigProblem(key, f"{fault}; copy or fetch the model again")
         elif is_hub_id(path) and (fault := hub_fault(path)):
-            yield Problem(key, fault)
+            yield ConfigProblem(key, fault)
 
 
 def _damaged(folder: Path) -> str:
@@ -132,7 +132,7 @@ def _damaged(folder: Path) -> str:
     return ""
 
 
-def _fetched(config: Config) -> Iterator[Problem]:
+def _fetched(config: Config) -> Iterator[ConfigProblem]:
     """The pretrained model is there, or can be made as far as that shows before it is fetched."""
     named, path = config.model.fetch, config.model.path
     if named is None or unreachable(path) is not None:
@@ -141,20 +141,20 @@ def _fetched(config: Config) -> Iterator[Problem]:
     if why_not_there(folder, source) is None:
         return
     if fault := _unwritable(_existing(folder.parent)):
-        yield Problem("model.path", f"{fault}, in model.path, with model.fetch = {show(named)}")
+        yield ConfigProblem("model.path", f"{fault}, in model.path, with model.fetch = {show(named)}")
         return
     try:
         refuse_unfetched(folder)
         positions = check_source(source, folder)
     except ConfigError as error:
-        yield Problem("model.path", str(error))
+        yield ConfigProblem("model.path", str(error))
         return
     if positions is not None and config.model.max_length > positions:
         message = f"expected at most {positions}, the positions of {named}, got {config.model.max_length}"
-        yield Problem("model.max_length", message)
+        yield ConfigProblem("model.max_length", message)
 
 
-def _hub(config: Config) -> Iterator[Problem]:
+def _hub(config: Config) -> Iterator[ConfigProblem]:
     """The hub's name leads to a machine: in a job of one node to this one, where its port is free."""
     host, port, alone = config.cluster.hub_host, config.cluster.hub_port, config.cluster.nodes == 1
     try:
@@ -163,26 +163,26 @@ def _hub(config: Config) -> Iterator[Problem]:
         elif host is not None:
             socket.getaddrinfo(host, None)
     except ConfigError as error:
-        yield Problem("cluster.hub_host", str(error))
+        yield ConfigProblem("cluster.hub_host", str(error))
         return
     except (OSError, UnicodeError) as error:
-        yield Problem("cluster.hub_host", f"{host} leads to no machine: {error}")
+        yield ConfigProblem("cluster.hub_host", f"{host} leads to no machine: {error}")
     # What is left of this very run may still hold the port: the launch waits for it, or says who runs it.
     if alone and port and not in_use(config.run_dir):
         try:
             run_apart(try_listening, host or advertised_host(config), port)
         except ConfigError as error:
-            yield Problem("cluster.hub_port", str(error))
+            yield ConfigProblem("cluster.hub_port", str(error))
 
 
-def left_as_it_was(config: Config) -> list[Problem]:
+def left_as_it_was(config: Config) -> list[ConfigProblem]:
     """What of a resumed run's configuration was changed, and leaves something as it was, by key."""
     if (had := _had(config)) is None or newest_complete(config.run_dir) is None:
         return []
     return told(had, _settings(config))
 
 
-def _past(config: Config) -> Iterator[Problem]:
+def _past(config: Config) -> Iterator[ConfigProblem]:
     """A run goes on with what it was made with, from where it is, and with what counts its hubs."""
     if not config.run.resume or not config.run_dir.is_dir():
         return
@@ -195,16 +195,16 @@ def _past(config: Config) -> Iterator[Problem]:
     try:
         directory.incarnations.last()
     except RunDirectoryError as error:
-        yield Problem("run.resume", str(error))
+        yield ConfigProblem("run.resume", str(error))
     if (reached := booked_version(config)) > config.run.steps:
-        yield Problem(
+        yield ConfigProblem(
             "run.steps",
             f"the run in {directory.path} has made {reached} steps already; expected at least as many, got "
             f"{config.run.steps}",
         )
 
 
-def _left(config: Config) -> Iterator[Problem]:
+def _left(config: Config) -> Iterator[ConfigProblem]:
     """There is a run to go on with, and something of its weights: where the first node is, which has them."""
     if os.environ.get("FLASH_NODE_RANK", "0") != "0":
         return
@@ -212,13 +212,13 @@ def _left(config: Config) -> Iterator[Problem]:
     whole, damaged = complete_checkpoints(directory.path), damaged_checkpoints(directory.path)
     if not whole and damaged:
         message = f"no checkpoint of {directory.path} is whole: {'; '.join(damaged)}. Bring one back from a copy"
-        yield Problem("run.resume", message)
+        yield ConfigProblem("run.resume", message)
     traces = (directory.config, directory.metrics, journal_folder(directory.path))
     if not whole and not damaged and not any(trace.exists() for trace in traces):
-        yield Problem("run.resume", f"there is no run to continue: nothing of one is left in {directory.path}")
+        yield ConfigProblem("run.resume", f"there is no run to continue: nothing of one is left in {directory.path}")
 
 
-def _kept(config: Config) -> Iterator[Problem]:
+def _kept(config: Config) -> Iterator[ConfigProblem]:
     """What trainers keep beside the policy is what the checkpoint has, and tokens mean what they did."""
     if (checkpoint := newest_complete(config.run_dir)) is None:
         return
@@ -231,12 +231,12 @@ def _kept(config: Config) -> Iterator[Problem]:
         return  # told elsewhere
     wanted = ["critic"] * method.critics + ["ewma"] * (method.proximal == "ewma")
     if fault := lacking_extras(checkpoint, held, wanted):
-        yield Problem("algorithm.objective", fault)
+        yield ConfigProblem("algorithm.objective", fault)
     for _, path, tiny in tiny_models(config):
         with suppress(ConfigError):  # the environment has no alphabet: whether it fits its tokenizer is not known
             if path.exists() and "alphabet" in what_changed(path, tiny, config.env.path, config.env.options):
                 message = f"has another alphabet than the tiny model {path}, whose tokens the run's weights know"
-                yield Problem("env.options", f"{message}: go on with the same characters, or start a new run")
+                yield ConfigProblem("env.options", f"{message}: go on with the same characters, or start a new run")
 
 
 def _had(config: Config) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from flash.errors import PeerLostError, RanksGoneError
 from flash.hub import protocol as p
 from flash.run.processes.error_marker import ErrorMarker
 from flash.run.processes.ranks import Ranks
-from flash.run.processes.supervisor import End, Part
+from flash.run.processes.supervisor import End, SupervisedPart
 from flash.waiting import first_error, run_apart
 
 HEEDED = (signal.SIGINT, signal.SIGTERM)
@@ -43,13 +43,18 @@ class Launch:
     """
 
     def __init__(
-        self, loop: Part | None, ranks: Ranks | None = None, marker: ErrorMarker | None = None, *, has_hub: bool = False
+        self,
+        loop: SupervisedPart | None,
+        ranks: Ranks | None = None,
+        marker: ErrorMarker | None = None,
+        *,
+        has_hub: bool = False,
     ) -> None:
         self._loop = loop
         self._ranks = ranks
         self._marker = marker
         self._has_hub = has_hub
-        self._parts: list[Part] = [part for part in (loop, ranks) if part is not None]
+        self._parts: list[SupervisedPart] = [part for part in (loop, ranks) if part is not None]
         self._told = False
         """Whether a signal has asked for the end."""
         self._ranks_failed = False
@@ -137,7 +142,7 @@ class Launch:
             await over.wait()
         ranks.processes.kill_all()
 
-    def _mark(self, part: Part | None, kind: type[PeerLostError]) -> None:
+    def _mark(self, part: SupervisedPart | None, kind: type[PeerLostError]) -> None:
         """Leave the error behind that has ended the run, where the processes could not."""
         if part is not None and part.why and self._marker is not None and not self._marker.stands():
             self._marker.write(kind(part.why))

@@ -34,7 +34,7 @@ from flash.run.processes.rendezvous import RENDEZVOUS, hub_place
 from flash.run.processes.requeue import refuse_idle_requeues
 from flash.run.processes.scratch import scratch_folder
 from flash.run.processes.starter_watch import begin_launch
-from flash.run.processes.supervisor import End, Order, Part, describe, judge
+from flash.run.processes.supervisor import End, ProcessOrder, SupervisedPart, describe, judge
 from flash.run.processes.token import VARIABLE as TOKEN
 from flash.run.processes.token import parse_token
 
@@ -78,7 +78,7 @@ def resume_command(command: Sequence[str]) -> str:
     return shlex.join([*kept, "--resume"])
 
 
-class HubLoop(Part):
+class HubLoop(SupervisedPart):
     """The first node's loop, with the hub: it starts again with its engines and the trainer ranks."""
 
     def __init__(self, config: Config, file: Path) -> None:
@@ -86,8 +86,8 @@ class HubLoop(Part):
         self._file = file
 
     async def once(self, restarts: int) -> tuple[End, list[str]]:
-        """As of `Part`."""
-        ended = await self.processes.run("hub", self._file, [Order(0, restarts)])
+        """As of `SupervisedPart`."""
+        ended = await self.processes.run("hub", self._file, [ProcessOrder(0, restarts)])
         end, silent = await judge(ended, self.processes.killed, self.ending)
         return end, [describe("the node loop", one) for one in silent]
 
@@ -127,7 +127,7 @@ def launch(config: Config) -> int:
         folder = stack.enter_context(scratch_folder())
         file = folder / "run.toml"
         file.write_text(dump(config), encoding="utf-8")
-        loop: Part | None = None
+        loop: SupervisedPart | None = None
         if node == 0:
             loop = HubLoop(config, file)
         elif config.engines_on(node) or not ranks_here:

@@ -20,7 +20,7 @@ from flash.errors import FlashError
 from flash.hub import protocol as p
 from flash.run.processes.hub_place import HubPlace
 from flash.run.processes.hub_search import HubSearch
-from flash.run.processes.supervisor import End, Order, Part, describe, judge, say
+from flash.run.processes.supervisor import End, ProcessOrder, SupervisedPart, describe, judge, say
 from flash.run.processes.token import VARIABLE
 from flash.transport.client import connect
 
@@ -30,7 +30,7 @@ RETRY_S = 1.0
 """Before the hub is looked for again."""
 
 
-class Ranks(Part):
+class Ranks(SupervisedPart):
     """See the module's docstring.
 
     Args:
@@ -53,7 +53,7 @@ class Ranks(Part):
         """Of the processes of now, those that the hub has called silent."""
 
     async def once(self, restarts: int) -> tuple[End, list[str]]:
-        """As of `Part`."""
+        """As of `SupervisedPart`."""
         here = range(self._run.trainer_ranks_on(self.node))
         first, world = self.node * self._run.cluster.trainer_ranks, self._run.trainer_world_size
         # As torchrun names them: libraries look there.
@@ -67,7 +67,7 @@ class Ranks(Part):
             for local in here
         ]
         self._hung.clear()
-        orders = [Order(self.node, restarts, local) for local in here]
+        orders = [ProcessOrder(self.node, restarts, local) for local in here]
         ended = await self.processes.run("trainer", self._file, orders, variables)
         end, silent = await judge(ended, self.processes.killed, self.ending)
         if end == End.FAILED and not silent and not self._place.announced:

@@ -1,8 +1,8 @@
 """Supervises the processes of one machine: how they are started, watched, started again and ended.
 
-A machine has a node loop, trainer ranks, or both. Each of the two is a `Part` with restarts of its own; a subclass
-says what it starts, and what an end of it means. Every process is a child of the launcher, in a session of its own, so
-that a terminal's signals come through the launcher, and what a process has started can be ended with it.
+A machine has a node loop, trainer ranks, or both. Each of the two is a `SupervisedPart` with restarts of its own; a
+subclass says what it starts, and what an end of it means. Every process is a child of the launcher, in a session of its
+own, so that a terminal's signals come through the launcher, and what a process has started can be ended with it.
 
 Law: a part whose end was asked for never starts again.
 """
@@ -50,7 +50,7 @@ class End(IntEnum):
     """By a signal: 128 + SIGINT, as shells have it."""
 
 
-class Order(msgspec.Struct, frozen=True, omit_defaults=True):
+class ProcessOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a process is told by its launcher, beside the configuration."""
 
     node: int
@@ -67,7 +67,7 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of a node loop that joins: when the launcher began with it, in Unix seconds."""
 
 
-class Ended(NamedTuple):
+class EndedProcess(NamedTuple):
     """A process that has ended."""
 
     local: int
@@ -99,14 +99,14 @@ class Processes:
         return {process.pid for process in self._living.values()}
 
     async def run(
-        self, role: str, file: Path, orders: Sequence[Order], variables: Sequence[Mapping[str, str]] = ()
-    ) -> list[Ended]:
+        self, role: str, file: Path, orders: Sequence[ProcessOrder], variables: Sequence[Mapping[str, str]] = ()
+    ) -> list[EndedProcess]:
         """Start one process for each order, each with variables of its own, and wait until all have ended.
 
         Raises:
             NotStartedError: the system does not start one.
         """
-        ended: list[Ended] = []
+        ended: list[EndedProcess] = []
         failing = anyio.Event()
         self.killed.clear()
         try:
@@ -128,12 +128,12 @@ class Processes:
             raise NotStartedError(f"a process cannot be started: {first_error(errors)}") from None
         return ended
 
-    def command(self, role: str, file: Path, order: Order) -> list[str]:
+    def command(self, role: str, file: Path, order: ProcessOrder) -> list[str]:
         """What starts one of them."""
         words = [role, str(file), msgspec.json.encode(order).decode()]
         return [sys.executable, "-u", "-m", "flash.run.processes.worker", *words]
 
-    async def _follow(self, number: int, process: Process, ended: list[Ended], failing: anyio.Event) -> None:
+    async def _follow(self, number: int, process: Process, ended: list[EndedProcess], failing: anyio.Event) -> None:
         """Waits for the end of a process, which is also the end of what it has started where we are cancelled."""
         self._living[number] = process
         if self._told is not None:
@@ -147,7 +147,7 @@ class Processes:
                         _kill(process)
         finally:
             del self._living[number]
-        ended.append(Ended(number, process.pid, code))
+        ended.append(EndedProcess(number, process.pid, code))
         if code != End.OVER:
             failing.set()
 
@@ -175,7 +175,7 @@ class Processes:
                 _kill(process)
 
 
-class Part:
+class SupervisedPart:
     """A part of a machine that is started again when it fails.
 
     Args:
@@ -234,7 +234,9 @@ class Part:
             say(f"{self._follows} (restart {restarts} of {most})")
 
 
-async def judge(ended: Sequence[Ended], killed: Collection[int], ending: anyio.Event) -> tuple[End, list[Ended]]:
+async def judge(
+    ended: Sequence[EndedProcess], killed: Collection[int], ending: anyio.Event
+) -> tuple[End, list[EndedProcess]]:
     """What the ends of processes that started together come to, and which of them had no voice.
 
     Whom we have killed has ended with another one. One that a signal has ended may not be the only one that heard it.
@@ -254,7 +256,7 @@ async def judge(ended: Sequence[Ended], killed: Collection[int], ending: anyio.E
     return (End.INTERRUPTED if End.INTERRUPTED in codes else End.WITH_PEER), []
 
 
-def describe(who: str, process: Ended) -> str:
+def describe(who: str, process: EndedProcess) -> str:
     """How a process has ended, in words."""
     return f"{who} (process {process.pid}) {how_it_ended(process.code)}"
 

@@ -24,7 +24,7 @@ from flash.run.processes.error_marker import ErrorMarker
 from flash.run.processes.locks import run_lock, share
 from flash.run.processes.scratch import join_scratch_folder
 from flash.run.processes.starter_watch import LAUNCHER, end_with_launcher
-from flash.run.processes.supervisor import End, Order
+from flash.run.processes.supervisor import End, ProcessOrder
 from flash.transport.accept import raise_descriptor_limit
 
 log = logging.getLogger("flash")
@@ -35,7 +35,7 @@ Role = Literal["hub", "node", "trainer"]
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m flash.run.processes.worker ROLE CONFIG ORDER`, under a supervisor; ROLE is as of `Role`."""
     word, file, text = list(sys.argv[1:] if argv is None else argv)
-    role, order = cast(Role, word), msgspec.json.decode(text, type=Order)
+    role, order = cast(Role, word), msgspec.json.decode(text, type=ProcessOrder)
     begin_logging()
     raise_descriptor_limit()
     take_import_path()
@@ -81,7 +81,7 @@ def complain(error: FlashError) -> int:
     return 1
 
 
-def _become(role: Role, order: Order, config: Config) -> End:
+def _become(role: Role, order: ProcessOrder, config: Config) -> End:
     cpus = config.cluster.trainer_cpus if role == "trainer" else config.cluster.node_cpus
     if cpus is not None:
         os.sched_setaffinity(0, cpus)

@@ -25,7 +25,7 @@ from flash.hub.ranks.recovery import Start
 from flash.hub.state import HubState
 from flash.observe.rundir.rundir import writing
 from flash.run.restart.history import booked_version, reach
-from flash.run.restart.journal import Place, forget_journal, journal_folder, replay_journal, set_journal_aside
+from flash.run.restart.journal import JournalPlace, forget_journal, journal_folder, replay_journal, set_journal_aside
 from flash.samples.replay import Replay
 from flash.trainer.state.stored import HUB_STATE, aside_of, hub_state, step_folder
 
@@ -67,13 +67,13 @@ class Restored(msgspec.Struct, frozen=True):
     """None: nothing was ever begun."""
     start: Start
     """What the trainer ranks begin with."""
-    place: Place
+    place: JournalPlace
     """Where its journal goes on."""
     notes: list[str]
     """What people should know."""
 
 
-NOTHING = Restored(None, Start(0, ""), Place(0, 0), [])
+NOTHING = Restored(None, Start(0, ""), JournalPlace(0, 0), [])
 """Of a new run."""
 
 
@@ -103,7 +103,7 @@ def restored(checkpoint: Path | None, config: Config) -> Restored:
         )
         # Read again: the replay has changed it.
         kept = None if checkpoint is None else kept_state(checkpoint, config)
-        return Restored(kept, begin, Place(number, 0), [note])
+        return Restored(kept, begin, JournalPlace(number, 0), [note])
     if config.checkpoint.journal == "off":
         forget_journal(config.run_dir)
     if buffer is None:

@@ -1,6 +1,6 @@
 """The journal in files: `journal/000003-step-000020.log` in the run directory, one from each checkpoint to the next.
 
-A file is a sequence of records (`flash.observe.rundir.frames`): a `Head`, then events (`flash.samples.journal`).
+A file is a sequence of records (`flash.observe.rundir.frames`): a `JournalHead`, then events (`flash.samples.journal`).
 Files are numbered over all incarnations of a run, and a checkpoint names the one that follows it. A record that a crash
 has torn is the end of its file; one that is damaged with others behind it is an error. What lies before the oldest
 checkpoint is deleted.
@@ -33,7 +33,7 @@ _NAME = re.compile(r"([0-9]{6,})-step-([0-9]{6,})\.log")
 _DAMAGED = "damaged-"
 
 
-class Head(msgspec.Struct, frozen=True, array_like=True):
+class JournalHead(msgspec.Struct, frozen=True, array_like=True):
     """The first record of a file."""
 
     version: int
@@ -42,11 +42,11 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
     """Events of the run in the files before it: one that is missing is noticed."""
 
 
-_HEADS = msgspec.msgpack.Decoder(Head)
+_HEADS = msgspec.msgpack.Decoder(JournalHead)
 _EVENTS: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
-class Place(NamedTuple):
+class JournalPlace(NamedTuple):
     """Where a journal goes on."""
 
     number: int
@@ -81,7 +81,7 @@ class FileJournal:
     """
 
     def __init__(
-        self, run_dir: Path, version: int, place: Place, *, to_disk: bool, tell: Callable[[str], None]
+        self, run_dir: Path, version: int, place: JournalPlace, *, to_disk: bool, tell: Callable[[str], None]
     ) -> None:
         self._files = _Files(run_dir, to_disk)
         self._tell = tell
@@ -102,7 +102,7 @@ class FileJournal:
     def begin(self, version: int) -> int:
         """As of `flash.samples.journal.Journal`."""
         part = _Part(self._next_number, version, bytearray())
-        append_frame(part.data, Head(version, self._recorded))
+        append_frame(part.data, JournalHead(version, self._recorded))
         self._parts.append(part)
         self._next_number += 1
         return part.number
@@ -219,7 +219,7 @@ def journal_folder(run_dir: Path) -> Path:
     return run_dir / "journal"
 
 
-def replay_journal(run_dir: Path, version: int, number: int, replay: Replay) -> tuple[Place, list[str]]:
+def replay_journal(run_dir: Path, version: int, number: int, replay: Replay) -> tuple[JournalPlace, list[str]]:
     """Make all changes again that came after a checkpoint; where the journal goes on, and what people should know.
 
     A torn end is cut off, and what does not follow on the rest is deleted.
@@ -255,7 +255,7 @@ def replay_journal(run_dir: Path, version: int, number: int, replay: Replay) -> 
     for later, (file, _) in files.items():
         if later >= number:
             file.unlink(missing_ok=True)
-    return Place(number, events or 0), notes
+    return JournalPlace(number, events or 0), notes
 
 
 def set_journal_aside(run_dir: Path, number: int) -> str:
@@ -289,7 +289,7 @@ class _Reader:
         self._replay = replay
         self._records = self._read()
 
-    def head(self) -> Head | None:
+    def head(self) -> JournalHead | None:
         """The first record; None: there is none."""
         for offset, record in self._records:
             try:

@@ -48,7 +48,7 @@ class AttentionWatch(Protocol):
         ...
 
 
-class Taken(NamedTuple):
+class TakenRows(NamedTuple):
     """Rows that are taken by index, and who of the takers has a gradient to give back."""
 
     source_M: Tensor
@@ -57,7 +57,7 @@ class Taken(NamedTuple):
     """int64 pairs, places and the rows that they give their gradient to. No row is twice in a round."""
 
 
-def taken(source_M: Int64Array, counted_K: Int64Array, device: torch.device) -> Taken:
+def taken(source_M: Int64Array, counted_K: Int64Array, device: torch.device) -> TakenRows:
     """Take row `source_M[m]` at each place m; the places `counted_K`, each once, are the ones whose values matter."""
     row_K = source_M[counted_K]
     order = np.argsort(row_K, kind="stable")
@@ -66,10 +66,10 @@ def taken(source_M: Int64Array, counted_K: Int64Array, device: torch.device) -> 
     turn = np.arange(len(rows)) - np.repeat(first, np.diff(first, append=len(rows)))
     parts = [order[turn == number] for number in range(int(turn.max(initial=-1)) + 1)]
     pairs = [(counted_K[part], row_K[part]) for part in parts]
-    return Taken(_on(device, source_M), [(_on(device, places), _on(device, rows)) for places, rows in pairs])
+    return TakenRows(_on(device, source_M), [(_on(device, places), _on(device, rows)) for places, rows in pairs])
 
 
-def take(source_N: Tensor, places: Taken) -> Tensor:
+def take(source_N: Tensor, places: TakenRows) -> Tensor:
     """[M, …] of [N, …].
 
     The gradient of a row is the sum over the places that took it, in a fixed order and in float32. torch's own sum has
@@ -82,7 +82,7 @@ class _Take(torch.autograd.Function):
     """See `take`."""
 
     @staticmethod
-    def forward(ctx: Any, source_N: Tensor, places: Taken) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, source_N: Tensor, places: TakenRows) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.places, ctx.shape = places, source_N.shape
         return source_N.index_select(0, places.source_M)
 
@@ -98,7 +98,7 @@ class _Take(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Part:
+class PackedPart:
     """Sequences that attend together."""
 
     sequences: int
@@ -107,11 +107,11 @@ class Part:
     """Q."""
     longest: int
     """L."""
-    queries: Taken | None
+    queries: TakenRows | None
     """Computed tokens → slots of the padded queries, sequence · Q + place among its own. None: they are that batch."""
-    keys: Taken | None
+    keys: TakenRows | None
     """Computed tokens → slots of the padded keys, sequence · L + position. None: they are that batch."""
-    answers: Taken | None
+    answers: TakenRows | None
     """Slots of the queries → own tokens, in their order in U. None: they are those."""
     known_S: Tensor | None
     """int64: how many tokens come before each sequence's own. None: none, in any of them."""
@@ -147,7 +147,7 @@ class PackedLayout(msgspec.Struct, frozen=True):
     look on.
     """
 
-    parts: list[Part]
+    parts: list[PackedPart]
     """Their own tokens are those of the row, one part after the other."""
     row_P: Tensor
     """int64: where each token of the sequences, one after the other, is computed."""
@@ -193,7 +193,7 @@ def packed_row(sequences: PackedSequences, device: torch.device) -> PackedRow:
 
 def _part(
     sequences: PackedSequences, members: Int64Array, own_S: Int64Array, row_P: Int64Array, device: torch.device
-) -> Part:
+) -> PackedPart:
     offset_S, length_S = sequences.offset_S, np.diff(sequences.offset_S)
     own, length = own_S[members], length_S[members]
     known, count, asking, longest = length - own, len(members), int(own.max()), int(length.max())
@@ -205,8 +205,8 @@ def _part(
     ordered = np.argsort(row_P[asked])
     alone = not known.any()
     if len(seen) == count * longest and np.array_equal(row_P[seen], np.arange(len(row_P))):
-        return Part(count, asking, longest, None, None, None, None)
-    return Part(
+        return PackedPart(count, asking, longest, None, None, None, None)
+    return PackedPart(
         sequences=count,
         asking=asking,
         longest=longest,
@@ -217,7 +217,7 @@ def _part(
     )
 
 
-def _filled(size: int, slots: Int64Array, rows: Int64Array, device: torch.device) -> Taken:
+def _filled(size: int, slots: Int64Array, rows: Int64Array, device: torch.device) -> TakenRows:
     """These slots take these rows. What fills the others is arbitrary: nobody sees it, or asks for its answer."""
     source = np.full(size, rows[0])
     source[slots] = rows
@@ -268,7 +268,7 @@ def packed_attention(
 
 
 def _answers(
-    parts: list[Part],
+    parts: list[PackedPart],
     query_UHD: Tensor,
     key_UHD: Tensor,
     value_UHD: Tensor,
@@ -295,7 +295,7 @@ def _answers(
         yield slots if part.answers is None else take(slots, part.answers)
 
 
-def _padded(states_UHD: Tensor, places: Taken | None, sequences: int) -> Tensor:
+def _padded(states_UHD: Tensor, places: TakenRows | None, sequences: int) -> Tensor:
     """[S, H, Q or L, D]."""
     rows = states_UHD if places is None else take(states_UHD, places)
     batch = rows.unflatten(0, (sequences, -1)).transpose(1, 2)

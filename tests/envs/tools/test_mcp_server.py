@@ -12,7 +12,7 @@ import pytest
 from envs.judging.options import JudgePool
 from envs.sandbox.api import Spec
 from envs.tools.mcp_server import McpOptions, McpServer
-from envs.tools.place import ToolPlace, Work
+from envs.tools.place import ToolPlace, ToolSandboxes
 from flash.environment import sharing
 from flash.errors import EnvError
 from tests.envs.sandboxes import ScriptedProvider
@@ -60,7 +60,7 @@ def alive(pid: int) -> bool:
 @pytest.mark.timeout(120)
 async def test_tools_of_a_server_are_listed_called_and_ended_with_their_episode(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(SERVER)
-    place = ToolPlace(Work(Spec(image="none"), JudgePool(), ScriptedProvider().open))
+    place = ToolPlace(ToolSandboxes(Spec(image="none"), JudgePool(), ScriptedProvider().open))
     async with sharing("test"):
         server = McpServer(McpOptions(command=[sys.executable, str(tmp_path / "server.py")], timeout=2))
         runners = {runner.name: runner for runner in await server.open(place)}
@@ -98,7 +98,7 @@ async def test_tools_of_a_server_are_listed_called_and_ended_with_their_episode(
     ],
 )
 async def test_a_server_that_does_not_start_is_an_error_that_says_why(command: list[str], why: str) -> None:
-    place = ToolPlace(Work(Spec(image="none"), JudgePool(), ScriptedProvider().open))
+    place = ToolPlace(ToolSandboxes(Spec(image="none"), JudgePool(), ScriptedProvider().open))
     async with sharing("test"):
         server = McpServer(McpOptions(command=command))
         with pytest.raises(EnvError, match=why):
@@ -111,7 +111,7 @@ async def test_a_server_that_never_answers_is_killed_when_its_episode_closes(
 ) -> None:
     pid = tmp_path / "pid"
     program = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    place = ToolPlace(Work(Spec(image="none"), JudgePool(), ScriptedProvider().open))
+    place = ToolPlace(ToolSandboxes(Spec(image="none"), JudgePool(), ScriptedProvider().open))
     async with sharing("test"):
         server = McpServer(McpOptions(command=[sys.executable, "-c", program]))
         async with anyio.create_task_group() as opening:

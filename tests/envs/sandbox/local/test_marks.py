@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from envs.sandbox.agent.proc import DOWN, MIDDLE, UP, Numbers, number_of
+from envs.sandbox.agent.proc import DOWN, MIDDLE, UP, CommandNumbers, number_of
 from envs.sandbox.agent.process import spawn
 
 NUMBER = 1 << 30
@@ -92,7 +92,7 @@ def test_a_program_that_is_not_there_is_told() -> None:
 
 
 def test_no_number_comes_twice() -> None:
-    first, second = Numbers(), Numbers()
+    first, second = CommandNumbers(), CommandNumbers()
     drawn = [numbers.new() for _ in range(100) for numbers in (first, second)]
     assert len({*drawn}) == 200
     assert max(drawn) < MIDDLE
