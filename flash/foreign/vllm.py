@@ -91,6 +91,7 @@ TOUCHED_BY_WORKERS = (
     "vllm.distributed.weight_transfer.base:WeightTransferEngine.device",
     "vllm.distributed.weight_transfer.base:WeightTransferInitInfo",
     "vllm.distributed.weight_transfer.base:WeightTransferUpdateInfo",
+    "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.busy_loop_s",
     "vllm.v1.worker.gpu_worker:Worker.execute_model",
     "vllm.v1.worker.gpu_worker:Worker.rank",
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.moe_kernel",
@@ -213,6 +214,19 @@ def fail_requests(llm: Any) -> None:
 def is_end_of_starting_core(error: BaseException) -> bool:
     """Whether a start has failed because the engine's core has ended, by itself or not."""
     return CORE_ENDED in str(error)
+
+
+def spin_less(seconds: float) -> None:
+    """On a CPU, have processes of an engine that wait for each other's messages spin no longer, and then sleep.
+
+    vLLM's spin for a second after each, on a core that trainer, node loop or environments have a use for.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        spinning: Any = shm_broadcast
+        spinning.SpinCondition = partial(shm_broadcast.SpinCondition, busy_loop_s=seconds)
 
 
 def on_killed_worker(tell: Callable[[int], None]) -> None:

@@ -25,6 +25,9 @@ NODE_PID = "FLASH_NODE_PID"
 WORKER_KILLED = 128
 """Exit codes of a core above this: the number of the signal that has killed one of its workers is added to it."""
 
+SPIN_S = 0.002
+"""Seconds for which a process of an engine on a CPU spins for the next message: about a step of a small model."""
+
 _registered, _follows = threading.Event(), threading.Event()
 
 
@@ -34,6 +37,7 @@ def register() -> None:
         return
     _registered.set()
     vllm.register_backend(TCP_BACKEND, "flash.weights.tcp_engine", "TcpWeightEngine")
+    vllm.spin_less(SPIN_S)
     if _node() is not None and multiprocessing.current_process().name.startswith(vllm.CORE_PROCESS):
         vllm.on_killed_worker(_end_as_worker)
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from flash.weights.plugin import NODE_PID
+from flash.weights.plugin import NODE_PID, SPIN_S
 
 PARENT = """
 import os, subprocess, sys
@@ -62,3 +62,14 @@ def test_a_core_that_starts_ends_before_it_waits_for_a_node_loop_that_is_gone() 
     environment = os.environ | {NODE_PID: str(gone.pid)}
     core = subprocess.run([sys.executable, "-c", begun], timeout=100, check=False, env=environment)
     assert core.returncode == 1
+
+
+@pytest.mark.integration
+def test_on_a_cpu_a_process_of_an_engine_spins_no_second_for_the_next_message() -> None:
+    registered = (
+        "from flash.weights import plugin; plugin.register(); plugin.register()\n"
+        "from vllm.distributed.device_communicators import shm_broadcast\n"
+        "print(shm_broadcast.SpinCondition.keywords)"
+    )
+    engine = subprocess.run([sys.executable, "-c", registered], timeout=100, check=True, capture_output=True, text=True)
+    assert engine.stdout == f"{{'busy_loop_s': {SPIN_S}}}\n"

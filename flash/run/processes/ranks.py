@@ -63,6 +63,8 @@ class Ranks(SupervisedPart):
                 "LOCAL_RANK": str(local),
                 "WORLD_SIZE": str(world),
                 "LOCAL_WORLD_SIZE": str(len(here)),
+                # Threads that spin while they wait for each other take the cores that engines and others work on.
+                "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
             }
             for local in here
         ]
