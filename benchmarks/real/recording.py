@@ -1,4 +1,4 @@
-"""What it costs a real run to record itself: rows, timeline, samples, batches, and the picture of its cluster.
+"""What it costs a real run to record itself: rows, timeline, samples, batches, and the overview of its cluster.
 
 The configuration of examples/tiny.toml, 100 steps of it (30 with `--quick`), with an environment that times what its
 node records (`benchmarks.real.recording_probe`): on the loop each call that records, in the writing thread what it
@@ -49,7 +49,7 @@ PARTS = {
     "samples and batches, handed over": ("batch", "trained"),
     "batches and rows of samples, written": ("_write_batch",),
     "readable samples, written": ("commit",),
-    "the cluster, looked at": ("picture", "status", "told", "cluster"),
+    "the cluster, looked at": ("overview", "status", "told", "cluster"),
     "the cluster, written": ("_write",),
 }
 

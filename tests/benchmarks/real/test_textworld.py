@@ -12,7 +12,7 @@ from benchmarks.real import textworld
 from benchmarks.real.remote_textworld import Delays, RemoteOptions, RemoteTextWorld
 from benchmarks.real.textworld import ASYNC, LOCK_STEP, MODES, OWN, REDUNDANT, WORKLOAD, Round, rows_of
 from benchmarks.training import PINNED, Measured
-from envs.textworld.games import GameOf, Shown
+from envs.textworld.games import GameOf, ShownGame
 from envs.textworld.player import Player
 from flash.config.check import check
 from flash.config.load import load
@@ -108,8 +108,8 @@ class Over(Player):
 
     def __init__(self) -> None: ...
 
-    async def play(self, episode: int, file: str, commands: Any, timeout: float) -> Shown:
-        return Shown(0, file, [], [], 0.0, False, bool(commands))
+    async def play(self, episode: int, file: str, commands: Any, timeout: float) -> ShownGame:
+        return ShownGame(0, file, [], [], 0.0, False, bool(commands))
 
 
 @pytest.mark.virtual

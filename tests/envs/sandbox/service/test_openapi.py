@@ -20,7 +20,7 @@ def test_the_openapi_document_describes_every_endpoint():
     names = set(made["components"]["schemas"])
     found = {part.split('"')[0] for part in json.dumps(made).split("#/components/schemas/")[1:]}
     assert found <= names
-    assert {"Order", "Spec", "Result", "Problem"} <= names
+    assert {"SandboxOrder", "Spec", "Result", "HttpProblem"} <= names
     ids = [o["operationId"] for path in made["paths"].values() for o in path.values()]
     assert made["security"] == [{"token": []}]
     assert all(ids)
