@@ -138,6 +138,26 @@ def runs(pid: int) -> bool:
         return False
 
 
+async def test_who_has_ended_before_he_is_killed_has_not_ended_with_another_one() -> None:
+    programs = Programs("time.sleep(1000)")
+
+    async def kill() -> None:
+        while not programs.pids:  # noqa: ASYNC110 - nobody tells of a process that has started
+            await anyio.sleep(0.01)
+        (pid,) = programs.pids
+        os.kill(pid, signal.SIGKILL)
+        # The hub has heard of it before we have, and asks for what is done already.
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - it has been killed
+        programs.kill([pid])
+
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(kill)
+            (one,) = await programs.run("trainer", Path("x"), [ProcessOrder(0)])
+    assert programs.killed == set()
+    assert await judge([one], programs.killed, anyio.Event()) == (End.FAILED, [one])
+
+
 async def test_a_process_that_starts_when_its_end_was_asked_for_is_told_at_once() -> None:
     programs = Programs("time.sleep(1000)")
     programs.signal(signal.SIGTERM)
