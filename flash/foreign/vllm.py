@@ -91,7 +91,7 @@ TOUCHED_BY_WORKERS = (
     "vllm.distributed.weight_transfer.base:WeightTransferEngine.device",
     "vllm.distributed.weight_transfer.base:WeightTransferInitInfo",
     "vllm.distributed.weight_transfer.base:WeightTransferUpdateInfo",
-    "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.busy_loop_s",
+    "vllm.distributed.device_communicators.shm_broadcast:SpinCondition",
     "vllm.v1.worker.gpu_worker:Worker.execute_model",
     "vllm.v1.worker.gpu_worker:Worker.rank",
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.moe_kernel",

@@ -55,8 +55,8 @@ async def test_the_overview_shows_runs_over_each_other_and_goes_on_with_them(tmp
             # What the run records meanwhile is shown without a reload.
             append_step(second, 12)
             second.append_evaluation(eval_row(20, 0.77))
-            await page.until(f"JSON.parse({curve('entropy')}).length === 13")
-            await page.until(f"JSON.parse({curve('held_out', -2)}).at(-1) === 0.77")
+            await page.until(f"JSON.parse({curve('entropy')} ?? '[]').length === 13")
+            await page.until(f"JSON.parse({curve('held_out', -2)} ?? '[]').at(-1) === 0.77")
             # Hours, one run less, and a telephone in the dark.
             await page.value(
                 "document.getElementById('axis').value = 'hours', document.getElementById('axis').onchange()"
@@ -197,9 +197,9 @@ async def test_runs_that_are_broken_hostile_or_removed_hide_no_other(tmp_path: P
             await show(page, url)
             runs = "document.getElementById('runs').innerText"
             await page.until(f"{runs}.includes('metrics.jsonl: Is a directory') && {runs}.includes('step 3 of 60')")
-            await page.until(f"JSON.parse({curve('entropy')}).length === 4")
+            await page.until(f"JSON.parse({curve('entropy')} ?? '[]').length === 4")
             append_step(good, 4)
-            await page.until(f"JSON.parse({curve('entropy')}).length === 5")
+            await page.until(f"JSON.parse({curve('entropy')} ?? '[]').length === 5")
             for view in ("samples", "timeline", "cluster", "overview"):
                 await page.value(f"void (location.hash = '{view}')")
                 await page.until(f"!document.getElementById('{view}').hidden")

@@ -67,9 +67,10 @@ def test_a_core_that_starts_ends_before_it_waits_for_a_node_loop_that_is_gone() 
 @pytest.mark.integration
 def test_on_a_cpu_a_process_of_an_engine_spins_no_second_for_the_next_message() -> None:
     registered = (
-        "from flash.weights import plugin; plugin.register(); plugin.register()\n"
+        "import inspect; from flash.weights import plugin; plugin.register(); plugin.register()\n"
         "from vllm.distributed.device_communicators import shm_broadcast\n"
-        "print(shm_broadcast.SpinCondition.keywords)"
+        "condition = shm_broadcast.SpinCondition\n"
+        "print(condition.keywords, 'busy_loop_s' in inspect.signature(condition.func).parameters)"
     )
     engine = subprocess.run([sys.executable, "-c", registered], timeout=100, check=True, capture_output=True, text=True)
-    assert engine.stdout == f"{{'busy_loop_s': {SPIN_S}}}\n"
+    assert engine.stdout == f"{{'busy_loop_s': {SPIN_S}}} True\n"
