@@ -30,8 +30,8 @@ FLOORS = [
 MOST_FILES = 20
 """Of one room."""
 
-REGISTRIES = {"cli"}
-"""Rooms of one file for each command."""
+REGISTRIES = {"flash/cli", "envs"}
+"""Rooms of one file for each command, or environment."""
 
 GROUND = {"errors", "types", "waiting", "config", "environment", "http", "service"}
 """What of `flash` environments may use: the contract, what lies below it, the server and the endpoint for agents."""
@@ -100,8 +100,9 @@ def test_flash_imports_towards_the_ground(graph: dict[str, set[str]]) -> None:
 
 
 def test_rooms_are_small() -> None:
-    folders = [file.parent for file in (ROOT / "flash").rglob("__init__.py") if not APART & {*file.parts}]
-    sizes = {str(folder.relative_to(ROOT / "flash")): len(list(folder.glob("*.py"))) for folder in folders}
+    files = [file for top in ("flash", "envs") for file in (ROOT / top).rglob("__init__.py")]
+    folders = [file.parent for file in files if not APART & {*file.parts}]
+    sizes = {str(folder.relative_to(ROOT)): len(list(folder.glob("*.py"))) for folder in folders}
     crowded = {name: size for name, size in sizes.items() if size > MOST_FILES and name not in REGISTRIES}
     assert crowded == {}
 

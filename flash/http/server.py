@@ -61,8 +61,8 @@ def open_socket(address: HttpAddress) -> socket.socket:
     family, _, _, _, place = found[0]
     if not ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback and address.certificate is None:
         raise ConfigError(
-            f"{address.host} can be reached from other machines: tokens and everything in the sandboxes would travel "
-            "in the clear. Give --certificate and --key, or listen at 127.0.0.1 or at a unix socket"
+            f"{address.host} can be reached from other machines: tokens and all that is sent would travel in the "
+            "clear. Give --certificate and --key, or listen at 127.0.0.1 or at a unix socket"
         )
     # asyncio turns Nagle's algorithm off only where the protocol is named: with it each answer takes 40 ms longer.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -20,6 +20,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from envs.sandbox.api import Spec
 from envs.sandbox.engines.machine import MachineLoad
 from envs.sandbox.local.snapshots import from_snapshot
+from envs.sandbox.pool.failures import Quarantine
 from envs.sandbox.pool.host import (
     Container,
     HostReport,
@@ -35,7 +36,6 @@ from envs.sandbox.pool.host import (
 )
 from envs.sandbox.pool.ownership import PREFIX, Labels, OwnerAlive, owner_alive
 from envs.sandbox.pool.placement import NOTHING, Demand
-from envs.sandbox.pool.quarantine import Quarantine
 from envs.sandbox.pool.reaper import Reaper
 from envs.sandbox.pool.warm import WarmPolicy
 from envs.sandbox.sandbox import Sandbox

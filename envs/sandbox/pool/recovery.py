@@ -10,9 +10,8 @@ from functools import partial
 import anyio
 from anyio.abc import TaskGroup
 
-from envs.sandbox.pool.entries import lease_of
 from envs.sandbox.pool.host import Host, Ticket
-from envs.sandbox.pool.journal import Entry, PoolJournal
+from envs.sandbox.pool.journal import Entry, PoolJournal, lease_of
 from envs.sandbox.pool.lease import SandboxLease
 from envs.sandbox.pool.serving import LeaseServer
 from envs.sandbox.pool.snapshots import SnapshotBook

@@ -12,9 +12,8 @@ from collections.abc import Callable
 import anyio
 from anyio.abc import TaskGroup
 
-from envs.sandbox.pool.entries import entry_of
 from envs.sandbox.pool.host import Ticket, new_sandbox_id
-from envs.sandbox.pool.journal import PoolJournal
+from envs.sandbox.pool.journal import PoolJournal, entry_of
 from envs.sandbox.pool.lease import SandboxLease
 from envs.sandbox.pool.state import PoolSettings, PoolState
 from envs.sandbox.sandbox import Sandbox

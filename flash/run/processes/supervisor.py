@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
@@ -179,7 +180,7 @@ class Processes:
                 _kill(process)
 
 
-class SupervisedPart:
+class SupervisedPart(ABC):
     """A part of a machine that is started again when it fails.
 
     Args:
@@ -205,9 +206,9 @@ class SupervisedPart:
         assert self.config is not None, "without a configuration nothing has started"
         return grace_s(self.config)
 
+    @abstractmethod
     async def once(self, restarts: int) -> tuple[End, list[str]]:
         """From a start to its end; what has killed processes that had no voice, in words."""
-        raise NotImplementedError
 
     async def keep(self, ending: anyio.Event) -> End:
         """Start it again until it is over, cannot go on, or its end is asked for, which is `ending`; how it ended.
