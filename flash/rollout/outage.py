@@ -54,6 +54,7 @@ class OutageClock:
             yield
         finally:
             self._heeding.discard(own)
+            own.deadline -= self.left  # who waits no more, and comes again in the same outage, would add it twice
 
     def _tell(self, later: float) -> None:
         for scope in self._heeding:

@@ -44,6 +44,22 @@ def test_a_deadline_that_comes_later_leaves_out_what_is_left_of_the_outage() -> 
     run_virtual(scenario)
 
 
+def test_who_leaves_in_an_outage_and_comes_again_leaves_out_only_what_it_waited() -> None:
+    async def scenario() -> None:
+        clock = OutageClock(LONGEST_S)
+        with anyio.move_on_after(50) as scope:
+            clock.begins()
+            for _ in range(3):
+                with clock.left_out(scope):
+                    await anyio.sleep(4)
+                await anyio.sleep(1)
+            assert scope.deadline == pytest.approx(50 + 3 * 4)
+            clock.ends()
+        assert scope.deadline == pytest.approx(50 + 3 * 4)
+
+    run_virtual(scenario)
+
+
 def test_an_outage_counts_beyond_the_time_that_it_may_last() -> None:
     async def scenario() -> None:
         clock = OutageClock(LONGEST_S)

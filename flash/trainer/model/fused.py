@@ -2,8 +2,8 @@
 
 Between matrix products each number is read and written once per operation, and that bounds a step more than the
 products do: benchmarks/results/gpu_check.json has what it gives. torch.compile makes the kernels in the first step,
-which takes some seconds more. Attention stays as it is: packed rows
-are cut anew for each micro-batch. TORCHDYNAMO_DISABLE=1, torch's own variable, turns all of it off.
+which takes some seconds more. Attention stays as it is: packed rows are cut anew for each micro-batch.
+TORCHDYNAMO_DISABLE=1, torch's own variable, turns all of it off.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def can_fuse() -> bool:
     """Whether kernels can be made here: Triton compiles what launches them, in C."""
     if any(shutil.which(name) for name in (os.environ.get("CC"), *COMPILERS) if name):
         return True
-    log.warning("there is no C compiler (gcc, clang or what CC names): the trainer's steps take half as long again")
+    log.warning("there is no C compiler (gcc, clang or what CC names): the trainer's steps take longer")
     return False
 
 
