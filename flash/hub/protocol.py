@@ -199,8 +199,8 @@ class RanksReply(msgspec.Struct, frozen=True, tag=True):
     """Those of the newest incarnation."""
     ended: list[int]
     """Those whose incarnation is over: nobody listens to them any more."""
-    hung: list[int]
-    """Of these, those that had been silent when it ended."""
+    causes: list[int]
+    """Of these, those by which it ended: they were gone, or silent, or in a collective that failed."""
 
 
 class RanksRequest(Request[RanksReply], frozen=True, tag=True):

@@ -44,11 +44,11 @@ async def until_over(rank: Rank, request: Request[Any]) -> None:
 
 
 async def launcher_hears(world: World, node: int, ended: set[int]) -> list[int]:
-    """Until the launcher of a node knows that these processes are to end; those of them that hung."""
+    """Until the launcher of a node knows that these processes are to end; those of them by which it ended."""
     news = p.RanksReply(-1, [], [], [])
     while set(news.ended) != ended:
         news = await world.hub.handle(p.RanksRequest(node, news.number))
-    return news.hung
+    return news.causes
 
 
 async def begun(rank: Rank) -> None:
@@ -193,6 +193,21 @@ async def test_of_several_ranks_the_one_that_is_silent_is_named_where_a_collecti
         "failed: timed out; the run waited for the trainer ranks to finish step 0, in which a collective may take "
         "50 s (deadlines.collective). The trainer ranks start again, and the engines go on meanwhile"
     )
+
+
+async def test_a_rank_that_is_gone_is_the_cause_of_its_incarnations_end_and_its_peers_are_not() -> None:
+    world = World(config_of(2, nodes=3, trainer_nodes=2))
+
+    async def trainers() -> None:
+        ranks = [world.rank(index) for index in range(4)]
+        for rank in ranks:
+            await rank.begin()
+        ranks[3].die()
+        assert await launcher_hears(world, 0, {ranks[0].process, ranks[1].process}) == []
+        assert await launcher_hears(world, 1, {ranks[2].process, ranks[3].process}) == [ranks[3].process]
+
+    await world.play(trainers)
+    assert world.ended == []
 
 
 async def test_while_a_batch_is_waited_for_the_ranks_that_wait_too_are_not_blamed() -> None:

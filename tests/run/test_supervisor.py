@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -139,27 +138,6 @@ def runs(pid: int) -> bool:
         return False
 
 
-async def test_who_has_ended_before_he_is_killed_has_not_ended_with_another_one() -> None:
-    programs = Programs("time.sleep(1000)")
-
-    async def kill() -> None:
-        while not programs.pids:  # noqa: ASYNC110 - nobody tells of a process that has started
-            await anyio.sleep(0.01)
-        (pid,) = programs.pids
-        os.kill(pid, signal.SIGKILL)
-        # The hub has heard of it before we have, and asks for what is done already.
-        with suppress(ChildProcessError):  # a thread of asyncio's has been told already, and its loop has not
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - it has been killed
-        programs.kill([pid])
-
-    with anyio.fail_after(30):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(kill)
-            (one,) = await programs.run("trainer", Path("x"), [ProcessOrder(0)])
-    assert programs.killed == set()
-    assert await judge([one], programs.killed, anyio.Event()) == (End.FAILED, [one])
-
-
 async def test_a_process_that_starts_when_its_end_was_asked_for_is_told_at_once() -> None:
     programs = Programs("time.sleep(1000)")
     programs.signal(signal.SIGTERM)
@@ -246,11 +224,19 @@ async def test_ranks_that_end_with_another_process_use_up_no_restart_of_theirs(
     ]
 
 
-@pytest.mark.parametrize(("hung", "end"), [(False, End.WITH_PEER), (True, End.FAILED)])
-async def test_a_rank_whose_incarnation_is_over_is_killed_and_its_restart_counts_where_it_hung(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], hung: bool, end: End
+@pytest.mark.parametrize(
+    ("program", "causes", "end", "words"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSTOP)", False, End.WITH_PEER, ""),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", True, End.FAILED, "hangs, and is killed"),
+        # The hub may see the end of a process before its launcher does.
+        ("time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)", True, End.FAILED, ""),
+    ],
+)
+async def test_a_rank_whose_incarnation_is_over_is_ended_and_its_restart_counts_where_it_was_the_cause(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], program: str, causes: bool, end: End, words: str
 ) -> None:
-    part = ranks_of(config_of(tmp_path), Programs("os.kill(os.getpid(), signal.SIGSTOP)"))
+    part = ranks_of(config_of(tmp_path), Programs(program))
     ends: list[tuple[End, list[str]]] = []
 
     async def once() -> None:
@@ -262,9 +248,10 @@ async def test_a_rank_whose_incarnation_is_over_is_killed_and_its_restart_counts
             while not part.processes.pids:  # noqa: ASYNC110 - nobody tells that it has started
                 await anyio.sleep(0.01)
             (pid,) = part.processes.pids
-            part.hear(p.RanksReply(1, living=[], ended=[pid], hung=[pid] * hung))
-    assert ends == [(end, [])]
-    assert capfd.readouterr().err == f"flash: process {pid} of the trainer ranks hangs, and is killed\n" * hung
+            await part.hear(p.RanksReply(1, living=[], ended=[pid], causes=[pid] * causes))
+    signal_9 = "was killed by signal 9 (SIGKILL), perhaps because memory ran out: see dmesg"
+    assert ends == [(end, [] if words or not causes else [f"trainer rank 0 (process {pid}) {signal_9}"])]
+    assert capfd.readouterr().err == (f"flash: process {pid} of the trainer ranks {words}\n" if words else "")
 
 
 async def test_ranks_that_end_with_the_hub_after_an_error_are_not_said_to_start_again(

@@ -9,7 +9,7 @@ ends with an error after which all processes start again.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 import anyio
@@ -56,8 +56,8 @@ class Trainers(HubPart):
         self._choosing = False
         self._store: str | None = None
         """Where the ranks of the newest incarnation meet, once its rank 0 has said so."""
-        self._hung: set[int] = set()
-        """Processes that were silent when their incarnation ended."""
+        self._causes: set[int] = set()
+        """The processes by which the last incarnation ended that did."""
         self._again: RepeatedStep | None = None
         self._calls: set[anyio.CancelScope] = set()
         self.hosts: dict[int, str] = {}
@@ -130,22 +130,24 @@ class Trainers(HubPart):
         if rank not in self.incarnations.present:
             return
         self._progress.send("run")
-        silent = self._silent()
+        silent, causes = self._silent(), self._processes_of({rank, *self._quiet()})
         if self.incarnations.lost(rank):
             words = f"trainer rank {rank} is gone without a word: its process was killed, or crashed"
-            self.end_incarnation(PeerLostError("; ".join([words, *silent])))
+            self.end_incarnation(PeerLostError("; ".join([words, *silent])), causes)
 
     def hang(self, waited: str) -> None:
         """The ranks of the newest incarnation, of which some are here, have not done in time what the run waits for."""
         hanging = self._silent() or [f"{self._named(rank)} hangs" for rank in self.incarnations.present]
+        causes = self._processes_of(self._quiet() or self.incarnations.present)
         if self.incarnations.given_up():
-            self.end_incarnation(PeerLostError(f"{' and '.join(hanging)}: {waited}"))
+            self.end_incarnation(PeerLostError(f"{' and '.join(hanging)}: {waited}"), causes)
 
     def collective_failed(self, error: CollectiveError, awaited: str) -> None:
         """A rank says that a collective failed, or outlived its deadline, and none is gone."""
         seconds = f"a collective may take {self._config.deadlines.collective:g} s (deadlines.collective)"
         words = [*self._silent(), f"{error}; the run waited for {awaited}, in which {seconds}"]
-        self.end_incarnation(CollectiveError(": ".join(words)))
+        causes = self._processes_of(self._quiet() or self.incarnations.present)
+        self.end_incarnation(CollectiveError(": ".join(words)), causes)
 
     async def failed(self, request: p.Fatal, waited_for: Callable[[], str]) -> None:
         """End the run with a peer's error, unless it is the echo of the end of another one that has no voice."""
@@ -168,9 +170,15 @@ class Trainers(HubPart):
 
     def _silent(self) -> list[str]:
         """The ranks that are not heard of any more, in words, for the error that ends their incarnation."""
-        quiet = self.incarnations.silent(waits.SILENT_S, self._now())
-        self._hung = {self.incarnations.processes[rank] for rank in quiet if rank in self.incarnations.processes}
-        return [f"{self._named(rank)} hangs: it has been silent for {seconds:.0f} s" for rank, seconds in quiet.items()]
+        quiet = self._quiet().items()
+        return [f"{self._named(rank)} hangs: it has been silent for {seconds:.0f} s" for rank, seconds in quiet]
+
+    def _quiet(self) -> dict[int, float]:
+        return self.incarnations.silent(waits.SILENT_S, self._now())
+
+    def _processes_of(self, ranks: Iterable[int]) -> set[int]:
+        """Of those that have said which they are."""
+        return {self.incarnations.processes[rank] for rank in ranks if rank in self.incarnations.processes}
 
     def _named(self, rank: int) -> str:
         where = f"on node {self.node_of(rank)}"
@@ -195,15 +203,15 @@ class Trainers(HubPart):
             for ranks in (self.incarnations.processes, self.incarnations.ended)
         ]
         living, ended = here[0], [process for process in here[1] if process not in here[0]]
-        return p.RanksReply(self._changes, living, ended, hung=[one for one in ended if one in self._hung])
+        return p.RanksReply(self._changes, living, ended, causes=[one for one in ended if one in self._causes])
 
     def _changed(self) -> None:
         self._changes += 1
         self._progress.send("ranks")
 
-    def end_incarnation(self, error: FlashError) -> None:
-        """The newest incarnation is over, for this reason."""
-        progress = self._progress
+    def end_incarnation(self, error: FlashError, causes: set[int]) -> None:
+        """The newest incarnation is over, for this reason, by these processes."""
+        progress, self._causes = self._progress, causes
         if progress.error is not None or progress.done:
             return
         if self._why_not is not None or progress.stopping == "interrupted":

@@ -25,7 +25,10 @@ from flash.run.processes.token import VARIABLE
 from flash.transport.client import connect
 
 LOST_S = 2.0
-"""Seconds in which ranks end by themselves whose hub is gone: after a goodbye they are about to."""
+"""Seconds in which ranks end by themselves whose hub is gone, or by which their incarnation has ended: they may be
+about to, and their own end tells more than ours."""
+LOOK_S = 0.05
+"""Between two looks whether they have."""
 RETRY_S = 1.0
 """Before the hub is looked for again."""
 
@@ -50,7 +53,7 @@ class Ranks(SupervisedPart):
         self._place = place
         self._tells = tells
         self._hung: set[int] = set()
-        """Of the processes of now, those that the hub has called silent."""
+        """Of the processes of now, those that ended their incarnation and did not end by themselves."""
 
     async def once(self, restarts: int) -> tuple[End, list[str]]:
         """As of `SupervisedPart`."""
@@ -107,7 +110,7 @@ class Ranks(SupervisedPart):
                     while True:
                         news = await caller.call(p.RanksRequest(self.node, after), timeout=math.inf)
                         after, living = news.number, news.living
-                        self.hear(news)
+                        await self.hear(news)
             except FlashError:  # it has ended, and with it the incarnations of its ranks
                 await anyio.sleep(LOST_S)
                 self.processes.kill(living)
@@ -122,11 +125,14 @@ class Ranks(SupervisedPart):
                 await caller.call(message, deadlines.request)
         return heard
 
-    def hear(self, news: p.RanksReply) -> None:
-        """End those whose incarnation is over; a restart of one that hung counts."""
-        here = self.processes.pids
-        for pid in news.hung:
-            if pid in here and pid not in self._hung:
-                say(f"process {pid} of the trainer ranks hangs, and is killed")
-                self._hung.add(pid)
-        self.processes.kill(news.ended)
+    async def hear(self, news: p.RanksReply) -> None:
+        """End those whose incarnation is over. By whom it ended has not ended with another one: that restart counts."""
+        causes = self.processes.pids & set(news.causes)
+        self.processes.kill(set(news.ended) - causes)
+        with anyio.move_on_after(LOST_S):
+            while causes & self.processes.pids:  # noqa: ASYNC110 - nobody tells that one has ended
+                await anyio.sleep(LOOK_S)
+        for pid in sorted(causes & self.processes.pids):
+            say(f"process {pid} of the trainer ranks hangs, and is killed")
+            self._hung.add(pid)
+            self.processes.kill([pid])

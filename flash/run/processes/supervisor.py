@@ -169,14 +169,10 @@ class Processes:
         self.kill(self.pids)
 
     def kill(self, pids: Collection[int]) -> None:
-        """End those of ours with these process ids at once, with what they have started.
-
-        Who asks may have seen the end of one before we did: that one has ended by itself.
-        """
+        """End those of ours with these process ids at once, with what they have started."""
         for process in self._living.values():
             if process.pid in pids:
-                if not _has_ended(process.pid):
-                    self.killed.add(process.pid)
+                self.killed.add(process.pid)
                 _kill(process)
 
 
@@ -270,14 +266,6 @@ def say(words: str) -> None:
     """One line for people."""
     sys.stderr.write(f"flash: {words}\n")
     sys.stderr.flush()
-
-
-def _has_ended(child: int) -> bool:
-    """Whether a child of ours has ended, also if nobody has asked how yet."""
-    try:
-        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        return True
 
 
 def _send(process: Process, number: signal.Signals) -> None:
