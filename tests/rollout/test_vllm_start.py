@@ -99,6 +99,19 @@ def test_seeded_responses_are_computed_by_one_thread() -> None:
     assert (found["VLLM_CPU_OMP_THREADS_BIND"], found["OMP_NUM_THREADS"]) == ("0", "1")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "gpus", "precision"), [("float32", 1, "ieee"), ("bfloat16", 1, None), ("float32", 0, None)]
+)
+def test_what_attention_computes_in_float32_on_a_gpu_has_all_bits_of_it(
+    dtype: str, gpus: int, precision: str | None
+) -> None:
+    config = make_config(gpus=gpus)
+    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, dtype=dtype))
+    assert variables(config).get("TRITON_F32_DEFAULT") == precision
+    if precision:
+        assert variables(config, {"TRITON_F32_DEFAULT": "tf32"})["TRITON_F32_DEFAULT"] == "tf32", "as was asked for"
+
+
 def test_this_process_gets_its_environment_back_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)

@@ -185,6 +185,9 @@ def engine_variables(
         variables["TORCHDYNAMO_DISABLE"] = "1"
     if config.gpus_per_node == 0:
         variables |= _cpu_binding(config, sorted(cpus))
+    elif config.model.dtype == "float32":
+        # Triton's products, which attention in float32 is made of, have the 10 bits of TF32 else; torch's have all.
+        variables["TRITON_F32_DEFAULT"] = inherited.get("TRITON_F32_DEFAULT", "ieee")
     return variables
 
 
