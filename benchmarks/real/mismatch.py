@@ -148,8 +148,9 @@ def trained_differences(config: Config, answers: Sequence[Sampled]) -> Tensor:
     import numpy as np
     import torch
 
+    from flash.trainer.mesh import trainer_mesh
     from flash.trainer.model.logprobs import token_logprobs
-    from flash.trainer.model.model import load_model, shard_model, trainer_mesh
+    from flash.trainer.model.model import load_model, shard_model
     from flash.trainer.model.prefixes import in_one_row
 
     whole = load_model(config.model)
@@ -322,8 +323,9 @@ def canary_in(dtype: str, count: int) -> list[Row]:
     import torch
 
     from flash.foreign.torch import alone
+    from flash.trainer.mesh import trainer_mesh
     from flash.trainer.model.canary import CanaryMaker, draw_canary
-    from flash.trainer.model.model import load_model, shard_model, trainer_mesh
+    from flash.trainer.model.model import load_model, shard_model
     from flash.weights.fingerprint import Fingerprint
 
     config = config_for(dtype, "float32")

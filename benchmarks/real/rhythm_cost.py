@@ -120,7 +120,8 @@ def look_at_blocks(folder: str, tokens: int) -> int:
     from flash.config.tree import ModelConfig
     from flash.foreign.torch import private_store
     from flash.trainer.firstpass import attend
-    from flash.trainer.model.model import load_model, shard_model, trainer_mesh
+    from flash.trainer.mesh import trainer_mesh
+    from flash.trainer.model.model import load_model, shard_model
     from flash.trainer.packing import pack
     from flash.trainer.rhythm import RhythmPass
 

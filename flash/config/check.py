@@ -48,7 +48,7 @@ def check(config: Config, *, simulated: bool = False) -> list[ConfigProblem]:
 
 
 def batch_rule(config: Config) -> Iterator[ConfigProblem]:
-    """Whole groups make a batch, and whole groups make a minibatch that every rank has a part of."""
+    """Whole groups make a batch, and whole groups make a minibatch that every data shard has a part of."""
     train, group_size = config.train, config.rollout.group_size
     if train.batch_size % group_size:
         message = f"expected a multiple of rollout.group_size = {group_size}, got {train.batch_size}"
@@ -57,10 +57,10 @@ def batch_rule(config: Config) -> Iterator[ConfigProblem]:
     if config.groups_per_batch % train.minibatches:
         message = f"expected a divisor of the {config.groups_per_batch} groups of a batch, got {train.minibatches}"
         yield ConfigProblem("train.minibatches", message)
-    elif train.batch_size // train.minibatches < config.trainer_world_size:
+    elif train.batch_size // train.minibatches < config.data_shards:
         message = (
             f"{train.batch_size} samples in {train.minibatches} minibatches leave some of the "
-            f"{config.trainer_world_size} trainer ranks without a sample"
+            f"{config.data_shards} shards of the trainer ranks without a sample"
         )
         yield ConfigProblem("train.batch_size", message)
 
@@ -313,6 +313,16 @@ def placement_rule(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("cluster.trainer_ranks", message)
 
 
+def parallel_rule(config: Config) -> Iterator[ConfigProblem]:
+    """Tensor groups are whole, and lie within a node."""
+    tensor, ranks = config.parallel.tensor, config.cluster.trainer_ranks
+    if ranks % tensor:
+        message = f"expected a divisor of cluster.trainer_ranks = {ranks}, got {tensor}"
+        yield ConfigProblem("parallel.tensor", message)
+    elif tensor > 1:
+        yield ConfigProblem("parallel.tensor", f"expected 1, as no layer is divided so far, got {tensor}")
+
+
 def weights_rule(config: Config) -> Iterator[ConfigProblem]:
     """The transfer backend can work where the engines are."""
     backend, key = config.weights_backend, "weights.backend"
@@ -403,6 +413,7 @@ RULES: tuple[Rule, ...] = (
     sink_rule,
     alarm_rule,
     placement_rule,
+    parallel_rule,
     weights_rule,
     *MACHINE_RULES,
     resume_rule,

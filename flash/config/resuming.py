@@ -65,6 +65,7 @@ TAKES_EFFECT: dict[str, str] = {
     "alarms": "window stale masked failures mismatch ess clipping entropy equal_rewards age lag trainer_waits "
     "engines_idle nonfinite checkpoint stop command",
     "cluster": "nodes gpus_per_node trainer_ranks trainer_nodes hub_host hub_port max_restarts node_cpus trainer_cpus",
+    "parallel": "tensor",
     "deadlines": "connect rendezvous request hub engine_start engine_step generate env_reset env_step episode swap "
     "batch step collective sink close shutdown",
 }

@@ -343,6 +343,13 @@ class ClusterConfig(Section, frozen=True):
     """Cores of the trainer ranks. None: all."""
 
 
+class ParallelConfig(Section, frozen=True):
+    """How the trainer ranks divide the model: FSDP over those that `tensor` leaves."""
+
+    tensor: Positive = 1
+    """Neighbouring ranks of a node that divide each layer and train the same samples."""
+
+
 class DeadlinesConfig(Section, frozen=True):
     """Seconds after which a wait ends. `generate` and `episode` stand still while a node has no engine."""
 
@@ -401,6 +408,7 @@ class Config(Section, frozen=True):
     track: TrackConfig = TrackConfig()
     alarms: AlarmsConfig = AlarmsConfig()
     cluster: ClusterConfig = ClusterConfig()
+    parallel: ParallelConfig = ParallelConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     simulate: SimulateConfig | None = None
 
@@ -464,3 +472,12 @@ class Config(Section, frozen=True):
     def trainer_world_size(self) -> int:
         """Trainer processes over all nodes."""
         return self.cluster.trainer_ranks * self.cluster.trainer_nodes
+
+    @property
+    def data_shards(self) -> int:
+        """Parts into which a batch is dealt: one for each `parallel.tensor` trainer ranks."""
+        return self.trainer_world_size // self.parallel.tensor
+
+    def data_shard(self, rank: int) -> int:
+        """The part that a trainer rank trains."""
+        return rank // self.parallel.tensor

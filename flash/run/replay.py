@@ -19,7 +19,7 @@ import msgspec
 
 from flash.config.decode import ConfigProblem, refuse
 from flash.config.load import dump, flat
-from flash.config.tree import Config
+from flash.config.tree import Config, ParallelConfig
 from flash.errors import ConfigError
 from flash.foreign.torch import alone
 from flash.observe.rundir.recording import read_batch, recorded_steps
@@ -159,7 +159,7 @@ def replay(
 
     transformers.utils.logging.disable_progress_bar()
     with _one_rank(config):
-        trainer = Trainer(config)
+        trainer = Trainer(msgspec.structs.replace(config, parallel=ParallelConfig()))
         if course.checkpoint is not None:
             checkpoint.load(course.checkpoint, trainer)
         begun = {name: weight.clone() for name, weight in _weights(trainer).items()}
@@ -173,7 +173,7 @@ def replay(
 
 
 def _dealt(folder: Path, step: int) -> list[Shard]:
-    dealing = deal(read_batch(folder, step), ranks=1)
+    dealing = deal(read_batch(folder, step), shards=1)
     while True:
         try:
             next(dealing)

@@ -157,19 +157,21 @@ def look_at(
         ConfigError: the model cannot be loaded or looked at, or has not as many positions.
     """
     from flash.foreign.transformers import positions, without_bars
-    from flash.trainer.model.model import load_model, shard_model, trainer_mesh
+    from flash.trainer.mesh import trainer_mesh
+    from flash.trainer.model.model import load_model, shard_model
     from flash.trainer.packing import pack
     from flash.trainer.rhythm_look import look, maps
 
     with alone("gloo"):
+        mesh = trainer_mesh("cpu")
         with without_bars():
-            policy = shard_model(load_model(model), trainer_mesh("cpu"), model)
+            policy = shard_model(load_model(model), mesh, model)
         longest, limit = max(one.length for one in given.trajectories), positions(policy)
         if limit is not None and longest > limit:
             raise ConfigError(f"{weights} has {limit} positions, and there are {longest} tokens; expected no more")
         samples = [ShardSample(number, one) for number, one in enumerate(given.trajectories)]
         micros = pack(samples, min_version=given.min_version, max_tokens=given.max_tokens)
-        heads, found = look(policy, micros, options, given.temperature)
+        heads, found = look(policy, mesh, micros, options, given.temperature)
         found.sort(key=lambda one: one.sample)
         seen = RhythmSeen(
             weights=weights,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import anyio
 import msgspec
 
-from flash.config.tree import Config
+from flash.config.tree import Config, ParallelConfig
 from flash.environment.load import LoadedEnvironment
 from flash.hub import protocol as p
 from flash.hub.hub import Hub
@@ -95,6 +95,7 @@ def alone(config: Config, *, steps: int, batch: int) -> Config:
         engine=replace(config.engine, share_gpus=True),
         weights=replace(config.weights, backend="tcp"),
         cluster=replace(config.cluster, nodes=1, trainer_nodes=1, trainer_ranks=1),
+        parallel=ParallelConfig(),
     )
 
 

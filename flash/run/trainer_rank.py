@@ -207,7 +207,7 @@ def _train(
     from flash.weights.publisher import make_publisher
 
     transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(config.run.seed + index)
+    torch.manual_seed(config.run.seed + config.data_shard(index))
     cuda = config.gpus_per_node > 0
     if cuda:
         torch.cuda.set_device(local)

@@ -1,4 +1,4 @@
-"""Dealing a step's groups to the trainer ranks: token-balanced, with the denominators of the whole batch."""
+"""Dealing a step's groups to data shards: token-balanced, with the denominators of the whole batch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def gather(groups: Sequence[Group], step: int, min_version: int) -> Batch:
     return Batch(step, min_version, trajectories, [entry for group in groups for entry in group.earlier])
 
 
-def deal(batch: Batch, ranks: int, at_once: int = SAMPLES_AT_ONCE) -> Generator[None, None, list[Shard]]:
-    """One shard per rank. Longest samples first, each to the rank with the fewest tokens so far.
+def deal(batch: Batch, shards: int, at_once: int = SAMPLES_AT_ONCE) -> Generator[None, None, list[Shard]]:
+    """Longest samples first, each to the shard with the fewest tokens so far.
 
     Returns them in the end; it yields after each slice of the work, so that others can be served in between.
     """
@@ -40,12 +40,12 @@ def deal(batch: Batch, ranks: int, at_once: int = SAMPLES_AT_ONCE) -> Generator[
         if len(entries) % at_once == 0:
             yield
     longest_first: list[int] = np.argsort(np.negative(lengths), kind="stable").tolist()
-    dealt: list[list[ShardSample]] = [[] for _ in range(ranks)]
-    loads = [(0, rank) for rank in range(ranks)]
+    dealt: list[list[ShardSample]] = [[] for _ in range(shards)]
+    loads = [(0, shard) for shard in range(shards)]
     for number, index in enumerate(longest_first, start=1):
-        load, rank = loads[0]
-        dealt[rank].append(ShardSample(index, batch.trajectories[index]))
-        heapq.heapreplace(loads, (load + lengths[index], rank))
+        load, shard = loads[0]
+        dealt[shard].append(ShardSample(index, batch.trajectories[index]))
+        heapq.heapreplace(loads, (load + lengths[index], shard))
         if number % at_once == 0:
             yield
     return [

@@ -19,7 +19,7 @@ import anyio
 import msgspec
 
 from flash.config.simulate import SimulateConfig
-from flash.config.tree import ClusterConfig, Config
+from flash.config.tree import ClusterConfig, Config, ParallelConfig
 from flash.environment.interface import Environment
 from flash.hub import protocol as p
 from flash.hub.hub import NOTHING, Hub
@@ -89,6 +89,7 @@ def lifted(config: Config, settings: SimulateConfig) -> Config:
     return msgspec.structs.replace(
         config,
         cluster=ClusterConfig(gpus_per_node=0),
+        parallel=ParallelConfig(),
         eval=msgspec.structs.replace(config.eval, every=0, problems=1, samples=1),
         deadlines=deadlines,
     )

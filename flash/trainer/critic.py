@@ -19,14 +19,13 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from flash.config.tree import Config
 from flash.errors import ConfigError, ContractError
+from flash.trainer.mesh import TrainerMesh
 from flash.trainer.model.model import load_model, reshard, shard_model
 from flash.trainer.model.packed import PackedRow, packed_row
 from flash.trainer.optimizer import LossScale, apply_gradient, make_optimizer
@@ -79,17 +78,17 @@ def lesson_of(micro: MicroBatch, return_T: Tensor, old_T: Tensor, keep_S: np.nda
 class Critic:
     """A value model and its optimizer. The default process group consists of all trainer ranks."""
 
-    def __init__(self, config: Config, mesh: DeviceMesh) -> None:
+    def __init__(self, config: Config, mesh: TrainerMesh) -> None:
         """Load and shard the value model of `config.critic`, which must be there. `mesh`: the policy's.
 
         Raises:
             ConfigError: the model cannot be loaded, or its attention cannot be packed.
         """
         assert config.critic is not None, "a run without [critic] has no critic"
-        self._config = config.critic
+        self._config, self.mesh = config.critic, mesh
         self._on_nonfinite: Literal["stop", "skip"] = config.train.on_nonfinite
         self.model = ValueModel(_backbone(config, mesh)).eval()
-        fully_shard(self.model, mesh=mesh, reshard_after_forward=False)
+        fully_shard(self.model, mesh=mesh.fsdp, reshard_after_forward=False)
         rate = self._config.learning_rate
         self.optimizer = make_optimizer(self.model, msgspec.structs.replace(config.train, learning_rate=rate))
         self.scale = LossScale(config.model.dtype)
@@ -116,7 +115,7 @@ class Critic:
         Raises:
             ContractError: the gradient is not finite and train.on_nonfinite is "stop".
         """
-        share = dist.get_world_size() / max(total_tokens, 1)
+        share = self.mesh.data_shards / max(total_tokens, 1)
         for micro, return_T, old_T in lessons:
             mask_T = self._tensor(micro.mask_T)
             # Masked slots are emptied before the arithmetic: 0 · NaN in a backward pass would still be NaN.
@@ -124,7 +123,7 @@ class Critic:
                 tensor_T.to(mask_T.device).where(mask_T, 0.0) for tensor_T in (self._forward(micro), return_T, old_T)
             )
             loss_T = value_loss(value_T, return_T, old_T, self._config.clip)
-            # FSDP averages gradients over ranks; the loss is already a share of the whole minibatch.
+            # FSDP averages gradients over data shards; the loss is already a share of the whole minibatch.
             (loss_T.sum() * (share * self.scale.value)).backward()
             self.tally.add(loss_T, return_T, old_T, mask_T)
         norm, _ = apply_gradient(
@@ -163,7 +162,7 @@ def critic_metrics(critics: Sequence[Critic]) -> dict[str, float]:
     have no explained_variance.
     """
     sums = torch.stack([critic.tally.sums for critic in critics]).sum(0)
-    dist.all_reduce(sums)
+    critics[0].mesh.add(sums)
     norms = [norm for critic in critics for norm in critic.tally.norms]
     for critic in critics:
         critic.tally.clear()
@@ -230,7 +229,7 @@ def value_loss(value_T: Tensor, return_T: Tensor, old_T: Tensor, clip: float | N
     return error_T.maximum((clipped_T - return_T).square())
 
 
-def _backbone(config: Config, mesh: DeviceMesh) -> PreTrainedModel:
+def _backbone(config: Config, mesh: TrainerMesh) -> PreTrainedModel:
     """The decoder without its output layer, sharded."""
     assert config.critic is not None
     path = config.critic.path or config.model.path

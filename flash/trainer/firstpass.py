@@ -1,7 +1,7 @@
 """What is learned of a batch before the policy changes: log-probs of other policies, values, and token advantages.
 
 No gradient. Only what the configuration asks for is computed. All ranks make the same passes in the same order.
-Shape legend: T = action tokens of a micro-batch, M = critics, W = ranks.
+Shape legend: T = action tokens of a micro-batch, M = critics, W = data shards.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from algorithms.gae import discounted_sums, gae, monte_carlo
 from algorithms.kl import kl
 from flash.config.tree import Config
 from flash.errors import ContractError
-from flash.trainer.collectives import gather_rows, raise_together
 from flash.trainer.credit import Credit
 from flash.trainer.critic import Critic
 from flash.trainer.ewma import swapped_in
+from flash.trainer.mesh import TrainerMesh, raise_together
 from flash.trainer.model.logprobs import TokenLogprobs, token_logprobs
 from flash.trainer.model.model import reshard
 from flash.trainer.model.packed import AttentionWatch
@@ -82,6 +82,7 @@ class Passes:
 class Models:
     """Everything that says something of a token."""
 
+    mesh: TrainerMesh
     policy: PreTrainedModel
     reference: PreTrainedModel | None
     critics: Sequence[Critic]
@@ -124,9 +125,9 @@ def first_pass(plan: StepPlan, config: Config, method: Method, models: Models) -
     """
     passes = _run(plan, config, method, models)
     device = models.policy.device
-    worth = _token_advantages(plan, config, method, passes, device)
+    worth = _token_advantages(plan, config, method, passes, models.mesh)
     if models.rhythm is not None:
-        worth = _in_rhythm(plan, passes, worth, models.rhythm, device)
+        worth = _in_rhythm(plan, passes, worth, models.rhythm, models.mesh)
 
     def tensor(values_T: FloatArray) -> Tensor:
         return torch.from_numpy(values_T.astype(np.float32)).to(device)
@@ -217,7 +218,7 @@ def _deviation(micro: MicroBatch, value_MT: Tensor | None, device: torch.device)
 
 
 def _token_advantages(
-    plan: StepPlan, config: Config, method: Method, passes: list[list[Passes]], device: torch.device
+    plan: StepPlan, config: Config, method: Method, passes: list[list[Passes]], mesh: TrainerMesh
 ) -> list[list[Worth]]:
     """Per minibatch and micro-batch, with one collective where a pass or the whole batch has a say in it."""
     fault = ""
@@ -241,8 +242,8 @@ def _token_advantages(
     if not (penalised or method.estimator in ("batch", "gae")):
         return worth
 
-    row = torch.cat([torch.tensor([float(bool(fault))], dtype=torch.float64), sums]).to(device)
-    rows = gather_rows(row).cpu()
+    row = torch.cat([torch.tensor([float(bool(fault))], dtype=torch.float64), sums])
+    rows = mesh.gather_rows(row).cpu()
     raise_together(fault, rows[:, 0], "their part of the batch")
     if method.estimator != "batch":
         return worth
@@ -251,10 +252,10 @@ def _token_advantages(
 
 
 def _in_rhythm(
-    plan: StepPlan, passes: list[list[Passes]], worth: list[list[Worth]], rhythm: RhythmPass, device: torch.device
+    plan: StepPlan, passes: list[list[Passes]], worth: list[list[Worth]], rhythm: RhythmPass, mesh: TrainerMesh
 ) -> list[list[Worth]]:
     """The advantages in rhythm; what a critic learns stays as it is."""
-    rhythm.choose_heads(device)
+    rhythm.choose_heads(mesh)
 
     def multiplied(one: Worth, known: Passes, micro: MicroBatch) -> Worth:
         assert known.signals is not None, "the first pass ran for this"

@@ -17,7 +17,7 @@ from algorithms.base import PackedTokens
 from algorithms.lag import Lag
 from flash.ages import max_age, version_of
 from flash.config.tree import TrainConfig
-from flash.trainer.collectives import gather_rows
+from flash.trainer.mesh import TrainerMesh
 from flash.trainer.optimizer import learning_rate
 
 LARGEST = 2.0
@@ -35,11 +35,12 @@ def lags_behind(train: TrainConfig) -> bool:
 class LagPass:
     """Holds the updates of step after step. Every rank makes the same calls and is given the same numbers."""
 
-    def __init__(self, options: Lag, train: TrainConfig, steps: int, device: torch.device) -> None:
+    def __init__(self, options: Lag, train: TrainConfig, steps: int, mesh: TrainerMesh) -> None:
+        self._mesh = mesh
         self._options, self._train, self._steps = options, train, steps
         self._updates = train.minibatches * train.updates_per_batch
         self._ages = max_age(train.async_ratio) + 1
-        self._row = torch.zeros(2 + self._ages, dtype=torch.float64, device=device)
+        self._row = torch.zeros(2 + self._ages, dtype=torch.float64, device=mesh.device)
         self._applied: list[float] = []
         self._scales: list[float] = []
         self._distances: list[float] = []
@@ -59,7 +60,7 @@ class LagPass:
 
     def held(self, rate: float, version: int) -> float:
         """The rate of the update whose micro-batches were all added. A collective."""
-        square, fresh, *counts = gather_rows(self._row).sum(0).tolist()
+        square, fresh, *counts = self._mesh.gather_rows(self._row).sum(0).tolist()
         self._row.zero_()
         if not self._applied:
             total, number = self.apart

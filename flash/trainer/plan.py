@@ -1,6 +1,6 @@
 """A step before its first forward pass: the batch packed, checked against the laws, and counted over all ranks.
 
-Shape legend: B = samples of the whole batch, T = action tokens of a micro-batch, M = critics, W = ranks.
+Shape legend: B = samples of the whole batch, T = action tokens of a micro-batch, M = critics, W = data shards.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from algorithms.dealing import deal
 from flash.ages import age_of, max_age
 from flash.config.tree import Config
 from flash.errors import ContractError
-from flash.trainer.collectives import gather_rows, raise_together
 from flash.trainer.credit import Credit, assign_credit
+from flash.trainer.mesh import TrainerMesh, raise_together
 from flash.trainer.objective import Method
 from flash.trainer.packing import DUMMY, MicroBatch, pack, split_minibatches
 from flash.types import Shard
@@ -27,8 +27,8 @@ class MinibatchPlan:
     """One optimizer update: this rank's micro-batches, as many as on any other rank, and counts over all ranks."""
 
     micro_batches: list[MicroBatch]
-    rank_tokens: list[int]
-    """[W]: trained tokens of each rank."""
+    shard_tokens: list[int]
+    """[W]: trained tokens of each data shard."""
     total_sequences: int
     critic_tokens: list[int]
     """[M]: of the trained tokens over all ranks, those that each critic learns from."""
@@ -36,7 +36,7 @@ class MinibatchPlan:
     @property
     def total_tokens(self) -> int:
         """Trained tokens over all ranks."""
-        return sum(self.rank_tokens)
+        return sum(self.shard_tokens)
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class StepPlan:
     """int64: which critic learns from each sample."""
 
     @property
-    def rank_tokens(self) -> list[int]:
-        """[W]: trained tokens of each rank, over all minibatches."""
-        return [sum(counts) for counts in zip(*(one.rank_tokens for one in self.minibatches), strict=True)]
+    def shard_tokens(self) -> list[int]:
+        """[W]: trained tokens of each data shard, over all minibatches."""
+        return [sum(counts) for counts in zip(*(one.shard_tokens for one in self.minibatches), strict=True)]
 
 
-def plan_step(shard: Shard, config: Config, method: Method, version: int, device: torch.device) -> StepPlan:
+def plan_step(shard: Shard, config: Config, method: Method, version: int, mesh: TrainerMesh) -> StepPlan:
     """Pack, check the laws, and agree on counts: one collective.
 
     Raises:
@@ -88,8 +88,8 @@ def plan_step(shard: Shard, config: Config, method: Method, version: int, device
         for part in parts
         for count in (len(part), *trained_counts(part), *critic_counts(part, critic_B, method.critics))
     ]
-    row = torch.tensor([bool(fault), tokens, *histogram.tolist(), *counts], device=device)
-    rows = gather_rows(row).cpu()
+    row = torch.tensor([bool(fault), tokens, *histogram.tolist(), *counts])
+    rows = mesh.gather_rows(row).cpu()
     raise_together(fault, rows[:, 0], f"their part of the batch of step {shard.step}")
     assert credit is not None, "without a fault there is credit"
 
@@ -98,7 +98,7 @@ def plan_step(shard: Shard, config: Config, method: Method, version: int, device
         MinibatchPlan(
             # At least one micro-batch, so that every rank reports the same statistics.
             micro_batches=part + [DUMMY] * (max(int(grid[:, index, 0].max()), 1) - len(part)),
-            rank_tokens=grid[:, index, 1].tolist(),
+            shard_tokens=grid[:, index, 1].tolist(),
             total_sequences=int(grid[:, index, 2].sum()),
             critic_tokens=grid[:, index, 3:].sum(0).tolist(),
         )

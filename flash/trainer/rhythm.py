@@ -36,7 +36,7 @@ from algorithms.rhythm import (
 )
 from flash.errors import ConfigError
 from flash.foreign.transformers import layer_count, layer_number
-from flash.trainer.collectives import gather_rows
+from flash.trainer.mesh import TrainerMesh
 from flash.trainer.model.attention import Block, attention_rows, blocks, make_scratch
 from flash.trainer.model.packed import AttentionWatch, class_name
 from flash.trainer.packing import DUMMY, Float32Array, MicroBatch
@@ -283,14 +283,14 @@ class RhythmPass:
             influence_NT=torch.cat([one.influence_HT for one in found]).cpu().numpy(),
         )
 
-    def choose_heads(self, device: torch.device) -> None:
+    def choose_heads(self, mesh: TrainerMesh) -> None:
         """Which heads are local and global follows from the rows of all ranks, once this rank has seen all of its own.
 
         A collective, unless the heads are settled. A batch without a row settles nothing.
         """
         if self.settled:
             return
-        mean_N, rows = self._spans(gather_rows(torch.from_numpy(self.tally).to(device)).sum(0).cpu().numpy())
+        mean_N, rows = self._spans(mesh.gather_rows(torch.from_numpy(self.tally)).sum(0).cpu().numpy())
         self._kinds = head_kinds(mean_N, self._options)
         if self.kinds_2N is not None and rows > 0:
             for row, heads in zip(self.kinds_2N, self._kinds, strict=True):
@@ -322,9 +322,9 @@ class RhythmPass:
         self.tally[-2:] += (gamma_T[micro.mask_T] > 1).sum(), micro.mask_T.sum()
         return advantage_T * gamma_T
 
-    def report(self, device: torch.device) -> dict[str, float]:
+    def report(self, mesh: TrainerMesh) -> dict[str, float]:
         """What the step showed over all ranks; the next one starts anew. A collective."""
-        tally = gather_rows(torch.from_numpy(self.tally).to(device)).sum(0).cpu().numpy()
+        tally = mesh.gather_rows(torch.from_numpy(self.tally)).sum(0).cpu().numpy()
         (mean_N, _), (near, far) = self._spans(tally), self._heads()
         self.tally = np.zeros_like(self.tally)
         return {

@@ -17,6 +17,7 @@ from algorithms.couplings import Signals
 from algorithms.rhythm import FloatArray, Rhythm, multiplier
 from flash.foreign.transformers import layer_number
 from flash.trainer.firstpass import attend, policy_logprobs
+from flash.trainer.mesh import TrainerMesh
 from flash.trainer.model.attention import attention_rows, blocks, make_scratch
 from flash.trainer.model.model import reshard
 from flash.trainer.packing import Float32Array, MicroBatch
@@ -35,12 +36,12 @@ class Seen(NamedTuple):
 
 @torch.no_grad()
 def look(
-    model: PreTrainedModel, micros: Sequence[MicroBatch], options: Rhythm, temperature: float
+    model: PreTrainedModel, mesh: TrainerMesh, micros: Sequence[MicroBatch], options: Rhythm, temperature: float
 ) -> tuple[list[LayerHead], list[Seen]]:
     """The heads, told apart over all these responses, and the responses, in the order of the micro-batches.
 
-    The passes are those of a step that begins with one: `model` comes from `shard_model`, entropies are of the
-    distributions at this temperature.
+    The passes are those of a step that begins with one: `model` comes from `shard_model`, over this `mesh`, entropies
+    are of the distributions at this temperature.
 
     Raises:
         ConfigError: the model has no such layer, or one of them is not attention.
@@ -52,7 +53,7 @@ def look(
         says = policy_logprobs(model, micro, temperature, watch=watch)
         passes.append((micro, rhythm.seen(watch), says.entropy_T.double().cpu().numpy()))
     reshard(model)
-    rhythm.choose_heads(model.device)
+    rhythm.choose_heads(mesh)
     found: list[Seen] = []
     for micro, seen, entropy_T in passes:
         waad_T, influence_T = rhythm.averaged(seen)

@@ -5,7 +5,7 @@ mismatch of engine and trainer together with the drift since. Where an update ca
 start of the step, the start of the token's minibatch stands in. The objective's own ratio and weight are reported
 beside it.
 
-Shape legend: T = action tokens of a micro-batch, W = ranks, A = ages, N = bins.
+Shape legend: T = action tokens of a micro-batch, W = data shards, A = ages, N = bins.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from algorithms.base import PackedTokens
-from flash.trainer.collectives import gather_rows, gather_sums
 from flash.trainer.loss import TokenLoss
+from flash.trainer.mesh import TrainerMesh
 from flash.trainer.plan import StepPlan
 from flash.types import Shard
 
@@ -38,9 +37,10 @@ HALF_BINS = math.ceil(math.asinh(LARGEST / NEAR_ZERO) / BIN)
 
 
 class StepTally:
-    """Sums, minima and maxima over micro-batches, then over ranks. Every rank adds under the same names."""
+    """Sums, minima and maxima over micro-batches, then over data shards. Every rank adds under the same names."""
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: TrainerMesh) -> None:
+        self._mesh = mesh
         self._sums: dict[str, Tensor] = {}
         self._least: dict[str, Tensor] = {}
         self._most: dict[str, Tensor] = {}
@@ -61,7 +61,7 @@ class StepTally:
         """Sums, minima and maxima over all ranks, in one collective."""
         kinds = [dict(sorted(values.items())) for values in (self._sums, self._least, self._most)]
         row = torch.stack([value for values in kinds for value in values.values()])
-        rows = gather_rows(row).cpu().numpy()
+        rows = self._mesh.gather_rows(row).cpu().numpy()
         first, second = len(kinds[0]), len(kinds[0]) + len(kinds[1])
         columns = (rows[:, :first].sum(0), rows[:, first:second].min(0), rows[:, second:].max(0))
         sums, least, most = (
@@ -73,8 +73,9 @@ class StepTally:
 class RatioHistogram:
     """Log-ratios by age, in fixed bins: quantiles over all ranks without gathering tokens, and however they are cut."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._counts_AN = torch.zeros(OLDEST + 1, 2 * HALF_BINS + 1, dtype=torch.int64, device=device)
+    def __init__(self, mesh: TrainerMesh) -> None:
+        self._mesh = mesh
+        self._counts_AN = torch.zeros(OLDEST + 1, 2 * HALF_BINS + 1, dtype=torch.int64, device=mesh.device)
 
     def add(self, log_ratio_T: Tensor, age_T: Tensor, mask_T: Tensor) -> None:
         """Count the unmasked tokens."""
@@ -85,7 +86,7 @@ class RatioHistogram:
 
     def reduce(self) -> dict[str, float]:
         """`ratio_p50_age_2` and so on, over all ranks: the ratio, exact to 1 % of its logarithm. One collective."""
-        dist.all_reduce(self._counts_AN)
+        self._mesh.add(self._counts_AN)
         metrics: dict[str, float] = {}
         for age, count_N in enumerate(self._counts_AN.cpu().numpy()):
             below_N = np.cumsum(count_N)
@@ -101,10 +102,11 @@ class RatioHistogram:
 class StepStatistics:
     """Gathers what each micro-batch shows while the step trains."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._tally = StepTally()
-        self._pending = torch.zeros((), dtype=torch.float64, device=device)
-        self._ratios = RatioHistogram(device)
+    def __init__(self, mesh: TrainerMesh) -> None:
+        self._mesh = mesh
+        self._tally = StepTally(mesh)
+        self._pending = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self._ratios = RatioHistogram(mesh)
         self._by_kind: dict[str, Tensor] = {}
 
     def add(
@@ -167,7 +169,7 @@ class StepStatistics:
 
     def _kind_metrics(self) -> dict[str, float]:
         """`mismatch_k3_age_0`, and by environment where there are several; nothing without a token of age 0."""
-        rows = gather_sums({kind: sums.tolist() for kind, sums in self._by_kind.items()})
+        rows = self._mesh.gather_sums({kind: sums.tolist() for kind, sums in self._by_kind.items()})
         rows = {kind: (count, total) for kind, (count, total) in rows.items() if count}
         metrics = {f"mismatch_k3_env_{kind}": total / count for kind, (count, total) in rows.items() if kind}
         if rows:

@@ -17,9 +17,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from algorithms.aggregation import token_weights
@@ -30,7 +28,6 @@ from flash.ages import age_of
 from flash.config.tree import Config
 from flash.errors import ConfigError
 from flash.trained import TrainedSample
-from flash.trainer.collectives import gather_ragged, gather_rows
 from flash.trainer.critic import Critic, check_tokenizer, critic_metrics, lesson_of
 from flash.trainer.ewma import start_average, update_average
 from flash.trainer.firstpass import (
@@ -44,9 +41,10 @@ from flash.trainer.firstpass import (
 )
 from flash.trainer.lag import LagPass, lags_behind
 from flash.trainer.loss import LossLimits, first_logprobs, pack_tokens, token_loss
+from flash.trainer.mesh import TrainerMesh, trainer_mesh
 from flash.trainer.model.canary import CanaryMaker, draw_canary
 from flash.trainer.model.logprobs import TokenLogprobs
-from flash.trainer.model.model import load_model, reshard, shard_model, trainer_mesh
+from flash.trainer.model.model import load_model, reshard, shard_model
 from flash.trainer.model.packing_check import check_packing
 from flash.trainer.objective import make_objective, method_of
 from flash.trainer.optimizer import LossScale, apply_gradient, learning_rate, make_optimizer
@@ -71,7 +69,7 @@ class Trainer:
         self._objective = make_objective(config.algorithm)
         self._method = method_of(config, self._objective)
         device: Literal["cpu", "cuda"] = "cuda" if config.gpus_per_node > 0 else "cpu"
-        mesh = trainer_mesh(device)
+        self.mesh = mesh = trainer_mesh(device, config.parallel.tensor, config.deadlines.collective)
         whole = load_model(config.model)
         text = draw_canary(whole, config)
         recompute = config.train.activation_checkpointing
@@ -96,7 +94,7 @@ class Trainer:
         self.lag: LagPass | None = None
         """Where learning rates are held to a budget of divergence."""
         if config.algorithm.lag is not None and lags_behind(config.train):
-            self.lag = LagPass(config.algorithm.lag, config.train, config.run.steps, self.model.device)
+            self.lag = LagPass(config.algorithm.lag, config.train, config.run.steps, mesh)
         self._reference = _load_reference(config, mesh)
         self.version = 0
         """Policy version of the weights: the number of steps taken."""
@@ -114,13 +112,13 @@ class Trainer:
             ContractError: the batch breaks the age contract or its own counts, has a number that is not finite, or a
                 gradient is not finite and train.on_nonfinite is "stop". The version stays what it was.
         """
-        plan = plan_step(shard, self._config, self._method, self.version, self.model.device)
+        plan = plan_step(shard, self._config, self._method, self.version, self.mesh)
         along = self._along(plan)
-        models = Models(self.model, self._reference, self.critics, self.ewma, None if along else self.rhythm)
+        models = Models(self.mesh, self.model, self._reference, self.critics, self.ewma, None if along else self.rhythm)
         facts = first_pass(plan, self._config, self._method, models)
         bounds = self._bounds(plan, facts)
         rate = learning_rate(self._config.train, self._config.run.steps, self.version)
-        statistics, norms = StepStatistics(self.model.device), list[float]()
+        statistics, norms = StepStatistics(self.mesh), list[float]()
         look = TokenLook(shard, self._config.run.log_samples)
         passes = self._config.train.updates_per_batch
         updates = [*zip(plan.minibatches, facts, strict=True)] * passes
@@ -141,10 +139,10 @@ class Trainer:
         if self.lag is not None:
             metrics |= self.lag.finish(self.version)
         self._finish()
-        self.seen = look.gather()
+        self.seen = look.gather(self.mesh)
         finite = [norm for norm in norms if math.isfinite(norm)]
         if self.rhythm is not None:
-            metrics |= self.rhythm.report(self.model.device)
+            metrics |= self.rhythm.report(self.mesh)
         return metrics | {
             "grad_norm": sum(finite) / len(finite) if finite else 0.0,
             "learning_rate": rate,
@@ -190,20 +188,20 @@ class Trainer:
             keep_T = correct(self._config.algorithm.corrections, tokens).keep_T
             pair = torch.stack([tokens.logp_T - tokens.behaviour_T, tokens.advantage_T.where(keep_T, 0.0)])
             pairs.append(pair[:, tokens.mask_T])
-        log_ratio_N, advantage_N = gather_ragged(torch.cat(pairs, dim=1), minibatch.rank_tokens)
+        log_ratio_N, advantage_N = self.mesh.gather_ragged(torch.cat(pairs, dim=1), minibatch.shard_tokens)
         return self._objective.limit(log_ratio_N, advantage_N)
 
     def _bounds(self, plan: StepPlan, facts: Sequence[Sequence[TokenFacts]]) -> tuple[float, float]:
         """What the objective makes of the critics' disagreement on all trained tokens of the batch, of all ranks."""
         asked = self._objective.critics > 1 and self._method.critics > 1
-        if not asked or sum(plan.rank_tokens) == 0:
+        if not asked or sum(plan.shard_tokens) == 0:
             return LossLimits().bounds
         deviations = [
             known.deviation_T[torch.from_numpy(micro.mask_T).to(known.deviation_T.device)]
             for minibatch, row in zip(plan.minibatches, facts, strict=True)
             for micro, known in zip(minibatch.micro_batches, row, strict=True)
         ]
-        return self._objective.bounds(gather_ragged(torch.cat(deviations)[None], plan.rank_tokens)[0])
+        return self._objective.bounds(self.mesh.gather_ragged(torch.cat(deviations)[None], plan.shard_tokens)[0])
 
     def _backward(
         self,
@@ -230,8 +228,8 @@ class Trainer:
             loss = token_loss(self._objective, algorithm, tokens, facts, now.entropy_T)
             share_T = loss.loss_T * self._weights(tokens._replace(mask_T=loss.mask_T), whole)
             if not self._warming_up:
-                # FSDP averages gradients over ranks; the loss is already a share of the whole batch.
-                (share_T.sum() * (dist.get_world_size() * self.scale.value)).backward()
+                # FSDP averages gradients over data shards; the loss is already a share of the whole batch.
+                (share_T.sum() * (self.mesh.data_shards * self.scale.value)).backward()
         age_T = self._tensor(age_of(micro.version_T, step))
         first_T = first_logprobs(now, facts)
         statistics.add(tokens, first_T, now.entropy_T, age_T, micro.kinds_S, loss, share_T)
@@ -247,7 +245,7 @@ class Trainer:
         """
         if not any(correction.rejects for correction in self._config.algorithm.corrections):
             return 1.0
-        tokens, sequences = gather_rows(torch.stack(list(kept)).sum(0)).sum(0).tolist()
+        tokens, sequences = self.mesh.gather_rows(torch.stack(list(kept)).sum(0)).sum(0).tolist()
         if self._method.aggregation == "token_mean":
             return tokens / max(whole.total_tokens, 1)
         return sequences / max(whole.total_sequences, 1)
@@ -313,7 +311,7 @@ def _look_once(options: Rhythm, model: PreTrainedModel) -> RhythmPass:
     return rhythm
 
 
-def _load_reference(config: Config, mesh: DeviceMesh) -> PreTrainedModel | None:
+def _load_reference(config: Config, mesh: TrainerMesh) -> PreTrainedModel | None:
     """The reference policy of a KL, sharded like the policy; None without one."""
     if config.algorithm.kl is None:
         return None

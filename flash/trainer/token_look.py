@@ -14,8 +14,8 @@ from torch import Tensor
 
 from algorithms.base import PackedTokens
 from flash.trained import TokenUse, TrainedSample, shown_places
-from flash.trainer.collectives import gather_objects
 from flash.trainer.loss import TokenLoss
+from flash.trainer.mesh import TrainerMesh
 from flash.trainer.packing import MicroBatch
 from flash.types import Shard, Trajectory
 
@@ -63,12 +63,12 @@ class TokenLook:
             place = _begin(self._shown[index], int(micro.turn_T[begin]))
             self._parts.append(_Part(index, place, rows_RT[:, begin:end]))
 
-    def gather(self) -> list[TrainedSample]:
+    def gather(self, mesh: TrainerMesh) -> list[TrainedSample]:
         """What all ranks have seen, on rank 0; a collective, unless no sample is shown."""
         if self._count == 0:
             return []
         mine = [self._sample(index, trajectory) for index, trajectory in self._shown.items()]
-        return sorted(itertools.chain(*gather_objects(mine)), key=lambda sample: sample.index)
+        return sorted(itertools.chain(*mesh.gather_objects(mine)), key=lambda sample: sample.index)
 
     def _sample(self, index: int, trajectory: Trajectory) -> TrainedSample:
         rows_RA = np.full((ROWS, trajectory.action_count), np.nan, dtype="<f4")

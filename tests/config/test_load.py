@@ -289,7 +289,7 @@ def test_a_file_that_is_not_text_is_refused(project):
         ),
         (
             ["train.batch_size=16", "train.minibatches=2", "cluster.trainer_ranks=9"],
-            "`train.batch_size` (override): 16 samples in 2 minibatches leave some of the 9 trainer ranks without",
+            "`train.batch_size` (override): 16 samples in 2 minibatches leave some of the 9 shards of the trainer",
         ),
         (["train.betas=[0.9, 1.0]"], "`train.betas` (override): expected numbers below 1, got [0.9, 1.0]"),
         (
@@ -370,6 +370,10 @@ def test_a_file_that_is_not_text_is_refused(project):
         ),
         (["eval.samples=4"], "`eval.samples` (override): 4 greedy answers are all the same"),
         (["cluster.trainer_nodes=2"], "`cluster.trainer_nodes` (override): expected at most cluster.nodes = 1, got 2"),
+        (
+            ["parallel.tensor=2"],
+            "`parallel.tensor` (override): expected a divisor of cluster.trainer_ranks = 1, got 2",
+        ),
         (
             ["cluster.gpus_per_node=2", "cluster.trainer_ranks=3"],
             "`cluster.trainer_ranks` (override): expected at most the 2 GPUs of a node, got 3",

@@ -15,8 +15,9 @@ from flash.types import Canary, Published, Shard
 class Ranks:
     """One incarnation. They train in step: a version is trained when all have their shards."""
 
-    def __init__(self, world: int, version: int) -> None:
+    def __init__(self, world: int, tensor: int, version: int) -> None:
         self.world = world
+        self._tensor = tensor
         self.version = version
         """Trained, and told to a hub that has said it is booked."""
         self.published = -1
@@ -25,8 +26,10 @@ class Ranks:
 
     @property
     def shards(self) -> list[Shard]:
-        """Of the step that they train, of all ranks in order."""
-        return [self._shards[rank] for rank in range(self.world)]
+        """Of the step that they train, in order. All ranks of a tensor group have the same."""
+        groups = [range(first, first + self._tensor) for first in range(0, self.world, self._tensor)]
+        assert all(self._shards[rank] == self._shards[group[0]] for group in groups for rank in group)
+        return [self._shards[group[0]] for group in groups]
 
     async def publish(self, hub: Hub) -> None:
         made = Published(self.version, "tcp", b"", Canary([0, 0], [-1.0]))

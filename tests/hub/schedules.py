@@ -79,6 +79,7 @@ def draw_config(dice: random.Random, calm: bool) -> Config:
         "drop_equal_rewards": not calm and group > 1 and dice.random() < 0.3,
     }
     evaluation = {"every": dice.choice([0, 1, 2]), "problems": dice.randint(1, 6), "samples": dice.randint(1, 2)}
+    ranks, tensor = dice.choice([(1, 1), (1, 1), (2, 1), (3, 1), (2, 2), (4, 2)])
     base: dict[str, Any] = {
         "run": {"name": "test", "steps": dice.randint(2, 5)},
         "model": {"path": "fake"},
@@ -86,7 +87,8 @@ def draw_config(dice: random.Random, calm: bool) -> Config:
         "rollout": rollout,
         "train": {"batch_size": group * groups},
         "eval": evaluation,
-        "cluster": {"gpus_per_node": 0, "trainer_ranks": dice.choice([1, 1, 2, 3])},
+        "cluster": {"gpus_per_node": 0, "trainer_ranks": ranks},
+        "parallel": {"tensor": tensor},
     }
     return with_options(dice, msgspec.convert(base, Config), calm)
 
@@ -522,7 +524,7 @@ class Schedule:
         """An incarnation begins with a checkpoint."""
         self._arrive()
         begun = [await self.hub.handle(p.IncarnationRequest(rank, 1, "")) for rank in range(self.world)]
-        return Ranks(self.world, int(begun[0].checkpoint or 0))
+        return Ranks(self.world, self.config.parallel.tensor, int(begun[0].checkpoint or 0))
 
     async def _live(self, ranks: Ranks) -> None:
         """They commit what is new when they are told to, and write a checkpoint now and then."""

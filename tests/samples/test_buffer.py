@@ -188,7 +188,7 @@ def test_mask_tokens_older_than_the_contract_are_left_out_and_booked_as_stale() 
         buffer.finish(lease.lease_id, trajectory(lease.task, 1, 5, versions=mixed))
     chosen = buffer.take(1)
     assert chosen is not None
-    shard = at_once(deal(gather(chosen, 1, 1), ranks=1))[0]
+    shard = at_once(deal(gather(chosen, 1, 1), shards=1))[0]
     assert shard.total_tokens == 6
     buffer.commit(1)
     assert buffer.ledger.trained_tokens == 6
@@ -644,7 +644,7 @@ def test_members_at_their_last_chance_are_trained_without_the_straggler_of_their
     later = buffer.take(2)
     assert later is not None
     assert [group.group_id for group in later] == [4, 5, 1], "it comes on top of the step's own groups"
-    shard = at_once(deal(gather(later, 2, 1), ranks=1))[0]
+    shard = at_once(deal(gather(later, 2, 1), shards=1))[0]
     assert [entry.reward for entry in shard.batch if entry.group_id == 1] == [1.0]
     assert [(entry.group_id, entry.reward) for entry in shard.earlier] == [(1, 0.5), (1, 0.5), (1, 0.5)]
     assert len(shard.samples) == 9

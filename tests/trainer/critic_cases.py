@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from flash.config.tree import Config
 from flash.trainer.critic import Critic, Lesson
-from flash.trainer.model.model import trainer_mesh
+from flash.trainer.mesh import trainer_mesh
 from flash.trainer.packing import DUMMY, MicroBatch
 from tests.trainer.trainer_cases import VOCABULARY, make_config, reference_model, whole
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PhiConfig, PhiForCausalLM, PreTrainedModel
 
 from flash.config.tree import ModelConfig
+from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.logprobs import token_logprobs
-from flash.trainer.model.model import load_model, shard_model, trainer_mesh
+from flash.trainer.model.model import load_model, shard_model
 from flash.trainer.model.prefixes import in_one_row
 from tests.trainer.trainer_cases import VOCABULARY
 

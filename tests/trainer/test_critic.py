@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flash.errors import ConfigError, ContractError
 from flash.trainer.critic import Critic, Lesson, critic_metrics, value_loss
-from flash.trainer.model.model import trainer_mesh
+from flash.trainer.mesh import trainer_mesh
 from flash.trainer.state import checkpoint, stored
 from flash.trainer.step import Trainer
 from tests.trainer.critic_cases import (

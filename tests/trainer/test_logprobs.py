@@ -18,9 +18,10 @@ from transformers import (
 
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
+from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.canary import canary_logprobs
 from flash.trainer.model.logprobs import token_logprobs
-from flash.trainer.model.model import shard_model, trainer_mesh
+from flash.trainer.model.model import shard_model
 from flash.trainer.model.output_layer import OutputLayer
 from tests.trainer.packed_cases import (
     EVEN_LENGTHS,

@@ -8,8 +8,9 @@ from torch import nn
 
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
+from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.logprobs import token_logprobs
-from flash.trainer.model.model import load_model, named_full_tensors, shard_model, trainer_mesh
+from flash.trainer.model.model import load_model, named_full_tensors, shard_model
 from tests.trainer.packed_cases import one_by_one, packed_batch, random_sequences, sharded
 from tests.trainer.trainer_cases import VOCABULARY, reference_model, write_model
 

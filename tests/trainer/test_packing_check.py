@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from flash.errors import ConfigError
-from flash.trainer.model.model import shard_model, trainer_mesh
+from flash.trainer.mesh import trainer_mesh
+from flash.trainer.model.model import shard_model
 from flash.trainer.model.packing_check import check_packing
 from flash.trainer.step import Trainer
 from tests.trainer.packed_cases import tiny

@@ -18,8 +18,9 @@ from algorithms.rhythm import Rhythm
 from flash.config.tree import Config, ModelConfig
 from flash.errors import CheckpointError, ConfigError
 from flash.trainer.firstpass import Models, attend, first_pass
+from flash.trainer.mesh import trainer_mesh
 from flash.trainer.model.attention import ROWS, attention_rows, blocks, make_scratch
-from flash.trainer.model.model import shard_model, trainer_mesh
+from flash.trainer.model.model import shard_model
 from flash.trainer.objective import make_objective, method_of
 from flash.trainer.packing import MicroBatch, pack
 from flash.trainer.plan import plan_step
@@ -151,7 +152,7 @@ def test_the_signals_and_multipliers_follow_from_eager_attention(kind: str) -> N
 
     order = sorted(range(len(span_N)), key=lambda head: span_N[head])
     take = max(round(0.3 * len(order)), 1)
-    rhythm.choose_heads(torch.device("cpu"))
+    rhythm.choose_heads(trainer_mesh("cpu"))
     gamma_T = rhythm.multiplied(np.ones(len(micro.target_T)), found, micro)
     for sequence, (tokens, _, _, position_R) in zip(trained(micro), responses(micro), strict=True):
         heads = torch.cat(maps[sequence]).double()
@@ -260,7 +261,7 @@ def test_only_sequences_with_a_token_to_train_have_a_say(untied_model: Path) -> 
     model = prepared(tiny("llama"))
     rhythm, found = seen(model, emptied)
     assert rhythm.tally[-3] == (micro.sequence_T != 0).sum()
-    rhythm.choose_heads(torch.device("cpu"))
+    rhythm.choose_heads(trainer_mesh("cpu"))
     gamma_T = rhythm.multiplied(np.ones(len(micro.target_T)), found, emptied)
     assert (gamma_T[micro.sequence_T == 0] == 1).all()
     assert (gamma_T[micro.sequence_T != 0] > 1).any()
@@ -325,8 +326,8 @@ def test_every_update_of_a_batch_follows_the_attention_that_began_the_step(untie
 def advantages(trainer: Trainer, config: Config) -> Any:
     """Of all tokens, before the first update."""
     shard, method = aged_shard(), method_of(config, make_objective(config.algorithm))
-    plan = plan_step(shard, config, method, trainer.version, trainer.model.device)
-    models = Models(trainer.model, None, trainer.critics, None, trainer.rhythm)
+    plan = plan_step(shard, config, method, trainer.version, trainer.mesh)
+    models = Models(trainer.mesh, trainer.model, None, trainer.critics, None, trainer.rhythm)
     facts = first_pass(plan, config, method, models)
     return np.concatenate([one.advantage_T.double().numpy() for row in facts for one in row])
 

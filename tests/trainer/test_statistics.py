@@ -8,13 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flash.trainer.mesh import trainer_mesh
 from flash.trainer.statistics import LARGEST, OLDEST, RatioHistogram
-
-CPU = torch.device("cpu")
 
 
 def histogram(values: list[float], ages: list[int] | None = None, mask: list[bool] | None = None) -> dict[str, float]:
-    counted = RatioHistogram(CPU)
+    counted = RatioHistogram(trainer_mesh("cpu"))
     counted.add(
         torch.tensor(values),
         torch.tensor(ages or [0] * len(values)),

@@ -41,33 +41,33 @@ class RunHistory(Protocol):
 
 
 class RepeatedStep:
-    """The shards of the step that is trained again, read and dealt once for all ranks.
+    """The shards of the step that is trained again, read and dealt once for all data shards.
 
     Args:
         past: has the batches.
         progress: whoever waits is woken by.
-        ranks: to deal to.
+        count: of data shards.
         part_bytes: of a shard, what one message may hold.
     """
 
-    def __init__(self, past: RunHistory, progress: RunProgress, ranks: int, part_bytes: int) -> None:
+    def __init__(self, past: RunHistory, progress: RunProgress, count: int, part_bytes: int) -> None:
         self._past = past
         self._progress = progress
-        self._ranks = ranks
+        self._count = count
         self._part_bytes = part_bytes
         self.step = -1
         """The step that a rank has asked for last."""
         self.keeps = False
         """Whether a checkpoint may follow it."""
         self.shards: list[list[Shard]] = []
-        """Of each rank, in parts; empty while they are read."""
+        """In parts; empty while they are read."""
 
     async def read(self, step: int, *, keeps: bool) -> None:
         """Have the shards of a step here. The first rank that asks has them read. Raises RecordingError."""
         if self.step != step:
             self.step, self.keeps, self.shards = step, keeps, []
             batch = await self._past.batch(step)
-            dealt = await in_slices(deal(batch, self._ranks))
+            dealt = await in_slices(deal(batch, self._count))
             self.shards = [await in_slices(cut(shard, self._part_bytes)) for shard in dealt]
             self._progress.send("batches")
         await self._progress.until("batches", lambda: bool(self.shards))

@@ -1,4 +1,5 @@
-"""Steps: what the hub does for the trainer ranks. A batch is formed, dealt to all of them and committed.
+"""Steps: what the hub does for the trainer ranks. A batch is formed, dealt to their data shards and
+committed. The ranks of a tensor group each fetch the one that is theirs together.
 
 Versions are announced, and between two steps the state is handed out for a checkpoint. Ranks that are behind the run,
 after a restart, are given the batches of that time; nothing of these steps is booked again. It owns no task: what must
@@ -56,7 +57,7 @@ class Steps(HubPart):
         self._kept_waiting = 0
         """Publications and goodbyes that wait for engines."""
         self._shards: list[list[Shard]] = []
-        """Of each rank, in parts."""
+        """In parts."""
         self._trained: list[Trajectory] = []
         self._wanted = self._saves = False
         """Whether a checkpoint is wanted after the next batch, and after this one."""
@@ -95,7 +96,7 @@ class Steps(HubPart):
             # The same to all ranks, whatever comes between their questions: they export the model together.
             self._last_reply = self._last_reply or p.BatchReply(None, finished=self._progress.stopping == "finished")
             return self._last_reply
-        return self._part(self._shards[request.rank], request, incarnation, keeps=True, saves=self._saves)
+        return self._part(self._shards, request, incarnation, keeps=True, saves=self._saves)
 
     async def _until_formed(self) -> None:
         """Wait until there is a batch, or the run is stopping; the first to see that one can be formed forms it."""
@@ -118,11 +119,12 @@ class Steps(HubPart):
         again = await self._trainers.trained_before(request.step, keeps=keeps)
         if again is None:
             return p.BatchReply(None, keeps=False)
-        return self._part(again.shards[request.rank], request, incarnation, keeps=again.keeps)
+        return self._part(again.shards, request, incarnation, keeps=again.keeps)
 
     def _part(
-        self, parts: list[Shard], request: p.BatchRequest, incarnation: int, *, keeps: bool, saves: bool = False
+        self, shards: list[list[Shard]], request: p.BatchRequest, incarnation: int, *, keeps: bool, saves: bool = False
     ) -> p.BatchReply:
+        parts = shards[self._config.data_shard(request.rank)]
         if not 0 <= request.part < len(parts):
             raise ContractError(f"rank {request.rank} asks for part {request.part} of the {len(parts)} of its shard")
         left = len(parts) - 1 - request.part
@@ -150,7 +152,7 @@ class Steps(HubPart):
             self._work.offer()
             min_version = self._contract.min_token_version(self._progress.version)
             batch = gather(groups, self._progress.version, min_version)
-            shards = await in_slices(deal(batch, self._config.trainer_world_size))
+            shards = await in_slices(deal(batch, self._config.data_shards))
             await self._journal.written()  # ranks that start again are given the same batch
             self._shards = [await in_slices(cut(shard, self._part_bytes)) for shard in shards]
             self._progress.batch = "dealt"

@@ -48,9 +48,8 @@ class Trainers(HubPart):
     ) -> None:
         super().__init__(parts)
         self._why_not = "" if self._past is None else why_not(self._config)
-        self._ranks = self._config.trainer_world_size
         self._part_bytes = part_bytes
-        self.incarnations = Incarnations(self._ranks, start.version, self._progress.version, number)
+        self.incarnations = Incarnations(self._config.trainer_world_size, start.version, self._progress.version, number)
         self._start: Start | None = start
         """What the newest incarnation begins with, once that is known."""
         self._choosing = False
@@ -262,7 +261,7 @@ class Trainers(HubPart):
         """
         assert self._past is not None, "without a past no incarnation is behind"
         if self._again is None:
-            self._again = RepeatedStep(self._past, self._progress, self._ranks, self._part_bytes)
+            self._again = RepeatedStep(self._past, self._progress, self._config.data_shards, self._part_bytes)
         again = self._again
         if self._progress.stopping == "interrupted" and again.step != step:
             return None

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
@@ -22,6 +19,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from flash.config.tree import ModelConfig
 from flash.errors import ConfigError
 from flash.foreign.transformers import layer_types, takes_attention
+from flash.trainer.mesh import TrainerMesh
 from flash.trainer.model.fused import fuse_layers
 from flash.trainer.model.output_layer import replace_output_layer
 from flash.trainer.model.packed import PACKED_ATTENTION, packed_attention
@@ -45,13 +43,8 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     return model
 
 
-def trainer_mesh(device: Literal["cpu", "cuda"]) -> DeviceMesh:
-    """One dimension over all ranks of the default process group."""
-    return init_device_mesh(device, (dist.get_world_size(),))
-
-
 def shard_model(
-    model: PreTrainedModel, mesh: DeviceMesh, config: ModelConfig, *, recompute: bool = False
+    model: PreTrainedModel, mesh: TrainerMesh, config: ModelConfig, *, recompute: bool = False
 ) -> PreTrainedModel:
     """Shard in place, as a model of this kind: each decoder layer, then the rest.
 
@@ -72,16 +65,16 @@ def shard_model(
     replace_output_layer(model, wide=config.head_dtype == "float32")
     half = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
     policy = MixedPrecisionPolicy() if config.dtype == "float32" else half
-    fuse_layers(model, cuda=mesh.device_type == "cuda")
-    # On one rank there is nothing to free between forward and backward; resharding would only copy.
-    reshard = mesh.size() > 1
+    fuse_layers(model, cuda=mesh.device.type == "cuda")
+    # With one data shard there is nothing to free between forward and backward; resharding would only copy.
+    reshard = mesh.data_shards > 1
     whole = layer_types(model)
     for module in list(model.modules()):
         if type(module).__name__ in whole:
             if recompute:
                 checkpoint(module)
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+            fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
     # Dropout stays off: the trained log-probs are those of the policy that acts.
     return model.eval()
 

@@ -1,9 +1,9 @@
 """Checkpoints that are whole or absent, and the Hugging Face export.
 
 A checkpoint is written to a `.tmp-` sibling: model, optimizer and what else the trainer keeps (critics, an average of
-the weights) by torch.distributed.checkpoint, so that they load on any number of ranks; random states per rank; the
-hub's state; and last a manifest with the size and CRC of every file. Only then is the folder renamed. Whatever happens
-before the rename, the previous checkpoint is the newest complete one.
+the weights) by torch.distributed.checkpoint, so that they load on any number of ranks; random states per data shard;
+the hub's state; and last a manifest with the size and CRC of every file. Only then is the folder renamed. Whatever
+happens before the rename, the previous checkpoint is the newest complete one.
 
 `save` and `load` are collectives: a failure on one rank is raised on all. The trainer ranks share the run directory.
 """
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from flash.trainer.critic import Critic
+    from flash.trainer.mesh import TrainerMesh
     from flash.trainer.optimizer import LossScale
     from flash.trainer.step import Trainer
 
@@ -77,10 +78,10 @@ def save(run_dir: Path, trainer: Trainer, keep_hub_state: KeepHubState, *, keep:
     aside = aside_of(folder)
     try:
         _together(lambda: prepare(aside, aside.parent.glob(TMP + "*")) if rank == 0 else None, aside)
-        _together(lambda: _write_rng(aside, rank), aside)
+        _together(lambda: _write_rng(aside, trainer.mesh.data_shard) if trainer.mesh.leads else None, aside)
         _write_state(aside / STATE, trainer)
         hub_state = _together(lambda: [keep_hub_state(aside / HUB_STATE)] if rank == 0 else [], aside)[0]
-        mine = _together(lambda: _seal(aside, rank), aside)
+        mine = _together(lambda: _seal(aside, rank, trainer.mesh), aside)
         files = [entry for entries in (hub_state, *mine) for entry in entries]
         files.sort(key=lambda entry: entry.path)
         rates, apart = ({}, (0.0, 0.0)) if trainer.lag is None else (trainer.lag.rates, trainer.lag.apart)
@@ -121,7 +122,7 @@ def load(path: Path, trainer: Trainer) -> None:
     _put_state(trainer.model, trainer.optimizer, state)
     for name, critic in _critics(trainer).items():
         _put_state(critic.model, critic.optimizer, state[name])
-    _together(lambda: _read_rng(path, rank), path)
+    _together(lambda: _read_rng(path, trainer.mesh.data_shard), path)
     trainer.version = manifest.version
     trainer.skipped_steps = manifest.skipped_steps
     if trainer.lag is not None:
@@ -268,7 +269,7 @@ def _reason(error: Any) -> str:
     return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
 
 
-def _write_rng(folder: Path, rank: int) -> None:
+def _write_rng(folder: Path, shard: int) -> None:
     import torch
 
     state = {"cpu": torch.get_rng_state()}
@@ -277,20 +278,24 @@ def _write_rng(folder: Path, rank: int) -> None:
     whole = io.BytesIO()
     torch.save(state, whole)
     # Not by torch, whose errors do not tell what the system said.
-    (folder / f"rng-{rank:05d}.pt").write_bytes(whole.getbuffer())
+    (folder / _rng_name(shard)).write_bytes(whole.getbuffer())
 
 
-def _read_rng(folder: Path, rank: int) -> None:
-    """A rank that did not exist when the checkpoint was written keeps its own seed."""
+def _read_rng(folder: Path, shard: int) -> None:
+    """A data shard that did not exist when the checkpoint was written keeps its own seed."""
     import torch
 
-    file = folder / f"rng-{rank:05d}.pt"
+    file = folder / _rng_name(shard)
     if not file.exists():
         return
     state = torch.load(file, weights_only=True)
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def _rng_name(shard: int) -> str:
+    return f"rng-{shard:05d}.pt"
 
 
 def _together(work: Callable[[], T], about: Path) -> list[T]:
@@ -316,9 +321,11 @@ def _together(work: Callable[[], T], about: Path) -> list[T]:
     return [value for _, value in outcomes]
 
 
-def _seal(aside: Path, rank: int) -> list[FileEntry]:
+def _seal(aside: Path, rank: int, mesh: TrainerMesh) -> list[FileEntry]:
     """Force this rank's files to the disk and describe them."""
-    mine = [aside / f"rng-{rank:05d}.pt", *(aside / STATE).glob(f"__{rank}_*")]
+    mine = [*(aside / STATE).glob(f"__{rank}_*")]
+    if mesh.leads:
+        mine.append(aside / _rng_name(mesh.data_shard))
     if rank == 0:
         mine.append(aside / STATE / ".metadata")
     for file in mine:
