@@ -24,32 +24,50 @@ class EnvTimeoutError(EnvError):
     """A call of an environment outlived its deadline."""
 
 
-async def called(what: str, timeout: float, key: str, call: Callable[[], Awaitable[_T]]) -> _T:
+async def called(what: str, timeout: float, key: str, call: Callable[[], Awaitable[_T]], *, shield: bool = False) -> _T:
     """One call of an environment, within `timeout` seconds, which `deadlines.{key}` is. `what` names it in errors.
+
+    `shield`: also while the caller is being cancelled.
 
     Raises:
         EnvTimeoutError: it took longer.
         EnvError: it failed, called `sys.exit`, or was cancelled from within.
     """
-    with anyio.move_on_after(timeout):
+    with anyio.move_on_after(timeout, shield=shield):
         try:
             result = call()
             if not inspect.isawaitable(result):
                 raise EnvError(f"environment {what}: make reset, step and close all `async def`, or none of them")
             return await result
-        except EnvError:
-            raise
         except BaseException as error:  # the supervised boundary to code that is not ours
-            if is_theirs(error):
-                raise EnvError(f"environment {what} raised {told_of(error)}") from error
-            cancelled = isinstance(error, anyio.get_cancelled_exc_class())
-            if not cancelled or anyio.current_effective_deadline() == -math.inf:
+            if (failure := _failure(what, error)) is None:
                 raise
-            # Something inside the environment was cancelled, not this episode. Passed on it would end the
-            # episode without a result, and its lease would never come home.
-            raise EnvError(f"environment {what} was cancelled from within{place_of(error)}") from error
+            raise failure from error
     advice = f"look at the environment's class, or raise deadlines.{key}"
     raise EnvTimeoutError(f"environment {what} took longer than {timeout:g} s; {advice}")
+
+
+def made(what: str, make: Callable[[], _T]) -> _T:
+    """An environment, made in one go: what waits for nothing has no deadline. Raises EnvError as `called` does."""
+    try:
+        return make()
+    except BaseException as error:  # as in `called`
+        if (failure := _failure(what, error)) is None:
+            raise
+        raise failure from error
+
+
+def _failure(what: str, error: BaseException) -> EnvError | None:
+    """What an error is that a call of code that is not ours has ended with; None: what it is already."""
+    if isinstance(error, EnvError):
+        return None
+    if is_theirs(error):
+        return EnvError(f"environment {what} raised {told_of(error)}")
+    if not isinstance(error, anyio.get_cancelled_exc_class()) or anyio.current_effective_deadline() == -math.inf:
+        return None
+    # Something inside the environment was cancelled, not this episode. Passed on it would end the episode without a
+    # result, and its lease would never come home.
+    return EnvError(f"environment {what} was cancelled from within{place_of(error)}")
 
 
 def is_theirs(error: BaseException) -> bool:

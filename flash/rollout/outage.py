@@ -47,6 +47,7 @@ class OutageClock:
     @contextmanager
     def left_out(self, own: anyio.CancelScope) -> Generator[None]:
         """Within the block an outage does not count in the caller's own deadline."""
+        # A deadline that is set is a timer made anew, for each response.
         if self._since is not None:
             own.deadline += self.left
         self._heeding.add(own)
@@ -54,7 +55,8 @@ class OutageClock:
             yield
         finally:
             self._heeding.discard(own)
-            own.deadline -= self.left  # who waits no more, and comes again in the same outage, would add it twice
+            if self._since is not None:  # who waits no more, and comes again in the same outage, would add it twice
+                own.deadline -= self.left
 
     def _tell(self, later: float) -> None:
         for scope in self._heeding:

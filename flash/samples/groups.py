@@ -97,7 +97,7 @@ class Group(msgspec.Struct, gc=False):
 
     def count(self, state: MemberState) -> int:
         """Members in a state."""
-        return sum(member.state == state for member in self.members)
+        return [member.state for member in self.members].count(state)
 
     @property
     def pending(self) -> int:

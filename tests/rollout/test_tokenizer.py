@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from flash.config.tree import ModelConfig
 from flash.errors import EnvError
-from flash.rollout.episode.tokenizer import HfTokenizer
+from flash.rollout.episode.tokenizer import KEPT_PROMPTS, HfTokenizer
 from flash.types import Message
 
 LOOP = "{% for m in messages %}"
@@ -190,3 +190,13 @@ def test_text_that_the_tokenizer_cannot_take_is_an_error_of_the_environment(make
 def test_special_tokens_are_not_part_of_the_action_that_the_environment_sees(make: Make) -> None:
     tokenizer = make(REASONING)
     assert tokenizer.decode(sampled(tokenizer, "two\n", "<|im_end|>")) == "two\n"
+
+
+def test_a_prompt_that_was_shown_before_has_the_same_tokens_whatever_became_of_those(make: Make) -> None:
+    tokenizer = make(REASONING)
+    shown = [[user(f"{number}")] for number in range(KEPT_PROMPTS + 1)]
+    for messages in (*shown, *shown, "{}", [user("{}")]):
+        tokens = tokenizer.render(messages)
+        said = messages if isinstance(messages, str) else whole(tokenizer, messages)
+        assert tokens == (tokenizer.inner.encode(said, add_special_tokens=False) if isinstance(said, str) else said)
+        tokens.append(0)

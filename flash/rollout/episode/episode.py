@@ -12,12 +12,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from functools import partial
 from hashlib import blake2b
-from typing import Protocol
+from typing import Protocol, cast
 
 import anyio
 import msgspec
+from anyio.abc import TaskGroup
 
-from flash.environment.calls import EnvTimeoutError, called, checked
+from flash.environment.calls import EnvTimeoutError, called, checked, made
 from flash.environment.interface import Environment, Info, Informed, ResetResult, StepResult
 from flash.environment.results import check_reset_result, check_step_result, metrics_of, note_of
 from flash.errors import DeadlineError, EngineError, EnvError, PoisonError, RewardError
@@ -160,7 +161,7 @@ class Episode:
 
     async def _live(self, state: _EpisodeState) -> Trajectory:
         kind, seed = state.task.kind, state.task.seed
-        env = await called(f"start (seed {seed})", self._settings.reset_s, "env_reset", self._made(kind))
+        env = made(f"start (seed {seed})", lambda: self._make_env(kind))
         self._phases.enter(state.lease)
         try:
             try:
@@ -177,19 +178,20 @@ class Episode:
         return trajectory
 
     async def _play(self, env: Environment, state: _EpisodeState) -> Trajectory:
-        """Turn by turn, with what is asked for ahead beside it."""
+        """Turn by turn, with what is asked for ahead beside it, where the environment can."""
+        if _informed(env) is None or not isinstance(self._phases, FreePhases):
+            return state.ended(await self._turns(env, state, None))
         outcome = Outcome.CANCELLED
         async with unwrapped_group() as group:
-            ahead = group if isinstance(self._phases, FreePhases) else None
-            state.asking = Asking(partial(self._sample, state), state.progress, ahead, now=self._now)
-            state.transcript.asks(state.asking, self._sampling(state.task))
-            outcome = await self._turns(env, state)
+            outcome = await self._turns(env, state, group)
             group.cancel_scope.cancel()
         state.asking.drop()
         return state.ended(outcome)
 
-    async def _turns(self, env: Environment, state: _EpisodeState) -> Outcome:
+    async def _turns(self, env: Environment, state: _EpisodeState, ahead: TaskGroup | None) -> Outcome:
         """Turn by turn, until the environment ends the episode or a limit does."""
+        state.asking = Asking(partial(self._sample, state), state.progress, ahead, now=self._now)
+        state.transcript.asks(state.asking, self._sampling(state.task))
         transcript, settings = state.transcript, self._settings.of(state.task.kind)
         observation = await self._reset(env, state)
         transcript.show(self._prompt(observation, transcript))
@@ -215,19 +217,13 @@ class Episode:
 
     # -- the environment ---------------------------------------------------------------------------------------------
 
-    def _made(self, kind: str) -> Callable[[], Awaitable[Environment]]:
-        async def made() -> Environment:
-            return self._make_env(kind)
-
-        return made
-
     async def _reset(self, env: Environment, state: _EpisodeState) -> Observation:
         seed = state.task.seed
         what = f"reset (seed {seed})"
 
         def reset() -> Awaitable[ResetResult]:
-            if isinstance(env, Informed):
-                env.inform(state.transcript)
+            if (informed := _informed(env)) is not None:
+                informed.inform(state.transcript)
             return env.reset(seed)
 
         state.waits_for(Outcome.ENV_TIMEOUT, f"environment {what}", "the environment's class")
@@ -250,11 +246,10 @@ class Episode:
     async def _close(self, env: Environment, state: _EpisodeState) -> EnvError | None:
         """Close also while being cancelled, within the deadline. Returns what went wrong."""
         what = f"close (seed {state.task.seed})"
-        with anyio.CancelScope(shield=True):
-            try:
-                await called(what, self._settings.close_s, "close", env.close)
-            except EnvError as problem:
-                return problem
+        try:
+            await called(what, self._settings.close_s, "close", env.close, shield=True)
+        except EnvError as problem:
+            return problem
         return None
 
     # -- the policy --------------------------------------------------------------------------------------------------
@@ -352,6 +347,11 @@ class _EpisodeState:
     def failed(self, outcome: Outcome, message: str) -> Failure:
         """The episode without a trajectory."""
         return Failure(self.task, outcome, message, self.progress.tokens + self.progress.lost)
+
+
+def _informed(env: Environment) -> Informed | None:
+    """Asked of the class, which remembers: with an instance each name of the protocol is looked up again."""
+    return cast("Informed", env) if issubclass(type(env), Informed) else None
 
 
 def _logged(info: Info) -> tuple[dict[str, float], str]:

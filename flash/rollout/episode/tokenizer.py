@@ -8,6 +8,7 @@ stand-in for the response. Text from outside is tokenized as text: only the temp
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import cached_property
 from hashlib import blake2b
@@ -26,6 +27,9 @@ from flash.types import ASSISTANT, TOOL, Message, Observation, Tool, ToolCall
 
 QUESTION = Message("user", "flash-question")
 """Stands for all that came before the response: many templates want a user to speak first."""
+KEPT_PROMPTS = 64
+"""Tokens of the last so many first observations are kept: the members of a group show the same, one soon after the
+other."""
 CALL_ID = "flashcall"
 """Stands for the name of a call: some templates want it to have nine letters."""
 
@@ -75,6 +79,8 @@ class HfTokenizer(Tokenizer):
 
         self._config = config
         self._path = config.path
+        self._prompts: dict[str | bytes, array[int]] = {}
+        """The oldest first."""
         local = Path(config.path).is_dir()
         try:
             self.inner: Any = AutoTokenizer.from_pretrained(
@@ -99,10 +105,18 @@ class HfTokenizer(Tokenizer):
         Raises:
             EnvError: the model's chat template is missing or refuses the messages.
         """
+        named = observation if isinstance(observation, str) else self._check(observation, tools)
+        known = self._prompts.get(named)
+        if known is None:
+            known = self._prompts[named] = array("i", self._encode(self._first(observation, tools)))
+            if len(self._prompts) > KEPT_PROMPTS:
+                del self._prompts[next(iter(self._prompts))]
+        return known.tolist()
+
+    def _first(self, observation: Observation, tools: Sequence[Tool]) -> str | Shown:
         if isinstance(observation, str):
-            return self._encode(observation)
-        self._check(observation, tools)
-        return self._encode(self._template([_shown(message) for message in observation], tools, prompting=True))
+            return observation
+        return self._template([_shown(message) for message in observation], tools, prompting=True)
 
     def follow(self, observation: Observation, stopped: bool, tools: Sequence[Tool] = ()) -> list[int]:
         """Tokens of a later observation, to be appended to a response as it was sampled.
@@ -188,10 +202,10 @@ class HfTokenizer(Tokenizer):
             text = shown if isinstance(shown, str) else shown.text
             raise EnvError(f"the tokenizer of {self._path} cannot take {text[:80]!r}: {error}") from error
 
-    def _check(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
-        """Raise EnvError for what is no text: a template's own characters are told apart by that."""
+    def _check(self, messages: Sequence[Message], tools: Sequence[Tool]) -> bytes:
+        """All that is said. Raises EnvError for what is no text: a template's own characters are told apart by that."""
         try:
-            msgspec.json.encode((messages, tools))
+            return msgspec.json.encode((messages, tools))
         except UnicodeEncodeError as error:
             raise EnvError(
                 f"the tokenizer of {self._path} cannot take {error.object[:80]!r}: it has a lone surrogate at "
