@@ -1,4 +1,4 @@
-"""What a machine has: GPUs, and a compiler for the engine's kernels."""
+"""What a machine has: GPUs, a compiler for the engine's kernels, and the cores that engines and trainer ranks share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -52,6 +53,28 @@ HEADERS = Path(sysconfig.get_path("include"), "Python.h")
 
 COMPILER_TIMEOUT_S = 20.0
 """For a compiler's version; it may lie on a file system that is slow to wake up."""
+
+
+def engine_cpus(config: Config, node: int, cpus: Sequence[int]) -> list[int]:
+    """Of the cores that a node's loop may use, those that its engines on the CPU and the loop itself work on."""
+    contested = _contested(config, node, cpus, config.cluster.trainer_cpus)
+    given_up = contested[(len(contested) + 1) // 2 :]
+    return [cpu for cpu in cpus if cpu not in given_up]
+
+
+def trainer_threads(config: Config, node: int, cpus: Sequence[int]) -> int:
+    """Threads of each trainer rank on the CPU, where the ranks of a node may use these cores."""
+    contested = _contested(config, node, cpus, config.cluster.node_cpus)
+    return max(1, (len(cpus) - (len(contested) + 1) // 2) // config.cluster.trainer_ranks)
+
+
+def _contested(config: Config, node: int, own: Sequence[int], others: Sequence[int] | None) -> list[int]:
+    """Cores that engines and trainer ranks of a node would both work on at once. They get a half each: a thread that
+    waits for its core is waited for by all of its operation. Where they take turns each may use all."""
+    take_turns = config.train.async_ratio == 0
+    if config.gpus_per_node > 0 or take_turns or not config.trainer_ranks_on(node):
+        return []
+    return [cpu for cpu in own if others is None or cpu in others]
 
 
 def runs_eagerly(config: Config) -> bool:

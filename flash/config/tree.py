@@ -340,7 +340,7 @@ class ClusterConfig(Section, frozen=True):
     node_cpus: list[NonNegative] | None = None
     """Cores of node loop and engines. None: all."""
     trainer_cpus: list[NonNegative] | None = None
-    """Cores of the trainer ranks. None: all."""
+    """Cores of the trainer ranks. None: all. Those that engines use meanwhile are halved."""
 
 
 class ParallelConfig(Section, frozen=True):

@@ -8,6 +8,7 @@ finish their step and write a checkpoint within deadlines.shutdown.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ import anyio
 import msgspec
 
 from flash.config.decode import ConfigProblem, refuse
+from flash.config.machine import engine_cpus
 from flash.config.objects import own_folders
 from flash.config.tree import Config
 from flash.environment.load import LoadedEnvironment
@@ -87,8 +89,9 @@ async def _node_loop(restarts: int, config: Config) -> End:
 
 def unix_clock() -> Callable[[], float]:
     """Unix seconds that advance with the loop's clock."""
-    offset = time.time() - anyio.current_time()
-    return lambda: anyio.current_time() + offset
+    clock = asyncio.get_running_loop().time  # a dozen times per sample, and anyio looks for the loop each time
+    offset = time.time() - clock()
+    return lambda: clock() + offset
 
 
 async def _first_node(restarts: int, config: Config, token: str | None, now: Callable[[], float]) -> None:
@@ -255,10 +258,10 @@ async def make_node(
         now: gives Unix seconds.
         on_loss: as of `RolloutNode`.
     """
-    order = ordered()
+    order, cpus = ordered(), engine_cpus(config, place, sorted(os.sched_getaffinity(0)))
 
     def make_engine(gpus: Sequence[int], number: int) -> Engine:
-        engine = VLLMEngine(config, number, gpus, remember_shared_memory)
+        engine = VLLMEngine(config, number, gpus, remember_shared_memory, cpus)
         return engine if order is None else ProfiledEngine(engine, number, order)
 
     engines = [partial(make_engine, config.engine_gpus(place, i)) for i in range(config.engines_on(place))]

@@ -19,6 +19,7 @@ import msgspec
 
 from flash.config.decode import ConfigProblem, refuse
 from flash.config.load import dump, flat
+from flash.config.machine import trainer_threads
 from flash.config.tree import Config, ParallelConfig
 from flash.errors import ConfigError
 from flash.foreign.torch import alone
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 USED = (
     *("algorithm.", "critic.", "model.", "train."),
     *("rollout.max_new_tokens", "rollout.temperature", "run.seed", "run.steps"),
-    *("cluster.gpus_per_node", "cluster.trainer_cpus", "cluster.trainer_ranks"),
+    *("cluster.gpus_per_node", "cluster.node_cpus", "cluster.trainer_cpus", "cluster.trainer_ranks"),
 )
 """Keys, or how they begin, that a replay follows, except for `BATCHES`."""
 BATCHES = "train.batch_size"
@@ -188,8 +189,8 @@ def _one_rank(config: Config) -> Generator[None]:
 
     torch.manual_seed(config.run.seed)
     if config.gpus_per_node == 0:
-        cpus = config.cluster.trainer_cpus or os.sched_getaffinity(0)
-        torch.set_num_threads(max(1, len(cpus) // config.cluster.trainer_ranks))
+        cpus = config.cluster.trainer_cpus or sorted(os.sched_getaffinity(0))
+        torch.set_num_threads(trainer_threads(config, 0, cpus))
     with alone("nccl" if config.gpus_per_node > 0 else "gloo"):
         yield
 

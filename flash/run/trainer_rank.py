@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from flash.config.machine import trainer_threads
 from flash.config.tree import Config
 from flash.errors import CollectiveError, FlashError, PeerLostError, TransportError
 from flash.foreign.torch import collective_failed, open_store, private_store, reach_store
@@ -212,7 +213,8 @@ def _train(
     if cuda:
         torch.cuda.set_device(local)
     else:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // config.cluster.trainer_ranks))
+        node, cpus = index // config.cluster.trainer_ranks, sorted(os.sched_getaffinity(0))
+        torch.set_num_threads(trainer_threads(config, node, cpus))
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         store=store,

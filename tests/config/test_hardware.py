@@ -1,10 +1,13 @@
-"""Counting GPUs without CUDA."""
+"""Counting GPUs without CUDA, and sharing cores."""
 
 import os
+from typing import Any
 
+import msgspec
 import pytest
 
-from flash.config.machine import count_gpus
+from flash.config.machine import count_gpus, engine_cpus, trainer_threads
+from flash.config.tree import Config
 
 
 @pytest.mark.parametrize(
@@ -39,3 +42,38 @@ def test_a_machine_without_nvidia_has_no_gpus(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert count_gpus(tmp_path / "no-driver") == 0
+
+
+@pytest.mark.parametrize(
+    ("cores", "async_ratio", "cluster", "engines", "threads"),
+    [
+        (1, 1, {}, [0], 1),
+        (2, 1, {}, [0], 1),
+        (3, 1, {}, [0, 1], 1),
+        (8, 1, {}, [0, 1, 2, 3], 4),
+        (64, 1, {}, list(range(32)), 32),
+        (64, 1, {"trainer_ranks": 4}, list(range(32)), 8),
+        (8, 0, {}, list(range(8)), 8),
+        (8, 0, {"trainer_ranks": 2}, list(range(8)), 4),
+        (8, 1, {"node_cpus": [0, 1, 2], "trainer_cpus": [3, 4, 5, 6, 7]}, [0, 1, 2], 5),
+        (8, 1, {"node_cpus": [0, 1], "trainer_cpus": [1, 2]}, [0, 1], 1),
+        (8, 1, {"node_cpus": [0, 1, 2, 3]}, [0, 1], 6),
+        (8, 1, {"trainer_cpus": [4, 5, 6, 7]}, [0, 1, 2, 3, 4, 5], 2),
+        (8, 1, {"gpus_per_node": 2}, list(range(8)), 8),
+    ],
+)
+def test_engines_and_trainer_ranks_that_work_at_once_share_the_cores_that_both_may_use(
+    cores: int, async_ratio: float, cluster: dict[str, Any], engines: list[int], threads: int
+) -> None:
+    tree = {
+        "run": {"name": "test"},
+        "model": {"path": "org/model"},
+        "env": {"path": "module:Class"},
+        "train": {"async_ratio": async_ratio},
+        "cluster": {"gpus_per_node": 0} | cluster,
+    }
+    config = msgspec.convert(tree, Config)
+    every = list(range(cores))
+    assert engine_cpus(config, 0, config.cluster.node_cpus or every) == engines
+    assert trainer_threads(config, 0, config.cluster.trainer_cpus or every) == threads
+    assert engine_cpus(config, 1, every) == every, "no trainer rank is there"

@@ -63,6 +63,7 @@ class VLLMEngine:
         gpus: the GPUs it uses, counted among those visible to this process; empty on the CPU.
         remember: told the process id of the engine's core, in a thread: again and again while it starts, since
             whatever kills it may kill this process too, and once it serves.
+        cpus: as of `engine_environment`.
     """
 
     def __init__(
@@ -71,11 +72,13 @@ class VLLMEngine:
         index: int,
         gpus: Sequence[int] = (),
         remember: Callable[[int], None] = lambda core: None,
+        cpus: Sequence[int] | None = None,
     ) -> None:
         self._config = config
         self._index = index
         self._gpus = list(gpus)
         self._remember = remember
+        self._cpus = cpus
         self._llm: Any = None
         self._version = FIRST_VERSION
         self._salt = FIRST_VERSION
@@ -304,7 +307,7 @@ class VLLMEngine:
     def _construct(self) -> None:
         """Build the AsyncLLM; blocks until the model is loaded. Runs in a thread."""
         self._processes.start_here()
-        with engine_environment(self._config):
+        with engine_environment(self._config, self._cpus):
             make_llm = configure(self._config, self._index, self._gpus, self._stepped)
             if not self._closing:
                 self._llm = make_llm()

@@ -149,7 +149,7 @@ def engine_variables(
     Args:
         config: the run.
         inherited: this process's environment.
-        cpus: CPU cores that this process may use; its children stay on them.
+        cpus: CPU cores that engines may use.
         node_pid: the process whose end ends the engine.
     """
     variables = {
@@ -211,14 +211,17 @@ def _cpu_binding(config: Config, cpus: Sequence[int]) -> dict[str, str]:
 
 
 @contextmanager
-def engine_environment(config: Config) -> Generator[None]:
-    """Give this process the engines' environment while at least one of them is being started."""
+def engine_environment(config: Config, cpus: Sequence[int] | None = None) -> Generator[None]:
+    """Give this process the engines' environment while at least one of them is being started.
+
+    `cpus`: the cores that they compute on, where they do on cores; None: those of this process.
+    """
     global _users
     with _lock:
         if _users == 0:
             _saved.clear()
             _saved.update(os.environ)
-            _replace(engine_variables(config, _saved, sorted(os.sched_getaffinity(0)), os.getpid()))
+            _replace(engine_variables(config, _saved, cpus or sorted(os.sched_getaffinity(0)), os.getpid()))
         _users += 1
     try:
         yield
