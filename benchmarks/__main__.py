@@ -37,7 +37,7 @@ MODULES = {
         for name in (
             *("async_vs_sync", "calibration", "chaos", "engine_efficiency"),
             *("grids", "join", "loop_load", "mismatch", "model_service", "objective_cost", "plain_loop", "rhythm_cost"),
-            *("recording", "view_load"),
+            *("recording", "sample_cost", "view_load"),
         )
     },
     "credit": "benchmarks.real.credit",

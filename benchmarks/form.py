@@ -25,7 +25,7 @@ from typing import NoReturn
 import msgspec
 
 LOWER_IS_BETTER = (
-    *("_ms", "_ms_median", "_ms_p99", "_s", "_s_per_step", "seconds"),
+    *("_us", "_ms", "_ms_median", "_ms_p99", "_s", "_s_per_step", "seconds", "ratio_to_bare"),
     *("_error", "_bytes", "_mib", "_gib", "start_ratio", "leaked"),
     *("false_successes", "late_answers", "untyped_errors"),
     *("_lost", "_crossed", "_doubled", "_unaccounted", "_beyond_alpha", "_left", "_failed", "hangs"),

@@ -1,0 +1,235 @@
+"""What one short sample costs in processor time, stage by stage, beside the bare parts.
+
+Samples of 16 tokens after a prompt of six, in groups of eight, with environments that answer at once. Loop: a rollout
+node (scheduler, episodes, proxy, tokenizer, environment) around an engine that computes nothing and a hub that deals
+and acknowledges at once; bare is one coroutine per sample that does the same by hand. Hub and wire: what the real ones
+add to that, in the same process. Engine: the whole path around one vLLM engine, beside an `AsyncLLM` that is given all
+requests at once, in turns; its core, its worker and this process are counted each by itself. `--quick` leaves it out.
+
+Microseconds of processor time per sample, of the round that took least: other work on the machine only adds to it. No
+test fails on a missed goal, which CI shows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import anyio
+import anyio.lowlevel
+import msgspec
+
+from benchmarks.form import Args, Row, main
+from benchmarks.real.engine_efficiency import (
+    FIRST_VERSION,
+    FixedEngine,
+    config_for,
+    endless_model,
+    through_engine,
+    through_flash,
+)
+from envs.arithmetic import Arithmetic, ArithmeticOptions
+from flash.config.tree import Config
+from flash.environment import Environment, wrap
+from flash.errors import EngineDeadError
+from flash.foreign import vllm
+from flash.hub import protocol as p
+from flash.rollout.engine import GenerateRequest, Pressure, Progress, SamplingSettings
+from flash.rollout.episode.tokenizer import HfTokenizer
+from flash.rollout.hubs import HubLink
+from flash.rollout.node import NodeEnvironment, RolloutNode
+from flash.rollout.supervisor import only
+from flash.rollout.vllm.engine import VLLMEngine
+from flash.run.node_loop import unix_clock
+from flash.transport.request import ReplyT, Request
+from flash.types import Canary, Completion, Lease, Published, Task, VersionRun
+
+TOKENS, GROUP = 16, 8
+VERSION = FIRST_VERSION
+LOOP_GOAL_US, LOOP_RATIO, ENGINE_RATIO = 250.0, 4.5, 1.1
+"""Goals: of the loop, of its ratio to the bare one, and of ratios to the bare engine."""
+
+
+class IdleEngine:
+    """Answers at once, in two pieces, as vLLM does for this many tokens."""
+
+    pressure = Pressure(running=0, waiting=0, kv_used=0.0, preemptions=0)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Progress | Completion, None]:
+        await anyio.lowlevel.checkpoint()
+        tokens = [5] * TOKENS
+        yield Progress(tokens[:1], [-1.0], [VersionRun(VERSION, 1)])
+        await anyio.lowlevel.checkpoint()
+        yield Completion(tokens, [-1.0] * TOKENS, [VersionRun(VERSION, TOKENS)], "length")
+
+    async def wait_dead(self) -> EngineDeadError:
+        await anyio.sleep_forever()
+        raise AssertionError("it lives")
+
+
+class DealingHub:
+    """Deals so many samples, and takes what comes of them."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._dealt = 0
+        self.delivered = 0
+
+    async def call(self, request: Request[ReplyT], timeout: float) -> ReplyT:
+        match cast("object", request):
+            case p.LeaseRequest():
+                return cast("ReplyT", self._deal(request.capacity))
+            case p.DeliverRequest():
+                self.delivered += len(request.ended)
+            case p.VersionRequest(after=after) if after < VERSION:
+                return cast("ReplyT", p.VersionReply(Published(VERSION, "tcp", b"", Canary([], [])), done=False))
+            case p.VersionRequest() | p.CancelRequest():
+                await anyio.sleep_forever()
+            case _:
+                pass
+        await anyio.lowlevel.checkpoint()
+        return cast("ReplyT", p.Ack())
+
+    def _deal(self, capacity: int) -> p.LeaseReply:
+        first, self._dealt = self._dealt, min(self._samples, self._dealt + capacity)
+        leases = [
+            Lease(number, Task(number, number // GROUP, number % GROUP, number // GROUP), 0)
+            for number in range(first, self._dealt)
+        ]
+        return p.LeaseReply(leases, done=not leases)
+
+
+def make_env(kind: str) -> Environment:
+    """The environment of all samples."""
+    return wrap(Arithmetic(ArithmeticOptions()))
+
+
+async def through_node(config: Config, tokenizer: HfTokenizer, samples: int) -> None:
+    """All of them through a rollout node without engine and hub."""
+    hub = DealingHub(samples)
+    env, engine = NodeEnvironment(make_env), only(FixedEngine(cast("VLLMEngine", IdleEngine()), VERSION))
+    node = RolloutNode(config, HubLink(0, 0, hub), [engine], tokenizer, env, now=unix_clock())
+    await node.run()
+    assert hub.delivered == samples
+
+
+async def by_hand(config: Config, tokenizer: HfTokenizer, samples: int) -> None:
+    """The same in one coroutine per sample, as many at once as the engine has places."""
+    engine, places = IdleEngine(), anyio.Semaphore(config.engine.max_sequences)
+
+    async def one(number: int) -> float:
+        env = make_env("")
+        observation, _ = await env.reset(number // GROUP)
+        request = GenerateRequest(tokenizer.render(observation), sampling, number)
+        said: list[int] = []
+        async for piece in engine.generate(request):
+            said = piece.token_ids
+        result = await env.step(tokenizer.decode(said))
+        await env.close()
+        places.release()
+        return result[1]
+
+    sampling = SamplingSettings(TOKENS, 1.0)
+    async with anyio.create_task_group() as group:
+        for number in range(samples):
+            await places.acquire()
+            group.start_soon(one, number)
+
+
+class Clocks:
+    """Processor time of this process and of an engine's, in seconds."""
+
+    def __init__(self, core: int | None = None) -> None:
+        workers = vllm.worker_pids(core) if core is not None else []
+        self._pids = {"core": [core], "worker": workers} if core is not None else {}
+
+    def read(self) -> dict[str, float]:
+        """Of each since its start."""
+        engine = {name: sum(map(_seconds, pids)) for name, pids in self._pids.items()}
+        return {"node": time.process_time(), **engine}
+
+    async def measure(self, work: Callable[[], Awaitable[object]], samples: int) -> dict[str, float]:
+        """Of each the microseconds per sample that the work takes."""
+        before = self.read()
+        await work()
+        return {name: (now - before[name]) / samples * 1e6 for name, now in self.read().items()}
+
+
+def _seconds(pid: int) -> float:
+    """What the threads of a process have run for, in all; those that have ended since are left out."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+
+
+def least(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each clock the round that took least."""
+    return {name: min(each[name] for each in rounds) for name in rounds[0]}
+
+
+async def loop_costs(model: Path, samples: int, rounds: int) -> dict[str, float]:
+    """Microseconds per sample of a node's loop, of that with hub and wire, and of the bare one, in turns."""
+    config = config_for(model, TOKENS, samples)
+    tokenizer, clocks = HfTokenizer(config.model).ready(), Clocks()
+    works: dict[str, Callable[[], Awaitable[object]]] = {
+        "loop": lambda: through_node(config, tokenizer, samples),
+        "with hub": lambda: through_flash(config, cast("VLLMEngine", IdleEngine()), VERSION, tokenizer),
+        "bare": lambda: by_hand(config, tokenizer, samples),
+    }
+    found = [
+        {name: (await clocks.measure(work, samples))["node"] for name, work in works.items()} for _ in range(rounds + 1)
+    ]
+    return least(found[1:])
+
+
+async def engine_costs(model: Path, samples: int, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+    """The same of each process: through the whole path, and through a bare `AsyncLLM`."""
+    config = config_for(model, TOKENS, samples)
+    # The bare engine draws as it likes, too.
+    config = msgspec.structs.replace(config, rollout=msgspec.structs.replace(config.rollout, seeded=False))
+    tokenizer = HfTokenizer(config.model).ready()
+    prompts = [
+        tokenizer.render(f"{number // GROUP % 90 + 10}+{number // GROUP % 89 + 10}=") for number in range(samples)
+    ]
+    engine = VLLMEngine(config, 0)
+    await engine.start()
+    try:
+        clocks = Clocks(vllm.core_process(engine._llm).pid)  # the object inside, on purpose
+        ours: list[dict[str, float]] = []
+        bare: list[dict[str, float]] = []
+        for version in range(VERSION, VERSION + rounds + 1):
+            bare.append(await clocks.measure(lambda: through_engine(engine._llm, prompts, TOKENS), samples))
+            # The label of the tokens that follow; without it they would count as older than the round.
+            await engine._llm.update_weight_version(str(version))
+            path = partial(through_flash, config, engine, version, tokenizer)
+            ours.append(await clocks.measure(path, samples))
+        return least(ours[1:]), least(bare[1:])
+    finally:
+        await engine.close()
+
+
+def rows(args: Args) -> list[Row]:
+    """The budget, and its ratios to the bare parts."""
+    model = endless_model(Path("outputs") / "models" / "bench-endless")
+    loop = anyio.run(loop_costs, model, 1024 if args.quick else 4096, 3 if args.quick else 9)
+    case = f"{TOKENS} tokens, a node's loop without an engine"
+    found = [
+        Row(case, "loop_us", "µs", loop["loop"], loop["bare"], LOOP_GOAL_US),
+        Row(case, "ratio_to_bare", "×", loop["loop"] / loop["bare"], None, LOOP_RATIO),
+        Row(f"{TOKENS} tokens, hub and wire", "added_us", "µs", loop["with hub"] - loop["loop"]),
+    ]
+    if args.quick:
+        return found
+    ours, bare = anyio.run(engine_costs, model, 1024, 7)
+    case = f"{TOKENS} tokens, the whole path around vLLM"
+    found += [Row(case, f"{name}_us", "µs", ours[name], bare[name]) for name in ours]
+    for name, processes in (("all", ours.keys()), ("core and worker", ours.keys() - {"node"})):
+        spent = [sum(times[process] for process in processes) for times in (ours, bare)]
+        found.append(Row(f"{case}, {name}", "ratio_to_bare", "×", spent[0] / spent[1], None, ENGINE_RATIO))
+    return found
+
+
+if __name__ == "__main__":
+    main("sample_cost", __doc__ or "", rows)
